@@ -20,6 +20,7 @@ for itself, without what is mapped from files, looked at twenty times a second.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import subprocess
 import sys
@@ -92,6 +93,11 @@ def texts(numbers: np.ndarray, length: int) -> list[bytes]:
     return [b"company %010d %s" % (a, b"x" * length) for a in begun.tolist()]
 
 
+def sha_of(store: Any, path: str) -> str:
+    with store.open(path) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 def measured(rows: int, length: int, as_asked: bool) -> dict[str, Any]:
     from prefect_raybatch.cluster.lookups import Known
     from prefect_raybatch.ledger.increments import (
@@ -101,11 +107,12 @@ def measured(rows: int, length: int, as_asked: bool) -> dict[str, Any]:
     )
     from prefect_raybatch.ledger.layout import table_path
     from prefect_raybatch.ledger.plan_tables import to_parquet
+    from prefect_raybatch.ledger.records import digest
     from prefect_raybatch.plan.joining import PACKED_KEY, Join
     from prefect_raybatch.plan.prefix_order import dealt_out
     from prefect_raybatch.runs.answers_by_row import place_answers
     from prefect_raybatch.source import snapshot_tables
-    from prefect_raybatch.stages.raw_answers import AnswerFile, AnswerFiles, in_order
+    from prefect_raybatch.stages.raw_answers import AnswerFiles, NamedFile, in_order, numbered
     from prefect_raybatch.storage import open_store
 
     steps, draw = Steps(), np.random.default_rng(7)
@@ -125,13 +132,14 @@ def measured(rows: int, length: int, as_asked: bool) -> dict[str, Any]:
                     join.add_rows(start, keys.reshape(-1).view(PACKED_KEY), *[all_of_them] * 2)
                     join.prompts.add(start, made)
                 join.run()
-            names: list[tuple[str, int]] = []
+            names: list[NamedFile] = []
             with steps.step("places"):
-                for number, (kind, at) in enumerate(join.places()):
+                for kind, at in join.places():
                     table = pa.table({"kind": pa.array(kind), "at": pa.array(at)})
-                    path = table_path(f"places-{number:016x}.parquet")
-                    names.append((path, len(kind)))
-                    store.put(path, to_parquet(table))
+                    data = to_parquet(table)
+                    path = table_path(f"places-{digest(data)[:16]}.parquet")
+                    names.append(NamedFile(path, len(kind), digest(data)))
+                    store.put(path, data)
                 to_parquet(pa.table({"rows": pa.array(join.weights())}))
             with steps.step("deal"):
                 snapshot_tables(
@@ -141,7 +149,8 @@ def measured(rows: int, length: int, as_asked: bool) -> dict[str, Any]:
                 )
             asked, counts = join.asked, join.counts
         paths = answers(Path(folder) / "run", asked)
-        files = tuple(AnswerFile(path, first, numbered=True) for path, first in paths)
+        named = [(first, NamedFile(path, 0, sha_of(store, path))) for path, first in paths]
+        files = numbered(store, named)
         size = sum((Path(folder) / "run" / file.path).stat().st_size for file in files)
         columns = raw().names
         known = Known(
@@ -150,7 +159,7 @@ def measured(rows: int, length: int, as_asked: bool) -> dict[str, Any]:
             AnswerFiles(store, (), ()),
             size,
         )
-        tables = tuple(Path(path).name for path, _ in names)
+        tables = tuple(Path(file.path).name for file in names)
         increment = Increment(OF_ROWS, "", places=tables, counts=counts)
         plan: Any = SimpleNamespace(hash="h", rows=rows)
         with steps.step("answers"):
@@ -159,9 +168,9 @@ def measured(rows: int, length: int, as_asked: bool) -> dict[str, Any]:
         by_row = read_answers_by_row(store, plan)
         found = known.asked
         if by_row is not None:
-            told = tuple(AnswerFile(f.path, f.first, numbered=True) for f in by_row.files)
-            found = AnswerFiles(store, told, tuple(columns))
-        places = AnswerFiles(store, in_order(names), ("at",))
+            placed = [(f.first, NamedFile(f.path, f.rows, f.sha256)) for f in by_row.files]
+            found = AnswerFiles(store, numbered(store, placed), tuple(columns))
+        places = AnswerFiles(store, in_order(store, names), ("at",))
 
         def look_up(shard: int) -> None:
             own = np.arange(shard * SHARD, (shard + 1) * SHARD)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from prefect_raybatch.errors import CorruptRun
@@ -14,15 +17,26 @@ from prefect_raybatch.ledger.increments import (
     read_answers_by_row,
 )
 from prefect_raybatch.ledger.layout import ASKS, table_path
+from prefect_raybatch.ledger.record_files import hash_in_name
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.stages.block import FORMED, REASONING_OPEN, TRUNCATED
 from prefect_raybatch.stages.lookup import WHY, LookUp
 from prefect_raybatch.stages.prepare import Prepare
-from prefect_raybatch.stages.raw_answers import POOLED, RAW, AnswerFile, AnswerFiles, in_order
+from prefect_raybatch.stages.raw_answers import (
+    POOLED,
+    RAW,
+    AnswerFile,
+    AnswerFiles,
+    NamedFile,
+    in_order,
+    numbered,
+)
 from prefect_raybatch.stages.request_key import Keying
 from prefect_raybatch.stages.row_sampling import has_form
 from prefect_raybatch.storage import Store
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,15 +51,18 @@ class Known:
 
 
 def known_answers(job: BatchJob, increment: Increment, store: Store) -> Known:
-    """Of the run at `store`, whose asks are finished; `CorruptRun` where they are not."""
+    """Of the run at `store`, whose asks are finished; `CorruptRun` where they are not, or where a
+    file is not what was written."""
     success = _finished_asks(store, increment)
     raw = raw_names(job)
-    return Known(
-        reused=AnswerFiles(store, in_order([(p.path, p.rows) for p in increment.reused]), raw),
-        asked=AnswerFiles(store, _numbered(success, "data"), raw),
-        failed=AnswerFiles(store, _numbered(success, "quarantine"), WHY),
-        asked_bytes=sum(part.bytes for part in success.of("data")) if success else 0,
-    )
+    with _repairable(store):
+        reused = [NamedFile(p.path, p.rows, p.sha256) for p in increment.reused]
+        return Known(
+            reused=AnswerFiles(store, in_order(store, reused), raw),
+            asked=AnswerFiles(store, _numbered(store, success, "data"), raw),
+            failed=AnswerFiles(store, _numbered(store, success, "quarantine"), WHY),
+            asked_bytes=sum(part.bytes for part in success.of("data")) if success else 0,
+        )
 
 
 def raw_names(job: BatchJob) -> tuple[str, ...]:
@@ -63,9 +80,10 @@ def look_up(
 ) -> LookUp:
     """For the run at `store`, whose asks are finished; `CorruptRun` where they are not."""
     known = known_answers(job, increment, store)
-    by_row = read_answers_by_row(store, plan)
-    files = [AnswerFile(f.path, f.first, numbered=True) for f in by_row.files] if by_row else None
-    places = [(table_path(name), PLACES_ROWS) for name in increment.places]
+    by_row = _by_row(store, plan)
+    tables = [NamedFile(table_path(n), PLACES_ROWS, hash_in_name(n)) for n in increment.places]
+    with _repairable(store):
+        places = in_order(store, tables)
     parsing = prepare.parsing
     flags = {
         REASONING_OPEN: parsing is not None and parsing.reasoning is not None,
@@ -79,11 +97,11 @@ def look_up(
     return LookUp(
         prepare,
         keying,
-        places=AnswerFiles(store, in_order(places), told),
+        places=AnswerFiles(store, places, told),
         reused=known.reused,
         asked=known.asked,
         failed=known.failed,
-        by_row=None if files is None else AnswerFiles(store, tuple(files), raw_names(job)),
+        by_row=None if by_row is None else AnswerFiles(store, by_row, raw_names(job)),
         rows_per_shard=plan.rows_per_shard,
         optional=tuple(name for name, wanted in flags.items() if wanted),
         pools=tasks.pools(job.engine.task),
@@ -100,6 +118,30 @@ def _finished_asks(store: Store, increment: Increment) -> Success | None:
     return success
 
 
-def _numbered(success: Success | None, kind: str) -> tuple[AnswerFile, ...]:
+def _numbered(store: Store, success: Success | None, kind: str) -> tuple[AnswerFile, ...]:
     parts = success.of(kind) if success is not None else []
-    return tuple(AnswerFile(f"{ASKS}/{p.path}", p.first or 0, numbered=True) for p in parts)
+    files = [(p.first or 0, NamedFile(f"{ASKS}/{p.path}", p.rows, p.sha256)) for p in parts]
+    return numbered(store, files)
+
+
+def _by_row(store: Store, plan: Plan) -> tuple[AnswerFile, ...] | None:
+    """The files in the order of the rows; None where there are none, or none that are whole: they
+    hold nothing that the others do not."""
+    try:
+        found = read_answers_by_row(store, plan)
+        if found is None:
+            return None
+        named = [(file.first, NamedFile(file.path, file.rows, file.sha256)) for file in found.files]
+        return numbered(store, named)
+    except CorruptRun as error:
+        log.warning("the answers are read in the order in which they were asked: %s", error)
+        return None
+
+
+@contextmanager
+def _repairable(store: Store) -> Iterator[None]:
+    """Say what to do about a file that is damaged."""
+    try:
+        yield
+    except CorruptRun as error:
+        raise CorruptRun(f"{error}. Run: raybatch repair {store.uri}") from None

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from prefect_raybatch.job.batch_job import BatchJob
 
 _WORD = re.compile(r"\{(run_[a-z_]*)(?::([^{}]*))?\}")
-# At the end of a default run key; a run that retries failed rows has its number behind.
-_STAMP = re.compile(r"-(\d{8})T\d{6}Z(?:\.r\d+)?$")
+# At the end of a default run key; a retry (.r1) and a repaired run (.m1) add a number to the key.
+_STAMP = re.compile(r"-(\d{8}T\d{6})Z(?:\.[rm]\d+)*$")
 _DIRECTIVE = re.compile(r"%-?[A-Za-z]")
 _DIGITS = {"%Y": r"\d{4}", "%m": r"\d\d", "%d": r"\d\d", "%y": r"\d\d", "%j": r"\d{3}"}
 _ANY = "\0"  # any part of a folder's name, until the folders are told apart
@@ -59,9 +59,15 @@ def _dated(job: BatchJob) -> bool:
 
 def date_of_key(run_key: str) -> date | None:
     """The date in a default run key, which is that of the scheduled start in UTC."""
+    start = start_of_key(run_key)
+    return start.date() if start else None
+
+
+def start_of_key(run_key: str) -> datetime | None:
+    """The scheduled start in UTC that a default run key holds; None for any other key."""
     stamp = _STAMP.search(run_key)
     try:
-        return datetime.strptime(stamp[1], "%Y%m%d").date() if stamp else None
+        return datetime.strptime(f"{stamp[1]}Z", "%Y%m%dT%H%M%S%z") if stamp else None
     except ValueError:
         return None
 

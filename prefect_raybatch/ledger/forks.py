@@ -25,6 +25,12 @@ def fork_key(key: str) -> str:
     return f"{match['base']}.m{int(match['number']) + 1}" if match else f"{key}.m1"
 
 
+def forks_of(key: str) -> int:
+    """Return how many runs, one after the other, run `key` takes the place of."""
+    match = _FORK.match(key)
+    return int(match["number"]) if match else 0
+
+
 def forked(plan: Plan) -> dict[str, str]:
     """How a fork names the run that it takes the place of."""
     return {"run_key": plan.run_key, "plan": plan.hash}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,7 +21,8 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards, from_parquet
 from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
-from prefect_raybatch.ledger.records import Plan, dump, load
+from prefect_raybatch.ledger.record_texts import SomePositions
+from prefect_raybatch.ledger.records import Plan, digest, dump, load
 from prefect_raybatch.ledger.strict import STRICT, Count, Number, read_json
 from prefect_raybatch.storage import Store
 
@@ -145,7 +146,9 @@ class Increment:
 class Answers:
     """The raw answers of a finished run: `files` in order. `until`: seconds since 1970, after
     which they are neither taken over nor kept by `raybatch reap`; None: as long as the run.
-    `seconds`: engine time that an answer took, None where no run has measured it."""
+    `seconds`: engine time that an answer took, None where no run has measured it. `rejected`: the
+    answers that no row came out good with, by the path of their file; they are not taken over.
+    `checksum` is the SHA-256 of the record without it; None in a record that has none."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -157,14 +160,35 @@ class Answers:
     until: Number | None = None
     seconds: Number | None = None
     format: int = 1
+    rejected: Mapping[str, SomePositions] = field(default_factory=dict)
+    checksum: str | None = None
 
     @property
     def expired(self) -> bool:
         return self.until is not None and time.time() >= self.until
 
+    def usable(self, part: AnswerPart) -> np.ndarray:
+        """Return bool for each answer in one of the files: whether it may be taken over. Raise
+        `CorruptRun` if what was rejected is not readable."""
+        usable = np.ones(part.rows, bool)
+        text = self.rejected.get(part.path)
+        if text is not None:
+            try:
+                usable[Positions.from_text(text, part.rows).numbers] = False
+            except ValueError as error:
+                raise CorruptRun(f"{ANSWERS_RECORD}: rejected: {part.path}: {error}") from None
+        return usable
+
     def put(self, store: Store) -> None:
         """Writes the record; whoever comes second finds the first one's, which says the same."""
-        put_record_if_absent(store, ANSWERS_RECORD, dump(asdict(self)))
+        put_record_if_absent(store, ANSWERS_RECORD, self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """Return the record with its checksum."""
+        return dump(asdict(replace(self, checksum=self._sum())))
+
+    def _sum(self) -> str:
+        return digest(dump({**asdict(self), "checksum": None}))
 
 
 def increment_of(plan: Plan) -> Increment | None:
@@ -185,7 +209,10 @@ def read_answers(store: Store) -> Answers | None:
         return None
     if load(data, ANSWERS_RECORD).get("format") != 1:
         raise CorruptRun(f"{store.uri}/{ANSWERS_RECORD} is of a newer version; update this one")
-    return read_json(_ANSWERS, data, ANSWERS_RECORD)
+    found = read_json(_ANSWERS, data, ANSWERS_RECORD)
+    if found.checksum is not None and found.to_bytes() != data:
+        raise CorruptRun(f"{store.uri}/{ANSWERS_RECORD} is not what was written")
+    return found
 
 
 def read_answers_by_row(store: Store, plan: Plan) -> AnswersByRow | None:
@@ -220,6 +247,18 @@ def begin_asks(store: Store, increment: Increment) -> tuple[Ledger, Plan] | None
             "it away and run the same command again"
         )
     return ledger, plan
+
+
+def answer_files(plan: Plan, increment: Increment, store: Store) -> tuple[AnswerPart, ...]:
+    """Return the files of raw answers of the run at `store`: those taken over, and those of its
+    asks, which are finished."""
+    begun = begin_asks(store, increment)
+    success = begun[0].finished(begun[1]) if begun is not None else None
+    asked = [
+        AnswerPart(f"{ASKS}/{part.path}", part.rows, part.bytes, part.sha256, plan.run_key)
+        for part in (success.of("data") if success is not None else ())
+    ]
+    return (*increment.reused, *asked)
 
 
 @dataclass(frozen=True)

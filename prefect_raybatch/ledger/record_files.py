@@ -79,6 +79,11 @@ def read_table(store: Store, name: str, by: str = "plan.json") -> bytes:
     return data
 
 
+def hash_in_name(name: str) -> str:
+    """Return the digits of the SHA-256 that the name of a table ends with."""
+    return name.removesuffix(".parquet").rpartition("-")[2]
+
+
 def put_record(store: Store, path: str, data: bytes) -> None:
     """Writes a record, replacing what is there. Raises `ConfigError`, and writes nothing, when no
     reader would take it."""

@@ -38,7 +38,7 @@ NO_POSITIONS = Positions()
 
 LATER_IN_PLANS = (  # fields of a plan that came after the first runs
     *("numbers_table", "row_bytes", "context", "table", "quarantine", "increment"),
-    *("uris_table", "forked_from"),
+    *("uris_table", "forked_from", "night"),
 )
 
 QUARANTINE = ("stage", "error", "message", "attempts", "input")
@@ -187,7 +187,8 @@ class Plan:
     `quarantine` is the folder of failed rows, None in plans of before it was named.
     `uris_table` holds the URIs of the input where the job names very many one by one: then `job`
     holds the first of them and `parts` their number and hash.
-    `forked_from` is the run in whose place this one goes on: {run_key, plan}, the plan's hash.
+    `forked_from` is the run in whose place this one goes on: {run_key, plan}, the plan's hash;
+    `night` is when the first of such runs was planned.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -216,6 +217,7 @@ class Plan:
     increment: Mapping[str, Any] | None = None
     uris_table: TableName | None = None
     forked_from: ForkedFrom | None = None
+    night: str | None = None
 
     def to_bytes(self) -> bytes:
         value = asdict(self)

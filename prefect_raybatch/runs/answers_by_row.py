@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.increments import (
     NO_REQUEST,
     REUSED,
@@ -31,10 +32,12 @@ from prefect_raybatch.ledger.increments import (
 )
 from prefect_raybatch.ledger.layout import BY_ROW, table_path
 from prefect_raybatch.ledger.part_files import PartFiles, local_disk
+from prefect_raybatch.ledger.record_files import hash_in_name
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.plan.prefix_order import RANK, dealt_out
 from prefect_raybatch.stages.raw_answers import NUMBER, AnswerFiles
 from prefect_raybatch.storage import Store
+from prefect_raybatch.storage.checked import block_sums, open_checked
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
@@ -67,7 +70,7 @@ def place_answers(
     the store's errors.
     """
     size = sum(part.bytes for part in increment.reused) + known.asked_bytes
-    if size <= KEPT_ANYWAY or read_answers_by_row(store, plan) is not None:
+    if size <= KEPT_ANYWAY or _are_there(store, plan):
         return
     taken = sum(part.rows for part in increment.reused)
     answers = taken + increment.counts.asked
@@ -100,6 +103,15 @@ def place_answers(
     AnswersByRow(plan.hash, files).put(store)
 
 
+def _are_there(store: Store, plan: Plan) -> bool:
+    """Whether a record of such files is there; one that is damaged cannot be written again."""
+    try:
+        return read_answers_by_row(store, plan) is not None
+    except CorruptRun as error:
+        log.warning("the answers are read in the order in which they were asked: %s", error)
+        return True
+
+
 def _made(folder: Path) -> Path:
     with local_disk():
         folder.mkdir()
@@ -112,7 +124,8 @@ def _near(
     """(rows, the numbers of their answers, those taken over first) of NEAR rows at a time."""
     start = 0
     for name in increment.places:
-        with store.open(table_path(name)) as stream:
+        path = table_path(name)
+        with open_checked(store, path, block_sums(store, path, hash_in_name(name))) as stream:
             file = pq.ParquetFile(stream, pre_buffer=False)
             for batch in file.iter_batches(NEAR, columns=["kind", "at"], use_threads=False):
                 kind, at = batch["kind"].to_numpy(), batch["at"].to_numpy()

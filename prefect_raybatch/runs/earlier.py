@@ -5,31 +5,60 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, NoSuchRun
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.run_words import start_of_key
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.family import Family, Member, load_family, place
+from prefect_raybatch.ledger.forks import MOST_FORKS, follow_forks, forks_of
 from prefect_raybatch.ledger.increments import AnswerPart, Answers, read_answers
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.part_files import local_disk
+from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.same_job import difference
 from prefect_raybatch.plan.prompt_lengths import PromptLengths
 from prefect_raybatch.result.rows import reading_parquet
 from prefect_raybatch.runs.run import run_keys
 from prefect_raybatch.stages.raw_answers import KEY_COLUMN
+from prefect_raybatch.stages.request_key import KEY_TYPE
 from prefect_raybatch.storage import Store, open_store
 from prefect_raybatch.storage.proof import CHUNK
 
 log = logging.getLogger(__name__)
 LATEST = "latest"
 ANSWERS_A_BATCH = 16_384
+
+Held = list[tuple[Store, Answers]]
+
+
+class DamagedAnswers(CorruptRun):
+    """Stored answers of an earlier run are missing or changed: `run` (its URI) is passed over."""
+
+    run = ""
+
+
+def damaged(store: Store, text: str) -> DamagedAnswers:
+    """Return the error for stored answers of the run at `store`."""
+    error = DamagedAnswers(text)
+    error.run = store.uri
+    return error
+
+
+def pass_over(error: DamagedAnswers) -> None:
+    """Log that a run is not reused."""
+    log.warning(
+        "reuse: the answers of %s are not taken over, and its rows are asked again: %s",
+        *(error.run, error),
+    )
 
 
 @dataclass(frozen=True)
@@ -44,7 +73,10 @@ class Earlier:
 
     @property
     def files(self) -> list[tuple[Store, Answers, AnswerPart]]:
-        return [(store, answers, part) for store, answers in self.held for part in answers.files]
+        """The files of answers, those of the newest retry first: of equal greedy requests the first
+        answer is taken."""
+        newest_first = reversed(self.held)
+        return [(store, answers, part) for store, answers in newest_first for part in answers.files]
 
     @property
     def rows(self) -> int:
@@ -56,28 +88,40 @@ class Earlier:
         known = [answers.seconds for _, answers in self.held if answers.seconds is not None]
         return known[-1] if known else None
 
-    def every_key(self) -> Iterator[list[bytes]]:
-        """The keys of all answers, in the order of the files and of the rows in them."""
-        for store, _, part in self.files:
+    def every_key(self) -> Iterator[tuple[list[bytes], np.ndarray]]:
+        """Yield keys of answers, in the order of the files and of the rows in them, each with
+        whether its answer may be taken over. Raise `DamagedAnswers` if a file is damaged so that it
+        cannot be read; its checksum is compared when answers of it are taken over."""
+        for store, answers, part in self.files:
             with (
-                _named(store, part),
+                _reading(store, part),
                 store.open(part.path) as stream,
                 pq.ParquetFile(stream, pre_buffer=False) as found,
             ):
+                usable, at = answers.usable(part), 0
                 if found.metadata.num_rows != part.rows:
                     raise _changed(store, part)
                 for batch in found.iter_batches(
                     ANSWERS_A_BATCH, columns=[KEY_COLUMN], use_threads=False
                 ):
-                    yield batch.column(0).to_pylist()
+                    keys = batch.column(0)
+                    if keys.type != KEY_TYPE or keys.null_count:
+                        raise _changed(store, part)
+                    yield keys.to_pylist(), usable[at : at + len(keys)]
+                    at += len(keys)
 
 
 def find_earlier(
-    job: BatchJob, run_key: str | None, context: str, parts: dict[str, Any]
+    job: BatchJob,
+    run_key: str | None,
+    context: str,
+    parts: dict[str, Any],
+    skipped: Collection[str] = (),
 ) -> Earlier:
-    """What `reuse` names. Raises `ConfigError` for a run that is not there, is not finished, or
-    keeps no answers; `latest` without such a run is no error."""
-    named = _named_run(job, run_key)
+    """Return the runs that `reuse` names, without those in `skipped` (URIs), whose answers are
+    damaged. Raise `ConfigError` for a run that is not there, is not finished, or keeps no answers;
+    `latest` without such a run is no error."""
+    named = _named_run(job, run_key, skipped)
     if named is None:
         return Earlier()
     member, held = named
@@ -102,75 +146,149 @@ def with_earlier_length(
 
 
 def _named_run(
-    job: BatchJob, run_key: str | None
-) -> tuple[Member, list[tuple[Store, Answers]]] | None:
-    """The run that `reuse` names, and what it and its retries keep; None for none."""
+    job: BatchJob, run_key: str | None, skipped: Collection[str] = ()
+) -> tuple[Member, Held] | None:
+    """Return the run that `reuse` names and what it and its retries keep, or None."""
     if job.reuse is None:
         return None
     options = job.output.options or None
     if job.reuse == LATEST:
         root = open_store(job.output.uri, options)
-        key = _latest(root, job.name, run_key)
-        if key is None:
-            return None
+        keys = _newest_first(root, job.name, run_key)
     else:
         root, key = place(job.reuse, options)
+        keys = [_follow_forks(root, key)]
+    for key in keys:
+        try:
+            return _kept_by(root, key, skipped)
+        except DamagedAnswers as error:
+            if error.run not in skipped:
+                pass_over(error)
+    return None
+
+
+def _kept_by(root: Store, key: str, skipped: Collection[str]) -> tuple[Member, Held]:
+    """Return a run and what it and its retries keep, itself first. Raise `DamagedAnswers` if its
+    records or answers are damaged; a damaged retry is left out."""
+    uri = root.sub(key).uri
     try:
         family = load_family(root, key)
     except NoSuchRun as error:
         raise ConfigError(f"reuse: {error}") from None
+    except CorruptRun as error:
+        raise damaged(root.sub(key), str(error)) from None
     member = family.members[key]
-    held = []
-    for one in _with_retries(family, member):
+    held: Held = []
+    for one in (member, *_retries(root, family, member)):
+        store = one.ledger.store
         if one.summary is None:
             if one is member:
-                raise ConfigError(
-                    f"reuse: {one.ledger.store.uri} is not finished; finish it, or name another run"
-                )
+                raise ConfigError(f"reuse: {uri} is not finished; finish it, or name another run")
             continue
-        answers = read_answers(one.ledger.store)
+        try:
+            if store.uri in skipped:
+                raise damaged(store, "its answers are damaged")
+            answers = _answers_of(store)
+        except DamagedAnswers as error:
+            if one is member:
+                raise
+            if store.uri not in skipped:
+                pass_over(error)
+            continue
         if answers is not None and not answers.expired:
-            held.append((one.ledger.store, answers))
+            held.append((store, answers))
         elif one is member:
             why = "kept no answers" if answers is None else "keeps its answers no longer"
             raise ConfigError(
-                f"reuse: {one.ledger.store.uri} {why} (reuse, output.keep_answers); name another "
-                "run, or latest"
+                f"reuse: {uri} {why} (reuse, output.keep_answers); name another run, or latest"
             )
     return member, held
 
 
-def _with_retries(family: Family, member: Member) -> Iterator[Member]:
-    """A run, the runs that retried its failed rows, those that retried theirs, ..."""
-    yield member
-    for child in family.children(member.key):
-        yield from _with_retries(family, child)
+def _answers_of(store: Store) -> Answers | None:
+    try:
+        return read_answers(store)
+    except CorruptRun as error:
+        raise damaged(store, str(error)) from None
 
 
-def _latest(root: Store, name: str, run_key: str | None) -> str | None:
-    """The newest complete run of a job below `root` that still keeps answers."""
-    found = []
+def _retries(root: Store, family: Family, member: Member) -> Iterator[Member]:
+    """Yield the retries of a run, and of the runs that it was forked from, parents first."""
+    yield from _descendants(family, member.key)
+    plan = member.plan
+    for _ in range(MOST_FORKS):
+        if plan.forked_from is None:
+            return
+        try:
+            family = load_family(root, plan.forked_from["run_key"])
+        except (NoSuchRun, CorruptRun) as error:
+            log.info("retries of %s are not reused: %s", plan.forked_from["run_key"], error)
+            return
+        former = family.members[plan.forked_from["run_key"]].plan
+        if former.hash != plan.forked_from["plan"]:
+            return
+        plan = former
+        yield from _descendants(family, plan.run_key)
+
+
+def _descendants(family: Family, key: str) -> Iterator[Member]:
+    for child in family.children(key):
+        yield child
+        yield from _descendants(family, child.key)
+
+
+def _follow_forks(root: Store, key: str) -> str:
+    """Return the finished run that goes on in the place of run `key`, else `key` itself."""
+    ledger = Ledger(root.sub(key))
+    with suppress(CorruptRun):
+        plan = ledger.load_plan()
+        if plan is not None:
+            fork, its_plan = follow_forks(ledger, plan)
+            if fork.finished(its_plan) is not None:
+                return its_plan.run_key
+    return key
+
+
+def _newest_first(root: Store, name: str, run_key: str | None) -> list[str]:
+    """Return the keys of the complete runs of a job below `root` that still keep answers."""
+    found: list[tuple[datetime, int, float, str]] = []
     for key in run_keys(root):
         ledger = Ledger(root.sub(key))
         try:
             plan = ledger.load_plan()
             if plan is None or plan.job_name != name or plan.parent is not None or key == run_key:
                 continue
-            if plan.increment is None or ledger.finished(plan) is None:
+            if plan.run_key != key:  # a link to a run, or a copy of one
+                continue
+            if plan.increment is None or (success := ledger.finished(plan)) is None:
                 continue
             answers = read_answers(ledger.store)
-        except CorruptRun as error:  # of another version, or not ours
+        except CorruptRun as error:  # damaged, of another version, or not ours
             log.warning("reuse: latest passes over %s: %s", key, error)
             continue
         if answers is not None and not answers.expired:
-            found.append((plan.created, key))
-    return max(found)[1] if found else None
+            found.append((night_of(plan), forks_of(key), success.finished, key))
+    return [key for *_, key in sorted(found, reverse=True)]
+
+
+def night_of(plan: Plan) -> datetime:
+    """Return the time that a run is for: the scheduled start or date in its key, so that a backfill
+    of an old night is old; else when it was planned, of a repaired run when the first one was."""
+    start = start_of_key(plan.run_key)
+    if start is not None:
+        return start
+    try:
+        planned = datetime.fromisoformat(plan.night or plan.created)
+    except ValueError:
+        raise CorruptRun(f"plan.json: created: {plan.created!r} is no time") from None
+    return planned if planned.tzinfo else planned.replace(tzinfo=UTC)
 
 
 @contextmanager
 def opened_answers(store: Store, part: AnswerPart) -> Iterator[Any]:
-    """A file of raw answers, fetched to the local disk and proved to be what was written."""
-    with tempfile.TemporaryFile(prefix="raybatch-") as local, _named(store, part):
+    """Open a file of raw answers, fetched to the local disk. Raise `DamagedAnswers` unless it is
+    what was written."""
+    with tempfile.TemporaryFile(prefix="raybatch-") as local, _reading(store, part):
         hashed = hashlib.sha256()
         with store.open(part.path) as stream:
             while chunk := stream.read(CHUNK):
@@ -186,19 +304,18 @@ def opened_answers(store: Store, part: AnswerPart) -> Iterator[Any]:
 
 
 @contextmanager
-def _named(store: Store, part: AnswerPart) -> Iterator[None]:
+def _reading(store: Store, part: AnswerPart) -> Iterator[None]:
+    """Raise `DamagedAnswers` for a file that is missing or cannot be read."""
     try:
         with reading_parquet(f"{store.uri}/{part.path}"):
             yield
     except FileNotFoundError:
-        raise CorruptRun(
-            f"{store.uri}/{part.path}, raw answers of that run, is missing; name another run with "
-            "reuse, or run without it"
-        ) from None
+        raise damaged(store, f"{store.uri}/{part.path} is missing") from None
+    except DamagedAnswers:
+        raise
+    except (CorruptRun, KeyError) as error:  # KeyError: the column of the keys is not there
+        raise damaged(store, str(error)) from None
 
 
-def _changed(store: Store, part: AnswerPart) -> CorruptRun:
-    return CorruptRun(
-        f"{store.uri}/{part.path} is not what its run wrote, so its answers cannot be trusted; "
-        "restore the file, name another run with reuse, or run without it"
-    )
+def _changed(store: Store, part: AnswerPart) -> DamagedAnswers:
+    return damaged(store, f"{store.uri}/{part.path} is not what its run wrote")

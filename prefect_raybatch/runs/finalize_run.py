@@ -18,13 +18,13 @@ from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.accepted import Accepted, all_accepted
 from prefect_raybatch.ledger.increments import (
     OF_ROWS,
-    AnswerPart,
     Answers,
     Increment,
+    answer_files,
     begin_asks,
     increment_of,
 )
-from prefect_raybatch.ledger.layout import ASKS, DATA_FOLDER, REPORT, REPORT_HTML, REPORT_PAGE
+from prefect_raybatch.ledger.layout import REPORT, REPORT_HTML, REPORT_PAGE
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.published import all_published
 from prefect_raybatch.ledger.record_files import put_record, read_record
@@ -37,6 +37,7 @@ from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.runs.costs import with_cost
 from prefect_raybatch.runs.precision import precision_of
+from prefect_raybatch.runs.rejected_answers import rejected_answers
 from prefect_raybatch.runs.run import Run, load_run
 from prefect_raybatch.runs.starts import attempts_seconds, read_starts
 from prefect_raybatch.sizing.shards import (
@@ -115,7 +116,7 @@ def _finalized(job: BatchJob, run: Run, progress: Progress | None) -> RunReport:
     increment = increment_of(plan)
     if increment is not None and increment.ledger == OF_ROWS:
         days = job.output.keep_answers if job.keeps_answers else 0.0  # only to put rows in order
-        made = with_reuse(made, store, plan, increment, result.tally, days)
+        made = with_reuse(made, ledger, plan, increment, result.tally, days)
     made = with_cost(made, ledger, plan, job.cluster, _report_of_asks(store, increment))
     if ledger.finished(plan) is not None:
         return _end(ledger, plan, True)  # the report is the other finalizer's too
@@ -148,7 +149,7 @@ def write_parts(
 
 def with_reuse(
     report: RunReport,
-    store: Store,
+    ledger: Ledger,
     plan: Plan,
     increment: Increment,
     tally: Tally,
@@ -158,19 +159,15 @@ def with_reuse(
 
     Says first, in the run directory, which files hold the raw answers, kept for `days`.
     """
-    begun, counts, stats = begin_asks(store, increment), increment.counts, tally.stats
-    seconds, files = increment.seconds, list(increment.reused)
+    store, counts, stats = ledger.store, increment.counts, tally.stats
+    begun = begin_asks(store, increment)
+    seconds, files = increment.seconds, answer_files(plan, increment, store)
     if begun is not None:
         asks = load_report(begun[0].store)
         notes = [begun[0].read_attempt(name) for name in begun[0].attempts()]
         gpus = max((note.get("gpus") or 0 for note in notes), default=0)
         if asks.good:
             seconds = round(asks.seconds * max(gpus, asks.engines, 1) / asks.good, 6)
-        files += [
-            AnswerPart(f"{ASKS}/{part.path}", part.rows, part.bytes, part.sha256, plan.run_key)
-            for part in asks.parts
-            if part.path.startswith(f"{DATA_FOLDER}/")
-        ]
         cached = asks.tokens.get("cached_tokens", 0.0)
         report = replace(
             report,
@@ -183,9 +180,16 @@ def with_reuse(
         )
         if report.seconds:
             report = replace(report, rows_per_s=round(report.rows / report.seconds, 1))
-    until = None if days is None else time.time() + days * DAY
-    context, parts = increment.context, increment.parts
-    Answers(plan.run_key, plan.hash, context, parts, tuple(files), until, seconds).put(store)
+    Answers(
+        run_key=plan.run_key,
+        plan=plan.hash,
+        context=increment.context,
+        parts=increment.parts,
+        files=files,
+        until=None if days is None else time.time() + days * DAY,
+        seconds=seconds,
+        rejected=rejected_answers(ledger, plan, increment) if tally.failed else {},
+    ).put(store)
     saved = {"reused": counts.reused, "merged": counts.merged, "asked": counts.asked}
     saved["saved_tokens"] = int(stats.saved_tokens or 0)
     rows = counts.reused + counts.merged

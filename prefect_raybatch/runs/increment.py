@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import logging
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job import tasks
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.increments import (
@@ -39,7 +40,15 @@ from prefect_raybatch.plan.plan import settled as settled_job
 from prefect_raybatch.plan.prefix_order import MOST_ORDERED
 from prefect_raybatch.plan.resolved import Resolved
 from prefect_raybatch.plan.row_keys import RowKeys
-from prefect_raybatch.runs.earlier import ANSWERS_A_BATCH, Earlier, find_earlier, opened_answers
+from prefect_raybatch.runs.earlier import (
+    ANSWERS_A_BATCH,
+    DamagedAnswers,
+    Earlier,
+    damaged,
+    find_earlier,
+    opened_answers,
+    pass_over,
+)
 from prefect_raybatch.runs.precision import taken_precision
 from prefect_raybatch.source import Inventory, snapshot_tables
 from prefect_raybatch.stages.raw_answers import NUMBER, ORIGIN, POOLED, RAW
@@ -65,8 +74,21 @@ def increment_for(
     input's files are a snapshot there; `context`: what `auto` came to. As `worked_out`."""
     rows = store if copied else None
     settled = replace(resolved, job=settled_job(resolved.job, context))
-    with worked_out(settled, found, rows, run_key, earlier, in_order=True) as worked:
-        return planned(worked, resolved, store, attempt, context).to_dict()
+    skipped: set[str] = set()
+    while True:
+        try:
+            with worked_out(
+                settled, found, rows, run_key, earlier, in_order=True, skipped=skipped
+            ) as worked:
+                return planned(worked, resolved, store, attempt, context).to_dict()
+        except DamagedAnswers as error:  # found while answers were copied: join without that run
+            _skip(error, skipped)
+
+
+def _skip(error: DamagedAnswers, skipped: set[str]) -> None:
+    """Leave a run out whose answers are damaged."""
+    pass_over(error)
+    skipped.add(error.run)
 
 
 @dataclass
@@ -93,6 +115,7 @@ def worked_out(
     earlier: bool = True,
     alone: bool = False,
     in_order: bool = False,
+    skipped: set[str] | None = None,
 ) -> Iterator[Worked]:
     """Makes the keys of all rows and joins them with the earlier run's; `store` holds the files
     where they are a snapshot, which with `alone` no other node can read. Without `earlier` nothing
@@ -104,18 +127,42 @@ def worked_out(
     """
     job, model = resolved.job, resolved.with_adapters()
     keying, parts = keying_of(job, model)
-    known = find_earlier(job, run_key, keying.context, parts) if earlier else Earlier()
     ordered = in_order and _in_prompt_order(job, sum(file.rows for file in found.files))
     rows = RowKeys.of(job, model, found, store, keying, ordered)
-    with Join(rows.rows, known.rows, ordered) as join:
-        number = 0
-        for keys in known.every_key():
-            numbers = np.arange(number, number + len(keys))
-            join.theirs.add(keys, numbers, np.zeros(len(keys), bool))
-            number += len(keys)
+    skipped = set() if skipped is None else skipped
+
+    def known_runs() -> Earlier:
+        return find_earlier(job, run_key, keying.context, parts, skipped)
+
+    with ExitStack() as stack:
+        known, join = _begun_join(known_runs if earlier else Earlier, rows.rows, ordered, skipped)
+        stack.push(join)
         rows.add_to(join, alone)
         join.run()
         yield Worked(keying, parts, known, join, rows)
+
+
+def _begun_join(
+    known_runs: Callable[[], Earlier], rows: int, ordered: bool, skipped: set[str]
+) -> tuple[Earlier, Join]:
+    """Return the earlier runs and a join, entered, with the keys of their answers. A run whose
+    keys cannot be read is added to `skipped`."""
+    while True:
+        known = known_runs()
+        with ExitStack() as stack:
+            join = stack.enter_context(Join(rows, known.rows, ordered))
+            try:
+                number = 0
+                for keys, usable in known.every_key():
+                    numbers = number + np.flatnonzero(usable)
+                    taken = [key for key, use in zip(keys, usable.tolist(), strict=True) if use]
+                    join.theirs.add(taken, numbers, np.zeros(len(taken), bool))
+                    number += len(keys)
+            except DamagedAnswers as error:
+                _skip(error, skipped)
+                continue
+            stack.pop_all()
+            return known, join
 
 
 def _in_prompt_order(job: BatchJob, rows: int) -> bool:
@@ -167,7 +214,13 @@ def _precision(resolved: Resolved, earlier: Earlier) -> TakenPrecision | None:
     job, retry = resolved.job, resolved.retry
     root = open_store(job.output.uri, job.output.options or None) if retry else None
     parent = root.sub(retry["parent"]) if root is not None and retry else None
-    return taken_precision(job, [store for store, _ in earlier.held], parent)
+    stores = [store for store, _ in earlier.held]
+    try:
+        return taken_precision(job, stores, parent)
+    except CorruptRun as error:
+        if parent is not None or not stores:
+            raise
+        raise damaged(stores[0], str(error)) from None
 
 
 def _write_places(join: Join, store: Store) -> Iterator[str]:

@@ -153,7 +153,14 @@ def _begin(old: Ledger, ours: Ledger, plan: Plan, key: str) -> Plan:
     if (decided := read_precision(old.store)) is not None:  # what is taken over was asked so
         note_precision(ours.store, decided)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    fork = replace(plan, run_key=key, created=now, format=FORMAT, forked_from=forked(plan))
+    fork = replace(
+        plan,
+        run_key=key,
+        created=now,
+        format=FORMAT,
+        forked_from=forked(plan),
+        night=plan.night or plan.created,
+    )
     return ours.create_plan(fork, {name: old.table(name) for name in plan.tables})
 
 

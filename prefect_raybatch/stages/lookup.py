@@ -88,7 +88,8 @@ class LookUp:
         try:
             return self._looked_up(table)
         except CorruptRun as error:
-            return lost_all(table, Loss(type(error).__name__, str(error), fatal=True))
+            told = f"{error}. Run: raybatch repair {self.places.store.uri}"
+            return lost_all(table, Loss(type(error).__name__, told, fatal=True))
         except Exception as error:  # no row's fault: the store, or the function is not on this node
             return lost_all(table, Loss.of(error))
 
@@ -183,7 +184,7 @@ class LookUp:
         failures: dict[int, Failure] = {}
         there, why = self.failed.take(at[lacking])
         if not there.all() or (kinds[lacking] == REUSED).any():
-            raise CorruptRun("answers that plan.json names are missing; raybatch verify tells more")
+            raise CorruptRun("answers that plan.json names are missing")
         for i, row in zip(lacking.tolist(), why.to_pylist() if why else (), strict=True):
             failures[i] = Failure(*(str(row[name]) for name in WHY))
         every = pa.concat_tables([*tables, _no_answer(self._schema)])

@@ -7,7 +7,7 @@ engine's block and nothing of the row that was asked about but its request's key
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -35,7 +35,8 @@ from prefect_raybatch.stages.block import (
     VECTOR,
 )
 from prefect_raybatch.stages.request_key import KEY, KEY_TYPE
-from prefect_raybatch.storage import Store
+from prefect_raybatch.storage import Store, read_ahead
+from prefect_raybatch.storage.checked import BlockSums, block_sums, open_checked
 
 NUMBER = "_row"  # of the request among the asks
 KEY_COLUMN, VECTOR_COLUMN, ORIGIN = "key", "vector", "origin"
@@ -56,6 +57,7 @@ RAW_COLUMNS = {
 POOLED_COLUMNS = {**RAW_COLUMNS, VECTOR: (VECTOR_COLUMN, pa.list_(pa.float32()))}
 RAW = pa.schema(list(RAW_COLUMNS.values()))
 POOLED = pa.schema(list(POOLED_COLUMNS.values()))  # of a task that pools
+FILES_AT_ONCE = 4  # that are checked side by side
 KEPT_BYTES = 128 << 20  # of row groups that a worker keeps: rows far apart share answers
 
 
@@ -64,7 +66,8 @@ def _size(table: pa.Table) -> int:
 
 
 _lock = Lock()  # runs of one process look up side by side
-_kept: LRUCache[tuple[str, str, int], pa.Table] = LRUCache(KEPT_BYTES, _size)
+# Row groups by the SHA-256 of their file, so that a path that is written anew is another key.
+_kept: LRUCache[tuple[str, tuple[str, ...], int], pa.Table] = LRUCache(KEPT_BYTES, _size)
 
 
 def raw_columns(table: pa.Table) -> pa.Table:
@@ -82,10 +85,12 @@ def raw_columns(table: pa.Table) -> pa.Table:
 @dataclass(frozen=True)
 class AnswerFile:
     """A Parquet file whose rows have the numbers from `first` on: without gaps where `numbered` is
-    off, else as its column `_row` says. `path` is in the store that it is read from."""
+    off, else as its column `_row` says. `path` is in the store that it is read from; every read is
+    compared with `sums`."""
 
     path: str
     first: int
+    sums: BlockSums
     numbered: bool = False
 
 
@@ -141,14 +146,14 @@ class AnswerFiles:
 
     def _group(self, file: AnswerFile, group: int) -> pa.Table:
         """A row group, of which the latest are kept: rows far apart may share an answer."""
-        key = (f"{self.store.uri}/{file.path}", ",".join(self.columns), group)
+        names = (*self.columns, *([NUMBER] if file.numbered else []))
+        key = (file.sums.sha256, names, group)
         with _lock:
             kept = _kept.get(key)
         if kept is not None:
             return kept
-        names = [*self.columns, *([NUMBER] if file.numbered else [])]
         metadata = _known_of(self.store, file).metadata
-        with self.store.open(file.path) as stream:
+        with open_checked(self.store, file.path, file.sums) as stream:
             parquet = pq.ParquetFile(stream, metadata=metadata, pre_buffer=False)
             table = parquet.read_row_group(group, columns=names, use_threads=False)
         with _lock:
@@ -164,16 +169,16 @@ class _Known:
     groups: list[tuple[int, int, int]]
 
 
-_files: LRUCache[str, _Known] = LRUCache(4096)
+_files: LRUCache[tuple[str, int, bool], _Known] = LRUCache(4096)
 
 
 def _known_of(store: Store, file: AnswerFile) -> _Known:
-    """A file never changes."""
-    key = f"{store.uri}/{file.path}"
+    """What the footer of a file says, read once for each content."""
+    key = (file.sums.sha256, file.first, file.numbered)
     with _lock:
         known = _files.get(key)
     if known is None:
-        with store.open(file.path) as stream:
+        with open_checked(store, file.path, file.sums) as stream:
             parquet = pq.ParquetFile(stream, pre_buffer=False)
         check_types(parquet.schema_arrow, file.path)
         known = _Known(parquet.metadata, _spans(parquet.metadata, file))
@@ -200,10 +205,38 @@ def _spans(metadata: Any, file: AnswerFile) -> list[tuple[int, int, int]]:
     return spans
 
 
-def in_order(paths: Sequence[tuple[str, int]]) -> tuple[AnswerFile, ...]:
-    """Files (path, rows) whose rows have the numbers 0, 1, ... one after the other."""
+@dataclass(frozen=True)
+class NamedFile:
+    """A file of answers as a record names it; `sha256` may be cut to the digits in its name."""
+
+    path: str
+    rows: int
+    sha256: str
+
+
+def in_order(store: Store, files: Sequence[NamedFile]) -> tuple[AnswerFile, ...]:
+    """Check files whose rows have the numbers 0, 1, ... one after the other, and return them.
+
+    Raise `CorruptRun` for a file that is missing or not what its record says.
+    """
     made, first = [], 0
-    for path, rows in paths:
-        made.append(AnswerFile(path, first))
-        first += rows
+    for file, sums in zip(files, _every_sum(store, files), strict=True):
+        made.append(AnswerFile(file.path, first, sums))
+        first += file.rows
     return tuple(made)
+
+
+def numbered(store: Store, files: Sequence[tuple[int, NamedFile]]) -> tuple[AnswerFile, ...]:
+    """Check files (first number, file) that say the number of each row, and return them."""
+    every = _every_sum(store, [file for _, file in files])
+    return tuple(
+        AnswerFile(file.path, first, sums, numbered=True)
+        for (first, file), sums in zip(files, every, strict=True)
+    )
+
+
+def _every_sum(store: Store, files: Sequence[NamedFile]) -> Iterator[BlockSums]:
+    def read(file: NamedFile) -> BlockSums:
+        return block_sums(store, file.path, file.sha256)
+
+    return read_ahead(read, files, FILES_AT_ONCE, FILES_AT_ONCE)

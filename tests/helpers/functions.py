@@ -260,3 +260,27 @@ def staff(row: dict[str, Any]) -> dict[str, Any]:
 def least_sure(row: dict[str, Any]) -> dict[str, Any]:
     """The least logarithm of an answer's tokens."""
     return {"least": min(one["logprob"] for one in row["logprobs"])}
+
+
+def judged(row: Row) -> Row | None:
+    """Return the answer as a label; fail, or leave the row out, where the answer says so."""
+    answer = row["response"]
+    if answer == "no label":
+        raise ValueError("the answer is no label")
+    if answer == "other columns":
+        return {"label": answer, "more": 1}
+    return None if answer == "left out" else {"label": answer}
+
+
+def changing(row: Row) -> str:
+    """Return a prompt that follows from `CHANGING`, which a test sets between two calls."""
+    return f"Say {CHANGING.get(row['text'], row['text'])}"
+
+
+CHANGING: dict[str, str] = {}
+
+
+def fails_by_flag(row: Row) -> Row:
+    if row["flag"]:
+        raise ValueError("the row is flagged")
+    return {"label": row["response"]}

@@ -1,0 +1,124 @@
+"""Find the raw answers that no row came out good with.
+
+A failure is never stored: a row that failed is asked again the next night. Where the row failed
+after its answer was there (in a check of the answer or in postprocess), the answer is stored, and
+must not be taken over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from prefect_raybatch.ledger.increments import (
+    NO_REQUEST,
+    PLACES_ROWS,
+    REUSED,
+    Increment,
+    begin_asks,
+)
+from prefect_raybatch.ledger.layout import ASKS
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.plan_tables import from_parquet
+from prefect_raybatch.ledger.positions import Positions
+from prefect_raybatch.ledger.record_texts import SomePositions
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.success import read_success
+
+
+def rejected_answers(ledger: Ledger, plan: Plan, increment: Increment) -> dict[str, SomePositions]:
+    """Return the positions of rejected answers by the path of their file.
+
+    An answer is rejected if rows failed with it and none came out good or was left out by
+    postprocess. All shards are committed. Memory: two bytes an answer, and a table of places.
+    """
+    taken = sum(part.rows for part in increment.reused)
+    answers = taken + increment.counts.asked
+    failed, good = np.zeros(answers, bool), np.zeros(answers, bool)
+    places, shards = _Places(ledger, increment, taken), ledger.shards(plan)
+    for commit in ledger.every_commit(plan):
+        shard = shards[commit.shard]
+        numbers = places.of(shard.start, shard.start + shard.rows)
+        is_failed = np.zeros(shard.rows, bool)
+        is_failed[commit.failed.numbers] = True
+        has_answer = numbers >= 0
+        failed[numbers[is_failed & has_answer]] = True
+        good[numbers[~is_failed & has_answer]] = True
+    rejected = np.flatnonzero(failed & ~good)
+    made: dict[str, SomePositions] = {}
+    start = 0
+    for part in increment.reused:
+        _note(made, part.path, start, part.rows, rejected)
+        start += part.rows
+    if len(rejected) and rejected[-1] >= taken:
+        at, stored = 0, _positions_in_asks(ledger, increment, rejected[rejected >= taken] - taken)
+        for path, rows in _files_of_asks(ledger, increment):
+            _note(made, path, at, rows, stored)
+            at += rows
+    return made
+
+
+class _Places:
+    """The number of each row's answer, those taken over first: -1 where a row has none."""
+
+    def __init__(self, ledger: Ledger, increment: Increment, taken: int) -> None:
+        self._ledger, self._names, self._taken = ledger, increment.places, taken
+        self._table, self._numbers = -1, np.zeros(0, np.int64)
+
+    def of(self, start: int, stop: int) -> np.ndarray:
+        """Return the numbers of rows [start, stop), which come in the order of the input."""
+        found = []
+        while start < stop:
+            table = start // PLACES_ROWS
+            end = min(stop, (table + 1) * PLACES_ROWS)
+            first = table * PLACES_ROWS
+            found.append(self._of_table(table)[start - first : end - first])
+            start = end
+        return np.concatenate([np.zeros(0, np.int64), *found])
+
+    def _of_table(self, number: int) -> np.ndarray:
+        if number != self._table:
+            name = self._names[number]
+            table = from_parquet(self._ledger.table(name), name, ["kind", "at"])
+            kind, at = table["kind"].to_numpy(), table["at"].to_numpy()
+            numbers = np.where(kind == REUSED, at, self._taken + at)
+            self._table, self._numbers = number, np.where(kind == NO_REQUEST, -1, numbers)
+        return self._numbers
+
+
+def _note(
+    made: dict[str, SomePositions], path: str, start: int, rows: int, rejected: np.ndarray
+) -> None:
+    """Note which rows of a file, whose answers have the numbers from `start` on, are rejected."""
+    low, high = np.searchsorted(rejected, [start, start + rows])
+    if low < high:
+        made[path] = Positions.of(rejected[low:high] - start).to_text()
+
+
+def _files_of_asks(ledger: Ledger, increment: Increment) -> Iterator[tuple[str, int]]:
+    begun = begin_asks(ledger.store, increment)
+    success = read_success(begun[0].store, begun[1]) if begun is not None else None
+    for part in success.of("data") if success is not None else ():
+        yield f"{ASKS}/{part.path}", part.rows
+
+
+def _positions_in_asks(ledger: Ledger, increment: Increment, asks: np.ndarray) -> np.ndarray:
+    """Return where the answers to these asks (ascending numbers) stand among the stored ones.
+
+    An ask that failed has no stored answer and is left out.
+    """
+    begun = begin_asks(ledger.store, increment)
+    if begun is None:
+        return asks[:0]
+    theirs, plan = begun
+    shards, before, found = theirs.shards(plan), 0, [asks[:0]]
+    for commit in theirs.every_commit(plan):
+        start = shards[commit.shard].start
+        low, high = np.searchsorted(asks, [start, start + shards[commit.shard].rows])
+        if low < high:
+            stored = commit.good.numbers
+            wanted = asks[low:high] - start
+            found.append(before + np.flatnonzero(np.isin(stored, wanted)))
+        before += len(commit.good)
+    return np.concatenate(found)

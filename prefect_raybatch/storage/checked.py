@@ -1,0 +1,161 @@
+"""Read parts of a file and check each part against checksums.
+
+A SHA-256 proves a whole file, and a reader of a few row groups cannot compare it without reading
+everything. So whoever hands a file out reads it once, compares its SHA-256 with the record and
+notes a checksum of each block. Readers elsewhere then check every block that they read, at 16 bytes
+of checksum for each 256 KiB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from dataclasses import dataclass
+from threading import Lock
+from typing import BinaryIO
+
+from cachetools import LRUCache
+
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.storage.base import FileInfo, Store
+
+BLOCK = 256 << 10  # bytes that one checksum is of
+SUM_BYTES = 16
+CHUNK = 32 * BLOCK  # bytes read at a time while a whole file is checked
+SHORT_HASH = 16  # hex digits of a SHA-256 in the name of a table
+
+
+@dataclass(frozen=True)
+class BlockSums:
+    """Checksums of the blocks of a file whose SHA-256 was as recorded: `sums` holds SUM_BYTES for
+    each BLOCK of its `size` bytes."""
+
+    sha256: str
+    size: int
+    sums: bytes
+
+    def of_block(self, number: int) -> bytes:
+        return self.sums[number * SUM_BYTES : (number + 1) * SUM_BYTES]
+
+
+_Version = tuple[str, str, FileInfo, int | None, int | None]
+_known: LRUCache[_Version, BlockSums] = LRUCache(1024)  # 64 KiB for each GiB of a file
+_lock = Lock()
+
+
+def block_sums(store: Store, path: str, sha256: str) -> BlockSums:
+    """Read a file whole, once for each version of it, and return the checksums of its blocks.
+
+    `sha256` is the recorded hash, or its first SHORT_HASH digits. Raise `CorruptRun` if the file is
+    missing or has another hash.
+    """
+    try:
+        info = store.stat(path)
+        # ctime and inode tell apart what was replaced with the old size and modification time.
+        version = (store.uri, sha256, info, info.ctime_ns, info.inode)
+        with _lock:
+            known = _known.get(version)
+        if known is None:
+            with store.open(path) as stream:
+                known = _read(stream)
+    except FileNotFoundError:
+        raise CorruptRun(f"{store.uri}/{path} is missing") from None
+    if len(sha256) < SHORT_HASH or not known.sha256.startswith(sha256):
+        raise _other_contents(f"{store.uri}/{path}")
+    with _lock:
+        _known[version] = known
+    return known
+
+
+def _read(stream: BinaryIO) -> BlockSums:
+    whole, sums, size = hashlib.sha256(), bytearray(), 0
+    while chunk := stream.read(CHUNK):
+        while len(chunk) % BLOCK and (more := stream.read(BLOCK - len(chunk) % BLOCK)):
+            chunk += more
+        whole.update(chunk)
+        size += len(chunk)
+        for start in range(0, len(chunk), BLOCK):
+            sums += _sum(chunk[start : start + BLOCK])
+    return BlockSums(whole.hexdigest(), size, bytes(sums))
+
+
+def _sum(block: bytes) -> bytes:
+    return hashlib.blake2b(block, digest_size=SUM_BYTES).digest()
+
+
+def _other_contents(uri: str) -> CorruptRun:
+    return CorruptRun(f"{uri} is not what was written: its checksum differs")
+
+
+def open_checked(store: Store, path: str, sums: BlockSums) -> BinaryIO:
+    """Open a file for random reads, each of which is compared with `sums`.
+
+    A read raises `CorruptRun` if a block that it touches has another checksum. Raise `CorruptRun`
+    if the file is missing.
+    """
+    try:
+        return io.BufferedReader(_Checked(store.open(path), f"{store.uri}/{path}", sums), BLOCK)
+    except FileNotFoundError:
+        raise CorruptRun(f"{store.uri}/{path} is missing") from None
+
+
+class _Checked(io.RawIOBase):
+    """A stream that reads whole blocks of another and checks them; the last one read is kept."""
+
+    def __init__(self, stream: BinaryIO, uri: str, sums: BlockSums) -> None:
+        self._stream, self._uri, self._sums = stream, uri, sums
+        self._at = 0
+        self._last = (-1, b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._sums.size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: object) -> int:
+        view = memoryview(buffer).cast("B")  # type: ignore[arg-type]
+        start, stop = self._at, min(self._sums.size, self._at + len(view))
+        if start >= stop:
+            return 0
+        first = start // BLOCK
+        data = self._blocks(first, -(-stop // BLOCK))
+        view[: stop - start] = data[start - first * BLOCK : stop - first * BLOCK]
+        self._at = stop
+        return stop - start
+
+    def _blocks(self, first: int, stop: int) -> bytes:
+        """The bytes of blocks [first, stop)."""
+        number, kept = self._last
+        held = kept if number == first else b""
+        begin = first + bool(held)
+        data = self._load(begin, stop) if begin < stop else b""
+        if data:
+            self._last = (stop - 1, data[(stop - 1 - begin) * BLOCK :])
+        return held + data
+
+    def _load(self, first: int, stop: int) -> bytes:
+        begin, end = first * BLOCK, min(self._sums.size, stop * BLOCK)
+        self._stream.seek(begin)
+        data = b""
+        while len(data) < end - begin and (more := self._stream.read(end - begin - len(data))):
+            data += more
+        for number in range(first, stop):
+            block = data[(number - first) * BLOCK : (number + 1 - first) * BLOCK]
+            if _sum(block) != self._sums.of_block(number):
+                raise _other_contents(self._uri)
+        return data
+
+    def close(self) -> None:
+        try:
+            self._stream.close()
+        finally:
+            super().close()
