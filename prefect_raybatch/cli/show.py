@@ -463,8 +463,12 @@ def show_verdict(found: Verdict, run_dir: str) -> None:
 def show_repaired(found: Repaired) -> None:
     for text in found.faults:
         out.print(f"[red]fault[/]  {escape(text)}")
+    for text in found.restored:
+        out.print(f"[green]restored[/]  {escape(text)}")
     if found.run_key is None:
-        out.print(f"{found.run}: nothing is lost; nothing was written", markup=False)
+        rows = "no row is lost" if found.faults else "nothing is lost"
+        done = "no run was begun" if found.restored else "nothing was written"
+        out.print(f"{found.run}: {rows}; {done}", markup=False)
         return
     out.print(
         f"{found.run_key} holds {found.taken:,} of {counted(found.shards, 'shard')}; "

@@ -13,7 +13,8 @@ import numpy as np
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.checkpoints import Listing
-from prefect_raybatch.ledger.layout import PIECES, piece_path
+from prefect_raybatch.ledger.increments import asks_ledger, increment_of
+from prefect_raybatch.ledger.layout import ASKS, PIECES, piece_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.plan_tables import Shards
@@ -23,11 +24,19 @@ from prefect_raybatch.ledger.success import Success, read_success
 from prefect_raybatch.result.pieces import check_commit, read_pieces
 from prefect_raybatch.result.seen_rows import BLOCK_ROWS, SeenRows
 from prefect_raybatch.result.verify_files import check_file, present
+from prefect_raybatch.result.verify_records import (
+    asks_success,
+    check_answers,
+    check_by_row,
+    check_snapshot,
+    check_tables,
+)
 from prefect_raybatch.storage import Store, read_ahead
 from prefect_raybatch.words import are, counted
 
 MOST_NAMED = 20  # faults listed one by one
 FILES_AT_ONCE = 4  # of the result, read side by side
+NOT_FINISHED = "not finished"  # the beginning of what is said of a run without _SUCCESS
 COMMITS_SAID = "the commits"  # the place of rows that were left out
 
 
@@ -63,14 +72,21 @@ class Verdict:
 
 
 def verify(store: Store) -> Verdict:
-    """Checks a run directory; raises `NoSuchRun` where there is no plan, and `CorruptRun` only when
-    that is not readable, or for a `_SUCCESS` that is not this plan's."""
+    """Checks a run directory: each row, and what a later night depends on. Raises `NoSuchRun` where
+    there is no plan, and `CorruptRun` only when that is not readable, or for a `_SUCCESS` that is
+    not this plan's."""
     ledger = Ledger(store)
     plan = need_plan(ledger)
-    shards, numbers = ledger.shards(plan), ledger.numbers(plan)
     # Not by `finished`, which stops at the first part that does not fit.
     success = read_success(store, plan)
     found = Verdict(store.uri, success is not None, plan.rows, shards=plan.shards)
+    check_tables(ledger, plan, success, partial(_fault, found))
+    try:
+        shards, numbers = ledger.shards(plan), ledger.numbers(plan)
+    except CorruptRun as error:
+        if not found.faults:
+            _fault(found, str(error))
+        return found  # without them no row can be told from another
     listing = ledger.listing(plan)
     found.committed_shards, found.strays = int(listing.done.sum()), listing.strays
     compact = success is not None and success.compact
@@ -81,13 +97,16 @@ def verify(store: Store) -> Verdict:
     _commits(ledger, plan, shards, numbers, listing, found, checked, seen if compact else None)
     if not compact:
         _note_orphans(pieces, found)
+    for text in check_answers(ledger, plan, success is not None).faults:
+        _fault(found, text)
     if success is None:
+        _check_unfinished(ledger, plan, found)
         # the run ended meanwhile and removed its pieces
         if found.faults and ledger.finished(plan) is not None:
             return verify(store)
         missing = plan.shards - found.committed_shards
         share = f"{missing} of {counted(plan.shards, 'shard')} {are(missing)}"
-        found.faults.append(f"not finished: {share} not committed")
+        found.faults.append(f"{NOT_FINISHED}: {share} not committed")
         return found
     if found.committed_shards < plan.shards:
         missing = plan.shards - found.committed_shards
@@ -98,6 +117,27 @@ def verify(store: Store) -> Verdict:
     if compact:
         _prove(seen, numbers, found, partial(_places, ledger, plan, shards, listing, files))
     return found
+
+
+def _check_unfinished(ledger: Ledger, plan: Plan, found: Verdict) -> None:
+    """Check what a run that goes on reads: the copy of its input, and its asks as far as they
+    are."""
+    try:
+        check_snapshot(ledger, plan, partial(_fault, found))
+        check_by_row(ledger.store, plan, partial(_fault, found))
+        increment = increment_of(plan)
+        if increment is None or increment.asks is None:
+            return
+        asks = asks_ledger(ledger.store)
+        if asks.load_plan() is None or asks_success(ledger.store, increment) is not None:
+            return
+        inner = verify(asks.store)
+    except CorruptRun as error:
+        _fault(found, str(error))
+        return
+    for text in inner.faults:
+        if not text.startswith(NOT_FINISHED):
+            _fault(found, f"{ASKS}: {text}")
 
 
 def _commits(

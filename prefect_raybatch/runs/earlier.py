@@ -266,7 +266,7 @@ def _newest_first(root: Store, name: str, run_key: str | None) -> list[str]:
         except CorruptRun as error:  # damaged, of another version, or not ours
             log.warning("reuse: latest passes over %s: %s", key, error)
             continue
-        if answers is not None and not answers.expired:
+        if answers is not None and answers.files and not answers.expired:
             found.append((night_of(plan), forks_of(key), success.finished, key))
     return [key for *_, key in sorted(found, reverse=True)]
 

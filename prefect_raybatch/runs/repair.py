@@ -31,6 +31,8 @@ from prefect_raybatch.ledger.record_files import put_record_if_absent, put_table
 from prefect_raybatch.ledger.records import FORMAT, Piece, Plan, Receipt, digest, dump
 from prefect_raybatch.ledger.success import read_success
 from prefect_raybatch.result.healthy import Tell, WholeShard, whole_shards
+from prefect_raybatch.result.verify_records import StoredAnswers, check_answers, check_tables
+from prefect_raybatch.runs.restore_answers import restore_answers
 from prefect_raybatch.storage import Sums, put_file_proved, put_proved
 from prefect_raybatch.words import counted
 
@@ -41,7 +43,8 @@ MOST_SAID = 20  # of what is wrong
 
 @dataclass(frozen=True)
 class Repaired:
-    """What a repair came to. `run_key` is None where nothing was lost: then nothing was written."""
+    """What a repair came to. `run_key` is None where no row was lost: then no run was begun.
+    `restored` says what was put right in the run itself."""
 
     run: str
     run_key: str | None
@@ -50,16 +53,19 @@ class Repaired:
     lost: tuple[int, ...]
     faults: tuple[str, ...]
     published: tuple[str, ...] = ()  # targets that have rows of the old run
+    restored: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def repair_run(run_dir: str, options: dict[str, Any] | None = None) -> Repaired:
-    """Forks a run of which a commit, a piece or a file of the result is lost or damaged.
+    """Forks a run of which a commit, a piece, a table or a file of the result is lost or damaged.
 
-    The fork holds a commit for each shard that is whole; a repair that was killed goes on. Raises
-    `ConfigError` for a run that cannot be forked, `CorruptRun` where its plan is not readable.
+    The fork holds a commit for each shard that is whole; a repair that was killed goes on. Where
+    the result is whole and raw answers that it keeps for later nights are not, answers.json is
+    written again to name those that are whole. Raises `ConfigError` for a run that cannot be
+    forked, `CorruptRun` where its plan is not readable.
     """
     root, key = place(run_dir, options)
     old = Ledger(root.sub(key))
@@ -67,7 +73,6 @@ def repair_run(run_dir: str, options: dict[str, Any] | None = None) -> Repaired:
     _check_alone(plan, old.store.uri)
     member = Member(key, old, plan, read_success(old.store, plan))
     increment = increment_of(plan)
-    asks = _asks(old, increment)
     faults: list[str] = []
 
     def fault(text: str) -> None:
@@ -75,12 +80,22 @@ def repair_run(run_dir: str, options: dict[str, Any] | None = None) -> Repaired:
             faults.append(text)
 
     lost = _lost(member, fault)
+    check_tables(old, plan, member.summary, fault)
+    answers = check_answers(old, plan, member.summary is not None)
+    if member.summary is not None and not lost and not faults:
+        restored = restore_answers(old, plan, member.summary, answers)
+        told = tuple(answers.faults[:MOST_SAID])
+        return Repaired(old.store.uri, None, plan.shards, 0, (), told, restored=restored)
+    asks = _asks(old, increment, fault)
     if asks is not None and member.summary is None:  # rows are still going to look answers up
         _lost(asks, fault)
+    for text in answers.faults:
+        if text not in faults:
+            fault(text)
     if not lost and not faults:
         return Repaired(old.store.uri, None, plan.shards, 0, (), ())
-    if asks is not None and asks.summary is not None:
-        _check_answers(asks)
+    if asks is not None and member.summary is not None:
+        _check_answers(asks, answers)
     ours = Ledger(root.sub(fork_key(key)))
     made = ours.load_plan() or _begin(old, ours, plan, fork_key(key))
     if made.forked_from != forked(plan):
@@ -104,13 +119,17 @@ def _check_alone(plan: Plan, where: str) -> None:
         )
 
 
-def _asks(old: Ledger, increment: Increment | None) -> Member | None:
+def _asks(old: Ledger, increment: Increment | None, fault: Tell) -> Member | None:
     """What a run that reuses or keeps answers asks first, as its plan says; None where there is no
     such."""
     if increment is None or increment.asks is None:
         return None
     ledger, plan = asks_ledger(old.store), Plan.from_bytes(dump(increment.asks))
-    return Member("asks", ledger, plan, read_success(ledger.store, plan))
+    try:
+        return Member("asks", ledger, plan, read_success(ledger.store, plan))
+    except CorruptRun as error:
+        fault(str(error))
+        return Member("asks", ledger, plan, None)
 
 
 def _lost(member: Member, fault: Tell) -> tuple[int, ...]:
@@ -125,11 +144,16 @@ def _lost(member: Member, fault: Tell) -> tuple[int, ...]:
     return tuple(np.flatnonzero(committed).tolist())
 
 
-def _check_answers(asks: Member) -> None:
+def _check_answers(asks: Member, answers: StoredAnswers) -> None:
     """`ConfigError` where nothing is left of the raw answers that lost rows would look up."""
-    if next(whole_shards(asks, lambda text: None), None) is None:
+    faults: list[str] = []
+    if next(whole_shards(asks, faults.append), None) is None:
+        why = "are kept no longer"
+        if not answers.gone:
+            first = next(iter(answers.faults or faults), "none of them is whole")
+            why = f"are damaged as well ({first})"
         raise ConfigError(
-            f"{asks.ledger.store.uri}: the raw answers are kept no longer, so nothing that is lost "
+            f"{asks.ledger.store.uri}: the raw answers {why}, so nothing that is lost "
             f"can be looked up, and all {asks.plan.rows:,} requests would be asked again: run the "
             "job again under a new run key"
         )
@@ -143,7 +167,7 @@ def _begin(old: Ledger, ours: Ledger, plan: Plan, key: str) -> Plan:
             _copy(old, ours, file.uri)
     if (increment := increment_of(plan)) is not None:
         for name in increment.tables:
-            put_table(ours.store, name, old.table(name))
+            put_table(ours.store, name, _table(old, name))
         for part in increment.reused:
             _copy(old, ours, part.path, part.sha256)
     try:
@@ -161,7 +185,7 @@ def _begin(old: Ledger, ours: Ledger, plan: Plan, key: str) -> Plan:
         forked_from=forked(plan),
         night=plan.night or plan.created,
     )
-    return ours.create_plan(fork, {name: old.table(name) for name in plan.tables})
+    return ours.create_plan(fork, {name: _table(old, name) for name in plan.tables})
 
 
 def _fork_asks(asks: Member, ours: Ledger, increment: Increment) -> None:
@@ -170,13 +194,23 @@ def _fork_asks(asks: Member, ours: Ledger, increment: Increment) -> None:
     if ledger.load_plan() is None:
         named = increment_of(asks.plan)
         for name in {*asks.plan.tables, *(named.tables if named is not None else ())}:
-            put_table(ledger.store, name, asks.ledger.table(name))
+            put_table(ledger.store, name, _table(asks.ledger, name))
         for file in asks.ledger.files(asks.plan):
             _copy(asks.ledger, ledger, file.uri)
         if (decided := read_precision(asks.ledger.store)) is not None:
             note_precision(ledger.store, decided)
     begin_asks(ours.store, increment)
     _take_over(asks, ledger, asks.plan)
+
+
+def _table(old: Ledger, name: str) -> bytes:
+    """A table of the old run; `CorruptRun` says what to do where it is lost."""
+    try:
+        return old.table(name)
+    except CorruptRun as error:
+        raise CorruptRun(
+            f"{old.store.uri}: {error}. It cannot be made again: run the job under a new run key"
+        ) from None
 
 
 def _copy(old: Ledger, ours: Ledger, path: str, sha256: str | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 import shutil
@@ -12,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 from helpers.nights import Killed, Nights, words
 from helpers.small import make_job
@@ -20,7 +18,7 @@ from helpers.small import make_job
 from prefect_raybatch.cluster import side_by_side
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import Beat, Counts
-from prefect_raybatch.errors import ConfigError, CorruptRun, ErrorBudgetExceeded
+from prefect_raybatch.errors import ConfigError, ErrorBudgetExceeded
 from prefect_raybatch.ledger.increments import read_answers
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.plan import prefix_order, row_keys
@@ -29,7 +27,6 @@ from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs import answers_by_row
 from prefect_raybatch.runs.dry_run import dry_run
-from prefect_raybatch.runs.earlier import Earlier
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.publish_run import publish_run
 from prefect_raybatch.runs.retry import Retry, plan_retry
@@ -276,33 +273,6 @@ def test_a_named_run_must_be_there_finished_and_keep_answers(nights: Nights) -> 
     asked(nights)
     nights.night("n1", nights.job(reuse=run_dir(nights, "half")))
     assert asked(nights) == []
-
-
-def test_changed_answers_are_not_taken_over(nights: Nights) -> None:
-    nights.write("a", "b")
-    nights.night("n1")
-    (path,) = (nights.folder / "out/n1/_raybatch/asks/data").glob("*.parquet")
-    data = path.read_bytes()
-    path.write_bytes(data[:40] + bytes([data[40] ^ 1]) + data[41:])
-    with pytest.raises(CorruptRun, match=r"cannot be trusted|no readable"):
-        nights.night("n2")
-    path.write_bytes(data)
-    store = open_store(run_dir(nights, "n1"))
-    answers = read_answers(store)
-    assert answers is not None
-    earlier = Earlier((store.uri,), "", ((store, answers),))
-    assert len([key for keys in earlier.every_key() for key in keys]) == 2
-    group = pq.ParquetFile(io.BytesIO(data)).metadata.row_group(0)
-    columns = map(group.column, range(group.num_columns))
-    (key,) = (column for column in columns if column.path_in_schema == "key")
-    page = key.data_page_offset
-    for broken in (data[:page] + b"\xff" * 12 + data[page + 12 :], data[:-300] + bytes(300)):
-        path.write_bytes(broken)
-        with pytest.raises(CorruptRun, match=r"part-00000\.parquet is no readable Parquet"):
-            list(earlier.every_key())
-    path.unlink()
-    with pytest.raises(CorruptRun, match="is missing"):
-        nights.night("n3")
 
 
 def test_answers_that_are_kept_no_longer_are_asked_again_and_removed(nights: Nights) -> None:

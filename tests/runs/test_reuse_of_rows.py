@@ -170,9 +170,6 @@ def test_the_next_night(table: Table, state: str) -> None:
     assert (ASKED if about_the_row else TAKES) == documented()[state]
     expected = 1 if "left out" in state else 2
     assert len(table.nights.result("n2")) == expected and not table.failed_of("n2")
-    table.nights.asked.clear()
-    table.night("n3")
-    assert not table.nights.asked  # whatever was asked is stored
 
 
 def test_a_typed_answer_that_does_not_fit(table: Table) -> None:

@@ -1,0 +1,194 @@
+"""Check what a result or a later night depends on beside the rows: tables and stored answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.ledger.increments import (
+    OF_ROWS,
+    AnswerPart,
+    Answers,
+    Increment,
+    asks_ledger,
+    increment_of,
+    read_answers,
+    read_answers_by_row,
+)
+from prefect_raybatch.ledger.layout import ANSWERS_RECORD, ASKS, LAYOUT, PLAN, SUCCESS
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.part_layout import read_layout
+from prefect_raybatch.ledger.record_files import read_record
+from prefect_raybatch.ledger.records import Plan, dump
+from prefect_raybatch.ledger.success import Success, read_success
+from prefect_raybatch.storage import Store, read_ahead
+from prefect_raybatch.storage.proof import sha256_of
+from prefect_raybatch.words import counted
+
+Fault = Callable[[str], None]
+FILES_AT_ONCE = 4  # read side by side
+
+
+def check_tables(ledger: Ledger, plan: Plan, success: Success | None, fault: Fault) -> None:
+    """Tell `fault` of each table that the run's records name and that is missing or changed."""
+    increment = increment_of(plan)
+    names = set(plan.tables)
+    names |= set(increment.tables) if increment is not None else set()
+    if success is not None:
+        names |= {n for n in (success.manifest, success.parts_table) if n is not None}
+    for name in sorted(names):
+        try:
+            ledger.table(name)
+        except CorruptRun as error:
+            fault(str(error))
+    try:
+        if read_layout(ledger, plan) is None and success is not None and success.layout:
+            fault(f"{LAYOUT} is missing")
+    except CorruptRun as error:
+        fault(str(error))
+
+
+def check_snapshot(ledger: Ledger, plan: Plan, fault: Fault) -> None:
+    """Tell `fault` of each file of the input's copy that is missing or has another size."""
+    if not plan.snapshot:
+        return
+    for file in ledger.files(plan):
+        try:
+            size = ledger.store.stat(file.uri).size
+        except FileNotFoundError:
+            fault(f"{file.uri}, a copy of the input, is missing")
+            continue
+        if size != file.size:
+            fault(f"{file.uri}, a copy of the input, has {size:,} bytes, not {file.size:,}")
+
+
+@dataclass
+class StoredAnswers:
+    """What is wrong with the raw answers that a run holds.
+
+    `record` is answers.json, None where it is missing or damaged; `damaged` are the paths of files
+    that are missing or changed. `gone`: they are kept no longer, and nothing was checked.
+    """
+
+    record: Answers | None = None
+    damaged: set[str] = field(default_factory=set)
+    faults: list[str] = field(default_factory=list)
+    gone: bool = False
+
+
+def check_answers(ledger: Ledger, plan: Plan, finished: bool) -> StoredAnswers:
+    """Check the raw answers that a run looks up or, once it is finished, keeps for later nights."""
+    found = StoredAnswers()
+    increment = increment_of(plan)
+    if increment is None or increment.ledger != OF_ROWS:
+        return found
+    store = ledger.store
+    if finished:
+        _check_record(store, plan, increment, found)
+        if found.gone:
+            return found
+    named = found.record.files if found.record is not None else increment.reused
+    _check_files(store, named, found)
+    if increment.asks is not None:
+        _check_asks(store, increment, finished, found)
+    return found
+
+
+def asks_success(store: Store, increment: Increment) -> Success | None:
+    """Return what `_SUCCESS` of a run's asks says, None where there is none; nothing is written."""
+    if increment.asks is None:
+        return None
+    return read_success(asks_ledger(store).store, Plan.from_bytes(dump(increment.asks)))
+
+
+def _check_record(store: Store, plan: Plan, increment: Increment, found: StoredAnswers) -> None:
+    try:
+        record = read_answers(store)
+    except CorruptRun as error:
+        found.faults.append(str(error))
+        return
+    if record is None:
+        # `raybatch reap` removes the record after the last of the files.
+        paths = [part.path for part in increment.reused]
+        try:
+            success = asks_success(store, increment)
+            paths += [f"{ASKS}/{part.path}" for part in success.of("data")] if success else []
+        except CorruptRun as error:
+            found.faults.append(f"{ASKS}: {error}")
+        found.gone = not found.faults and not any(map(store.holds, paths))
+        if not found.gone:
+            found.faults.append(f"{ANSWERS_RECORD} is missing, so no later night uses the answers")
+    elif (record.plan, record.context) != (plan.hash, increment.context):
+        found.faults.append(f"{ANSWERS_RECORD} is of another plan")
+    else:
+        found.record, found.gone = record, record.expired
+
+
+def _check_files(store: Store, files: Iterable[AnswerPart], found: StoredAnswers) -> None:
+    def look(part: AnswerPart) -> tuple[str, str | None]:
+        return part.path, _fault_of(store, part.path, part.sha256)
+
+    for path, text in read_ahead(look, files, FILES_AT_ONCE, FILES_AT_ONCE):
+        if text is not None:
+            found.damaged.add(path)
+            found.faults.append(text)
+
+
+def _fault_of(store: Store, path: str, sha256: str) -> str | None:
+    """Return what is wrong with a file of answers; None for one that is as it was written."""
+    try:
+        with store.open(path) as stream:
+            whole = sha256_of(stream) == sha256
+    except FileNotFoundError:
+        return f"{path}, raw answers, is missing"
+    return None if whole else f"{path}, raw answers, is not what was written"
+
+
+def _check_asks(store: Store, increment: Increment, finished: bool, found: StoredAnswers) -> None:
+    """Check the records of the asks, and their files that were not checked yet."""
+    ledger, plan = asks_ledger(store), Plan.from_bytes(dump(increment.asks))
+
+    def fault(text: str) -> None:
+        found.faults.append(f"{ASKS}: {text}")
+
+    try:
+        if read_record(ledger.store, PLAN) != plan.to_bytes():
+            fault(f"{PLAN} is not the one that the run's plan holds")
+            return
+        success = read_success(ledger.store, plan)
+    except FileNotFoundError:
+        if finished:  # else they are not begun
+            fault(f"{PLAN} is missing")
+        return
+    except CorruptRun as error:
+        fault(str(error))
+        return
+    if success is None:
+        if finished:
+            fault(f"{SUCCESS} is missing")
+        return
+    check_tables(ledger, plan, success, fault)
+    try:
+        listing = ledger.listing(plan)
+        for _ in ledger.commits(plan, listing, exact=True, on_fault=lambda e: fault(str(e))):
+            pass
+        if missing := np.count_nonzero(~listing.done):
+            fault(f"commits of {missing} of {counted(plan.shards, 'shard')} are missing")
+    except CorruptRun as error:
+        fault(str(error))
+    # What answers.json does not name, no later night takes over.
+    named = success.of("quarantine") if found.record is not None else success.parts
+    parts = [AnswerPart(f"{ASKS}/{p.path}", p.rows, p.bytes, p.sha256) for p in named]
+    _check_files(store, parts, found)
+
+
+def check_by_row(store: Store, plan: Plan, fault: Fault) -> None:
+    """Tell `fault` of each file of answers in the order of the rows that is missing or changed. The
+    run goes on without them: the answers are in other files as well."""
+    by_row = read_answers_by_row(store, plan)
+    for file in by_row.files if by_row is not None else ():
+        if (text := _fault_of(store, file.path, file.sha256)) is not None:
+            fault(text)
