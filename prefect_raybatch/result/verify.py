@@ -25,6 +25,7 @@ from prefect_raybatch.result.pieces import check_commit, read_pieces
 from prefect_raybatch.result.seen_rows import BLOCK_ROWS, SeenRows
 from prefect_raybatch.result.verify_files import check_file, present
 from prefect_raybatch.result.verify_records import (
+    FILES_AT_ONCE,
     asks_success,
     check_answers,
     check_by_row,
@@ -35,7 +36,6 @@ from prefect_raybatch.storage import Store, read_ahead
 from prefect_raybatch.words import are, counted
 
 MOST_NAMED = 20  # faults listed one by one
-FILES_AT_ONCE = 4  # of the result, read side by side
 NOT_FINISHED = "not finished"  # the beginning of what is said of a run without _SUCCESS
 COMMITS_SAID = "the commits"  # the place of rows that were left out
 

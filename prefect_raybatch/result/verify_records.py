@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,11 +24,11 @@ from prefect_raybatch.ledger.part_layout import read_layout
 from prefect_raybatch.ledger.record_files import read_record
 from prefect_raybatch.ledger.records import Plan, dump
 from prefect_raybatch.ledger.success import Success, read_success
+from prefect_raybatch.result.verify_files import Fault
 from prefect_raybatch.storage import Store, read_ahead
 from prefect_raybatch.storage.proof import sha256_of
 from prefect_raybatch.words import counted
 
-Fault = Callable[[str], None]
 FILES_AT_ONCE = 4  # read side by side
 
 

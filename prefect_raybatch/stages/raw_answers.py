@@ -57,7 +57,7 @@ RAW_COLUMNS = {
 POOLED_COLUMNS = {**RAW_COLUMNS, VECTOR: (VECTOR_COLUMN, pa.list_(pa.float32()))}
 RAW = pa.schema(list(RAW_COLUMNS.values()))
 POOLED = pa.schema(list(POOLED_COLUMNS.values()))  # of a task that pools
-FILES_AT_ONCE = 4  # that are checked side by side
+CHECKED_AT_ONCE = 4  # that are checked side by side
 KEPT_BYTES = 128 << 20  # of row groups that a worker keeps: rows far apart share answers
 
 
@@ -239,4 +239,4 @@ def _every_sum(store: Store, files: Sequence[NamedFile]) -> Iterator[BlockSums]:
     def read(file: NamedFile) -> BlockSums:
         return block_sums(store, file.path, file.sha256)
 
-    return read_ahead(read, files, FILES_AT_ONCE, FILES_AT_ONCE)
+    return read_ahead(read, files, CHECKED_AT_ONCE, CHECKED_AT_ONCE)

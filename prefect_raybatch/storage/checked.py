@@ -18,17 +18,17 @@ from cachetools import LRUCache
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.storage.base import FileInfo, Store
+from prefect_raybatch.storage.proof import CHUNK
 
-BLOCK = 256 << 10  # bytes that one checksum is of
+CHECKED_BLOCK = 256 << 10  # bytes that one checksum is of
 SUM_BYTES = 16
-CHUNK = 32 * BLOCK  # bytes read at a time while a whole file is checked
 SHORT_HASH = 16  # hex digits of a SHA-256 in the name of a table
 
 
 @dataclass(frozen=True)
 class BlockSums:
     """Checksums of the blocks of a file whose SHA-256 was as recorded: `sums` holds SUM_BYTES for
-    each BLOCK of its `size` bytes."""
+    each CHECKED_BLOCK of its `size` bytes."""
 
     sha256: str
     size: int
@@ -70,12 +70,14 @@ def block_sums(store: Store, path: str, sha256: str) -> BlockSums:
 def _read(stream: BinaryIO) -> BlockSums:
     whole, sums, size = hashlib.sha256(), bytearray(), 0
     while chunk := stream.read(CHUNK):
-        while len(chunk) % BLOCK and (more := stream.read(BLOCK - len(chunk) % BLOCK)):
+        while len(chunk) % CHECKED_BLOCK and (
+            more := stream.read(CHECKED_BLOCK - len(chunk) % CHECKED_BLOCK)
+        ):
             chunk += more
         whole.update(chunk)
         size += len(chunk)
-        for start in range(0, len(chunk), BLOCK):
-            sums += _sum(chunk[start : start + BLOCK])
+        for start in range(0, len(chunk), CHECKED_BLOCK):
+            sums += _sum(chunk[start : start + CHECKED_BLOCK])
     return BlockSums(whole.hexdigest(), size, bytes(sums))
 
 
@@ -94,7 +96,9 @@ def open_checked(store: Store, path: str, sums: BlockSums) -> BinaryIO:
     if the file is missing.
     """
     try:
-        return io.BufferedReader(_Checked(store.open(path), f"{store.uri}/{path}", sums), BLOCK)
+        return io.BufferedReader(
+            _Checked(store.open(path), f"{store.uri}/{path}", sums), CHECKED_BLOCK
+        )
     except FileNotFoundError:
         raise CorruptRun(f"{store.uri}/{path} is missing") from None
 
@@ -126,9 +130,9 @@ class _Checked(io.RawIOBase):
         start, stop = self._at, min(self._sums.size, self._at + len(view))
         if start >= stop:
             return 0
-        first = start // BLOCK
-        data = self._blocks(first, -(-stop // BLOCK))
-        view[: stop - start] = data[start - first * BLOCK : stop - first * BLOCK]
+        first = start // CHECKED_BLOCK
+        data = self._blocks(first, -(-stop // CHECKED_BLOCK))
+        view[: stop - start] = data[start - first * CHECKED_BLOCK : stop - first * CHECKED_BLOCK]
         self._at = stop
         return stop - start
 
@@ -139,17 +143,17 @@ class _Checked(io.RawIOBase):
         begin = first + bool(held)
         data = self._load(begin, stop) if begin < stop else b""
         if data:
-            self._last = (stop - 1, data[(stop - 1 - begin) * BLOCK :])
+            self._last = (stop - 1, data[(stop - 1 - begin) * CHECKED_BLOCK :])
         return held + data
 
     def _load(self, first: int, stop: int) -> bytes:
-        begin, end = first * BLOCK, min(self._sums.size, stop * BLOCK)
+        begin, end = first * CHECKED_BLOCK, min(self._sums.size, stop * CHECKED_BLOCK)
         self._stream.seek(begin)
         data = b""
         while len(data) < end - begin and (more := self._stream.read(end - begin - len(data))):
             data += more
         for number in range(first, stop):
-            block = data[(number - first) * BLOCK : (number + 1 - first) * BLOCK]
+            block = data[(number - first) * CHECKED_BLOCK : (number + 1 - first) * CHECKED_BLOCK]
             if _sum(block) != self._sums.of_block(number):
                 raise _other_contents(self._uri)
         return data
