@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import engines
 from helpers.nights import Nights, words
 
 from prefect_raybatch.ledger.increments import read_answers
@@ -186,6 +187,23 @@ def test_a_typed_answer_that_does_not_fit(table: Table) -> None:
     table.nights.night("n2", table.job(output=output))
     assert list(map(words, table.nights.asked)) == ["row"]
     assert documented()[TYPED[0]] == ASKED and not table.failed_of("n2")
+
+
+def test_an_answer_that_is_cut_off(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    def completion(text: str) -> Any:
+        return whole(text, "length" if text == "cut" else "stop")
+
+    whole = engines.completion
+    monkeypatch.setattr(engines, "completion", completion)
+    output = {"postprocess": None, "on_cut_off": "fail"}
+    table.said = "cut"
+    table.night("n1", output=output)
+    assert table.failed_of("n1") == ["AnswerCutOff"]
+    table.nights.asked.clear()
+    table.said = "whole"
+    table.night("n2", output=output)
+    assert list(map(words, table.nights.asked)) == ["row"]
+    assert documented()[TYPED[1]] == ASKED and not table.failed_of("n2")
 
 
 GOOD = '{"label": "a"}'
