@@ -414,13 +414,13 @@ def actor_states(kind: str) -> dict[str, int]:
     return dict(Counter(name for name in names if name != "DEAD"))
 
 
-def actor_restarts(kind: str) -> dict[str, tuple[int, str]]:
-    """{id: (how often Ray has started it again, its process and node in words)} of this driver's
+def actor_deaths(kind: str) -> dict[str, tuple[int, str]]:
+    """{id: (how often its process has died, its process and node in words)} of this driver's
     actors whose class name holds `kind`. Between two processes the words are of the one that died,
-    before the first "" is given."""
+    before the first "" is given. An actor that was ended on purpose has not died."""
     import ray
 
-    from prefect_raybatch.stages.ray_internals import actors_of_this_job
+    from prefect_raybatch.stages.ray_internals import actors_of_this_job, has_died
 
     if not ray.is_initialized():
         return {}
@@ -433,7 +433,8 @@ def actor_restarts(kind: str) -> dict[str, tuple[int, str]]:
             names = names or {n["NodeID"]: str(n["NodeManagerAddress"]) for n in ray.nodes()}
             host = names.get(place["NodeID"], place["NodeID"][:8])
         words = f"process {actor['Pid']} on node {host}" if actor["Pid"] else ""
-        found[str(actor["ActorID"])] = (int(actor["NumRestarts"]), words)
+        died = int(actor["NumRestarts"]) + has_died(actor)
+        found[str(actor["ActorID"])] = (died, words)
     return found
 
 

@@ -25,12 +25,18 @@ from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.lookups import look_up
 from prefect_raybatch.cluster.spanning import SpanningGroups
 from prefect_raybatch.cluster.warm import WarmKind, WarmLease
-from prefect_raybatch.cluster.warm_actors import EngineHost, Forwarder, warm_kind
+from prefect_raybatch.cluster.warm_actors import Deaths, EngineHost, Forwarder, warm_kind
 from prefect_raybatch.errors import EngineFailure, SourceError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import Stage
 from prefect_raybatch.ledger.drains import Draining
-from prefect_raybatch.ledger.failures import NODE_LOST, Loss
+from prefect_raybatch.ledger.failures import (
+    ENGINES_DIED,
+    FEW_ALONE,
+    NODE_LOST,
+    STARTED_AND_DIED,
+    Loss,
+)
 from prefect_raybatch.ledger.increments import OF_ASKS, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards, decode_schema
@@ -51,10 +57,13 @@ from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.stages.ray_internals import (
     EXECUTOR_LOG,
     RAY_LLM_ACTOR,
+    EnginesDied,
     forget_starts,
+    limit_deaths,
     limit_in_flight,
     map_actors,
     node_is_leaving,
+    restarts_of,
     stop_pass,
     tell_start,
     told_starts,
@@ -71,7 +80,10 @@ log = logging.getLogger(__name__)
 # engines, the driver runs alone what is missing.
 ONCE = {"max_retries": 0}
 _BUILDING = threading.Lock()
-STARTED_AND_DIED = "EngineStartDied"  # the kind of a loss: no row can be to blame
+RESTARTS = 3  # of an engine's process by Ray, before another engine takes its place
+# Engines in a row, each with its restarts, that may die without an answer where each has a unit of
+# its own: more than so many units and the probes beside them can kill.
+DEATHS_ALONE = FEW_ALONE // (1 + RESTARTS) + 1
 IN_CONSTRUCTOR = "raised in its creation task"  # Ray's words
 NODES_UNHEARD = replace(
     NODE_LOST, message="whether a node was lost is not known: Ray's head does not answer"
@@ -145,8 +157,10 @@ class Pipeline:
         Units whose task died with its process have no receipt: the caller sees what is missing.
         Where a node went, what is missing has one that says so, since nothing in it is to blame;
         so too where Ray's head does not say in time whether one did;
-        likewise where an engine's process died as it started, for which Ray Data ends the pass.
-        Raises `EngineFailure` where that is all that came of the pass: Ray has tried it more often.
+        likewise where an engine's process died as it started, for which Ray Data ends the pass, or
+        where engines die one after the other and answer nothing.
+        Raises `EngineFailure` where engines died as they started and that is all that came of the
+        pass: Ray has tried it more often.
         """
         missing = Missing(units)
         loss, through = NODE_LOST, False
@@ -166,6 +180,9 @@ class Pipeline:
                 except ObjectLostError as error:
                     log.warning("a receipt was lost with its node: %s", _first_line(error))
                     gone = True
+                except EnginesDied as error:
+                    loss, gone = _died_in_a_row(error), True
+                    log.warning("%s; the pass ends", loss.message)
                 except ActorDiedError as error:
                     if IN_CONSTRUCTOR in str(error):
                         raise  # no process died: an error of ours
@@ -212,10 +229,16 @@ class Pipeline:
             f"{_why_died(error)}",
         )
 
+    def _deaths_in_a_row(self, isolated: bool) -> int:
+        """Return how many engines may die for good one after the other, and answer nothing."""
+        engines = self.size.pool.engines
+        return max(engines, DEATHS_ALONE) if isolated else engines
+
     def dataset_of(self, units: Sequence[Unit], isolated: bool) -> Dataset:
         """The pass as a dataset; it keeps the settings that it was built under."""
         with _context() as context:
             limit_in_flight(context, self.size.uncommitted)
+            limit_deaths(context, self._deaths_in_a_row(isolated))
             context.autoscaling_config = replace(
                 context.autoscaling_config,
                 actor_pool_util_upscaling_threshold=_threshold(self.size, isolated),
@@ -284,8 +307,9 @@ class Pipeline:
             given: list[Any] = [spec]
             placed = self._placed(resources_of(self.job, self.size))
         else:
-            stage, given = Forwarder, [spec, *forwarded, node_is_leaving]
-            placed = {"num_cpus": 0, "max_restarts": 3, "max_task_retries": 0}
+            deaths = Deaths(1 + RESTARTS, (1 + RESTARTS) * (DEATHS_ALONE if isolated else 1))
+            stage, given = Forwarder, [spec, *forwarded, node_is_leaving, deaths, restarts_of]
+            placed = {"num_cpus": 0, "max_restarts": RESTARTS, "max_task_retries": 0}
         pool = self._pool(len(units), isolated)
         made = {"fn_constructor_args": given, "compute": pool}
         answered = map_actors(prepared, stage, **made, **_batches(), **placed)
@@ -319,11 +343,11 @@ class Pipeline:
         """How many engine actors are in which of Ray's states."""
         return cluster.actor_states(self._actors())
 
-    def restarts(self) -> dict[str, tuple[int, str]]:
-        """How often Ray has started the process of each engine again, and which one it is; those of
-        engines that outlast the run are their hosts'."""
+    def deaths(self) -> dict[str, tuple[int, str]]:
+        """How often the process of each engine has died, and which one it is; those of engines that
+        outlast the run are their hosts'."""
         kind = self._actors() if self.warm is None else EngineHost.__name__
-        return cluster.actor_restarts(kind) if cluster.is_joined() else {}
+        return cluster.actor_deaths(kind) if cluster.is_joined() else {}
 
     def _actors(self) -> str:
         """What the names of the pass's actors of engines hold."""
@@ -426,7 +450,7 @@ def resources_of(job: BatchJob, size: Sizing) -> dict[str, Any]:
         "num_cpus": engine.num_cpus,
         # Ray would retry for ever (15 engine deaths in 80 s on one poison row): a task that
         # died is not retried by Ray, and the driver runs what is missing alone.
-        "max_restarts": 3,
+        "max_restarts": RESTARTS,
         "max_task_retries": 0,
     }
     if size.pool.device == "gpu":
@@ -537,6 +561,14 @@ def _why_died(error: ActorDiedError) -> str:
     place = re.search(r"\bip: (\S+)", text)
     detail = text.rpartition("Worker exit detail: ")[2].partition(" If the process was killed")[0]
     return (f"on node {place[1]}: " if place else "") + detail[:DETAIL].rstrip(".")
+
+
+def _died_in_a_row(error: EnginesDied) -> Loss:
+    return Loss(
+        ENGINES_DIED,
+        f"{counted(error.engines, 'engine')} died one after the other, each {1 + RESTARTS} times, "
+        "and answered nothing in between",
+    )
 
 
 def _is_nodes(error: BaseException) -> bool:

@@ -9,12 +9,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
 from prefect_raybatch.cluster.warm import WarmKind
-from prefect_raybatch.ledger.failures import ENGINE_DIED, NODE_LOST, Loss
+from prefect_raybatch.ledger.failures import (
+    ENGINE_DIED,
+    ENGINES_DIED,
+    NODE_LOST,
+    STARTED_AND_DIED,
+    Loss,
+)
 from prefect_raybatch.ledger.records import digest
 from prefect_raybatch.stages.block import lost_all, passes_by
 from prefect_raybatch.stages.engine import GIVEN_BACK, EngineSpec
@@ -140,6 +147,15 @@ class EngineHost:
             close()
 
 
+@dataclass(frozen=True)
+class Deaths:
+    """How often the process of an engine may die in one pass: while it starts, and in a row without
+    an answered block. Ray itself starts it again as often as it dies."""
+
+    starting: int
+    in_a_row: int
+
+
 class Forwarder:
     """Takes the engine stage's place in a pass: each block goes to an actor that holds an engine,
     and comes back answered. It holds no resources: those are the host's.
@@ -147,6 +163,8 @@ class Forwarder:
     Where the node of its engine leaves the cluster, another engine `made` of the `kind` takes what
     is not begun; that one is this actor's own and ends with the pass. `leaving` says whether this
     actor's own node leaves: then it gives back, for the one that takes its place elsewhere.
+    `restarts` says how often Ray has started a host again. Once its process has died more often
+    than `most` allows, each further block is lost at once.
     """
 
     def __init__(
@@ -157,6 +175,8 @@ class Forwarder:
         kind: WarmKind,
         made: Callable[[WarmKind], Any],
         leaving: Callable[[], bool],
+        most: Deaths,
+        restarts: Callable[[Any], int],
     ):
         import ray
 
@@ -164,8 +184,13 @@ class Forwarder:
         self.kind, self._made, self._leaving = kind, made, leaving
         # the same for an actor that Ray starts anew, which so finds the host that it had
         self.id = ray.get_runtime_context().get_actor_id() or ""
+        self._most, self._restarts = most, restarts
+        self._gone: Loss | None = None  # why each further block is lost
+        self._alive_at = 0  # restarts of the host when it last answered or was taken
+        self._answered = False  # whether it has answered since its last death
         self._lock = threading.Lock()
         self.host = self._found(list(hosts))
+        self._alive_at = restarts(self.host)
         self._begun = False
         self._begin()
 
@@ -195,11 +220,22 @@ class Forwarder:
         from ray.exceptions import ActorUnavailableError
 
         with self._lock:
+            if self._begun or self._gone:
+                return
+            before = self._restarts(self.host)
             while not self._begun:
                 try:
                     ray.get(self.host.begin.remote(self.token, self.spec))
                     self._begun = True
-                except ActorUnavailableError:
+                except ActorUnavailableError as error:
+                    died = self._restarts(self.host) - before
+                    if died >= self._most.starting:
+                        self._gone = Loss(
+                            STARTED_AND_DIED,
+                            f"an engine's process died as it started, {died} times one after the "
+                            f"other: {_how_it_died(error)}",
+                        )
+                        return
                     time.sleep(REACH_AGAIN)
 
     def _move(self, host: Any) -> None:
@@ -208,6 +244,7 @@ class Forwarder:
             if self.host is not host:  # another thread was first
                 return
             self.host, self._begun = self._made(self.kind), False
+            self._alive_at = self._restarts(self.host)
         log.warning("the node of an engine leaves the cluster: another one takes what is left")
         threading.Thread(target=_end_when_empty, args=(host,), daemon=True).start()
 
@@ -221,6 +258,8 @@ class Forwarder:
         try:
             while True:
                 self._begin()
+                if self._gone is not None:
+                    return lost_all(table, self._gone)
                 host = self.host
                 made = ray.get(host.answer.remote(self.token, table))
                 if made is False:
@@ -228,6 +267,7 @@ class Forwarder:
                         return lost_all(table, GIVEN_BACK)
                     self._move(host)
                 elif made is not None:
+                    self._answered = True
                     return made
                 else:
                     self._begun = False
@@ -235,7 +275,25 @@ class Forwarder:
             self._begun = False
             if "node has died" in str(error):
                 return lost_all(table, NODE_LOST)
-            return lost_all(table, Loss(ENGINE_DIED, _how_it_died(error)))
+            self._count_death(host, error)
+            # Ray's table of actors counts the death.
+            return lost_all(table, Loss(ENGINE_DIED, _how_it_died(error), counted=True))
+
+    def _count_death(self, host: Any, error: Exception) -> None:
+        """Give the host up where it died too often without an answered block in between."""
+        restarts = self._restarts(host)
+        with self._lock:
+            if self.host is not host:
+                return
+            if self._answered:
+                self._alive_at, self._answered = restarts - 1, False
+            died = restarts - self._alive_at
+            if died >= self._most.in_a_row and self._gone is None:
+                self._gone = Loss(
+                    ENGINES_DIED,
+                    f"an engine died {died} times one after the other, and answered nothing in "
+                    f"between: {_how_it_died(error)}",
+                )
 
 
 def _end_when_empty(host: Any) -> None:

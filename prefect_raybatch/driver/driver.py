@@ -31,7 +31,14 @@ from prefect_raybatch.errors import (
 from prefect_raybatch.installed import code_version
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.checkpoints import Folder
-from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss, add_failures, alike
+from prefect_raybatch.ledger.failures import (
+    ENGINE_DIED,
+    ENGINES_DIED,
+    FEW_ALONE,
+    Loss,
+    add_failures,
+    alike,
+)
 from prefect_raybatch.ledger.increments import Waiting
 from prefect_raybatch.ledger.ledger import Coverage, Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
@@ -78,7 +85,8 @@ class Progress:
     `held_back` counts failed rows of the shard that crossed the error budget: it is not committed,
     so they are not in the tally. A run that reuses asks first and then looks its rows up: `before`
     is what has been done when this begins, `later` what comes after it, and those that show it
-    count the `whole`.
+    count the `whole`. `core_deaths` are of engines whose actor lived on, told with the shards that
+    they cost; `process_deaths` are of the actors' own processes, as Ray counts them.
     """
 
     rows: int
@@ -87,7 +95,8 @@ class Progress:
     resumed_shards: int = 0
     resumed_rows: int = 0
     began: float = field(default_factory=time.time)
-    engine_deaths: int = 0
+    core_deaths: int = 0
+    process_deaths: int = 0
     held_back: int = 0
     losses: Counter[str] = field(default_factory=Counter)  # why shards were lost
     passes: int = 0
@@ -110,6 +119,11 @@ class Progress:
         """What `whole` counts, one and several of them."""
         both = self.before.rows or self.later.rows
         return ("request or row", "requests and rows") if both else ("row", "rows")
+
+    @property
+    def engine_deaths(self) -> int:
+        """How often an engine of this attempt died."""
+        return self.core_deaths + self.process_deaths
 
     @property
     def failed(self) -> int:
@@ -201,7 +215,7 @@ class Driver:
         """
         units = [Unit(s, 0, self.shards[s].rows) for s in np.flatnonzero(~self.done).tolist()]
         deaths: Counter[Unit] = Counter()
-        strikes = 0
+        strikes, most_alone = 0, ALONE
         while units:
             self._check_draining()
             # Isolated once what is missing may all have been in flight at a death; more than that
@@ -210,7 +224,7 @@ class Driver:
             few = strikes > 0 or len(units) <= suspects
             isolated = self.progress.passes > 0 and few
             before, known = self._held(), deaths.total()
-            turn, later = (units[:ALONE], units[ALONE:]) if isolated else (units, [])
+            turn, later = (units[:most_alone], units[most_alone:]) if isolated else (units, [])
             asked = [*self._probes(), *turn] if isolated else turn
             self._pass(run_pass, asked, isolated)
             units = self._missing(turn)
@@ -222,7 +236,13 @@ class Driver:
                 units += self._missing(later)
             # Where engines work at all, a row that dies alone is progress: it ends in quarantine.
             moved = self._held() > before or (self._answered and deaths.total() > known)
-            strikes = 0 if moved else strikes + 1
+            if moved:
+                strikes, most_alone = 0, ALONE
+            elif isolated and most_alone > FEW_ALONE and self._gave_up():
+                # Which of its units were tried is not known. The next pass tries all that it asks.
+                most_alone = FEW_ALONE
+            else:
+                strikes += 1
             if units and strikes >= STRIKES:
                 reason = next((lost[0][1] for lost in self._lost.values()), NO_RECEIPT)
                 raise EngineFailure(
@@ -360,8 +380,8 @@ class Driver:
     def _note_lost(self, unit: Unit, why: Loss) -> None:
         if why.fatal:
             raise _error_of(why)
-        if why.is_death:
-            self.progress.engine_deaths += 1
+        if why.is_death and not why.counted:
+            self.progress.core_deaths += 1
         if unit.shard not in self._warned:
             self._warned.add(unit.shard)
             log.warning("shard %d was lost: %s", unit.shard, why)
@@ -369,6 +389,11 @@ class Driver:
         if text in self.progress.losses or len(self.progress.losses) < LOSSES:
             self.progress.losses[text] += 1
         self._lost.setdefault(unit.shard, []).append((unit, why))
+
+    def _gave_up(self) -> bool:
+        """Return whether this pass ended early because its engines kept dying."""
+        losses = (why for lost in self._lost.values() for _, why in lost)
+        return any(why.kind == ENGINES_DIED for why in losses)
 
     def _why_lost(self, unit: Unit) -> Loss:
         """Why a unit did not come through this pass, by what was told last of any row of it: others

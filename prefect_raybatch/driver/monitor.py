@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -49,11 +50,11 @@ class Monitor:
     """An observer for the driver that stands between it and `observe`.
 
     `engines` gives the number of engine actors by state, `starts` how far the start of each has
-    come, `restarts` how often the process of each was started again and which it is; they may raise
-    or hang. `on_started` is told once, after the first commit of this
-    attempt, how long the phases of the start took. Use as a context manager around the work; after
-    it, `failure` is the error of a stall that is to fail the run, and `spent` that of costs that
-    have reached their limit. `meter` counts the costs.
+    come, `deaths` how often the process of each has died and which it is; they may raise or hang.
+    `on_started` is told once, after the first commit of this attempt, how long the phases of the
+    start took. Use as a context manager around the work; after it, `failure` is the error of a
+    stall that is to fail the run, and `spent` that of costs that have reached their limit. `meter`
+    counts the costs.
     """
 
     def __init__(
@@ -68,8 +69,9 @@ class Monitor:
     ):
         self.attempt, self.plan, self.store, self.limits = attempt, plan, store, limits
         self.starts: Callable[[], Sequence[Marks]] = list
-        self.restarts: Callable[[], Mapping[str, tuple[int, str]]] = dict
-        self._seen: Mapping[str, tuple[int, str]] = {}  # of `restarts`
+        self.deaths: Callable[[], Mapping[str, tuple[int, str]]] = dict
+        self._dead: Mapping[str, tuple[int, str]] | None = None  # of `deaths`, as last heard
+        self._counting = threading.Lock()  # deaths are looked at from two threads
         self.leaving: Callable[[], Mapping[str, float | None]] = dict  # nodes, and seconds left
         self._left: frozenset[str] = frozenset()  # nodes that were told of
         self.on_started: Callable[[Starting], None] = lambda starting: None
@@ -87,7 +89,7 @@ class Monitor:
         self._held = ""  # why the run does not work yet
         self.dashboard = ""  # of Ray, known once it is connected
         self._states: Mapping[str, int] = {}
-        asked = ("engines", "leaving", "restarts", "starts", "start", "note", "store")
+        asked = ("engines", "leaving", "deaths", "starts", "start", "note", "store")
         self._questions = {name: Question(ANSWER) for name in asked}
         self._unheard = ""  # why the states of engines are old ones
         self._asked = self._written = float("-inf")
@@ -115,6 +117,8 @@ class Monitor:
             self.note_start()
             self.starting = Starting()
         self.starting.again()
+        if self._dead is None:  # the table also has the engines of earlier runs of this process
+            self._dead = self._ask_deaths()
 
     def note_start(self) -> None:
         """Tells `on_started` of the first start that came to a commit, once; while Ray can still be
@@ -189,7 +193,7 @@ class Monitor:
             self._asked = now
             self._look_at_engines()
             self._look_at_nodes()
-            self._look_at_restarts()
+            self.look_at_deaths()
         latest = self.counts
         counts = self._now(latest)
         self._look_at_cost(now, counts)  # first: nothing may keep a limit on costs from holding
@@ -234,25 +238,42 @@ class Monitor:
             )
         self._left = frozenset(leaving)
 
-    def _look_at_restarts(self) -> None:
-        """Warns of each engine's process that died before a shard came through: Ray starts engines
-        again several times, minutes in which nothing else tells of it. A later death is told with
-        the shards it cost."""
+    def look_at_deaths(self) -> None:
+        """Count each engine's process that died since the last look, and warn of it. Ray starts
+        engines again several times, minutes in which nothing else tells of it."""
+        with self._counting:
+            dead = self._ask_deaths()
+            if dead is None:
+                return
+            for engine, (times, now) in dead.items():
+                before, place = (self._dead or {}).get(engine, (0, now))
+                if times > before and not self._ended:
+                    self._died(times - before, times, place)
+            self._dead = dead
+
+    def _ask_deaths(self) -> Mapping[str, tuple[int, str]] | None:
         try:
-            found = self._questions["restarts"](self.restarts)
+            return self._questions["deaths"](self.deaths)
         except Exception as error:  # for people alone, as above
-            log.debug("restarts are not known: %s: %s", type(error).__name__, error)
-            return
-        for engine, (times, now) in found.items():
-            before, place = self._seen.get(engine, (0, now))
-            if times > before and self.starting.ended is None and not self._ended:
-                log.warning(
-                    "an engine's process died before a shard came through%s: Ray starts it again, "
-                    "%s until now. If nobody ended it, its node was out of memory, which `dmesg` "
-                    "there tells",
-                    *(f" ({place})" if place else "", counted(times, "time")),
-                )
-        self._seen = found
+            log.debug("deaths are not known: %s: %s", type(error).__name__, error)
+            return None
+
+    def _died(self, more: int, times: int, place: str) -> None:
+        if self._progress is not None:
+            self._progress.process_deaths += more
+        place = f" ({place})" if place else ""
+        if self.starting.ended is None:
+            log.warning(
+                "an engine's process died before a shard came through%s, %s until now. If nobody "
+                "ended it, its node was out of memory, which `dmesg` there tells",
+                *(place, counted(times, "time")),
+            )
+        else:
+            log.warning(
+                "an engine's process died%s, %s until now; what it had in it is asked again in the "
+                "next pass",
+                *(place, counted(times, "time")),
+            )
 
     def _look_at_start(self) -> None:
         """Asks the engines while they start."""
@@ -286,7 +307,7 @@ class Monitor:
             f"allowed{' until the first of a pass' if stall.starting else ''} "
             f"({counts.committed:,} of {counted(counts.shards, 'shard')}, pass {counts.passes}, "
             f"{counts.engine_deaths} engine deaths). Engines: "
-            f"{_told(self._states)}{unheard}. Store: {seen}; {self._heard()}"
+            f"{_told(self._states, self._unheard)}{unheard}. Store: {seen}; {self._heard()}"
         )
         log.warning("%s", self._about)
         self._beats.nudge()
@@ -318,5 +339,6 @@ def probe(store: Store) -> str:
     return f"a listing took {time.monotonic() - began:.2f} s"
 
 
-def _told(states: Mapping[str, int]) -> str:
-    return ", ".join(f"{n} {state.lower()}" for state, n in sorted(states.items())) or "none known"
+def _told(states: Mapping[str, int], unheard: str) -> str:
+    none = "none known" if unheard else "none alive"
+    return ", ".join(f"{n} {state.lower()}" for state, n in sorted(states.items())) or none

@@ -68,13 +68,20 @@ class Draining:
         return Draining, (self.store, self.attempt)
 
     def __call__(self) -> bool:
-        now = time.monotonic()
-        if not self._known and now - self._looked >= DRAIN_LOOK:
-            self._looked = now
-            try:
-                found = read_drain(self.store)
-            except RayBatchError as error:
-                log.info("whether the run is to be drained cannot be told: %s", error)
-                return False
-            self._known = found is not None and self.attempt in found.attempts
+        if time.monotonic() - self._looked >= DRAIN_LOOK:
+            self.look()
+        return self._known
+
+    def look(self) -> bool:
+        """Look now. A driver must: the engines may have seen the request a moment ago and skipped
+        shards because of it, which it would take for deaths."""
+        if self._known:
+            return True
+        self._looked = time.monotonic()
+        try:
+            found = read_drain(self.store)
+        except RayBatchError as error:
+            log.info("whether the run is to be drained cannot be told: %s", error)
+            return False
+        self._known = found is not None and self.attempt in found.attempts
         return self._known

@@ -20,17 +20,22 @@ _LOSS = re.compile(r"([A-Za-z_]\w*): (.*)\Z", re.DOTALL)
 COUNTED_BY = 120  # characters of a message by which failed rows are counted
 SURE = 100  # of them that are there whatever the length of the numbers
 ENGINE_DIED = "EngineDied"
+ENGINES_DIED = "EnginesDied"  # no single unit is to blame: engines died until the pass was given up
+STARTED_AND_DIED = "EngineStartDied"  # likewise: an engine died as it started, again and again
 BLOCK_HUNG = "BlockHung"
+FEW_ALONE = 16  # units that a pass surely tries one at a time before engines are given up
 
 
 @dataclass(frozen=True)
 class Loss:
     """Why positions did not get through the stages: `kind` is a class of errors, "" where there is
-    none; `fatal` says that it would happen again, so the run stops."""
+    none; `fatal` says that it would happen again, so the run stops; `counted` that the death it
+    tells of is counted already, by another lost block or as the end of an actor's process."""
 
     kind: str
     message: str
     fatal: bool = False
+    counted: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> Loss:

@@ -81,6 +81,7 @@ class ReceiptText:
     where: Mapping[str, str] = field(default_factory=dict)
     lost: str | None = None
     fatal: bool = False
+    counted: bool = False
     part: tuple[Count, Count] | None = None
 
 

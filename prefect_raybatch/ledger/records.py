@@ -318,6 +318,8 @@ class Receipt:
         lost = None if self.lost is None else str(self.lost)
         fatal = self.lost is not None and self.lost.fatal
         value = {**_shallow(self), "lost": lost, "fatal": fatal}
+        if self.lost is not None and self.lost.counted:
+            value["counted"] = True
         for name in KINDS_OF_ROWS:
             value[name] = getattr(self, name).to_text()
         for text, piece in zip(value["pieces"], self.pieces, strict=True):
@@ -329,9 +331,10 @@ class Receipt:
     @classmethod
     def from_json(cls, text: str | bytes) -> Receipt:
         value = dict(read_json(RECEIPT_TEXT, text, "receipt").__dict__)
-        lost, fatal = value.pop("lost"), value.pop("fatal")
+        lost, fatal, counted = (value.pop(name) for name in ("lost", "fatal", "counted"))
         _take_positions(value, None, "receipt")
-        return cls(**value, lost=None if lost is None else Loss.parse(lost, fatal))
+        why = None if lost is None else replace(Loss.parse(lost, fatal), counted=counted)
+        return cls(**value, lost=why)
 
 
 @dataclass(frozen=True)

@@ -226,7 +226,7 @@ class Follower:
         raised otherwise."""
         outcome = self.records.outcome(record.number)
         if outcome is not None:
-            self.watch.progress.engine_deaths = outcome.engine_deaths
+            self.watch.progress.process_deaths = outcome.engine_deaths
             self.watch.progress.passes = outcome.passes
         if self.watch.whole or self.records.newest_number() > record.number:
             return

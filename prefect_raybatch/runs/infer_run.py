@@ -122,10 +122,11 @@ def _attempt(
         pipeline = attempt.pipeline(stack, user, capacity)
         monitor = attempt.monitor
         monitor.engines, monitor.starts = pipeline.engines, pipeline.starts
-        monitor.restarts = pipeline.restarts
+        monitor.deaths = pipeline.deaths
         pipeline.on_pass = monitor.pass_began
         stack.callback(pipeline.forget)
         stack.callback(monitor.note_start)
+        stack.callback(monitor.look_at_deaths)
         run_pass = _interruptible(pipeline, monitor, user, attempt.job.limits)
         suspects = pipeline.size.pool.engines * (1 + pipeline.size.concurrent)
         return attempt.driver.run(run_pass, pipeline.quarantine, suspects)
@@ -170,7 +171,7 @@ class _Attempt:
             self.monitor,
             partial(_note_stop, self.whoami),
             waiting,
-            Draining(self.store, self.name),
+            Draining(self.store, self.name).look,
         )
         self.spent = Spent()
 

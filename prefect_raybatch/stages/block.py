@@ -27,7 +27,7 @@ from prefect_raybatch.words import storable
 
 SHARD = "__rb_shard"  # int32, as is POSITION
 ERROR = "__rb_error"  # struct<stage, kind, message>; null while the row is well
-LOST = "__rb_lost"  # only in lost blocks: struct<kind, message, fatal>, a `Loss`
+LOST = "__rb_lost"  # only in lost blocks: struct<kind, message, fatal, counted>, a `Loss`
 LOST_ROWS = "__rb_lost_rows"  # likewise, how many from the position on
 TIMES = "__rb_times"  # prefix; float64 seconds a stage took for the block, same in each row
 TOKENS = "__rb_tokens"  # list<int32>: the prompt, empty for a failed row
@@ -51,7 +51,14 @@ TRUNCATED = "__rb_truncated"  # bool: the prompt was cut to fit
 SECOND = "__rb_second"  # list<int32>: the other prompt of a row that compares two
 VECTOR = "__rb_vector"  # fixed_size_list<float32>: the answer of a task that pools
 MAX_ERROR = 500  # characters of a message that are kept
-LOSS_TYPE = pa.struct([("kind", pa.string()), ("message", pa.string()), ("fatal", pa.bool_())])
+LOSS_TYPE = pa.struct(
+    [
+        ("kind", pa.string()),
+        ("message", pa.string()),
+        ("fatal", pa.bool_()),
+        ("counted", pa.bool_()),
+    ]
+)
 MM_TYPE = pa.struct(  # vLLM's version, whose objects these are; what stands for the images; them
     [("vllm", pa.string()), ("key", pa.binary()), ("features", pa.large_binary())]
 )

@@ -440,10 +440,11 @@ class EngineStage:
             answers = self._ask(engine, table)
         except EngineDied as death:
             with self._lock:
-                if self.engine is engine:
+                first = self.engine is engine  # of the blocks that this death costs
+                if first:
                     self.engine = None
                     self._suspect = None if answered_any(engine) else str(death)
-            return lost_all(table, Loss(ENGINE_DIED, str(death)))
+            return lost_all(table, Loss(ENGINE_DIED, str(death), counted=not first))
         if any(answer.error is None for _, _, answer in answers):
             self._note.over()
             if self._teller is not None:

@@ -17,6 +17,8 @@ from functools import partial
 from typing import Any, ClassVar
 
 from ray import ObjectRefGenerator
+from ray.core.generated.common_pb2 import ActorDiedErrorContext  # type: ignore[attr-defined]
+from ray.core.generated.gcs_pb2 import ActorTableData  # type: ignore[attr-defined]
 from ray.data import DataContext, Dataset, Datasource
 from ray.data._internal.execution.backpressure_policy import (
     ENABLED_BACKPRESSURE_POLICIES,
@@ -139,7 +141,10 @@ def limit_in_flight(context: DataContext, blocks: int) -> None:
     starts, engines could answer the whole input (tried: 1,000 of 1,200 rows were lost to one kill).
     """
     context.set_config(Window.BLOCKS, blocks)
-    policies = [*ENABLED_BACKPRESSURE_POLICIES, Window, LeavingNodes, LateCancel]
+    # Ray asks no further policy once one of them holds an operator back: those that hold nobody
+    # back, but have work to do, come first.
+    ours = [LeavingNodes, DeadEngines, LateCancel]
+    policies = [*ours, *ENABLED_BACKPRESSURE_POLICIES, Window]
     context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, policies)
 
 
@@ -172,10 +177,15 @@ class Window(BackpressurePolicy):
         return bool(held < self._data_context.get_config(self.BLOCKS, held + 1))
 
     def _held(self, op: Any) -> int:
-        """Blocks in a stage after the engine; what waits before it is its predecessor's output."""
-        inside = getattr(op, "internal_input_queue_num_blocks", lambda: 0)()
+        """Return how many blocks are in tasks of a stage behind the engine, or come out of it.
+
+        The stage's own input queue does not count: Ray starts a task for each block that has rows
+        at once, and keeps blocks without rows there until one with rows follows. Those are the
+        shards that engines skip, because another driver committed them or the run is drained.
+        Counted, they would close the window for ever.
+        """
         waiting = self._topology[op].total_enqueued_output_blocks()
-        return int(inside + op.num_active_tasks() + waiting)
+        return int(op.num_active_tasks() + waiting)
 
 
 class LeavingNodes(BackpressurePolicy):
@@ -193,6 +203,71 @@ class LeavingNodes(BackpressurePolicy):
                 if state.actor_location in leaving and not state.num_tasks_in_flight:
                     pool._release_running_actor(actor)
         return True
+
+
+class EnginesDied(Exception):
+    """The engines of a pass died again and again, and none answered a block in between."""
+
+    def __init__(self, engines: int) -> None:
+        super().__init__(engines)
+        self.engines = engines  # that were started one after the other, each with its restarts
+
+
+class DeadEngines(BackpressurePolicy):
+    """Replaces engines that Ray does not restart any more; raises `EnginesDied` if that is no use.
+
+    Ray 2.60 leaves an actor that has used up its `max_restarts` in the pool: the actor gets no
+    blocks, no other takes its place, and once the last one is dead the execution waits for ever.
+    Released, its place is free and Ray's autoscaler starts another actor. Actors that have a
+    placement group of their own are not replaced, since the group keeps its resources until the
+    end of the pass. It is a policy because Ray asks policies each time before it starts tasks; it
+    holds nobody back.
+    """
+
+    MOST: ClassVar = "prefect_raybatch.dead_engines"  # setting of the context, see `limit_deaths`
+
+    def __init__(self, data_context: DataContext, topology: Any, resource_manager: Any) -> None:
+        super().__init__(data_context, topology, resource_manager)
+        self._dead = 0  # since the last answer
+        self._answered = 0
+
+    def can_add_input(self, op: Any) -> bool:
+        if isinstance(op, ActorPoolMapOperator):
+            self._replace_dead(op)
+        return True
+
+    def _replace_dead(self, op: Any) -> None:
+        pool: Any = op._actor_pool
+        # An actor's lost tasks are reported one by one and looked up in the pool until then.
+        dead = [
+            actor
+            for actor, state in pool._running_actors.items()
+            if not state.num_tasks_in_flight and is_dead(actor)
+        ]
+        if not dead:
+            return
+        if op._ray_remote_args_fn is not None:
+            if len(dead) == pool.current_size():
+                raise EnginesDied(len(dead))
+            return
+        answered = op.metrics.num_tasks_finished - op.metrics.num_tasks_failed
+        self._dead = len(dead) + (self._dead if answered == self._answered else 0)
+        self._answered = answered
+        if self._dead >= self._data_context.get_config(self.MOST, pool.max_size()):
+            raise EnginesDied(self._dead)
+        for actor in dead:
+            pool._release_running_actor(actor)
+
+
+def is_dead(actor: Any) -> bool:
+    """Return whether Ray will not restart this actor any more."""
+    return bool(actor._get_local_state() == ActorTableData.ActorState.DEAD)
+
+
+def limit_deaths(context: DataContext, engines: int) -> None:
+    """Let a pass end with `EnginesDied` once that many engines in a row died for good, each after
+    all of its restarts, without an answered block."""
+    context.set_config(DeadEngines.MOST, engines)
 
 
 class LateCancel(BackpressurePolicy):
@@ -301,6 +376,21 @@ def actors_of_this_job() -> list[dict[str, Any]]:
 
     job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
     return list(state.actors(job_id=job).values())
+
+
+def restarts_of(actor: Any) -> int:
+    """Return how often Ray has started this actor's process again."""
+    from ray._private import state
+
+    return int(state.actors(actor_id=actor._actor_id.hex())["NumRestarts"])
+
+
+def has_died(actor: Mapping[str, Any]) -> bool:
+    """Return whether an actor, a row of Ray's table, is dead because its process or node died."""
+    if actor["State"] != "DEAD":
+        return False
+    reason = actor["DeathCause"].actor_died_error_context.reason
+    return reason in (ActorDiedErrorContext.WORKER_DIED, ActorDiedErrorContext.NODE_DIED)
 
 
 def running_cluster() -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,16 +13,20 @@ from helpers.engine_stage import block, lost_rows
 from helpers.heard import wait_for
 from helpers.hosts import FakeHosts, Handle, calls_in_process
 from helpers.small import MODEL, make_job
+from ray.exceptions import ActorUnavailableError
 
 from prefect_raybatch import warm_engines
+from prefect_raybatch.cluster import warm_actors
 from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.cluster.warm import WarmEngines, WarmKind
-from prefect_raybatch.cluster.warm_actors import EngineHost, Forwarder, warm_kind
+from prefect_raybatch.cluster.warm_actors import Deaths, EngineHost, Forwarder, warm_kind
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.stages.adapted import Adapted
+from prefect_raybatch.stages.block import is_lost, losses
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage
 
+MOST = Deaths(starting=4, in_a_row=8)
 KIND = WarmKind("a", EngineStage, {}, 8, {"CPU": 1.0, "GPU": 1.0})
 OTHER = replace(KIND, key="b")
 
@@ -421,7 +426,38 @@ def test_each_forwarder_of_a_pass_takes_a_host_of_its_own() -> None:
 
 def forwarding(hosts: list[Handle], made: list[Handle], leaving: bool = False) -> Forwarder:
     """The actor of a pass that sends blocks to these hosts; others are `made` from the list."""
-    return Forwarder(SPEC, hosts, "one", KIND, lambda kind: made.pop(), lambda: leaving)
+    return Forwarder(
+        SPEC, hosts, "one", KIND, lambda kind: made.pop(), lambda: leaving, MOST, restarts_of
+    )
+
+
+def restarts_of(handle: Handle) -> int:
+    return getattr(handle.held, "restarts", 0)
+
+
+class MortalHost(EngineHost):
+    """Its process dies as often as `starting` says when it begins, and with each block that is in
+    `kills`; then Ray has started it again."""
+
+    def __init__(self, starting: int = 0, kills: Sequence[int] = ()) -> None:
+        super().__init__(Stage)
+        self.restarts, self.starting, self.kills = 2, starting, set(kills)
+
+    def begin(self, token: str, spec: EngineSpec) -> None:
+        if self.starting:
+            self.starting -= 1
+            self.die()
+        super().begin(token, spec)
+
+    def answer(self, token: str, table: pa.Table) -> pa.Table | bool | None:
+        if "n" in table.column_names and table["n"][0].as_py() in self.kills:
+            self.die()
+        return super().answer(token, table)
+
+    def die(self) -> None:
+        self.restarts += 1
+        self.stage, self._ready = None, ""
+        raise ActorUnavailableError("it died", actor_id=None)
 
 
 def test_blocks_go_to_another_engine_where_the_node_of_theirs_leaves(
@@ -440,6 +476,40 @@ def test_blocks_go_to_another_engine_where_the_node_of_theirs_leaves(
     wait_for(lambda: old.killed)  # what it had begun is over: its node need not wait
     assert stage.closed and not new.killed
     assert forwarding([old, new], []).host is new, "one that takes its place"
+
+
+@pytest.mark.parametrize(("deaths", "answered"), [(3, True), (4, False)])
+def test_an_engine_that_dies_as_it_starts_is_waited_for_so_often(
+    monkeypatch: pytest.MonkeyPatch, deaths: int, answered: bool
+) -> None:
+    calls_in_process(monkeypatch)
+    monkeypatch.setattr(warm_actors, "REACH_AGAIN", 0.0)
+    host = MortalHost(starting=deaths)
+    made = forwarding([Handle(host)], [])(block(Unit(3, 0, 2)))
+    if answered:
+        assert len(made) == 2 and not is_lost(made)
+    else:
+        ((_, _, why, fatal),) = lost_rows(made)
+        assert why.startswith("EngineStartDied: an engine's process died as it started, 4 times")
+        assert not fatal
+
+
+def test_an_engine_that_dies_at_work_is_given_up_where_it_answers_nothing_in_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls_in_process(monkeypatch)
+    host = MortalHost(kills=[*range(7), *range(10, 30)])
+    forward = forwarding([Handle(host)], [])
+
+    def kind(number: int) -> str:
+        table = block(Unit(number, 0, 1)).append_column("n", pa.array([number]))
+        made = forward(table)
+        return losses(made)[0].kind if is_lost(made) else "answered"
+
+    assert [kind(number) for number in range(7)] == ["EngineDied"] * 7
+    assert [kind(number) for number in (8, 9)] == ["answered"] * 2
+    assert [kind(number) for number in range(10, 18)] == ["EngineDied"] * 8
+    assert kind(18) == kind(8) == "EnginesDied", "it is asked no more"
 
 
 def test_an_actor_on_a_node_that_leaves_gives_its_blocks_back(

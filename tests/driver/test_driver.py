@@ -24,7 +24,7 @@ from prefect_raybatch.errors import (
     StoreError,
 )
 from prefect_raybatch.job.limits import Limits
-from prefect_raybatch.ledger.failures import Loss
+from prefect_raybatch.ledger.failures import ENGINE_DIED, ENGINES_DIED, FEW_ALONE, Loss
 from prefect_raybatch.ledger.layout import commit_path
 from prefect_raybatch.ledger.records import Commit, Receipt, Unit
 from prefect_raybatch.result.finalize import finalize
@@ -156,6 +156,59 @@ def test_a_row_is_given_as_many_chances_as_the_limit_says(tmp_path, deaths):
     alone = [units for units, isolated in passes.calls if Unit(1, 4, 1) in units and isolated]
     assert len(alone) == deaths
     assert len(passes.quarantined) == 1
+
+
+def test_a_death_that_costs_several_blocks_is_counted_once(tmp_path):
+    run = small_run(tmp_path)
+    told = [Loss(ENGINE_DIED, "SIGSEGV", counted=n > 0) for n in range(4)]
+
+    def passes(units, isolated):
+        for unit in units:
+            if told:
+                lost = Receipt.of_lost(unit, "a", told.pop(0))
+                yield Receipt.from_json(lost.to_json())
+            else:
+                yield run.receipt(unit)
+
+    assert drive(run, passes).engine_deaths == 1
+
+
+class GivesUp(Passes):
+    """Engines die of every unit but those of one shard, and a pass is given up after so many."""
+
+    WELL, MOST = 70, 20
+
+    def __call__(self, units: Any, isolated: bool) -> Any:
+        self.calls.append((tuple(units), isolated))
+        most = self.MOST if isolated else 4
+        for number, unit in enumerate(units):
+            if unit.shard >= self.WELL:
+                yield self.run.receipt(unit)
+            elif number >= most:
+                for left in units:
+                    yield Receipt.of_lost(left, "a", Loss(ENGINES_DIED, "again and again"))
+                return
+
+
+def test_rows_that_kill_are_found_where_each_pass_is_given_up_before_the_others(tmp_path):
+    """All rows of the first shards kill. What a pass did not come to is not cut or blamed."""
+    run = small_run(tmp_path, rows=80, per_shard=1)
+    passes = GivesUp(run)
+    passes.WELL = 24
+    progress = drive(run, passes, limits={"engine_deaths": 1})
+    assert progress.done == 80 and progress.tally.failed == 24
+    alone = [len(units) for units, isolated in passes.calls if isolated]
+    assert alone[:2] == [80, FEW_ALONE], "of the first no unit is blamed"
+    assert len(passes.quarantined) == 24
+
+
+def test_engines_that_die_in_every_pass_end_the_run(tmp_path):
+    run = small_run(tmp_path, rows=3000, per_shard=1)
+    passes = GivesUp(run)
+    passes.WELL, passes.MOST = 9999, 0
+    with pytest.raises(EngineFailure, match="nothing got through in 3 passes"):
+        drive(run, passes)
+    assert len(passes.calls) == STRIKES + 1, "the one that only says that fewer are to be tried"
 
 
 def test_rows_that_passed_are_not_sent_again(tmp_path):

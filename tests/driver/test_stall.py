@@ -176,7 +176,7 @@ def test_a_cluster_that_does_not_answer_keeps_neither_stalls_nor_costs_from_bein
         gate.wait(60)
         return {}
 
-    for name in ("engines", "leaving", "restarts", "starts"):
+    for name in ("engines", "leaving", "deaths", "starts"):
         setattr(made, name, partial(away, name))
     made.store.list = lambda prefix="", recursive=True: away("store")
     began = time.monotonic()
@@ -189,7 +189,7 @@ def test_a_cluster_that_does_not_answer_keeps_neither_stalls_nor_costs_from_bein
     assert isinstance(made.spent, CostExceeded)
     assert heard.beats[-1].gpu_seconds == 53.0 and heard.beats[-1].alarms == 1
     if how == "hangs":
-        assert sorted(asked) == ["engines", "leaving", "restarts", "starts", "store"]
+        assert sorted(asked) == ["deaths", "engines", "leaving", "starts", "store"]
     assert caplog.text.count("Ray does not tell of its engines") == 1
     gate.set()
     made.engines = lambda: {"ALIVE": 2}

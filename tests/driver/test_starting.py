@@ -151,19 +151,19 @@ def test_an_engine_that_dies_before_a_shard_came_through_is_warned_of_at_once(
         {"a": (2, ""), "b": (0, "process 9 on node n1"), "c": (1, "")},
     ]
     for found in seen:
-        watch.restarts = lambda found=found: found
+        watch.deaths = lambda found=found: found
         watch.look()
     said = [r.getMessage() for r in caplog.records if "died before a shard" in r.getMessage()]
     assert [text.partition("through")[2].partition(" until")[0] for text in said] == [
-        " (process 7 on node n1): Ray starts it again, 1 time",
-        " (process 8 on node n2): Ray starts it again, 2 times",
-        ": Ray starts it again, 1 time",
+        " (process 7 on node n1), 1 time",
+        " (process 8 on node n2), 2 times",
+        ", 1 time",
     ]
     assert all("out of memory, which `dmesg` there tells" in text for text in said)
-    watch.restarts = lambda: 1 / 0
+    watch.deaths = lambda: 1 / 0
     watch.look()
     driver.run(Passes(run), Passes(run).quarantine)
-    watch.restarts = lambda: {"b": (1, "")}  # told with the shards it cost
+    watch.deaths = lambda: {"b": (1, "")}  # told with the shards it cost
     watch.look()
     assert sum("died before a shard" in r.getMessage() for r in caplog.records) == 3
 

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import uuid
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,12 @@ class Unprintable(Exception):
 
 def as_text(row: Row) -> str:
     return f"about {row['Company']}"
+
+
+def noted(row: Row) -> str:
+    """Notes in the folder of the row that the row is prepared."""
+    Path(row["folder"], str(row["id"])).touch()
+    return as_text(row)
 
 
 def as_messages(row: Row) -> list[dict[str, str]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-import time
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from prefect_raybatch.flow.flows import called as called_flow
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger import drains
 from prefect_raybatch.ledger.drains import Draining, put_drain
-from prefect_raybatch.ledger.layout import DRAIN
 from prefect_raybatch.remote import follower
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.drain import drain_run
@@ -34,10 +34,13 @@ from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.status import status
-from prefect_raybatch.stages.block import passes_by
+from prefect_raybatch.stages.block import passes_by, units_of
+from prefect_raybatch.stages.engine import EngineSpec, EngineStage
 from prefect_raybatch.storage import open_store
 
 ROWS = 60
+FREE, IN_FLIGHT = 3, 3  # blocks that the engine answers at once, and those that it holds
+WAITING = 40  # rows that are prepared when the run is drained
 
 
 def test_a_driver_ends_between_passes_and_keeps_what_is_committed(tmp_path):
@@ -78,6 +81,26 @@ def test_a_row_that_was_alone_when_the_run_was_drained_did_not_die_again(tmp_pat
     assert passes.calls[-1][1] and not passes.quarantined
 
 
+def test_a_driver_looks_afresh_before_it_takes_skipped_shards_for_deaths(tmp_path):
+    """Engines heard of it a moment before the driver did, whose last look is not old yet."""
+    made = small_run(tmp_path, rows=1, per_shard=1)
+    made.ledger.note_attempt("a", {})
+
+    def second(number: int) -> None:
+        if number == 2:  # alone, after a first death
+            put_drain(made.ledger, "me@here")
+            passes.silent = True
+
+    passes = Passes(made, poison={(0, 0)}, before=second)
+    draining = Draining(made.store, "a").look
+    limits = Limits(engine_deaths=1)
+    driver = Driver(made.plan, made.shards, made.ledger, limits, draining=draining)
+    driver.resume()
+    with pytest.raises(RunDrained, match="drained: 0 of 1 shard"):
+        driver.run(passes, passes.quarantine)
+    assert len(passes.calls) == 2 and not passes.quarantined
+
+
 def test_a_word_concerns_the_attempts_that_were_there(tmp_path, monkeypatch):
     made = small_run(tmp_path)
     made.ledger.note_attempt("a", {})
@@ -104,31 +127,58 @@ def test_only_what_is_not_complete_is_drained(tmp_path, capsys):
 
 
 class HeldEngine(FakeEngine):
-    """Answers the first rows at once, the others when it is time to look for the word to end."""
+    """Answers three blocks, and the others once it has seen that the run is to be drained."""
+
+    def __init__(self, spec: EngineSpec):
+        super().__init__(spec)
+        self.free, self.lock = FREE, threading.Lock()
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        table = self.pending(table)
-        if not passes_by(table) and table.num_rows and table["id"][0].as_py() >= ROWS // 3:
-            until(Path(self.spec.env["WORD"]).exists, 120, "the word to end")
-            time.sleep(drains.DRAIN_LOOK + 1)
+        table = EngineStage.pending(self, table)  # type: ignore[arg-type]
+        if passes_by(table):
+            return table
+        with self.lock:
+            self.free -= 1
+            held = self.free < 0
+        if held:
+            (unit,) = units_of(table)
+            assert self.spec.done is not None
+            until(partial(self.spec.done, unit.shard), 240, "the word to end")
         return super().__call__(table)
-
-    def pending(self, table: pa.Table) -> pa.Table:
-        from prefect_raybatch.stages.engine import EngineStage
-
-        return EngineStage.pending(self, table)  # type: ignore[arg-type]
 
 
 def job_in(folder: Path) -> BatchJob:
-    table = pa.table({"id": range(ROWS), "Company": [f"Company {i}" for i in range(ROWS)]})
+    """One engine that has three blocks at most, so that the others wait at its door."""
+    table = pa.table(
+        {
+            "id": range(ROWS),
+            "Company": [f"Company {i}" for i in range(ROWS)],
+            "folder": [str(prepared(folder))] * ROWS,
+        }
+    )
     pq.write_table(table, folder / "in.parquet")
-    env = {"WORD": f"{folder}/out/drained-night/{DRAIN}"}
+    prepared(folder).mkdir()
     return make_job(
         source={"uri": str(folder / "in.parquet"), "rows_per_shard": 1},
-        engine={"model": "demo", "max_model_len": 64, "num_cpus": 1, "env": env},
+        prompt={"function": "helpers.functions:noted"},
+        engine={
+            "model": "demo",
+            "max_model_len": 64,
+            "num_cpus": 1,
+            "replicas": 1,
+            "max_concurrent_batches": 2,
+        },
         output={"uri": str(folder / "out")},
         limits={"max_failed": 0.1},
     )
+
+
+def prepared(folder: Path) -> Path:
+    return folder / "prepared"
+
+
+def count(folder: Path) -> int:
+    return len(list(folder.iterdir()))
 
 
 def test_a_run_is_drained_and_resumed_as_a_flow_that_is_neither_failed_nor_complete(
@@ -137,8 +187,11 @@ def test_a_run_is_drained_and_resumed_as_a_flow_that_is_neither_failed_nor_compl
     job, seen = job_in(tmp_path), list[Progress]()
 
     def drain_soon(progress: Progress) -> None:
-        if progress.tally.shards >= 3 and not seen:
+        if progress.tally.shards >= FREE and not seen:
             seen.append(progress)
+            # Many more blocks than may be between an engine and the driver wait at its door: it
+            # skips them all, and none has rows.
+            until(lambda: count(prepared(tmp_path)) >= WAITING, 240, "rows at the engine's door")
             assert drain_run(f"{tmp_path}/out/drained-night").live
 
     def infer(job: BatchJob, run: Any, observe: Any) -> Any:
@@ -153,7 +206,8 @@ def test_a_run_is_drained_and_resumed_as_a_flow_that_is_neither_failed_nor_compl
         called_flow(batch_inference, job, "drained-night")
     run = plan_run(job, "drained-night")
     found = status(run.uri)
-    assert found.state == "unfinished" and 3 <= found.committed < ROWS and found.drained
+    assert found.state == "unfinished" and found.drained
+    assert FREE <= found.committed <= FREE + IN_FLIGHT
     with get_client(sync_client=True) as client:
         named = FlowRunFilter(name=FlowRunFilterName(any_=["drained-night"]))
         (flow_run,) = client.read_flow_runs(flow_run_filter=named)

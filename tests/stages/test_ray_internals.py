@@ -58,12 +58,19 @@ CONTRACT = {
         "OpState": ["total_enqueued_output_blocks"],
         "": ["logger"],
     },
-    # Nodes that leave.
+    # Nodes that leave, and engines that are dead.
     f"{EXECUTION}/operators/actor_pool_map_operator.py": {
-        "ActorPoolMapOperator": ["_actor_pool"],
+        "ActorPoolMapOperator": ["_actor_pool", "_ray_remote_args_fn"],
         "_ActorPool": ["_running_actors", "_release_running_actor(actor)"],
         "_ActorState": ["num_tasks_in_flight", "actor_location"],
     },
+    "data/_internal/actor_autoscaler/autoscaling_actor_pool.py": {
+        "AutoscalingActorPool": ["max_size", "current_size"],
+    },
+    f"{EXECUTION}/interfaces/op_runtime_metrics.py": {
+        "OpRuntimeMetrics": ["num_tasks_finished", "num_tasks_failed"],
+    },
+    "actor.py": {"ActorHandle": ["_get_local_state"]},
     # Ends that come early.
     f"{EXECUTION}/operators/task_pool_map_operator.py": {"TaskPoolMapOperator": []},
     "_private/object_ref_generator.py": {"ObjectRefGenerator": ["completed"]},
@@ -81,7 +88,7 @@ CONTRACT = {
     },
     # The cluster.
     "_private/worker.py": {"": ["get_dashboard_url"]},
-    "_private/state.py": {"": ["actors(job_id)"]},
+    "_private/state.py": {"": ["actors(actor_id, job_id)"]},
     "_private/services.py": {"": ["canonicalize_bootstrap_address(addr)"]},
     "_private/authentication/authentication_token_setup.py": {"": ["AUTH_MODE_ENV_VAR"]},
     # Bounded requests to the job server (remote/server.py).

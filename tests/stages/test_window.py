@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from ray.data._internal.execution.backpressure_policy import (
     BackpressurePolicy,
 )
 
-from prefect_raybatch.stages.ray_internals import limit_in_flight
+from prefect_raybatch.stages.ray_internals import limit_in_flight, stop_pass
 
 BLOCKS, LIMIT = 20, 3
 
@@ -94,3 +95,34 @@ def test_they_wait_where_ray_starts_a_stage_against_all_limits(
     local_ray: None, tmp_path: Path
 ) -> None:
     assert ahead(tmp_path, LIMIT, Starved) <= LIMIT
+
+
+class Skips:
+    """Answers the first blocks, and gives the others on without their rows, as an engine does with
+    the shards of a run that is drained."""
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        return table if table["id"][0].as_py() < LIMIT else table.slice(0, 0)
+
+
+def as_it_is(table: pa.Table) -> pa.Table:
+    return table
+
+
+def test_blocks_without_rows_do_not_close_the_window(local_ray: None) -> None:
+    context = DataContext.get_current().copy()
+    context.enable_progress_bars = False
+    limit_in_flight(context, LIMIT)
+    one: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow"}
+    with DataContext.current(context):
+        found = (
+            ray.data.range(BLOCKS, override_num_blocks=BLOCKS)
+            .map_batches(Skips, compute=ActorPoolStrategy(size=1), num_cpus=0.5, **one)
+            .map_batches(as_it_is, num_cpus=1, **one)
+        )
+        with ThreadPoolExecutor(1) as pool:
+            rows = pool.submit(lambda: sum(b.num_rows for b in found.iter_batches(**one)))
+            try:
+                assert rows.result(timeout=120) == LIMIT
+            finally:
+                stop_pass(found)
