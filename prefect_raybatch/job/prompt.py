@@ -113,8 +113,17 @@ class Prompt(Group):
         "is the model alone where on_null is empty.",
     )
 
+    special_tokens_in_rows: Literal["split", "refuse", "allow"] = field(
+        15,
+        "split",
+        title="Control tokens in rows",
+        text="A row's text that the tokenizer reads as a control token, such as <|im_end|>. split: "
+        "it is asked about as plain text. refuse: the row fails (ControlTokenInRow). allow: it "
+        "becomes the control token, so that rows can open turns.",
+    )
+
     images: Images = field(
-        15, Images(), title="Images", text="Images that go with the text. By default none."
+        16, Images(), title="Images", text="Images that go with the text. By default none."
     )
 
     @field_validator("template", "second")

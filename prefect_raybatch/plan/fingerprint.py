@@ -50,6 +50,7 @@ FINGERPRINTED = {
     "prompt.documents": "other prompts",
     "prompt.second": "other requests",
     "prompt.adapter_column": "other answers",
+    "prompt.special_tokens_in_rows": "other prompts of rows that hold control tokens",
     "sampling": "decides the answers, every field of it",
     "engine.model": "another model",
     "engine.revision": "another model",
@@ -137,7 +138,7 @@ BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # other kernels, whose answers differ 
 
 PROMPT_LATER = (  # fields of the prompt that came after the first runs
     *("messages", "chat_template", "chat_template_kwargs", "prefill", "continue_final_message"),
-    *("tools", "documents", "second", "adapter_column"),
+    *("tools", "documents", "second", "adapter_column", "special_tokens_in_rows"),
 )
 
 

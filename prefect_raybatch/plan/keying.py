@@ -48,6 +48,8 @@ def _context(job: BatchJob, model: Mapping[str, Any]) -> dict[str, Any]:
     for name in chat:
         if getattr(prompt, name):
             parts[f"prompt.{name}"] = getattr(prompt, name)
+    if prompt.special_tokens_in_rows != "allow":  # the way of runs before there was the field
+        parts["prompt.special_tokens_in_rows"] = prompt.special_tokens_in_rows
     if prompt.images.used:  # limits on bytes and pixels are looked at when keys are made
         parts["prompt.images.resize"] = prompt.images.resize
     if output.probabilities:  # asked for with the answer

@@ -222,6 +222,7 @@ def _look(
 
     from prefect_raybatch.stages.block import Failure
     from prefect_raybatch.stages.calls.apart import NoChild
+    from prefect_raybatch.stages.tokens import LongPrompt
 
     try:
         requests, tokens = prepare.prompts(table)
@@ -231,13 +232,14 @@ def _look(
         if isinstance(ids, Failure):
             seen.failures.append(ids)
             continue
-        if len(ids) > max(seen.sizes, default=-1):
+        size = ids.estimate if isinstance(ids, LongPrompt) else len(ids)
+        if size > max(seen.sizes, default=-1):
             seen.longest = {"file": uri, "row": start + i}
         if len(seen.first) < EXAMPLES:
             seen.first.append((uri, start + i, ids))
         key = np.asarray(ids, ">u4").tobytes()
-        seen.sizes.append(len(ids))
-        seen.needs.append(len(ids) + request.answer(longest))
+        seen.sizes.append(size)
+        seen.needs.append(size + request.answer(longest))
         seen.keys.append(key)
         seen.requests.add((key, repr(request.sampling)))
     if fields:

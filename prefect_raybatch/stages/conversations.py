@@ -32,7 +32,9 @@ class Conversation:
                 "answer; remove it, or set prompt.continue_final_message"
             )
         own = any(message["role"] in ("system", "developer") for message in messages)
-        return ChatRequest(messages if own else [*self.system, *messages])
+        if own or not self.system:
+            return ChatRequest(messages)
+        return ChatRequest([*self.system, *messages], job_messages=len(self.system))
 
 
 def messages_of(cell: Any, name: str) -> Messages:

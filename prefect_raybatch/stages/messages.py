@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import string
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prefect_raybatch.job.prompt import Prompt
@@ -18,18 +18,35 @@ from prefect_raybatch.stages.calls.apart import NoChild
 class ChatRequest:
     """Chat messages of one row, the sampling fields it overrides, documents for its template.
     `images`: the SHA-256 of each of its images in the order in which they are fetched, None for
-    text alone or where that is not known yet."""
+    text alone or where that is not known yet.
+
+    What is the job's own text, and no row's: the first `job_messages` messages, and in the last
+    message the spans `job_text` (from, to)."""
 
     messages: Messages
     sampling: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     images: tuple[str, ...] | None = None
+    job_messages: int = field(default=0, compare=False, repr=False)
+    job_text: tuple[tuple[int, int], ...] = field(default=(), compare=False, repr=False)
 
     def under(self, system: str) -> ChatRequest:
         """The same with a system message in front, unless it brings its own."""
         if self.messages[0]["role"] == "system":
             return self
-        return replace(self, messages=[{"role": "system", "content": system}, *self.messages])
+        messages = [{"role": "system", "content": system}, *self.messages]
+        return replace(self, messages=messages, job_messages=1)
+
+    def with_content(self, index: int, start: int, stop: int) -> ChatRequest:
+        """The same with the part from `start` to `stop` alone of the text of a message."""
+        messages = list(self.messages)
+        content = messages[index]["content"][start:stop]
+        messages[index] = {**messages[index], "content": content}
+        spans = self.job_text
+        if index == len(messages) - 1:
+            moved = ((max(a, start) - start, min(b, stop) - start) for a, b in spans)
+            spans = tuple((a, b) for a, b in moved if a < b)
+        return replace(self, messages=messages, job_text=spans)
 
     def continued(self) -> ChatRequest:
         """The same; ValueError where its last message is none that an answer can go on from."""
@@ -51,14 +68,17 @@ class Filler:
     """Fills the template from a row. Only values are put in: no attribute of them is reachable."""
 
     def __init__(self, template: str, prompt: Prompt):
-        self.parts = [(text, name) for text, name, _, _ in string.Formatter().parse(template)]
+        self.parts = _joined(string.Formatter().parse(template))
         self.system = [{"role": "system", "content": prompt.system}] if prompt.system else []
         self.empty = prompt.on_null == "empty"
 
     def __call__(self, row: dict[str, Any]) -> ChatRequest:
-        text = []
+        text: list[str] = []
+        spans, at = [], 0
         for literal, name in self.parts:
-            text.append(literal)
+            if literal:
+                text.append(literal)
+                spans.append((at, at := at + len(literal)))
             if name is not None:
                 value = row[name]
                 if value is None and not self.empty:
@@ -66,7 +86,20 @@ class Filler:
                         f"column {name} is null; clean the input or set prompt.on_null: empty"
                     )
                 text.append("" if value is None else str(value))
-        return ChatRequest([*self.system, {"role": "user", "content": "".join(text)}])
+                at += len(text[-1])
+        messages = [*self.system, {"role": "user", "content": "".join(text)}]
+        return ChatRequest(messages, job_messages=len(self.system), job_text=tuple(spans))
+
+
+def _joined(parts: Iterable[Any]) -> list[tuple[str, str | None]]:
+    """(literal text, column after it) of a template; literals without a column between are one."""
+    joined, literal = [], ""
+    for text, name, _, _ in parts:
+        literal += text
+        if name is not None:
+            joined.append((literal, name))
+            literal = ""
+    return [*joined, (literal, None)] if literal else joined
 
 
 def from_function(

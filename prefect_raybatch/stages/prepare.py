@@ -48,12 +48,19 @@ from prefect_raybatch.stages.request_key import KEY, Keying
 from prefect_raybatch.stages.row_sampling import check_own, has_form
 from prefect_raybatch.stages.tokens import (
     Chat,
+    LongPrompt,
     TokenIds,
     fitting_tokens,
-    render,
+    guard_of,
+    guarded_request,
+    last_tokens,
+    longest_text,
+    prompt_tokens,
     shortened,
-    tokenize,
+    text_of,
 )
+
+UNKNOWN_CONTEXT = 1 << 20  # tokens that no model whose length is not known takes
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ class Prepare:
     def _prepare(self, table: pa.Table) -> pa.Table:
         began = time.time()
         limit = self.max_model_len or models.context_length(models.local_path(self.model))
-        requests, whole, features, digests = self._rendered(table)
+        requests, whole, features, digests = self._rendered(table, limit)
         tokens = [self._fitted(r, t, limit) for r, t in zip(requests, whole, strict=True)]
         if self.prompt.on_too_long != "quarantine":
             cut = [
@@ -122,10 +129,8 @@ class Prepare:
             form = [has_form(self.sampling, given) for given in own]
             table = table.append_column(FORMED, pa.array(form, pa.bool_()))
         if self.parsing is not None and self.parsing.reasoning:
-            parser = self.parsing.reasoning_parser(self._tokenizer())
-            opened = [
-                None if isinstance(t, Failure) else not parser.is_reasoning_end(t) for t in tokens
-            ]
+            form = table[FORMED].to_pylist() if FORMED in table.column_names else []
+            opened = self._reasoning_open(self.parsing, requests, tokens, form)
             table = table.append_column(REASONING_OPEN, pa.array(opened, pa.bool_()))
         table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
         return timed(table, "prepare", began)
@@ -147,12 +152,14 @@ class Prepare:
         self, table: pa.Table
     ) -> tuple[list[ChatRequest | Failure], list[TokenIds | Failure]]:
         """Request and prompt tokens of each row of a block of input rows, of any length; a
-        `Failure` in either place for a row that has none."""
-        requests, tokens, *_ = self._rendered(table)
+        `Failure` in either place for a row that has none. A prompt of far more tokens than the
+        model takes is a `LongPrompt`."""
+        most = self.max_model_len or models.context_length(models.local_path(self.model))
+        requests, tokens, *_ = self._rendered(table, most)
         return requests, tokens
 
     def _rendered(
-        self, table: pa.Table
+        self, table: pa.Table, most: int | None
     ) -> tuple[
         list[ChatRequest | Failure],
         list[TokenIds | Failure],
@@ -160,7 +167,8 @@ class Prepare:
         list[Digests],
     ]:
         """As `prompts`, what the engine gets of each row's images (of `MM_TYPE`), and their
-        digests."""
+        digests. `most`: of a prompt with more tokens only the beginning is tokenized."""
+        most = most or UNKNOWN_CONTEXT
         requests = self._requests(table)
         shown: list[Messages | Failure] = []
         digests: list[Digests] = []
@@ -172,10 +180,53 @@ class Prepare:
         if self.images is not None:
             pairs = zip(requests, shown, strict=True)
             asked = [r if self.keying and isinstance(r, Failure) else s for r, s in pairs]
+            asked = [self._safe(*one, most) for one in zip(requests, asked, strict=True)]
             return (requests, *self.images.rendered(asked, self.model), digests)
-        tokenizer, chat = self._tokenizer(), Chat.of(self.prompt)
-        tokens = tokenize(tokenizer, render(tokenizer, requests, chat), chat)
+        tokens = prompt_tokens(self._tokenizer(), requests, Chat.of(self.prompt), most)
         return requests, tokens, [None] * table.num_rows, []
+
+    def _safe(
+        self, request: ChatRequest | Failure, messages: Messages | Failure, most: int
+    ) -> Messages | Failure:
+        """Messages with images as vLLM's renderer is given them: without control tokens in row
+        text, and of a text that is not far too long."""
+        if isinstance(messages, Failure) or isinstance(request, Failure):
+            return messages
+        tokenizer, chat = self._tokenizer(), Chat.of(self.prompt)
+        whole = longest_text(tokenizer, text_of(messages), most)
+        if isinstance(whole, LongPrompt):
+            return fitting_tokens(whole, self.max_model_len)  # type: ignore[return-value]  # a Failure
+        guard = None if chat.rows == "allow" else guard_of(tokenizer, chat)
+        if guard is None:
+            return messages
+        checked = guarded_request(guard, replace(request, messages=messages), chat.rows)
+        if checked is None:
+            return guard.spaced(replace(request, messages=messages)).messages
+        return checked if isinstance(checked, Failure) else messages
+
+    def _reasoning_open(
+        self,
+        parsing: Parsing,
+        requests: Sequence[ChatRequest | Failure],
+        tokens: Sequence[TokenIds | Failure],
+        form: Sequence[bool],
+    ) -> list[bool | None]:
+        """Whether each row's answer may begin with thinking: the text that the chat template puts
+        after the last message decides. A row whose answer has a form goes by the whole prompt, as
+        vLLM does when it decides from where on the form counts."""
+        parser, tokenizer = parsing.reasoning_parser(self._tokenizer()), self._tokenizer()
+        chat = Chat.of(self.prompt)
+        tails: Sequence[TokenIds | None] = [None for _ in tokens]
+        if self.images is None:
+            tails = last_tokens(tokenizer, requests, tokens, chat)
+        opened: list[bool | None] = []
+        for i, (ids, tail) in enumerate(zip(tokens, tails, strict=True)):
+            if isinstance(ids, Failure):
+                opened.append(None)
+                continue
+            by_whole = tail is None or (form and form[i])
+            opened.append(not parser.is_reasoning_end(ids if by_whole else tail or []))
+        return opened
 
     def _tokenizer(self) -> Tokenizer:
         return load_tokenizer(*models.tokenizer_place(self.model))
@@ -195,7 +246,7 @@ class Prepare:
         left = self.prompt.on_too_long == "truncate_left"
         try:
             chat = Chat.of(self.prompt)
-            cut = shortened(self._tokenizer(), request, len(tokens), room, left, chat)
+            cut = shortened(self._tokenizer(), request, tokens, room, left, chat)
         except Exception as error:
             return Failure.of("prepare", error)
         return fitting_tokens(tokens, limit) if cut is None else cut

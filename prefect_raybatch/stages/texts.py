@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -31,11 +32,35 @@ from prefect_raybatch.stages.block import (
 from prefect_raybatch.stages.calls.apart import NoChild
 from prefect_raybatch.stages.messages import ChatRequest
 from prefect_raybatch.stages.pooling import Pooling, Texts
-from prefect_raybatch.stages.prepare import Prepare
+from prefect_raybatch.stages.prepare import UNKNOWN_CONTEXT, Prepare
 from prefect_raybatch.stages.request_key import KEY
-from prefect_raybatch.stages.tokens import TokenIds
+from prefect_raybatch.stages.row_text import Plain, RowText, refused
+from prefect_raybatch.stages.tokens import (
+    CHARACTERS_A_TOKEN,
+    LongPrompt,
+    TokenIds,
+    batches_of,
+    guard_of,
+    long_tokens,
+)
 
 UNBOUNDED = 1 << 30  # a tokenizer that knows no length says an immense one
+
+
+Asked = tuple[ChatRequest, ...]  # one for each text of a row
+
+
+@dataclass(frozen=True)
+class Input:
+    """The texts of a row as a tokenizer gets them: the model's, or the `plain` copy of it, for
+    which control tokens are marked."""
+
+    texts: tuple[str, ...]
+    plain: Plain | None = None
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.texts))
 
 
 @dataclass(frozen=True)
@@ -61,8 +86,9 @@ class PrepareTexts(Prepare):
             planned = table[KEY].to_pylist()
             checked = self.keying.checked(list(map(_as_request, given)), table, planned)
             pairs = zip(checked, given, strict=True)
-            given = [one if isinstance(one, Failure) else texts for one, texts in pairs]
-        made = self._encoded(given, self._limit())
+            given = [one if isinstance(one, Failure) else asked for one, asked in pairs]
+        limit = self._limit()
+        made = self._encoded(given, limit, limit)
         if self.prompt.on_too_long != "quarantine":
             cut = [isinstance(m, Encoded) and m.cut for m in made]
             table = table.append_column(TRUNCATED, pa.array(cut, pa.bool_()))
@@ -83,8 +109,9 @@ class PrepareTexts(Prepare):
     def prompts(
         self, table: pa.Table
     ) -> tuple[list[ChatRequest | Failure], list[TokenIds | Failure]]:
-        """Request and prompt tokens of each row, of any length; of two texts the longer one's."""
-        made = self._encoded(self._given(table), None)
+        """Request and prompt tokens of each row, of any length; of two texts the longer one's. Of
+        a text that is far too long these are the tokens of a part, more than the model takes."""
+        made = self._encoded(self._given(table), None, self._limit())
         requests = [m if isinstance(m, Failure) else ChatRequest([]) for m in made]
         return requests, [m if isinstance(m, Failure) else max(m.ids, key=len) for m in made]
 
@@ -97,8 +124,8 @@ class PrepareTexts(Prepare):
         lengths = [n for n in (own, said) if isinstance(n, int) and n < UNBOUNDED]
         return min(lengths, default=None)
 
-    def _given(self, table: pa.Table) -> list[tuple[str, ...] | Failure]:
-        """The text of each row, or its two."""
+    def _given(self, table: pa.Table) -> list[Asked | Failure]:
+        """The request whose text each row is, or its two."""
         if self.prompt.function:
             count = 1 if self.texts is Texts.ONE else 2
             rows = rows_of(table, input_columns(table))
@@ -106,75 +133,143 @@ class PrepareTexts(Prepare):
                 return [_guarded(function, count, row) for row in rows]
         first = self._requests(table)
         if self.texts is Texts.ONE:
-            return [r if isinstance(r, Failure) else (_text(r),) for r in first]
+            return [r if isinstance(r, Failure) else (r,) for r in first]
         other = self.prompt.model_copy(update={"template": self.prompt.second})
         second = replace(self, prompt=other)._requests(table)
         return [_both(a, b) for a, b in zip(first, second, strict=True)]
 
     def _encoded(
-        self, texts: Sequence[tuple[str, ...] | Failure], limit: int | None
+        self, given: Sequence[Asked | Failure], limit: int | None, most: int | None
     ) -> list[Encoded | Failure]:
-        tokenizer = self._tokenizer()
-        good = [t for t in texts if not isinstance(t, Failure)]
+        """What becomes of each row under `limit` (None: none). Of a text of more than `most` tokens
+        only a part is tokenized."""
+        tokenizer, most = self._tokenizer(), most or UNKNOWN_CONTEXT
+        rows = self.prompt.special_tokens_in_rows
+        guard = None if rows == "allow" else guard_of(tokenizer)
+        inputs = [a if isinstance(a, Failure) else _input(guard, rows, a) for a in given]
+        inputs = [a if isinstance(a, Failure) else self._bounded(a, limit, most) for a in inputs]
+        made: list[Encoded | Failure] = []
+        for batch in batches_of([0 if isinstance(a, Failure) else a.size for a in inputs]):
+            made += self._batch(inputs[batch])
+        return [
+            self._fitting(one, whole, limit)
+            if isinstance(one, Input) and isinstance(whole, Encoded)
+            else whole
+            for one, whole in zip(inputs, made, strict=True)
+        ]
+
+    def _batch(self, inputs: Sequence[Input | Failure]) -> list[Encoded | Failure]:
+        """The tokens of each row, those of the tokenizer itself in one call."""
+        ordinary = [a for a in inputs if isinstance(a, Input) and a.plain is None]
         made: Iterator[Encoded | Failure]
         try:
-            made = iter(self._whole(tokenizer, good) if good else ())
+            made = iter(self._whole([a.texts for a in ordinary]) if ordinary else ())
         except Exception:  # one text fails: find out which, row by row
-            made = iter([self._alone(tokenizer, one) for one in good])
-        found: list[Encoded | Failure] = []
-        for text in texts:
-            encoded = text if isinstance(text, Failure) else next(made)
-            if isinstance(encoded, Encoded) and not isinstance(text, Failure):
-                encoded = self._fitting(tokenizer, text, encoded, limit)
-            found.append(encoded)
-        return found
+            made = iter([self._alone(one) for one in ordinary])
+        return [
+            a if isinstance(a, Failure) else next(made) if a.plain is None else self._alone(a)
+            for a in inputs
+        ]
 
-    def _alone(self, tokenizer: Tokenizer, text: tuple[str, ...]) -> Encoded | Failure:
+    def _bounded(self, given: Input, limit: int | None, most: int) -> Input | Failure:
+        """The texts cut where one alone is far too long, or why the row fails."""
+        tokenizer = self._tokenizer() if given.plain is None else given.plain.tokenizer
+        side, texts = self.prompt.on_too_long, list(given.texts)
+        for i, text in enumerate(texts):
+            if len(text) <= most * CHARACTERS_A_TOKEN:
+                continue
+            end = side == "truncate_left"
+            try:
+                ids = long_tokens(partial(_ids, tokenizer), text, most, end)
+            except Exception as error:
+                return Failure.of("prepare", error)
+            if not isinstance(ids, LongPrompt):
+                continue
+            if limit is not None and side == "quarantine":
+                return _too_long(f"about {ids.estimate:,}", limit)
+            texts[i] = text[-ids.characters :] if end else text[: ids.characters]
+        return given if tuple(texts) == given.texts else replace(given, texts=tuple(texts))
+
+    def _alone(self, given: Input, **cut: Any) -> Encoded | Failure:
         try:
-            return self._whole(tokenizer, [text])[0]
+            return self._whole([given.texts], given.plain, **cut)[0]
         except Exception as error:
             return Failure.of("prepare", error)
 
     def _whole(
-        self, tokenizer: Tokenizer, texts: Sequence[tuple[str, ...]], **cut: Any
+        self, texts: Sequence[tuple[str, ...]], plain: Plain | None = None, **cut: Any
     ) -> list[Encoded]:
+        """The tokens of texts, of the tokenizer itself or of its `plain` copy."""
+        tokenizer = self._tokenizer() if plain is None else plain.tokenizer
+        if not cut:
+            return self._tokens(tokenizer, texts, plain)
+        before = tokenizer.truncation_side
+        tokenizer.truncation_side = self.prompt.on_too_long.removeprefix("truncate_")
+        try:  # special tokens stay; of a pair the longer text is cut first
+            return self._tokens(tokenizer, texts, plain, **cut)
+        finally:
+            tokenizer.truncation_side = before
+
+    def _tokens(
+        self,
+        tokenizer: Tokenizer,
+        texts: Sequence[tuple[str, ...]],
+        plain: Plain | None,
+        **cut: Any,
+    ) -> list[Encoded]:
+        def of(ids: list[TokenIds]) -> list[TokenIds]:
+            return ids if plain is None else list(map(plain.original, ids))
+
         firsts = [text[0] for text in texts]
         if self.texts is Texts.PAIR:
             made = tokenizer(firsts, [text[1] for text in texts], add_special_tokens=True, **cut)
             types = made.get("token_type_ids") or [None] * len(texts)
             return [
                 Encoded((ids,), _first_one(kinds))
-                for ids, kinds in zip(made["input_ids"], types, strict=True)
+                for ids, kinds in zip(of(made["input_ids"]), types, strict=True)
             ]
-        sides = [tokenizer(firsts, add_special_tokens=True, **cut)["input_ids"]]
+        sides = [of(tokenizer(firsts, add_special_tokens=True, **cut)["input_ids"])]
         if self.texts is Texts.TWO:
             seconds = [text[1] for text in texts]
-            sides.append(tokenizer(seconds, add_special_tokens=True, **cut)["input_ids"])
+            sides.append(of(tokenizer(seconds, add_special_tokens=True, **cut)["input_ids"]))
         return [Encoded(ids) for ids in zip(*sides, strict=True)]
 
-    def _fitting(
-        self, tokenizer: Tokenizer, text: tuple[str, ...], whole: Encoded, limit: int | None
-    ) -> Encoded | Failure:
+    def _fitting(self, given: Input, whole: Encoded, limit: int | None) -> Encoded | Failure:
         longest = max(map(len, whole.ids))
         if not min(map(len, whole.ids)):
             return Failure("prepare", "EmptyPrompt", "the prompt has no tokens")
         if limit is None or longest <= limit:
             return whole
         if self.prompt.on_too_long == "quarantine":
-            return Failure(
-                "prepare",
-                "PromptTooLong",
-                f"the prompt has {longest} tokens, and the context {limit} (engine.max_model_len)",
-            )
-        before = tokenizer.truncation_side
-        tokenizer.truncation_side = self.prompt.on_too_long.removeprefix("truncate_")
-        try:  # special tokens stay; of a pair the longer text is cut first
-            (made,) = self._whole(tokenizer, [text], truncation=True, max_length=limit)
-        except Exception as error:
-            return Failure.of("prepare", error)
-        finally:
-            tokenizer.truncation_side = before
-        return replace(made, cut=True)
+            return _too_long(str(longest), limit)
+        made = self._alone(given, truncation=True, max_length=limit)
+        return replace(made, cut=True) if isinstance(made, Encoded) else made
+
+
+def _input(guard: RowText | None, rows: str, asked: Asked) -> Input | Failure:
+    """What the tokenizer gets of a row, by what becomes of control tokens in row text (`rows`)."""
+    texts = tuple(map(_text, asked))
+    controls = () if guard is None else tuple(filter(None, map(guard.control_in, asked)))
+    if guard is None or not controls:
+        return Input(texts)
+    if rows == "refuse":
+        return refused(controls[0])
+    if guard.plain is None:
+        return Input(tuple(_text(guard.spaced(one)) for one in asked))
+    hidden = [guard.hidden(one) for one in asked]
+    return Input(tuple(guard.marked(_text(h.request), h.texts) for h in hidden), guard.plain)
+
+
+def _ids(tokenizer: Tokenizer, texts: list[str]) -> list[TokenIds]:
+    return list(tokenizer(texts, add_special_tokens=True)["input_ids"])
+
+
+def _too_long(count: str, limit: int) -> Failure:
+    return Failure(
+        "prepare",
+        "PromptTooLong",
+        f"the prompt has {count} tokens, and the context {limit} (engine.max_model_len)",
+    )
 
 
 def prepare_of(task: Pooling | None, *args: Any, **more: Any) -> Prepare:
@@ -201,32 +296,31 @@ def _first_one(types: Sequence[int] | None) -> int | None:
     return at
 
 
-def _as_request(texts: tuple[str, ...] | Failure) -> ChatRequest | Failure:
-    if isinstance(texts, Failure):
-        return texts
-    return ChatRequest([{"role": "text", "content": text} for text in texts])
+def _as_request(asked: Asked | Failure) -> ChatRequest | Failure:
+    if isinstance(asked, Failure):
+        return asked
+    return ChatRequest([{"role": "text", "content": _text(one)} for one in asked])
 
 
 def _text(request: ChatRequest) -> str:
     return "\n\n".join(str(message["content"]) for message in request.messages)
 
 
-def _both(first: ChatRequest | Failure, second: ChatRequest | Failure) -> Any:
-    for one in (first, second):
-        if isinstance(one, Failure):
-            return one
-    return _text(first), _text(second)  # type: ignore[arg-type]
+def _both(first: ChatRequest | Failure, second: ChatRequest | Failure) -> Asked | Failure:
+    if isinstance(first, Failure):
+        return first
+    return second if isinstance(second, Failure) else (first, second)
 
 
 def _guarded(function: Callable[[dict[str, Any]], Any], count: int, row: Any) -> Any:
-    """What a user's function made of a row, as `count` texts, or why it failed."""
+    """What a user's function made of a row, as `count` requests, or why it failed."""
     if isinstance(row, Failure):
         return row
     try:
         made = function(row)
         texts = (made,) if count == 1 else tuple(made) if isinstance(made, (list, tuple)) else ()
         if len(texts) == count and all(isinstance(text, str) for text in texts):
-            return texts
+            return tuple(ChatRequest([{"role": "user", "content": text}]) for text in texts)
         wanted = "text" if count == 1 else "two texts"
         raise TypeError(
             f"prompt.function must return {wanted} with this engine.task; it returned "

@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.model import chat_template
-from prefect_raybatch.stages.block import Failure, Tokenizer
+from prefect_raybatch.stages.block import Failure, Messages, Tokenizer
 from prefect_raybatch.stages.messages import ChatRequest
+from prefect_raybatch.stages.row_text import (
+    HIDDEN,
+    THINKING,
+    RowText,
+    refused,
+    refused_role,
+    row_text,
+)
 
 TokenIds = list[int]
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 CUTS = 4  # tries to cut a message: what is left may take other tokens than it did in the whole
+# Bounds of what is tokenized. English has 4 to 5 characters a token; the longest tokens, runs of
+# spaces or dashes, have up to 128 in the vocabularies of Llama 3, Qwen and gpt-oss.
+CHARACTERS_A_TOKEN, CHARACTERS_A_TOKEN_AT_MOST = 8, 128
+CHARACTERS_AT_ONCE = 1 << 20
+BORDER = 64  # tokens that the beginning of a text may have more than the same part of the whole
 
 
 @dataclass(frozen=True)
 class Chat:
     """What makes a prompt of messages beside them: `template` in place of the tokenizer's own, its
     `arguments` and `tools`, a text that the answer goes on from (`prefill`), and whether it goes on
-    from the last message (`continued`). `fields` of the job that need a chat template."""
+    from the last message (`continued`). `fields` of the job that need a chat template. `rows`: what
+    becomes of control tokens in row text (`prompt.special_tokens_in_rows`). `asked`: whether the
+    prompt ends with the beginning of an answer."""
 
     template: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -31,6 +49,8 @@ class Chat:
     prefill: str = ""
     continued: bool = False
     fields: tuple[str, ...] = ()
+    rows: str = "split"
+    asked: bool = True
 
     @classmethod
     def of(cls, prompt: Prompt) -> Chat:
@@ -41,6 +61,7 @@ class Chat:
             prompt.prefill or "",
             prompt.continue_final_message,
             chat_template.needing(prompt),
+            prompt.special_tokens_in_rows,
         )
 
     def templated(self, tokenizer: Tokenizer) -> bool:
@@ -71,7 +92,7 @@ def render(
         made = tokenizer.apply_chat_template(
             [r.messages for r in asked],
             tokenize=False,
-            add_generation_prompt=not chat.continued,
+            add_generation_prompt=chat.asked and not chat.continued,
             **_given(chat, asked[0].documents),
         )
         return [text + chat.prefill for text in made]
@@ -101,10 +122,111 @@ def _given(chat: Chat, documents: list[dict[str, Any]] | None) -> dict[str, Any]
     return {**{name: value for name, value in given.items() if value}, **chat.arguments}
 
 
-def tokenize(
-    tokenizer: Tokenizer, texts: Sequence[str | Failure], chat: Chat = PLAIN
+def prompt_tokens(
+    tokenizer: Tokenizer,
+    requests: Sequence[ChatRequest | Failure],
+    chat: Chat = PLAIN,
+    most: int | None = None,
 ) -> list[TokenIds | Failure]:
-    """Prompt texts to token lists; failures stay where they are."""
+    """Requests to prompt tokens; failures stay where they are. Control tokens in row text are
+    treated as `chat.rows` says. A prompt of far more than `most` tokens is a `LongPrompt`: only its
+    beginning was tokenized."""
+    guard = None if chat.rows == "allow" else guard_of(tokenizer, chat)
+    if guard is None:
+        return tokenize(tokenizer, render(tokenizer, requests, chat), chat, most)
+    ordinary: list[ChatRequest | Failure] = []
+    careful: dict[int, ChatRequest] = {}
+    waiting = Failure("prepare", "Waiting", "")  # holds the place of a row in `careful`
+    for i, request in enumerate(requests):
+        checked = guarded_request(guard, request, chat.rows)
+        if checked is None and isinstance(request, ChatRequest):
+            careful[i] = request
+        ordinary.append(waiting if checked is None else checked)
+    tokens = tokenize(tokenizer, render(tokenizer, ordinary, chat), chat, most)
+    for i, request in careful.items():
+        (tokens[i],) = [_try(lambda one: _plain_tokens(tokenizer, guard, one, chat, most), request)]
+    return tokens
+
+
+def guarded_request(
+    guard: RowText, request: ChatRequest | Failure, rows: str
+) -> ChatRequest | Failure | None:
+    """The request if its row text holds no control token, or the row's failure; None for a request
+    that must be encoded with care."""
+    if isinstance(request, Failure):
+        return request
+    role = guard.bad_role(request)
+    if role is not None:
+        return refused_role(role)
+    control = guard.control_in(request)
+    if control is None:
+        return request
+    return refused(control) if rows == "refuse" else None
+
+
+@lru_cache(maxsize=8)
+def _guard_of(tokenizer: Any, template: str | None) -> RowText | None:
+    """What guards rows that are put into a chat template, which may complete a control token that
+    a row begins."""
+    guard = row_text(tokenizer)
+    if guard is None:
+        return None
+    turns: Messages = [
+        {"role": role, "content": f"{HIDDEN}{i:08d}"}
+        for i, role in enumerate(("user", "assistant", "user"))
+    ]
+    for messages in (turns, turns[:1]):
+        with suppress(Exception):  # a template may refuse to be tried
+            (text,) = render(tokenizer, [ChatRequest(messages)], Chat(template))
+            if isinstance(text, str):
+                pieces = re.split(HIDDEN + r"\d{8}", text)
+                for before, after in pairwise(pieces):
+                    guard = guard.with_fragments(before, after)
+    return guard
+
+
+def guard_of(tokenizer: Any, chat: Chat | None = None) -> RowText | None:
+    """What guards rows against the control tokens of `tokenizer`, within a chat template where
+    there is one; None where the tokenizer has none."""
+    return row_text(tokenizer) if chat is None else _guard_of(tokenizer, chat.template)
+
+
+def _plain_tokens(
+    tokenizer: Tokenizer, guard: RowText, request: ChatRequest, chat: Chat, most: int | None
+) -> TokenIds | Failure:
+    """Prompt tokens of a request whose row text holds control tokens, which become plain text."""
+    special = not chat.templated(tokenizer)
+    plain = guard.plain
+    if plain is None:
+        (text,) = render(tokenizer, [guard.spaced(request)], chat)
+        return tokenize(tokenizer, [text], chat, most)[0]
+    hidden = guard.hidden(request)
+    (text,) = render(tokenizer, [hidden.request], chat)
+    if isinstance(text, Failure):
+        return text
+    if any(message["role"] == "assistant" for message in request.messages):
+        # A template may look for the thinking in an answer of the assistant, and leave it out.
+        kept = guard.hidden(request, THINKING)
+        (shown,) = render(tokenizer, [kept.request], chat)
+        if isinstance(shown, str):
+            shown = guard.settled(shown, kept.texts)
+            if guard.unhidden(shown, kept.texts) != guard.unhidden(text, hidden.texts):
+                text, hidden = shown, kept
+    marked = guard.marked(text, hidden.texts)
+
+    def tokens(batch: list[str]) -> list[TokenIds]:
+        return plain.tokens(batch, add_special_tokens=special)
+
+    return _bounded(tokens, [marked], most)[0]
+
+
+def tokenize(
+    tokenizer: Tokenizer,
+    texts: Sequence[str | Failure],
+    chat: Chat = PLAIN,
+    most: int | None = None,
+) -> list[TokenIds | Failure]:
+    """Prompt texts to token lists; failures stay where they are. `most` as in `prompt_tokens`."""
     good = [t for t in texts if not isinstance(t, Failure)]
     special = not chat.templated(tokenizer)
 
@@ -112,48 +234,215 @@ def tokenize(
         batch_ids: list[TokenIds] = tokenizer(batch, add_special_tokens=special)["input_ids"]
         return batch_ids
 
-    ids: Iterator[TokenIds | Failure]
-    try:
-        ids = iter(tokens(good) if good else ())
-    except Exception:
-        ids = iter([_try(lambda text: tokens([text])[0], text) for text in good])
+    ids = iter(_bounded(tokens, good, most))
     return [t if isinstance(t, Failure) else next(ids) for t in texts]
+
+
+class LongPrompt(list[int]):
+    """The tokens of the first `characters` of a prompt that has far too many; `estimate` is about
+    how many."""
+
+    def __init__(self, ids: TokenIds, estimate: int, characters: int) -> None:
+        super().__init__(ids)
+        self.estimate = estimate
+        self.characters = characters
+
+
+def batches_of(sizes: Sequence[int]) -> Iterator[slice]:
+    """Neighbours that go to a tokenizer together, of texts with these sizes in characters."""
+    start = total = 0
+    for i, size in enumerate(sizes):
+        if total and total + size > CHARACTERS_AT_ONCE:
+            yield slice(start, i)
+            start, total = i, 0
+        total += size
+    if start < len(sizes):
+        yield slice(start, len(sizes))
+
+
+def _bounded(
+    tokens: Callable[[list[str]], list[TokenIds]], texts: Sequence[str], most: int | None
+) -> list[TokenIds | Failure]:
+    """The tokens of each text. A tokenizer takes some 200 bytes a character: so texts go to it by
+    `CHARACTERS_AT_ONCE`, and of one that may be too long first its beginning."""
+    made: dict[int, TokenIds | Failure] = {}
+    short: list[int] = []
+    for i, text in enumerate(texts):
+        if most is not None and len(text) > most * CHARACTERS_A_TOKEN:
+            made[i] = _try(partial(long_tokens, tokens, most=most), text)
+        else:
+            short.append(i)
+    for batch in batches_of([len(texts[i]) for i in short]):
+        rows = short[batch]
+        made.update(zip(rows, _tokens_of(tokens, [texts[i] for i in rows]), strict=True))
+    return [made[i] for i in range(len(texts))]
+
+
+def _tokens_of(
+    tokens: Callable[[list[str]], list[TokenIds]], texts: list[str]
+) -> Sequence[TokenIds | Failure]:
+    try:
+        return tokens(texts)
+    except Exception:  # one text fails: find out which
+        return [_try(lambda text: tokens([text])[0], text) for text in texts]
+
+
+def long_tokens(
+    tokens: Callable[[list[str]], list[TokenIds]], text: str, most: int, end: bool = False
+) -> TokenIds:
+    """The tokens of a long text, or a `LongPrompt` once its beginning (its `end`) alone has more
+    than `most`. No text of more than `most` times `CHARACTERS_A_TOKEN_AT_MOST` is tokenized."""
+    size = most * CHARACTERS_A_TOKEN
+    bound = most * CHARACTERS_A_TOKEN_AT_MOST
+    while size < len(text):
+        (ids,) = tokens([text[-size:] if end else text[:size]])
+        if len(ids) > most + BORDER or size >= bound:
+            return LongPrompt(ids, max(most + 1, len(ids) * len(text) // size), size)
+        size = min(4 * size, bound)
+    (ids,) = tokens([text])
+    return ids
+
+
+def text_of(messages: Messages) -> str:
+    """All text in messages."""
+    parts = (m["content"] if isinstance(m["content"], list) else [m["content"]] for m in messages)
+    texts = (p.get("text") if isinstance(p, dict) else p for part in parts for p in part)
+    return "\n".join(text for text in texts if isinstance(text, str))
+
+
+def longest_text(tokenizer: Tokenizer, text: str, most: int) -> TokenIds | LongPrompt:
+    """As `long_tokens`; empty for a text that is short enough to be of no concern."""
+    if len(text) <= most * CHARACTERS_A_TOKEN:
+        return []
+    return long_tokens(
+        lambda batch: list(tokenizer(batch, add_special_tokens=False)["input_ids"]), text, most
+    )
+
+
+def last_tokens(
+    tokenizer: Any,
+    requests: Sequence[ChatRequest | Failure],
+    whole: Sequence[TokenIds | Failure],
+    chat: Chat,
+) -> list[TokenIds | None]:
+    """The tokens that follow the last message in each of the prompts `whole`; with
+    `chat.continued` those from the last message on. None for a row that failed, without a chat
+    template, and where one does not show the message."""
+    if not chat.templated(tokenizer):
+        return [None for _ in requests]
+    if chat.continued:
+        return [
+            None
+            if isinstance(r, Failure) or isinstance(ids, Failure)
+            else _continued_tokens(tokenizer, r, ids, chat)
+            for r, ids in zip(requests, whole, strict=True)
+        ]
+    shown = [
+        _NO_MESSAGE if isinstance(r, Failure) or isinstance(ids, Failure) else _with_end(r)
+        for r, ids in zip(requests, whole, strict=True)
+    ]
+    return [
+        None
+        if isinstance(text, Failure) or HIDDEN not in text
+        else _tail_tokens(tokenizer, text.rpartition(HIDDEN)[2])
+        for text in render(tokenizer, shown, chat)
+    ]
+
+
+_NO_MESSAGE = Failure("prepare", "NoMessage", "")
+
+
+def _with_end(request: ChatRequest) -> ChatRequest | Failure:
+    """The request with digits behind the text of its last message."""
+    last = request.messages[-1]
+    if not isinstance(last["content"], str):
+        return _NO_MESSAGE
+    ended = {**last, "content": last["content"] + HIDDEN}
+    return replace(request, messages=[*request.messages[:-1], ended])
+
+
+def _continued_tokens(
+    tokenizer: Tokenizer, request: ChatRequest, whole: TokenIds, chat: Chat
+) -> TokenIds | None:
+    before = replace(request, messages=request.messages[:-1], job_text=())
+    (tokens,) = prompt_tokens(tokenizer, [before], replace(chat, continued=False, asked=False))
+    if isinstance(tokens, Failure):
+        return None
+    pairs = zip(whole, tokens, strict=False)
+    same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(tokens))
+    return list(whole[same:])
+
+
+@lru_cache(maxsize=64)
+def _tail_tokens(tokenizer: Any, text: str) -> TokenIds:
+    return list(tokenizer([text], add_special_tokens=False)["input_ids"][0])
 
 
 def shortened(
     tokenizer: Tokenizer,
     request: ChatRequest,
-    size: int,
+    whole: TokenIds,
     room: int,
     left: bool,
     chat: Chat = PLAIN,
 ) -> list[int] | None:
-    """Prompt tokens of a request of `size` tokens, at most `room`, with the beginning (`left`) or
-    the end of its last user message cut off; None where that message is not long enough.
+    """Prompt tokens of a request whose prompt is `whole`, at most `room`, with the beginning
+    (`left`) or the end of its last user message cut off; None where that message is not long
+    enough.
 
     The text is cut and not the tokens: the chat template around it must stay whole.
     """
     users = [i for i, m in enumerate(request.messages) if m["role"] == "user"]
     if not users or not isinstance(request.messages[users[-1]]["content"], str):
         return None
-    before, message = request.messages[: users[-1]], request.messages[users[-1]]
-    after = request.messages[users[-1] + 1 :]
-    content = message["content"]
-    spans = _spans(tokenizer, content)
+    at = users[-1]
+
+    def cut(request: ChatRequest, start: int, stop: int) -> tuple[ChatRequest, TokenIds | Failure]:
+        asked = request.with_content(at, start, stop)
+        return asked, prompt_tokens(tokenizer, [asked], chat)[0]
+
+    size = len(whole)
+    if isinstance(whole, LongPrompt):
+        (rest,) = prompt_tokens(tokenizer, [request.with_content(at, 0, 0)], chat, room)
+        if isinstance(rest, Failure) or len(rest) >= room:
+            return None
+        length, kept = len(request.messages[at]["content"]), room * CHARACTERS_A_TOKEN
+        while True:  # a message of few characters more than fit, as what is cut off has no part
+            kept = min(kept, length)
+            asked, tokens = cut(request, length - kept if left else 0, length if left else kept)
+            if isinstance(tokens, Failure):
+                return None
+            if len(tokens) > room or kept == length:
+                break
+            if kept >= room * CHARACTERS_A_TOKEN_AT_MOST:
+                return list(tokens)
+            kept = 4 * kept
+        request, size = asked, len(tokens)
+        if size <= room:
+            return list(tokens)
+    content = request.messages[at]["content"]
+    spans = _spans(_reader_of(tokenizer, request, chat), content)
     over = size - room
     for _ in range(CUTS):
         keep = len(spans) - over
         if keep < 1:
             return None
-        text = content[spans[-keep][0] :] if left else content[: spans[keep - 1][1]]
-        asked = replace(request, messages=[*before, {**message, "content": text}, *after])
-        (tokens,) = tokenize(tokenizer, render(tokenizer, [asked], chat), chat)
+        start, stop = (spans[-keep][0], len(content)) if left else (0, spans[keep - 1][1])
+        _, tokens = cut(request, start, stop)
         if isinstance(tokens, Failure):
             return None
         if len(tokens) <= room:
             return list(tokens)
         over += len(tokens) - room
     return None
+
+
+def _reader_of(tokenizer: Tokenizer, request: ChatRequest, chat: Chat) -> Tokenizer:
+    """The tokenizer that makes the tokens of a request's row text."""
+    guard = None if chat.rows == "allow" else guard_of(tokenizer, chat)
+    if guard is None or guard.control_in(request) is None or guard.plain is None:
+        return tokenizer
+    return guard.plain.tokenizer
 
 
 def _spans(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
@@ -168,14 +457,18 @@ def _spans(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
 def fitting_tokens(tokens: TokenIds, limit: int | None) -> TokenIds | Failure:
     if not tokens:
         return Failure("prepare", "EmptyPrompt", "the prompt has no tokens")
+    if isinstance(tokens, LongPrompt):
+        return too_long(f"about {tokens.estimate:,}", limit)
     if limit and len(tokens) >= limit:
-        return Failure(
-            "prepare",
-            "PromptTooLong",
-            f"the prompt has {len(tokens)} tokens and leaves no room in engine.max_model_len "
-            f"{limit}",
-        )
+        return too_long(str(len(tokens)), limit)
     return tokens
+
+
+def too_long(count: str, limit: int | None) -> Failure:
+    room = "the model's context" if limit is None else f"engine.max_model_len {limit}"
+    return Failure(
+        "prepare", "PromptTooLong", f"the prompt has {count} tokens and leaves no room in {room}"
+    )
 
 
 def _try(make: Callable[[Given], Made], value: Given) -> Made | Failure:

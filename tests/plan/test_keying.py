@@ -25,6 +25,8 @@ def context(job: BatchJob, **model: Any) -> str:
         {"engine": {"quantization": "fp8"}},
         {"prompt": {"template": "What is {Company}?", "on_too_long": "truncate_left"}},
         {"prompt": {"template": "What is {Company}?", "prefill": "It is"}},
+        {"prompt": {"template": "What is {Company}?", "special_tokens_in_rows": "allow"}},
+        {"prompt": {"template": "What is {Company}?", "special_tokens_in_rows": "refuse"}},
         {"output": {"uri": "out", "reasoning_parser": "qwen3"}},
         {"prompt": {"template": "What is {Company}?", "chat_template_kwargs": {"x": 1}}},
         {"output": {"uri": "out", "schema_model": {"type": "object", "properties": {}}}},

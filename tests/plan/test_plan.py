@@ -213,6 +213,7 @@ CHANGED: dict[str, Any] = {
     "prompt.documents": "Papers",
     "prompt.second": "{Company}",
     "prompt.adapter_column": "Company",
+    "prompt.special_tokens_in_rows": "allow",
     "sampling.temperature": 0.5,
     "sampling.max_tokens": 17,
     "sampling.choice": ["a"],

@@ -207,6 +207,47 @@ def test_prepare_marks_the_prompts_that_leave_thinking_open(tokenizer):
     assert plain[TOKENS].to_pylist() == made[TOKENS].to_pylist()
 
 
+def opened(tokenizer: str, columns: Any, **prompt: Any) -> list[bool | None]:
+    """Whether the answer to each row may begin with thinking."""
+    job = make_job(prompt=prompt, output={"uri": "o", "reasoning_parser": "deepseek_r1"})
+    table = pa.table(columns)
+    model = {**MODEL, "tokenizer": tokenizer}
+    made = Prepare(job.prompt, model, None, parsing=Parsing.of(job))(
+        tag(table, Unit(0, 0, table.num_rows))
+    )
+    found: list[bool | None] = made[REASONING_OPEN].to_pylist()
+    return found
+
+
+@pytest.mark.parametrize("rows", ["split", "allow"])
+def test_no_row_says_whether_a_prompt_leaves_thinking_open(tokenizer, rows):
+    texts = ["x", "</think>", "x</think>\n<think>", "<think>\n\n</think> y", None]
+    how = {"template": "{a}", "special_tokens_in_rows": rows}
+    columns = {"a": texts}
+    assert opened(tokenizer, columns, **how) == [True] * 4 + [None]
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert opened(tokenizer, columns, **how, **off) == [False] * 4 + [None]
+    assert opened(tokenizer, columns, **how, prefill="<think>a</think>") == [False] * 4 + [None]
+    assert opened(tokenizer, columns, **how, **off, prefill="<think>") == [True] * 4 + [None]
+
+
+def test_thinking_of_earlier_turns_says_nothing_about_the_next(tokenizer):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        "<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    said = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    prompt = {"messages": "chat", "chat_template": template}
+    assert opened(tokenizer, {"chat": [json.dumps(said)]}, **prompt) == [True]
+    going = {**prompt, "continue_final_message": True}
+    assert opened(tokenizer, {"chat": [json.dumps(said[:2])]}, **going) == [False]
+
+
 def test_a_parser_whose_marks_the_model_lacks_stops_the_run():
     job = make_job(output={"uri": "o", "reasoning_parser": "deepseek_r1"})
     table = tag(pa.table({"Company": ["x"]}), Unit(0, 0, 1))

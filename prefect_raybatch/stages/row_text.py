@@ -1,0 +1,398 @@
+"""Keep control tokens out of row text: a row's `<|im_end|>` is text and ends no turn.
+
+A tokenizer turns the texts of its added tokens into single tokens wherever they stand. The job and
+the chat template may use them; a row may not. Two steps tell the two apart. Before the chat
+template runs, each such text in a row is replaced by digits that nobody can guess. Afterwards every
+control token left in the prompt is the template's or the job's: it is marked, the row's texts are
+put back, and a copy of the tokenizer that knows only the marked tokens makes the tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+from prefect_raybatch.stages.block import Failure, Messages, Tokenizer
+from prefect_raybatch.stages.messages import ChatRequest
+
+log = logging.getLogger(__name__)
+
+
+def _digits(first: str) -> str:
+    """Random digits that survive every normalizer and template filter. `first` stands nowhere else
+    in them, so that they cannot overlap with themselves."""
+    others = "0123456789".replace(first, "")
+    return first + "".join(secrets.choice(others) for _ in range(23))
+
+
+HIDDEN = _digits("7")  # stands in front of the number of a hidden text
+MARK = _digits("3")  # stands in front of a control token that the template or the job wrote
+SHOWN = _digits("5")  # stands in front of a row's control token that the template is shown
+_HIDDEN = re.compile(HIDDEN + r"(\d{8})")
+# HTML that some tokenizers (Gemma) hold as added tokens: ordinary text, which opens no turn.
+HTML = re.compile(
+    "</?(a|b|blockquote|body|br|caption|center|code|div|em|h[1-6r]|head|html|i|li|ol|p|pre|span"
+    "|strong|sub|sup|table|tbody|td|tfoot|th|thead|tr|u|ul)>"
+)
+THINKING = re.compile("think|reason", re.IGNORECASE)
+ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function", "model"))
+# Keys of a message's part that hold an image and no text.
+IMAGE_KEYS = ("image", "image_url", "image_pil")
+
+
+@dataclass(frozen=True)
+class RowText:
+    """Finds control tokens in the text of rows and encodes such rows as plain text.
+
+    `controls` are the texts of the tokenizer's control tokens, `fragments` parts of them that the
+    chat template around a row's text would complete. `normalize`: the tokenizer's normalizer, where
+    it may turn other characters into a control token; `normalized` are the controls after it.
+    """
+
+    tokenizer: Any
+    controls: tuple[str, ...]
+    fragments: tuple[str, ...] = ()
+    normalize: Callable[[str], str] | None = None
+    normalized: tuple[str, ...] = ()
+    _patterns: dict[str, re.Pattern[str]] = field(default_factory=dict, compare=False, repr=False)
+
+    def with_fragments(self, before: str, after: str) -> RowText:
+        """The same for a template that writes `before` in front of row text and `after` behind."""
+        parts = {part for text in self.controls for part in _completed(text, before, after)}
+        return replace(self, fragments=tuple({*self.fragments, *parts}), _patterns={})
+
+    def control_in(self, request: ChatRequest) -> str | None:
+        """The first control token in the row's part of a request, or None."""
+        for i, message in enumerate(request.messages):
+            if i < request.job_messages:
+                continue
+            spans = request.job_text if i == len(request.messages) - 1 else ()
+            content = message["content"]
+            control = (
+                self.first_in(content, spans)
+                if isinstance(content, str)
+                else self._first_of(content)
+            )
+            if control is None and len(message) > 2:
+                others = {k: v for k, v in message.items() if k not in ("role", "content")}
+                control = self._first_of(others)
+            if control is not None:
+                return control
+        return self._first_of(request.documents) if request.documents else None
+
+    def bad_role(self, request: ChatRequest) -> str | None:
+        """The first role that holds a control token, or makes one in a template that writes
+        `<|ROLE|>`; None if there is none. A template compares roles, so they cannot be hidden."""
+        for message in request.messages[request.job_messages :]:
+            role = str(message["role"])
+            if role not in ROLES and (self.first_in(role) or role in self._inner):
+                return role
+        return None
+
+    def first_in(self, text: str, job_spans: Sequence[tuple[int, int]] = ()) -> str | None:
+        """The first control token in `text` that is not within one of the job's own spans."""
+        for match in self._pattern.finditer(text):
+            if not _is_within(match.span(), job_spans):
+                return match.group()
+        if self.normalize is None:
+            return None
+        matches = self._normalized_in(text)
+        own = sum(len(self._normalized_in(text[start:stop])) for start, stop in job_spans)
+        return matches[0] if len(matches) > own else None
+
+    def hidden(self, request: ChatRequest, keep: re.Pattern[str] | None = None) -> Hidden:
+        """The request with the control tokens in its row text replaced by digits. In messages of
+        the assistant those that match `keep` stay, behind digits by which `settled` knows them."""
+        texts: list[str] = []
+
+        def hide(match: re.Match[str]) -> str:
+            texts.append(match.group())
+            return f"{HIDDEN}{len(texts) - 1:08d}"
+
+        def hide_others(match: re.Match[str]) -> str:
+            shown = keep is not None and keep.search(match.group())
+            return SHOWN + match.group() if shown else hide(match)
+
+        def text_of(role: str) -> Callable[[str], str]:
+            how = hide_others if role == "assistant" else hide
+            return lambda text: self._pattern.sub(how, text)
+
+        return Hidden(self._changed(request, text_of), texts)
+
+    def settled(self, prompt: str, hidden: list[str]) -> str:
+        """A prompt made of a request with tokens that were kept, once these are hidden as well:
+        what the template has left of them is row text."""
+
+        def hide(match: re.Match[str]) -> str:
+            hidden.append(match[1])
+            return f"{HIDDEN}{len(hidden) - 1:08d}"
+
+        prompt = re.sub(f"{SHOWN}({self._exact.pattern})", hide, prompt)
+        return re.sub(rf"\s*{SHOWN}", "", prompt)  # a template trims what stood before the token
+
+    def spaced(self, request: ChatRequest) -> ChatRequest:
+        """The request with a space within each control token of its row text, for a tokenizer that
+        cannot be copied: the text is altered, but stays text."""
+
+        def spaced(text: str) -> str:
+            if self._normalized_in(text) and self.normalize is not None:
+                text = self.normalize(text)
+            return self._pattern.sub(lambda m: f"{m.group()[:1]} {m.group()[1:]}", text)
+
+        return self._changed(request, lambda role: spaced)
+
+    def marked(self, prompt: str, hidden: Sequence[str]) -> str:
+        """A prompt made of a hidden request for the copy of the tokenizer (`plain`): the control
+        tokens in it marked, the hidden texts back in their places."""
+        marked = self._exact.sub(lambda m: MARK + m.group(), prompt)
+        return _HIDDEN.sub(lambda m: hidden[int(m[1])], marked)
+
+    def unhidden(self, prompt: str, hidden: Sequence[str]) -> str:
+        return _HIDDEN.sub(lambda m: hidden[int(m[1])], prompt)
+
+    @cached_property
+    def plain(self) -> Plain | None:
+        """The copy of the tokenizer that knows marked control tokens alone; None where it cannot be
+        copied."""
+        try:
+            return _plain(self.tokenizer, self.controls)
+        except Exception as error:  # a tokenizer of another kind, or with parts of its own
+            log.info("the tokenizer cannot be copied (%s): a space parts control tokens", error)
+            return None
+
+    def _changed(
+        self, request: ChatRequest, text_of: Callable[[str], Callable[[str], str]]
+    ) -> ChatRequest:
+        """The request with its row texts changed by what `text_of` gives for a message's role."""
+        messages: Messages = []
+        for i, message in enumerate(request.messages):
+            if i < request.job_messages:
+                messages.append(message)
+                continue
+            change = text_of(str(message["role"]))
+            spans = request.job_text if i == len(request.messages) - 1 else ()
+            made: dict[str, Any] = {}
+            for name, value in message.items():
+                if name == "role":
+                    made[name] = value
+                elif name == "content" and isinstance(value, str):
+                    pieces = self._pieces(value, spans)
+                    made[name] = "".join(text if own else change(text) for text, own in pieces)
+                else:
+                    made[change(str(name))] = _each_text(value, change)
+            messages.append(made)
+        documents = _each_text(request.documents, text_of("")) if request.documents else None
+        return replace(request, messages=messages, documents=documents, job_text=())
+
+    def _pieces(
+        self, text: str, job_spans: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[str, bool]]:
+        """`text` cut around the control tokens that the job wrote, each piece with whether it is
+        one of these. A control token of which any part is the row's is row text."""
+        at = 0
+        if job_spans:
+            for match in self._pattern.finditer(text):
+                if _is_within(match.span(), job_spans):
+                    yield text[at : match.start()], False
+                    yield match.group(), True
+                    at = match.end()
+        yield text[at:], False
+
+    def _first_of(self, value: Any) -> str | None:
+        return next(filter(None, map(self.first_in, _texts(value))), None)
+
+    def _normalized_in(self, text: str) -> list[str]:
+        if self.normalize is None:
+            return []
+        found: list[str] = self._compiled("normalized", self.normalized).findall(
+            self.normalize(text)
+        )
+        return found
+
+    @property
+    def _pattern(self) -> re.Pattern[str]:
+        return self._compiled("all", (*self.controls, *self.fragments))
+
+    @property
+    def _exact(self) -> re.Pattern[str]:
+        return self._compiled("exact", self.controls)
+
+    @cached_property
+    def _inner(self) -> frozenset[str]:
+        return frozenset(re.sub(r"^\W+|\W+$", "", text) for text in self.controls)
+
+    def _compiled(self, name: str, texts: Sequence[str]) -> re.Pattern[str]:
+        if name not in self._patterns:
+            longest_first = sorted(texts, key=len, reverse=True)
+            self._patterns[name] = re.compile("|".join(map(re.escape, longest_first)))
+        return self._patterns[name]
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """A request without control tokens in its row text, and the texts that were taken out."""
+
+    request: ChatRequest
+    texts: list[str]
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A tokenizer that reads marked control tokens alone. `ids`: what its token ids are in the
+    original, where they differ."""
+
+    tokenizer: Tokenizer
+    ids: Mapping[int, int]
+
+    def tokens(self, texts: list[str], **how: Any) -> list[list[int]]:
+        made = self.tokenizer(texts, **how)["input_ids"]
+        return [self.original(ids) for ids in made]
+
+    def original(self, ids: list[int]) -> list[int]:
+        return [self.ids.get(i, i) for i in ids] if self.ids else list(ids)
+
+
+@lru_cache(maxsize=8)
+def row_text(tokenizer: Any) -> RowText | None:
+    """What guards rows against the control tokens of a tokenizer; None where it has none."""
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    named = set(getattr(tokenizer, "all_special_tokens", None) or ())
+    tokens = [t for t in added.values() if _is_control(t.content, t.special or t.content in named)]
+    known = {t.content for t in tokens}
+    controls = [t.content for t in tokens]
+    controls += [text for text in sorted(named - known) if _is_control(text, True)]
+    if not controls:
+        return None
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    found = tuple(controls)
+    if normalizer is None or not any(t.normalized for t in tokens):
+        return RowText(tokenizer, found)
+    after = {normalizer.normalize_str(t.content).strip("\u2581 ") for t in tokens if t.normalized}
+    return RowText(tokenizer, found, (), normalizer.normalize_str, tuple(filter(None, after)))
+
+
+def refused(control: str) -> Failure:
+    return Failure(
+        "prepare",
+        "ControlTokenInRow",
+        f"the row's text holds {control!r}, which the model's tokenizer reads as a control token. "
+        "Remove it from the row, or set prompt.special_tokens_in_rows to split, which asks about "
+        "it as plain text",
+    )
+
+
+def refused_role(role: str) -> Failure:
+    return Failure(
+        "prepare",
+        "ControlTokenInRow",
+        f"the role {role!r} of a message makes a control token in the chat template. Name who "
+        "speaks: system, user, assistant, tool",
+    )
+
+
+def _is_control(text: str, special: bool) -> bool:
+    """Whether an added token steers the model. Not: runs of spaces, single characters, words and
+    HTML, which tokenizers add to write text with fewer tokens."""
+    bare = text.strip("\u2581 \t\r\n")
+    if len(bare) < 2:
+        return False
+    if special:
+        return True
+    return not (re.fullmatch(r"[\w\s.,'\u2581-]+", bare) or HTML.fullmatch(bare.lower()))
+
+
+def _completed(control: str, before: str, after: str) -> Iterator[str]:
+    """The parts of a control token that become the whole between `before` and `after`."""
+    size = len(control)
+    starts = [i for i in range(size) if before.endswith(control[:i])]
+    stops = [i for i in range(1, size + 1) if after.startswith(control[i:])]
+    for start in starts:
+        for stop in stops:
+            if start < stop and (start, stop) != (0, size):
+                yield control[start:stop]
+
+
+def _is_within(span: tuple[int, int], spans: Sequence[tuple[int, int]]) -> bool:
+    return any(start <= span[0] and span[1] <= stop for start, stop in spans)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a value that a chat template may print, names of fields included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield str(name)
+            if name not in IMAGE_KEYS:
+                yield from _texts(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _texts(inner)
+    elif not isinstance(value, (bool, int, float, type(None))):
+        yield str(value)
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """`value` with every text of `_texts` changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {
+            change(str(name)): inner if name in IMAGE_KEYS else _each_text(inner, change)
+            for name, inner in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_each_text(inner, change) for inner in value]
+    if isinstance(value, (bool, int, float, type(None))):
+        return value
+    text = str(value)
+    changed = change(text)
+    return value if changed == text else changed
+
+
+def _plain(tokenizer: Any, controls: Sequence[str]) -> Plain:
+    """A copy of a tokenizer whose control tokens are known by their marked texts alone, in its
+    vocabulary as well: neither merges nor pieces give them for plain text."""
+    from tokenizers import Tokenizer as Backend
+
+    backend = tokenizer.backend_tokenizer
+    value = json.loads(backend.to_str())
+    names = {text: MARK + text for text in controls}
+    for token in value["added_tokens"]:
+        if token["content"] in names:
+            token["content"] = names[token["content"]]
+            token["single_word"] = False
+    model = value["model"]
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(text, text): i for text, i in vocabulary.items()}
+    else:  # Unigram: pieces with their scores
+        model["vocab"] = [[names.get(text, text), score] for text, score in vocabulary or ()]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        model["merges"] = [pair for pair in model["merges"] if not _joins(pair, names)]
+    copied = Backend.from_str(json.dumps(value))
+    copied.no_truncation()
+    copied.no_padding()
+    made = copy.copy(tokenizer)
+    made._tokenizer = copied
+    if made.backend_tokenizer is not copied or tokenizer.backend_tokenizer is copied:
+        raise TypeError("its backend cannot be replaced")
+    ids = {copied.token_to_id(marked): backend.token_to_id(text) for text, marked in names.items()}
+    if None in ids or None in ids.values():
+        raise ValueError("a control token is not in its vocabulary")
+    return Plain(made, {new: old for new, old in ids.items() if new != old})
+
+
+def _joins(pair: Any, names: Mapping[str, str]) -> bool:
+    """Whether a merge of BPE takes part in making a control token of plain text."""
+    left, right = pair.split(" ", 1) if isinstance(pair, str) else pair
+    return left in names or right in names or left + right in names
