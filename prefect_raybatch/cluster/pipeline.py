@@ -125,14 +125,14 @@ class Pipeline:
             ledger.files(self.plan),
             decode_schema(self.plan.input_schema),
             self.store if self.plan.snapshot else None,
-            self.input_options,
+            {} if self.plan.snapshot else self.input_options,
             done=self._done,
         )
         self.model = models.with_tokenizer(self.plan.model, self.job.engine)
         sampling = self.job.sampling
         self.task = Pooling.of(self.job, self.model)
         self.increment = increment_of(self.plan)
-        output = self.job.output
+        output = self.job.output.for_workers()
         if self.job.prompt.images.used:
             names = decode_schema(self.plan.input_schema).names
             output = output.model_copy(update={"columns": self.job.kept(names)})

@@ -219,6 +219,11 @@ class Output(Group):
     def _tool_parser(cls, value: str | None) -> str | None:
         return chat.check_parser(value, vllm_fields.tool_parsers())
 
+    def for_workers(self) -> Output:
+        """What workers need of it: without keys, and without the places that a finished result is
+        published to, which may hold some."""
+        return self.model_copy(update={"options": {}, "credentials_block": None, "publish": []})
+
     @property
     def parsed_columns(self) -> dict[str, str]:
         """Columns that parsers fill beside the answer's, by the field that names them."""

@@ -26,10 +26,14 @@ NEVER_ACCEPTED = {
     "engine.task": _COLUMNS,
     "sampling.n": _COLUMNS,
     "sampling.logprobs": _COLUMNS,
+    "prompt.images.columns": _COLUMNS,  # the result leaves them out
     "prompt.chat_template": _KEPT,
     "engine.max_model_len_percentile": _KEPT,
 }
 OF_MODELS = ("engine.model", "engine.revision", "model.identity", "engine.adapters")
+# The model decides the size of a vector and the labels of a classifier, and these its settings.
+OF_VECTORS = (*OF_MODELS, "engine.hf_overrides", "engine.pooler_config", "engine.convert")
+VECTOR_TASKS = ("embed", "classify")
 
 
 def check_acceptable(
@@ -71,6 +75,9 @@ def _check_field(plan: Plan, name: str, values: tuple[str, str]) -> None:
     reason = None
     if not name.startswith(ACCEPTABLE_OUTPUT):
         reason = next((why for start, why in NEVER_ACCEPTED.items() if _begins(name, start)), None)
+    vectors = plan.parts.get("engine.task") in VECTOR_TASKS
+    if vectors and any(_begins(name, start) for start in OF_VECTORS):
+        reason = _COLUMNS
     if name == "engine.max_model_len" and "'auto'" in values:
         reason = _KEPT
     if reason is not None:

@@ -32,7 +32,7 @@ from prefect_raybatch.stages.images.rows import Digests, TooManyAway, row_images
 from prefect_raybatch.stages.pooling import Pooling
 from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.stages.request_key import KEY, KEY_BYTES, KEY_TYPE, Keying
-from prefect_raybatch.stages.texts import prepare_of
+from prefect_raybatch.stages.texts import PrepareTexts, prepare_of
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 
@@ -68,9 +68,11 @@ class Keyed:
 @dataclass(frozen=True)
 class RowKeys:
     """The rows of the input, read as far as requests are made of them. Made on the driver; called
-    on any worker with the number of a row, it makes the keys of the `rows_a_task` from there on."""
+    on any worker with the number of a row, it makes the keys of the `rows_a_task` from there on.
 
-    job: BatchJob
+    It is sent to workers, so it holds what they need and no more: of the job's keys only those by
+    which the input is read."""
+
     reader: ShardReader
     prepare: Prepare
     keying: Keying
@@ -110,17 +112,23 @@ class RowKeys:
             fixed_form=job.fixed_form,
             images=row_images(job, {}, job.source.options, digests_alone=True),
         )
-        reader = ShardReader(found.files, schema, store, job.source.options)
+        options = job.source.options if store is None else {}
+        reader = ShardReader(found.files, schema, store, options)
         chunk = max(1, min(KEYED_AT_ONCE, int(BYTES_AT_ONCE / max(1.0, found.row_bytes))))
         rows = ROWS_A_TASK_IMAGES if images.used else ROWS_A_TASK
-        made = cls(job, reader, prepare, keying, chunk, rows)
+        made = cls(reader, prepare, keying, chunk, rows)
         return replace(made, reference=made.first_text()) if ordered else made
 
     @property
     def rows(self) -> int:
         return self.reader.rows
 
-    def add_to(self, join: Join, alone: bool = False) -> None:
+    @property
+    def pools(self) -> bool:
+        """Whether the answers are vectors."""
+        return isinstance(self.prepare, PrepareTexts)
+
+    def add_to(self, join: Join, job: BatchJob, alone: bool = False) -> None:
         """Makes all keys, on the workers of the job's cluster where there are enough rows; `alone`
         in this process, which has the files.
 
@@ -130,8 +138,8 @@ class RowKeys:
         from prefect_raybatch.cluster.side_by_side import side_by_side, workers_for
 
         starts = range(0, self.rows, self.rows_a_task)
-        effort = KEYED_ROW + (FETCHED_IMAGE if self.job.prompt.images.used else 0)
-        at_work = workers_for(self.job, self.rows * effort, "plan of what is reused")
+        effort = KEYED_ROW + (FETCHED_IMAGE if self.prepare.images is not None else 0)
+        at_work = workers_for(job, self.rows * effort, "plan of what is reused")
         with nullcontext(0) if alone else at_work as workers:
             if workers > 1 and len(starts) > 1:
                 log.info("keys of rows are made on %s", counted(workers, "CPU"))

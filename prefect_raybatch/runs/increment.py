@@ -137,7 +137,7 @@ def worked_out(
     with ExitStack() as stack:
         known, join = _begun_join(known_runs if earlier else Earlier, rows.rows, ordered, skipped)
         stack.push(join)
-        rows.add_to(join, alone)
+        rows.add_to(join, job, alone)
         join.run()
         yield Worked(keying, parts, known, join, rows)
 
@@ -244,7 +244,7 @@ def _copy_answers(worked: Worked, store: Store, attempt: str) -> Iterator[Answer
     parts = PartFiles(store, f"{REUSED_FOLDER}/{attempt}-{uuid.uuid4()}")
     held: list[pa.Table] = []
     start = 0
-    pools = tasks.pools(worked.rows.job.engine.task)
+    pools = worked.rows.pools
     schema = POOLED if pools else RAW
 
     def write() -> None:

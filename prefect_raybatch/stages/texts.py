@@ -146,8 +146,9 @@ class PrepareTexts(Prepare):
         tokenizer, most = self._tokenizer(), most or UNKNOWN_CONTEXT
         rows = self.prompt.special_tokens_in_rows
         guard = None if rows == "allow" else guard_of(tokenizer)
-        inputs = [a if isinstance(a, Failure) else _input(guard, rows, a) for a in given]
-        inputs = [a if isinstance(a, Failure) else self._bounded(a, limit, most) for a in inputs]
+        inputs = [
+            a if isinstance(a, Failure) else self._input(guard, rows, a, limit, most) for a in given
+        ]
         made: list[Encoded | Failure] = []
         for batch in batches_of([0 if isinstance(a, Failure) else a.size for a in inputs]):
             made += self._batch(inputs[batch])
@@ -157,6 +158,18 @@ class PrepareTexts(Prepare):
             else whole
             for one, whole in zip(inputs, made, strict=True)
         ]
+
+    def _input(
+        self, guard: RowText | None, rows: str, asked: Asked, limit: int | None, most: int
+    ) -> Input | Failure:
+        given = _input(None, rows, asked)
+        if guard is None or isinstance(given, Failure):
+            return given if isinstance(given, Failure) else self._bounded(given, limit, most)
+        bounded = self._bounded(given, limit, most)  # first: it saves looking for control tokens
+        safe = bounded if isinstance(bounded, Failure) else _input(guard, rows, asked)
+        if isinstance(safe, Failure) or safe == given:
+            return bounded if safe == given else safe
+        return self._bounded(safe, limit, most)
 
     def _batch(self, inputs: Sequence[Input | Failure]) -> list[Encoded | Failure]:
         """The tokens of each row, those of the tokenizer itself in one call."""

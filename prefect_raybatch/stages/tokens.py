@@ -196,6 +196,12 @@ def _plain_tokens(
 ) -> TokenIds | Failure:
     """Prompt tokens of a request whose row text holds control tokens, which become plain text."""
     special = not chat.templated(tokenizer)
+    if most is not None:  # hiding the control tokens of millions of characters takes long
+        (text,) = render(tokenizer, [request], chat)
+        if isinstance(text, Failure) or len(text) > most * CHARACTERS_A_TOKEN:
+            (ids,) = tokenize(tokenizer, [text], chat, most)
+            if isinstance(ids, (Failure, LongPrompt)):
+                return ids
     plain = guard.plain
     if plain is None:
         (text,) = render(tokenizer, [guard.spaced(request)], chat)

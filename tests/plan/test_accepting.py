@@ -73,6 +73,31 @@ def test_rows_and_columns_of_a_run_are_not_to_be_changed(plan, field, groups, sa
         taken(plan, [field], **groups)
 
 
+EMBED = {"engine": {"task": "embed"}, "sampling": {}}
+IMAGES = {"template": "What is {Company}?", "images": {"columns": ["tags"]}}
+
+
+@pytest.mark.parametrize(
+    ("field", "run", "groups"),
+    [
+        (
+            "prompt.images.columns",
+            {"prompt": IMAGES},
+            {"prompt": {**IMAGES, "images": {"columns": ["a"]}}},
+        ),
+        ("prompt.images.columns", {}, {"prompt": IMAGES}),
+        ("prompt.images.columns", {"prompt": IMAGES}, {}),
+        ("engine.revision", EMBED, {"engine": {"task": "embed", "revision": "b"}}),
+        ("engine.hf_overrides.a", EMBED, {"engine": {"task": "embed", "hf_overrides": {"a": 1}}}),
+        ("engine.pooler_config.a", EMBED, {"engine": {"task": "embed", "pooler_config": {"a": 1}}}),
+    ],
+)
+def test_what_the_columns_follow_from_is_not_to_be_changed(tmp_path, field, run, groups):
+    plan = small_run(tmp_path, **run).plan
+    with pytest.raises(ConfigError, match="columns of the result"):
+        taken(plan, [field], **groups)
+
+
 def test_a_run_whose_answers_others_take_over_stays_of_one_kind(plan):
     with pytest.raises(ConfigError, match="reuses or keeps answers"):
         taken(
