@@ -2,48 +2,62 @@
 
 from __future__ import annotations
 
-from functools import partial
+import math
+from collections.abc import Callable
 
 import pyarrow as pa
 
-# What a value must look like so that the typed value is the same: no leading zeros (postal codes),
-# no more digits than the type holds (identifiers), no words (nan).
-_DIGITS = "-?(0|[1-9][0-9]{0,%d})"
-_LOOKS = {
-    pa.int64(): f"^{_DIGITS % 17}$",
-    pa.float64(): f"^{_DIGITS % 14}(\\.[0-9]+)?([eE][-+]?[0-9]{{1,2}})?$",
-    pa.bool_(): "^(true|false|True|False|TRUE|FALSE)$",
-}
-_WIDER = {
-    None: (pa.int64(), pa.float64(), pa.bool_()),
-    pa.null(): (pa.int64(), pa.float64(), pa.bool_()),
-    pa.int64(): (pa.int64(), pa.float64()),
-    pa.float64(): (pa.float64(),),
-    pa.bool_(): (pa.bool_(),),
-}
+# Text that the typed value is written as: no leading zeros (postal codes), no plus sign, no -0, no
+# more digits than the type holds (identifiers).
+_INTEGER = "^(0|-?[1-9][0-9]{0,17})$"
+_BOOL = "^(True|False)$"
+# Up to 15 digits with a fraction that ends in no zero. Other numbers are looked at one by one.
+_FLOAT = r"^-?(0|[1-9][0-9]{0,8})\.(0|[0-9]{0,5}[1-9])$"
+_NUMBER = r"^-?[0-9]+(\.[0-9]+)?(e[-+][0-9]+)?$"
 
 
 def text_type(column: pa.ChunkedArray, before: pa.DataType | None) -> pa.DataType:
-    """The narrowest type, not narrower than `before`, that holds the values of a text column."""
-    import pyarrow.compute as pc
-
+    """Return the type whose values are written as the texts of `column` are: int64, float64 or
+    bool, else text. `before` is the type of the values before these, which are to keep it."""
     if before == pa.string():
         return before
     if column.null_count == len(column):
         return before or pa.null()
-    for kind in _WIDER[before]:
-        looks = partial(pc.match_substring_regex, pattern=_LOOKS[kind])
-        # A few values settle most columns.
-        if all(pc.all(looks(part)).as_py() is not False for part in (column[:64], column)):
-            return kind
-    return pa.string()
+    kinds = [before] if before is not None and not pa.types.is_null(before) else [*_LOOKS]
+    return next((kind for kind in kinds if _all(column, _LOOKS[kind])), pa.string())
+
+
+def _all(column: pa.ChunkedArray, looks: Callable[[pa.ChunkedArray], bool]) -> bool:
+    return looks(column[:64]) and looks(column)  # a few values settle most columns
+
+
+def _match(column: pa.ChunkedArray, pattern: str) -> bool:
+    import pyarrow.compute as pc
+
+    return pc.all(pc.match_substring_regex(column, pattern)).as_py() is not False
+
+
+def _floats(column: pa.ChunkedArray) -> bool:
+    import pyarrow.compute as pc
+
+    column = column.filter(pc.invert(pc.match_substring_regex(column, _FLOAT)))
+    return _match(column, _NUMBER) and all(_is_float(text) for text in column.to_pylist())
+
+
+def _is_float(text: str) -> bool:
+    value = float(text)
+    return repr(value) == text and math.isfinite(value)
+
+
+_LOOKS: dict[pa.DataType, Callable[[pa.ChunkedArray], bool]] = {
+    pa.int64(): lambda column: _match(column, _INTEGER),
+    pa.float64(): _floats,
+    pa.bool_(): lambda column: _match(column, _BOOL),
+}
 
 
 def common_text_type(one: pa.DataType | None, other: pa.DataType) -> pa.DataType:
-    """A type for the values of two parts of a text column; the values may yet show that it takes a
-    wider one: an int64 of 17 digits is no float64."""
+    """Return the type of a text column of which two parts have these types."""
     if one is None or pa.types.is_null(one) or one == other:
         return other
-    if pa.types.is_null(other):
-        return one
-    return pa.float64() if {one, other} == {pa.int64(), pa.float64()} else pa.string()
+    return one if pa.types.is_null(other) else pa.string()

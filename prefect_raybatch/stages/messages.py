@@ -65,14 +65,15 @@ class ChatRequest:
 
 
 class Filler:
-    """Fills the template from a row. Only values are put in: no attribute of them is reachable."""
+    """Fill the template from a row's texts (`cell_text`). Only texts are put in: no attribute of a
+    value is reachable."""
 
     def __init__(self, template: str, prompt: Prompt):
         self.parts = _joined(string.Formatter().parse(template))
         self.system = [{"role": "system", "content": prompt.system}] if prompt.system else []
         self.empty = prompt.on_null == "empty"
 
-    def __call__(self, row: dict[str, Any]) -> ChatRequest:
+    def __call__(self, row: dict[str, str | None]) -> ChatRequest:
         text: list[str] = []
         spans, at = [], 0
         for literal, name in self.parts:
@@ -85,7 +86,7 @@ class Filler:
                     raise ValueError(
                         f"column {name} is null; clean the input or set prompt.on_null: empty"
                     )
-                text.append("" if value is None else str(value))
+                text.append(value or "")
                 at += len(text[-1])
         messages = [*self.system, {"role": "user", "content": "".join(text)}]
         return ChatRequest(messages, job_messages=len(self.system), job_text=tuple(spans))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +40,7 @@ from prefect_raybatch.stages.block import (
     timed,
 )
 from prefect_raybatch.stages.calls.calling import HERE, Calls
+from prefect_raybatch.stages.cell_text import cell_texts
 from prefect_raybatch.stages.conversations import Conversation, documents_of
 from prefect_raybatch.stages.images.rows import Digests, RowImages
 from prefect_raybatch.stages.messages import ChatRequest, Filler, from_function, guarded
@@ -287,7 +288,15 @@ class Prepare:
         template = self.prompt.template or ""
         fields = template_fields(template)
         fill = Filler(template, self.prompt)
-        return [guarded(fill, row) for row in rows_of(table, list(fields))]
+        return [guarded(fill, row) for row in _text_rows(table, list(fields))]
+
+
+def _text_rows(table: pa.Table, names: Sequence[str]) -> Iterator[dict[str, str | None] | Failure]:
+    """Rows as dicts of the texts of the named columns; a `Failure` for a row without a text."""
+    columns = [cell_texts(table[name], name) for name in names]
+    for cells in zip(*columns, strict=True) if names else [()] * table.num_rows:
+        failure = next((cell for cell in cells if isinstance(cell, Failure)), None)
+        yield dict(zip(names, cells, strict=True)) if failure is None else failure
 
 
 def with_images(

@@ -74,7 +74,9 @@ def test_a_template_is_filled_and_put_into_the_chat_template():
     [
         ([1.5, -0.0], ["1.5", "-0.0"]),
         ([True, False], ["True", "False"]),
-        ([["a", "b"], []], ["['a', 'b']", "[]"]),
+        ([["a", "b"], []], ['["a", "b"]', "[]"]),
+        (pa.array([19.99], pa.float32()), ["what: 19.99<"]),
+        ([b"caf\xc3\xa9"], ["what: café"]),
         (["Straße", "日本"], ["Straße", "日本"]),
         (["", " "], ["what: ", "what:  "]),
     ],
@@ -91,6 +93,19 @@ def test_a_null_fails_its_row_or_is_empty():
     failed(rows[1], "ValueError", "column A is null", "prompt.on_null")
     rows = run({"template": "<{A}>", "on_null": "empty"}, columns)
     assert "<>" in text(rows[1])
+
+
+def test_a_nan_is_a_null():
+    columns = {"A": [1.5, float("nan")]}
+    failed(run({"template": "<{A}>"}, columns)[1], "ValueError", "column A is null")
+    rows = run({"template": "<{A}>", "on_null": "empty"}, columns)
+    assert "<1.5>" in text(rows[0]) and "<>" in text(rows[1])
+
+
+def test_bytes_that_are_no_text_fail_their_row_alone():
+    rows = run({"template": "{A}"}, {"A": [b"good", b"a\xff"]})
+    assert "good" in text(rows[0])
+    failed(rows[1], "ValueError", "column A holds bytes that are not UTF-8", "prompt.function")
 
 
 def test_a_cell_that_is_not_utf8_fails_its_row_alone():

@@ -1,0 +1,106 @@
+"""Show the values of a column as the text that a prompt template puts in."""
+
+from __future__ import annotations
+
+import json
+import math
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from prefect_raybatch.stages.block import Failure
+
+_FLOATS = {16: np.float16, 32: np.float32}
+
+
+def cell_texts(column: pa.ChunkedArray, name: str) -> list[str | None | Failure]:
+    """Return the text of each value of column `name`; None for a null or NaN, a `Failure` for a
+    value that has no text, such as bytes that are not UTF-8."""
+    kind = column.type
+    if pa.types.is_time64(kind) and kind.unit == "ns":  # Python's times end at microseconds
+        return [_without_zeros(text) for text in column.cast(pa.string()).to_pylist()]
+    try:
+        values = column.to_pylist()
+    except (ValueError, OverflowError, pa.ArrowException):
+        return [_alone(column.slice(i, 1), name) for i in range(len(column))]
+    return [_checked(value, kind, name) for value in values]
+
+
+def _without_zeros(text: str | None) -> str | None:
+    return text if text is None else text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _alone(cell: pa.ChunkedArray, name: str) -> str | None | Failure:
+    """The text of one value that Python may not hold, such as a date after the year 9999."""
+    try:
+        return _checked(cell.to_pylist()[0], cell.type, name)
+    except (ValueError, OverflowError, pa.ArrowException) as error:
+        if pa.types.is_temporal(cell.type):
+            text = str(cell.cast(pa.string()).to_pylist()[0])
+            if not text.startswith("<"):  # Arrow's words for a year that it cannot write either
+                return text
+        return Failure.of("prepare", error)
+
+
+def _checked(value: Any, kind: pa.DataType, name: str) -> str | None | Failure:
+    try:
+        return cell_text(value, kind)
+    except UnicodeDecodeError as error:
+        wrong = f"byte {error.object[error.start]:#04x} at offset {error.start}"
+        return Failure(
+            "prepare",
+            "ValueError",
+            f"column {name} holds bytes that are not UTF-8 text ({wrong}); write the column as "
+            "text, or read it with a prompt.function",
+        )
+
+
+def cell_text(value: Any, kind: pa.DataType) -> str | None:
+    """Return the text of a value of type `kind`; None for a null or NaN.
+
+    Raises UnicodeDecodeError for bytes that are not UTF-8.
+    """
+    types = pa.types
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return None
+    if isinstance(value, bytes):
+        return value.decode("utf-8")
+    if isinstance(value, Decimal):
+        return format(value, "f")  # str would write a zero of scale 18 as 0E-18
+    if types.is_floating(kind) and kind.bit_width in _FLOATS:
+        # The shortest text that means this value in its own width: 19.99 and not 19.98999977...
+        return str(float(str(_FLOATS[kind.bit_width](value))))
+    if types.is_nested(kind):
+        return _json_text(value, kind)
+    return str(value)
+
+
+def _json_text(value: Any, kind: pa.DataType) -> str:
+    types = pa.types
+    if value is None:
+        return "null"
+    if types.is_struct(kind):
+        pairs = [(field.name, value[field.name], field.type) for field in kind]
+        return _object(pairs)
+    if types.is_map(kind):
+        texts = [(cell_text(key, kind.key_type), inner) for key, inner in value]
+        return _object([(key or "", inner, kind.item_type) for key, inner in texts])
+    if types.is_nested(kind) and not types.is_union(kind):
+        return f"[{', '.join(_json_text(inner, kind.value_type) for inner in value)}]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    text = cell_text(value, kind)
+    if text is None:
+        return "null"
+    number = isinstance(value, int | float | Decimal) and not math.isinf(value)
+    return text if number else json.dumps(text, ensure_ascii=False)
+
+
+def _object(pairs: list[tuple[str, Any, pa.DataType]]) -> str:
+    members = (
+        f"{json.dumps(name, ensure_ascii=False)}: {_json_text(value, kind)}"
+        for name, value, kind in pairs
+    )
+    return f"{{{', '.join(members)}}}"
