@@ -124,8 +124,9 @@ class Source(Group):
         15,
         {},
         title="Types of columns",
-        text="Of a query, where its first rows do not tell: {amount: 'decimal(38,9)'}. Arrow's "
-        "names, such as int64, double, string or timestamp[us, UTC].",
+        text="Of columns of CSV and JSON files, of key=value folders, and of a query where its "
+        "first rows do not tell: {amount: 'decimal(38,9)'}. Arrow's names, such as int64, double, "
+        "string or timestamp[us, UTC].",
     )
     config: str | None = field(
         16,
@@ -226,10 +227,13 @@ class Source(Group):
     def _one_query(self) -> Source:
         if self.table_format == "sql" and self.query is None:
             raise ValueError("query: is required for a database; write the SELECT to read")
-        for name in ("query", "types"):
-            other = format_of_scheme(scheme_of(self.uris[0])) != "sql"
-            if other and self.table_format != "sql" and getattr(self, name):
-                raise ValueError(f"{name}: is of databases, and uri names none; remove it")
+        other = format_of_scheme(scheme_of(self.uris[0])) != "sql"
+        if other and self.table_format not in ("sql", None) and self.types:
+            raise ValueError(
+                f"types: the columns of a {self.table_format} table have their own types; remove it"
+            )
+        if other and self.table_format != "sql" and self.query:
+            raise ValueError("query: is of databases, and uri names none; remove it")
         return self
 
     @model_validator(mode="after")

@@ -7,6 +7,9 @@ from functools import partial
 
 import pyarrow as pa
 
+# Numbers of JSON as text, since no int64 or float64 holds them all. JSON has no other large_string.
+NUMBER_TEXT = pa.large_string()
+
 
 def map_type(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
     """`kind` with `change` applied to it and, from the inside out, to the types it holds."""
@@ -71,8 +74,8 @@ def common_type(a: pa.DataType, b: pa.DataType, union: bool = False) -> pa.DataT
     """The type that holds the values of both, or None.
 
     Null gives way; ints of one sign and floats take the larger width; text, binary and lists
-    their large kind. With `union` (text formats) int and float give float64, and structs may
-    differ in fields.
+    their large kind. With `union` (text formats) int and float give float64, numbers with
+    NUMBER_TEXT give that, and structs may differ in fields.
 
     Not `pyarrow.unify_schemas` with permissive promotion: it also merges what changes values or
     cannot be cast (uint64 with int64 gives int64, int64 with float64 float64, text with binary
@@ -88,6 +91,8 @@ def common_type(a: pa.DataType, b: pa.DataType, union: bool = False) -> pa.DataT
             return a if a.bit_width >= b.bit_width else b
     if union and {_is_number(a), _is_number(b)} == {True}:
         return pa.float64()
+    if union and NUMBER_TEXT in (a, b):
+        return NUMBER_TEXT if _is_number(a) or _is_number(b) else None
     for small, large in ((pa.string(), pa.large_string()), (pa.binary(), pa.large_binary())):
         if {a, b} == {small, large}:
             return large
@@ -126,3 +131,12 @@ def _common_list(a: pa.DataType, b: pa.DataType, union: bool) -> pa.DataType | N
         return None
     large = types.is_large_list(a) or types.is_large_list(b)
     return pa.large_list(value) if large else pa.list_(value)
+
+
+def cast_exactly(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    """As Arrow casts, but a float becomes the text that Python writes: 1.0 and not 1."""
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    if text and pa.types.is_floating(column.type):
+        texts = [None if value is None else repr(value) for value in column.to_pylist()]
+        return pa.chunked_array([pa.array(texts, kind)])
+    return column.cast(kind)

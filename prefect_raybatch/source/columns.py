@@ -9,8 +9,9 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.checks import RESERVED
-from prefect_raybatch.source.arrow_types import common_type, plain_type
-from prefect_raybatch.source.text_types import text_type
+from prefect_raybatch.source.arrow_types import NUMBER_TEXT, common_type, plain_type
+from prefect_raybatch.source.json_numbers import exact_as_floats
+from prefect_raybatch.source.text_types import common_text_type, text_type
 
 
 def check_columns(wanted: Sequence[str] | None, known: Sequence[str], where: str) -> list[str]:
@@ -49,18 +50,27 @@ def types_in(
     typed: Collection[str],
     merged: Mapping[str, pa.DataType],
 ) -> dict[str, pa.DataType]:
-    """The types of a block's columns; of CSV text none narrower than those `before`. A whole number
-    among what is `merged` to fractions over all files must be one of those, too, or it is text."""
+    """Return the types of a block's columns; of CSV text by its values and those `before`. Whole
+    numbers that floats do not hold, in a column that `merged` to floats over all files, are text.
+    """
     if not text:
-        return {field.name: plain_type(field.type) for field in table.schema}
-    found = {}
-    for name, column in zip(table.column_names, table.columns, strict=True):
-        kind = column.type if name in typed else text_type(column, before.get(name))
-        rounded = name not in typed and kind == pa.int64() and merged.get(name) == pa.float64()
-        if rounded and text_type(column, pa.float64()) != pa.float64():
-            kind = pa.string()
-        found[name] = kind
-    return found
+        return {
+            field.name: NUMBER_TEXT
+            if field.type == pa.int64()
+            and merged.get(field.name) == pa.float64()
+            and not exact_as_floats(table[field.name])
+            else plain_type(field.type)
+            for field in table.schema
+        }
+    return {
+        name: column.type if name in typed else text_type(column, before.get(name))
+        for name, column in zip(table.column_names, table.columns, strict=True)
+    }
+
+
+def _common(a: pa.DataType, b: pa.DataType, text: bool, union: bool) -> pa.DataType | None:
+    """As `common_type`; texts of several types are text."""
+    return common_text_type(a, b) if text else common_type(a, b, union)
 
 
 class TypesSeen:
@@ -101,7 +111,7 @@ class TypesSeen:
         self.changes.append((where, found))
         self._files[where] = mine
         for name, kind in mine.items():
-            both = common_type(self._columns.get(name, pa.null()), kind, self._union)
+            both = _common(self._columns.get(name, pa.null()), kind, self._text, self._union)
             self.clash = self.clash or both is None
             self._columns[name] = kind if both is None else both
 
@@ -176,7 +186,7 @@ class Shape:
                 self._merge(name, kind)
 
     def _merge(self, name: str, kind: pa.DataType) -> None:
-        both = common_type(self._columns.get(name, pa.null()), kind, self._union)
+        both = _common(self._columns.get(name, pa.null()), kind, self.text, self._union)
         if both is None:
             # the type known so far may be this very file's, from before it was widened
             both = pa.null()

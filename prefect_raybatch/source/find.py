@@ -147,6 +147,10 @@ def table_format(source: Source) -> str | None:
     found = source.table_format or (_by_look(source) if source.format == "auto" else None)
     if found is None and source.version is not None:
         raise ConfigError(f"source.version: is of tables ({', '.join(OPENED)}), not of files")
+    if source.types and found not in (None, "sql"):
+        raise ConfigError(
+            f"source.types: the columns of a {found} table have their own types; remove it"
+        )
     if source.split is not None and found != "huggingface":
         raise ConfigError(
             "source.split: is of Hugging Face datasets: hf://datasets/OWNER/NAME, or a folder as "

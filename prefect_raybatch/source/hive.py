@@ -1,18 +1,21 @@
 """Columns that stand in the path: `year=2026/city=Bonn/part-0.parquet`, as Hive writes them.
 
-Names and values are read as pyarrow's hive partitioning reads them.
+Names and values are read as pyarrow's hive partitioning reads them, but a value that is not written
+as a whole number is (`zip=02139`) stays text.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from urllib.parse import unquote_to_bytes
 
 import pyarrow as pa
 
-from prefect_raybatch.errors import SourceError
+from prefect_raybatch.errors import ConfigError, SourceError
 
+_WHOLE = re.compile(r"(0|-?[1-9][0-9]*)\Z")
 NULL = "__HIVE_DEFAULT_PARTITION__"
 
 Values = tuple[tuple[str, str | None], ...]  # (column, value as text, None for null)
@@ -52,21 +55,39 @@ def _decode(text: str, where: str) -> str:
         ) from None
 
 
-def path_types(files: Iterator[Values]) -> dict[str, pa.DataType]:
-    """int32 where all values of a column are whole numbers that fit, else text."""
+def path_types(
+    files: Iterator[Values], declared: Mapping[str, pa.DataType] | None = None
+) -> dict[str, pa.DataType]:
+    """Return the types of the columns: as `declared`, else int32 where all values are written as
+    whole numbers are (02139 is not), else text. Raises ConfigError for a value that a declared
+    type does not hold."""
     seen: dict[str, set[str]] = {}
     for values in dict.fromkeys(files):
         for name, value in values:
             seen.setdefault(name, set()).update(() if value is None else (value,))
-    return {name: pa.int32() if _whole(texts) else pa.string() for name, texts in seen.items()}
+    found = {}
+    for name, texts in seen.items():
+        kind = (declared or {}).get(name)
+        for text in sorted(texts) if kind is not None else ():
+            if not _holds(kind, text):
+                raise ConfigError(
+                    f"source.types: {name!r} is {text!r} in a path, which is no {kind}; choose "
+                    "another type such as string"
+                )
+        found[name] = kind or (pa.int32() if _whole(texts) else pa.string())
+    return found
 
 
 def _whole(texts: set[str]) -> bool:
+    return bool(texts) and all(_WHOLE.match(text) and _holds(pa.int32(), text) for text in texts)
+
+
+def _holds(kind: pa.DataType, text: str) -> bool:
     try:
-        pa.array(list(texts), pa.string()).cast(pa.int32())
-    except pa.ArrowInvalid:
+        pa.scalar(text, pa.string()).cast(kind)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         return False
-    return bool(texts)
+    return True
 
 
 def agrees(column: pa.Array | pa.ChunkedArray, value: str | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
@@ -10,14 +11,20 @@ import pyarrow as pa
 from prefect_raybatch.errors import RayBatchError, SourceError
 from prefect_raybatch.job.checks import RESERVED
 from prefect_raybatch.source import streams
-from prefect_raybatch.source.arrow_types import common_type, map_type
-from prefect_raybatch.source.columns import check_columns
+from prefect_raybatch.source.arrow_types import NUMBER_TEXT, common_type, map_type
+from prefect_raybatch.source.bounds import COLUMNS, check_columns_bound
+from prefect_raybatch.source.columns import check_columns, types_in
 from prefect_raybatch.source.encodings import UTF8_ONLY, check_encoding, not_decoded
 from prefect_raybatch.source.find import File
 from prefect_raybatch.source.json_arrays import array_blocks, is_array
+from prefect_raybatch.source.json_depth import MOST_LEVELS, deep_line
+from prefect_raybatch.source.json_numbers import Path, inexact_paths, with_texts
+from prefect_raybatch.source.snapshot_writer import conform
 from prefect_raybatch.source.streams import one_line, open_bytes
 
 LINE_BYTES = 64 << 20  # a longer line is a file of another kind
+PIECE_CELLS = 20_000_000  # keys times lines that are parsed at a time
+_KEY = re.compile(rb'"((?:[^"\\]|\\.)*)"\s*:', re.DOTALL)
 
 
 def json_tables(
@@ -51,7 +58,9 @@ def json_tables(
                         f"{file.uri}, from {unit} {line}: key {field.name!r} holds {field.type}, "
                         f"but {before} before; write one type"
                     )
-                types[field.name] = wider
+                if wider != before:
+                    types[field.name] = wider
+                    check_columns_bound(pa.schema(list(types.items())), file.uri)
             yield table
     except RayBatchError:
         raise
@@ -86,26 +95,121 @@ def _line_blocks(file: File) -> Iterator[tuple[int, bytes]]:
 def _parse_json(file: File, block: bytes, line: int, unit: str) -> pa.Table:
     """One block as a table; times stay text. Raises SourceError naming file and line, or the item
     of an array (`unit`)."""
-    import pyarrow.json as pj
-
-    read = pj.ReadOptions(block_size=len(block) + 1, use_threads=False)
-
-    def parse(fields: list[tuple[str, pa.DataType]]) -> pa.Table:
-        schema = pa.schema(fields) if fields else None
-        options = pj.ParseOptions(explicit_schema=schema, newlines_in_values=False)
-        return pj.read_json(pa.BufferReader(block), read_options=read, parse_options=options)
-
     try:
         block.decode("utf-8")
-        table = parse([])
-        plain = {field.name: map_type(field.type, _no_time) for field in table.schema}
-        changed = [(f.name, plain[f.name]) for f in table.schema if plain[f.name] != f.type]
-        # The parser takes text that looks like a time for one, and would lose how it is written.
-        return parse(changed).select(table.column_names) if changed else table
     except UnicodeDecodeError:
         raise SourceError(_not_utf8(file)) from None
+    if (deep := deep_line(block)) is not None:
+        raise SourceError(
+            f"{file.uri}, {unit} {line + deep}: is nested more than {MOST_LEVELS} levels deep; "
+            "write flatter objects, or what is nested as a text"
+        )
+    try:
+        return _merged([_parse_piece(file, piece) for piece in _pieces(file, block)])
     except (pa.ArrowException, ValueError) as error:
         raise SourceError(_explain_json(file, block, line, unit, error)) from None
+
+
+def _pieces(file: File, block: bytes) -> Iterator[bytes]:
+    """Whole lines of a block, so few that the columns and cells they can make are bounded: pyarrow
+    holds each key of any line as a column of all of them. Raises SourceError for a line of more
+    keys than the bound."""
+    most, waiting = COLUMNS.value(), [block]
+    while waiting:
+        piece = waiting.pop()
+        keys, lines = piece.count(b":"), piece.count(b"\n") + 1
+        middle = piece.find(b"\n", len(piece) // 2) + 1 or piece.rfind(b"\n", 0, -1) + 1
+        if keys <= most and keys * lines <= PIECE_CELLS:
+            if piece.strip():
+                yield piece
+        elif 0 < middle < len(piece):
+            waiting += [piece[middle:], piece[:middle]]
+        else:
+            if keys > most:
+                _check_keys(file, piece, most)
+            yield piece
+
+
+def _check_keys(file: File, line: bytes, most: int) -> None:
+    """Raise SourceError for a line of more than `most` distinct keys, nested ones included."""
+    names: set[bytes] = set()
+    for found in _KEY.finditer(line):
+        names.add(found[1])
+        if len(names) > most:
+            raise COLUMNS.refuse(file.uri, f"an object has over {most:,} keys")
+    try:
+        waiting: list[tuple[tuple[str, ...], object]] = [((), json.loads(line))]
+    except ValueError:
+        return  # for pyarrow to tell
+    paths = set()
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [((*path, key), inner) for key, inner in value.items()]
+            paths.update((*path, key) for key in value)
+        elif isinstance(value, list):
+            waiting += [((*path, ""), inner) for inner in value if isinstance(inner, dict | list)]
+        if len(paths) > most:
+            raise COLUMNS.refuse(file.uri, f"an object has over {most:,} keys")
+
+
+def _parse_piece(file: File, piece: bytes) -> pa.Table:
+    import pyarrow.json as pj
+
+    read = pj.ReadOptions(block_size=len(piece) + 1, use_threads=False)
+
+    def parse(piece: bytes, fields: list[tuple[str, pa.DataType]]) -> pa.Table:
+        schema = pa.schema(fields) if fields else None
+        options = pj.ParseOptions(explicit_schema=schema, newlines_in_values=False)
+        return pj.read_json(pa.BufferReader(piece), read_options=read, parse_options=options)
+
+    table = parse(piece, [])
+    check_columns_bound(table.schema, file.uri)
+    paths = inexact_paths(piece, table.schema)
+    if paths:
+        piece = with_texts(piece, paths)
+        read.block_size = len(piece) + 1
+        table = parse(piece, [])
+    plain = {field.name: map_type(field.type, _no_time) for field in table.schema}
+    changed = [(f.name, plain[f.name]) for f in table.schema if plain[f.name] != f.type]
+    # The parser takes text that looks like a time for one, and would lose how it is written.
+    table = parse(piece, changed).select(table.column_names) if changed else table
+    return _with_number_texts(table, paths) if paths else table
+
+
+def _with_number_texts(table: pa.Table, paths: set[Path]) -> pa.Table:
+    """A table with the texts at `paths` as NUMBER_TEXT, which goes together with numbers."""
+
+    def typed(kind: pa.DataType, path: Path) -> pa.DataType:
+        if path in paths:
+            return NUMBER_TEXT
+        if pa.types.is_struct(kind):
+            return pa.struct([(f.name, typed(f.type, (*path, f.name))) for f in kind])
+        return pa.list_(typed(kind.value_type, (*path, None))) if pa.types.is_list(kind) else kind
+
+    fields = [(field.name, typed(field.type, (field.name,))) for field in table.schema]
+    return table.cast(pa.schema(fields))
+
+
+def _merged(tables: Sequence[pa.Table]) -> pa.Table:
+    """Tables of one block under one schema. Raises ArrowInvalid for types that do not go
+    together."""
+    first, *others = [table.schema for table in tables]
+    if all(schema.equals(first) for schema in others):
+        return pa.concat_tables(tables)
+    types: dict[str, pa.DataType] = {}
+    for table in tables:
+        for field in table.schema:
+            before = types.get(field.name, pa.null())
+            kind = common_type(before, field.type, union=True)
+            if kind is None:
+                raise pa.ArrowInvalid(f"key {field.name!r} changed from {before} to {field.type}")
+            types[field.name] = kind
+    for table in tables:
+        for name, kind in types_in(table, {}, False, (), types).items():
+            types[name] = kind if kind == NUMBER_TEXT else types[name]
+    schema = pa.schema(list(types.items()))
+    return pa.concat_tables([conform(table, schema) for table in tables])
 
 
 def _no_time(kind: pa.DataType) -> pa.DataType:

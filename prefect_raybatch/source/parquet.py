@@ -15,8 +15,9 @@ from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.source.arrow_types import plain_type
 from prefect_raybatch.source.columns import Shape, check_columns
+from prefect_raybatch.source.declared_types import typed_columns
 from prefect_raybatch.source.find import File, Inventory, Weights, find, some
-from prefect_raybatch.source.hive import Values, agrees, differs, path_types
+from prefect_raybatch.source.hive import Values, agrees, differs
 from prefect_raybatch.source.streams import one_line
 from prefect_raybatch.storage import footer_digest, is_remote, read_ahead
 
@@ -43,7 +44,7 @@ def inventory(source: Source) -> Inventory:
         raise SourceError(f"{files[0].uri} is {kind}, which is read through a snapshot")
     shape, chosen, row_bytes = Shape(), [], 0.0
     weights: list[tuple[int, int]] = []
-    hive = path_types(file.values for file in files)
+    hive = typed_columns(kind, source, (file.values for file in files))
     for file, footer, rows in _footers(files, source.columns, source.limit, hive):
         if rows:  # an empty table often has no real types
             shape.see_types(file.uri, footer.types)

@@ -10,7 +10,7 @@ import pyarrow as pa
 from prefect_raybatch.errors import RayBatchError, SourceError
 from prefect_raybatch.ledger.part_files import PartFiles
 from prefect_raybatch.ledger.records import InputFile
-from prefect_raybatch.source.arrow_types import holds_empty_struct, written
+from prefect_raybatch.source.arrow_types import cast_exactly, holds_empty_struct, written
 from prefect_raybatch.source.find import input_file
 from prefect_raybatch.storage import Store
 
@@ -138,7 +138,9 @@ def _convert(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
     if column.type != kind and holds_empty_struct(column.type):
         values = [_with_text(value, kind) for value in column.to_pylist()]
         return pa.chunked_array([pa.array(values, kind)])
-    return column if column.type == kind else column.cast(kind)
+    if column.type != kind and pa.types.is_null(column.type):
+        return pa.chunked_array([pa.nulls(len(column), kind)])
+    return column if column.type == kind else cast_exactly(column, kind)
 
 
 def _with_text(value: Any, kind: pa.DataType) -> Any:

@@ -23,10 +23,11 @@ from prefect_raybatch.source.columns import Shape, check_columns
 from prefect_raybatch.source.copies import Blocks, Chosen, copy_tables
 from prefect_raybatch.source.csv_text import csv_as_seen, csv_tables, delimiter_of
 from prefect_raybatch.source.cuts import Everywhere, Stretch, cut_csv, cut_lines
+from prefect_raybatch.source.declared_types import check_named, typed_columns, with_types
 from prefect_raybatch.source.fetched_parquet import parquet_rows, parquet_tables
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.find import File, Inventory, ending, find, some, table_format
-from prefect_raybatch.source.hive import add_columns, path_types
+from prefect_raybatch.source.hive import add_columns
 from prefect_raybatch.source.ipc_files import arrow_rows, arrow_tables
 from prefect_raybatch.source.json_arrays import array_blocks, is_array
 from prefect_raybatch.source.json_lines import json_tables
@@ -68,19 +69,20 @@ def snapshot(
     if (table := table_format(source)) is not None:
         return copying.snapshot_of(table, source, run_store, attempt)
     kind, files = _found(source)
-    hive = path_types(file.values for file in files)
+    types = typed_columns(kind, source, (file.values for file in files))
     known: dict[str, None] = {}
     reads, chosen = _reads(source)
     pushed = None if chosen is None else chosen.filter
 
-    reader = partial(_tables, kind, source=reads, hive=hive, pushed=pushed)
+    reader = partial(_tables, kind, source=reads, types=types, pushed=pushed)
     made = None
     if source.limit is None and not any(is_web(file.uri) for file in files):
-        typing = _typing(kind, hive)
+        typing = _typing(kind, types)
         copier = ShareCopier(
-            reader, run_store, attempt, chosen, *typing, _read_as(kind, source, hive)
+            reader, run_store, attempt, chosen, *typing, _read_as(kind, source, types)
         )
-        made = _side_by_side(kind, files, reads, hive, copier, known, everywhere or in_this_process)
+        where = everywhere or in_this_process
+        made = _side_by_side(kind, files, reads, types, copier, known, where)
 
     def blocks() -> Blocks:
         for file in files:
@@ -88,10 +90,11 @@ def snapshot(
                 yield file.uri, table
 
     if made is None:
-        shape = _shape(kind, reads.columns, hive)
+        shape = _shape(kind, reads.columns, types)
         made = copy_tables(blocks, shape, run_store, attempt, source.limit, kind, chosen)
     if made.rows:
         check_columns(source.columns, list(known), "the input")
+        check_named(source.types, known)
     elif source.filter:
         raise SourceError(f"source.filter: no row of {some(files)} fits; there is nothing to do")
     else:
@@ -127,7 +130,7 @@ def _side_by_side(
     kind: str,
     files: Sequence[File],
     reads: Source,
-    hive: Mapping[str, pa.DataType],
+    types: Mapping[str, pa.DataType],
     copier: ShareCopier,
     known: dict[str, None],
     everywhere: Everywheres,
@@ -148,8 +151,8 @@ def _side_by_side(
         shares = list(shares_of(files, stretches))
         if len(shares) < 2:
             return None
-        guess = _guess(kind, files, reads, hive)
-        shape = _shape(kind, reads.columns, hive)
+        guess = _guess(kind, files, reads, types)
+        shape = _shape(kind, reads.columns, types)
         try:
             return copy_shares(shares, copier, shape, guess, apart, known, kind)
         except NotSideBySide as error:
@@ -160,15 +163,15 @@ def _side_by_side(
 
 
 def _guess(
-    kind: str, files: Sequence[File], reads: Source, hive: Mapping[str, pa.DataType]
+    kind: str, files: Sequence[File], reads: Source, types: Mapping[str, pa.DataType]
 ) -> dict[str, pa.DataType]:
     """Types of columns by the first blocks of some files; what does not go together ends it."""
-    shape = _shape(kind, reads.columns, hive)
+    shape = _shape(kind, reads.columns, types)
     with suppress(RayBatchError):
         for number in sorted({i * (len(files) - 1) // GUESS_FILES for i in range(GUESS_FILES + 1)}):
             file = files[number]
             head = cuts.beginning(file) if kind in ("csv", "jsonl") else file
-            table = next(_tables(kind, head, reads, {}, hive), None)
+            table = next(_tables(kind, head, reads, {}, types), None)
             if table is not None:
                 shape.see(file.uri, table)
     return shape.columns
@@ -184,18 +187,19 @@ def peek(source: Source) -> Inventory:
     if (table := table_format(source)) is not None:
         return copying.peek_at(table, source)
     kind, files = _found(source)
-    hive = path_types(file.values for file in files)
+    types = typed_columns(kind, source, (file.values for file in files))
     reads, wanted = _reads(source)
-    shape = _shape(kind, reads.columns, hive)
+    shape = _shape(kind, reads.columns, types)
     known: dict[str, None] = {}
     for first in files:
-        table = next(_tables(kind, first, reads, known, hive), None)
+        table = next(_tables(kind, first, reads, known, types), None)
         if table is not None and table.num_rows:
             break
     else:
         raise _without_rows(kind, files)
     shape.see(first.uri, table)
     check_columns(source.columns, list(known), first.uri)
+    check_named(source.types, known)
     schema = written(shape.schema)
     fits = _fitting(kind, wanted, table, schema).num_rows / table.num_rows
     stored = _stored_row_bytes(kind, first)
@@ -237,13 +241,13 @@ def heads(source: Source, most: int) -> Iterator[tuple[str, pa.Table]]:
         yield from copying.head_of(table, source)
         return
     kind, files = find(source)
-    hive = path_types(file.values for file in files)
+    types = typed_columns(kind, source, (file.values for file in files))
     reads, wanted = _reads(source)
     chosen = {i * (len(files) - 1) // max(1, most - 1) for i in range(most)}
     for number in sorted(chosen) if len(files) > most else range(len(files)):
         file = files[number]
-        shape = _shape(kind, reads.columns, hive)
-        table = next(_tables(kind, file, reads, {}, hive), None)
+        shape = _shape(kind, reads.columns, types)
+        table = next(_tables(kind, file, reads, {}, types), None)
         if table is not None and table.num_rows:
             shape.see(file.uri, table)
             schema = written(shape.schema)
@@ -303,13 +307,15 @@ def _tables(
     file: File,
     source: Source,
     known: dict[str, None],
-    hive: Mapping[str, pa.DataType],
+    types: Mapping[str, pa.DataType],
     pushed: Filter | None = None,
 ) -> Iterator[pa.Table]:
-    """Blocks of a file with the columns of its path, whose types are `hive`; notes all names.
-    Rows that do not fit `pushed` may be left out."""
+    """Blocks of a file with the columns of its path; `types` are those of the columns that have a
+    type before any value is read. Notes all names. Rows that do not fit `pushed` may be left out.
+    """
     columns = source.columns
     told = [name for name, _ in file.values]
+    own = {name: kind for name, kind in types.items() if name not in told}
     check_columns(None, [name for name in told if name in (columns or told)], file.uri)
     if kind == "csv":
         tables = csv_tables(file, columns, known, source.csv)
@@ -320,7 +326,8 @@ def _tables(
     try:
         for table in tables:
             known.update(dict.fromkeys(told))
-            yield add_columns(table, file.uri, file.values, hive, columns) if told else table
+            table = with_types(table, own, file.uri)
+            yield add_columns(table, file.uri, file.values, types, columns) if told else table
     except ConfigError as error:
         for name in Filter(source.filter).columns if source.filter else ():
             if f"no column {name!r}" in str(error):  # read for the filter
@@ -329,19 +336,19 @@ def _tables(
         raise
 
 
-def _typing(kind: str, hive: Collection[str]) -> tuple[bool, bool, frozenset[str]]:
+def _typing(kind: str, types: Collection[str]) -> tuple[bool, bool, frozenset[str]]:
     """`text`, `union` and `typed` of a `Shape` of such files."""
-    return kind == "csv", kind in ("csv", "jsonl"), frozenset(hive)
+    return kind == "csv", kind in ("csv", "jsonl"), frozenset(types)
 
 
-def _read_as(kind: str, source: Source, hive: Mapping[str, pa.DataType]) -> str:
+def _read_as(kind: str, source: Source, types: Mapping[str, pa.DataType]) -> str:
     """What a copy of the same bytes follows from besides: how they are read, and by which code."""
-    types = sorted((name, str(found)) for name, found in hive.items())
-    return dump([code_version(), kind, source.model_dump(mode="json"), types]).decode()
+    named = sorted((name, str(found)) for name, found in types.items())
+    return dump([code_version(), kind, source.model_dump(mode="json"), named]).decode()
 
 
-def _shape(kind: str, columns: Sequence[str] | None, hive: Collection[str]) -> Shape:
-    text, union, typed = _typing(kind, hive)
+def _shape(kind: str, columns: Sequence[str] | None, types: Collection[str]) -> Shape:
+    text, union, typed = _typing(kind, types)
     return Shape(kind != "jsonl", text, union, columns or (), typed)
 
 

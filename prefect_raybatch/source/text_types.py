@@ -11,8 +11,8 @@ import pyarrow as pa
 # more digits than the type holds (identifiers).
 _INTEGER = "^(0|-?[1-9][0-9]{0,17})$"
 _BOOL = "^(True|False)$"
-# Up to 15 digits with a fraction that ends in no zero. Other numbers are looked at one by one.
-_FLOAT = r"^-?(0|[1-9][0-9]{0,8})\.(0|[0-9]{0,5}[1-9])$"
+# A few digits with a fraction that ends in no zero. Other numbers are looked at one by one.
+_FLOAT = r"^-?([1-9][0-9]{0,8}\.(0|[0-9]{0,5}[1-9])|0\.(0|0{0,3}[1-9]([0-9]{0,9}[1-9])?))$"
 _NUMBER = r"^-?[0-9]+(\.[0-9]+)?(e[-+][0-9]+)?$"
 
 

@@ -15,7 +15,7 @@ from prefect_raybatch.stages.block import Failure
 _FLOATS = {16: np.float16, 32: np.float32}
 
 
-def cell_texts(column: pa.ChunkedArray, name: str) -> list[str | None | Failure]:
+def cell_texts(column: pa.ChunkedArray, name: str) -> list[str | Failure | None]:
     """Return the text of each value of column `name`; None for a null or NaN, a `Failure` for a
     value that has no text, such as bytes that are not UTF-8."""
     kind = column.type
@@ -32,7 +32,7 @@ def _without_zeros(text: str | None) -> str | None:
     return text if text is None else text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def _alone(cell: pa.ChunkedArray, name: str) -> str | None | Failure:
+def _alone(cell: pa.ChunkedArray, name: str) -> str | Failure | None:
     """The text of one value that Python may not hold, such as a date after the year 9999."""
     try:
         return _checked(cell.to_pylist()[0], cell.type, name)
@@ -44,7 +44,7 @@ def _alone(cell: pa.ChunkedArray, name: str) -> str | None | Failure:
         return Failure.of("prepare", error)
 
 
-def _checked(value: Any, kind: pa.DataType, name: str) -> str | None | Failure:
+def _checked(value: Any, kind: pa.DataType, name: str) -> str | Failure | None:
     try:
         return cell_text(value, kind)
     except UnicodeDecodeError as error:

@@ -1,0 +1,72 @@
+"""Bounds on what an input may hold, so that a small file cannot take a machine's memory.
+
+The operator raises them in the environment; a job file cannot, since its author may have made the
+file as well.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import ConfigError, SourceError
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A bound by its environment variable and default; `what` completes "... at most N WHAT"."""
+
+    variable: str
+    default: int
+    what: str
+
+    def value(self) -> int:
+        """Return the bound in force. Raises ConfigError for a variable that is no whole number."""
+        text = os.environ.get(self.variable, "")
+        if not text:
+            return self.default
+        try:
+            number = int(text)
+        except ValueError:
+            number = 0
+        if number < 1:
+            raise ConfigError(f"{self.variable}={text}: must be a whole number above 0")
+        return number
+
+    def refuse(self, where: str, holds: str) -> SourceError:
+        """Return the error for an input that exceeds the bound: `where` `holds` what."""
+        return SourceError(
+            f"{where}: {holds}; at most {self.value():,} {self.what}. Write the input in another "
+            f"way, or set {self.variable} in the environment of the flow to read it"
+        )
+
+
+COLUMNS = Bound("RAYBATCH_MAX_COLUMNS", 10_000, "columns are read, nested fields included")
+EXPANSION = Bound(
+    "RAYBATCH_MAX_EXPANSION", 200, "times its size may come out of a compressed file above 1 GiB"
+)
+ROWS_PER_BYTE = Bound(
+    "RAYBATCH_MAX_ROWS_PER_BYTE", 1_000, "rows may stand in a byte of a file above 1,000,000 rows"
+)
+FREE_BYTES = 1 << 30  # may come out of any compressed file
+FREE_ROWS = 1_000_000  # may stand in any file
+
+
+def fields_in(kind: pa.DataType) -> int:
+    """Return how many fields a type has, counting itself and nested ones."""
+    return 1 + sum(fields_in(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def check_columns_bound(schema: pa.Schema, where: str) -> None:
+    """Raise SourceError for a file of more columns, nested ones included, than the bound."""
+    total = sum(fields_in(field.type) for field in schema)
+    if total > COLUMNS.value():
+        raise COLUMNS.refuse(where, f"has {total:,} columns and nested fields")
+
+
+def check_rows_bound(rows: int, size: int, where: str) -> None:
+    """Raise SourceError where `rows` are more than a file of `size` bytes plausibly holds."""
+    if rows > max(FREE_ROWS, size * ROWS_PER_BYTE.value()):
+        raise ROWS_PER_BYTE.refuse(where, f"says that it has {rows:,} rows in {size:,} bytes")

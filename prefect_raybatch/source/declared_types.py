@@ -1,0 +1,83 @@
+"""Types that source.types gives to columns of CSV and JSON files and of `key=value` folders."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import ConfigError, SourceError
+from prefect_raybatch.job.source import Source
+from prefect_raybatch.job.sql_types import arrow_type
+from prefect_raybatch.source.arrow_types import cast_exactly
+from prefect_raybatch.source.hive import Values, path_types
+
+TYPED = ("csv", "jsonl")  # formats without types of their own
+
+
+def typed_columns(kind: str, source: Source, files: Iterable[Values]) -> dict[str, pa.DataType]:
+    """Return the types of the columns in paths, and of those columns of files that source.types
+    names.
+
+    Raises ConfigError where source.types names a column of files that have types of their own.
+    """
+    declared = {name: arrow_type(text) for name, text in source.types.items()}
+    paths = path_types(iter(files), declared)
+    columns = {name: of for name, of in declared.items() if name not in paths}
+    if columns and kind not in TYPED:
+        name = next(iter(columns))
+        raise ConfigError(
+            f"source.types: {name!r} names no column of a key=value folder, and columns of {kind} "
+            "files have their own types; remove it"
+        )
+    return paths | columns
+
+
+def check_named(columns: Collection[str], names: Collection[str]) -> None:
+    """Raise ConfigError for a column of source.types that is not among `names`."""
+    for name in columns:
+        if name not in names:
+            near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"source.types: the input has no column {name!r}{hint} "
+                f"(columns: {', '.join(names)})"
+            )
+
+
+def with_types(table: pa.Table, types: Mapping[str, pa.DataType], where: str) -> pa.Table:
+    """Return rows of the file `where` with the columns of `types` cast. Raises SourceError with
+    the first value that a type does not hold."""
+    for name, kind in types.items():
+        if name in table.column_names:
+            at = table.column_names.index(name)
+            table = table.set_column(at, name, cast_column(table[name], name, kind, where))
+    return table
+
+
+def cast_column(
+    column: pa.ChunkedArray, name: str, kind: pa.DataType, where: str
+) -> pa.ChunkedArray:
+    """Return a column cast to a declared type. Raises as `with_types`."""
+    try:
+        return cast_exactly(column, kind)
+    except pa.ArrowNotImplementedError:
+        raise ConfigError(
+            f"source.types: {where}: column {name!r} holds {column.type}, which cannot be read as "
+            f"{kind}; choose another type"
+        ) from None
+    except pa.ArrowInvalid:
+        value = next(value for value in column.to_pylist() if not _fits(value, column.type, kind))
+        raise SourceError(
+            f"{where}: column {name!r} holds {value!r}, which is no {kind} (source.types); mend "
+            "the value, or choose another type such as string"
+        ) from None
+
+
+def _fits(value: object, held: pa.DataType, kind: pa.DataType) -> bool:
+    try:
+        cast_exactly(pa.chunked_array([pa.array([value], held)]), kind)
+    except pa.ArrowInvalid:
+        return False
+    return True

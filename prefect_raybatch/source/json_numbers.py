@@ -1,0 +1,141 @@
+"""Numbers of JSON that neither int64 nor float64 holds: their keys become text.
+
+pyarrow reads an integer above 2^63, and each integer of a key that holds a fraction as well, as a
+float, so that two identifiers may become one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Set
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from prefect_raybatch.source.arrow_types import map_type
+
+LONG_DIGITS = 16  # numbers of fewer digits are floats, but for their exponent
+_SMALL = re.compile(rb"[0-9.]+[eE]-[0-9]{3,}")
+_DIGITS = np.zeros(256, bool)
+_DIGITS[[*b"0123456789."]] = True
+_LONG = re.compile(rb"[0-9.]+(?:[eE][-+]?[0-9]+)?")
+EXACT_INTEGERS = 1 << 53  # floats hold all whole numbers up to here
+Path = tuple[str | None, ...]  # keys from the top; None for the items of a list
+
+
+def is_exact(number: str) -> bool:
+    """Whether a float holds a number as it is written."""
+    value = float(number)
+    if repr(value) == number:
+        return True
+    return math.isfinite(value) and Decimal(number) == Decimal(repr(value))
+
+
+def exact_as_floats(column: pa.ChunkedArray) -> bool:
+    """Whether floats hold all of a column of integers."""
+    import pyarrow.compute as pc
+
+    most = pc.max(pc.abs(column)).as_py()
+    return most is None or 0 <= most <= EXACT_INTEGERS
+
+
+def has_floats(schema: pa.Schema) -> bool:
+    """Whether there are floats in a schema, at any depth."""
+    kinds: list[pa.DataType] = []
+
+    def note(kind: pa.DataType) -> pa.DataType:
+        kinds.append(kind)
+        return kind
+
+    for field in schema:
+        map_type(field.type, note)
+    return any(map(pa.types.is_floating, kinds))
+
+
+def inexact_paths(block: bytes, schema: pa.Schema) -> set[Path]:
+    """Return where in JSON Lines, read as `schema`, floats stand for numbers that they do not
+    hold."""
+    if not has_floats(schema):
+        return set()
+    inexact = [number for number in _long_numbers(block) if not _holds(number)]
+    if not inexact:
+        return set()
+    paths: set[Path] = set()
+    for line in block.split(b"\n"):
+        if line.strip() and any(one in line for one in inexact):
+            row = json.loads(line, parse_int=_Number, parse_float=_Number)
+            paths.update(path for path, number in _numbers(row, ()) if not is_exact(number))
+    return {path for path in paths if _is_float(path, schema)}
+
+
+def _long_numbers(block: bytes) -> set[bytes]:
+    """Return what may be numbers, without signs, of more digits than a float holds or too small
+    for one. pyarrow itself refuses those that are too large."""
+    edges = np.diff(_DIGITS[np.frombuffer(block, np.uint8)].view(np.int8), prepend=0, append=0)
+    starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+    numbers = set()
+    for start in starts[ends - starts >= LONG_DIGITS].tolist():
+        if (match := _LONG.match(block, start)) is not None:
+            numbers.add(match[0])
+    if b"e-" in block or b"E-" in block:
+        numbers.update(_SMALL.findall(block))
+    return numbers
+
+
+def with_texts(block: bytes, paths: Set[Path]) -> bytes:
+    """Return JSON Lines with the numbers at `paths` as texts."""
+    made = []
+    for line in block.split(b"\n"):
+        if line.strip():
+            row = json.loads(line, parse_int=_Number, parse_float=_Number)
+            line = json.dumps(_changed(row, (), paths)).encode()
+        made.append(line)
+    return b"\n".join(made)
+
+
+class _Number(str):
+    """A number as it is written."""
+
+    __slots__ = ()
+
+
+def _holds(number: bytes) -> bool:
+    try:
+        return is_exact(number.decode())
+    except ValueError:  # digits of a text
+        return True
+
+
+def _numbers(value: Any, path: Path) -> Iterator[tuple[Path, _Number]]:
+    if isinstance(value, _Number):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _numbers(inner, (*path, key))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _numbers(inner, (*path, None))
+
+
+def _changed(value: Any, path: Path, paths: Set[Path]) -> Any:
+    if isinstance(value, _Number):
+        whole = value.lstrip("-").isdigit()
+        if path not in paths:
+            return int(value) if whole else float(value)
+        return repr(float(value)) if not whole and is_exact(value) else str(value)
+    if isinstance(value, dict):
+        return {key: _changed(inner, (*path, key), paths) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_changed(inner, (*path, None), paths) for inner in value]
+    return value
+
+
+def _is_float(path: Path, schema: pa.Schema) -> bool:
+    kind: pa.DataType = pa.struct(schema)
+    for key in path:
+        kind = kind.value_type if key is None else kind.field(key).type
+    return bool(pa.types.is_floating(kind))
