@@ -18,6 +18,7 @@ import pyarrow as pa
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
 from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.source import streams
+from prefect_raybatch.source.bounds import COLUMNS
 from prefect_raybatch.source.columns import check_columns
 from prefect_raybatch.source.encodings import (
     CSV_ENCODING,
@@ -53,8 +54,12 @@ def csv_tables(
         text = partial(open_text, file, options.encoding, unbroken=not known_to_fit)
         if written.assumed:
             _check_delimiter(file, written)
+        _check_width(file, written)
         with text() as stream:
             header = pc.open_csv(stream, read, parse).schema.names
+        if len(header) == 1:  # of several columns an empty line is no row; of one it is a null
+            parse.ignore_empty_lines = False
+            read.skip_rows += _empty_lines(file, written) if options.header else 0
         # pandas writes its index without a name; this is what it calls it when it reads.
         names = [name or f"Unnamed: {i}" for i, name in enumerate(header)]
         told = {name for name, _ in file.values} - {*names}
@@ -77,7 +82,7 @@ def csv_tables(
                 held = batch if batch.num_rows or held is None else held
         if held is not None:
             if held.num_rows and "\n" in (held.column(header[-1])[-1].as_py() or ""):
-                _check_closed(file, written, block, header)
+                _check_closed(file, written, read, parse, header)
             yield pa.Table.from_batches([held.select(included)]).rename_columns(chosen)
     except RayBatchError:
         raise
@@ -85,9 +90,27 @@ def csv_tables(
         raise SourceError(_explain_csv(file, written, error)) from None
 
 
-def _check_closed(file: File, written: _Written, block: int, header: Sequence[str]) -> None:
+def _check_width(file: File, written: _Written) -> None:
+    """Raise SourceError for a first row of more values than the bound on columns."""
+    most = COLUMNS.value()
+    with suppress(csv.Error):  # of a value that is too long for Python's csv
+        first = next((row for _, row in written.rows(file) if row), [])
+        if len(first) > most:
+            raise COLUMNS.refuse(file.uri, f"the first row holds {counted(len(first), 'value')}")
+
+
+def _empty_lines(file: File, written: _Written) -> int:
+    """Return how many empty lines stand before the header."""
+    lines = islice(written.lines(file), written.options.skip_rows, None)
+    return next((number for number, line in enumerate(lines) if line.strip("\r\n")), 0)
+
+
+def _check_closed(
+    file: File, written: _Written, read: Any, parse: Any, header: Sequence[str]
+) -> None:
     """Raises SourceError where a quote is open at the end of a file: what follows it is one value
-    to pyarrow, however many rows it was. Reads the file again, with one more row behind it."""
+    to pyarrow, however many rows it was. Reads the file again, with one more row behind it; `read`
+    and `parse` are pyarrow's options."""
     import pyarrow.csv as pc
 
     end = "end"
@@ -97,9 +120,7 @@ def _check_closed(file: File, written: _Written, block: int, header: Sequence[st
     )
     value = None
     with open_text(file, written.options.encoding, unbroken=True, more=row.encode()) as stream:
-        for batch in pc.open_csv(
-            stream, written.read_options(block), written.parse_options(), convert
-        ):
+        for batch in pc.open_csv(stream, read, parse, convert):
             value = batch.column(0)[-1].as_py() if batch.num_rows else value
     if value is None or value == end:
         return
@@ -207,7 +228,9 @@ class _Written:
         with streams.open_bytes(file) as stream:
             raw = io.BufferedReader(Raw(stream))
             name = "utf-8-sig" if encoding == "utf-8" else encoding
-            yield from io.TextIOWrapper(raw, encoding=name, errors="replace", newline="")
+            text = io.TextIOWrapper(raw, encoding=name, errors="replace", newline="")
+            # In bounded parts: a small compressed file may hold a line of any length.
+            yield from iter(partial(text.readline, streams.BLOCK_BYTES), "")
 
     def rows(self, file: File) -> Iterator[tuple[int, list[str]]]:
         """(line it begins in, values) of each row, read by Python."""

@@ -118,9 +118,11 @@ def typed(value: Literal, field: pa.Field) -> pa.Scalar:
         raise ConfigError(
             f"source.filter: {value!r} is no {kind}, which column {field.name!r} is ({error})"
         ) from None
+    number = isinstance(value, int | Decimal) and not isinstance(value, bool)
+    remedy = f"; give it a type with source.types: {{{field.name}: double}}"
     raise ConfigError(
         f"source.filter: column {field.name!r} is {kind}, which {_WORDS[type(value)]} "
-        f"({str(value)!r}) cannot be compared with"
+        f"({str(value)!r}) cannot be compared with{remedy if text and number else ''}"
     )
 
 

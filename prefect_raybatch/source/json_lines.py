@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import pyarrow as pa
 
@@ -19,11 +19,10 @@ from prefect_raybatch.source.find import File
 from prefect_raybatch.source.json_arrays import array_blocks, is_array
 from prefect_raybatch.source.json_depth import MOST_LEVELS, deep_line
 from prefect_raybatch.source.json_numbers import Path, inexact_paths, with_texts
-from prefect_raybatch.source.snapshot_writer import conform
+from prefect_raybatch.source.snapshot_writer import CELLS, conform
 from prefect_raybatch.source.streams import one_line, open_bytes
 
 LINE_BYTES = 64 << 20  # a longer line is a file of another kind
-PIECE_CELLS = 20_000_000  # keys times lines that are parsed at a time
 _KEY = re.compile(rb'"((?:[^"\\]|\\.)*)"\s*:', re.DOTALL)
 
 
@@ -33,14 +32,10 @@ def json_tables(
     """Blocks of JSON Lines, or of one array of objects, without keys that no row of a block has;
     notes all keys."""
     types: dict[str, pa.DataType] = {}
+    schema = None
     try:
         check_encoding(file)
-        array = file.cut is None and is_array(file)
-        unit = "item" if array else "line"
-        for line, block in array_blocks(file) if array else _line_blocks(file):
-            if not block.strip():
-                continue
-            table = _parse_json(file, block, line, unit)
+        for where, table in _tables(file):
             check_columns(None, table.column_names, file.uri)
             known.update(dict.fromkeys(table.column_names))
             if columns is not None:
@@ -55,17 +50,29 @@ def json_tables(
                 wider = common_type(before, field.type, union=True)
                 if wider is None:
                     raise SourceError(
-                        f"{file.uri}, from {unit} {line}: key {field.name!r} holds {field.type}, "
-                        f"but {before} before; write one type"
+                        f"{where}: key {field.name!r} holds {field.type}, but {before} before; "
+                        "write one type"
                     )
-                if wider != before:
-                    types[field.name] = wider
-                    check_columns_bound(pa.schema(list(types.items())), file.uri)
+                types[field.name] = wider
+            if table.schema != schema:
+                schema = table.schema
+                check_columns_bound(pa.schema(list(types.items())), file.uri)
             yield table
     except RayBatchError:
         raise
     except (pa.ArrowException, OSError) as error:
         raise SourceError(f"{file.uri}: cannot be read ({one_line(error)})") from None
+
+
+def _tables(file: File) -> Iterator[tuple[str, pa.Table]]:
+    """(where its first row stands, rows): a table for each block, or several where the rows of a
+    block have many keys."""
+    array = file.cut is None and is_array(file)
+    unit = "item" if array else "line"
+    for line, block in array_blocks(file) if array else _line_blocks(file):
+        if block.strip():
+            for table in _parse_json(file, block, line, unit):
+                yield f"{file.uri}, from {unit} {line}", table
 
 
 def _line_blocks(file: File) -> Iterator[tuple[int, bytes]]:
@@ -92,8 +99,8 @@ def _line_blocks(file: File) -> Iterator[tuple[int, bytes]]:
                 return
 
 
-def _parse_json(file: File, block: bytes, line: int, unit: str) -> pa.Table:
-    """One block as a table; times stay text. Raises SourceError naming file and line, or the item
+def _parse_json(file: File, block: bytes, line: int, unit: str) -> list[pa.Table]:
+    """One block as tables; times stay text. Raises SourceError naming file and line, or the item
     of an array (`unit`)."""
     try:
         block.decode("utf-8")
@@ -105,7 +112,7 @@ def _parse_json(file: File, block: bytes, line: int, unit: str) -> pa.Table:
             "write flatter objects, or what is nested as a text"
         )
     try:
-        return _merged([_parse_piece(file, piece) for piece in _pieces(file, block)])
+        return _merged((_parse_piece(file, piece) for piece in _pieces(file, block)), file.uri)
     except (pa.ArrowException, ValueError) as error:
         raise SourceError(_explain_json(file, block, line, unit, error)) from None
 
@@ -119,7 +126,7 @@ def _pieces(file: File, block: bytes) -> Iterator[bytes]:
         piece = waiting.pop()
         keys, lines = piece.count(b":"), piece.count(b"\n") + 1
         middle = piece.find(b"\n", len(piece) // 2) + 1 or piece.rfind(b"\n", 0, -1) + 1
-        if keys <= most and keys * lines <= PIECE_CELLS:
+        if keys <= most and keys * lines <= CELLS:
             if piece.strip():
                 yield piece
         elif 0 < middle < len(piece):
@@ -141,7 +148,7 @@ def _check_keys(file: File, line: bytes, most: int) -> None:
         waiting: list[tuple[tuple[str, ...], object]] = [((), json.loads(line))]
     except ValueError:
         return  # for pyarrow to tell
-    paths = set()
+    paths: set[tuple[str, ...]] = set()
     while waiting:
         path, value = waiting.pop()
         if isinstance(value, dict):
@@ -191,25 +198,46 @@ def _with_number_texts(table: pa.Table, paths: set[Path]) -> pa.Table:
     return table.cast(pa.schema(fields))
 
 
-def _merged(tables: Sequence[pa.Table]) -> pa.Table:
-    """Tables of one block under one schema. Raises ArrowInvalid for types that do not go
-    together."""
-    first, *others = [table.schema for table in tables]
-    if all(schema.equals(first) for schema in others):
-        return pa.concat_tables(tables)
+def _merged(tables: Iterable[pa.Table], where: str) -> list[pa.Table]:
+    """Tables of one block of the file `where`, joined under one schema as far as they have no more
+    cells than CELLS together. Raises ArrowInvalid for types that
+    do not go together, SourceError for more keys than the bound."""
+    held: list[pa.Table] = []
     types: dict[str, pa.DataType] = {}
     for table in tables:
-        for field in table.schema:
-            before = types.get(field.name, pa.null())
-            kind = common_type(before, field.type, union=True)
-            if kind is None:
-                raise pa.ArrowInvalid(f"key {field.name!r} changed from {before} to {field.type}")
-            types[field.name] = kind
+        if not held or table.schema != held[-1].schema:
+            _merge_types(types, table.schema)
+            check_columns_bound(pa.schema(list(types.items())), where)
+        held.append(table)
+    if any(table.schema != held[0].schema for table in held):
+        for table in held:
+            for name, kind in types_in(table, {}, False, (), types).items():
+                types[name] = kind if kind == NUMBER_TEXT else types[name]
+    return list(_joined(held, pa.schema(list(types.items()))))
+
+
+def _joined(tables: Iterable[pa.Table], schema: pa.Schema) -> Iterator[pa.Table]:
+    held: list[pa.Table] = []
+    rows, most = 0, max(1, CELLS // max(1, len(schema)))
     for table in tables:
-        for name, kind in types_in(table, {}, False, (), types).items():
-            types[name] = kind if kind == NUMBER_TEXT else types[name]
-    schema = pa.schema(list(types.items()))
-    return pa.concat_tables([conform(table, schema) for table in tables])
+        while table.num_rows:
+            part, table = table.slice(0, most - rows), table.slice(most - rows)
+            held.append(part if part.schema == schema else conform(part, schema))
+            rows += part.num_rows
+            if rows == most:
+                yield pa.concat_tables(held)
+                held, rows = [], 0
+    if held:
+        yield pa.concat_tables(held)
+
+
+def _merge_types(types: dict[str, pa.DataType], schema: pa.Schema) -> None:
+    for field in schema:
+        before = types.get(field.name, pa.null())
+        kind = common_type(before, field.type, union=True)
+        if kind is None:
+            raise pa.ArrowInvalid(f"key {field.name!r} changed from {before} to {field.type}")
+        types[field.name] = kind
 
 
 def _no_time(kind: pa.DataType) -> pa.DataType:

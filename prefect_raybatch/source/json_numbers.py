@@ -30,6 +30,8 @@ Path = tuple[str | None, ...]  # keys from the top; None for the items of a list
 def is_exact(number: str) -> bool:
     """Whether a float holds a number as it is written."""
     value = float(number)
+    if number.lstrip("-").isdigit():
+        return abs(value) <= EXACT_INTEGERS and int(number) == value
     if repr(value) == number:
         return True
     return math.isfinite(value) and Decimal(number) == Decimal(repr(value))

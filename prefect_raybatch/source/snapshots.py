@@ -291,11 +291,13 @@ def _stored_row_bytes(kind: str, file: File) -> float:
     compression = ending(file.info.path)[1]
     size = len(data)
     if compression:
-        stream = pa.CompressedInputStream(pa.BufferReader(data), compression)
+        read = pa.BufferReader(data)
+        stream = pa.CompressedInputStream(read, compression)
         data = b""
         with suppress(OSError):  # the sample ends within a compressed block
-            while part := stream.read(1 << 16):
+            while len(data) < streams.BLOCK_BYTES and (part := stream.read(1 << 16)):
                 data += part
+        size = min(size, read.tell())
     if kind == "jsonl" and is_array(file):  # often all in one line
         block = next(array_blocks(file), (1, b"\n"))[1]
         return size / max(1, len(data)) * len(block) / block.count(b"\n")

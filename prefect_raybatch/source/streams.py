@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.errors import SourceError
+from prefect_raybatch.source.bounds import EXPANSION, FREE_BYTES
 from prefect_raybatch.source.find import File, ending
 
 BLOCK_BYTES = 8 << 20  # text parsed at a time
@@ -58,7 +59,12 @@ def open_bytes(file: File) -> Iterator[Any]:
             path = getattr(handle, "name", None)
             real = isinstance(handle, io.BufferedReader) and isinstance(path, str)
             native = pa.OSFile(path) if real else pa.PythonFile(handle, mode="r")
-            yield pa.CompressedInputStream(native, compression) if compression else native
+            if compression is None:
+                yield native
+                return
+            most = max(FREE_BYTES, file.info.size * EXPANSION.value())
+            with pa.CompressedInputStream(native, compression) as stream:
+                yield pa.PythonFile(Expanded(stream, most, file.uri), mode="r")
     except FileNotFoundError:
         raise SourceError(f"{file.uri}: was deleted while the input was being listed") from None
 
@@ -76,6 +82,21 @@ class Raw(io.RawIOBase):
         data = self._stream.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
+
+
+class Expanded(Raw):
+    """A decompressed stream that raises SourceError once it gives more than `most` bytes."""
+
+    def __init__(self, stream: Any, most: int, where: str) -> None:
+        super().__init__(stream)
+        self._left, self._where = most, where
+
+    def readinto(self, buffer: Any) -> int:
+        read = super().readinto(buffer)
+        self._left -= read
+        if self._left < 0:
+            raise EXPANSION.refuse(self._where, "is compressed and holds far more than its size")
+        return read
 
 
 class Followed(Raw):
