@@ -211,10 +211,12 @@ class _File:
 
 
 def _quoted(value: Any) -> str:
+    """Return a name or value of a partition as a part of a folder's name: an empty text as nothing,
+    a null as Hive writes it, and the text that Hive means a null by with an encoded character."""
     if value is None:
         return NULL_FOLDER
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    return quote(text, safe="") or NULL_FOLDER
+    return quote(text, safe="") if text != NULL_FOLDER else text.replace("_", "%5F", 1)
 
 
 def _finite(value: Any) -> Any:

@@ -35,10 +35,11 @@ def path_values(root: str, folder: str) -> Values:
     for part in [*above, *folder.split("/")]:
         if not _is_pair(part):
             continue
-        name, value = (_decode(text, where) for text in part.split("=", 1))
+        written = part.split("=", 1)
+        name, value = (_decode(text, where) for text in written)
         if name in found:
             raise SourceError(f"{where}: column {name!r} stands in the path twice; rename a folder")
-        found[name] = None if value == NULL else value
+        found[name] = None if written[1] == NULL else value
     return tuple(found.items())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from datetime import UTC, date, datetime
 from decimal import Decimal
@@ -11,6 +12,7 @@ from zoneinfo import ZoneInfo
 
 import lance
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from helpers.position_deletes import delete_equal, delete_positions
 from helpers.small import make_job
@@ -21,6 +23,7 @@ from prefect_raybatch.errors import ConfigError, PublishFailed
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.publish.publish import check_publish, open_sink
+from prefect_raybatch.source.hive import path_values
 
 BERLIN = ZoneInfo("Europe/Berlin")
 ZONED = pa.timestamp("us", "Europe/Berlin")
@@ -239,6 +242,24 @@ def test_a_merge_into_an_iceberg_table_with_partitions_is_refused_when_it_is_pla
         change.add_identity("flag")
     with pytest.raises(ConfigError, match="is partitioned, where pyiceberg's merges"):
         quiet(schema, target)
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_nulls_and_empty_texts_are_partitions_of_their_own(tmp_path, format):
+    keys = [None, "", "__HIVE_DEFAULT_PARTITION__", "a/b", "02139", " ", "null"]
+    table = pa.table({"k": keys, "x": [*range(len(keys))]})
+
+    put(format, tmp_path, table, partition_by=["k"])
+
+    found: dict[Any, Any] = {}
+    for path in sorted((tmp_path / format).rglob(f"part-*.{format}")):
+        folder = path.parent.relative_to(tmp_path / format)
+        value = dict(path_values(str(tmp_path / format), str(folder)))["k"]
+        assert value not in found
+        text = path.read_text() if format == "jsonl" else ""
+        rows = json.loads(text) if text else pq.read_table(path).to_pylist()[0]
+        found[value] = rows["x"]
+    assert found == dict(zip(keys, range(len(keys)), strict=True))
 
 
 def test_partitions_are_folders_and_the_files_leave_their_columns_out(tmp_path):
