@@ -43,6 +43,7 @@ from prefect_raybatch.ledger.plan_tables import Shards, decode_schema
 from prefect_raybatch.ledger.records import Plan, Receipt, Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing.sizes import Sizing
+from prefect_raybatch.source.find import check_planned
 from prefect_raybatch.stages.answer_logprobs import most_told
 from prefect_raybatch.stages.block import Failure, is_lost
 from prefect_raybatch.stages.calls.calling import Calls
@@ -121,8 +122,10 @@ class Pipeline:
         self._spanning: SpanningGroups | None = None
         self._passes = 0
         self._questions = {name: Question(ANSWER) for name in ("nodes", "forget")}
+        files = ledger.files(self.plan)
+        check_planned(files, self.job.source, self.plan.snapshot)
         self.reader = ShardReader(
-            ledger.files(self.plan),
+            files,
             decode_schema(self.plan.input_schema),
             self.store if self.plan.snapshot else None,
             {} if self.plan.snapshot else self.input_options,

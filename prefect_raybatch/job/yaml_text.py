@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+MOST_VALUES = 100_000  # of a text; a few aliases of aliases can stand for billions
+
 
 class _Loader(yaml.SafeLoader):
     """YAML's safe reader, out of reach of libraries that change the one all share: an import of
@@ -61,6 +63,8 @@ def _read(text: str) -> YamlText:
         root = loader.get_single_node()
         if root is None:
             return YamlText(None)
+        if _size(root, {}) > MOST_VALUES:
+            raise ValueError(f"holds over {MOST_VALUES:,} values (aliases count each time)")
         twice = sorted(_repeated(root, "", set()))
         if twice:
             raise ValueError("\n".join(text for _, text in twice))
@@ -70,6 +74,26 @@ def _read(text: str) -> YamlText:
             raise ValueError(f"is not valid YAML: {error}") from None
     finally:
         loader.dispose()
+
+
+def _size(node: yaml.Node, sizes: dict[int, int | None]) -> int:
+    """Return how many values a node stands for: what an alias or a merge key (<<) refers to counts
+    each time. Raises ValueError for an alias within what it refers to."""
+    if id(node) not in sizes:
+        sizes[id(node)] = None
+        inner = []
+        if isinstance(node, yaml.MappingNode):
+            inner = [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            inner = node.value
+        sizes[id(node)] = 1 + sum(_size(one, sizes) for one in inner)
+    size = sizes[id(node)]
+    if size is None:
+        raise ValueError(
+            f"line {node.start_mark.line + 1}: an alias refers to what it is itself a part of; "
+            "write the value out"
+        )
+    return size
 
 
 def _repeated(node: yaml.Node, name: str, seen: set[int]) -> Iterator[tuple[int, str]]:

@@ -9,7 +9,14 @@ from __future__ import annotations
 from prefect_raybatch.source.columns import check_columns
 from prefect_raybatch.source.copied_shares import forget_copied
 from prefect_raybatch.source.dataset_copies import snapshot_dataset
-from prefect_raybatch.source.find import Inventory, Weights, detect_format, needs_snapshot, reaches
+from prefect_raybatch.source.find import (
+    Inventory,
+    Weights,
+    check_planned,
+    detect_format,
+    needs_snapshot,
+    reaches,
+)
 from prefect_raybatch.source.parquet import inventory
 from prefect_raybatch.source.snapshots import (
     heads,
@@ -23,6 +30,7 @@ __all__ = [
     "Inventory",
     "Weights",
     "check_columns",
+    "check_planned",
     "detect_format",
     "forget_copied",
     "heads",

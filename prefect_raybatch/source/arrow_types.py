@@ -7,6 +7,8 @@ from functools import partial
 
 import pyarrow as pa
 
+from prefect_raybatch.errors import SourceError
+
 # Numbers of JSON as text, since no int64 or float64 holds them all. JSON has no other large_string.
 NUMBER_TEXT = pa.large_string()
 
@@ -41,6 +43,53 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
         return pa.binary() if pa.types.is_binary_view(kind) else kind
 
     return map_type(kind, change)
+
+
+def check_carried(schema: pa.Schema, where: str) -> None:
+    """Raise SourceError for a column of a type that Parquet, and so a run, cannot hold."""
+    for field in schema:
+        kind = _not_carried(field.type)
+        if kind is not None:
+            raise SourceError(
+                f"{where}: column {field.name!r} holds {kind}, which Parquet cannot hold; write "
+                "the column with another type, or leave it out with source.columns"
+            )
+
+
+def _not_carried(kind: pa.DataType) -> pa.DataType | None:
+    """The first type within `kind` that Parquet does not have; run-end-encoded values are decoded
+    where they are a whole column."""
+    types = pa.types
+    if types.is_union(kind) or types.is_interval(kind) or types.is_run_end_encoded(kind):
+        return kind
+    if isinstance(kind, pa.BaseExtensionType):
+        return _not_carried(kind.storage_type)
+    inner = [kind.value_type] if types.is_dictionary(kind) else []
+    inner += [kind.field(i).type for i in range(kind.num_fields)]
+    return next((found for one in inner if (found := _not_carried(one)) is not None), None)
+
+
+def decoded(table: pa.Table) -> pa.Table:
+    """A table with its run-end-encoded columns decoded."""
+    import pyarrow.compute as pc
+
+    for number, field in enumerate(table.schema):
+        if pa.types.is_run_end_encoded(field.type):
+            column = table.column(number)
+            values = [pc.run_end_decode(chunk) for chunk in column.chunks]
+            made = pa.chunked_array(values, field.type.value_type)
+            table = table.set_column(number, field.name, made)
+    return table
+
+
+def decoded_schema(schema: pa.Schema) -> pa.Schema:
+    """The schema that `decoded` gives a table."""
+    return pa.schema(
+        [
+            (f.name, f.type.value_type if pa.types.is_run_end_encoded(f.type) else f.type)
+            for f in schema
+        ]
+    )
 
 
 def written(schema: pa.Schema) -> pa.Schema:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 
@@ -64,6 +65,33 @@ def check_columns_bound(schema: pa.Schema, where: str) -> None:
     total = sum(fields_in(field.type) for field in schema)
     if total > COLUMNS.value():
         raise COLUMNS.refuse(where, f"has {total:,} columns and nested fields")
+
+
+def footer_fault(metadata: Any, size: int) -> str | None:
+    """Return what of a Parquet footer's counts cannot be true of a file of `size` bytes, or None:
+    the counts of the file, its row groups and their column chunks must agree."""
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    rows = [group.num_rows for group in groups]
+    if min([metadata.num_rows, *rows]) < 0:
+        return f"a count of rows is negative ({min([metadata.num_rows, *rows])})"
+    if sum(rows) != metadata.num_rows:
+        return f"it counts {metadata.num_rows:,} rows, its row groups {sum(rows):,}"
+    for number, group in enumerate(groups):
+        for index in range(group.num_columns):
+            chunk, column = group.column(index), metadata.schema.column(index)
+            values, repeated = chunk.num_values, column.max_repetition_level > 0
+            if values < group.num_rows or (not repeated and values != group.num_rows):
+                return (
+                    f"row group {number} counts {group.num_rows:,} rows, and {values:,} values of "
+                    f"column {chunk.path_in_schema!r}"
+                )
+            stored = chunk.total_compressed_size
+            if not 0 <= stored <= size or chunk.total_uncompressed_size < 0:
+                return (
+                    f"row group {number} says that column {chunk.path_in_schema!r} takes "
+                    f"{stored:,} of the file's {size:,} bytes"
+                )
+    return None
 
 
 def check_rows_bound(rows: int, size: int, where: str) -> None:

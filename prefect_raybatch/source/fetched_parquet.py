@@ -10,10 +10,13 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
 from prefect_raybatch.job.trust import check_types
+from prefect_raybatch.source.arrow_types import check_carried
+from prefect_raybatch.source.bounds import check_columns_bound
 from prefect_raybatch.source.columns import check_columns
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.find import File
-from prefect_raybatch.source.parquet import batch_rows
+from prefect_raybatch.source.int96 import batches_of, open_parquet
+from prefect_raybatch.source.parquet import batch_rows, check_footer
 from prefect_raybatch.source.streams import one_line
 
 
@@ -25,18 +28,23 @@ def parquet_tables(
 ) -> Iterator[pa.Table]:
     """The rows of a Parquet file, with `columns` where given; notes all names. Row groups whose
     statistics show that no row of them fits `filter` are left out."""
-    with _opened(file) as parquet:
+    with _opened(file) as (parquet, handle):
         schema = parquet.schema_arrow
         told = {name for name, _ in file.values} - {*schema.names}
         wanted = None if columns is None else [name for name in columns if name not in told]
         chosen = check_columns(wanted, schema.names, file.uri) if wanted != [] else schema.names[:1]
-        check_types(pa.schema([schema.field(name) for name in chosen]), file.uri, SourceError)
+        own = pa.schema([schema.field(name) for name in chosen])
+        check_types(own, file.uri, SourceError)
+        check_columns_bound(own, file.uri)
+        check_carried(own, file.uri)
+        check_footer(parquet.metadata, file)
         known.update(dict.fromkeys(schema.names))
-        for batch in parquet.iter_batches(
+        for batch in batches_of(
+            parquet,
+            handle,
+            chosen,
             batch_size=_at_once(parquet.metadata),
             row_groups=_groups(parquet, filter),
-            columns=chosen,
-            use_threads=False,
         ):
             yield pa.Table.from_batches([batch]).select(chosen)
 
@@ -65,20 +73,18 @@ def _groups(parquet: Any, filter: Filter | None) -> list[int]:
 
 
 def parquet_rows(file: File) -> int:
-    with _opened(file) as parquet:
+    with _opened(file) as (parquet, _):
         return int(parquet.metadata.num_rows)
 
 
 @contextmanager
-def _opened(file: File) -> Iterator[Any]:
-    import pyarrow.parquet as pq
-
+def _opened(file: File) -> Iterator[tuple[Any, Any]]:
     try:
         with (
             file.store.open(file.info.path) as handle,
-            pq.ParquetFile(handle, pre_buffer=False) as parquet,
+            open_parquet(handle) as parquet,
         ):
-            yield parquet
+            yield parquet, handle
     except RayBatchError:
         raise
     except (pa.ArrowException, OSError, ValueError) as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.errors import ConfigError, SourceError
+from prefect_raybatch.errors import ConfigError, CorruptRun, SourceError
 from prefect_raybatch.job.checks import is_web
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.layout import RESULT_FOLDERS
@@ -272,6 +272,41 @@ def reaches(given: str, output: str) -> bool:
     below = [part for part in inner[len(outer) :].split("/") if part]
     results = ([*below, None, kind, "part-00000.parquet"] for kind in RESULT_FOLDERS)
     return any(matches(path, pattern.split("/")) for path in results)
+
+
+def check_planned(files: Sequence[InputFile], source: Source, snapshot: bool) -> None:
+    """Raise CorruptRun for a file of a plan that is not among what the job's source.uri names, or,
+    of a `snapshot`, not in the run directory: a plan may have been forged, and what it names is
+    read with the rights of whoever goes on with the run."""
+    places = [] if snapshot else [_as_it_stands(uri, source.options) for uri in source.uris]
+    for file in files:
+        if snapshot:
+            inside = not file.uri.startswith("/") and ".." not in file.uri.split("/")
+            inside = inside and "://" not in file.uri
+        else:
+            inside = any(_is_within(file.uri, *place) for place in places)
+        if not inside:
+            where = "the run directory" if snapshot else "source.uri"
+            raise CorruptRun(
+                f"plan.json names the input file {file.uri!r}, which is not in {where}; this run "
+                "was planned for another input or was changed. Start a new run key"
+            )
+
+
+def _is_within(uri: str, root: str, pattern: str | None) -> bool:
+    """Whether a file is what a root and a pattern stand for. Links below the root are the input's
+    own, and are followed when it is listed; those in the root are resolved."""
+    if {".", ".."} & {*uri.split("/")}:
+        return False
+    roots = [root] if is_remote(root) else [root, os.path.realpath(root)]
+    for outer in roots:
+        inside = f"{outer.rstrip('/')}/"
+        below = uri[len(inside) :] if uri.startswith(inside) else ""
+        if pattern is None and (uri == outer or below):
+            return True
+        if pattern is not None and below and matches(below.split("/"), pattern.split("/")):
+            return True
+    return False
 
 
 def _nothing(given: str) -> str:

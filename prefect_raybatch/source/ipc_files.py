@@ -10,6 +10,8 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import RayBatchError, SourceError
 from prefect_raybatch.job.trust import check_types
+from prefect_raybatch.source.arrow_types import check_carried, decoded, decoded_schema
+from prefect_raybatch.source.bounds import check_columns_bound, check_rows_bound
 from prefect_raybatch.source.columns import check_columns
 from prefect_raybatch.source.find import File
 from prefect_raybatch.source.streams import one_line, open_bytes
@@ -23,6 +25,7 @@ def arrow_tables(
     """The batches of an Arrow file or stream that hold rows, with `columns` where given; notes all
     names."""
     try:
+        rows = 0
         with _opened(file, columns, known) as (reader, chosen):
             for number, batch in enumerate(_batches(reader), 1):
                 try:
@@ -32,8 +35,10 @@ def arrow_tables(
                         f"{file.uri}, batch {number}: is damaged ({one_line(error)}); write the "
                         "file again"
                     ) from None
+                rows += batch.num_rows
+                check_rows_bound(rows, file.info.size, file.uri)
                 if batch.num_rows:
-                    yield pa.Table.from_batches([batch]).select(chosen)
+                    yield decoded(pa.Table.from_batches([batch]).select(chosen))
     except RayBatchError:
         raise
     except (pa.ArrowException, OSError, ValueError) as error:
@@ -76,7 +81,10 @@ def _opened(
     told = {name for name, _ in file.values} - {*schema.names}
     wanted = None if columns is None else [name for name in columns if name not in told]
     chosen = check_columns(wanted, schema.names, file.uri) if wanted != [] else []
-    check_types(pa.schema([schema.field(name) for name in chosen]), file.uri, SourceError)
+    own = pa.schema([schema.field(name) for name in chosen])
+    check_types(own, file.uri, SourceError)
+    check_columns_bound(own, file.uri)
+    check_carried(decoded_schema(own), file.uri)
     known.update(dict.fromkeys(schema.names))
     fields = sorted(schema.get_field_index(name) for name in chosen)
     # Threads of pyarrow's own need Python to let go of the handle: see Store.open.

@@ -15,7 +15,8 @@ from prefect_raybatch.errors import SourceError
 from prefect_raybatch.source import streams
 from prefect_raybatch.source.encodings import UTF8_MARK, UTF8_ONLY, not_decoded
 from prefect_raybatch.source.find import File
-from prefect_raybatch.source.streams import one_line, open_bytes
+from prefect_raybatch.source.json_depth import MOST_LEVELS
+from prefect_raybatch.source.streams import open_bytes
 
 ITEM_CHARACTERS = 64 << 20  # a longer item is a file of another kind
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -107,8 +108,11 @@ class _Text:
                 # As much again as there is: an item of any size is decoded only a few times.
                 if not cut or not self._more(len(self._text) - self._at):
                     raise self.wrong(f"item {number}: is not valid JSON ({error.msg})") from None
-            except RecursionError as error:
-                raise self.wrong(f"item {number}: is not valid JSON ({one_line(error)})") from None
+            except RecursionError:
+                raise self.wrong(
+                    f"item {number}: is nested more than {MOST_LEVELS} levels deep; write flatter "
+                    "objects, or what is nested as a text"
+                ) from None
             else:
                 found = self._text[self._at : end]
                 self._at = end

@@ -13,11 +13,17 @@ import pyarrow as pa
 from prefect_raybatch.errors import RayBatchError, SourceError
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.trust import check_types
-from prefect_raybatch.source.arrow_types import plain_type
+from prefect_raybatch.source.arrow_types import check_carried, plain_type
+from prefect_raybatch.source.bounds import (
+    check_columns_bound,
+    check_rows_bound,
+    footer_fault,
+)
 from prefect_raybatch.source.columns import Shape, check_columns
 from prefect_raybatch.source.declared_types import typed_columns
 from prefect_raybatch.source.find import File, Inventory, Weights, find, some
 from prefect_raybatch.source.hive import Values, agrees, differs
+from prefect_raybatch.source.int96 import open_parquet
 from prefect_raybatch.source.streams import one_line
 from prefect_raybatch.storage import footer_digest, is_remote, read_ahead
 
@@ -97,12 +103,10 @@ class _Footer:
 def _footer(file: File, columns: Sequence[str] | None, hive: Mapping[str, pa.DataType]) -> _Footer:
     """Rows, types of the chosen columns and mean uncompressed bytes a row of one file; `hive`
     are the types of the columns in paths."""
-    import pyarrow.parquet as pq
-
     try:
         with (
             file.store.open(file.info.path) as handle,
-            pq.ParquetFile(handle, pre_buffer=False) as parquet,
+            open_parquet(handle) as parquet,
         ):
             metadata, schema = parquet.metadata, parquet.schema_arrow
             digest = None if is_remote(file.uri) else footer_digest(handle)
@@ -115,10 +119,13 @@ def _footer(file: File, columns: Sequence[str] | None, hive: Mapping[str, pa.Dat
             f"{file.uri}: is not a readable Parquet file ({one_line(error)}); write it again, "
             "remove it, or set source.format if it is of another kind"
         ) from None
+    check_footer(metadata, file)
     added = [name for name, _ in file.values if name not in schema.names]
     names = check_columns(columns, [*schema.names, *added], file.uri)
     own = pa.schema([schema.field(name) for name in names if name not in added])
     check_types(own, file.uri, SourceError)
+    check_columns_bound(own, file.uri)
+    check_carried(own, file.uri)
     for name, value in file.values:
         if name in own.names and not _all_are(metadata, own.field(name), value):
             raise SourceError(differs(file.uri, name, value))
@@ -131,6 +138,15 @@ def _footer(file: File, columns: Sequence[str] | None, hive: Mapping[str, pa.Dat
     values = tuple((name, value) for name, value in file.values if name in {*added} & {*names})
     least = sum(_least_bytes(kind) for kind in types.values())
     return _Footer(rows, types, max(size / rows, least) if rows else 0.0, digest, values, groups)
+
+
+def check_footer(metadata: Any, file: File) -> None:
+    """Raise SourceError for a footer whose counts cannot be true, or exceed the bound on rows."""
+    if (fault := footer_fault(metadata, file.info.size)) is not None:
+        raise SourceError(
+            f"{file.uri}: is not a readable Parquet file ({fault}); write it again or remove it"
+        )
+    check_rows_bound(metadata.num_rows, file.info.size, file.uri)
 
 
 def _all_are(metadata: Any, field: pa.Field, value: str | None) -> bool:

@@ -10,7 +10,12 @@ import pyarrow as pa
 from prefect_raybatch.errors import RayBatchError, SourceError
 from prefect_raybatch.ledger.part_files import PartFiles
 from prefect_raybatch.ledger.records import InputFile
-from prefect_raybatch.source.arrow_types import cast_exactly, holds_empty_struct, written
+from prefect_raybatch.source.arrow_types import (
+    cast_exactly,
+    check_carried,
+    holds_empty_struct,
+    written,
+)
 from prefect_raybatch.source.find import input_file
 from prefect_raybatch.storage import Store
 
@@ -46,6 +51,8 @@ class SnapshotWriter:
         if self._given_up or not table.num_rows:
             return
         schema = written(schema)
+        if self._schema is None:
+            check_carried(schema, "the input")
         if self._schema is not None and schema != self._schema:
             self.abandon()
             return

@@ -20,7 +20,6 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from ray.data import Dataset, read_datasource
 from ray.data.block import BlockMetadata
 from ray.data.datasource import ReadTask
@@ -29,6 +28,7 @@ from prefect_raybatch.errors import RayBatchError, SourceError, is_transient
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.records import InputFile, Unit
 from prefect_raybatch.sizing.shards import longest_first
+from prefect_raybatch.source.int96 import batches_of, open_parquet
 from prefect_raybatch.source.parquet import batch_rows
 from prefect_raybatch.stages import block as blocks
 from prefect_raybatch.stages.ray_internals import KeptBlocks
@@ -387,7 +387,7 @@ class Cursor:
     ) -> None:
         self._handle, self._schema, self._stop, self._values = handle, schema, stop, values
         self._names = [name for name in schema.names if name not in values]
-        self._file = pq.ParquetFile(handle, pre_buffer=False)
+        self._file = open_parquet(handle)
         metadata = self._file.metadata
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         self._starts = [0]
@@ -407,9 +407,7 @@ class Cursor:
         row_bytes = stored / max(1, groups[0].num_rows) if groups else 1.0
         self._batch_rows = batch_rows(row_bytes)
         if any(chunk.total_compressed_size > CHUNK_BYTES for chunk in chunks):
-            self._file = pq.ParquetFile(
-                handle, metadata=metadata, buffer_size=BUFFER_BYTES, pre_buffer=False
-            )
+            self._file = open_parquet(handle, metadata=metadata, buffer_size=BUFFER_BYTES)
         self._batches: Iterator[pa.RecordBatch] = iter(())
         self._held: deque[pa.RecordBatch] = deque()
         self._at = 0  # the next row that `_held` and then `_batches` give
@@ -449,11 +447,13 @@ class Cursor:
         last = bisect_right(self._starts, self._stop - 1)
         self._at, self._end = self._starts[group], self._starts[last]
         self._held.clear()
-        self._batches = self._file.iter_batches(
-            batch_size=self._batch_rows,
+        self._batches = batches_of(
+            self._file,
+            self._handle,
+            self._names,
+            # Of few rows no more are decoded: a dictionary may hold large values for many rows.
+            batch_size=min(self._batch_rows, self._stop - self._at),
             row_groups=list(range(group, last)),
-            columns=self._names,
-            use_threads=False,  # a task holds half a CPU or one
         )
 
 

@@ -12,6 +12,7 @@ from helpers.small import job_dict
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.job_file import read_job_file
 from prefect_raybatch.job.yaml_text import read_yaml
 
 JOB = """\
@@ -268,3 +269,40 @@ def test_literal_braces_are_written_twice(template: str) -> None:
     (line,) = told(job_dict(prompt={"template": template}))
     assert line.startswith("prompt.template: ")
     assert "write {{ and }} for braces that are meant as such" in line
+
+
+def test_aliases_and_merge_keys_are_bounded_before_they_are_put_in(tmp_path):
+    bomb = "a0: &a0 {k: v}\n" + "".join(
+        f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 12)
+    )
+    aliases = "a0: &a0 [x]\n" + "".join(
+        f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
+    )
+    path = tmp_path / "job.yaml"
+    for text in (bomb, aliases):
+        assert len(text) < 1000
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"holds over 100,000 values \(aliases count"):
+            read_job_file(path)
+
+
+@pytest.mark.parametrize("text", ["a: &a [*a]", "a: &a {b: *a}", "a: &a {<<: *a}"])
+def test_an_alias_within_what_it_refers_to_is_refused(tmp_path, text):
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="an alias refers to what it is itself a part of"):
+        read_job_file(path)
+
+
+@pytest.mark.parametrize("levels", [3000, 20_000])
+def test_a_job_file_that_is_nested_too_deep_is_refused(tmp_path, levels):
+    path = tmp_path / "job.yaml"
+    path.write_text("[" * levels + "]" * levels)
+    with pytest.raises(ConfigError, match="is nested too deeply to be a job"):
+        read_job_file(path)
+
+
+def test_a_merge_key_is_put_in(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("base: &base {a: 1, b: 2}\nmore: {<<: *base, b: 3}\n")
+    assert read_job_file(path).value["more"] == {"a": 1, "b": 3}

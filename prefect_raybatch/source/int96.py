@@ -1,0 +1,53 @@
+"""Times that Parquet files hold as INT96, as Spark and Impala write them.
+
+pyarrow reads them as nanoseconds by default, which wrap outside of the years 1677 to 2262. They are
+read as microseconds, which Spark writes; times finer than that are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+UNIT = "us"
+
+
+def open_parquet(handle: Any, **options: Any) -> pq.ParquetFile:
+    """Open a Parquet file with its INT96 times as microseconds."""
+    return pq.ParquetFile(handle, pre_buffer=False, coerce_int96_timestamp_unit=UNIT, **options)
+
+
+def int96_columns(metadata: Any, names: Sequence[str]) -> list[str]:
+    """Return which of the top-level columns `names` hold INT96, at any depth."""
+    columns = (metadata.schema.column(i) for i in range(metadata.num_columns))
+    found = {c.path.split(".")[0] for c in columns if c.physical_type == "INT96"}
+    return [name for name in names if name in found]
+
+
+def batches_of(
+    parquet: pq.ParquetFile, handle: Any, columns: Sequence[str], **options: Any
+) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of an open file, as its `iter_batches`; ArrowInvalid where a time of INT96
+    is finer than a microsecond."""
+    batches: Iterator[pa.RecordBatch] = parquet.iter_batches(
+        columns=list(columns), use_threads=False, **options
+    )
+    times = int96_columns(parquet.metadata, columns)
+    if not times:
+        return batches
+    fine = pq.ParquetFile(handle, metadata=parquet.metadata, pre_buffer=False)
+    return map(_checked, batches, fine.iter_batches(columns=times, use_threads=False, **options))
+
+
+def _checked(batch: pa.RecordBatch, fine: pa.RecordBatch) -> pa.RecordBatch:
+    for field in fine.schema:
+        # Both wrap in the same way, so that only lost digits make them differ.
+        if not batch.column(field.name).cast(field.type, safe=False).equals(fine[field.name]):
+            raise pa.ArrowInvalid(
+                f"column {field.name!r} holds times finer than a microsecond as INT96; write it as "
+                "timestamp[ns], not as INT96"
+            )
+    return batch
