@@ -13,12 +13,12 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import BinaryIO
 
-from prefect_raybatch.errors import CorruptRun, RayBatchError, UnsafeStore
+from prefect_raybatch.errors import CorruptRun, RayBatchError, StoreError, UnsafeStore
 
 PROBE_WRITERS = 8
 PROBE_ROUNDS = 2
@@ -81,7 +81,8 @@ class Store(ABC):
 
     @abstractmethod
     def folders(self) -> Iterator[str]:
-        """Names of the folders right below the root, asked afresh."""
+        """Names of the folders right below the root, asked afresh. A link to a folder is none,
+        unless the store follows links."""
 
     @abstractmethod
     def stat(self, path: str) -> FileInfo:
@@ -230,6 +231,25 @@ def in_batches(paths: Iterable[str], size: int) -> Iterator[list[str]]:
     left = iter(paths)
     while some := list(islice(left, size)):
         yield some
+
+
+@contextmanager
+def reading_local_file(place: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise StoreError for what goes wrong with a local file that is about to be stored; a missing
+    one stays FileNotFoundError."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise StoreError(f"{os.fspath(place)}, which is to be stored: {reason}") from error
+
+
+def local_size(place: str) -> int:
+    """Return the bytes of a local file that is about to be stored."""
+    with reading_local_file(place):
+        return os.stat(place).st_size
 
 
 def not_found(uri: str) -> FileNotFoundError:

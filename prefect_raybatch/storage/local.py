@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
 import shutil
 import stat as stat_module
@@ -11,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from prefect_raybatch.errors import StoreError, UnsafeStore
 from prefect_raybatch.storage.base import (
@@ -19,6 +20,7 @@ from prefect_raybatch.storage.base import (
     FileInfo,
     Store,
     in_batches,
+    local_size,
     not_found,
     too_large,
 )
@@ -32,26 +34,29 @@ class LocalStore(Store):
     """A folder. Files appear by rename or hard link of a temporary file that is already synced.
 
     `links`: whether listings enter linked folders, which is for what is only read. Elsewhere a
-    link could lead out of the run directory, to files that are not ours to delete.
+    link could lead out of the output folder, to files that are not ours to delete: nothing is
+    listed, written or deleted through a link below `top`, the folder that was opened first.
+    `top` itself may be a link.
     """
 
-    def __init__(self, root: str, links: bool = False) -> None:
+    def __init__(self, root: str, links: bool = False, top: str | None = None) -> None:
         self.uri = root
         self.links = links
+        self.top = top or root
 
     def sub(self, prefix: str) -> LocalStore:
-        return LocalStore(join(self.uri, prefix), self.links)
+        return LocalStore(join(self.uri, prefix), self.links, self.top)
 
     def above(self) -> LocalStore | None:
         folder = os.path.dirname(self.uri)
         return None if folder == self.uri else LocalStore(folder)
 
     def read(self, path: str, max_bytes: int | None = None) -> bytes:
-        with self.open(path) as handle:
+        place = self._path(path)
+        with self.open(path) as handle, _os_errors(place):
             if max_bytes is not None and (size := os.fstat(handle.fileno()).st_size) > max_bytes:
-                raise too_large(self._path(path), size, max_bytes)
-            with _os_errors(self._path(path)):
-                return handle.read()
+                raise too_large(place, size, max_bytes)
+            return handle.read()
 
     def list(self, prefix: str = "", recursive: bool = True) -> Iterator[FileInfo]:
         top = checked(prefix) if prefix else ""
@@ -61,7 +66,7 @@ class LocalStore(Store):
 
     def folders(self) -> Iterator[str]:
         with suppress(FileNotFoundError), _os_errors(self.uri), os.scandir(self.uri) as entries:
-            yield from sorted(entry.name for entry in entries if entry.is_dir())
+            yield from sorted(entry.name for entry in entries if self._entered(entry))
 
     def _walk(
         self, folder: str, recursive: bool, above: frozenset[tuple[int, int]]
@@ -86,8 +91,10 @@ class LocalStore(Store):
                 if recursive and identity not in above:
                     yield from self._walk(path[:-1], recursive, above | {identity})
             elif not name.startswith(TEMPORARY):
+                file = os.path.join(place, name)
                 with suppress(FileNotFoundError):  # deleted since the folder was read
-                    info = os.stat(os.path.join(place, name))
+                    with _os_errors(file):
+                        info = os.stat(file)
                     if stat_module.S_ISREG(info.st_mode) or stat_module.S_ISDIR(info.st_mode):
                         yield _local_info(path, info)
 
@@ -95,15 +102,17 @@ class LocalStore(Store):
         return entry.is_dir(follow_symlinks=self.links)
 
     def _refuse_link(self, folder: str) -> None:
-        """StoreError when `folder`, relative to the root, is or lies in a linked one."""
-        place = self.uri
-        for part in filter(None, folder.split("/")):
-            place = os.path.join(place, part)
-            if os.path.islink(place):
+        """StoreError when `folder`, relative to the root, is or lies in a link below `top`."""
+        place = self.top
+        below = os.path.relpath(os.path.join(self.uri, folder), self.top)
+        for part in below.split("/"):
+            place = os.path.normpath(os.path.join(place, part))
+            if place != self.top and os.path.islink(place):
                 raise StoreError(
-                    f"{place} is a link; in a run directory links to folders are not followed, "
-                    "since what lies behind them may not be ours to change. Put a folder in its "
-                    "place (or mount the other disk there), then run the same command again"
+                    f"{place} is a link; in output folders and run directories links to folders "
+                    "are not followed, since what lies behind them may not be ours to change. Put "
+                    "a folder in its place (or mount the other disk there), or name the folder it "
+                    "leads to, then run the same command again"
                 )
 
     def stat(self, path: str) -> FileInfo:
@@ -142,6 +151,7 @@ class LocalStore(Store):
         return True
 
     def replace_file(self, path: str, local_path: str | os.PathLike[str], seen: FileInfo) -> bool:
+        self._refuse_link(os.path.dirname(path))
         with _locked(self._path(path)) as found:
             # Another had the lock first: what it locked is not what is at this path any more.
             now = self.stat(path)
@@ -173,7 +183,7 @@ class LocalStore(Store):
                 _sync(temporary)
                 show(temporary, target)
 
-        self._land(path, b"", os.stat(source).st_size, place)
+        self._land(path, b"", local_size(source), place)
 
     def delete(self, paths: Iterable[str]) -> None:
         folders: set[str] = set()
@@ -197,20 +207,23 @@ class LocalStore(Store):
     def open(self, path: str) -> BinaryIO:
         place = self._path(path)
         with _os_errors(place):
-            return open(place, "rb")
+            return io.BufferedReader(_LocalFile(place))
 
     def now(self) -> float:
         return time.time()
 
     def unfinished(self, before: float, remove: bool) -> tuple[FileInfo, ...]:
+        self._refuse_link("")
         found = []
-        for folder, _, names in os.walk(self.uri):
+        for folder, _, names in os.walk(self.uri, onerror=_raise_unless_absent):
             for name in names:
                 if not name.startswith(TEMPORARY):
                     continue
-                path = os.path.relpath(os.path.join(folder, name), self.uri)
+                file = os.path.join(folder, name)
+                path = os.path.relpath(file, self.uri)
                 with suppress(FileNotFoundError):  # finished meanwhile
-                    info = _local_info(path, os.stat(os.path.join(folder, name)))
+                    with _os_errors(file):
+                        info = _local_info(path, os.stat(file))
                     if info.modified is not None and info.modified < before:
                         found.append(info)
         if remove:
@@ -246,6 +259,28 @@ class LocalStore(Store):
                 finally:
                     with suppress(OSError):  # renamed away, or left for nobody to see
                         os.unlink(temporary)
+
+
+class _LocalFile(io.FileIO):
+    """A file whose reads raise StoreError: a disk may fail long after the file was opened."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(place, "rb")
+        self._place = place
+
+    def readinto(self, buffer: Any) -> int:
+        with _os_errors(self._place):
+            return super().readinto(buffer) or 0
+
+    def readall(self) -> bytes:
+        with _os_errors(self._place):
+            return super().readall() or b""
+
+
+def _raise_unless_absent(error: OSError) -> None:
+    """What `os.walk` calls for a folder it cannot read, which it else leaves out silently."""
+    with suppress(FileNotFoundError), _os_errors(str(error.filename)):
+        raise error
 
 
 def _local_info(path: str, found: os.stat_result) -> FileInfo:
@@ -287,7 +322,9 @@ def _locked(place: str) -> Iterator[int]:
                 f"{place} has to be replaced, and this file system has no locks "
                 f"({error.strerror}); remove this file, then run the same command again"
             ) from error
-        yield os.fstat(handle.fileno()).st_ino
+        with _os_errors(place):
+            inode = os.fstat(handle.fileno()).st_ino
+        yield inode
 
 
 def _temporary_in(folder: str) -> tuple[str, BinaryIO]:
@@ -302,9 +339,9 @@ def _temporary_in(folder: str) -> tuple[str, BinaryIO]:
 
 def _make_folder(folder: str) -> None:
     """Like makedirs, and each new name is synced in its parent."""
-    if os.path.isdir(folder):
-        return
     parent = os.path.dirname(folder)
+    if os.path.isdir(folder) or parent == folder:
+        return
     _make_folder(parent)
     try:
         os.mkdir(folder)

@@ -15,7 +15,15 @@ from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO, cast
 
 from prefect_raybatch.errors import SourceError, StoreUnavailable, UnsafeStore
-from prefect_raybatch.storage.base import RACE_TRIES, FileInfo, Store, in_batches, too_large
+from prefect_raybatch.storage.base import (
+    RACE_TRIES,
+    FileInfo,
+    Store,
+    in_batches,
+    local_size,
+    reading_local_file,
+    too_large,
+)
 from prefect_raybatch.storage.s3_answers import judge
 from prefect_raybatch.storage.s3_client import Connection, Send, put_file_at_once, request, upload
 from prefect_raybatch.storage.uri import checked, join
@@ -120,7 +128,7 @@ class S3Store(Store):
 
     def put_file(self, path: str, local_path: str | os.PathLike[str]) -> FileInfo:
         source = os.fspath(local_path)
-        size = os.stat(source).st_size
+        size = local_size(source)
         if size <= SINGLE_PUT_BYTES:
             return self.put(path, _content(source))
         self._upload(path, source, size)
@@ -128,7 +136,7 @@ class S3Store(Store):
 
     def put_file_if_absent(self, path: str, local_path: str | os.PathLike[str]) -> bool:
         source = os.fspath(local_path)
-        size = os.stat(source).st_size
+        size = local_size(source)
         if size <= SINGLE_PUT_BYTES:
             return self.put_if_absent(path, _content(source))
         if size <= MOST_PUT_BYTES:
@@ -141,7 +149,7 @@ class S3Store(Store):
 
     def replace_file(self, path: str, local_path: str | os.PathLike[str], seen: FileInfo) -> bool:
         source = os.fspath(local_path)
-        size = os.stat(source).st_size
+        size = local_size(source)
         if size <= MOST_PUT_BYTES:
             # The header wants quotes; radosgw compares it, in a PUT, with what has none.
             for wanted in (f'"{seen.etag}"', str(seen.etag)):
@@ -164,7 +172,7 @@ class S3Store(Store):
         The last step of an upload in parts ignores conditions on some stores.
         """
         key = self._key(path)
-        with open(source, "rb") as handle:
+        with reading_local_file(source), open(source, "rb") as handle:
             md5 = hashlib.file_digest(handle, _weak_md5).digest()
         sent = {"Bucket": self._bucket, "Key": key, "ContentMD5": base64.b64encode(md5).decode()}
         send = put_file_at_once({**sent, **condition}, source)
@@ -320,7 +328,7 @@ def _md5(data: bytes) -> str:
 
 
 def _content(source: str) -> bytes:
-    with open(source, "rb") as handle:
+    with reading_local_file(source), open(source, "rb") as handle:
         return handle.read()
 
 

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, cast
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.storage.base import local_size
 from prefect_raybatch.storage.s3_silence import Silence, without_keys
 
 PARALLEL_PARTS = 4  # s3fs keeps this many parts in memory
@@ -179,7 +180,7 @@ def put_file_at_once(arguments: Mapping[str, Any], source: str) -> Send:
     A body that is a file goes with `Expect: 100-continue`, so where a condition fails nothing is
     sent. A store that never answers that would keep us for ever, hence the limit.
     """
-    limit = LEAST_WAIT + os.stat(source).st_size / SLOWEST
+    limit = LEAST_WAIT + local_size(source) / SLOWEST
 
     async def send(fs: Any) -> Any:
         with open(source, "rb") as body:

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NoReturn, cast
 from urllib.parse import unquote, urljoin, urlsplit
@@ -123,6 +123,18 @@ class _Broken(Exception):
     """A transfer that may be tried again."""
 
 
+@contextmanager
+def _temporary_disk() -> Iterator[None]:
+    """Raise StoreError for what goes wrong with the file that keeps what was fetched."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"{tempfile.gettempdir()}: a file fetched by http cannot be kept there "
+            f"({error.strerror or error}); make room, or set TMPDIR to another folder"
+        ) from error
+
+
 class _Download:
     """A file as far as it has come. Safe for threads."""
 
@@ -130,7 +142,8 @@ class _Download:
         self._url, self._headers, self._rules, self._shown = url, headers, rules, shown
         self._lock = threading.Lock()
         # pyarrow may still read ahead in a thread of its own: closed when nobody refers to it.
-        self._file = tempfile.TemporaryFile(prefix="raybatch-")  # noqa: SIM115
+        with _temporary_disk():
+            self._file = tempfile.TemporaryFile(prefix="raybatch-")  # noqa: SIM115
         self._have, self._whole = 0, False
         self._size: int | None = None
         self._etag: str | None = None
@@ -146,7 +159,8 @@ class _Download:
 
     def read_at(self, offset: int, size: int) -> bytes:
         self.fetch(offset + size)
-        return os.pread(self._file.fileno(), size, offset)
+        with _temporary_disk():
+            return os.pread(self._file.fileno(), size, offset)
 
     def fetch(self, upto: int | None) -> None:
         """Have at least the first `upto` bytes, or all (None), as far as there are so many."""
@@ -172,7 +186,8 @@ class _Download:
         except (OSError, http.client.HTTPException) as error:
             raise _Broken(f"{self._shown}: {str(error) or type(error).__name__}") from None
         if data:
-            os.pwrite(self._file.fileno(), data, self._have)
+            with _temporary_disk():
+                os.pwrite(self._file.fileno(), data, self._have)
             self._have += len(data)
             self._tries = 0
             if self._have > self._rules.max_bytes:
@@ -273,7 +288,9 @@ class _Download:
                 raise _Broken(f"{self._shown}: {error}") from None
             if not data:
                 raise _Broken(f"{self._shown}: {at} bytes came")
-            if data != os.pread(self._file.fileno(), len(data), at):
+            with _temporary_disk():
+                kept = os.pread(self._file.fileno(), len(data), at)
+            if data != kept:
                 raise SourceError(f"{self._shown}: changed while it was being read; start again")
             at += len(data)
 

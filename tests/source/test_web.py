@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 from helpers.small import make_job
 from helpers.web_server import served
 
-from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
+from prefect_raybatch.errors import ConfigError, SourceError, StoreError, StoreUnavailable
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.plan.fingerprint import fingerprint
 from prefect_raybatch.source import needs_snapshot, peek, snapshot
@@ -203,3 +205,15 @@ def test_what_signs_a_url_is_no_part_of_the_job():
 def test_urls_that_name_no_file_are_no_jobs(uri):
     with pytest.raises(ConfigError, match=r"names no file|holds a user"):
         make_job(source={"uri": uri})
+
+
+@pytest.mark.parametrize("call", ["pwrite", "pread"])
+def test_a_full_disk_for_temporary_files_is_named(server, tmp_path, monkeypatch, call):
+    def failing(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    rules = web.WebRules(1 << 20, allow_private=True)
+    store = web.WebStore(f"{server}/tagged/in.csv", {}, rules)
+    monkeypatch.setattr(os, call, failing)
+    with pytest.raises(StoreError, match="cannot be kept there .No space left.*set TMPDIR"):
+        store.read("in.csv")

@@ -33,6 +33,7 @@ from prefect_raybatch.errors import (
     ConfigError,
     CorruptRun,
     CredentialsUnusable,
+    RayBatchError,
     SourceError,
     StoreError,
     StoreUnavailable,
@@ -191,6 +192,22 @@ def test_twenty_races_of_sixteen_writers(store: Store) -> None:
     for number in range(20):
         winners, stored = race(store, f"commits/{number}", 16)
         assert winners == [stored]
+
+
+def test_a_local_file_that_cannot_be_read_is_an_error_of_the_store(
+    store: Store, tmp_path: Path
+) -> None:
+    store.put("x", b"1")
+    (tmp_path / "file").write_bytes(b"1")
+    seen, absent = store.stat("x"), tmp_path / "file/below"
+    calls: list[Callable[[], object]] = [
+        lambda: store.put_file("y", absent),
+        lambda: store.put_file_if_absent("y", absent),
+        lambda: store.replace_file("x", absent, seen),
+    ]
+    for call in calls:
+        with pytest.raises(StoreError, match="file/below, which is to be stored: Not a dir"):
+            call()
 
 
 def test_put_file(store: Store, tmp_path: Path) -> None:
@@ -391,6 +408,97 @@ def test_a_linked_folder_is_no_part_of_a_store_that_is_written(tmp_path: Path) -
             ask()
     store.delete(["in/linked"])  # the link, and not what it leads to
     assert list(store.list()) == [] and (tmp_path / "real/x").exists()
+
+
+def test_nothing_passes_a_link_below_the_folder_that_was_opened(tmp_path: Path) -> None:
+    (tmp_path / "out/new").mkdir(parents=True)
+    (tmp_path / "out/latest").symlink_to("new")
+    (tmp_path / "out/new/_asks").symlink_to(tmp_path / "else")
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else/x").write_bytes(b"1")
+    (tmp_path / "source").write_bytes(b"2")
+    root = open_store(str(tmp_path / "out"))
+    assert list(root.folders()) == ["new"]
+    assert list(open_store(str(tmp_path / "out"), links=True).folders()) == ["latest", "new"]
+    for store in (root.sub("latest"), root.sub("new").sub("_asks"), root.sub("latest").sub("a")):
+        asked: list[Callable[[], object]] = [
+            lambda store=store: list(store.list()),
+            lambda store=store: store.delete(["x"]),
+            lambda store=store: store.put("x", b""),
+            lambda store=store: store.put_if_absent("y", b""),
+            lambda store=store: store.put_file_if_absent("y", tmp_path / "source"),
+            lambda store=store: store.unfinished(0.0, remove=True),
+        ]
+        for ask in asked:
+            with pytest.raises(StoreError, match=r"(latest|_asks) is a link"):
+                ask()
+    assert os.listdir(tmp_path / "else") == ["x"] and os.listdir(tmp_path / "out/new") == ["_asks"]
+    opened = open_store(str(tmp_path / "out/latest"))  # the folder that is opened may be one
+    opened.put("x", b"")
+    assert [info.path for info in opened.list()] == ["_asks", "x"]
+
+
+FAILING_CALLS = ["stat", "fstat", "scandir", "open", "unlink", "link", "replace", "mkdir", "fsync"]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ELOOP, errno.ESTALE, errno.ENAMETOOLONG])
+@pytest.mark.parametrize("name", FAILING_CALLS)
+def test_a_failing_disk_raises_nothing_but_errors_of_the_store(
+    name: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "root/a").mkdir(parents=True)
+    (tmp_path / "root/a/b").write_bytes(b"12")
+    (tmp_path / "root/a/.tmp-1").write_bytes(b"12")
+    store, source = open_store(str(tmp_path / "root")), tmp_path / "source"
+    seen = store.stat("a/b")
+    calls: list[Callable[[], object]] = [
+        lambda: store.read("a/b", 10),
+        lambda: list(store.list()),
+        lambda: list(store.folders()),
+        lambda: store.stat("a/b"),
+        lambda: store.holds("a/b"),
+        lambda: store.open("a/b").close(),
+        lambda: store.put("a/b", b"5"),
+        lambda: store.put_if_absent("a/c", b"5"),
+        lambda: store.put_file("a/d", source),
+        lambda: store.put_file_if_absent("a/e", source),
+        lambda: store.replace_file("a/b", source, seen),
+        lambda: store.unfinished(2e9, remove=True),
+        lambda: store.delete(["a/b"]),
+        store.probe,
+    ]
+
+    def failing(*args: Any, **more: Any) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    failed = 0
+    for call in calls:
+        source.write_bytes(b"34")  # which a put before may have moved
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, failing)
+            try:
+                call()
+            except RayBatchError:
+                failed += 1
+    assert failed
+
+
+def test_a_disk_that_fails_while_a_file_is_read_raises_an_error_of_the_store(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "x").write_bytes(b"12345")
+    reads: list[Callable[[Any], object]] = [
+        lambda handle: handle.read(),
+        lambda handle: handle.read(2),
+        lambda handle: handle.readinto(bytearray(3)),
+    ]
+    for read in reads:
+        with open_store(str(tmp_path)).open("x") as handle:
+            written = os.open(tmp_path / "y", os.O_WRONLY | os.O_CREAT)
+            os.dup2(written, handle.fileno())  # a read of it fails, as it would on a broken disk
+            os.close(written)
+            with pytest.raises(StoreError, match=r"/x: Bad file descriptor"):
+                read(handle)
 
 
 def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
