@@ -8,6 +8,7 @@ passing fault, the same command again continues.
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -44,6 +45,7 @@ from prefect_raybatch.job.run_words import date_of, date_of_key, of_today, today
 from prefect_raybatch.proxies import bypass_for_local_addresses
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import published_text
+from prefect_raybatch.runs.attempts import record_bad_job, typed_command
 from prefect_raybatch.runs.dry_run import dry_run as dry_run_of
 from prefect_raybatch.runs.finalize_run import html_page
 from prefect_raybatch.runs.status import report_of
@@ -230,7 +232,11 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Run a job, or continue it: only what is not committed is read and inferred."""
-    loaded = _job(job, set_)
+    try:
+        loaded = _job(job, set_)
+    except ConfigError as error:
+        _record_bad_job(job, run_key, error)
+        raise
     when = date_of(run_date) if run_date else None
     if accept and run_key is None:
         raise ConfigError("--accept is about a run that is there: name it with --run-key")
@@ -469,6 +475,12 @@ def _job(path: str, overrides: list[str] | None) -> BatchJob:
     return BatchJob.from_dict(with_fields(job.to_dict(), _changes(overrides)), f"{path} with --set")
 
 
+def _record_bad_job(path: str, run_key: str | None, error: ConfigError) -> None:
+    """Record tonight's attempt, if the file is legible enough to say where the runs are."""
+    with suppress(ConfigError):
+        record_bad_job(_raw(path), run_key, error)
+
+
 def _raw(path: str) -> dict[str, Any]:
     """A job file that has been read as a job before, as it stands there."""
     return dict(read_job_file(path).value)
@@ -499,7 +511,8 @@ def main(argv: list[str] | None = None) -> None:
     show_store_warnings()
     bypass_for_local_addresses()
     try:
-        app(args=argv, standalone_mode=True)
+        with typed_command(["raybatch", *(sys.argv[1:] if argv is None else argv)]):
+            app(args=argv, standalone_mode=True)
     except RayBatchError as error:
         err.print(f"[red]{type(error).__name__}[/]: ", end="")
         err.print(error.plain or str(error), markup=False)

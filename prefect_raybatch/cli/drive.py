@@ -16,9 +16,16 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.run_words import date_of_key, run_words, with_run_words
 from prefect_raybatch.plan.resolved import resolve
 from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.runs.attempts import (
+    FINALIZING,
+    PLANNING,
+    record_unplanned,
+    recorded_attempt,
+)
 from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.plan_run import check_places, plan_run, precheck
 from prefect_raybatch.runs.run import Run, begun, default_run_key, run_store
+from prefect_raybatch.storage import open_store
 
 if TYPE_CHECKING:
     from prefect_raybatch.runs.retry import Nothing, RetryRequest
@@ -37,18 +44,24 @@ def run_job(
     """(report, whether anything was done). A finished run starts neither Prefect nor an engine."""
     from prefect_raybatch.ledger.ledger import Ledger
 
-    if run_date is not None or run_words(job):
-        key = begun(with_keys(job), key, None, run_date)[1]
-        job = with_run_words(job, key, run_date or date_of_key(key))
-    known = with_keys(job)
-    check_places(known.source, known.output)
-    resolved = resolve(known)
-    key = key or default_run_key(resolved)
+    known = job
+    try:
+        if run_date is not None or run_words(job):
+            key = begun(with_keys(job), key, None, run_date)[1]
+            job = with_run_words(job, key, run_date or date_of_key(key))
+        known = with_keys(job)
+        check_places(known.source, known.output)
+        resolved = resolve(known)
+        key = key or default_run_key(resolved)
+    except Exception as error:
+        record_unplanned(known, key, error)
+        raise
     store = run_store(known.output, key)
     if Ledger(store).finished() is not None:
         done = plan_run(resolved, key, accept=accept)
         return _published(known, finalize_run(known, done)), False
-    resolved = precheck(resolved, store, accept)
+    with recorded_attempt(store, known, key, PLANNING, begin=False):
+        resolved = precheck(resolved, store, accept)
     with _progress(quiet) as show:
         if prefect:
             show.begin(store.uri)
@@ -69,7 +82,10 @@ def _run_here(
         show.begin(planned.uri)
         progress = infer_in_place(job, known, planned, show)
     show.close()
-    return _published(known, finalize_run(known, planned, progress))
+    store = open_store(planned.uri, known.output.options or None)
+    with recorded_attempt(store, known, planned.run_key, FINALIZING, begin=False):
+        report = finalize_run(known, planned, progress)
+    return _published(known, report)
 
 
 def _published(known: BatchJob, report: RunReport) -> RunReport:

@@ -55,6 +55,7 @@ LEASE_TOLD = (
     "server with PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE="
     "prefect.server.concurrency.lease_storage.filesystem does not forget.\nWhat to do:\n"
 )
+COMMAND = "command"  # attribute of an error that was told: the command that continues the run
 TOLD = "plain"  # attribute of an error that was told: its message before that
 
 
@@ -128,6 +129,7 @@ def explained(
         cause = Cause(task, name, run_key, kind, message, remedy, command, run, rows)
         _tell(cause)
         setattr(error, TOLD, str(error))
+        setattr(error, COMMAND, command)
         if isinstance(error, RayBatchError):
             error.args = (cause.text,)  # Prefect makes the state's message of it
         raise

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import date, datetime
 from typing import Annotated, Any, cast
 from uuid import UUID
@@ -22,7 +22,8 @@ from prefect_raybatch.cluster.early import engines_early
 from prefect_raybatch.driver.driver import DRAINED_TEXT
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError, RunDrained
 from prefect_raybatch.flow.artifacts import artifact_key, put
-from prefect_raybatch.flow.failure import explained
+from prefect_raybatch.flow.failure import COMMAND, explained
+from prefect_raybatch.flow.nights import show_nights
 from prefect_raybatch.flow.tasks import (
     finalize_run,
     infer_shards,
@@ -37,6 +38,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.run_words import run_words, today, with_run_words
 from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.runs.attempts import record_command, record_unplanned
 from prefect_raybatch.runs.backfill import (
     NightRun,
     backfill,
@@ -138,7 +140,7 @@ def batch_inference(
         accept: To go on with a run though the job differs from it in these fields, named as the
             error that refuses it names them. Needs a run key.
     """
-    with explained("batch_inference", job, run_key or job.name):
+    with _recorded_unplanned(job, run_key), explained("batch_inference", job, run_key or job.name):
         if accept and run_key is None:
             raise ConfigError("accept is about a run that is there: give its run_key, too")
         job = with_changes(job, overrides, limit)
@@ -151,6 +153,25 @@ def batch_inference(
     except RunDrained as drained:
         return cast(RunReport, _ended_drained(drained))
     return _published(job, run, finalize_run(job, run, progress))
+
+
+@contextmanager
+def _recorded_unplanned(job: BatchJob, run_key: str | None) -> Iterator[None]:
+    """Record a flow run that fails before its run directory is known, and show it among the
+    nights."""
+    try:
+        yield
+    except Exception as error:
+        key = run_key
+        with suppress(Exception):  # the scheduled start is unknown while Prefect's API is away
+            start = scheduled_start()
+            key = run_key or (default_run_key(job, start) if start is not None else None)
+        made = record_unplanned(job, key, error)
+        if made is not None:
+            store, key = made
+            record_command(store, getattr(error, COMMAND, ""))
+            show_nights(job, key)
+        raise
 
 
 # Of what changes from run to run the form shows no more than this; the job is the deployment's.

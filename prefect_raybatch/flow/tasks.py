@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -25,14 +25,14 @@ from prefect_raybatch.flow.away import watched
 from prefect_raybatch.flow.blocks.cluster import access_of
 from prefect_raybatch.flow.blocks.store import options_of
 from prefect_raybatch.flow.events import RunEvents
-from prefect_raybatch.flow.failure import ROWS_SHOWN, explained, said_beforehand, was_told
+from prefect_raybatch.flow.failure import COMMAND, ROWS_SHOWN, explained, said_beforehand, was_told
 from prefect_raybatch.flow.nights import show_nights
 from prefect_raybatch.flow.page import Observer, Page
 from prefect_raybatch.flow.temporary_server import end_temporary_server_with_us
 from prefect_raybatch.flow.texts import STORABLE_LINES
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
-from prefect_raybatch.job.run_words import with_run_words
+from prefect_raybatch.job.run_words import date_of_key, today, with_run_words
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.remote.places import infer_in_place
 from prefect_raybatch.report import plots
@@ -41,12 +41,13 @@ from prefect_raybatch.report.advice import DEADLINE_MISSED
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import published_text
 from prefect_raybatch.runs import retry, tune
+from prefect_raybatch.runs.attempts import FINALIZING, record_command, recorded_attempt
 from prefect_raybatch.runs.failed_sample import failed_sample
 from prefect_raybatch.runs.finalize_run import finalize_run as finalize
 from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.publish_run import publish_run as publish
-from prefect_raybatch.runs.run import Run
+from prefect_raybatch.runs.run import Run, run_store
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.words import counted
 
@@ -97,7 +98,11 @@ def plan_shards(
     `StoreUnavailable` (retried).
     """
     end_temporary_server_with_us()
-    with logs_in_page(), explained("plan_shards", job, run_key, RETRY["retries"]):
+    with (
+        logs_in_page(),
+        failed_night_shown(job, run_key),
+        explained("plan_shards", job, run_key, RETRY["retries"]),
+    ):
         job = with_blocks(with_run_words(job, run_key))
         run = plan_run(job, run_key, dataset, accept)
         get_run_logger().info(
@@ -167,7 +172,8 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     """
     with logs_in_page(), _told("finalize_run", job, run):
         loaded = with_blocks(with_run_words(job, run.run_key))
-        report = finalize(loaded, run, progress)
+        with _recorded(loaded, run, FINALIZING):
+            report = finalize(loaded, run, progress)
         with watched() as api, api.within():
             _show_report(job, report)
         show_nights(loaded, run.run_key, tell=not run.finished, output=job.output.uri)
@@ -242,14 +248,38 @@ def _told(task_name: str, job: BatchJob, run: Run) -> Iterator[None]:
         options = with_blocks(with_run_words(job, run.run_key)).output.options
         return failed_sample(run.uri, options or None, ROWS_SHOWN)
 
+    with (
+        failed_night_shown(job, run.run_key),
+        explained(task_name, job, run.run_key, RETRY["retries"], run.uri, sample),
+    ):
+        yield
+
+
+@contextmanager
+def failed_night_shown(job: BatchJob, run_key: str) -> Iterator[None]:
+    """Record the command that continues the run and show the page of nights, once what the block
+    raises was told."""
     try:
-        with explained(task_name, job, run.run_key, RETRY["retries"], run.uri, sample):
-            yield
+        yield
     except Exception as error:
         if was_told(error) and not isinstance(error, StoreError):
-            loaded = with_blocks(with_run_words(job, run.run_key))
-            show_nights(loaded, run.run_key, output=job.output.uri)
+            loaded = _loaded(job, run_key)
+            record_command(run_store(loaded.output, run_key), getattr(error, COMMAND, ""))
+            show_nights(loaded, run_key, output=job.output.uri)
         raise
+
+
+def _loaded(job: BatchJob, run_key: str) -> BatchJob:
+    """Return the job with its keys and run words filled in, as far as that works."""
+    with suppress(RayBatchError):
+        job = with_run_words(job, run_key, date_of_key(run_key) or today())
+        job = with_blocks(job)
+    return job
+
+
+def _recorded(job: BatchJob, run: Run, phase: str) -> AbstractContextManager[None]:
+    store = open_store(run.uri, job.output.options or None)
+    return recorded_attempt(store, job, run.run_key, phase, begin=False)
 
 
 def _job_of(run_dir: str) -> str:

@@ -130,6 +130,13 @@ def with_dated_targets(job: BatchJob, run_key: str, run_date: date | None = None
     return job.model_copy(update={"output": output})
 
 
+def filled_uri(uri: str, run_key: str, run_date: date) -> str:
+    """Return a URI with {run_date} and {run_key} filled in."""
+    return _WORD.sub(
+        lambda match: run_key if match[1] == "run_key" else _formatted(match, run_date), uri
+    )
+
+
 def dated_parts(uri: str) -> tuple[str, list[re.Pattern[str]]]:
     """The folder below which all nights of a URI with {run_date} or {run_key} are, and a pattern
     for the name of each folder from there down to one of them; none for a URI without words."""

@@ -32,6 +32,7 @@ CHECKPOINTS = f"{RECORDS}/checkpoints"
 OUTPUT_SCHEMA = f"{RECORDS}/output_schema.arrow"
 ATTEMPTS = f"{RECORDS}/attempts"
 HEARTBEATS = f"{RECORDS}/heartbeats"
+LAST_ATTEMPT = f"{RECORDS}/last_attempt.json"  # how the last attempt went; for people
 PLANNED_BY = f"{RECORDS}/planned_by.json"  # whose code made the plan; for people
 JOBS = f"{RECORDS}/jobs"  # of a run as Ray jobs
 MANIFEST = f"{RECORDS}/manifest.json"  # in place of a compacted result, in runs of format 1

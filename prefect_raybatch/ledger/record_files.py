@@ -45,6 +45,7 @@ RECORD_KINDS = (
     Kind(f"{layout.PUBLISHED}/", 1 << 16, "shorten the uri in output.publish"),
     Kind(f"{layout.CHECKPOINTS}/", 64 << 20, "nothing, a resume only takes longer"),
     Kind(f"{layout.ATTEMPTS}/", 1 << 20, "the names of this host and user"),
+    Kind(layout.LAST_ATTEMPT, 1 << 16, "the names of this host and user"),
     Kind(layout.PLANNED_BY, 1 << 16, "the names of this host and user"),
     Kind(f"{layout.HEARTBEATS}/", 1 << 16, "nothing, the run goes on without it"),
     Kind(layout.OUTPUT_SCHEMA, 1 << 20, "let postprocess return fewer columns"),

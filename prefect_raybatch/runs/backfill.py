@@ -80,7 +80,7 @@ def _planned(job: BatchJob, day: date) -> NightRun:
     line = line_of(root, key)
     if line is None:
         return night
-    night = replace(night, state=line.state, trouble=line.trouble)
+    night = replace(night, state=line.state, trouble=line.trouble or line.failure)
     if line.state != COMPLETED:
         return night
     plan = Ledger(root.sub(key)).load_plan()

@@ -28,6 +28,7 @@ from prefect_raybatch.ledger.increments import OF_ROWS, begin_asks, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.plan import plan as planning
+from prefect_raybatch.runs.attempts import INFERENCE, recorded_attempt
 from prefect_raybatch.runs.planned_by import compare_code
 from prefect_raybatch.runs.precision import decided_job
 from prefect_raybatch.runs.run import Run, load_run, run_of, who
@@ -57,11 +58,25 @@ def infer_run(
     Starts no engine when nothing is pending. An observer that is a `heartbeat.Listener` is told of
     beats as well. `engine` replaces the engine stage in tests.
     """
-    check_trust(job)
     store = open_store(run.uri, job.output.options or None)
     ledger = Ledger(store)
     plan, _ = load_run(ledger, run)
-    increment = increment_of(plan)
+    begin = ledger.finished(plan) is None
+    with recorded_attempt(store, job, run.run_key, INFERENCE, begin):
+        check_trust(job)
+        return _infer(job, run, ledger, plan, observe, engine)
+
+
+def _infer(
+    job: BatchJob,
+    run: Run,
+    ledger: Ledger,
+    plan: Plan,
+    observe: Callable[[Progress], None],
+    engine: type | None,
+) -> Progress:
+    """Infer and commit the pending shards; what a run that reuses asks first goes first."""
+    store, increment = ledger.store, increment_of(plan)
     if increment is None or ledger.finished(plan) is not None:
         return _attempt(job, run, observe, engine)
     begun = begin_asks(store, increment)

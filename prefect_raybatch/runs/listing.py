@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -11,23 +12,28 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from prefect_raybatch.errors import CorruptRun, NoSuchRun
+from prefect_raybatch.errors import CorruptRun, NoSuchRun, RayBatchError
+from prefect_raybatch.ledger.last_attempt import FAILED, LastAttempt, read_last_attempt
 from prefect_raybatch.ledger.layout import PLAN, PRUNED
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.runs.run import run_keys, state_name
+from prefect_raybatch.runs.run import STORE_AWAY, run_keys, state_name
 from prefect_raybatch.storage import Store, is_remote, open_store
+
+log = logging.getLogger(__name__)
 
 _READERS = 8  # run directories read at once
 COMPLETED = state_name(finished=True, begun=True)
-PRUNING, DAMAGED = "half removed", "not readable"
+PRUNING, DAMAGED, PLANNING = "half removed", "not readable", "planning"
 
 
 @dataclass(frozen=True)
 class RunLine:
     """A run as a list shows it. `rows` are planned ones, `shards` of them committed; good and
     quarantined rows are None until it is completed. `created` and `finished` are seconds since
-    1970; `parent` is the run whose failed rows it retries. What is wrong with a run that is not
-    readable stands in `trouble`."""
+    1970; `parent` is the run whose failed rows it retries. `trouble` says what is wrong with a
+    directory that is not readable. `failure` says why the last attempt at a run that is not
+    complete failed, `command` runs it again. Without `has_plan` it is no run, but an attempt that
+    has not come to a plan; `finished` is then when it ended."""
 
     run_key: str
     run: str
@@ -42,6 +48,14 @@ class RunLine:
     finished: float | None = None
     parent: str | None = None
     trouble: str = ""
+    failure: str = ""
+    command: str = ""
+    has_plan: bool = True
+
+    @property
+    def is_attempt(self) -> bool:
+        """Whether it is an attempt without a plan."""
+        return not self.has_plan
 
 
 def need_output(output: str, options: Mapping[str, Any] | None = None) -> None:
@@ -93,23 +107,40 @@ def latest_complete(
 
 
 def line_of(root: Store, key: str) -> RunLine | None:
-    """The run of that key below `root`; None where there is none."""
+    """The run of that key below `root`, or an attempt at it that has no plan; None where there is
+    neither. A directory that cannot be read is a line that says why; only a store that is away
+    raises."""
     store = root.sub(key)
-    if store.holds(PRUNED):
-        return RunLine(key, store.uri, PRUNING)
-    ledger = Ledger(store)
     try:
-        plan = ledger.load_plan()
-        if plan is None:
-            return None
-        success = ledger.finished(plan)
-        committed = plan.shards if success is not None else int(ledger.committed(plan).sum())
-    except CorruptRun as error:
+        return _line_of(store, key)
+    except STORE_AWAY:
+        raise
+    except RayBatchError as error:
         return RunLine(key, store.uri, DAMAGED, trouble=str(error))
+
+
+def _line_of(store: Store, key: str) -> RunLine | None:
+    ledger = Ledger(store)
+    plan, removing = ledger.load_plan(), store.holds(PRUNED)
+    if plan is not None and plan.run_key != key:
+        raise CorruptRun(
+            f"{store.uri} was made as run {plan.run_key!r}, so it was renamed or copied; rename it "
+            "back, or move a copy to another output folder under its own name"
+        )
+    if removing:
+        return RunLine(key, store.uri, PRUNING)
+    if plan is None:
+        attempt = read_last_attempt(store)
+        return None if attempt is None else _attempt_line(store, key, attempt)
+    success = ledger.finished(plan)
+    committed = plan.shards if success is not None else int(ledger.committed(plan).sum())
+    attempt = None if success is not None else _attempt_of(store)
+    failure = attempt.failure if attempt is not None else ""
+    state = state_name(success is not None, committed > 0)
     return RunLine(
         run_key=key,
         run=store.uri,
-        state=state_name(success is not None, committed > 0),
+        state=FAILED if failure else state,
         job=plan.job_name,
         rows=plan.rows,
         shards=plan.shards,
@@ -119,7 +150,38 @@ def line_of(root: Store, key: str) -> RunLine | None:
         created=_seconds(plan.created),
         finished=success.finished or None if success is not None else None,
         parent=plan.parent,
+        failure=failure,
+        command=attempt.command if attempt is not None and failure else "",
     )
+
+
+def _attempt_line(store: Store, key: str, attempt: LastAttempt) -> RunLine:
+    if attempt.run_key != key:
+        raise CorruptRun(
+            f"{store.uri} has no plan, and the record of an attempt at run {attempt.run_key!r}: it "
+            "was renamed or copied; delete it, or rename it back"
+        )
+    return RunLine(
+        run_key=key,
+        run=store.uri,
+        state=attempt.outcome or PLANNING,
+        job=attempt.job,
+        created=attempt.started,
+        finished=attempt.ended,
+        failure=attempt.failure,
+        command=attempt.command,
+        has_plan=False,
+    )
+
+
+def _attempt_of(store: Store) -> LastAttempt | None:
+    """The last attempt at a run that has a plan. Its record is for people: one that is malformed
+    takes nothing from the run."""
+    try:
+        return read_last_attempt(store)
+    except CorruptRun as error:
+        log.warning("%s: %s", store.uri, error)
+        return None
 
 
 def _holds_anything(root: Store) -> bool:

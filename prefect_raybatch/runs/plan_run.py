@@ -31,6 +31,7 @@ from prefect_raybatch.plan.accepting import check_acceptable, of_model
 from prefect_raybatch.plan.prefix_order import MOST_ORDERED
 from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.publish.planned import check_targets_of
+from prefect_raybatch.runs.attempts import PLANNING, recorded_attempt
 from prefect_raybatch.runs.estimate import estimate
 from prefect_raybatch.runs.planned_by import note_planner
 from prefect_raybatch.runs.run import Run, run_of, run_store, who
@@ -66,19 +67,26 @@ def plan_run(
     store = run_store(job.output, run_key)
     ledger = Ledger(store)
     plan = ledger.load_plan()
-    if plan is not None:
-        accepted = _check_same(plan, resolved, store.uri, accept)
-        ledger, plan = follow_forks(ledger, plan)
-        if ledger.store is not store:
-            log.warning("%s was repaired: going on with %s", store.uri, ledger.store.uri)
-        return _with_accepted(run_of(ledger.store, plan, ledger), accepted, resolved)
-    check_made_cluster(job)
-    # a _SUCCESS without a plan is another run's, and would be found only at the end
-    ledger.finished()
-    store.probe()
-    check_schema_names(job.output)
-    plan = _new_plan(_checked(resolved.pinned()), run_key, ledger, dataset)
-    return run_of(store, plan, ledger, probed=True)
+    with recorded_attempt(store, job, run_key, PLANNING, begin=plan is None):
+        if plan is not None:
+            return _adopted(plan, resolved, ledger, accept)
+        check_made_cluster(job)
+        # a _SUCCESS without a plan is another run's, and would be found only at the end
+        ledger.finished()
+        store.probe()
+        check_schema_names(job.output)
+        plan = _new_plan(_checked(resolved.pinned()), run_key, ledger, dataset)
+        return run_of(store, plan, ledger, probed=True)
+
+
+def _adopted(plan: Plan, resolved: Resolved, ledger: Ledger, accept: Sequence[str]) -> Run:
+    """Return the run that is there, or the one that goes on in its place."""
+    store = ledger.store
+    accepted = _check_same(plan, resolved, store.uri, accept)
+    ledger, plan = follow_forks(ledger, plan)
+    if ledger.store is not store:
+        log.warning("%s was repaired: going on with %s", store.uri, ledger.store.uri)
+    return _with_accepted(run_of(ledger.store, plan, ledger), accepted, resolved)
 
 
 def _with_accepted(run: Run, accepted: tuple[Accepted, ...], resolved: Resolved) -> Run:

@@ -1,34 +1,46 @@
-"""Removes old runs: complete ones alone, with the runs that retried their failed rows.
+"""Remove old runs: only complete ones, with the runs that retried their failed rows.
 
-A run is marked first, and its plan and `_SUCCESS` go last: whoever reads it meanwhile finds a
-finished run whose files are missing, and never one that seems to be unfinished and would be
-resumed. What was cut off in the middle is found by its mark, and removed by the next call.
+Everything is checked before anything is written. A run is marked first, and its plan and
+`_SUCCESS` go last: whoever reads it meanwhile finds a finished run whose files are missing, and
+never one that seems to be unfinished and would be resumed. A removal that was interrupted is found
+by its mark, and the next call completes it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.ledger.layout import PLAN, PRUNED, SUCCESS
+from prefect_raybatch.errors import ConfigError, StoreError
+from prefect_raybatch.ledger.layout import LAST_ATTEMPT, PLAN, PRUNED, SUCCESS
 from prefect_raybatch.ledger.records import dump
-from prefect_raybatch.runs.listing import COMPLETED, PRUNING, RunLine, lines_of
+from prefect_raybatch.runs.listing import (
+    COMPLETED,
+    DAMAGED,
+    PRUNING,
+    RunLine,
+    lines_of,
+)
+from prefect_raybatch.runs.run import STORE_AWAY
 from prefect_raybatch.storage import Store, open_store
 
 _LAST = (PLAN, SUCCESS, PRUNED)  # in that order
 _AT_ONCE = 1000  # files of one delete
+_RETRY_KEY = re.compile(r"(.+)\.r[1-9]\d{0,3}\Z")
 
 
 @dataclass
 class Pruned:
-    """What was removed, or would be: run keys with their bytes; and what stays, with the reason."""
+    """What was removed, or would be: run keys with their bytes, and as a list of runs shows them;
+    and what stays, with the reason."""
 
     output: str
     dry_run: bool
     removed: dict[str, int] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
+    lines: dict[str, RunLine] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
@@ -44,87 +56,140 @@ def prune_runs(
     dry_run: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> Pruned:
-    """Removes the complete runs below `output` but for the newest `keep` of each job.
+    """Remove the complete runs below `output` except for the newest `keep` of each job.
 
     A run and those that retried its failed rows go together, once all of them are complete and
-    finished over `older_than` seconds ago. Never removed are runs that are not complete, and what
-    is not readable. Raises `ConfigError` for `keep` under 1 and the store's errors.
+    finished over `older_than` seconds ago. Of attempts that failed before there was a plan, those
+    go that left nothing but their record and are older than the runs that are kept. Never removed
+    are runs that are not complete, directories that are not readable, and what lies behind a link.
+    Raise `ConfigError` for `keep` under 1, and the store's errors.
     """
     if keep < 1:
         raise ConfigError(f"keep {keep}: at least 1, the newest complete run of each job, stays")
     root = open_store(output, dict(options) if options else None)
+    before = root.now() - older_than
     found = Pruned(root.uri, dry_run)
     lines = lines_of(root)
-    families = _families(lines)
-    newest: dict[str, int] = {}
-    for first, members in families:
+    newest: dict[str, list[RunLine]] = {}
+    for first, members in _families(lines):
         if job is not None and first.job != job:
             continue
-        why = _kept(members, root.now() - older_than)
-        if why is None:
-            newest[first.job] = newest.get(first.job, 0) + 1
-            if newest[first.job] <= keep:
-                why = f"one of the newest {keep} of {first.job}"
-        for line in members:
-            if why is not None:
-                found.kept[line.run_key] = why
-            else:
-                found.removed[line.run_key] = 0
+        reason = _kept(members, before)
+        if reason is None:
+            complete = newest.setdefault(first.job, [])
+            complete.append(first)
+            if len(complete) <= keep:
+                reason = f"one of the newest {keep} of {first.job}"
+        _note(root, found, members, reason)
     for line in lines:
         if line.state == PRUNING and job is None:
-            found.removed[line.run_key] = 0
+            _note(root, found, [line], None)
+        elif line.is_attempt and job in (None, line.job):
+            runs_kept = newest.get(line.job, [])[:keep]
+            _note(root, found, [line], _attempt_kept(root, line, runs_kept, before))
     # The runs that retry others first: a family without its first run would not be readable.
     firsts = {line.run_key for line in lines if line.parent is None}
-    for key in sorted(found.removed, key=lambda key: (key in firsts, key)):
-        found.removed[key] = _remove(root, key, dry_run)
+    order = sorted(found.removed, key=lambda key: (key in firsts, key))
+    found.removed = {key: found.removed[key] for key in order}
+    if not dry_run:
+        for key in found.removed:
+            if found.lines[key].is_attempt:
+                root.delete([f"{key}/{LAST_ATTEMPT}"])
+            else:
+                _remove(root, key)
     return found
 
 
+def _note(root: Store, found: Pruned, members: list[RunLine], reason: str | None) -> None:
+    """Note that a family stays for this reason, or goes where there is none and all its files can
+    be listed."""
+    sizes: dict[str, int] = {}
+    if reason is None:
+        try:
+            sizes = {line.run_key: _size(root.sub(line.run_key)) for line in members}
+        except STORE_AWAY:
+            raise
+        except StoreError as error:
+            reason = f"its files cannot be listed: {error}"
+    for line in members:
+        if reason is not None:
+            found.kept[line.run_key] = reason
+        else:
+            found.removed[line.run_key] = sizes[line.run_key]
+            found.lines[line.run_key] = line
+
+
 def _families(lines: list[RunLine]) -> list[tuple[RunLine, list[RunLine]]]:
-    """(the run that read the input, it and its descendants), newest first."""
-    by_key = {line.run_key: line for line in lines if line.state != PRUNING}
+    """Return (the run that read the input, it and its descendants), newest first.
+
+    A directory that is not readable belongs to the run that its name says it retries.
+    """
+    by_key = {line.run_key: line for line in lines if line.state != PRUNING and not line.is_attempt}
     found: dict[str, list[RunLine]] = {}
     for line in by_key.values():
         first, seen = line, {line.run_key}
-        while first.parent in by_key and first.parent not in seen:
-            first = by_key[first.parent]
+        while (parent := _parent(first)) in by_key and parent not in seen:
+            first = by_key[parent]
             seen.add(first.run_key)
         found.setdefault(first.run_key, []).append(line)
     return [(by_key[key], members) for key, members in found.items()]
 
 
+def _parent(line: RunLine) -> str:
+    """Return the key of the run that a run retries; "" for none."""
+    match = _RETRY_KEY.match(line.run_key) if line.state == DAMAGED else None
+    return line.parent or (match[1] if match else "")
+
+
 def _kept(members: list[RunLine], before: float) -> str | None:
-    """Why none of a family goes, whatever its age; None where it may."""
+    """Return why no run of a family goes, whatever its age; None where it may."""
     for line in members:
         if line.state != COMPLETED:
-            return f"{line.run_key} is {line.state}"
+            return f"{line.run_key} is {line.state}" + (f": {line.trouble}" * bool(line.trouble))
     latest = max(line.finished or line.created or 0.0 for line in members)
     return "younger than asked for" if latest > before else None
 
 
-def _remove(root: Store, key: str, dry_run: bool) -> int:
-    """Removes a run directory; its bytes. By the root's store, so that its folder goes too."""
-    store, size = root.sub(key), 0
-    if not dry_run:
-        store.put_if_absent(PRUNED, dump({"pruned": store.now()}))
-    for names, some in _batches(store):
-        size += some
-        if not dry_run:
-            root.delete(f"{key}/{name}" for name in names)
-    if not dry_run:
-        for path in _LAST:  # one after the other, each gone before the next
-            root.delete([f"{key}/{path}"])
-    return size
+def _attempt_kept(
+    root: Store, line: RunLine, runs_kept: list[RunLine], before: float
+) -> str | None:
+    """Return why the record of an attempt without a plan stays; None where it may go.
+
+    Other files of such a directory stay, since whoever plans the run now may be using them.
+    """
+    if line.finished is None:
+        return "its planning has not ended, as far as is known"
+    if line.finished > before:
+        return "younger than asked for"
+    oldest = min((run.finished or 0.0 for run in runs_kept), default=0.0)
+    if line.finished > oldest:
+        return "no run that is kept has finished since it failed"
+    if {info.path for info in root.sub(line.run_key).list()} != {LAST_ATTEMPT}:
+        return "it left more than its record; run it again under this key, or delete the folder"
+    return None
 
 
-def _batches(store: Store) -> Iterator[tuple[list[str], int]]:
+def _size(store: Store) -> int:
+    """Return the bytes that a run directory takes, its mark excepted."""
+    return sum(info.size for info in store.list() if info.path != PRUNED)
+
+
+def _remove(root: Store, key: str) -> None:
+    """Remove a run directory. By the root's store, so that its folder goes too."""
+    store = root.sub(key)
+    store.put_if_absent(PRUNED, dump({"pruned": store.now()}))
+    for names in _batches(store):
+        root.delete(f"{key}/{name}" for name in names)
+    for path in _LAST:  # one after the other, each gone before the next
+        root.delete([f"{key}/{path}"])
+
+
+def _batches(store: Store) -> Iterator[list[str]]:
     names: list[str] = []
-    size = 0
     for info in list(store.list()):
-        size += info.size if info.path != PRUNED else 0
         if info.path not in _LAST:
             names.append(info.path)
         if len(names) == _AT_ONCE:
-            yield names, size
-            names, size = [], 0
-    yield names, size
+            yield names
+            names = []
+    yield names

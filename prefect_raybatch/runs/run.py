@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import logging
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -10,7 +11,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time
 from typing import Any
 
-from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.errors import (
+    CorruptRun,
+    CredentialsUnusable,
+    RayBatchError,
+    StoreUnavailable,
+)
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import NAME, check_run_key
 from prefect_raybatch.job.output import Output
@@ -29,6 +35,10 @@ from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.same_job import same_job
 from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.storage import Store, join, open_store
+
+log = logging.getLogger(__name__)
+
+STORE_AWAY = (StoreUnavailable, CredentialsUnusable)  # of the whole store, not of one directory
 
 
 @dataclass(frozen=True)
@@ -67,11 +77,16 @@ def default_run_key(job: BatchJob | Resolved, scheduled: datetime | None = None)
         ledger = Ledger(root.sub(key))
         try:
             plan = ledger.load_plan()
-            if plan is None or not same_job(plan, resolved.fingerprint, resolved.parts):
+            if plan is None or plan.run_key != key:  # none, or another run's copy
+                continue
+            if not same_job(plan, resolved.fingerprint, resolved.parts):
                 continue
             if ledger.finished(plan) is not None:
                 continue
-        except CorruptRun:  # another format, or not ours: nothing to continue
+        except STORE_AWAY:
+            raise
+        except RayBatchError as error:  # another format, not ours, or not readable
+            log.warning("not looked at, whether it is to be continued: %s: %s", key, error)
             continue
         unfinished.append((plan.created, key))
     if unfinished:

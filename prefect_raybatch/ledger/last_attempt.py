@@ -1,0 +1,85 @@
+"""The last attempt at a run, recorded from before its plan to its end: for people, never for
+correctness. A directory that holds such a record and no plan is no run."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import asdict, dataclass
+from typing import ClassVar
+
+from pydantic import TypeAdapter
+
+from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.ledger.layout import LAST_ATTEMPT
+from prefect_raybatch.ledger.record_files import put_record, read_record
+from prefect_raybatch.ledger.records import dump
+from prefect_raybatch.ledger.strict import STRICT, Number, read_json
+from prefect_raybatch.storage import Store
+from prefect_raybatch.words import storable
+
+log = logging.getLogger(__name__)
+
+FAILED, STOPPED, DRAINED = "failed", "stopped", "drained"  # how an attempt ended
+MESSAGE_KEPT, COMMAND_KEPT = 1000, 4000  # characters
+RECORD_SECONDS = 5.0  # the longest that a remote store is asked to take the record
+
+
+@dataclass(frozen=True)
+class LastAttempt:
+    """An attempt at the run `run_key` of `job`. `phase` is what it was doing last: planning,
+    inference, finalizing or publishing. `started` and `ended` are in seconds since 1970; `ended`
+    is None while it works, and for one that was killed. `command` runs it again."""
+
+    __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
+
+    run_key: str
+    job: str
+    phase: str
+    started: Number
+    by: str
+    pid: int
+    ended: Number | None = None
+    outcome: str = ""
+    error: str = ""
+    message: str = ""
+    command: str = ""
+
+    @property
+    def failure(self) -> str:
+        """Why it failed, in a line; "" for one that did not."""
+        if self.outcome != FAILED:
+            return ""
+        return f"{self.phase}: {self.error}: {self.message}"
+
+    def put(self, store: Store) -> None:
+        """Write the record in place of an earlier attempt's. A store that does not take it is
+        logged: the attempt's own error is what counts."""
+        try:
+            put_record(not_waiting(store), LAST_ATTEMPT, dump(asdict(self)))
+        except RayBatchError as error:
+            log.warning("the attempt is not recorded in %s: %s", store.uri, error)
+
+
+_ATTEMPT = TypeAdapter(LastAttempt)
+
+
+def not_waiting(store: Store) -> Store:
+    """Return the store as the record is read and written: a remote one is not asked for long."""
+    made = copy.copy(store)
+    made.retry_seconds = min(store.retry_seconds, RECORD_SECONDS)
+    return made
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text in one line, of at most `most` characters, that every store and page takes."""
+    text = storable(" ".join(text.split()))
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def read_last_attempt(store: Store) -> LastAttempt | None:
+    """Return the record, or None where there is none. Raise `CorruptRun` if it is malformed."""
+    try:
+        return read_json(_ATTEMPT, read_record(store, LAST_ATTEMPT), LAST_ATTEMPT)
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,249 @@
+"""Record how an attempt at a run went, also where it fails before there is a plan."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from prefect_raybatch.errors import ConfigError, JobStopped, PlanMismatch, RayBatchError, RunDrained
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.checks import NAME, check_uri
+from prefect_raybatch.job.run_words import date_of_key, filled_uri, today
+from prefect_raybatch.job.secrets import (
+    ARGUMENT,
+    MASK,
+    SECRET_WORD,
+    hide_users,
+    is_masked,
+    safe_option,
+)
+from prefect_raybatch.ledger.last_attempt import (
+    COMMAND_KEPT,
+    DRAINED,
+    FAILED,
+    MESSAGE_KEPT,
+    STOPPED,
+    LastAttempt,
+    not_waiting,
+    read_last_attempt,
+    shortened,
+)
+from prefect_raybatch.ledger.layout import PRUNED, SUCCESS
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.runs.run import who
+from prefect_raybatch.storage import Store, join, open_store
+
+log = logging.getLogger(__name__)
+
+PLANNING, INFERENCE, FINALIZING, PUBLISHING = "planning", "inference", "finalizing", "publishing"
+SHORTEST_SECRET = 4  # characters; shorter texts stand in words
+UNNAMED = "job"  # a job whose file does not say its name
+
+_command: ContextVar[str] = ContextVar("command", default="")
+
+
+@contextmanager
+def typed_command(words: Sequence[str]) -> Iterator[None]:
+    """Record attempts in the block with the command `words`, values of secret fields masked."""
+    token = _command.set(shlex.join(without_secrets(words)))
+    try:
+        yield
+    finally:
+        _command.reset(token)
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """Return the words of a command, with the value of each `FIELD=VALUE` masked that may be a
+    key."""
+    shown = []
+    for word in words:
+        field, equals, _ = word.partition("=")
+        *groups, name = field.lstrip("-").split(".")
+        secret = (
+            (
+                {"options", "env", "env_vars", "headers", "catalog"} & set(groups)
+                and not safe_option(name)
+            )
+            or ARGUMENT.search(name)
+            or SECRET_WORD.search(name)
+            or re.search(r"(^|[.-])(options|env|env_vars|headers|catalog)$", field)
+        )
+        shown.append(f"{field}={MASK}" if equals and secret else str(hide_users(word)))
+    return shown
+
+
+@contextmanager
+def recorded_attempt(
+    store: Store, job: BatchJob, run_key: str, phase: str, begin: bool = True
+) -> Iterator[None]:
+    """Record an attempt at the run in `store` when the block begins, and its end if it raises.
+
+    `begin=False` records only the end of a block that raises. A run that is complete keeps the
+    record it has.
+    """
+    started = time.time()
+    made = LastAttempt(run_key, job.name, phase, round(started, 3), who(), os.getpid())
+    if begin:
+        made.put(store)
+    try:
+        yield
+    except BaseException as error:
+        record_end(store, made, error, job)
+        raise
+
+
+def record_end(
+    store: Store, attempt: LastAttempt, error: BaseException, job: BatchJob | None = None
+) -> None:
+    """Record that an attempt ended with `error`, unless the run is complete, is another job's, or
+    another process has begun a later attempt."""
+    store = not_waiting(store)
+    try:
+        if isinstance(error, PlanMismatch) and _is_of_another(store, attempt.job):
+            return
+        if store.holds(SUCCESS) or store.holds(PRUNED):
+            return
+        there = read_last_attempt(store)
+    except RayBatchError as fault:
+        log.warning("the end of the attempt is not recorded in %s: %s", store.uri, fault)
+        return
+    ours = (attempt.by, attempt.pid)
+    if there is not None and there.ended is None and there.started > attempt.started:
+        if (there.by, there.pid) != ours:
+            return
+        attempt = there
+    text = getattr(error, "plain", None) or str(error)
+    secrets = secrets_of(job) if job is not None else ()
+    command = _command.get()
+    if command and " --run-key" not in command and command.startswith("raybatch run "):
+        command = f"{command} --run-key {shlex.quote(attempt.run_key)}"
+    replace(
+        attempt,
+        ended=round(time.time(), 3),
+        outcome=outcome_of(error),
+        error=type(error).__name__,
+        message=shortened(_masked(text, secrets), MESSAGE_KEPT),
+        command=shortened(_masked(command, secrets), COMMAND_KEPT),
+    ).put(store)
+
+
+def outcome_of(error: BaseException) -> str:
+    """Return how an attempt ended that raised `error`."""
+    if isinstance(error, RunDrained):
+        return DRAINED
+    return STOPPED if isinstance(error, JobStopped) or not isinstance(error, Exception) else FAILED
+
+
+def record_unplanned(
+    job: BatchJob, run_key: str | None, error: BaseException
+) -> tuple[Store, str] | None:
+    """Record an attempt that failed before its run directory was known, and return that directory
+    and its key. Without a run key it is named as a run of this second would be."""
+    key = run_key or key_of_now(job.name)
+    try:
+        uri = filled_uri(job.output.uri, key, date_of_key(key) or today())
+        return _record_unplanned(
+            uri, job.output.options or None, job.source.uris, job.name, key, error, job
+        )
+    except RayBatchError as fault:
+        log.warning("the failed attempt is not recorded: %s", fault)
+        return None
+
+
+def record_bad_job(value: Mapping[str, Any], run_key: str | None, error: BaseException) -> None:
+    """Record an attempt whose job is no valid one: `value` is what its file holds. Nothing is
+    recorded where that does not say where the runs are."""
+    output, source = value.get("output"), value.get("source")
+    uri = output.get("uri") if isinstance(output, Mapping) else None
+    name = value.get("name")
+    if not isinstance(output, Mapping) or not isinstance(uri, str):
+        return
+    name = name if isinstance(name, str) and NAME.match(name) else UNNAMED
+    options = output.get("options")
+    inputs = source.get("uri") if isinstance(source, Mapping) else None
+    uris = [inputs] if isinstance(inputs, str) else inputs if isinstance(inputs, list) else []
+    try:
+        key = run_key if run_key and NAME.match(run_key) else key_of_now(name)
+        place = filled_uri(check_uri(uri), key, date_of_key(key) or today())
+        given = dict(options) if isinstance(options, Mapping) and options else None
+        texts = [one for one in uris if isinstance(one, str)]
+        _record_unplanned(place, given, texts, name, key, error)
+    except (ValueError, RayBatchError) as fault:
+        log.warning("the failed attempt is not recorded: %s", fault)
+
+
+def key_of_now(name: str) -> str:
+    """Return the key of a run that begins this second."""
+    return f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+
+
+def record_command(store: Store, command: str) -> None:
+    """Add the command that continues the run to the record of a failed attempt that has none."""
+    store = not_waiting(store)
+    try:
+        found = read_last_attempt(store)
+    except RayBatchError as fault:
+        log.warning("the command is not recorded in %s: %s", store.uri, fault)
+        return
+    if found is not None and found.outcome == FAILED and not found.command:
+        text = shlex.join(without_secrets(shlex.split(command)))
+        replace(found, command=shortened(text, COMMAND_KEPT)).put(store)
+
+
+def secrets_of(job: BatchJob) -> list[str]:
+    """Return the texts in a job that are not shown to others, the longest first."""
+    found: set[str] = set()
+    _collect(job.to_dict(), job.model_dump(mode="json", by_alias=True), found)
+    return sorted(found, key=len, reverse=True)
+
+
+def _collect(clear: object, shown: object, found: set[str]) -> None:
+    if isinstance(clear, Mapping):
+        for name, inner in clear.items():
+            _collect(inner, shown.get(name) if isinstance(shown, Mapping) else shown, found)
+    elif isinstance(clear, list):
+        pairs = shown if isinstance(shown, list) else [shown] * len(clear)
+        for one, other in zip(clear, pairs, strict=False):
+            _collect(one, other, found)
+    elif is_masked(shown) and isinstance(clear, str) and len(clear) >= SHORTEST_SECRET:
+        found.add(clear)
+
+
+def _masked(text: str, secrets: Sequence[str]) -> str:
+    for secret in secrets:
+        text = text.replace(secret, MASK)
+    return str(hide_users(text))
+
+
+def _record_unplanned(
+    output: str,
+    options: Mapping[str, Any] | None,
+    inputs: Sequence[str],
+    name: str,
+    key: str,
+    error: BaseException,
+    job: BatchJob | None = None,
+) -> tuple[Store, str]:
+    from prefect_raybatch.source import reaches
+
+    for uri in inputs:  # a record there would be read as input
+        if reaches(uri, output):
+            raise ConfigError(f"{output} lies inside the input {uri}")
+    store = open_store(join(output, key), dict(options) if options else None)
+    attempt = LastAttempt(key, name, PLANNING, round(time.time(), 3), who(), os.getpid())
+    record_end(store, attempt, error, job)
+    return store, key
+
+
+def _is_of_another(store: Store, job: str) -> bool:
+    plan = Ledger(store).load_plan()
+    return plan is not None and plan.job_name != job
