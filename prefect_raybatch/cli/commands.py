@@ -48,6 +48,7 @@ from prefect_raybatch.report.report import published_text
 from prefect_raybatch.runs.attempts import record_bad_job, typed_command
 from prefect_raybatch.runs.dry_run import dry_run as dry_run_of
 from prefect_raybatch.runs.finalize_run import html_page
+from prefect_raybatch.runs.run import complete_before
 from prefect_raybatch.runs.status import report_of
 from prefect_raybatch.runs.status import status as status_of
 
@@ -245,6 +246,8 @@ def run(
     )
     if as_json:
         print_json(report.to_dict())
+        if not fresh:
+            err.print(complete_before(report), markup=False)
     else:
         show_report(report, fresh, page=fresh and prefect)
 

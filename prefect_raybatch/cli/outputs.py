@@ -169,6 +169,10 @@ def runs(
     for line in lines:
         if line.trouble:
             out.print(f"{line.run_key}: {line.trouble}", markup=False)
+        if line.failure:
+            out.print(f"{line.run_key} failed: {line.failure}", markup=False)
+        if line.command:
+            out.print(f"  {line.command}", markup=False)
 
 
 @outputs.command()
@@ -210,7 +214,7 @@ def _shown(line: RunLine, now: float) -> dict[str, str]:
         "run": line.run_key,
         "job": line.job or DASH,
         "state": line.state if line.finished or not share else f"{line.state} {share:.0%}",
-        "rows": f"{line.rows:,}" if line.job else DASH,
+        "rows": f"{line.rows:,}" if line.job and line.has_plan else DASH,
         "good": DASH if line.good is None else f"{line.good:,}",
         "in quarantine": DASH if line.quarantined is None else f"{line.quarantined:,}",
         "begun": DASH if age is None else f"{duration(max(0.0, age))} ago",
@@ -224,38 +228,38 @@ def prune(
     job: OfJob = None,
     older_than: Annotated[str, typer.Option(help="Leave younger ones: 12h, 30d.")] = "0s",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove what is shown without it.")] = False,
     as_json: Json = False,
 ) -> None:
     """Remove old complete runs, with the runs that retried their failed rows.
 
-    Runs that are not complete are never removed, nor is what was published elsewhere.
+    Without --yes it shows what it would remove, and removes nothing. Runs that are not complete
+    or not readable are never removed, nor is what was published elsewhere.
     """
     from prefect_raybatch.runs import prune as pruning
 
     age = seconds_of(older_than)
     need_output(output)
-    found = pruning.prune_runs(output, keep, job=job, older_than=age, dry_run=True)
-    if found.removed and not dry_run:
-        if not yes:
-            if as_json or not sys.stdin.isatty():
-                raise ConfigError(
-                    f"prune would remove {counted(len(found.removed), 'run')}; add --yes, or look "
-                    "with --dry-run"
-                )
-            _show_pruned(found)
-            typer.confirm("Remove them for good?", abort=True, err=True)
-        found = pruning.prune_runs(output, keep, job=job, older_than=age)
+    only_show = dry_run or not yes
+    found = pruning.prune_runs(output, keep, job=job, older_than=age, dry_run=only_show)
     if as_json:
         print_json({**asdict(found), "bytes": found.bytes})
-        return
-    _show_pruned(found)
+    else:
+        _show_pruned(found)
+    if found.removed and only_show and not dry_run:
+        raise ConfigError(
+            f"nothing was removed: add --yes to remove {counted(len(found.removed), 'run')}"
+        )
 
 
 def _show_pruned(found: Pruned) -> None:
     verb = "would remove" if found.dry_run else "removed"
     for key, size in found.removed.items():
-        out.print(f"{verb} {key} ({size / 2**20:,.1f} MiB)", markup=False)
+        line = found.lines[key]
+        rows = counted(line.rows, "row") if line.has_plan and line.job else line.state
+        when = line.finished or line.created
+        day = f", {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(when))}" if when else ""
+        out.print(f"{verb} {key} ({rows}, {size / 2**20:,.1f} MiB{day})", markup=False)
     for key, why in found.kept.items():
         out.print(f"kept {key}: {why}", markup=False)
     if not found.removed:

@@ -22,6 +22,7 @@ from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.ledger.layout import DATA_FOLDER, PARTIAL_FOLDER, REPORT_HTML
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import duration, failure_table, published_text, stage_table
+from prefect_raybatch.runs.run import complete_before
 from prefect_raybatch.words import are, counted, money
 
 if TYPE_CHECKING:
@@ -239,8 +240,6 @@ def print_prompt(where: str, tokens: int, text: str) -> None:
 
 def show_report(report: RunReport, fresh: bool, page: bool = False) -> None:
     """`page`: it was made by a flow, which Prefect shows."""
-    if not fresh:
-        out.print(f"run {report.run_key} is finished already; nothing was started.")
     out.print(f"[bold]{report.job}[/] {report.run_key}: {report.state}")
     table = _grid()
     table.add_row(
@@ -272,6 +271,8 @@ def show_report(report: RunReport, fresh: bool, page: bool = False) -> None:
         out.print(f"        [bold]->[/] {escape(one.change)}")
     if page:
         _print_page()
+    if not fresh:
+        out.print(complete_before(report), markup=False)
 
 
 def reused_text(reuse: Mapping[str, float]) -> str:

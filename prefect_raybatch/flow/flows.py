@@ -19,7 +19,7 @@ from pydantic import AwareDatetime, Field
 
 from prefect_raybatch.cluster.connect import end_by_sigterm
 from prefect_raybatch.cluster.early import engines_early
-from prefect_raybatch.driver.driver import DRAINED_TEXT
+from prefect_raybatch.driver.driver import DRAINED_TEXT, Progress
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError, RunDrained
 from prefect_raybatch.flow.artifacts import artifact_key, put
 from prefect_raybatch.flow.failure import COMMAND, explained
@@ -47,7 +47,7 @@ from prefect_raybatch.runs.backfill import (
     summary,
 )
 from prefect_raybatch.runs.retry import Nothing
-from prefect_raybatch.runs.run import Run, begun, default_run_key
+from prefect_raybatch.runs.run import Run, begun, complete_before, default_run_key
 
 
 def titled(title: str) -> Any:
@@ -152,7 +152,7 @@ def batch_inference(
             progress = infer_shards(job, run)
     except RunDrained as drained:
         return cast(RunReport, _ended_drained(drained))
-    return _published(job, run, finalize_run(job, run, progress))
+    return _ended(job, run, progress)
 
 
 @contextmanager
@@ -218,7 +218,7 @@ def retry_failed(
         progress = infer_shards(planned.job, planned.run)
     except RunDrained as drained:
         return cast(RunReport, _ended_drained(drained))
-    return _published(planned.job, planned.run, finalize_run(planned.job, planned.run, progress))
+    return _ended(planned.job, planned.run, progress)
 
 
 def _ended_drained(drained: RunDrained) -> Any:
@@ -238,9 +238,15 @@ def called(made: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
         raise
 
 
-def _published(job: BatchJob, run: Run, report: RunReport) -> RunReport:
-    """The flow is completed once the result is published to all that the job names."""
-    return publish_run(job, run) if job.output.publish else report
+def _ended(job: BatchJob, run: Run, progress: Progress) -> RunReport:
+    """Finalize the run and publish it to all that the job names; return its report. The state of a
+    run that was complete before says so."""
+    report = finalize_run(job, run, progress)
+    if job.output.publish:
+        report = publish_run(job, run)
+    if not run.finished:
+        return report
+    return cast(RunReport, Completed(message=complete_before(run), data=report))
 
 
 @flow(name="backfill", flow_run_name="backfill {job.name} {first} {last}", persist_result=False)

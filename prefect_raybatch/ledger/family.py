@@ -6,6 +6,7 @@ are its key with `.r1`, `.r2`, ... whichever of them they are a child of, and `P
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import no_run
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
-from prefect_raybatch.storage import Store, join, open_store
+from prefect_raybatch.storage import Store, is_remote, join, open_store
 
 MOST_CHILDREN = 9999  # children of a root; a longer number in a folder's name is not one of ours
 
@@ -54,11 +55,21 @@ class Family:
 
 
 def place(run_dir: str, options: dict[str, Any] | None = None) -> tuple[Store, str]:
-    """(store of the output root, run key) of a run directory; `ConfigError` for no such name."""
-    root, _, key = join(run_dir).rpartition("/")
+    """(store of the output root, run key) of a run directory; `ConfigError` for no such name.
+
+    What is written beside a run that a link names lies beside the run that it leads to.
+    """
+    uri = without_link(run_dir)
+    root, _, key = uri.rpartition("/")
     if not root or root.endswith(":/"):
         raise ConfigError(f"{run_dir!r} is no run directory: it has no folder around it")
     return open_store(root, options), check_run_key(key)
+
+
+def without_link(run_dir: str) -> str:
+    """Return the URI of a run directory; of a link to one, the directory that it leads to."""
+    uri = join(run_dir)
+    return os.path.realpath(uri) if not is_remote(uri) and os.path.islink(uri) else uri
 
 
 def load_family(root: Store, key: str) -> Family:
@@ -129,12 +140,17 @@ def _member(root: Store, key: str) -> Member | None:
     plan = ledger.load_plan()
     if plan is None:
         return None
-    if plan.run_key != key:
+    check_named(ledger, plan)
+    return Member(key, ledger, plan, ledger.finished(plan))
+
+
+def check_named(ledger: Ledger, plan: Plan) -> None:
+    """Raise `CorruptRun` unless the run directory is called by its run key."""
+    if plan.run_key != ledger.store.uri.rpartition("/")[2]:
         raise CorruptRun(
             f"{ledger.store.uri} was made as run {plan.run_key!r}; rename the folder back, since "
             "runs that belong together find each other by their names"
         )
-    return Member(key, ledger, plan, ledger.finished(plan))
 
 
 def _highest_listed(root: Store, base: str) -> int:

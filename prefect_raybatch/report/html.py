@@ -57,6 +57,7 @@ def nights_html(pages: Sequence[NightsPage], made: str = "") -> str:
         nights=[nights.night_rows(page) for page in pages],
         answers=[nights.answers_table(page) for page in pages],
         plots=[Markup(picture) if picture else "" for picture in drawn],
+        failures=[nights.failures(page) for page in pages],
         notes=[nights.unread(page) for page in pages],
     )
 

@@ -19,7 +19,8 @@ LABELS_SHOWN = 8  # of the commonest, in the table of answers
 class NightLine:
     """A run of a job as the page shows it; `began` in seconds since 1970. What is not known, as of
     a run that is not completed, is None. `shifts`: how its answers differ from the completed run
-    before it. `trouble` says what is wrong with a run that cannot be read."""
+    before it. `trouble` says what is wrong with a run that cannot be read, `failure` why the last
+    attempt at it failed, and `command` runs it again."""
 
     run_key: str
     run: str
@@ -35,6 +36,8 @@ class NightLine:
     answers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     shifts: tuple[Shift, ...] = ()
     trouble: str = ""
+    failure: str = ""
+    command: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,8 +131,9 @@ def nights_markdown(page: NightsPage, plots: bool = True) -> str:
         lines += ["", f"![Nights]({data_uri(picture)})"]
     if answers := answers_table(page):
         lines += ["", "## Answers", "", *table_lines(answers)]
-    notes = [f"- {_harmless(f'{key}: {why}')}" for key, why in unread(page)]
-    lines += ["", "## Not readable", "", *notes] if notes else []
+    for title, pairs in (("Failed", failures(page)), ("Not readable", unread(page))):
+        notes = [f"- {_harmless(f'{key}: {why}')}" for key, why in pairs]
+        lines += ["", f"## {title}", "", *notes] if notes else []
     return "\n".join(lines) + "\n"
 
 
@@ -144,7 +148,18 @@ def headlines(page: NightsPage) -> list[str]:
     if night is None:
         return []
     found = [] if night.state == "completed" else [f"{night.run_key} is {night.state}"]
+    if night.failure:
+        found = [f"{night.run_key} failed: {night.failure}"]
     return found + [f"{night.run_key}: {shift.line()}" for shift in night.shifts]
+
+
+def failures(page: NightsPage) -> list[tuple[str, str]]:
+    """Return (run key, why its last attempt failed and the command that runs it again)."""
+    return [
+        (night.run_key, f"{night.failure}; {night.command}" if night.command else night.failure)
+        for night in page.nights
+        if night.failure
+    ]
 
 
 def unread(page: NightsPage) -> list[tuple[str, str]]:

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from prefect_raybatch.errors import RayBatchError, StoreError
+from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.run_words import dated_parts
 from prefect_raybatch.report.answers import shifts
 from prefect_raybatch.report.nights import NightLine, NightsPage
 from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.listing import COMPLETED, DAMAGED, RunLine, list_runs, run_age
+from prefect_raybatch.runs.run import STORE_AWAY
 from prefect_raybatch.storage import join, open_store
 
 NIGHTS_SHOWN = 14
@@ -79,12 +80,14 @@ def _compared(nights: list[NightLine]) -> tuple[NightLine, ...]:
 
 def _night(line: RunLine, options: Mapping[str, Any] | None) -> NightLine:
     share = line.committed / line.shards if line.shards else None
-    night = NightLine(line.run_key, line.run, line.state, line.created, line.rows, share)
+    rows = line.rows if line.has_plan else None
+    night = NightLine(line.run_key, line.run, line.state, line.created, rows, share)
+    night = replace(night, failure=line.failure, command=line.command)
     if line.state != COMPLETED:
         return night
     try:
         report = load_report(open_store(line.run, dict(options) if options else None))
-    except StoreError:
+    except STORE_AWAY:
         raise
     except RayBatchError as error:
         return replace(

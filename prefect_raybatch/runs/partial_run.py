@@ -12,6 +12,7 @@ from typing import Any
 from prefect_raybatch.errors import ConfigError, CorruptRun, IncompleteRun
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.accepted import all_accepted
+from prefect_raybatch.ledger.family import without_link
 from prefect_raybatch.ledger.layout import partial_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
@@ -54,7 +55,7 @@ def finalize_partial(
     from prefect_raybatch.result.finalize import finalize_committed
     from prefect_raybatch.result.survey import survey_committed
 
-    store = open_store(run_dir, dict(options) if options else None)
+    store = open_store(without_link(run_dir), dict(options) if options else None)
     ledger = Ledger(store)
     plan = need_plan(ledger)
     _check_open(ledger, plan)
@@ -139,7 +140,7 @@ def finalize_whole(run_dir: str, job: BatchJob | None = None) -> RunReport:
     `job` says how to reach the store and on which cluster a large result is written, by default
     the run's own. Raises `IncompleteRun` while shards are missing, and as `finalize_run`.
     """
-    store = open_store(run_dir, (job.output.options if job else None) or None)
+    store = open_store(without_link(run_dir), (job.output.options if job else None) or None)
     ledger = Ledger(store)
     plan = need_plan(ledger)
     job = job or BatchJob.from_dict(plan.job, "plan.json")

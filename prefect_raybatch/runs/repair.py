@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
-from prefect_raybatch.ledger.family import Member, place
+from prefect_raybatch.ledger.family import Member, check_named, place
 from prefect_raybatch.ledger.forks import fork_key, forked, supersede
 from prefect_raybatch.ledger.increments import Increment, asks_ledger, begin_asks, increment_of
 from prefect_raybatch.ledger.layout import OUTPUT_SCHEMA, PUBLISHED, PUBLISHED_NAME, piece_path
@@ -70,6 +70,7 @@ def repair_run(run_dir: str, options: dict[str, Any] | None = None) -> Repaired:
     root, key = place(run_dir, options)
     old = Ledger(root.sub(key))
     plan = need_plan(old)
+    check_named(old, plan)
     _check_alone(plan, old.store.uri)
     member = Member(key, old, plan, read_success(old.store, plan))
     increment = increment_of(plan)

@@ -34,6 +34,7 @@ from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.same_job import same_job
 from prefect_raybatch.plan.resolved import Resolved, resolve
+from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.storage import Store, join, open_store
 
 log = logging.getLogger(__name__)
@@ -116,6 +117,15 @@ def begun(
     if when is None and scheduled is not None:
         when = scheduled.astimezone(UTC).date()
     return with_run_words(job, key, when), key
+
+
+def complete_before(run: Run | RunReport) -> str:
+    """Return what is said of a run that had nothing left to do."""
+    key, uri = run.run_key, run.uri if isinstance(run, Run) else run.run
+    return (
+        f"run {key} was complete before: nothing was started, and these are its earlier answers, "
+        f"in {uri}. For new answers give another run key"
+    )
 
 
 PARTIAL_STATE = "partial"  # of a partial result; its run is what `state_name` says

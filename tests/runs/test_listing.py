@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.retries import FAILED, first_run, retried
 from s3server import S3Server
 
 from prefect_raybatch import open_run
-from prefect_raybatch.errors import ConfigError, NoSuchRun
+from prefect_raybatch.cli.commands import main
+from prefect_raybatch.errors import (
+    ConfigError,
+    CorruptRun,
+    NoSuchRun,
+    StoreError,
+    StoreUnavailable,
+)
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.family import place
 from prefect_raybatch.ledger.layout import PLAN, PRUNED, SUCCESS
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.plan.resolved import Resolved
+from prefect_raybatch.result.reap import reap
+from prefect_raybatch.result.verify_chain import verify_chain
 from prefect_raybatch.runs.listing import latest_complete, list_runs
+from prefect_raybatch.runs.nights import nights_of
+from prefect_raybatch.runs.partial_run import finalize_whole
 from prefect_raybatch.runs.prune import prune_runs
+from prefect_raybatch.runs.repair import repair_run
+from prefect_raybatch.runs.run import default_run_key
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.storage.local import LocalStore
 
@@ -92,7 +113,10 @@ def test_young_runs_and_other_jobs_stay(out):
         prune_runs(str(out), 0)
 
 
-@pytest.mark.parametrize("calls", range(1, 8))
+CALLS = 15  # puts and deletes of a prune of three runs: a mark, the files, and the last three
+
+
+@pytest.mark.parametrize("calls", range(1, CALLS))
 def test_cut_off_anywhere_it_never_looks_unfinished_and_the_next_call_ends_it(
     out, calls, monkeypatch
 ):
@@ -119,10 +143,160 @@ def test_cut_off_anywhere_it_never_looks_unfinished_and_the_next_call_ends_it(
             prune_runs(str(out), 1)
     states = {line.run_key: line.state for line in list_runs(str(out))}
     assert [key for key, state in states.items() if state == "unfinished"] == ["open"]
-    for key in ("one", "two"):  # a plan without _SUCCESS would be resumed
+    for key in ("one", "one.r1", "two"):  # a plan without _SUCCESS would be resumed
         assert not (out / key / PLAN).exists() or (out / key / SUCCESS).exists()
     prune_runs(str(out), 1)
     assert sorted(path.name for path in out.iterdir()) == ["notes", "open", "other", "three"]
+
+
+def tree(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def test_a_linked_folder_is_no_run(out):
+    (out / "latest").symlink_to("three")
+    keys = {line.run_key for line in list_runs(str(out))}
+    assert keys == {"one", "one.r1", "two", "three", "open", "other"}
+    assert latest_complete(str(out), job="nightly").run_key == "three"
+    found = prune_runs(str(out), 1)
+    assert set(found.removed) == {"one", "one.r1", "two"} and "three" in found.kept
+    assert (out / "latest" / SUCCESS).exists() and (out / "latest").is_symlink()
+
+
+@pytest.mark.parametrize("name", ["three", "linked"])
+def test_nothing_is_written_through_a_link_to_another_folder(out, tmp_path, name):
+    """Also where the link is called by the key of the run that it leads to."""
+    shutil.copytree(out, tmp_path / "else")
+    if name == "three":
+        shutil.rmtree(out / "three")
+    (out / name).symlink_to(tmp_path / "else/three")
+    before = tree(tmp_path / "else")
+    prune_runs(str(out), 1)
+    assert tree(tmp_path / "else") == before
+    assert (out / "three" / SUCCESS).exists() or (out / "two" / SUCCESS).exists()
+    assert "three" in prune_runs(str(tmp_path / "else"), 1).kept
+
+
+def test_renamed_and_copied_runs_are_named_never_removed_and_count_for_nothing(out):
+    shutil.copytree(out / "three", out / "copy")
+    shutil.copytree(out / "one", out / "a-copy")
+    (out / "two").rename(out / "renamed")
+    (out / "a-copy" / PRUNED).write_bytes(b"{}")
+    by_key = {line.run_key: line for line in list_runs(str(out))}
+    for key, made in (("copy", "three"), ("a-copy", "one"), ("renamed", "two")):
+        assert by_key[key].state == "not readable"
+        assert f"was made as run {made!r}" in by_key[key].trouble
+    found = prune_runs(str(out), 1)
+    assert set(found.removed) == {"one", "one.r1"}
+    assert "made as run 'two'" in found.kept["renamed"]
+    assert {"copy", "a-copy", "renamed", "three"} < {path.name for path in out.iterdir()}
+
+
+def test_a_copied_unfinished_run_is_not_continued_in_place_of_its_original(out):
+    shutil.copytree(out / "open", out / "zzz")
+    plan = Ledger(open_store(str(out / "open"))).load_plan()
+    job = BatchJob.from_dict({**plan.job, "output": {**plan.job["output"], "uri": str(out)}})
+    resolved = Resolved.of(job, plan.model)
+    found = replace(resolved, fingerprint=plan.fingerprint, parts=plan.parts)
+    assert default_run_key(found) == "open"
+
+
+BROKEN: dict[str, Callable[[Path], object]] = {
+    "no plan that is readable": lambda run: (run / PLAN).write_text("{"),
+    "a plan that is too large": lambda run: os.truncate(run / PLAN, 65 << 20),
+    "another format": lambda run: (run / PLAN).write_text('{"format": 99}'),
+    "a _SUCCESS of another plan": lambda run: (run / SUCCESS).write_text("{}"),
+    "a plan that leads round": lambda run: round_in_circles(run / PLAN),
+    "a _SUCCESS that leads round": lambda run: round_in_circles(run / SUCCESS),
+}
+
+
+def round_in_circles(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize("key", ["two", "one.r1"])
+def test_one_directory_that_is_not_readable_stops_nothing(out, key, what, capsys):
+    BROKEN[what](out / key)
+    (line,) = [line for line in list_runs(str(out)) if line.run_key == key]
+    assert line.state == "not readable" and line.trouble
+    (page,) = nights_of(str(out), job="nightly")
+    assert page.unreadable[key] == line.trouble
+    found = prune_runs(str(out), 1)
+    assert key in found.kept and (out / key).exists()
+    assert ("one" in found.removed) is (key != "one.r1"), "a run stays with its retry"
+    for command in ("runs", "nights"):
+        with pytest.raises(SystemExit) as ended:
+            main([command, str(out)])
+        assert not ended.value.code and key in capsys.readouterr().out
+
+
+def test_a_directory_that_the_disk_refuses_stops_nothing(out, monkeypatch):
+    real = os.stat
+
+    def failing(path: Any, *args: Any, **more: Any) -> Any:
+        if "/two/" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return real(path, *args, **more)
+
+    monkeypatch.setattr(os, "stat", failing)
+    (line,) = [line for line in list_runs(str(out)) if line.run_key == "two"]
+    assert line.state == "not readable" and "no permission" in line.trouble
+    assert set(prune_runs(str(out), 1).removed) == {"one", "one.r1"}
+
+
+def test_a_run_whose_files_cannot_be_listed_stays_with_its_retries(out):
+    (out / "one/round").symlink_to("round")
+    found = prune_runs(str(out), 1)
+    assert set(found.removed) == {"two"}
+    assert "cannot be listed" in found.kept["one"] and found.kept["one.r1"] == found.kept["one"]
+
+
+def test_a_store_that_is_away_is_an_error_and_no_list_of_broken_runs(out, monkeypatch):
+    def away(*_: Any) -> Any:
+        raise StoreUnavailable("no answer")
+
+    monkeypatch.setattr(Ledger, "load_plan", away)
+    with pytest.raises(StoreUnavailable):
+        list_runs(str(out))
+    with pytest.raises(StoreUnavailable):
+        prune_runs(str(out), 1)
+
+
+def test_commands_on_a_link_work_on_the_run_that_it_leads_to(out, tmp_path):
+    (out / "latest").symlink_to("two")
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far/away").symlink_to(out / "two")
+    (out / "two/data/part-00000.parquet").write_bytes(b"broken")
+    for link in (out / "latest", tmp_path / "far/away"):
+        found = repair_run(str(link))
+        assert (found.run, found.run_key) == (str(out / "two"), "two.m1")
+    assert (out / "two.m1" / PLAN).exists() and not (tmp_path / "far/two.m1").exists()
+    (out / "last").symlink_to("open")
+    assert finalize_whole(str(out / "last")).run == str(out / "open")
+    assert verify_chain(*place(str(out / "last"))).ok
+
+
+@pytest.mark.parametrize("how", [shutil.copytree, shutil.move])
+def test_a_copied_or_renamed_run_is_not_repaired_under_its_new_name(out, how):
+    how(out / "two", out / "again")
+    (out / "again/data/part-00000.parquet").write_bytes(b"broken")
+    before = tree(out)
+    with pytest.raises(CorruptRun, match="again was made as run 'two'; rename the folder back"):
+        repair_run(str(out / "again"))
+    assert tree(out) == before
+
+
+def test_reap_of_a_copied_run_takes_nothing_behind_a_link(out):
+    folder = out / "open/_raybatch/pieces"
+    shutil.move(folder, out / "pieces")
+    folder.symlink_to(out / "pieces")
+    before = tree(out)
+    with pytest.raises(StoreError, match="pieces is a link"):
+        reap(open_store(str(out / "open")), -60.0)
+    assert tree(out) == before
 
 
 def test_a_run_half_removed_is_named_so(out):
@@ -141,3 +315,11 @@ def test_runs_on_s3_are_listed_and_removed(several, s3: S3Server):
     assert [line.run_key for line in list_runs(place, options)] == ["two", "one"]
     assert set(prune_runs(place, 1, options=options).removed) == {"one"}
     assert list(store.folders()) == ["two"]
+    for info in local.list("two"):
+        store.put(f"copy{info.path.removeprefix('two')}", local.read(info.path))
+    assert {line.run_key: line.state for line in list_runs(place, options)} == {
+        "two": "completed",
+        "copy": "not readable",
+    }
+    found = prune_runs(place, 1, options=options)
+    assert not found.removed and "made as run 'two'" in found.kept["copy"]
