@@ -18,6 +18,7 @@ from prefect_raybatch.plan.resolved import resolve
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.attempts import (
     FINALIZING,
+    INFERENCE,
     PLANNING,
     record_unplanned,
     recorded_attempt,
@@ -80,9 +81,10 @@ def _run_here(
     with engines_early():
         planned = plan()
         show.begin(planned.uri)
-        progress = infer_in_place(job, known, planned, show)
+        store = open_store(planned.uri, known.output.options or None)
+        with recorded_attempt(store, known, planned.run_key, INFERENCE, begin=False):
+            progress = infer_in_place(job, known, planned, show)
     show.close()
-    store = open_store(planned.uri, known.output.options or None)
     with recorded_attempt(store, known, planned.run_key, FINALIZING, begin=False):
         report = finalize_run(known, planned, progress)
     return _published(known, report)

@@ -41,7 +41,7 @@ from prefect_raybatch.report.advice import DEADLINE_MISSED
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import published_text
 from prefect_raybatch.runs import retry, tune
-from prefect_raybatch.runs.attempts import FINALIZING, record_command, recorded_attempt
+from prefect_raybatch.runs.attempts import FINALIZING, INFERENCE, record_command, recorded_attempt
 from prefect_raybatch.runs.failed_sample import failed_sample
 from prefect_raybatch.runs.finalize_run import finalize_run as finalize
 from prefect_raybatch.runs.finalize_run import load_report
@@ -158,7 +158,10 @@ def infer_shards(job: BatchJob, run: Run) -> Progress:
     with logs_in_page(), _told("infer_shards", job, run):
         job = with_run_words(job, run.run_key)
         loaded = with_blocks(job)
-        with Page(loaded, run, observers=_observers.get()) as page:
+        with (
+            _recorded(loaded, run, INFERENCE),  # a Ray job that is lost records nothing itself
+            Page(loaded, run, observers=_observers.get()) as page,
+        ):
             owner = flow_runs.owner(RETRY["retries"])
             return infer_in_place(job, loaded, run, page, owner)
 

@@ -28,7 +28,7 @@ RECORD_SECONDS = 5.0  # the longest that a remote store is asked to take the rec
 @dataclass(frozen=True)
 class LastAttempt:
     """An attempt at the run `run_key` of `job`. `phase` is what it was doing last: planning,
-    inference, finalizing or publishing. `started` and `ended` are in seconds since 1970; `ended`
+    inference or finalizing. `started` and `ended` are in seconds since 1970; `ended`
     is None while it works, and for one that was killed. `command` runs it again."""
 
     __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}

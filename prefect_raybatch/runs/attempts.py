@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,8 +43,9 @@ from prefect_raybatch.storage import Store, join, open_store
 
 log = logging.getLogger(__name__)
 
-PLANNING, INFERENCE, FINALIZING, PUBLISHING = "planning", "inference", "finalizing", "publishing"
+PLANNING, INFERENCE, FINALIZING = "planning", "inference", "finalizing"
 SHORTEST_SECRET = 4  # characters; shorter texts stand in words
+SECRET_GROUPS = frozenset(("options", "env", "env_vars", "headers", "catalog", "client_kwargs"))
 UNNAMED = "job"  # a job whose file does not say its name
 
 _command: ContextVar[str] = ContextVar("command", default="")
@@ -63,22 +63,22 @@ def typed_command(words: Sequence[str]) -> Iterator[None]:
 
 def without_secrets(words: Sequence[str]) -> list[str]:
     """Return the words of a command, with the value of each `FIELD=VALUE` masked that may be a
-    key."""
-    shown = []
-    for word in words:
-        field, equals, _ = word.partition("=")
-        *groups, name = field.lstrip("-").split(".")
-        secret = (
-            (
-                {"options", "env", "env_vars", "headers", "catalog"} & set(groups)
-                and not safe_option(name)
-            )
-            or ARGUMENT.search(name)
-            or SECRET_WORD.search(name)
-            or re.search(r"(^|[.-])(options|env|env_vars|headers|catalog)$", field)
-        )
-        shown.append(f"{field}={MASK}" if equals and secret else str(hide_users(word)))
-    return shown
+    key. A mapping as a value is masked whole."""
+    return [_shown_word(word) for word in words]
+
+
+def _shown_word(word: str) -> str:
+    option = "--set=" if word.startswith("--set=") else ""
+    field, equals, value = word.removeprefix(option).partition("=")
+    *groups, name = field.split(".")
+    if not equals or not (SECRET_GROUPS & {*groups, name} or _names_key(name) or "{" in value):
+        return str(hide_users(word))
+    shown = value if safe_option(name) and "{" not in value else MASK
+    return f"{option}{field}={hide_users(shown)}"
+
+
+def _names_key(name: str) -> bool:
+    return bool(ARGUMENT.search(name) or SECRET_WORD.search(name))
 
 
 @contextmanager

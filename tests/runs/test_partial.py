@@ -167,6 +167,29 @@ def test_a_partial_result_of_which_a_file_was_reaped_meanwhile_has_no_record(tmp
     assert status(made.store.uri).partials == ()
 
 
+def test_a_partial_result_that_ends_while_reap_looks_stays(tmp_path, monkeypatch):
+    """Its record may be written between the two listings."""
+    made = halfway(tmp_path)
+    name = finalize_partial(made.store.uri).run.rpartition("/")[2]
+    record = f"partial/{name}/_PARTIAL.json"
+    body = made.store.read(record)
+    made.store.delete([record])
+    listed = type(made.store).list
+    listings = []
+
+    def listing(store, prefix="", recursive=True):
+        infos = list(listed(store, prefix, recursive))
+        if prefix.startswith("partial") and not listings:
+            listings.append(prefix)
+            store.put(record, body)
+        return iter(infos)
+
+    monkeypatch.setattr(type(made.store), "list", listing)
+    assert "partials" not in reap(made.store, -60.0).files
+    assert listings and made.store.holds(record)
+    assert open_run(made.store.uri, partial=name).dataset().count_rows() == len(THERE)
+
+
 def test_a_run_that_is_completed_meanwhile_is_said_to_be(tmp_path):
     made = halfway(tmp_path)
     real = survey.survey_committed
