@@ -123,8 +123,8 @@ def complete_before(run: Run | RunReport) -> str:
     """Return what is said of a run that had nothing left to do."""
     key, uri = run.run_key, run.uri if isinstance(run, Run) else run.run
     return (
-        f"run {key} was complete before: nothing was started, and these are its earlier answers, "
-        f"in {uri}. For new answers give another run key"
+        f"run {key} is finished already: it was complete before, nothing was started, and these "
+        f"are its earlier answers, in {uri}. For new answers give another run key"
     )
 
 

@@ -38,6 +38,7 @@ from prefect_raybatch.ledger.records import Commit
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.report.advice import DEADLINE_MISSED
 from prefect_raybatch.report.records import Advice, RunReport
+from prefect_raybatch.runs.listing import list_runs
 from prefect_raybatch.runs.run import Run
 
 RUN = Run("/nowhere/k", "k", "hash", 100, 4, False)
@@ -336,3 +337,36 @@ def test_the_flow_that_retries_failed_rows(tmp_path: Path, monkeypatch: pytest.M
     state = retry_failed(empty, return_state=True)
     assert state.is_completed() and "no row of good failed" in str(state.message)
     assert retry_failed(empty) is None
+
+
+def test_a_run_that_was_complete_before_says_so_in_its_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = first_run(tmp_path, failed={})
+    plan = made.plan
+    run = Run(made.store.uri, plan.run_key, plan.hash, plan.rows, plan.shards, True)
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", lambda *_: run)
+    state = batch_inference(made.job, run.run_key, return_state=True)
+    assert state.is_completed() and "was complete before" in str(state.message)
+    assert state.result().rows == plan.rows
+    assert batch_inference(made.job, run.run_key).rows == plan.rows
+
+
+def test_a_flow_run_that_fails_while_planning_is_among_the_nights(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    job = make_job(
+        name="no-input", source={"uri": str(tmp_path / "in.parquet")}, output={"uri": str(out)}
+    )
+    state = batch_inference(job, "monday", return_state=True)
+    assert state.is_failed()
+    (line,) = list_runs(str(out))
+    assert line.state == "failed" and line.failure.startswith("planning: SourceError")
+    assert "monday" in line.command
+    page = str(artifacts_of("raybatch-no-input-nights")[0].data)
+    assert "monday failed: planning: SourceError" in page
+
+    job = make_job(name="no-field", output={"uri": str(out)})
+    state = batch_inference(job, "tuesday", overrides={"sampling.max_tokens": 0}, return_state=True)
+    assert state.is_failed()
+    page = str(artifacts_of("raybatch-no-field-nights")[0].data)
+    assert "tuesday failed: planning: ConfigError" in page
