@@ -27,6 +27,7 @@ from xdist.scheduler import LoadScopeScheduling
 for name, value in environ.BUSY.items():
     os.environ.setdefault(name, value)
 os.environ["PYTHONPATH"] = environ.python_path()
+os.environ["RAYBATCH_POLICY"] = str(Path(__file__).parent / "data" / "policy.yaml")
 # Processes that tests start keep what they compile: an engine start is half as dear.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

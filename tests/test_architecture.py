@@ -25,6 +25,7 @@ FLOORS = [
     "words exits bounded installed proxies",
     "nvml",
     "demo",
+    "policy",
     "job",
     "storage",
     "ledger",

@@ -180,7 +180,7 @@ def serving(job: str, run_key: str, state: Callable[[], Beat]) -> Iterator[None]
     if number is None:
         yield
         return
-    host = os.environ.get(METRICS_HOST, "0.0.0.0")
+    host = os.environ.get(METRICS_HOST, "").strip() or "127.0.0.1"
     try:
         endpoint = _endpoints.get((host, number)) or Endpoint(host, number)
     except OSError as error:

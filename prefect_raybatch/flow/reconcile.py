@@ -31,10 +31,12 @@ from prefect.states import Crashed, Scheduled
 
 from prefect_raybatch.doctor.services import prefect_api
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.flow import origin  # noqa: F401  # says which jobs the policy limits
 from prefect_raybatch.flow.blocks.cluster import access_of
 from prefect_raybatch.job.cluster import Cluster
 from prefect_raybatch.job.cluster_access import ClusterAccess
 from prefect_raybatch.job.kubernetes import Kubernetes
+from prefect_raybatch.job.trusted_places import check_server
 from prefect_raybatch.kuberay.api import KubeApi
 from prefect_raybatch.kuberay.run_cluster import delete_expired
 from prefect_raybatch.remote.follower import STOP_WAIT, Owner
@@ -160,9 +162,11 @@ def _access(job_server: str) -> ClusterAccess:
             )
         return access
     try:
-        return Cluster(job_server=job_server).access
+        access = Cluster(job_server=job_server).access
     except ValueError as error:
         raise ConfigError(f"{job_server!r} is no job server: {error}") from None
+    check_server("job_server", job_server)
+    return access
 
 
 def restart_crashed(

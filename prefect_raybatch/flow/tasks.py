@@ -18,6 +18,7 @@ from prefect.tasks import exponential_backoff
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.stops import Sample
 from prefect_raybatch.errors import RayBatchError, StoreError, is_transient
+from prefect_raybatch.flow import origin  # noqa: F401  # says which jobs the policy limits
 from prefect_raybatch.flow import reconcile as flow_runs
 from prefect_raybatch.flow.artifacts import artifact_key, put, tune_key
 from prefect_raybatch.flow.assets import materialize_result
@@ -33,6 +34,8 @@ from prefect_raybatch.flow.texts import STORABLE_LINES
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.run_words import date_of_key, today, with_run_words
+from prefect_raybatch.job.trust import check_trust
+from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.remote.places import infer_in_place
 from prefect_raybatch.report import plots
@@ -124,6 +127,7 @@ def plan_retry(
 
     Raises `ConfigError`, `CorruptRun`, `PlanMismatch` (never retried) or `StoreUnavailable`.
     """
+    check_run_place(run_dir)
     key = run_dir.rstrip("/").rpartition("/")[2]
     with (
         logs_in_page(),
@@ -251,6 +255,10 @@ def _told(task_name: str, job: BatchJob, run: Run) -> Iterator[None]:
         options = with_blocks(with_run_words(job, run.run_key)).output.options
         return failed_sample(run.uri, options or None, ROWS_SHOWN)
 
+    # First, since what is told of an error reads the run directory and the job's output.
+    with explained(task_name, job, run.run_key, RETRY["retries"]):
+        check_run_place(run.uri)
+        check_trust(with_blocks(with_run_words(job, run.run_key)))
     with (
         failed_night_shown(job, run.run_key),
         explained(task_name, job, run.run_key, RETRY["retries"], run.uri, sample),

@@ -15,9 +15,8 @@ from typing import Any
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import FUNCTION, class_name, without_user
-from prefect_raybatch.job.functions import import_failure
+from prefect_raybatch.job.functions import check_defined_in, check_module, import_failure
 from prefect_raybatch.job.structured_outputs import guidance_says
-from prefect_raybatch.job.trust import check_module
 
 FIELD = "output.schema_model"
 MOST_SCHEMA_BYTES = 1 << 20
@@ -100,6 +99,7 @@ def _of_class(name: str) -> dict[str, Any]:
     found = getattr(module, attribute, None)
     if not isinstance(found, type) or not issubclass(found, BaseModel):
         raise ValueError(f"{module_name} has no pydantic class {attribute!r}")
+    check_defined_in(found, module_name, attribute, FIELD)
     try:
         return _parsed(found.model_json_schema())
     except PydanticUserError as error:

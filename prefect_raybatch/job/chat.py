@@ -21,6 +21,12 @@ TAKEN = frozenset(
 FIELDS_FIRST = ("type", "function", "name", "description", "parameters", "properties", "required")
 
 
+def is_template_text(value: str) -> bool:
+    """Return whether a chat template is the text itself: one without any mark of Jinja says
+    nothing, so it is a file's name."""
+    return any(mark in value for mark in ("{{", "{%", "{#"))
+
+
 def check_template_arguments(value: dict[str, Any]) -> dict[str, Any]:
     """`prompt.chat_template_kwargs` in one order; ValueError for what is no JSON or is not free."""
     for name in value:

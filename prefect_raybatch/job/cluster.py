@@ -100,6 +100,11 @@ class Cluster(Group):
             )
         return ClusterAccess(self.address, self.job_server, kubernetes=self.kubernetes.asked)
 
+    @property
+    def access_if_loaded(self) -> ClusterAccess | None:
+        """How the cluster is reached where its block is loaded, else None."""
+        return self._access
+
     def with_access(self, access: ClusterAccess) -> Cluster:
         """The same, reached as its block says."""
         made = self.model_copy()

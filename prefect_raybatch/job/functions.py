@@ -2,16 +2,56 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import inspect
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.trust import check_module
+from prefect_raybatch.policy.in_force import POLICY_FILE, policy_in_force
+
+
+def check_module(module: str, field: str) -> None:
+    """Raise `ConfigError` unless the policy in force lets a user function come from `module`.
+    Imports nothing."""
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names or top in ("builtins", "__main__"):
+        raise ConfigError(
+            f"{field}: {module!r} is part of Python; name a function of a module of your own"
+        )
+    policy = policy_in_force()
+    if not policy.may_use_module(module):
+        allowed = ", ".join(policy.function_modules) or "no module"
+        raise ConfigError(
+            f"{field}: under {policy.title} functions may come from {allowed}, not from "
+            f"{module!r}; add the module to function_modules in the file of {POLICY_FILE} where "
+            "the flow runs"
+        )
+
+
+def check_defined_in(value: object, module: str, attribute: str, field: str) -> None:
+    """Raise `ConfigError` unless a function or class is defined in the module that names it: a name
+    that a module only imports may stand for anything, such as `subprocess.check_call`."""
+    while isinstance(value, (functools.partial, functools.partialmethod)):
+        value = value.func
+    home = getattr(value, "__module__", None)
+    if home == module:
+        return
+    if not isinstance(home, str):
+        raise ConfigError(
+            f"{field}: {module}:{attribute} does not say which module defines it; write a "
+            "function of your own (def) around it, and name that"
+        )
+    raise ConfigError(
+        f"{field}: {module}:{attribute} is defined in {home}, not in {module}; name it where it "
+        f"is defined, {home}:{getattr(value, '__name__', attribute)}, or write a function of your "
+        "own around it"
+    )
 
 
 def load_function(name: str, field: str) -> Callable[..., Any]:
@@ -30,6 +70,7 @@ def load_function(name: str, field: str) -> Callable[..., Any]:
     function: Callable[..., Any] | None = getattr(module, attribute, None)
     if not callable(function):
         raise ConfigError(f"{field}: {module_name} has no function {attribute!r}")
+    check_defined_in(function, module_name, attribute, field)
     return function
 
 

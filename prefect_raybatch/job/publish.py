@@ -163,8 +163,8 @@ def _without_password(uri: str) -> str:
         password = None
     if password or holds_password(VARIABLE.sub("", uri)):
         raise ValueError(
-            "the URL holds a password; set an environment variable where the flow runs, and write "
-            "${NAME} in its place"
+            "the URL holds a password or a key; set an environment variable where the flow runs, "
+            "and write ${NAME} in its place"
         )
     return uri
 

@@ -56,12 +56,24 @@ USERINFO = re.compile(r"://[^/@\s\"']*@")
 # Parameters of a URL that sign it, or that a database's driver takes a password from.
 SIGNATURE = re.compile(
     r"x-(amz|goog|ms)-.*|sig(nature)?|expires|key-pair-id|policy|awsaccesskeyid|googleaccessid"
-    r"|(access_?|auth_?|api_?|private_?)?(token|key)|se|sp|sv|sr|st|spr|skoid|sktid|skt|ske|sks|skv",
+    r"|(.*[_-])?(token|key|secret|password)|api_?key|access_?key|code"
+    r"|se|sp|sv|sr|st|spr|skoid|sktid|skt|ske|sks|skv",
     re.IGNORECASE,
 )
 PASSWORD = re.compile(
-    r"(ssl_?)?(pass(word|wd|phrase)?|pwd)|(access_?|auth_?)?(token|secret)", re.IGNORECASE
+    r"(ssl)?(.*[_-])?(pass(word|wd|phrase)?|pwd|token|secret|credentials?|auth|authorization)"
+    r"|(.*[_-])?(api|access|account|auth|private|secret|shared|subscription)[_-]?(key|token|secret)"
+    r"|sig(nature)?|sas",
+    re.IGNORECASE,
 )
+# Engine arguments that are free mappings, whose names nobody can know: each text in them is secret.
+FREE_ARGUMENTS = frozenset(
+    (
+        *("additional_config", "ec_transfer_config", "kv_transfer_config", "media_io_kwargs"),
+        *("model_loader_extra_config", "weight_transfer_config"),
+    )
+)
+_URL_PATH = re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s\"']*)([/?#][^\s\"']+)")
 _PARAMETER = re.compile(r"([?&])([^=&#?\s]+)=([^&#\s\"']*)")
 
 
@@ -71,7 +83,7 @@ def hide_options(value: object, name: str = "") -> Any:
         return {key: hide_options(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [hide_options(inner, name) for inner in value]
-    return hide_users(value) if _is_open(value) or safe_option(name) else MASK
+    return hide_path(value) if _is_open(value) or safe_option(name) else MASK
 
 
 def hide_catalog(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,18 +118,33 @@ def catalog_place(value: Mapping[str, Any]) -> dict[str, Any]:
 
 def hide_env(value: Mapping[str, Any]) -> dict[str, Any]:
     """Environment variables with all masked but those of `VARIABLES`."""
-    return {k: hide_users(v) if safe_variable(k) else MASK for k, v in value.items()}
+    return {k: hide_path(v) if safe_variable(k) else MASK for k, v in value.items()}
 
 
 def hide_argument(value: object, name: str) -> Any:
     """An engine argument, its texts masked where its name says that they are keys, or the name of a
-    mapping that they are in."""
+    mapping that they are in; of URLs in other texts all but the host."""
     if isinstance(value, Mapping):
-        above = name if ARGUMENT.search(name) else None
+        above = name if ARGUMENT.search(name) or name in FREE_ARGUMENTS else None
         return {key: hide_argument(inner, above or str(key)) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [hide_argument(inner, name) for inner in value]
-    return MASK if isinstance(value, str) and value and ARGUMENT.search(name) else hide_users(value)
+    if isinstance(value, str) and value and (ARGUMENT.search(name) or name in FREE_ARGUMENTS):
+        return MASK
+    return hide_path(value)
+
+
+def hide_path(value: object) -> Any:
+    """A text with all of each http(s) URL in it masked but its host: many services put a key into
+    the path. Anything else as `hide_users`."""
+    if not isinstance(value, str):
+        return value
+
+    def shown(match: re.Match[str]) -> str:
+        is_web = match[1].lower().startswith(("http://", "https://"))
+        return f"{match[1]}/{MASK}" if is_web and match[2] != "/" else match[0]
+
+    return _URL_PATH.sub(shown, hide_users(value))
 
 
 def hide_users(value: object) -> Any:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.chat import is_template_text
 from prefect_raybatch.job.checks import nearest
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.model import pinned as models
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_TOKENIZER_BYTES = 16 << 20
-JINJA = ("{{", "{%", "{#")  # a text without any of these says nothing, so it is a file's name
 
 
 def with_text(job: BatchJob) -> BatchJob:
@@ -29,7 +29,7 @@ def with_text(job: BatchJob) -> BatchJob:
     given = job.prompt.chat_template
     if given is None:
         return job
-    text = given if any(mark in given for mark in JINJA) else _read(given)
+    text = given if is_template_text(given) else _read(given)
     _parsed(text, "prompt.chat_template" if text == given else f"prompt.chat_template: {given}")
     prompt = job.prompt.model_copy(update={"chat_template": text})
     return job.model_copy(update={"prompt": prompt})

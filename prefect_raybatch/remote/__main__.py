@@ -19,9 +19,11 @@ from types import FrameType
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import RayBatchError, RunDrained
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.accepted import accepted_in
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.policy.in_force import limit_process, operator_policy, under
 from prefect_raybatch.remote.follower import OUTPUT_ENV
 from prefect_raybatch.remote.logs import MarkedLines
 from prefect_raybatch.remote.records import JobRecords, Outcome
@@ -38,7 +40,14 @@ SUPERSEDED, DRAINED = 3, 4
 
 
 def work(uri: str, number: int) -> int:
-    """Works on the run until it is whole; returns the exit status."""
+    """Work on the run until it is whole; return the exit status. The job lies in the run directory,
+    which others may write to, so the operator's policy limits it."""
+    with under(operator_policy()):
+        return _work(uri, number)
+
+
+def _work(uri: str, number: int) -> int:
+    check_run_place(uri)
     ledger = Ledger(open_store(uri, _output(uri).output.options or None))
     plan = need_plan(ledger)
     records = JobRecords(ledger.store, plan.run_key, plan.hash)
@@ -141,6 +150,7 @@ def main() -> int:
     ours.setLevel(logging.INFO)
     signal.signal(signal.SIGTERM, _stop)
     try:
+        limit_process()
         return work(sys.argv[1], int(sys.argv[2]))
     except RayBatchError as error:
         log.error("%s: %s", type(error).__name__, error)

@@ -13,6 +13,8 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster_access import ClusterAccess
 from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.job.ray_cluster import check_made_cluster
+from prefect_raybatch.job.trust import check_trust
+from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.kuberay.api import KubeApi
 from prefect_raybatch.kuberay.manifest import RunIdentity
 from prefect_raybatch.kuberay.run_cluster import RunCluster
@@ -36,6 +38,8 @@ def infer_in_place(
     Raises what `infer` does, and `ClusterNotReady`, `ClusterUnavailable` (Kubernetes does not
     answer) and `ConfigError` for what Kubernetes refuses.
     """
+    check_run_place(run.uri)
+    check_trust(loaded)
     made, owner = loaded.cluster.access.kubernetes, owner or Owner()
     if made is None:
         return infer(job, loaded, run, observe, owner)

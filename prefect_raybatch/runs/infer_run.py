@@ -22,6 +22,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.precision import precision_tries, with_precision
 from prefect_raybatch.job.trust import check_trust
+from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.accepted import accepted_note
 from prefect_raybatch.ledger.drains import Draining
 from prefect_raybatch.ledger.increments import OF_ROWS, begin_asks, increment_of, waiting_rows
@@ -58,6 +59,7 @@ def infer_run(
     Starts no engine when nothing is pending. An observer that is a `heartbeat.Listener` is told of
     beats as well. `engine` replaces the engine stage in tests.
     """
+    check_run_place(run.uri)
     store = open_store(run.uri, job.output.options or None)
     ledger = Ledger(store)
     plan, _ = load_run(ledger, run)

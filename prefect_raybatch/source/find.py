@@ -14,6 +14,7 @@ import pyarrow as pa
 from prefect_raybatch.errors import ConfigError, CorruptRun, SourceError
 from prefect_raybatch.job.checks import is_web
 from prefect_raybatch.job.source import Source
+from prefect_raybatch.job.trusted_places import check_links
 from prefect_raybatch.ledger.layout import RESULT_FOLDERS
 from prefect_raybatch.ledger.records import InputFile
 from prefect_raybatch.source.globs import hidden, matches
@@ -201,6 +202,7 @@ def _list(source: Source) -> list[File]:
             places.refuse(at, read, pattern is None and not named, named)
         if not files:
             raise SourceError(_nothing(given))
+        check_links([file.uri for file in files])
         _add(found, files, given)
     return [found[uri] for uri in sorted(found)]
 

@@ -23,14 +23,22 @@ PORTS = {"http": 80, "https": 443}
 AGAIN = {408, 425, 429}  # and all from 500 on
 MOVED = {301, 302, 303, 307, 308}
 # What a machine of a cloud asks for its own keys; allowed to nobody.
-METADATA = {"fd00:ec2::254", "100.100.100.200", "192.0.0.192"}
-# IPv6 networks that carry an IPv4 address, and where in it: Python calls some of them global.
+METADATA = {
+    *("100.100.100.200", "168.63.129.16", "192.0.0.192"),  # Alibaba, Azure, Oracle
+    *("fd00:42::42", "fd00:c1::a9fe:a9fe", "fd00:ec2::254", "fd20:ce::254"),
+}
+# IPv6 networks whose addresses mean an IPv4 address, and where in it: Python calls some global.
 CARRIERS = (
-    (ipaddress.IPv6Network("::ffff:0:0/96"), 0),
-    (ipaddress.IPv6Network("64:ff9b::/96"), 0),
-    (ipaddress.IPv6Network("2002::/16"), 80),
-    (ipaddress.IPv6Network("::/96"), 0),
+    (ipaddress.IPv6Network("::ffff:0:0/96"), 0),  # mapped
+    (ipaddress.IPv6Network("::ffff:0:0:0/96"), 0),  # translated (SIIT)
+    (ipaddress.IPv6Network("64:ff9b::/96"), 0),  # NAT64
+    (ipaddress.IPv6Network("2002::/16"), 80),  # 6to4
+    (ipaddress.IPv6Network("::/96"), 0),  # compatible
 )
+LOCAL_NAT64 = ipaddress.IPv6Network("64:ff9b:1::/48")  # of a network of its own
+TEREDO = ipaddress.IPv6Network("2001::/32")
+ISATAP = (0x00005EFE, 0x02005EFE)  # begins the lower half of an address that carries an IPv4 one
+LOWER = 0xFFFFFFFF
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 T = TypeVar("T")
 
@@ -70,9 +78,42 @@ def allowed(address: str, allow_private: bool) -> bool:
     """Whether an address may be asked: one of the open internet, or a private one where these are
     allowed; never one by which a machine is given its own keys."""
     inner = innermost(ipaddress.ip_address(address.partition("%")[0]))
-    if inner.is_link_local or inner.is_multicast or inner.is_unspecified or str(inner) in METADATA:
+    if _never(inner) or any(_never(one) for one in carried(inner)):
         return False
-    return allow_private or inner.is_global
+    if allow_private:
+        return True
+    if isinstance(inner, ipaddress.IPv6Address) and (inner in LOCAL_NAT64 or inner in TEREDO):
+        return False
+    return inner.is_global and all(one.is_global for one in carried(inner))
+
+
+def _never(address: Address) -> bool:
+    """Return whether an address is asked for nobody: of a link, of many, or of a cloud's keys."""
+    if isinstance(address, ipaddress.IPv6Address) and address.is_site_local:
+        return True
+    if isinstance(address, ipaddress.IPv4Address) and address.is_reserved:
+        return True
+    return (
+        address.is_link_local
+        or address.is_multicast
+        or address.is_unspecified
+        or str(address) in METADATA
+    )
+
+
+def carried(address: Address) -> list[ipaddress.IPv4Address]:
+    """Return the IPv4 addresses that a gateway may send to in place of an IPv6 one."""
+    if not isinstance(address, ipaddress.IPv6Address):
+        return []
+    number, found = int(address), []
+    if address in LOCAL_NAT64:  # RFC 6052 has a place for each length of the network's prefix
+        found += [number & LOWER, (number >> 64 & 0xFFFF) << 16 | number >> 40 & 0xFFFF]
+        found += [number >> 24 & LOWER, (number >> 64 & 0xFF) << 24 | number >> 32 & 0xFFFFFF]
+    if address in TEREDO:
+        found += [number >> 64 & LOWER, ~number & LOWER]
+    if number >> 32 & LOWER in ISATAP:
+        found.append(number & LOWER)
+    return [ipaddress.IPv4Address(one) for one in found if one]
 
 
 def innermost(address: Address) -> Address:
@@ -80,7 +121,7 @@ def innermost(address: Address) -> Address:
     if isinstance(address, ipaddress.IPv6Address) and not address.is_loopback:
         for network, shift in CARRIERS:
             if address in network and int(address) > 0:
-                return ipaddress.IPv4Address(int(address) >> shift & 0xFFFFFFFF)
+                return ipaddress.IPv4Address(int(address) >> shift & LOWER)
     return address
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.policies import set_policy
 from helpers.small import MODEL, job_dict, make_job
 from prefect import flow
 from prefect.client.orchestration import get_client
@@ -56,7 +57,8 @@ def found_in(text: str) -> list[str]:
     return [name for name, secret in SECRETS.items() if secret in text]
 
 
-def test_a_run_directory_holds_no_key(tmp_path):
+def test_a_run_directory_holds_no_key(tmp_path, monkeypatch):
+    set_policy(monkeypatch, tmp_path, engine_variables=["MY_API_KEY", "A"])
     pq.write_table(pa.table({"Company": ["a", "b"]}), tmp_path / "in.parquet")
     job = job_with_secrets(tmp_path, str(tmp_path / "out"))
     plan_run(job, "k")
@@ -186,7 +188,8 @@ def at(tmp_path: Path, **groups: Any) -> BatchJob:
 
 
 @pytest.mark.parametrize("name", SECRET_NAMES)
-def test_an_environment_variable_is_secret_unless_its_name_is_known(tmp_path, name):
+def test_an_environment_variable_is_secret_unless_its_name_is_known(tmp_path, monkeypatch, name):
+    set_policy(monkeypatch, tmp_path, engine_variables=[name, *SAFE])
     job = at(tmp_path, engine={"env": {name: PLANTED, **SAFE}})
     shown = shown_everywhere(job, tmp_path)
     assert PLANTED not in shown and name in shown

@@ -10,12 +10,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.policies import set_policy
 from helpers.small import make_job, small_run
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, SourceError
+from prefect_raybatch.job.answer_schema import schema_text
 from prefect_raybatch.job.functions import load_function
 from prefect_raybatch.job.trust import check_trust, check_types
 from prefect_raybatch.ledger.plan_tables import decode_schema, encode_schema
+from prefect_raybatch.policy.in_force import operator_policy, under
 from prefect_raybatch.result.finalize import finalize, first_rows
 from prefect_raybatch.runs.dry_run import dry_run
 from prefect_raybatch.runs.infer_run import infer_run
@@ -37,37 +40,134 @@ def test_functions_of_python_itself_are_refused_before_anything_is_imported(name
         load_function(name, "prompt.function")
 
 
-def test_an_operator_can_say_where_functions_come_from(monkeypatch):
-    job = make_job(prompt={"function": "acme.prompts:ask"})
-    check_trust(job)
-    monkeypatch.setenv("RAYBATCH_FUNCTION_MODULES", "acme, other.module")
-    check_trust(job)
-    for name in ("acmeology:ask", "elsewhere:ask", "other:ask"):
-        with pytest.raises(ConfigError, match=r"may only come from acme, other\.module here"):
+def test_an_operator_can_say_where_functions_of_jobs_from_elsewhere_come_from(
+    monkeypatch, tmp_path
+):
+    read = {"read": ["*"], "write": ["*"]}
+    set_policy(monkeypatch, tmp_path, function_modules=["acme", "other.module"], **read)
+    for name in ("acme.prompts:ask", "acme:ask", "other.module.deep:ask"):
+        with under(operator_policy()):
             check_trust(make_job(prompt={"function": name}))
+    for name in ("acmeology:ask", "elsewhere:ask", "other:ask"):
+        job = make_job(prompt={"function": name})
+        check_trust(job)  # of its owner
+        with (
+            under(operator_policy()),
+            pytest.raises(ConfigError, match=r"functions may come from acme, other\.module, not"),
+        ):
+            check_trust(job)
 
 
 @pytest.mark.parametrize(
-    "name", ["PYTHONPATH", "LD_PRELOAD", "ld_library_path", "PATH", "BASH_ENV", "VLLM_PLUGINS"]
+    "name",
+    [
+        *("PYTHONPATH", "LD_PRELOAD", "ld_library_path", "PATH", "BASH_ENV", "VLLM_PLUGINS"),
+        *(
+            "VLLM_LOGGING_CONFIG_PATH",
+            "HF_HOME",
+            "HTTPS_PROXY",
+            "VLLM_ALLOW_INSECURE_SERIALIZATION",
+        ),
+        *(
+            "VLLM_LOGGING_PREFIX",
+            "TORCHINDUCTOR_CACHE_DIR",
+            "VLLM_CACHE_ROOT",
+            "RAY_RUNTIME_ENV_HOOK",
+        ),
+        *("CUDA_HOME", "NCCL_NET_PLUGIN", "NCCL_CONF_FILE", "PYTORCH_NVML_BASED_CUDA_CHECK"),
+    ],
 )
-def test_a_job_cannot_choose_the_code_an_engine_loads(name):
-    with pytest.raises(ConfigError, match=f"engine.env: {name} decides which code"):
-        check_trust(make_job(engine={"env": {name: "/tmp/x"}}))
+def test_a_job_sets_only_the_variables_on_the_list(monkeypatch, tmp_path, name):
+    job = make_job(engine={"env": {name: "/tmp/x"}})
+    with pytest.raises(ConfigError, match=f"engine.env: {name} is not among the variables"):
+        check_trust(job)
+    set_policy(monkeypatch, tmp_path, engine_variables=[name])
+    check_trust(job)
 
 
 def test_a_job_may_set_other_variables():
     check_trust(make_job(engine={"env": {"VLLM_CPU_KVCACHE_SPACE": "2", "OMP_NUM_THREADS": "1"}}))
 
 
-def test_code_of_a_model_needs_the_operator(monkeypatch):
-    for extra in ({"trust_remote_code": True}, {"worker_cls": "evil.Worker"}):
-        job = make_job(engine=extra)
-        with pytest.raises(ConfigError, match="RAYBATCH_ALLOW_ENGINE_CODE=1"):
+def test_code_of_a_model_needs_the_operator(monkeypatch, tmp_path):
+    for name, value in {"trust_remote_code": True, "worker_cls": "evil.Worker"}.items():
+        job = make_job(engine={name: value})
+        monkeypatch.delenv("RAYBATCH_POLICY")
+        with pytest.raises(ConfigError, match=f"add {name} to engine_arguments in the file of"):
             check_trust(job)
-        monkeypatch.setenv("RAYBATCH_ALLOW_ENGINE_CODE", "1")
+        set_policy(monkeypatch, tmp_path, engine_arguments=[name])
         check_trust(job)
-        monkeypatch.delenv("RAYBATCH_ALLOW_ENGINE_CODE")
     check_trust(make_job(engine={"trust_remote_code": False, "worker_cls": "auto"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("acting:check_call", "is defined in subprocess, not in acting"),
+        ("acting:quiet", "is defined in subprocess"),
+        ("acting:loads", "is defined in .*pickle"),
+        ("acting:printed", "is defined in builtins"),
+        ("acting:Template", "is defined in string, not in acting"),
+        ("acting:template", "is defined in string"),
+        ("acting:nameless", "does not say which module defines it"),
+    ],
+)
+def test_a_function_is_named_where_it_is_defined(monkeypatch, tmp_path, name, words):
+    """A module may import what runs commands, as `alembic.util.editor` does `check_call`."""
+    (tmp_path / "acting.py").write_text(ACTING)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        load_function(name, "prompt.function")
+    for own in ("ask", "wrapped", "partly", "method", "instance"):
+        assert callable(load_function(f"acting:{own}", "prompt.function"))
+    if name == "acting:check_call":
+        with pytest.raises(
+            ConfigError, match=r"alembic\.util\.editor:check_call is defined in sub"
+        ):
+            load_function("alembic.util.editor:check_call", "prompt.function")
+    with pytest.raises(ConfigError, match=r"is defined in pydantic\.main, not in acting"):
+        schema_text("acting:BaseModel")
+
+
+ACTING = """
+import functools
+from pickle import loads
+from string import Template
+from subprocess import check_call
+from pydantic import BaseModel
+
+quiet = functools.partial(functools.partial(check_call), stdout=None)
+printed = print
+template = Template("a").substitute
+
+
+class Nameless:
+    __module__ = None
+
+    def __call__(self, row): ...
+
+
+nameless = Nameless()
+
+
+class Asker:
+    def __call__(self, row): ...
+
+    def ask(self, row): ...
+
+
+instance, method = Asker(), Asker().ask
+
+
+def ask(row): ...
+
+
+@functools.wraps(ask)
+def wrapped(row): ...
+
+
+partly = functools.partial(ask, 1)
+"""
 
 
 def test_every_way_into_a_run_asks(tmp_path):

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from typing import Any
+from urllib.parse import parse_qs, quote
 
 import pyarrow as pa
 
@@ -21,6 +23,7 @@ from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.sql_types import arrow_type
 from prefect_raybatch.job.table_formats import SQL_SCHEMES
+from prefect_raybatch.job.trusted_places import database_file
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
 
@@ -71,7 +74,10 @@ def open_sql(source: Source) -> TableSource:
     from sqlalchemy.pool import NullPool
 
     url, secrets = _url(source)
-    what = f"source.uri: the database {_shown(url)}"
+    shown = _shown(url)
+    what = f"source.uri: the database {shown}"
+    if url.get_backend_name() == "sqlite":
+        url = _read_only(url)
     with _explained(what, secrets):
         try:
             engine = sqlalchemy.create_engine(
@@ -82,7 +88,7 @@ def open_sql(source: Source) -> TableSource:
         connection = engine.connect()
         try:
             _begin(connection)
-            return SqlSource(connection, source, what, secrets)
+            return SqlSource(connection, source, shown, what, secrets)
         except BaseException:
             connection.close()
             raise
@@ -91,11 +97,12 @@ def open_sql(source: Source) -> TableSource:
 class SqlSource(TableSource):
     """A query's rows in an open transaction, which `close` ends."""
 
-    def __init__(self, connection: Any, source: Source, what: str, secrets: Sequence[str]) -> None:
+    def __init__(
+        self, connection: Any, source: Source, uri: str, what: str, secrets: Sequence[str]
+    ) -> None:
         self._connection, self._query = connection, str(source.query)
         self._what, self._secrets = what, secrets
         self._declared = {name: arrow_type(kind) for name, kind in source.types.items()}
-        uri = _shown(connection.engine.url)
         now = datetime.now(UTC).isoformat(timespec="seconds")
         self.pin = TablePin(format="sql", uri=uri, id=uri, version=now, made=now)
         self.schema = self._first()
@@ -240,13 +247,33 @@ def _url(source: Source) -> tuple[Any, list[str]]:
     return url.set(username=given.get("username"), password=given.get("password")), secrets
 
 
+def _read_only(url: Any) -> Any:
+    """Return the URL of a SQLite file that is only read: opened in any other way, SQLite makes a
+    file that is not there. Raise `SourceError` where there is none, `ConfigError` for a mode."""
+    place = database_file(url.render_as_string(hide_password=False))
+    modes = {str(url.query.get("mode", "ro")), *_modes_in(url.database or "")}
+    if modes - {"ro", "memory"}:
+        raise ConfigError(
+            f"source.uri: mode={sorted(modes - {'ro', 'memory'})[0]} of SQLite may make or change "
+            "a file; leave it out, since a source is only read"
+        )
+    if place is None:
+        return url
+    if not os.path.isfile(place):
+        raise SourceError(f"source.uri: there is no database file {place!r}")
+    path = quote(os.path.abspath(place))
+    return url.set(database=f"file:{path}", query={"mode": "ro", "uri": "true"})
+
+
+def _modes_in(database: str) -> list[str]:
+    return parse_qs(database.partition("?")[2]).get("mode", [])
+
+
 def _arguments(url: Any) -> Mapping[str, Any]:
     if url.get_backend_name() == "sqlite":
-        place = url.database
-        plain = place and place != ":memory:" and not place.startswith("file:")
-        if plain and not os.path.isfile(place):  # SQLite would make an empty one
-            raise SourceError(f"source.uri: there is no database file {place!r}")
         return {}
+    if url.get_backend_name() == "duckdb":
+        return {"read_only": True}
     known = url.get_backend_name() in ("postgresql", "mysql", "mariadb")
     return {"connect_timeout": LOGIN_SECONDS} if known else {}
 
@@ -258,6 +285,8 @@ def _begin(connection: Any) -> None:
     connection.execution_options(no_parameters=True)  # else % has to be doubled
     if dialect.name == "sqlite":
         connection.exec_driver_sql("PRAGMA query_only = ON")
+        # ATTACH makes a file that is not there, and reads any that is.
+        connection.connection.dbapi_connection.set_authorizer(_authorize)
         connection.exec_driver_sql("BEGIN")
         return
     with suppress(NotImplementedError):
@@ -267,6 +296,12 @@ def _begin(connection: Any) -> None:
             connection.execution_options(isolation_level=level)
     if dialect.name == "postgresql":
         connection.execution_options(postgresql_readonly=True)
+
+
+def _authorize(action: int, *_: object) -> int:
+    """Tell SQLite to refuse to open any other file."""
+    refused = (sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH)
+    return sqlite3.SQLITE_DENY if action in refused else sqlite3.SQLITE_OK
 
 
 @contextmanager

@@ -1,0 +1,56 @@
+"""Whether a flow or task run came to this process through Prefect's API.
+
+A deployment's flow run, and one that a block's `trigger` creates, have parameters that anybody who
+may use the API can choose. So the jobs in them are limited by the operator's policy. A flow that is
+called in a process of its owner's, by a script or by `raybatch run`, is not.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import cache
+from uuid import UUID
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.runtime import flow_run
+
+from prefect_raybatch.policy.in_force import ask_for_origin
+
+log = logging.getLogger(__name__)
+
+TASK_WORKER = "prefect.task_worker"  # imported only where deferred tasks are served
+
+
+def comes_through_api() -> bool:
+    """Return whether what runs now came through Prefect's API; True where it cannot be told."""
+    of_flow, of_task = FlowRunContext.get(), TaskRunContext.get()
+    if of_flow is None and of_task is None:
+        return False
+    if of_flow is None and TASK_WORKER in sys.modules:
+        return True
+    run = of_flow.flow_run if of_flow is not None else None
+    if run is not None and (_is_scheduled(run) or run.parent_task_run_id is None):
+        return _is_scheduled(run)
+    if run is None and of_task is not None and of_task.task_run.flow_run_id is None:
+        return False
+    try:
+        return _root_is_scheduled(flow_run.get_root_flow_run_id())
+    except Exception as error:  # the API is away: then nobody can say, and the strict policy counts
+        log.warning("Prefect does not say where the flow run comes from: %s", error)
+        return True
+
+
+def _is_scheduled(run: FlowRun) -> bool:
+    return run.deployment_id is not None or run.work_queue_id is not None
+
+
+@cache
+def _root_is_scheduled(root: str) -> bool:
+    with get_client(sync_client=True) as client:
+        return _is_scheduled(client.read_flow_run(UUID(str(root))))
+
+
+ask_for_origin(comes_through_api)

@@ -1,0 +1,133 @@
+"""Which engine arguments and variables a job may set: by vLLM's own types, else by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.engine import Engine
+from prefect_raybatch.job.engine_values import types_of_arguments
+from prefect_raybatch.policy.allowed import ENGINE_CODE, ENGINE_TEXTS, OWNER_TEXTS
+from prefect_raybatch.policy.in_force import POLICY_FILE
+from prefect_raybatch.policy.policy import JobPolicy
+
+NAMES_CODE = frozenset(("custom_class",))  # words of vLLM's own lists that have a class imported
+
+
+def check_engine_trust(engine: Engine, policy: JobPolicy) -> None:
+    """Raise `ConfigError` naming the first variable or argument that the job may not set."""
+    for name in engine.env:
+        if not policy.may_set_variable(name):
+            raise ConfigError(
+                f"engine.env: {name} is not among the variables that a job may set, since a "
+                "variable can decide which code the engine loads; set it on the cluster's nodes, "
+                f"or add it to engine_variables in the file of {POLICY_FILE}"
+            )
+    extra = engine.model_extra or {}
+    kinds = types_of_arguments(tuple(sorted(extra)))
+    for name, value in sorted(extra.items()):
+        for place in refused_parts(name, value, kinds.get(name, Any), policy):
+            raise ConfigError(
+                f"engine.{place}: may name code, a file or a host, so a job cannot set it; if you "
+                f"trust it, add {place} to engine_arguments in the file of {POLICY_FILE}"
+            )
+
+
+def refused_parts(name: str, value: object, kind: Any, policy: JobPolicy) -> Iterator[str]:
+    """Yield the dotted names of what in an argument's value the policy does not allow. `kind` is
+    vLLM's type of it, Any where that cannot be told."""
+    yield from _runs_code(name, value, policy)
+    if _is_harmless(value) or policy.may_set_argument(name):
+        return
+    if isinstance(value, str):
+        if not _is_known_text(name, value, kind, policy):
+            yield name
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            inner_kind = _kind_in(kind, str(key))
+            if inner_kind is None:
+                yield name
+                return
+            yield from refused_parts(f"{name}.{key}", inner, inner_kind, policy)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for inner in value:
+            for part in refused_parts(name, inner, _items_of(kind), policy):
+                yield part
+                return
+    else:
+        yield name
+
+
+def _runs_code(name: str, value: object, policy: JobPolicy) -> Iterator[str]:
+    """Yield the switches that run code, however deep in a mapping they stand."""
+    last = name.rpartition(".")[2]
+    if last in ENGINE_CODE and value not in (None, False, 0, "") and not _allows(policy, name):
+        yield name
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if str(key) in ENGINE_CODE or isinstance(inner, Mapping):
+                yield from _runs_code(f"{name}.{key}", inner, policy)
+
+
+def _allows(policy: JobPolicy, name: str) -> bool:
+    """Return whether the operator names such a switch itself, and not a mapping that it is in."""
+    return bool({name, name.rpartition(".")[2]} & set(policy.engine_arguments))
+
+
+def _is_harmless(value: object) -> bool:
+    """Return whether a value can name nothing: a number, yes or no, or emptiness."""
+    return value in (None, "") or isinstance(value, (bool, int, float)) or value in ([], {}, ())
+
+
+def _is_known_text(name: str, value: str, kind: Any, policy: JobPolicy) -> bool:
+    if value in NAMES_CODE:
+        return False
+    texts = {**ENGINE_TEXTS, **({} if policy.limited else OWNER_TEXTS)}
+    pattern = texts.get(name)
+    if pattern is not None and re.fullmatch(pattern, value):
+        return True
+    return _is_word_list(kind)
+
+
+def _options(kind: Any) -> Iterator[Any]:
+    """Yield the alternatives of a union, bounds taken off."""
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    if get_origin(kind) is not None and get_origin(kind) not in (list, set, dict, tuple, Literal):
+        for option in get_args(kind):
+            yield from _options(option)
+    else:
+        yield kind
+
+
+def _is_word_list(kind: Any) -> bool:
+    """Return whether a type lists its words and takes no other text: vLLM refuses any other, and
+    the plan says so."""
+    options = [option for option in _options(kind) if option is not type(None)]
+    literals = [option for option in options if get_origin(option) is Literal]
+    plain = [option for option in options if option in (int, float, bool)]
+    return bool(literals) and len(literals) + len(plain) == len(options)
+
+
+def _kind_in(kind: Any, key: str) -> Any:
+    """Return the type of a mapping's value; None where vLLM gives the mapping no fields."""
+    for option in _options(kind):
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            known = option.model_fields.get(key)
+            return Any if known is None else known.annotation
+        if get_origin(option) is dict:
+            inner = get_args(option)[1]
+            if inner is not Any and re.fullmatch(r"[A-Za-z0-9_]+", key):
+                return inner
+    return None
+
+
+def _items_of(kind: Any) -> Any:
+    for option in _options(kind):
+        if get_origin(option) in (list, set, tuple):
+            return get_args(option)[0]
+    return Any

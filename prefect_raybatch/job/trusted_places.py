@@ -1,0 +1,285 @@
+"""Which folders, hosts, variables and blocks a job names, asked of the policy in force."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.chat import is_template_text
+from prefect_raybatch.job.checks import class_name, is_web
+from prefect_raybatch.job.cluster import LOCAL
+from prefect_raybatch.job.publish import PublishTarget
+from prefect_raybatch.job.table_formats import SQL_SCHEMES, format_of_scheme, scheme_of
+from prefect_raybatch.job.variables import VARIABLE
+from prefect_raybatch.policy.allowed import (
+    CATALOG_PROPERTIES,
+    DATABASE_PARAMETERS,
+    STORE_OPTIONS,
+)
+from prefect_raybatch.policy.in_force import POLICY_FILE, policy_in_force
+from prefect_raybatch.policy.policy import ANY, JobPolicy
+
+HUB_HOST = "huggingface.co"
+FILE_DATABASES = ("sqlite", "duckdb")
+CATALOG_TYPES = ("rest", "sql", "in-memory")
+CATALOG_BY_NAME = "put such a catalog into .pyiceberg.yaml where the flow runs, and give its name"
+EXPORT = "export the rows to Parquet, and read these"
+ANY_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+class Reach:
+    """Asks a policy about what a job names. Each method raises `ConfigError` with the field, what
+    is refused, and what the operator can add to the policy."""
+
+    def __init__(self, policy: JobPolicy) -> None:
+        self.policy = policy
+
+    def read(self, field: str, uri: str) -> None:
+        if not self.policy.may_read(uri):
+            self._refuse(field, f"read {_shown(uri)}", _add("its folder to read"))
+
+    def write(self, field: str, uri: str) -> None:
+        if not self.policy.may_write(uri):
+            self._refuse(field, f"write to {_shown(uri)}", _add("its folder to write"))
+
+    def connect(self, field: str, host: str | None, port: int | None = None) -> None:
+        name = host or "localhost"
+        if not self.policy.may_connect(name, port):
+            shown = f"[{name}]" if ":" in name else name
+            shown += f":{port}" if port else ""
+            self._refuse(field, f"name the host {shown}", _add("it to hosts"))
+
+    def connect_url(self, field: str, url: str) -> None:
+        """Ask about the host of a URL."""
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host, port = None, None
+        if not host or VARIABLE.search(host):
+            self._refuse(field, "name a URL without a plain host", "write the host in full")
+        self.connect(field, host, port)
+
+    def secret(self, field: str, name: str) -> None:
+        if not self.policy.may_name_secret(name):
+            self._refuse(field, f"name the environment variable {name}", _add("it to secrets"))
+
+    def block(self, field: str, name: str | None) -> None:
+        if name is not None and not self.policy.may_name_block(name):
+            self._refuse(field, f"name the Prefect block {name}", _add("it to blocks"))
+
+    def private(self, field: str, wanted: bool) -> None:
+        if wanted and not self.policy.allow_private:
+            self._refuse(field, "reach private addresses", _add("allow_private: true"))
+
+    def variables(self, field: str, value: object) -> None:
+        """Ask about each ${NAME} in texts at any depth."""
+        for text in _texts(value):
+            for match in VARIABLE.finditer(text):
+                self.secret(field, match[1])
+
+    def model(self, field: str, name: str) -> None:
+        """Ask about a model or an adapter: bundled, in a folder, or of Hugging Face."""
+        local = name.startswith((".", "/", "~", "file:")) or os.path.exists(name)
+        if local or (ANY_URL.match(name) and not name.startswith("hf://")):
+            self.read(field, name)
+        else:
+            self.connect(field, HUB_HOST)
+
+    def options(self, field: str, options: Mapping[str, Any]) -> None:
+        """Ask about store options: their names, hosts and variables."""
+        for name, value in options.items():
+            where = f"{field}.{name}"
+            if name not in STORE_OPTIONS:
+                self._refuse(
+                    where, "set this option", "keep it in a saved block or the environment"
+                )
+            if name.endswith("_env"):
+                self.secret(where, str(value))
+            elif name == "headers":
+                continue
+            elif isinstance(value, Mapping):
+                self.options(where, value)
+            else:
+                for text in _texts(value):
+                    if ANY_URL.match(text) or name == "endpoint_url":
+                        self.connect_url(where, text)
+
+    def catalog(self, field: str, catalog: Mapping[str, Any], writes: bool) -> None:
+        """Ask about the properties of a catalog: their names, hosts, folders and variables."""
+        self.variables(field, catalog)
+        kind = catalog.get("type")
+        if kind is not None and kind not in CATALOG_TYPES:
+            self._refuse(f"{field}.type", f"name a catalog of type {kind}", CATALOG_BY_NAME)
+        for name, value in catalog.items():
+            where = f"{field}.{name}"
+            if name not in CATALOG_PROPERTIES:
+                self._refuse(where, "set this property", CATALOG_BY_NAME)
+            for text in _texts(value):
+                if name == "warehouse" and (
+                    ANY_URL.match(text) or text.startswith((".", "/", "~"))
+                ):
+                    (self.write if writes else self.read)(where, text)
+                elif name == "uri" and format_of_scheme(scheme_of(text)) == "sql":
+                    self.database(where, text, writes)
+                elif ANY_URL.match(text) or name in ("uri", "s3.endpoint", "oauth2-server-uri"):
+                    self.connect_url(where, text)
+
+    def database(self, field: str, url: str, writes: bool) -> None:
+        """Ask about a database's URL: its dialect, parameters, and its file or its host."""
+        head, _, query = url.partition("?")
+        dialect, _, driver = head.partition("://")[0].lower().partition("+")
+        if dialect not in SQL_SCHEMES:
+            self._refuse(field, f"name a database of dialect {dialect}", EXPORT)
+        if driver not in ("", "psycopg", "psycopg2", "asyncpg", "pymysql", "pysqlite"):
+            self._refuse(field, f"name the driver {driver}", "leave the driver out")
+        for name, _ in parse_qsl(query, keep_blank_values=True):
+            if name not in DATABASE_PARAMETERS:
+                self._refuse(field, f"set the parameter {name} of a database", "leave it out")
+        if dialect == "duckdb" and ANY not in self.policy.read:  # a query reads any file
+            self._refuse(field, "query DuckDB", EXPORT)
+        if dialect in FILE_DATABASES:
+            place = database_file(url)
+            if place is not None:
+                (self.write if writes else self.read)(field, place)
+            return
+        self.connect_url(field, url)
+
+    def _refuse(self, field: str, what: str, remedy: str) -> None:
+        raise ConfigError(
+            f"{field}: a job that comes through Prefect's API or a job server may not {what} under "
+            f"{self.policy.title}; {remedy}"
+        )
+
+
+def _add(what: str) -> str:
+    return f"if it is to, add {what} in the file of {POLICY_FILE} where the flow runs"
+
+
+def check_reach(job: BatchJob, policy: JobPolicy) -> None:
+    """Raise `ConfigError` for the first folder, host, variable or block that the policy refuses."""
+    if not policy.limited:
+        return
+    reach = Reach(policy)
+    source, prompt, output, engine = job.source, job.prompt, job.output, job.engine
+    for uri in source.uris if not source.catalog else ():
+        _check_source(reach, uri)
+    reach.catalog("source.catalog", source.catalog, writes=False)
+    reach.options("source.options", source.options)
+    reach.block("source.credentials_block", source.credentials_block)
+    reach.private("source.web.allow_private", source.web.allow_private)
+    if source.media_root is not None:
+        reach.read("source.media_root", source.media_root)
+    reach.private("prompt.images.allow_private", prompt.images.allow_private)
+    template = prompt.chat_template
+    if template is not None and not is_template_text(template):
+        reach.read("prompt.chat_template", template)
+    schema = output.schema_model
+    if isinstance(schema, str) and not schema.lstrip().startswith("{") and not class_name(schema):
+        reach.read("output.schema_model", schema)
+    if engine.model != "demo":
+        reach.model("engine.model", engine.model)
+    for name, adapter in {"": engine.adapter, **engine.adapters}.items():
+        if adapter is not None:
+            reach.model(f"engine.adapters.{name}" if name else "engine.adapter", adapter)
+    reach.write("output.uri", output.uri)
+    reach.options("output.options", output.options)
+    reach.block("output.credentials_block", output.credentials_block)
+    if job.reuse is not None and job.reuse != "latest":
+        reach.read("reuse", job.reuse)
+    for target in output.publish:
+        _check_target(reach, target)
+    _check_cluster(reach, job)
+
+
+def check_run_place(uri: str) -> None:
+    """Raise `ConfigError` where the policy in force does not allow work in this run directory."""
+    policy = policy_in_force()
+    if policy.limited:
+        Reach(policy).write("run directory", uri)
+
+
+def check_links(uris: Sequence[str]) -> None:
+    """Raise `ConfigError` for a file of a listing that a link leads to, out of the folders that the
+    policy in force allows."""
+    policy = policy_in_force()
+    if policy.limited:
+        reach = Reach(policy)
+        for uri in uris:
+            if "://" not in uri and os.path.realpath(uri) != uri:
+                reach.read("source.uri", uri)
+
+
+def check_server(field: str, url: str) -> None:
+    """Raise `ConfigError` where the policy in force does not allow a job server or address."""
+    policy = policy_in_force()
+    if policy.limited:
+        Reach(policy).connect_url(field, url if "://" in url else f"//{url}")
+
+
+def database_file(url: str) -> str | None:
+    """Return the file of a SQLite or DuckDB URL, None for one in memory. The forms with `file:` and
+    `?mode=` mean the same file."""
+    place = url.partition("://")[2].partition("?")[0].partition("/")[2]
+    if place.startswith("file:"):
+        place = unquote(place.removeprefix("file:"))
+        if place.startswith("//"):
+            place = "/" + place.removeprefix("//").partition("/")[2]
+    return None if place in ("", ":memory:") else place
+
+
+def _check_source(reach: Reach, uri: str) -> None:
+    kind = format_of_scheme(scheme_of(uri))
+    if is_web(uri):
+        reach.connect_url("source.uri", uri)
+    elif kind == "huggingface":
+        reach.connect("source.uri", HUB_HOST)
+    elif kind == "sql":
+        reach.database("source.uri", uri, writes=False)
+    else:
+        reach.read("source.uri", uri)
+
+
+def _check_target(reach: Reach, target: PublishTarget) -> None:
+    field = f"output.publish.{target.label}"
+    for name in ("uri", "catalog", "options"):
+        reach.variables(f"{field}.{name}", getattr(target, name))
+    reach.options(f"{field}.options", target.options)
+    reach.catalog(f"{field}.catalog", target.catalog, writes=True)
+    if target.uri is None:
+        return
+    if target.format == "sql":
+        reach.database(f"{field}.uri", target.uri, writes=True)
+    else:
+        reach.write(f"{field}.uri", target.uri)
+
+
+def _check_cluster(reach: Reach, job: BatchJob) -> None:
+    cluster = job.cluster
+    reach.block("cluster.block", cluster.block)
+    access = cluster.access_if_loaded
+    for address in {cluster.address, access and access.address} - {None, LOCAL, "auto"}:
+        reach.connect_url("cluster.address", f"//{address}")
+    for server in {cluster.job_server, access and access.job_server} - {None}:
+        reach.connect_url("cluster.job_server", str(server))
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _texts(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _texts(inner)
+
+
+def _shown(uri: str) -> str:
+    """Return a place for a message, without what may be a key."""
+    return uri.partition("?")[0].rpartition("@")[2][:200]

@@ -1,0 +1,218 @@
+"""`JobPolicy`: what a job may read, write, connect to, run and name."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from urllib.parse import unquote
+
+from prefect_raybatch.policy.allowed import ENGINE_VARIABLES, OWNER_ARGUMENTS, SECRETS
+
+ANY = "*"
+MOST_WORKERS = 4096
+WILDCARD = re.compile(r"[*?\[]")
+
+
+@dataclass(frozen=True)
+class KubernetesLimits:
+    """What the clusters that a job has made on Kubernetes may be. Names may end in `*`."""
+
+    namespaces: tuple[str, ...] = ()
+    contexts: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()
+    service_accounts: tuple[str, ...] = ()
+    secrets: tuple[str, ...] = ()
+    manifest: bool = False
+    privileged: bool = False
+    max_workers: int = 0
+
+
+@dataclass(frozen=True)
+class JobPolicy:
+    """What a job may reach. `read` and `write` hold folders, local or s3://; `hosts` hold names,
+    with a port or without. `"*"` stands for any. `limited`: the job comes from elsewhere."""
+
+    title: str
+    limited: bool = True
+    read: tuple[str, ...] = ()
+    write: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    function_modules: tuple[str, ...] = ()
+    engine_variables: tuple[str, ...] = ()
+    engine_arguments: tuple[str, ...] = ()
+    secrets: tuple[str, ...] = SECRETS
+    blocks: tuple[str, ...] = ()
+    allow_private: bool = False
+    kubernetes: KubernetesLimits = field(default_factory=KubernetesLimits)
+
+    def may_read(self, uri: str) -> bool:
+        """Return whether a file, folder or glob lies in a folder of `read` or `write`."""
+        return _within(uri, (*self.read, *self.write))
+
+    def may_write(self, uri: str) -> bool:
+        """Return whether a file or folder lies in a folder of `write`."""
+        return _within(uri, self.write)
+
+    def may_connect(self, host: str, port: int | None = None) -> bool:
+        """Return whether a job may name this host."""
+        name = _host(host)
+        return any(_same_host(name, port, one) for one in self.hosts)
+
+    def may_name_secret(self, name: str) -> bool:
+        """Return whether a job may name this environment variable as a secret."""
+        return matches_any(name, self.secrets)
+
+    def may_name_block(self, name: str) -> bool:
+        """Return whether a job may name this saved Prefect block."""
+        return matches_any(name, self.blocks)
+
+    def may_use_module(self, module: str) -> bool:
+        """Return whether functions and classes may come from this module."""
+        return any(
+            one == ANY or module == one or module.startswith(f"{one}.")
+            for one in self.function_modules
+        )
+
+    def may_set_variable(self, name: str) -> bool:
+        """Return whether a job may set this environment variable for the engine."""
+        return matches_any(name, (*ENGINE_VARIABLES, *self.engine_variables))
+
+    def may_set_argument(self, name: str) -> bool:
+        """Return whether this engine argument, or the mapping that it stands in, is allowed
+        whatever its value."""
+        parts = name.split(".")
+        above = (".".join(parts[: n + 1]) for n in range(len(parts)))
+        return any(matches_any(one, self.engine_arguments) for one in above)
+
+
+STRICT_POLICY = JobPolicy("the built-in policy, which allows no folder and no host")
+
+
+def owner_policy_of(operator: JobPolicy) -> JobPolicy:
+    """Return the policy of a job's owner: own files, hosts, functions and secrets, and of what runs
+    code from elsewhere only what the operator allows."""
+    limits = operator.kubernetes
+    return JobPolicy(
+        title="the policy of a job's owner",
+        limited=False,
+        read=(ANY,),
+        write=(ANY,),
+        hosts=(ANY,),
+        function_modules=(ANY,),
+        engine_variables=operator.engine_variables,
+        engine_arguments=(*OWNER_ARGUMENTS, *operator.engine_arguments),
+        secrets=(ANY,),
+        blocks=(ANY,),
+        allow_private=True,
+        kubernetes=KubernetesLimits(
+            namespaces=(ANY, *limits.namespaces),
+            contexts=(ANY,),
+            images=(ANY,),
+            service_accounts=(ANY,),
+            secrets=(ANY,),
+            manifest=True,
+            privileged=limits.privileged,
+            max_workers=max(MOST_WORKERS, limits.max_workers),
+        ),
+    )
+
+
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a name is among the patterns; a `*` stands for any text."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def canonical_place(uri: str) -> str | None:
+    """Return the one form of a local path, file:// or s3:// URI, links and `..` resolved; of a glob
+    that of the folder it begins in. None for anything else, such as `simplecache::file://`."""
+    if not uri or "\0" in uri or "::" in uri.partition("/")[0]:
+        return None
+    scheme, separator, rest = uri.partition("://")
+    scheme = scheme.lower() if separator else ""
+    if scheme in ("s3", "s3a"):
+        return _canonical_key(rest)
+    if scheme == "file":
+        if not rest.startswith("/"):
+            host, _, rest = rest.partition("/")
+            if host != "localhost":
+                return None
+            rest = f"/{rest}"
+        rest = unquote(rest)
+    elif scheme:
+        return None
+    else:
+        rest = uri
+    fixed = _before_wildcard(rest)
+    if fixed is None or "\0" in fixed:
+        return None
+    return os.path.realpath(os.path.expanduser(fixed))
+
+
+def _canonical_key(rest: str) -> str | None:
+    fixed = _before_wildcard(rest.rstrip("/"))
+    parts = [] if fixed is None else fixed.rstrip("/").split("/")
+    if not parts or any(part in ("", ".", "..") for part in parts):
+        return None
+    return "s3://" + "/".join(parts)
+
+
+def _before_wildcard(path: str) -> str | None:
+    """Return the folders of a path before its first wildcard; None where `..` comes later."""
+    found = WILDCARD.search(path)
+    if found is None or os.path.lexists(path):
+        return path
+    cut = path.rfind("/", 0, found.start())
+    if ".." in path[cut + 1 :].split("/"):
+        return None
+    return (path[:cut] or "/") if cut >= 0 else "."
+
+
+def _within(uri: str, folders: Iterable[str]) -> bool:
+    folders = tuple(folders)
+    if ANY in folders:
+        return True
+    place = canonical_place(uri)
+    if place is None:
+        return False
+    for folder in folders:
+        if folder == "s3://":  # any bucket
+            root: str | None = "s3:/"
+        else:
+            root = canonical_place(folder)
+        if root is not None and f"{place}/".startswith(f"{root.rstrip('/')}/"):
+            return True
+    return False
+
+
+def _host(name: str) -> str:
+    """Return a host's name in one form; an address in whatever notation as the address it is."""
+    name = name.strip("[]").partition("%")[0].rstrip(".").lower()
+    try:
+        return str(ipaddress.ip_address(name))
+    except ValueError:
+        pass
+    if re.fullmatch(r"[0-9a-fx.]+", name):
+        try:
+            return socket.inet_ntoa(socket.inet_aton(name))
+        except OSError:
+            pass
+    return name
+
+
+def _same_host(name: str, port: int | None, pattern: str) -> bool:
+    if pattern == ANY:
+        return True
+    host, wanted = pattern, ""
+    if not pattern.count(":") > 1 or pattern.startswith("["):  # no bare IPv6 address
+        match = re.fullmatch(r"(\[.*\]|[^:]*)(?::(\d+))?", pattern)
+        if match is None:
+            return False
+        host, wanted = match[1], match[2] or ""
+    if wanted and (port is None or str(port) != wanted):
+        return False
+    return fnmatchcase(name, host.lower()) if ANY in host else name == _host(host)

@@ -1,0 +1,107 @@
+"""Reads the operator's policy from its YAML file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.policy.allowed import SECRETS
+from prefect_raybatch.policy.policy import ANY, MOST_WORKERS, JobPolicy, KubernetesLimits
+
+MAX_POLICY_BYTES = 1 << 20
+LISTS = (
+    *("read", "write", "hosts", "function_modules", "engine_variables", "engine_arguments"),
+    *("secrets", "blocks"),
+)
+FIELDS = (*LISTS, "allow_private", "kubernetes")
+
+
+def read_policy(path: str) -> JobPolicy:
+    """Return the policy that a file holds. Raises `ConfigError` naming file and field for what is
+    no policy: a policy that says less than it seems to would be worse than none."""
+    try:
+        if Path(path).stat().st_size > MAX_POLICY_BYTES:
+            raise ConfigError(f"{path}: is too large to be a policy (over 1 MiB)")
+        value = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path}: the policy cannot be read: {error}; correct RAYBATCH_POLICY, or unset it for "
+            "the strict default"
+        ) from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())[:300]}") from None
+    given = _mapping({} if value is None else value, path, FIELDS)
+    folder = os.path.dirname(os.path.abspath(path))
+    lists: dict[str, tuple[str, ...]] = {
+        name: _texts(given[name], f"{path}: {name}") for name in LISTS if name in given
+    }
+    for name in ("read", "write"):
+        if name in lists:
+            lists[name] = tuple(_place(one, folder, f"{path}: {name}") for one in lists[name])
+    if "secrets" in lists:
+        lists["secrets"] = (*SECRETS, *lists["secrets"])
+    return JobPolicy(
+        title=f"the policy in {path}",
+        allow_private=_boolean(given.get("allow_private", False), f"{path}: allow_private"),
+        kubernetes=_kubernetes(given.get("kubernetes") or {}, f"{path}: kubernetes"),
+        **lists,
+    )
+
+
+def _kubernetes(value: object, where: str) -> KubernetesLimits:
+    given = _mapping(value, where, tuple(one.name for one in fields(KubernetesLimits)))
+    made: dict[str, Any] = {}
+    for name, item in given.items():
+        if name in ("manifest", "privileged"):
+            made[name] = _boolean(item, f"{where}.{name}")
+        elif name == "max_workers":
+            if type(item) is not int or not 0 <= item <= MOST_WORKERS:
+                raise ConfigError(f"{where}.{name}: write a whole number from 0 to {MOST_WORKERS}")
+            made[name] = item
+        else:
+            made[name] = _texts(item, f"{where}.{name}")
+    return KubernetesLimits(**made)
+
+
+def _mapping(value: object, where: str, known: tuple[str, ...]) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where}: must be a mapping with fields of {', '.join(known)}")
+    for name in value:
+        if name not in known:
+            raise ConfigError(
+                f"{where}: unknown field {str(name)!r}; the fields are {', '.join(known)}"
+            )
+    return value
+
+
+def _texts(value: object, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
+        raise ConfigError(f"{where}: must be a list of texts, such as [a, b]")
+    return tuple(value)
+
+
+def _boolean(value: object, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where}: must be true or false")
+    return value
+
+
+def _place(text: str, folder: str, where: str) -> str:
+    """Return a folder of the file, a relative one below the folder that the file is in."""
+    if text == ANY:
+        return text
+    scheme = text.partition("://")[0].lower() if "://" in text else ""
+    if scheme not in ("", "file", "s3", "s3a") or "*" in text:
+        raise ConfigError(
+            f"{where}: {text!r} is no folder; write a local folder or s3://bucket/prefix, without "
+            "wildcards, or * for any"
+        )
+    if scheme:
+        return text
+    return os.path.join(folder, os.path.expanduser(text))

@@ -1,0 +1,393 @@
+"""The table of attacks: what somebody tries who writes a job, and the refusal that is expected.
+
+An attack on a job is `Attack(title, words, groups)`: the job with those groups is refused with
+words that match. `origin` is who runs it: its owner, or "elsewhere": Prefect's API or a job server,
+under the strict policy plus `policy`, the fields of a policy file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+OWNER, ELSEWHERE = "owner", "elsewhere"
+EVERYWHERE = {"read": ["*"], "write": ["*"], "hosts": ["*"]}
+ALLOWED = {"read": ["{folder}/in"], "write": ["{folder}/out"]}
+
+
+@dataclass(frozen=True)
+class Attack:
+    """A job that is refused: `words` is a pattern of the refusal."""
+
+    title: str
+    words: str
+    groups: dict[str, Any]
+    origin: str = ELSEWHERE
+    policy: dict[str, Any] = field(default_factory=lambda: dict(ALLOWED))
+
+
+def _code(argument: str, value: Any) -> Attack:
+    """An engine argument that runs code, for a job's owner as for anybody."""
+    words = rf"engine\.{argument.partition('.')[0]}\S* may name code"
+    name, _, inner = argument.partition(".")
+    given = {inner: value} if inner else value
+    return Attack(f"engine.{argument}", words, {"engine": {name: given}}, OWNER)
+
+
+def _variable(name: str) -> Attack:
+    words = f"engine.env: {name} is not among the variables"
+    return Attack(f"engine.env.{name}", words, {"engine": {"env": {name: "/tmp/x"}}}, OWNER)
+
+
+def _argument(argument: str, value: Any) -> Attack:
+    """An engine argument that names a place: its owner's, and nobody's from elsewhere."""
+    words = rf"engine\.{argument}\S* may name code, a file or a host"
+    return Attack(f"engine.{argument} elsewhere", words, {"engine": {argument: value}})
+
+
+def _read(uri: str) -> Attack:
+    return Attack(f"source.uri {uri}", r"source\.uri: .* may not read", {"source": {"uri": uri}})
+
+
+def _host(uri: str, **more: Any) -> Attack:
+    source = {"uri": uri, **more}
+    return Attack(f"source.uri {uri}", r"source\.uri: .* may not name", {"source": source})
+
+
+def _sql(uri: str, words: str) -> Attack:
+    source = {"uri": uri, "query": "SELECT 1"}
+    return Attack(f"source.uri {uri}", words, {"source": source}, policy={"read": ["{folder}/in"]})
+
+
+def _target(words: str, **target: Any) -> Attack:
+    output = {"uri": "{folder}/out", "publish": [target]}
+    return Attack(f"output.publish {target}", words, {"output": output})
+
+
+def _option(words: str, options: dict[str, Any], **policy: Any) -> Attack:
+    groups = {"output": {"uri": "s3://mine/out", "options": options}}
+    given = {"read": ["{folder}/in"], "write": ["s3://mine"], **policy}
+    return Attack(f"output.options {options}", words, groups, policy=given)
+
+
+def _pods(title: str, words: str, kubernetes: dict[str, Any], **given: Any) -> Attack:
+    groups = {"cluster": {"kubernetes": kubernetes}, "engine": {"device": "cpu"}}
+    return Attack(f"cluster.kubernetes {title}", words, groups, **given)
+
+
+def manifest(
+    pod: dict[str, Any] | None = None, container: dict[str, Any] | None = None, **spec: Any
+) -> dict[str, Any]:
+    """A RayCluster whose worker pods have these fields besides."""
+    ray = {"name": "ray", "image": "ray:1", "resources": {"limits": {"cpu": "1"}}}
+    head = {"template": {"spec": {"containers": [ray]}}}
+    pods = {"containers": [{**ray, **(container or {})}], **(pod or {})}
+    workers = {"groupName": "w", "replicas": 1, "template": {"spec": pods}}
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayCluster",
+        "spec": {"headGroupSpec": head, "workerGroupSpecs": [workers], **spec},
+    }
+
+
+def _manifest(title: str, **fields: Any) -> Attack:
+    words = r"cluster\.kubernetes\.manifest\.spec\S*: is not among the fields that a pod may have"
+    return _pods(title, words, {"manifest": manifest(**fields)}, origin=OWNER)
+
+
+MERGED = {"type": "rest", "uri": "http://evil.example.com"}
+ATTACKS = (
+    # code
+    *map(
+        _variable,
+        (
+            *("VLLM_LOGGING_CONFIG_PATH", "VLLM_PLUGINS", "VLLM_CONFIG_ROOT", "VLLM_CACHE_ROOT"),
+            *("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE", "VLLM_USE_MODELSCOPE"),
+            *("PYTHONPATH", "PYTHONSTARTUP", "LD_PRELOAD", "LD_AUDIT", "PATH", "HOME", "BASH_ENV"),
+            *("HF_HOME", "HF_ENDPOINT", "HF_MODULES_CACHE", "TORCH_HOME", "TRITON_CACHE_DIR"),
+            *("NCCL_NET_PLUGIN", "NCCL_TUNER_PLUGIN", "CUDA_INJECTION64_PATH", "HTTPS_PROXY"),
+            *("RAY_JOB_HEADERS", "RAY_RUNTIME_ENV_HOOK", "RAYBATCH_POLICY", "AWS_CONFIG_FILE"),
+        ),
+    ),
+    *(
+        _code(argument, value)
+        for argument, value in (
+            ("reasoning_parser_plugin", "/tmp/evil.py"),
+            ("structured_outputs_config.reasoning_parser_plugin", "/tmp/evil.py"),
+            ("io_processor_plugin", "evil"),
+            ("worker_cls", "evil.Worker"),
+            ("worker_extension_cls", "evil.Extension"),
+            ("scheduler_cls", "evil.Scheduler"),
+            ("distributed_executor_backend", "evil.Executor"),
+            ("logits_processors", ["evil:Processor"]),
+            ("model_impl", "terratorch"),
+            ("model_class_overrides", {"A": "evil:Model"}),
+            ("hf_config_path", "/tmp/evil"),
+            ("trust_remote_code", True),
+            ("hf_overrides.trust_remote_code", True),
+            ("mm_processor_kwargs.trust_remote_code", True),
+            ("compilation_config.backend", "evil.compile"),
+            ("compilation_config.cache_dir", "/tmp/evil"),
+            ("compilation_config.inductor_passes", {"a": "evil.run"}),
+            ("kv_transfer_config.kv_connector_module_path", "evil"),
+            ("ec_transfer_config.ec_connector_module_path", "evil"),
+            ("speculative_config", {"method": "custom_class", "model": "evil.Proposer"}),
+            ("speculative_config.model", "evil.Proposer"),
+        )
+    ),
+    *(
+        Attack(name, "is part of Python", {"prompt": {"function": name}}, OWNER)
+        for name in ("os:system", "subprocess:check_call", "builtins:eval", "pickle:loads")
+    ),
+    Attack("a module", "functions may come from no module", {"prompt": {"function": "acme:ask"}}),
+    Attack(
+        "a schema's module",
+        "functions may come from acme, not from 'acmeology'",
+        {"output": {"uri": "{folder}/out", "schema_model": "acmeology:Answer"}},
+        policy={**ALLOWED, "function_modules": ["acme"]},
+    ),
+    # places of an engine
+    *(
+        _argument(argument, value)
+        for argument, value in (
+            ("tokenizer", "/etc"),
+            ("download_dir", "/etc"),
+            ("allowed_local_media_path", "/"),
+            ("additional_config", {"a": 1}),
+            ("model_loader_extra_config", {"tensorizer_uri": "s3://evil/x"}),
+            ("hf_overrides", {"a": "b"}),
+            ("mm_processor_kwargs", {"a": 1}),
+            ("otlp_traces_endpoint", "http://169.254.169.254/"),
+            ("profiler_config", {"torch_profiler_dir": "/etc"}),
+            ("generation_config", "/etc"),
+            ("default_mm_loras", {"image": "/etc"}),
+            ("override_generation_config", {"a": "b"}),
+        )
+    ),
+    *(
+        Attack(f"engine.model {name}", words, {"engine": {"model": name}})
+        for name, words in (
+            ("/etc", r"engine\.model: .* may not read /etc"),
+            ("s3://evil/model", r"engine\.model: .* may not read"),
+            ("owner/name", r"engine\.model: .* may not name the host huggingface\.co"),
+        )
+    ),
+    Attack("an adapter", r"engine\.adapter: .* may not", {"engine": {"adapter": "/etc"}}),
+    Attack(
+        "adapters",
+        r"engine\.adapters\.a: .* may not name the host",
+        {
+            "engine": {"adapters": {"a": "o/n"}},
+            "prompt": {"template": "{Company}", "adapter_column": "c"},
+        },
+    ),
+    # files
+    *map(
+        _read,
+        (
+            *("/etc/passwd", "file:///etc/passwd", "file://localhost/etc/passwd", "/etc/*"),
+            *("file:///%65tc/passwd", "{folder}/in/../../../../../etc/passwd", "~/secret.csv"),
+            *("{folder}/in/link/passwd", "{folder}/inside/a.csv", "{folder}/in*/a.csv", "/"),
+            *("s3://mine/x.csv", "{folder}", "data.csv", "../x.csv", "{folder}/in/link/*"),
+        ),
+    ),
+    *(
+        Attack(f"{group}.{name}", rf"{group}\.{name}: .* may not {verb}", {group: given})
+        for group, name, verb, given in (
+            ("prompt", "chat_template", "read", {"messages": "m", "chat_template": "/etc/passwd"}),
+            ("output", "schema_model", "read", {"uri": "{folder}/out", "schema_model": "/x.json"}),
+            ("output", "uri", "write", {"uri": "/etc/cron.d"}),
+            ("output", "uri", "write", {"uri": "{folder}/in"}),
+            ("output", "uri", "write", {"uri": "{folder}/out/../../out2"}),
+            ("output", "uri", "write", {"uri": "{folder}/out/link"}),
+        )
+    ),
+    Attack(
+        "source.media_root",
+        r"source\.media_root: .* may not read /etc",
+        {
+            "source": {"uri": "{folder}/in/a.csv", "media_root": "/etc"},
+            "prompt": {"template": "x", "images": {"columns": ["i"]}},
+        },
+    ),
+    Attack("reuse", r"reuse: .* may not read", {"reuse": "/etc/run"}),
+    # hosts
+    *map(
+        _host,
+        (
+            *("http://evil.example.com/a.csv", "https://10.0.0.7/a.csv", "http://[::1]/a.csv"),
+            *("http://2130706433/a.csv", "HTTP://EVIL.EXAMPLE.COM./a.csv"),
+            *("hf://datasets/owner/name",),
+        ),
+    ),
+    Attack(
+        "private addresses of the source",
+        r"source\.web\.allow_private: .* may not reach private",
+        {"source": {"uri": "http://a.com/a.csv", "web": {"allow_private": True}}},
+        policy={**ALLOWED, "hosts": ["a.com"]},
+    ),
+    Attack(
+        "private addresses of images",
+        r"prompt\.images\.allow_private: .* may not reach private",
+        {"prompt": {"template": "x", "images": {"columns": ["i"], "allow_private": True}}},
+    ),
+    *(
+        Attack(f"cluster {given}", words, {"cluster": given})
+        for given, words in (
+            ({"address": "10.0.0.7:6379"}, r"cluster\.address: .* name the host 10\.0\.0\.7:6379"),
+            ({"job_server": "http://evil:8265"}, r"cluster\.job_server: .* host evil:8265"),
+            ({"block": "ray-cluster/admin"}, r"cluster\.block: .* Prefect block ray-cluster/admin"),
+        )
+    ),
+    _option(r"endpoint_url: .* host evil", {"endpoint_url": "http://evil:9000"}),
+    _option(
+        r"endpoint_url: .* host 169", {"client_kwargs": {"endpoint_url": "http://169.254.1.1"}}
+    ),
+    _option(r"proxies: .* may not set this option", {"config_kwargs": {"proxies": {"http": "x"}}}),
+    _option(r"profile: .* may not set this option", {"profile": "admin"}),
+    # secrets
+    Attack(
+        "a variable as a password",
+        r"source\.options\.password_env: .* name the environment variable AWS_SECRET_ACCESS_KEY",
+        {
+            "source": {
+                "uri": "postgresql://db/x",
+                "query": "SELECT 1",
+                "options": {"password_env": "AWS_SECRET_ACCESS_KEY"},
+            }
+        },
+        policy={**ALLOWED, "hosts": ["db"]},
+    ),
+    Attack(
+        "a variable in a catalog",
+        r"source\.catalog: .* name the environment variable PREFECT_API_KEY",
+        {"source": {"uri": "a.b", "catalog": {**MERGED, "token": "${{PREFECT_API_KEY}}"}}},
+        policy={**ALLOWED, "hosts": ["*"]},
+    ),
+    Attack(
+        "a catalog's host",
+        r"source\.catalog\.uri: .* name the host evil\.example\.com",
+        {"source": {"uri": "a.b", "catalog": {"name": "prod", "uri": MERGED["uri"]}}},
+    ),
+    Attack(
+        "a catalog's file io",
+        r"may not set this property",
+        {"source": {"uri": "a.b", "catalog": {**MERGED, "adlfs.account-host": "x"}}},
+        policy={**ALLOWED, "hosts": ["*"]},
+    ),
+    Attack(
+        "a credentials block",
+        r"output\.credentials_block: .* name the Prefect block aws-credentials/admin",
+        {"output": {"uri": "{folder}/out", "credentials_block": "aws-credentials/admin"}},
+    ),
+    # databases
+    _sql("sqlite:////etc/x.db", r"source\.uri: .* may not read /etc/x\.db"),
+    _sql("sqlite:///file:/etc/x.db?mode=rwc&uri=true", r"source\.uri: .* may not read /etc"),
+    _sql("sqlite:///file:%2Fetc/x.db?uri=true", r"source\.uri: .* may not read /etc"),
+    _sql("sqlite:///file:///etc/x.db?uri=true", r"source\.uri: .* may not read /etc"),
+    _sql("sqlite:////{folder}/in/a.db?vfs=x", r"may not set the parameter vfs"),
+    _sql("duckdb:////{folder}/in/a.db", r"may not query DuckDB"),
+    _sql("postgresql://evil/db", r"may not name the host evil"),
+    _sql("postgresql:///db", r"may not name a URL without a plain host"),
+    _sql("postgresql://a/db?host=evil", r"may not set the parameter host"),
+    _sql("postgresql://a/db?service=x", r"may not set the parameter service"),
+    _sql("mssql+pyodbc:///?odbc_connect=DRIVER=/tmp/x.so", r"may not name the driver pyodbc"),
+    # targets
+    _target(r"may not write", format="parquet", uri="/etc/x"),
+    _target(r"may not write", format="jsonl", uri="s3://evil/x"),
+    _target(r"may not write", format="delta", uri="{folder}/in/t"),
+    _target(r"may not write", format="sql", table="t", uri="sqlite:////etc/x.db"),
+    _target(r"may not write", format="sql", table="t", uri="sqlite:///file:/etc/x?mode=rwc&uri=1"),
+    _target(r"host evil", format="sql", table="t", uri="postgresql://evil/db"),
+    _target(r"variable HOME", format="parquet", uri="{folder}/out/${{HOME}}"),
+    _target(
+        r"without a plain host",
+        format="sql",
+        table="t",
+        uri="postgresql://${{RAYBATCH_SECRET_X}}/db",
+    ),
+    _target(r"host evil\.example\.com", format="iceberg", table="a.b", catalog=MERGED),
+    # Kubernetes
+    _pods(
+        "kube-system",
+        r"kube-system belongs to",
+        {"image": "a", "namespace": "kube-system"},
+        origin=OWNER,
+    ),
+    _pods("workers", r"are more than 4,096", {"image": "a", "workers": 10**9}, origin=OWNER),
+    _pods("at all", r"image: a is not among none", {"image": "a"}),
+    _pods(
+        "namespace",
+        r"namespace: other is not among mine",
+        {"image": "a", "namespace": "other"},
+        policy={**ALLOWED, "kubernetes": {"namespaces": ["mine"], "images": ["*"]}},
+    ),
+    _pods(
+        "Secrets",
+        r"secrets: admin is not among none",
+        {"image": "a", "secrets": ["admin"]},
+        policy={**ALLOWED, "kubernetes": {"images": ["*"], "max_workers": 2}},
+    ),
+    _pods(
+        "service account",
+        r"service_account: admin is not among none",
+        {"image": "a", "service_account": "admin"},
+        policy={**ALLOWED, "kubernetes": {"images": ["*"], "max_workers": 2}},
+    ),
+    _pods(
+        "too many",
+        r"workers: 3 are more than 2",
+        {"image": "a", "workers": 3},
+        policy={**ALLOWED, "kubernetes": {"images": ["*"], "max_workers": 2}},
+    ),
+    _pods("a manifest", r"manifest: a manifest decides", {"manifest": manifest()}),
+    _pods("manifest_file", r"manifest_file: .* may not read", {"manifest_file": "/etc/passwd"}),
+    _pods(
+        "a manifest's Secret",
+        r"envFrom: admin is not among none",
+        {"manifest": manifest(container={"envFrom": [{"secretRef": {"name": "admin"}}]})},
+        policy={
+            **ALLOWED,
+            "kubernetes": {"images": ["*"], "max_workers": 9, "manifest": True},
+        },
+    ),
+    _manifest("hostPID", pod={"hostPID": True}),
+    _manifest("hostIPC", pod={"hostIPC": True}),
+    _manifest("hostNetwork", pod={"hostNetwork": True}),
+    _manifest("nodeName", pod={"nodeName": "master"}),
+    _manifest("hostPath", pod={"volumes": [{"name": "r", "hostPath": {"path": "/"}}]}),
+    _manifest("projected", pod={"volumes": [{"name": "r", "projected": {"sources": []}}]}),
+    _manifest("privileged", container={"securityContext": {"privileged": True}}),
+    _manifest("capabilities", container={"securityContext": {"capabilities": {"add": ["ALL"]}}}),
+    _manifest("procMount", container={"securityContext": {"procMount": "Unmasked"}}),
+    _manifest("escalation", container={"securityContext": {"allowPrivilegeEscalation": True}}),
+    _manifest("devices", container={"volumeDevices": [{"name": "a", "devicePath": "/dev/sda"}]}),
+    _manifest("hostPort", container={"ports": [{"containerPort": 1, "hostPort": 22}]}),
+    _manifest(
+        "an init container",
+        pod={"initContainers": [{"name": "a", "securityContext": {"privileged": True}}]},
+    ),
+    _manifest("an unknown field", authOptions={"mode": "none"}),
+)
+
+# Addresses that are asked for nobody, also where private ones are allowed.
+NEVER_ASKED = (
+    *("169.254.169.254", "169.254.170.2", "168.63.129.16", "100.100.100.200", "192.0.0.192"),
+    *("0.0.0.0", "224.0.0.1", "255.255.255.255", "240.0.0.1", "::", "ff02::1", "fe80::1"),
+    *("fe80::a9fe:a9fe%eth0", "fec0::1", "fec0:0:0:ffff::1", "feff::1"),
+    *("fd00:ec2::254", "fd20:ce::254", "fd00:42::42", "fd00:c1::a9fe:a9fe"),
+    *("::ffff:169.254.169.254", "::ffff:168.63.129.16", "::169.254.169.254"),
+    *("::ffff:0:169.254.169.254", "::ffff:0:168.63.129.16", "::ffff:0:a9fe:a9fe"),
+    *("64:ff9b::169.254.169.254", "64:ff9b::a83f:8110"),
+    *("64:ff9b:1::169.254.169.254", "64:ff9b:1:a9fe:a9:fe00::", "64:ff9b:1::a83f:8110"),
+    *("2002:a9fe:a9fe::1", "2002:a83f:8110::", "2001:0:a9fe:a9fe::1"),
+    *("2001:0:808:808::5601:5601", "2606:4700::5efe:169.254.169.254"),
+    *("2606:4700::200:5efe:a9fe:a9fe", "fe80::5efe:a9fe:a9fe"),
+)
+# Addresses that are asked only where private ones are allowed.
+PRIVATE = (
+    *("127.0.0.1", "10.0.0.1", "172.16.0.1", "192.168.1.1", "100.64.0.1", "::1", "fd12::1"),
+    *("::ffff:10.0.0.1", "::ffff:0:10.0.0.1", "::10.0.0.1", "64:ff9b::10.0.0.1"),
+    *("64:ff9b:1::8.8.8.8", "64:ff9b:1::10.0.0.1", "2002:a00:1::", "2001:0:808:808::f7f7:f7f7"),
+    *("2606:4700::5efe:10.0.0.1", "2606:4700::200:5efe:7f00:1"),
+)

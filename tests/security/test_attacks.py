@@ -1,0 +1,166 @@
+"""Each attack of the table is refused, with the words that are expected."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attacks import ATTACKS, NEVER_ASKED, OWNER, PRIVATE, Attack
+from helpers.policies import set_policy
+from helpers.small import make_job
+
+from prefect_raybatch.errors import ConfigError, RayBatchError
+from prefect_raybatch.job.publish import PublishTarget
+from prefect_raybatch.job.source import Source
+from prefect_raybatch.job.trust import check_trust
+from prefect_raybatch.policy.in_force import operator_policy, owner_policy, under
+from prefect_raybatch.source import peek
+from prefect_raybatch.storage.internet import allowed
+
+
+def filled(value: Any, folder: Path) -> Any:
+    """The value with {folder} in its texts filled in."""
+    if isinstance(value, dict):
+        return {name: filled(inner, folder) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [filled(inner, folder) for inner in value]
+    if not isinstance(value, str):
+        return value
+    return value.replace("{folder}", str(folder)).replace("${{", "${").replace("}}", "}")
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=[attack.title for attack in ATTACKS])
+def test_the_attack_is_refused(
+    attack: Attack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("in", "out", "inside"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "link").symlink_to("/etc")
+    (tmp_path / "in/a.csv").write_text("Company\nA\n")
+    groups = {
+        "source": {"uri": "{folder}/in/a.csv"},
+        "output": {"uri": "{folder}/out"},
+        **attack.groups,
+    }
+    if attack.origin == OWNER:
+        monkeypatch.delenv("RAYBATCH_POLICY")
+        policy = owner_policy()
+    else:
+        set_policy(monkeypatch, tmp_path, **filled(attack.policy, tmp_path))
+        policy = operator_policy()
+    job = make_job(**filled(groups, tmp_path))
+    with under(policy), pytest.raises(ConfigError) as caught:
+        check_trust(job)
+    assert re.search(attack.words, str(caught.value)), str(caught.value)
+
+
+def test_a_plain_job_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the attacks would be refused for nothing."""
+    set_policy(monkeypatch, tmp_path, read=["in"], write=["out"])
+    for uri in ("in/a.csv", "in", "in/*.csv", "in/b/../a.csv"):
+        job = make_job(
+            source={"uri": f"{tmp_path}/{uri}"}, output={"uri": f"file://{tmp_path}/out/b"}
+        )
+        with under(operator_policy()):
+            check_trust(job)
+
+
+@pytest.mark.parametrize("address", NEVER_ASKED)
+def test_addresses_that_are_asked_for_nobody(address: str) -> None:
+    assert not allowed(address, False) and not allowed(address, True)
+
+
+@pytest.mark.parametrize("address", PRIVATE)
+def test_private_addresses(address: str) -> None:
+    assert not allowed(address, False) and allowed(address, True)
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "64:ff9b::8.8.8.8"])
+def test_addresses_of_the_internet(address: str) -> None:
+    assert allowed(address, False)
+
+
+# --- databases ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "sqlite:///file:{folder}/new.db?mode=rwc&uri=true",
+        "sqlite:///file:{folder}/new.db?uri=true",
+        "sqlite:////{folder}/new.db",
+        "sqlite:///file:{folder}/there.db?mode=rw&uri=true",
+        "sqlite:///file:///{folder}/new.db?uri=true",
+    ],
+)
+def test_reading_makes_no_sqlite_file(tmp_path: Path, uri: str) -> None:
+    sqlite3.connect(tmp_path / "there.db").close()
+    before = sorted(tmp_path.iterdir())
+    source = Source(uri=uri.replace("{folder}", str(tmp_path)), query="SELECT 1 AS a")
+    with pytest.raises(RayBatchError, match=r"no database file|mode=rw"):
+        peek(source)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "ATTACH '{folder}/new.db' AS x",
+        "VACUUM INTO '{folder}/new.db'",
+        "SELECT load_extension('x')",
+    ],
+)
+def test_a_query_opens_no_other_file(tmp_path: Path, query: str) -> None:
+    with sqlite3.connect(tmp_path / "a.db") as base:
+        base.execute("CREATE TABLE t (a)")
+    source = Source(
+        uri=f"sqlite:///{tmp_path}/a.db", query=query.replace("{folder}", str(tmp_path))
+    )
+    with pytest.raises(RayBatchError):
+        peek(source)
+    assert not (tmp_path / "new.db").exists()
+
+
+# --- what is shown of a job ---------------------------------------------------------------------
+
+PLANTED = "PLANTEDvalue0007"
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        {"engine": {"additional_config": {"a": {"b": PLANTED}}}},
+        {"engine": {"additional_config": {"a": ["x", PLANTED]}}},
+        {"engine": {"model_loader_extra_config": {"uri": PLANTED}}},
+        {"engine": {"kv_transfer_config": {"kv_connector_extra_config": {"a": PLANTED}}}},
+        {"engine": {"otlp_traces_endpoint": f"https://host/v1/{PLANTED}/traces"}},
+        {"engine": {"otlp_traces_endpoint": f"https://host/?k={PLANTED}"}},
+        {"engine": {"env": {"HTTPS_PROXY": f"http://host/{PLANTED}"}}},
+        {"engine": {"env": {"AWS_ENDPOINT_URL": f"https://me:{PLANTED}@host"}}},
+        {"output": {"uri": "o", "options": {"endpoint_url": f"https://host/{PLANTED}/"}}},
+        {"source": {"uri": f"https://host/a.csv?api-key={PLANTED}"}},
+        {"source": {"uri": f"https://host/a.csv?X-Api-Token={PLANTED}"}},
+    ],
+)
+def test_a_key_is_in_nothing_that_others_see(groups: dict[str, Any]) -> None:
+    job = make_job(**groups)
+    shown = " ".join([job.model_dump_json(), repr(job), json.dumps(job.model_dump(mode="json"))])
+    assert PLANTED not in shown and PLANTED in json.dumps(job.to_dict())
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        *("apikey", "api_key", "API-KEY", "access_token", "x-api-key", "sslpassword", "passwd"),
+        *("client_secret", "account_key", "sig", "private_key", "auth"),
+    ],
+)
+def test_a_target_holds_no_key_in_its_url(query: str) -> None:
+    with pytest.raises(ValueError, match=r"holds a password or a key.*\$\{NAME\}") as caught:
+        PublishTarget(format="sql", table="t", uri=f"clickhouse://host/db?{query}={PLANTED}")
+    assert PLANTED not in str(caught.value)
+    PublishTarget(format="sql", table="t", uri=f"clickhouse://host/db?{query}=${{KEY}}")
