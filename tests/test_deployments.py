@@ -26,7 +26,10 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.flow import flows
 from prefect_raybatch.job.run_words import with_run_words
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
+from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.kuberay.api import VERBS
+from prefect_raybatch.policy.in_force import under
+from prefect_raybatch.policy.policy_file import read_policy
 from prefect_raybatch.runs.run import default_run_key
 
 FOLDER = ROOT / "deployments"
@@ -201,6 +204,30 @@ def test_a_run_with_small_changes_needs_no_second_job(monkeypatch: pytest.Monkey
     assert run(run_date=day)[0] == job
     with pytest.raises(ConfigError, match=r"overrides: sampling: .*max_tokns.*max_tokens"):
         batch_inference.fn(job, overrides={"sampling.max_tokns": 9})
+
+
+def test_the_policy_beside_them_allows_what_the_deployments_do_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(FOLDER)
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    (given,) = re.findall(r"-p 'overrides=(\{\"cluster.*\})'", text)
+    jobs = {n: BatchJob.from_dict(one["parameters"]["job"]) for n, one in DEPLOYMENTS.items()}
+    on_kubernetes = flows.with_changes(jobs["nightly"], json.loads(given), None)
+    with under(read_policy(str(FOLDER / "policy.yaml"))):
+        for job in (*jobs.values(), on_kubernetes):
+            check_trust(job)
+        for overrides in (
+            {"source.uri": "/etc/passwd"},
+            {"output.uri": "s3://elsewhere/x"},
+            {"engine.tokenizer": "/etc"},
+            {"prompt.template": None, "prompt.function": "acme:ask"},
+        ):
+            with pytest.raises(ConfigError, match=r"policy\.yaml|RAYBATCH_POLICY"):
+                check_trust(flows.with_changes(jobs["dev"], overrides, None))
+    env = DEPLOYMENTS["dev"]["work_pool"]["job_variables"]["env"]
+    assert env["RAYBATCH_POLICY"] == "{{ $PWD }}/deployments/policy.yaml"
+    assert 'RAYBATCH_POLICY="$PWD/deployments/policy.yaml" prefect worker start' in text
 
 
 def test_the_kubernetes_manifests_fit_together() -> None:

@@ -26,6 +26,7 @@ from prefect_raybatch.doctor.places import (
     check_output,
     check_source,
 )
+from prefect_raybatch.doctor.policy import check_policy
 from prefect_raybatch.doctor.services import check_clock, check_cluster, check_prefect
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
@@ -39,6 +40,7 @@ Check = Callable[[Patient], Iterable[Finding]]
 CHECKS: Mapping[str, tuple[Check, float, str]] = {
     "versions": (check_versions, 10, "install this package again"),
     "packages": (check_packages, 30, "install this package again"),
+    "policy": (check_policy, 30, "correct the job, or the file that RAYBATCH_POLICY names"),
     "Prefect API": (check_prefect, 20, "correct PREFECT_API_URL (prefect config view)"),
     "cluster": (check_cluster, 75, "a larger cluster, or smaller numbers in engine and cluster"),
     "GPUs": (check_gpus, 10, "reload NVIDIA's driver, or restart the machine"),
