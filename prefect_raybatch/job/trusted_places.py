@@ -204,6 +204,13 @@ def check_run_place(uri: str) -> None:
         Reach(policy).write("run directory", uri)
 
 
+def check_run_read(uri: str) -> None:
+    """Raise `ConfigError` where the policy in force does not allow to read this run directory."""
+    policy = policy_in_force()
+    if policy.limited:
+        Reach(policy).read("run directory", uri)
+
+
 def check_links(uris: Sequence[str]) -> None:
     """Raise `ConfigError` for a file of a listing that a link leads to, out of the folders that the
     policy in force allows."""

@@ -128,11 +128,11 @@ def _check_container(container: Mapping[str, Any], place: str, limits: Kubernete
             if port.get(name):
                 _refuse_pod(f"{place}.ports.{name}")
     for source in _list(container.get("envFrom")):
-        name = _mapping(source.get("secretRef")).get("name")
-        _check_names(f"{place}.envFrom", [name], limits.secrets, "secrets")
+        secret = _mapping(source.get("secretRef")).get("name")
+        _check_names(f"{place}.envFrom", [secret], limits.secrets, "secrets")
     for variable in _list(container.get("env")):
-        given = _mapping(_mapping(variable.get("valueFrom")).get("secretKeyRef"))
-        _check_names(f"{place}.env", [given.get("name")], limits.secrets, "secrets")
+        reference = _mapping(_mapping(variable.get("valueFrom")).get("secretKeyRef"))
+        _check_names(f"{place}.env", [reference.get("name")], limits.secrets, "secrets")
 
 
 def _check_security(value: object, place: str) -> None:

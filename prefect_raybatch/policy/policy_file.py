@@ -38,7 +38,7 @@ def read_policy(path: str) -> JobPolicy:
         raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())[:300]}") from None
     given = _mapping({} if value is None else value, path, FIELDS)
     folder = os.path.dirname(os.path.abspath(path))
-    lists: dict[str, tuple[str, ...]] = {
+    lists: dict[str, Any] = {
         name: _texts(given[name], f"{path}: {name}") for name in LISTS if name in given
     }
     for name in ("read", "write"):

@@ -8,6 +8,7 @@ from typing import Any
 
 from prefect_raybatch.errors import NoSuchRun
 from prefect_raybatch.finished import FinishedRows
+from prefect_raybatch.job.trusted_places import check_run_read
 from prefect_raybatch.ledger.layout import partial_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
@@ -51,6 +52,7 @@ def open_run(
     if partial:
         uri = partial_place(uri, options, None if partial is True else partial)
     state_of(uri, options)
+    check_run_read(uri)
     return OpenRun(open_store(uri, options).uri, options)
 
 

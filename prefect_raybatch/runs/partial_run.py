@@ -11,6 +11,7 @@ from typing import Any
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, IncompleteRun
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.accepted import all_accepted
 from prefect_raybatch.ledger.family import without_link
 from prefect_raybatch.ledger.layout import partial_path
@@ -55,6 +56,7 @@ def finalize_partial(
     from prefect_raybatch.result.finalize import finalize_committed
     from prefect_raybatch.result.survey import survey_committed
 
+    check_run_place(run_dir)
     store = open_store(without_link(run_dir), dict(options) if options else None)
     ledger = Ledger(store)
     plan = need_plan(ledger)
@@ -140,6 +142,7 @@ def finalize_whole(run_dir: str, job: BatchJob | None = None) -> RunReport:
     `job` says how to reach the store and on which cluster a large result is written, by default
     the run's own. Raises `IncompleteRun` while shards are missing, and as `finalize_run`.
     """
+    check_run_place(run_dir)
     store = open_store(without_link(run_dir), (job.output.options if job else None) or None)
     ledger = Ledger(store)
     plan = need_plan(ledger)

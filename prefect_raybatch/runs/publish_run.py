@@ -8,6 +8,8 @@ from datetime import date
 from prefect_raybatch.errors import ConfigError, IncompleteRun
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.run_words import with_dated_targets
+from prefect_raybatch.job.trust import check_trust
+from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.job.variables import VARIABLE
 from prefect_raybatch.ledger.family import Member
 from prefect_raybatch.ledger.layout import REPORT_HTML, REPORT_PAGE
@@ -37,6 +39,7 @@ def publish_run(
     """
     from prefect_raybatch.publish.publish import publish
 
+    check_run_place(uri)
     options = job.output.options if job is not None else {}
     store = open_store(uri, options or None)
     ledger = Ledger(store)
@@ -56,6 +59,7 @@ def publish_run(
                 "them, look at each and give --targets-from-plan"
             )
     job = with_dated_targets(job, plan.run_key, run_date)
+    check_trust(job)
     if not job.output.publish:
         raise ConfigError(
             f"{store.uri}: its job names no target to publish to; set output.publish in the job "

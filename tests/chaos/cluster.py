@@ -34,7 +34,9 @@ def base_env() -> dict[str, str]:
     """The environment of drivers and nodes: our code and the tests on the path, no other Ray."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "AWS_", "CHAOS_"))}
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    return {**kept, **SETTINGS, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    policy = str(ROOT / "tests/data/policy.yaml")  # allows the variables of the hooks
+    kept |= {**SETTINGS, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    return {**kept, "RAYBATCH_POLICY": policy}
 
 
 class Nodes:
