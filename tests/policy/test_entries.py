@@ -1,0 +1,81 @@
+"""Every way by which a job or a run directory comes in asks the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.small import small_run
+
+from prefect_raybatch.doctor import Patient
+from prefect_raybatch.doctor.policy import check_policy
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.flow import reconcile, tasks
+from prefect_raybatch.policy.in_force import STRICT_POLICY, under
+from prefect_raybatch.remote.__main__ import work
+from prefect_raybatch.remote.places import infer_in_place
+from prefect_raybatch.runs.dry_run import dry_run
+from prefect_raybatch.runs.infer_run import infer_run
+from prefect_raybatch.runs.open_run import open_run
+from prefect_raybatch.runs.partial_run import finalize_partial, finalize_whole
+from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.publish_run import publish_run
+from prefect_raybatch.runs.run import default_run_key, run_of
+from prefect_raybatch.runs.tune import tune
+
+JOB, RUN = r"source\.uri: .* may not read", r"run directory: .* may not (read|write)"
+ENTRIES: dict[str, tuple[Callable[[Any, Any, str], Any], str]] = {
+    "default_run_key": (lambda job, run, uri: default_run_key(job), JOB),
+    "plan_run": (lambda job, run, uri: plan_run(job, "k"), JOB),
+    "dry_run": (lambda job, run, uri: dry_run(job), JOB),
+    "tune": (lambda job, run, uri: tune(job, 1), JOB),
+    "infer_run": (lambda job, run, uri: infer_run(job, run), JOB),
+    "infer_in_place": (lambda job, run, uri: infer_in_place(job, job, run), RUN),
+    "publish_run": (lambda job, run, uri: publish_run(job, uri), RUN),
+    "finalize_partial": (lambda job, run, uri: finalize_partial(uri), RUN),
+    "finalize_whole": (lambda job, run, uri: finalize_whole(uri), RUN),
+    "open_run": (lambda job, run, uri: open_run(uri), RUN),
+    "plan_retry": (lambda job, run, uri: tasks.plan_retry.fn(uri), RUN),
+    "reconcile_jobs": (
+        lambda job, run, uri: reconcile.reconcile_jobs("http://169.254.169.254:80"),
+        r"job_server: .* may not name the host 169\.254\.169\.254:80",
+    ),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_entry_refuses_what_the_policy_does_not_allow(tmp_path: Path, entry: str) -> None:
+    made = small_run(tmp_path)
+    run = run_of(made.store, made.plan, made.ledger)
+    call, words = ENTRIES[entry]
+    before = sorted(tmp_path.rglob("*"))
+    with under(STRICT_POLICY), pytest.raises(ConfigError, match=words):
+        call(made.job, run, str(tmp_path))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_ray_job_is_limited_by_the_policy_of_its_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may write to the run directory chooses the job that lies there."""
+    small_run(tmp_path)
+    monkeypatch.delenv("RAYBATCH_POLICY")
+    with pytest.raises(ConfigError, match=r"run directory: .* may not write"):
+        work(str(tmp_path), 1)
+
+
+def test_doctor_prints_the_policy_and_whether_it_allows_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = small_run(tmp_path).job
+    (tmp_path / "policy.yaml").write_text("hosts: [a.com]\nkubernetes: {max_workers: 3}\n")
+    monkeypatch.setenv("RAYBATCH_POLICY", str(tmp_path / "policy.yaml"))
+    first, second = check_policy(Patient(job, lambda given: given))
+    assert first.mark == "pass" and str(tmp_path / "policy.yaml") in first.found
+    assert "hosts: a.com; " in first.found and "kubernetes.max_workers: 3" in first.found
+    assert second.mark == "warn" and "may not read" in second.found
+    monkeypatch.delenv("RAYBATCH_POLICY")
+    (only,) = check_policy(Patient(job, lambda given: given))
+    assert "the built-in policy" in only.found and "write: none" in only.found
