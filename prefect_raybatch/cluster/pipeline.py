@@ -29,6 +29,7 @@ from prefect_raybatch.cluster.warm_actors import Deaths, EngineHost, Forwarder, 
 from prefect_raybatch.errors import EngineFailure, SourceError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import Stage
+from prefect_raybatch.job.early_stop import choice_of
 from prefect_raybatch.ledger.drains import Draining
 from prefect_raybatch.ledger.failures import (
     ENGINES_DIED,
@@ -150,7 +151,8 @@ class Pipeline:
             int((sampling.model_extra or {}).get("n") or 1),
             parsing=Parsing.of(self.job),
             logprobs=most_told(sampling),
-            choices=tuple(sampling.choice or ()),
+            choices=tuple(choice_of(sampling.given()) or ()),
+            form=(sampling.model_extra or {}).get("structured_outputs"),
         )
 
     def __call__(self, units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:

@@ -9,27 +9,37 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import FUNCTION, class_name, without_user
 from prefect_raybatch.job.functions import check_defined_in, check_module, import_failure
+from prefect_raybatch.job.schema_limits import (
+    MOST_SCHEMA_BYTES,
+    VALUES,
+    check_schema_limits,
+    parts_of,
+    target_of,
+)
 from prefect_raybatch.job.structured_outputs import guidance_says
 
 FIELD = "output.schema_model"
-MOST_SCHEMA_BYTES = 1 << 20
-VALUES = ("const", "enum", "default", "examples")  # keywords that hold values, not schemas
-BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 BACKEND = "guidance"
 """vLLM's backend for grammars that enforces most of JSON Schema and refuses what it does not,
 where xgrammar passes over some of it. It can be asked in a fifth of a second, without torch."""
 
 
-def check_form(value: str | dict[str, Any]) -> str | dict[str, Any]:
-    """A mapping, JSON text, a .json file or package.module:Class; ValueError otherwise."""
-    if isinstance(value, dict) or value.lstrip().startswith("{"):
+def check_form(value: str | dict[str, Any]) -> str:
+    """Return JSON text, the path of a .json file or package.module:Class as it is, and a mapping as
+    JSON text; raise ValueError for anything else.
+
+    Text, since Prefect takes each mapping with a `$ref` in a flow's parameters for a block, and
+    sorts the names of others."""
+    if isinstance(value, dict):
+        return json.dumps(_parsed(value), ensure_ascii=False, separators=(",", ":"))
+    if value.lstrip().startswith("{"):
         _parsed(value)
     elif not value.endswith(".json") and not FUNCTION.match(value):
         raise ValueError(
@@ -75,10 +85,12 @@ def _parsed(value: str | Mapping[str, Any]) -> dict[str, Any]:
     try:
         # Through JSON, so that what a plan keeps is what is checked: 1 as a name becomes "1".
         text = value if isinstance(value, str) else json.dumps(dict(value), allow_nan=False)
-        text.encode()
-        schema = json.loads(text)
+        size = len(text.encode())
+        schema = json.loads(text) if size <= MOST_SCHEMA_BYTES else {}
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"is no JSON: {error}") from None
+    if size > MOST_SCHEMA_BYTES:
+        raise ValueError(f"has over {MOST_SCHEMA_BYTES:,} bytes; no schema is that large")
     if not isinstance(schema, dict):
         raise ValueError("is no JSON Schema of an object: it must begin with {")
     return schema
@@ -108,6 +120,7 @@ def _of_class(name: str) -> dict[str, Any]:
 
 def _check(schema: dict[str, Any]) -> None:
     """ValueError for what is no JSON Schema, or refers to another document."""
+    check_schema_limits(schema)
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import Draft202012Validator, validator_for
 
@@ -119,7 +132,7 @@ def _check(schema: dict[str, Any]) -> None:
         said = error.message if isinstance(error, SchemaError) else "is nested too deeply"
         place = "".join(f".{name}" for name in getattr(error, "absolute_path", ()))
         raise ValueError(f"is no JSON Schema: {place or 'the root'}: {said[:300]}") from None
-    for place, part in _parts(schema):
+    for place, part in parts_of(schema):
         for word in ("$dynamicRef", "$recursiveRef", "$anchor", "$dynamicAnchor"):
             if word in part:
                 raise ValueError(
@@ -132,7 +145,7 @@ def _check(schema: dict[str, Any]) -> None:
                 "$defs"
             )
         if isinstance(target, str):
-            refers(schema, target)
+            target_of(schema, target)
     _check_grammar(schema)
 
 
@@ -156,29 +169,6 @@ def closed(part: Any) -> Any:
     if "additionalProperties" not in made and isinstance(made.get("properties"), dict):
         made["additionalProperties"] = False
     return made
-
-
-def refers(schema: Mapping[str, Any], target: str) -> Any:
-    """What a $ref of this document leads to; ValueError where there is nothing."""
-    at: Any = schema
-    for name in target.lstrip("#").split("/")[1:]:
-        name = name.replace("~1", "/").replace("~0", "~")
-        try:
-            at = at[int(name)] if isinstance(at, list) else at[name]
-        except (KeyError, IndexError, ValueError, TypeError):
-            raise ValueError(f"$ref {target!r} leads nowhere") from None
-    return at
-
-
-def _parts(part: Any, place: str = "", named: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each schema in a schema, with its place; `named`: `part` holds schemas by any name."""
-    if isinstance(part, dict) and not named:
-        yield place or "the root", part
-    inner = part.items() if isinstance(part, dict) else enumerate(part)
-    for name, item in inner:
-        if (not named and name in VALUES) or not isinstance(item, (dict, list)):
-            continue
-        yield from _parts(item, f"{place}.{name}", not named and name in BY_NAME)
 
 
 def schema_sampling_fields(sampling: Mapping[str, Any], schema: str | None) -> dict[str, Any]:

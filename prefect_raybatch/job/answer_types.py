@@ -8,13 +8,14 @@ kept as JSON text, and a plan says so.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.answer_schema import FIELD, refers
+from prefect_raybatch.job.answer_schema import FIELD
+from prefect_raybatch.job.schema_limits import target_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -26,6 +27,7 @@ SIMPLE: dict[Any, AnswerKind] = {
     "number": "number",
     "boolean": "boolean",
 }
+MOST_SHAPES = 10_000  # columns, and fields nested in them
 # Keywords that say something of a value beyond its own type: what they allow is a union.
 COMPOSED = ("anyOf", "oneOf", "allOf", "not", "if", "then", "else", "dependentSchemas")
 MIXED = ("patternProperties", "unevaluatedProperties", "dependencies", *COMPOSED)
@@ -73,8 +75,8 @@ class AnswerShape:
 def columns_of(text: str) -> dict[str, AnswerShape]:
     """The columns that the schema's root object gives, by name in order. Raises `ConfigError` for
     a root that is no object with known properties."""
-    schema = json.loads(text)
-    shape = _shape(schema, schema, ())
+    schema = _Schema(json.loads(text))
+    shape = _shape(schema, schema.root, ())
     if shape.kind != "struct" or shape.nullable:
         reason = f" ({shape.why})" if shape.why else ""
         raise ConfigError(
@@ -84,8 +86,26 @@ def columns_of(text: str) -> dict[str, AnswerShape]:
     return dict(shape.names)
 
 
-def _shape(schema: Mapping[str, Any], part: Any, path: tuple[str, ...]) -> AnswerShape:
+@dataclass
+class _Schema:
+    """A schema whose shapes are counted: each $ref to a type makes that type anew, so that a short
+    schema of references to references can have more columns than memory holds."""
+
+    root: dict[str, Any]
+    shapes: int = 0
+
+    def count_shape(self) -> None:
+        self.shapes += 1
+        if self.shapes > MOST_SHAPES:
+            raise ConfigError(
+                f"{FIELD}: it has over {MOST_SHAPES:,} columns and fields in columns, with those "
+                "that $ref repeats; make it smaller"
+            )
+
+
+def _shape(schema: _Schema, part: Any, path: tuple[str, ...]) -> AnswerShape:
     """The shape of `part` of a schema; `path` are the references that lead to it."""
+    schema.count_shape()
     if not isinstance(part, dict):
         return AnswerShape(
             "json", True, why="any value is allowed" if part else "no value is allowed"
@@ -96,7 +116,7 @@ def _shape(schema: Mapping[str, Any], part: Any, path: tuple[str, ...]) -> Answe
             return AnswerShape("json", True, why="it refers to itself")
         if any(word in part for word in ("type", "properties", "items", *MIXED)):
             return AnswerShape("json", True, why="$ref stands beside other rules")
-        return _shape(schema, refers(schema, target), (*path, target))
+        return _shape(schema, target_of(schema.root, target), (*path, target))
     only = _only_member(part)
     if only is not None:
         member, nullable = only
@@ -147,7 +167,7 @@ def _kind_of(value: Any) -> AnswerKind | None:
     return "number" if isinstance(value, float) else None
 
 
-def _of_type(schema: Mapping[str, Any], part: dict[str, Any], path: tuple[str, ...]) -> AnswerShape:
+def _of_type(schema: _Schema, part: dict[str, Any], path: tuple[str, ...]) -> AnswerShape:
     kind = part.get("type")
     if kind is None and isinstance(part.get("properties"), dict):
         kind = "object"
@@ -164,9 +184,7 @@ def _of_type(schema: Mapping[str, Any], part: dict[str, Any], path: tuple[str, .
     return AnswerShape("json", True, why="any type is allowed" if kind is None else f"it is {kind}")
 
 
-def _of_object(
-    schema: Mapping[str, Any], part: dict[str, Any], path: tuple[str, ...]
-) -> AnswerShape:
+def _of_object(schema: _Schema, part: dict[str, Any], path: tuple[str, ...]) -> AnswerShape:
     if any(word in part for word in MIXED):
         return AnswerShape("json", True, why="its properties follow from rules")
     properties, others = part.get("properties") or {}, part.get("additionalProperties", False)

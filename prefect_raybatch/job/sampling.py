@@ -10,7 +10,7 @@ from prefect_raybatch.job import sampling_ranges, vllm_fields
 from prefect_raybatch.job.checks import refuse_unknown, unknown_too
 from prefect_raybatch.job.form import field
 from prefect_raybatch.job.group import Group
-from prefect_raybatch.job.structured_outputs import with_schema_text
+from prefect_raybatch.job.structured_outputs import check_label_texts, with_schema_text
 
 # Fields of vLLM that change nothing but what a result does not hold.
 NOT_WRITTEN = ("output_kind", "detokenize", "prompt_logprobs", "stream_interval")
@@ -47,12 +47,7 @@ class Sampling(Group):
             return None
         if not value:
             raise ValueError("is an empty list; name the labels, or leave it out")
-        for number, label in enumerate(value, 1):
-            if not label.strip():
-                raise ValueError(f"label {number} of {len(value)} is empty; remove or name it")
-        repeated = sorted({label for label in value if value.count(label) > 1})
-        if repeated:
-            raise ValueError(f"label {repeated[0]!r} stands there twice; remove one")
+        check_label_texts(value)
         return value
 
     @model_validator(mode="wrap")

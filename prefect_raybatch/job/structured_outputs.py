@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
+from prefect_raybatch.bounded import within
 from prefect_raybatch.job import vllm_fields
 from prefect_raybatch.job.checks import refuse_unknown
 from prefect_raybatch.job.sampling_ranges import QUOTED
+from prefect_raybatch.job.schema_limits import check_schema_limits
 
 # One of them, beside any of the FORM_OPTIONS.
 FORM_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -24,6 +27,7 @@ FORM_OPTIONS = {
     "whitespace_pattern": str,
 }
 FORM = "structured_outputs"
+GRAMMAR_SECONDS = 30.0  # a parser may take to make a grammar; those in use take a tenth of one
 
 
 def with_schema_text(sampling: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,8 +78,9 @@ def _check_value(kind: str, value: Any) -> None:
                 f"{where} must be a list of labels, each a text ({QUOTED}), and is "
                 f"{str(value)[:80]!r}"
             )
+        check_label_texts(value, f"{where}: ")
     elif kind == "json" and isinstance(value, Mapping):
-        return
+        _check_limits(where, value)
     elif not _text(value):
         or_mapping = " or a mapping" if kind == "json" else ""
         raise ValueError(f"{where} must be a text{or_mapping}, and is {str(value)[:80]!r}")
@@ -83,7 +88,9 @@ def _check_value(kind: str, value: Any) -> None:
         raise ValueError(f"{where} is empty; write it, or leave {FORM} out")
     elif kind == "regex" and "\0" in value:
         raise ValueError(f"{where} holds a NUL character, which no regular expression may")
-    elif kind == "json" or kind == "structural_tag":
+    elif kind == "json":
+        _check_limits(where, _parsed(where, value))
+    elif kind == "structural_tag":
         _parsed(where, value)
 
 
@@ -91,13 +98,85 @@ def _text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _parsed(where: str, text: str) -> None:
+def check_label_texts(labels: Sequence[str], where: str = "") -> None:
+    """Raise ValueError for a label that no answer can be, or that appears twice; `where` is the
+    field, with a colon and a blank."""
+    for number, label in enumerate(labels, 1):
+        if not label.strip():
+            raise ValueError(f"{where}label {number} of {len(labels)} is empty; remove or name it")
+        try:
+            label.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"{where}label {number} of {len(labels)} holds half a surrogate pair, which is "
+                "no text; remove it"
+            ) from None
+    repeated = sorted({label for label in labels if labels.count(label) > 1})
+    if repeated:
+        raise ValueError(f"{where}label {repeated[0]!r} stands there twice; remove one")
+
+
+def check_labels_held(labels: Sequence[str], where: str, config: Any) -> None:
+    """Raise ValueError if the backend of the engine would let an answer be none of the labels.
+
+    `config` is `engine.structured_outputs_config`. After a label that another one begins with,
+    `outlines` constrains the answer no further.
+    """
+    if _backend_of(config) != "outlines":
+        return
+    for one, other in pairwise(sorted(labels)):
+        if other.startswith(one):
+            raise ValueError(
+                f"{where}: label {other!r} begins with label {one!r}, which backend outlines "
+                "cannot hold; choose another in engine.structured_outputs_config, or rename one"
+            )
+
+
+def label_form(labels: Sequence[str]) -> dict[str, Any]:
+    """Return the `structured_outputs` that make an answer one of the labels, for any backend.
+
+    vLLM writes a choice as an EBNF grammar for xgrammar, in which control characters stay as they
+    are. xgrammar refuses a line break there, so that `auto` goes to guidance for it; an engine
+    keeps the backend of its first grammar, and guidance takes none with a tab: it then ends each
+    answer at once. outlines cannot read the characters of emoji or no-break spaces in a choice.
+    Escaped in a regular expression, each backend takes all of these.
+    """
+    if all(map(_is_plain, "".join(labels))):
+        return {"choice": list(labels)}
+    longest_first = sorted((label for label in labels if label), key=len, reverse=True)
+    branches = "|".join("".join(map(_escaped, label)) for label in longest_first)
+    return {"regex": f"({branches})" + ("?" if "" in labels else "")}
+
+
+def _is_plain(character: str) -> bool:
+    return character.isprintable() and character <= "\uffff"
+
+
+def _escaped(character: str) -> str:
+    if character < " " or character == "\x7f":
+        return f"\\u{ord(character):04x}"
+    return f"\\{character}" if character in '.^$*+?()[]{}|\\/-"' else character
+
+
+def _check_limits(where: str, schema: Any) -> None:
+    try:
+        check_schema_limits(schema)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _backend_of(config: Any) -> str:
+    return str(config.get("backend", "auto")) if isinstance(config, Mapping) else "auto"
+
+
+def _parsed(where: str, text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is no JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{where} must be the JSON of an object, and begins with {text[:20]!r}")
+    return found
 
 
 def check_form_parses(form: Mapping[str, Any] | None, config: Any) -> None:
@@ -110,7 +189,7 @@ def check_form_parses(form: Mapping[str, Any] | None, config: Any) -> None:
     kind = next((name for name in ("json", "regex", "grammar") if name in given), None)
     if kind is None:
         return
-    backend = config.get("backend", "auto") if isinstance(config, Mapping) else "auto"
+    backend = _backend_of(config)
     said = None
     if backend in ("auto", "guidance"):
         said = guidance_says(kind, given[kind])
@@ -127,9 +206,18 @@ def guidance_says(kind: str, value: Any, blanks: bool = True) -> str | None:
     is not installed. In a hundredth of a second, without torch. `blanks`: JSON may hold some
     between its parts."""
     try:
-        from llguidance import LLMatcher, grammar_from
+        import llguidance  # noqa: F401
     except ImportError:
         return None
+    try:
+        return within(GRAMMAR_SECONDS, lambda: _guidance_says(kind, value, blanks))
+    except TimeoutError:
+        return f"it makes no grammar within {GRAMMAR_SECONDS:g} s"
+
+
+def _guidance_says(kind: str, value: Any, blanks: bool) -> str | None:
+    from llguidance import LLMatcher, grammar_from
+
     try:
         if kind == "json":
             grammar = LLMatcher.grammar_from_json_schema(

@@ -8,10 +8,15 @@ from typing import Any
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job import tasks
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.early_stop import choice_of
 from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.engine_values import wrong_values
 from prefect_raybatch.job.precision import with_precision
-from prefect_raybatch.job.structured_outputs import check_form_parses, check_form_shape
+from prefect_raybatch.job.structured_outputs import (
+    check_form_parses,
+    check_form_shape,
+    check_labels_held,
+)
 
 
 def check_taken_by_vllm(job: BatchJob) -> None:
@@ -28,6 +33,8 @@ def check_taken_by_vllm(job: BatchJob) -> None:
     try:
         check_form_shape(form)
         check_form_parses(form, forms)
+        where = "choice" if job.sampling.choice else "structured_outputs.choice"
+        check_labels_held(choice_of(job.sampling.given()) or (), where, forms)
     except ValueError as error:
         raise ConfigError(f"sampling.{error}") from None
 

@@ -44,6 +44,7 @@ DIGESTS = "__rb_digests"  # DIGESTS_TYPE: of a row's images as they were fetched
 MERGED = "__rb_merged"  # bool: the answer was computed for another row with the same request
 REUSE = "__rb_reuse"  # int8: where the answer is from (ledger/increments.py); not in every block
 FORMED = "__rb_formed"  # bool: the answer must be one of a choice, JSON, ...; not in every block
+OWN_FORM = "__rb_form"  # string: JSON of the fields by which a row changes its answer's form
 REASONING_OPEN = (
     "__rb_open"  # bool: the answer may begin with thinking; only with a reasoning parser
 )

@@ -41,6 +41,7 @@ from prefect_raybatch.stages.answer_counts import (
     label_counts,
     length_counts,
 )
+from prefect_raybatch.stages.answer_forms import Spelling, form_of, not_of_form
 from prefect_raybatch.stages.answer_logprobs import logprobs_told, logprobs_type
 from prefect_raybatch.stages.block import (
     ANSWERS,
@@ -52,6 +53,7 @@ from prefect_raybatch.stages.block import (
     FINISH,
     FORMED,
     MERGED,
+    OWN_FORM,
     POSITION,
     PROBABILITIES_TYPE,
     PROMPT_TOKENS,
@@ -89,7 +91,8 @@ class Finish:
 
     `skip_special_tokens` and `logprobs` are the sampling fields of these names; `answers` how many
     a row has (n); `choices` are the labels that sampling.choice allows; `calls`: how the user's
-    function is called; `parsing`: which parsers take the answers apart.
+    function is called; `parsing`: which parsers take the answers apart; `form` is the job's
+    sampling.structured_outputs, with which answers are compared.
     """
 
     output: Output
@@ -102,6 +105,7 @@ class Finish:
     parsing: Parsing | None = None
     logprobs: int | None = None
     choices: tuple[str, ...] = ()
+    form: dict[str, Any] | None = None
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """One row a shard found in the block: its receipt, as JSON."""
@@ -224,6 +228,7 @@ class Finish:
             parsers = Parsers(self.parsing, self._tokenizer())
             texts, beside = parsers.take_apart(table, texts, errors, self.answers > 1)
         if (form := self.output.answer_form) is None:
+            texts = self._compared(table, texts, errors)
             return [{column: text, **more} for text, more in zip(texts, beside, strict=True)]
         reader, made = reader_of(form), []
         several = self.answers > 1
@@ -241,6 +246,42 @@ class Finish:
             else:
                 own = rows[0] if rows else {}
             made.append({**own, **beside[i]})
+        return made
+
+    def _compared(
+        self, table: pa.Table, texts: list[Any], errors: list[dict[str, str] | None]
+    ) -> list[Any]:
+        """The texts, labels as they are written in the choice; one that does not have the form it
+        had to have puts its row into `errors`, unless it was cut off and the job keeps such."""
+        job = {"choice": self.choices} if self.choices else {"structured_outputs": self.form}
+        has_form = bool(self.choices or self.form)
+        if not has_form and OWN_FORM not in table.column_names:
+            return texts
+        usual = json.dumps(job)
+        own = table[OWN_FORM].to_pylist() if OWN_FORM in table.column_names else [None] * len(texts)
+        spelling = Spelling(table, self.parsing, self._tokenizer)
+        reasons, several = table[FINISH].to_pylist(), table[ENDS].to_pylist()
+        made = list(texts)
+        for i, text in enumerate(texts):
+            form = None if errors[i] else form_of(usual, own[i])
+            if form is None:
+                continue
+            answers = list(text or ()) if self.answers > 1 else [text]
+            ends = several[i] or [reasons[i]] * len(answers)
+            for k, (answer, end) in enumerate(zip(answers, ends, strict=True)):
+                if end == "length" and self.output.on_cut_off == "keep":
+                    continue
+                fitting, why = spelling.fitted(form, answer, i, k)
+                if why is None:
+                    answers[k] = fitting
+                    continue
+                errors[i] = (
+                    self._cut_off(answer or "", len(table[ANSWERS][i][k]))
+                    if end == "length"
+                    else not_of_form(form, why, answer or "")
+                ).to_dict()
+                break
+            made[i] = answers if self.answers > 1 else answers[0]
         return made
 
     def _told(self, table: pa.Table) -> list[Any]:

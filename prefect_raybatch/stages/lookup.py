@@ -38,7 +38,7 @@ from prefect_raybatch.stages.block import (
 )
 from prefect_raybatch.stages.images.rows import Digests, RowImages
 from prefect_raybatch.stages.messages import ChatRequest
-from prefect_raybatch.stages.prepare import Prepare, with_images
+from prefect_raybatch.stages.prepare import Prepare, with_images, with_own_forms
 from prefect_raybatch.stages.raw_answers import (
     KEY_COLUMN,
     POOLED,
@@ -102,6 +102,8 @@ class LookUp:
             requests = self._as_shown(self.prepare.images, table, requests, kinds, digests)
             table = table.append_column(DIGESTS, pa.array(digests, DIGESTS_TYPE))
         keys = self.keying.keys(requests, table)
+        if self.prepare.prompt.function:
+            table = with_own_forms(table, requests)
         table = timed(table, "prepare", began)
         looked = time.time()
         answers, failures = self._answers(rows, kinds, at)

@@ -17,6 +17,7 @@ from prefect_raybatch.job.checks import template_fields
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.model import pinned as models
+from prefect_raybatch.stages.answer_forms import own_form
 from prefect_raybatch.stages.block import (
     DIGESTS,
     DIGESTS_TYPE,
@@ -25,6 +26,7 @@ from prefect_raybatch.stages.block import (
     FORMED,
     MM,
     MM_TYPE,
+    OWN_FORM,
     PARAMS,
     REASONING_OPEN,
     TOKENS,
@@ -129,6 +131,8 @@ class Prepare:
             own = [r.sampling if isinstance(r, ChatRequest) else None for r in requests]
             form = [has_form(self.sampling, given) for given in own]
             table = table.append_column(FORMED, pa.array(form, pa.bool_()))
+        if self.prompt.function:
+            table = with_own_forms(table, requests)
         if self.parsing is not None and self.parsing.reasoning:
             form = table[FORMED].to_pylist() if FORMED in table.column_names else []
             opened = self._reasoning_open(self.parsing, requests, tokens, form)
@@ -297,6 +301,12 @@ def _text_rows(table: pa.Table, names: Sequence[str]) -> Iterator[dict[str, str 
     for cells in zip(*columns, strict=True) if names else [()] * table.num_rows:
         failure = next((cell for cell in cells if isinstance(cell, Failure)), None)
         yield dict(zip(names, cells, strict=True)) if failure is None else failure
+
+
+def with_own_forms(table: pa.Table, requests: Sequence[ChatRequest | Failure]) -> pa.Table:
+    """The block with the fields by which each row changes the form of its answer."""
+    own = [own_form(r.sampling) if isinstance(r, ChatRequest) else None for r in requests]
+    return table.append_column(OWN_FORM, pa.array(own, pa.string()))
 
 
 def with_images(

@@ -12,7 +12,7 @@ from typing import Any
 from prefect_raybatch.job import sampling_ranges, vllm_fields
 from prefect_raybatch.job.checks import refuse_unknown
 from prefect_raybatch.job.sampling import NOT_WRITTEN, UNWRITTEN, Sampling
-from prefect_raybatch.job.structured_outputs import check_form_shape
+from prefect_raybatch.job.structured_outputs import check_form_shape, check_label_texts
 
 FOR_ALL = ("skip_special_tokens", "spaces_between_special_tokens")  # finish makes all texts alike
 NUMBERS = (  # a null is vLLM's own default there, not the job's value
@@ -110,6 +110,7 @@ def _check_form(own: Mapping[str, Any], job: Mapping[str, Any]) -> None:
     labels = choice if isinstance(choice, list) else []
     if choice is not None and not (labels and all(isinstance(x, str) and x for x in labels)):
         raise ValueError("sampling.choice must be a list of labels, each a text that is not empty")
+    check_label_texts(labels, "sampling.choice: ")
     both = {**job, **own}
     if both.get("choice") and both.get("structured_outputs"):
         raise ValueError(

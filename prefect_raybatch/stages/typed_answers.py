@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from prefect_raybatch.job.answer_types import AnswerShape, columns_of
 from prefect_raybatch.stages.block import Failure
+from prefect_raybatch.stages.schema_check import AnswerMisfit, SchemaCheck
 
 NOT_VALID = "AnswerNotValid"
 MAX_ANSWER = 32_000  # characters that are kept of an answer that fails its row
@@ -23,26 +24,12 @@ MAX_REASON = 500
 INT64 = range(-(1 << 63), 1 << 63)
 
 
-class AnswerMisfit(ValueError):
-    """Why an answer does not fit; `place` in it, and the `rule` of the schema."""
-
-    def __init__(self, place: str, rule: str, message: str):
-        super().__init__(message)
-        self.place, self.rule = place or "its root", rule
-
-
 class AnswerReader:
     """Answers as objects and as columns, by the text of a JSON Schema."""
 
     def __init__(self, schema: str):
-        from jsonschema.validators import Draft202012Validator, validator_for
-        from referencing import Registry
-
-        loaded = json.loads(schema)
         self.columns = columns_of(schema)
-        kind = validator_for(loaded, default=Draft202012Validator)
-        # An empty registry: no reference is ever looked for elsewhere.
-        self._validator = kind(loaded, registry=Registry())
+        self._check = SchemaCheck(schema)
 
     @property
     def schema(self) -> pa.Schema:
@@ -61,14 +48,6 @@ class AnswerReader:
         except RecursionError:
             return _failure(AnswerMisfit("", "depth", "it is nested too deeply"), text)
         return found, row
-
-    def _check(self, found: Any) -> None:
-        from jsonschema.exceptions import best_match
-
-        if self._validator.is_valid(found):
-            return
-        error = best_match(self._validator.iter_errors(found))
-        raise AnswerMisfit(_place(error.absolute_path), str(error.validator), error.message)
 
 
 @lru_cache(maxsize=4)
@@ -121,10 +100,6 @@ def _int(text: str) -> int:
     if len(text) > 400:  # no float64 is as large, and Python refuses some thousand digits
         raise AnswerMisfit("", "JSON", f"a whole number of {len(text)} digits is too large")
     return int(text)
-
-
-def _place(path: Any) -> str:
-    return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in path)
 
 
 def _known(found: Any, names: Any, place: str) -> None:

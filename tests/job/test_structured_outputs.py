@@ -11,13 +11,23 @@ import pytest
 from helpers.small import job_dict
 
 from prefect_raybatch import demo
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.answer_schema import schema_text
+from prefect_raybatch.job.answer_types import columns_of
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.structured_outputs import (
     FORM_KINDS,
     FORM_OPTIONS,
     check_form_parses,
     check_form_shape,
+    check_labels_held,
+    label_form,
 )
 from prefect_raybatch.job.vllm_fields import form_fields
+from prefect_raybatch.plan.taken_by_vllm import check_taken_by_vllm
+from prefect_raybatch.stages.answer_forms import _by_llguidance, _by_xgrammar
+from prefect_raybatch.stages.row_sampling import check_own
+from prefect_raybatch.stages.vllm.stepper import plain_fields
 
 TAKEN: list[dict[str, Any]] = [
     {"regex": "[0-9]{4}-[0-9]{2}"},
@@ -128,6 +138,126 @@ def test_what_one_parser_takes_depends_on_the_backend(form: dict[str, Any], refu
 @pytest.mark.parametrize("backend", ["outlines", "lm-format-enforcer"])
 def test_other_parsers_are_not_asked(backend: str) -> None:
     check_form_parses({"regex": "("}, {"backend": backend})
+
+
+ODD_LABELS = [
+    ["a\nb", "a"],
+    ["a\tb", "a\rb", "\x7f"],
+    ["\0", "\x1b[0m"],
+    ["\u00a0x", "\u2028", "\ufeffy", "\u0085"],
+    ["\U0001f600", "e\u0301", "\u00e9"],
+    ['a"\n', "c\\d\n", "[x]\t(b|c)*{2}.^$/-"],
+    ["", "x\n"],  # the rest of a label, and the end of another
+]
+
+
+@pytest.mark.parametrize("labels", ODD_LABELS, ids=ascii)
+def test_labels_of_any_characters_are_a_form_that_each_backend_takes(labels: list[str]) -> None:
+    form = label_form(labels)
+    (pattern,) = form.values()
+    for matches in (_by_llguidance("regex", pattern), _by_xgrammar("regex", pattern)):
+        assert all(matches(label) for label in labels)
+        others = ["a\n", "a b", "x", " ", "\n", "a\nbb", "e"]
+        assert not any(matches(text) for text in others if text not in labels)
+    for backend in (*BACKENDS, "outlines"):
+        assert taken_by_vllm(form, backend)
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (["a", " \n"], "label 2 of 2 is empty"),
+        (["a", "b", "a"], "label 'a' stands there twice"),
+        (["a", "\ud800"], "half a surrogate pair"),
+    ],
+)
+def test_labels_that_no_answer_can_be_are_refused_in_each_place(labels: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=rf"^structured_outputs\.choice: .*{said}"):
+        check_form_shape({"choice": labels})
+    with pytest.raises(ConfigError, match=f"sampling.choice: .*{said}"):
+        BatchJob.from_dict(job_dict(sampling={"choice": labels}))
+    with pytest.raises(ValueError, match=f"sampling.choice: .*{said}"):
+        check_own({"choice": labels}, {})
+
+
+def test_plain_labels_stay_a_choice() -> None:
+    labels = ["Law Firm", 'a "quoted" one', "back\\slash", "é", " padded "]
+    assert label_form(labels) == {"choice": labels}
+    form = {"choice": ["a\nb"], "disable_any_whitespace": True}
+    fields = plain_fields({"structured_outputs": form})["structured_outputs"]
+    assert fields == {"regex": "(a\\u000ab)", "disable_any_whitespace": True}
+
+
+def test_outlines_cannot_hold_a_label_that_another_one_begins_with() -> None:
+    labels = ["Retail trade", "Law", "Retail"]
+    for backend in ("auto", "xgrammar", "guidance"):
+        check_labels_held(labels, "choice", {"backend": backend})
+    with pytest.raises(ValueError, match="'Retail trade' begins with label 'Retail'"):
+        check_labels_held(labels, "choice", {"backend": "outlines"})
+    sampling = {"structured_outputs": {"choice": labels}}
+    job = job_dict(sampling=sampling, engine={"structured_outputs_config": {"backend": "outlines"}})
+    with pytest.raises(ConfigError, match=r"sampling.structured_outputs.choice: label"):
+        check_taken_by_vllm(BatchJob.from_dict(job))
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"const": 2**53 + 1}, r"\.x: const 9007199254740993 is beyond 2\^53"),
+        ({"enum": [1, {"a": [-(2**60)]}]}, "enum -1152921504606846976 is beyond"),
+        ({"type": "integer", "maximum": 2**70}, "maximum 1180591620717411303424 is beyond"),
+        ({"type": "number", "exclusiveMinimum": -1e300}, "exclusiveMinimum -1e\\+300 is beyond"),
+        ({"type": "array", "items": {"minimum": 10**400}}, "minimum .of 1,329 bits. is beyond"),
+        ({"type": "array", "maxItems": 100_000_000}, "maxItems 100000000 is over 10,000"),
+        ({"type": "array", "minItems": 1e8}, "minItems 100000000.0 is over 10,000"),
+        ({"type": "string", "maxLength": 10**9}, "maxLength 1000000000 is over 1,000,000"),
+        ({"type": "object", "maxProperties": 10**8}, "maxProperties .* is over 10,000"),
+        ({"$ref": "#/properties/x"}, "leads back to itself"),
+        ({"anyOf": [{"allOf": [{"$ref": "#/properties/x"}]}]}, "leads back to itself"),
+        ({"patternProperties": {"a": {}}, "unevaluatedProperties": False}, "bounded time"),
+        ({"properties": {f"p{i}": {} for i in range(3000)}}, "over 2,000 parts"),
+    ],
+)
+def test_what_a_schema_may_not_hold_is_refused_in_each_place(schema: Any, said: str) -> None:
+    whole = {"type": "object", "properties": {"x": schema}}
+    with pytest.raises(ConfigError, match=said):
+        schema_text(whole)
+    with pytest.raises(ValueError, match=rf"^structured_outputs.json: .*{said}"):
+        check_form_shape({"json": whole})
+    with pytest.raises(ValueError, match=said):
+        check_own({"structured_outputs": {"json": whole}}, {})
+
+
+def test_a_schema_nested_too_deeply_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(150):
+        schema = {"type": "object", "properties": {"x": schema}}
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        schema_text(schema)
+    deep = '{"type": "object", "properties": {"x": ' * 20_000
+    with pytest.raises(ValueError, match=r"structured_outputs\.json"):
+        check_form_shape({"json": deep})
+
+
+def test_numbers_up_to_two_to_the_53_and_schemas_that_end_are_taken() -> None:
+    tree = {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 10_000}
+    number = {"type": "integer", "minimum": -(2**53), "maximum": 2**53}
+    schema = {"type": "object", "properties": {"t": {"$ref": "#/$defs/tree"}, "n": number}}
+    check_form_shape({"json": {**schema, "$defs": {"tree": tree}}})
+    # Names of properties and values are no keywords.
+    check_form_shape({"json": {"properties": {"maxItems": {}}, "default": {"maxItems": 10**9}}})
+
+
+def test_a_schema_of_few_references_and_many_columns_is_refused() -> None:
+    def level(number: int) -> dict[str, Any]:
+        target = {"$ref": f"#/$defs/a{number + 1}"}
+        return {"type": "object", "properties": {"p": target, "q": target}}
+
+    parts = {f"a{number}": level(number) for number in range(30)}
+    parts["a30"] = {"type": "string"}
+    schema = {"type": "object", "properties": {"x": {"$ref": "#/$defs/a0"}}, "$defs": parts}
+    with pytest.raises(ConfigError, match="over 10,000 columns"):
+        columns_of(json.dumps(schema))
 
 
 @pytest.mark.parametrize(("form", "said"), MISSHAPEN, ids=lambda value: str(value)[:40])

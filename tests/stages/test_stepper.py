@@ -341,10 +341,32 @@ def test_a_form_that_the_engines_backend_does_not_take_fails_with_the_remedy(
 ) -> None:
     """vLLM accepts it for guidance, and its engine has xgrammar from its first row on."""
     live_engine().run([Request([5], {"structured_outputs": {"regex": "a"}})])
-    label = Request([5], {"choice": ["a\nb"], "detokenize": True})
-    (row,) = live_engine().run([label])
+    letters = Request([5], {"structured_outputs": {"regex": r"\p{L}+"}})
+    (row,) = live_engine().run([letters])
     assert row.error is not None and row.error[0] == "RequestFailed"
     assert "engine.structured_outputs_config: {backend: guidance}" in row.error[1]
+
+
+def test_labels_with_any_characters_are_the_answers_whatever_was_asked_before(
+    live_engine: Callable[[], SteppedEngine],
+) -> None:
+    """One with a line break sends vLLM's own choice to guidance, which cannot hold one with a
+    tab."""
+    choices = [
+        ["a\nb", "\n"],
+        ["a\tb", "\t"],
+        ["\x1b[0m", "\0"],
+        ["\u00a0x", "\U0001f600"],
+        CHOICES,
+    ]
+    fields = [{"choice": labels, "detokenize": True, "max_tokens": 50} for labels in choices]
+    forms = [
+        {"structured_outputs": {"choice": labels}, **fields[0], "choice": None}
+        for labels in choices
+    ]
+    rows = live_engine().run([Request([5, 6], one) for one in [*fields, *forms]])
+    for row, labels in zip(rows, [*choices, *choices], strict=True):
+        assert row.error is None and (row.texts or [""])[0] in labels, (row, labels)
 
 
 def test_a_call_of_refused_rows_alone_returns(engine: SteppedEngine) -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.exits import exit_text
+from prefect_raybatch.job.structured_outputs import label_form
 from prefect_raybatch.stages.vllm import internals, multimodal
 from prefect_raybatch.stages.vllm.hang import HANG_LOOK, HangWatch, end_process
 from prefect_raybatch.stages.vllm.internals import LLMEngine, Params, RequestOutput
@@ -650,6 +651,10 @@ def plain_fields(params: dict[str, Any]) -> dict[str, Any]:
         if fields.get("structured_outputs") is not None:
             raise ValueError("give either `choice` or `structured_outputs`, not both")
         fields["structured_outputs"] = {"choice": list(choice)}
+    form = fields.get("structured_outputs")
+    if isinstance(form, dict) and form.get("choice"):
+        rest = {name: value for name, value in form.items() if name != "choice"}
+        fields["structured_outputs"] = {**label_form(form["choice"]), **rest}
     fields.setdefault("detokenize", bool(fields.get("stop")))
     return fields
 

@@ -1,0 +1,172 @@
+"""Limits of a JSON Schema for answers: what would hang a plan, or what no engine writes exactly.
+
+A schema is untrusted text. Grammars are built from it and answers are validated with it, so its
+size, its nesting and its counts are limited before any library sees it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+MOST_SCHEMA_BYTES = 1 << 20
+MOST_DEPTH = 100  # nested objects and lists; the grammar libraries stop at about 120
+MOST_PARTS = 2_000  # objects in the schema: checking 3,000 takes jsonschema 5 s
+MOST_ITEMS = 10_000  # a grammar of 100,000 list items takes seconds, one of 100 million never ends
+MOST_CHARACTERS = 1_000_000
+EXACT = 1 << 53  # beyond it float64, in which grammars are computed, has no longer every integer
+
+VALUES = ("const", "enum", "default", "examples")  # keywords that hold values, not schemas
+BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+NUMERIC_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+COUNTS = {
+    **dict.fromkeys(
+        ("minItems", "maxItems", "minContains", "maxContains", "minProperties", "maxProperties"),
+        MOST_ITEMS,
+    ),
+    **dict.fromkeys(("minLength", "maxLength"), MOST_CHARACTERS),
+}
+# Keywords whose schemas are about the same value, not about a part of it.
+SAME_VALUE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
+
+
+def check_schema_limits(schema: Any) -> None:
+    """Raise ValueError, with the place in the schema, if it exceeds a limit of this module."""
+    _check_depth(schema)
+    for number, (place, part) in enumerate(parts_of(schema), 1):
+        if number > MOST_PARTS:
+            raise ValueError(
+                f"has over {MOST_PARTS:,} parts (schemas in it); write a smaller one, or divide it "
+                "between several jobs"
+            )
+        _check_part(place, part)
+    words = {word for _, part in parts_of(schema) for word in part}
+    if {"patternProperties", "unevaluatedProperties"} <= words:
+        raise ValueError(
+            "has both patternProperties and unevaluatedProperties, which cannot be checked in "
+            "bounded time; use additionalProperties"
+        )
+    _check_references(schema)
+
+
+def parts_of(
+    part: Any, place: str = "", by_name: bool = False
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each schema in a schema with its place; `by_name`: `part` maps names to schemas."""
+    if isinstance(part, dict) and not by_name:
+        yield place or "the root", part
+    inner = part.items() if isinstance(part, dict) else enumerate(part)
+    for name, item in inner:
+        if (not by_name and name in VALUES) or not isinstance(item, (dict, list)):
+            continue
+        yield from parts_of(item, f"{place}.{name}", not by_name and name in BY_NAME)
+
+
+def target_of(schema: Any, reference: str) -> Any:
+    """Return what a $ref of this document leads to; raise ValueError if there is nothing."""
+    at: Any = schema
+    for name in reference.lstrip("#").split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        try:
+            at = at[int(name)] if isinstance(at, list) else at[name]
+        except (KeyError, IndexError, ValueError, TypeError):
+            raise ValueError(f"$ref {reference!r} leads nowhere") from None
+    return at
+
+
+def _check_depth(schema: Any) -> None:
+    level = [schema]
+    for _ in range(MOST_DEPTH):
+        level = [
+            inner
+            for item in level
+            for inner in (item.values() if isinstance(item, dict) else item)
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return
+    raise ValueError(f"is nested too deeply: over {MOST_DEPTH} levels; use $ref, or flatten it")
+
+
+def _check_part(place: str, part: Mapping[str, Any]) -> None:
+    for name, most in COUNTS.items():
+        value = part.get(name)
+        if isinstance(value, (int, float)) and value > most:
+            raise ValueError(
+                f"{place}: {name} {_shown(value)} is over {most:,}, for which no grammar is made; "
+                "lower it, or leave it out and limit sampling.max_tokens"
+            )
+    for name in NUMERIC_KEYWORDS:
+        _check_number(f"{place}: {name}", part.get(name))
+    for name in ("const", "enum"):
+        for value in _values_in(part.get(name)):
+            _check_number(f"{place}: {name}", value)
+
+
+def _check_number(where: str, value: Any) -> None:
+    if not _is_number(value) or (math.isfinite(value) and abs(value) <= EXACT):
+        return
+    raise ValueError(
+        f"{where} {_shown(value)} is beyond 2^53 ({EXACT}), where engines write other numbers than "
+        "the schema's; use text for such values (type: string), or remove the limit and check it "
+        "in output.postprocess"
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _shown(value: int | float) -> str:
+    # Python refuses to write integers of some thousand digits.
+    if isinstance(value, int) and value.bit_length() > 1_000:
+        return f"(of {value.bit_length():,} bits)"
+    return str(value)
+
+
+def _values_in(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        for inner in value.values():
+            yield from _values_in(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _values_in(inner)
+    else:
+        yield value
+
+
+def _check_references(schema: Any) -> None:
+    """Raise ValueError if references lead back to a schema without going into a part of the value:
+    such a schema never ends, for any answer."""
+    done: set[int] = set()
+    for place, part in parts_of(schema):
+        path: set[int] = set()
+        stack: list[tuple[Any, bool]] = [(part, False)]
+        while stack:
+            at, left = stack.pop()
+            if left:
+                path.discard(id(at))
+                done.add(id(at))
+                continue
+            if id(at) in path:
+                raise ValueError(
+                    f"{place}: its $ref leads back to itself without going into a property or an "
+                    "item, so no answer could ever be checked; remove that $ref"
+                )
+            if id(at) in done or not isinstance(at, dict):
+                continue
+            path.add(id(at))
+            stack.append((at, True))
+            stack += [(inner, False) for inner in _about_same_value(schema, at)]
+
+
+def _about_same_value(schema: Any, part: Mapping[str, Any]) -> Iterator[Any]:
+    reference = part.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        with suppress(ValueError):  # whoever resolves it says that it leads nowhere
+            yield target_of(schema, reference)
+    for name in SAME_VALUE:
+        inner = part.get(name)
+        yield from inner if isinstance(inner, list) else [inner]

@@ -1,0 +1,260 @@
+"""Compare an answer with the form that it had to have: a choice, JSON, a pattern or a grammar.
+
+The engine promises the form, but a backend that could make no grammar may end each answer at once
+and say `stop`. So each answer is compared here, whatever the engine promised.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+import pyarrow as pa
+
+from prefect_raybatch.job.early_stop import choice_of
+from prefect_raybatch.stages.block import ANSWERS, REASONING_OPEN, TEXTS, Failure, Tokenizer
+from prefect_raybatch.stages.decided import grammar_bytes
+from prefect_raybatch.stages.parsing import Parsing
+from prefect_raybatch.stages.schema_check import AnswerMisfit, SchemaCheck
+from prefect_raybatch.stages.typed_answers import MAX_ANSWER, MAX_REASON, NOT_VALID
+
+XGRAMMAR_SECONDS = 2.0  # that its parser may take for one answer
+FORM_FIELDS = ("choice", "structured_outputs")
+Misfit = Callable[[str], str | None]
+"""Return why a text does not have the form, or None if it does."""
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """The form of a row's answers. `name`: the sampling field that asks for it; `labels`: of a
+    choice; `misfit`: why a text does not fit, None if it does."""
+
+    name: str
+    misfit: Misfit
+    labels: frozenset[str] = frozenset()
+
+
+def own_form(sampling: Mapping[str, Any] | None) -> str | None:
+    """Return the JSON of the fields by which a row changes the form of its answer, or None."""
+    fields = {name: sampling[name] for name in FORM_FIELDS if sampling and name in sampling}
+    return json.dumps(fields, sort_keys=True) if fields else None
+
+
+@lru_cache(maxsize=256)
+def form_of(job: str | None, own: str | None) -> AnswerForm | None:
+    """Return the form that the job's fields and a row's own (JSON of both) ask for, or None."""
+    fields = {**json.loads(job or "{}"), **json.loads(own or "{}")}
+    if labels := choice_of(fields):
+        return _choice(frozenset(labels))
+    form = fields.get("structured_outputs") or {}
+    for kind, value in form.items():
+        if value is not None and kind in _MAKERS:
+            return AnswerForm(f"structured_outputs.{kind}", _MAKERS[kind](value))
+    return None
+
+
+def not_of_form(form: AnswerForm, why: str, text: str) -> Failure:
+    """Return the failure of a row whose answer does not have the form that it had to have."""
+    # Equal in the 120 characters by which failures are counted, whatever the answer is.
+    reason = why[:MAX_REASON].encode("utf-8", "replace").decode()
+    return Failure(
+        "engine",
+        NOT_VALID,
+        f"the answer does not fit sampling.{form.name}: {reason}. Retry the row; where rows have "
+        "forms of their own, name a backend that takes them all, as with "
+        "engine.structured_outputs_config: {backend: guidance}. "
+        f"It was: {text[:MAX_ANSWER]}",
+    )
+
+
+class Spelling:
+    """Compares answers of a block with their forms, by what is shown of them and by what their
+    tokens spell: tokenizers drop blanks in front, and special tokens may be part of a grammar."""
+
+    def __init__(
+        self, table: pa.Table, parsing: Parsing | None, tokenizer: Callable[[], Tokenizer]
+    ) -> None:
+        self._table, self._parsing, self._tokenizer = table, parsing, tokenizer
+
+    def fitted(
+        self, form: AnswerForm, shown: str | None, row: int, number: int
+    ) -> tuple[str | None, str | None]:
+        """Return a row's answer, a label as it is written in the choice, and why it does not fit;
+        `number`: which of its answers."""
+        why = form.misfit(shown or "")
+        if why is None:
+            return shown or "", None
+        if self._thinks(row):  # the text begins behind the thinking, and blanks there were dropped
+            alike = [label for label in form.labels if label.strip() == (shown or "").strip()]
+            return (alike[0], None) if shown and len(alike) == 1 else (shown, why)
+        # An end token may stand behind a label (sampling.skip_special_tokens: false).
+        if not any(_bare(label) in _bare(shown or "") for label in form.labels or ("",)):
+            return shown, why
+        for text in self._spelled(row, number):
+            if form.misfit(text) is None:
+                return (text if form.labels and _bare(text) == _bare(shown or "") else shown), None
+        return shown, why
+
+    def _thinks(self, row: int) -> bool:
+        if self._parsing is None or not self._parsing.reasoning:
+            return False
+        if REASONING_OPEN not in self._table.column_names:
+            return True
+        return bool(self._table[REASONING_OPEN][row].as_py())
+
+    def _spelled(self, row: int, number: int) -> Iterator[str]:
+        """What the answer's tokens spell without the one that ended it."""
+        if self._table[TEXTS][row].as_py() is not None:
+            return
+        tokenizer = self._tokenizer()
+        ids = self._table[ANSWERS][row][number].as_py()
+        ids = ids[:-1] if ids and ids[-1] in tokenizer.all_special_ids else ids
+        yield tokenizer.batch_decode([ids], skip_special_tokens=False)[0]
+        of_tokens = _bytes_of_tokens(cast(Any, tokenizer))
+        if of_tokens is not None:
+            with suppress(UnicodeDecodeError, IndexError):
+                yield b"".join(of_tokens[token] for token in ids).decode()
+
+
+def _bare(text: str) -> str:
+    return "".join(text.split())
+
+
+@lru_cache(maxsize=4)
+def _bytes_of_tokens(tokenizer: Any) -> Sequence[bytes] | None:
+    return grammar_bytes(tokenizer)
+
+
+def _choice(labels: frozenset[str]) -> AnswerForm:
+    def misfit(text: str) -> str | None:
+        return None if text in labels else f"it is none of the {len(labels)} labels"
+
+    return AnswerForm("choice", misfit, labels)
+
+
+def _json(schema: Any) -> Misfit:
+    check = SchemaCheck(schema if isinstance(schema, str) else json.dumps(schema))
+
+    def misfit(text: str) -> str | None:
+        try:
+            check(_loaded(text))
+        except AnswerMisfit as error:
+            return f"at {error.place} ({error.rule}): {error}"
+        except RecursionError:
+            return "it is nested too deeply"
+        return None
+
+    return misfit
+
+
+def _json_object(_: Any) -> Misfit:
+    def misfit(text: str) -> str | None:
+        try:
+            found = _loaded(text)
+        except AnswerMisfit as error:
+            return str(error)
+        except RecursionError:
+            return "it is nested too deeply"
+        return None if isinstance(found, dict) else "it is JSON, but no object"
+
+    return misfit
+
+
+def _loaded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise AnswerMisfit("", "JSON", f"it is no JSON: {error}") from None
+
+
+def _parsed_by(kind: str) -> Callable[[str], Misfit]:
+    def make(value: str) -> Misfit:
+        def misfit(text: str) -> str | None:
+            # In turn, since the second one imports torch. They agree on a text without characters.
+            verdict = _by_llguidance(kind, value)(text)
+            if verdict is None or (text and not verdict):
+                other = _by_xgrammar(kind, value)(text)
+                verdict = other if verdict is None else verdict or bool(other)
+            return f"no {kind} matches it" if verdict is False else None
+
+        return misfit
+
+    return make
+
+
+_MAKERS: dict[str, Callable[[Any], Misfit]] = {
+    "json": _json,
+    "json_object": _json_object,
+    "regex": _parsed_by("regex"),
+    "grammar": _parsed_by("grammar"),
+    "structural_tag": _parsed_by("structural_tag"),
+}
+# vLLM takes grammars from llguidance and xgrammar. They do not agree on every pattern, so a text
+# that either takes may come from the engine.
+
+Matches = Callable[[str], bool | None]
+"""Return whether a text matches; None where the library cannot tell."""
+
+
+@lru_cache(maxsize=64)
+def _by_llguidance(kind: str, value: str) -> Matches:
+    try:
+        from llguidance import LLMatcher, LLTokenizer, grammar_from
+    except ImportError:
+        return _unknown
+    if kind == "structural_tag":
+        return _unknown
+    try:
+        matcher = LLMatcher(LLTokenizer("byte"), grammar_from(cast(Any, kind), value))
+    except (ValueError, KeyError, TypeError):
+        return _unknown
+    if matcher.is_error():
+        return _unknown
+
+    def matches(text: str) -> bool:
+        data = list(text.encode())
+        matcher.reset()
+        taken = not data or matcher.validate_tokens(data) == len(data)
+        return bool(taken and (not data or matcher.consume_tokens(data)) and matcher.is_accepting())
+
+    return matches
+
+
+@lru_cache(maxsize=64)
+def _by_xgrammar(kind: str, value: str) -> Matches:
+    try:
+        import xgrammar  # which imports torch, so only where the other library did not match
+    except ImportError:
+        return _unknown
+    try:
+        if kind == "regex":
+            grammar = xgrammar.Grammar.from_regex(value)
+        elif kind == "grammar":
+            grammar = xgrammar.Grammar.from_ebnf(value)
+        else:
+            grammar = xgrammar.Grammar.from_structural_tag(value)
+        compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo([]))
+        compiled = compiler.compile_grammar(grammar)
+    except Exception:  # of its C++, of several classes: another dialect
+        return _unknown
+
+    def matches(text: str) -> bool | None:
+        matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
+        until = time.monotonic() + XGRAMMAR_SECONDS
+        for character in text:  # ambiguous patterns take the cube of the text's length
+            if time.monotonic() > until:
+                return None
+            if not matcher.accept_string(character):
+                return False
+        return bool(matcher.is_terminated())
+
+    return matches
+
+
+def _unknown(_: str) -> None:
+    return None

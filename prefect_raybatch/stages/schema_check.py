@@ -1,0 +1,123 @@
+"""Validate values with a JSON Schema, in bounded time.
+
+Schema and answer are both untrusted: a pattern may backtrack without end, and unions that refer to
+themselves take exponential time. Each value gets `SECONDS`; one that takes longer does not fit.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prefect_raybatch.job.schema_limits import parts_of
+
+SECONDS = 10.0  # for one answer; those in use take less than a thousandth of one
+
+
+class AnswerMisfit(ValueError):
+    """Why an answer does not fit; `place` in it, and the `rule` of the schema."""
+
+    def __init__(self, place: str, rule: str, message: str):
+        super().__init__(message)
+        self.place, self.rule = place or "its root", rule
+
+
+class SchemaCheck:
+    """Validates values with the text of a JSON Schema; one at a time."""
+
+    def __init__(self, schema: str, seconds: float = SECONDS):
+        from jsonschema.validators import Draft202012Validator, extend, validator_for
+        from referencing import Registry
+
+        self.schema = json.loads(schema)
+        self._seconds, self._until = seconds, 0.0
+        kind = validator_for(self.schema, default=Draft202012Validator)
+        for _, part in parts_of(self.schema):
+            part.pop("$schema", None)  # where it stands, jsonschema takes its own class again
+        timed = {name: self._timed(rule) for name, rule in kind.VALIDATORS.items()}
+        timed["pattern"] = self._pattern
+        timed["patternProperties"] = self._pattern_properties
+        if "additionalProperties" in timed:
+            timed["additionalProperties"] = self._additional(timed["additionalProperties"])
+        # An empty registry: no reference is ever looked for elsewhere.
+        self._validator = extend(kind, timed)(self.schema, registry=Registry())
+
+    def __call__(self, value: Any) -> None:
+        """Raise `AnswerMisfit` if the value does not fit the schema, or takes too long."""
+        from jsonschema.exceptions import best_match
+        from referencing.exceptions import Unresolvable
+
+        self._until = time.monotonic() + self._seconds
+        try:
+            if self._validator.is_valid(value):
+                return
+            error = best_match(self._validator.iter_errors(value))
+        except Unresolvable as missing:
+            raise AnswerMisfit("", "$ref", f"its schema refers to {missing.ref!r}") from None
+        place = "".join(f"[{n}]" if isinstance(n, int) else f".{n}" for n in error.absolute_path)
+        raise AnswerMisfit(place, str(error.validator), error.message)
+
+    def _left(self, rule: str) -> float:
+        """The seconds left; `AnswerMisfit` where there are none."""
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise self._late(rule)
+        return left
+
+    def _late(self, rule: str) -> AnswerMisfit:
+        return AnswerMisfit(
+            "", rule, f"the schema takes over {self._seconds:g} s to check it; simplify that"
+        )
+
+    def _timed(self, rule: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
+        def checked(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
+            self._left("time")
+            yield from rule(validator, value, instance, schema) or ()
+
+        return checked
+
+    def _matches(self, pattern: str, text: str) -> bool:
+        """Whether a pattern is found in a text; True for a pattern of another dialect."""
+        import regex
+
+        try:
+            found = regex.search(pattern, text, timeout=self._left("pattern"))
+        except TimeoutError:
+            raise self._late("pattern") from None
+        except regex.error:
+            return True
+        return found is not None
+
+    def _pattern(self, validator: Any, pattern: str, instance: Any, _: Any) -> Iterator[Any]:
+        from jsonschema.exceptions import ValidationError
+
+        if validator.is_type(instance, "string") and not self._matches(pattern, instance):
+            yield ValidationError(f"{instance!r} does not match {pattern!r}")
+
+    def _pattern_properties(
+        self, validator: Any, patterns: Any, instance: Any, _: Any
+    ) -> Iterator[Any]:
+        if not validator.is_type(instance, "object"):
+            return
+        for pattern, part in patterns.items():
+            for name, value in instance.items():
+                if self._matches(pattern, name):
+                    yield from validator.descend(value, part, path=name, schema_path=pattern)
+
+    def _additional(self, rule: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
+        """The rule for properties that are not named, given none that a pattern names."""
+
+        def checked(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
+            patterns = schema.get("patternProperties")
+            if patterns and validator.is_type(instance, "object"):
+                instance = {
+                    name: inner
+                    for name, inner in instance.items()
+                    if not any(self._matches(pattern, name) for pattern in patterns)
+                }
+                schema = {k: v for k, v in schema.items() if k != "patternProperties"}
+            yield from rule(validator, value, instance, schema)
+
+        return checked
