@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import uuid
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,7 @@ def test_a_run_is_drained_and_resumed_as_a_flow_that_is_neither_failed_nor_compl
     prefect_api, local_ray, tmp_path, monkeypatch
 ):
     job, seen = job_in(tmp_path), list[Progress]()
+    key = f"drained-{uuid.uuid4().hex[:8]}"  # of this test's flow run among the server's
 
     def drain_soon(progress: Progress) -> None:
         if progress.tally.shards >= FREE and not seen:
@@ -192,7 +194,7 @@ def test_a_run_is_drained_and_resumed_as_a_flow_that_is_neither_failed_nor_compl
             # Many more blocks than may be between an engine and the driver wait at its door: it
             # skips them all, and none has rows.
             until(lambda: count(prepared(tmp_path)) >= WAITING, 240, "rows at the engine's door")
-            assert drain_run(f"{tmp_path}/out/drained-night").live
+            assert drain_run(f"{tmp_path}/out/{key}").live
 
     def infer(job: BatchJob, run: Any, observe: Any) -> Any:
         def both(progress: Progress) -> None:
@@ -203,13 +205,13 @@ def test_a_run_is_drained_and_resumed_as_a_flow_that_is_neither_failed_nor_compl
 
     monkeypatch.setattr(follower, "infer_run", infer)
     with pytest.raises(RunDrained, match="drained: "):
-        called_flow(batch_inference, job, "drained-night")
-    run = plan_run(job, "drained-night")
+        called_flow(batch_inference, job, key)
+    run = plan_run(job, key)
     found = status(run.uri)
     assert found.state == "unfinished" and found.drained
     assert FREE <= found.committed <= FREE + IN_FLIGHT
     with get_client(sync_client=True) as client:
-        named = FlowRunFilter(name=FlowRunFilterName(any_=["drained-night"]))
+        named = FlowRunFilter(name=FlowRunFilterName(any_=[key]))
         (flow_run,) = client.read_flow_runs(flow_run_filter=named)
     assert flow_run.state is not None
     assert (flow_run.state.name, flow_run.state.type.value) == ("Drained", "CANCELLED")
