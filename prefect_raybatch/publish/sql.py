@@ -43,7 +43,7 @@ FITTING_KINDS: dict[pa.DataType, tuple[Callable[[Any], bool], ...]] = {
     **{pa.date32(): (kinds.is_date,), pa.time64("us"): (kinds.is_time,)},
     **{pa.timestamp("us"): (kinds.is_timestamp, kinds.is_date), pa.binary(): (kinds.is_binary,)},
 }
-FILES = ("sqlite", "duckdb")  # dialects whose database is a file
+FILE_DATABASES = ("sqlite", "duckdb")  # dialects whose database is a file
 # Dialects that tell names apart by case where SQLAlchemy quotes them, and those that read a name in
 # lower case as one in upper case. To all others names that differ only in case are the same.
 CASE_COUNTS = ("postgresql", "cockroachdb", "clickhouse", "clickhousedb")
@@ -82,7 +82,7 @@ class SqlSink(Sink):
         url, (schema, name) = self._url(), self._names
         dialect = url.get_backend_name()
         where = url.database or ""
-        if dialect in FILES:
+        if dialect in FILE_DATABASES:
             where = os.path.realpath(where)
             schema = schema or "main"
         elif dialect == "postgresql":
@@ -434,7 +434,9 @@ class SqlSink(Sink):
     def _file(self) -> str | None:
         """The database's file; None for a server's, and for one that SQLite opens by a URI."""
         url = self._url()
-        if url.get_backend_name() not in FILES or str(url.database).startswith(("file:", "md:")):
+        if url.get_backend_name() not in FILE_DATABASES or str(url.database).startswith(
+            ("file:", "md:")
+        ):
             return None
         if url.database in (None, "", ":memory:"):
             raise ConfigError(

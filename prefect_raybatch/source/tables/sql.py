@@ -32,7 +32,7 @@ LOGIN_SECONDS = 20
 LEVELS = ("REPEATABLE READ", "SNAPSHOT", "SERIALIZABLE")  # the first that the database has
 DRIVERS = {"postgresql": "postgresql+psycopg"}  # of the extra, in place of SQLAlchemy's default
 # What brings a dialect to SQLAlchemy that it does not have itself, as pip takes it.
-PACKAGES = {
+DIALECT_PACKAGES = {
     **{"postgresql": '"prefect-raybatch[postgresql]"', "duckdb": '"prefect-raybatch[duckdb]"'},
     **{"snowflake": "snowflake-sqlalchemy", "bigquery": "sqlalchemy-bigquery"},
     **{"redshift": "sqlalchemy-redshift redshift_connector", "trino": '"trino[sqlalchemy]"'},
@@ -42,7 +42,7 @@ PACKAGES = {
     **{"teradatasql": "teradatasqlalchemy", "vertica": "sqlalchemy-vertica-python"},
 }
 # What to do for a driver whose package is called otherwise, by the module that is missing.
-MODULES = {
+MISSING_DRIVERS = {
     "MySQLdb": "pip install mysqlclient, or pip install pymysql and write mysql+pymysql://",
     "cx_Oracle": "pip install oracledb and write oracle+oracledb://",
     "duckdb": 'pip install "prefect-raybatch[duckdb]"',
@@ -348,14 +348,14 @@ def missing_driver(url: Any, error: Exception) -> str:
             f"SQLAlchemy has no dialect {dialect!r}. Correct uri (dialect+driver://host/database), "
             "or install the package that brings the dialect"
         )
-    if module in MODULES:
-        return f"needs {module}, which is not installed; {MODULES[module]}"
+    if module in MISSING_DRIVERS:
+        return f"needs {module}, which is not installed; {MISSING_DRIVERS[module]}"
     if module is not None and dialect != "postgresql":
         return f"needs {module}, which is not installed; pip install {module}"
     needs = f"the driver of {name}://" if "+" in name else f"a dialect for {dialect}://"
     if dialect == "postgresql":
         needs = module or needs
-    packages = PACKAGES.get(dialect, f"the package that brings {name}")
+    packages = DIALECT_PACKAGES.get(dialect, f"the package that brings {name}")
     return f"needs {needs}, which is not installed; pip install {packages}"
 
 
