@@ -40,7 +40,7 @@ class Prompt(Group):
     on_null: Literal["fail", "empty"] = field(
         4,
         "fail",
-        title="Null in a template column",
+        title="Null or NaN in a template column",
         text="fail: the row goes to quarantine. empty: an empty text is put in.",
     )
     on_too_long: Literal["quarantine", "truncate_left", "truncate_right"] = field(

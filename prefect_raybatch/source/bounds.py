@@ -44,11 +44,11 @@ class Bound:
         )
 
 
-COLUMNS = Bound("RAYBATCH_MAX_COLUMNS", 10_000, "columns are read, nested fields included")
-EXPANSION = Bound(
+COLUMN_BOUND = Bound("RAYBATCH_MAX_COLUMNS", 10_000, "columns are read, nested fields included")
+EXPANSION_BOUND = Bound(
     "RAYBATCH_MAX_EXPANSION", 200, "times its size may come out of a compressed file above 1 GiB"
 )
-ROWS_PER_BYTE = Bound(
+ROWS_BOUND = Bound(
     "RAYBATCH_MAX_ROWS_PER_BYTE", 1_000, "rows may stand in a byte of a file above 1,000,000 rows"
 )
 FREE_BYTES = 1 << 30  # may come out of any compressed file
@@ -63,8 +63,8 @@ def fields_in(kind: pa.DataType) -> int:
 def check_columns_bound(schema: pa.Schema, where: str) -> None:
     """Raise SourceError for a file of more columns, nested ones included, than the bound."""
     total = sum(fields_in(field.type) for field in schema)
-    if total > COLUMNS.value():
-        raise COLUMNS.refuse(where, f"has {total:,} columns and nested fields")
+    if total > COLUMN_BOUND.value():
+        raise COLUMN_BOUND.refuse(where, f"has {total:,} columns and nested fields")
 
 
 def footer_fault(metadata: Any, size: int) -> str | None:
@@ -96,5 +96,5 @@ def footer_fault(metadata: Any, size: int) -> str | None:
 
 def check_rows_bound(rows: int, size: int, where: str) -> None:
     """Raise SourceError where `rows` are more than a file of `size` bytes plausibly holds."""
-    if rows > max(FREE_ROWS, size * ROWS_PER_BYTE.value()):
-        raise ROWS_PER_BYTE.refuse(where, f"says that it has {rows:,} rows in {size:,} bytes")
+    if rows > max(FREE_ROWS, size * ROWS_BOUND.value()):
+        raise ROWS_BOUND.refuse(where, f"says that it has {rows:,} rows in {size:,} bytes")

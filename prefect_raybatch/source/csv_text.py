@@ -18,7 +18,7 @@ import pyarrow as pa
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
 from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.source import streams
-from prefect_raybatch.source.bounds import COLUMNS
+from prefect_raybatch.source.bounds import COLUMN_BOUND
 from prefect_raybatch.source.columns import check_columns
 from prefect_raybatch.source.encodings import (
     CSV_ENCODING,
@@ -92,11 +92,13 @@ def csv_tables(
 
 def _check_width(file: File, written: _Written) -> None:
     """Raise SourceError for a first row of more values than the bound on columns."""
-    most = COLUMNS.value()
+    most = COLUMN_BOUND.value()
     with suppress(csv.Error):  # of a value that is too long for Python's csv
         first = next((row for _, row in written.rows(file) if row), [])
         if len(first) > most:
-            raise COLUMNS.refuse(file.uri, f"the first row holds {counted(len(first), 'value')}")
+            raise COLUMN_BOUND.refuse(
+                file.uri, f"the first row holds {counted(len(first), 'value')}"
+            )
 
 
 def _empty_lines(file: File, written: _Written) -> int:

@@ -12,14 +12,14 @@ from prefect_raybatch.errors import RayBatchError, SourceError
 from prefect_raybatch.job.checks import RESERVED
 from prefect_raybatch.source import streams
 from prefect_raybatch.source.arrow_types import NUMBER_TEXT, common_type, map_type
-from prefect_raybatch.source.bounds import COLUMNS, check_columns_bound
+from prefect_raybatch.source.bounds import COLUMN_BOUND, check_columns_bound
 from prefect_raybatch.source.columns import check_columns, types_in
 from prefect_raybatch.source.encodings import UTF8_ONLY, check_encoding, not_decoded
 from prefect_raybatch.source.find import File
 from prefect_raybatch.source.json_arrays import array_blocks, is_array
 from prefect_raybatch.source.json_depth import MOST_LEVELS, deep_line
 from prefect_raybatch.source.json_numbers import Path, inexact_paths, with_texts
-from prefect_raybatch.source.snapshot_writer import CELLS, conform
+from prefect_raybatch.source.snapshot_writer import TABLE_CELLS, conform
 from prefect_raybatch.source.streams import one_line, open_bytes
 
 LINE_BYTES = 64 << 20  # a longer line is a file of another kind
@@ -121,12 +121,12 @@ def _pieces(file: File, block: bytes) -> Iterator[bytes]:
     """Whole lines of a block, so few that the columns and cells they can make are bounded: pyarrow
     holds each key of any line as a column of all of them. Raises SourceError for a line of more
     keys than the bound."""
-    most, waiting = COLUMNS.value(), [block]
+    most, waiting = COLUMN_BOUND.value(), [block]
     while waiting:
         piece = waiting.pop()
         keys, lines = piece.count(b":"), piece.count(b"\n") + 1
         middle = piece.find(b"\n", len(piece) // 2) + 1 or piece.rfind(b"\n", 0, -1) + 1
-        if keys <= most and keys * lines <= CELLS:
+        if keys <= most and keys * lines <= TABLE_CELLS:
             if piece.strip():
                 yield piece
         elif 0 < middle < len(piece):
@@ -143,7 +143,7 @@ def _check_keys(file: File, line: bytes, most: int) -> None:
     for found in _KEY.finditer(line):
         names.add(found[1])
         if len(names) > most:
-            raise COLUMNS.refuse(file.uri, f"an object has over {most:,} keys")
+            raise COLUMN_BOUND.refuse(file.uri, f"an object has over {most:,} keys")
     try:
         waiting: list[tuple[tuple[str, ...], object]] = [((), json.loads(line))]
     except ValueError:
@@ -157,7 +157,7 @@ def _check_keys(file: File, line: bytes, most: int) -> None:
         elif isinstance(value, list):
             waiting += [((*path, ""), inner) for inner in value if isinstance(inner, dict | list)]
         if len(paths) > most:
-            raise COLUMNS.refuse(file.uri, f"an object has over {most:,} keys")
+            raise COLUMN_BOUND.refuse(file.uri, f"an object has over {most:,} keys")
 
 
 def _parse_piece(file: File, piece: bytes) -> pa.Table:
@@ -200,7 +200,7 @@ def _with_number_texts(table: pa.Table, paths: set[Path]) -> pa.Table:
 
 def _merged(tables: Iterable[pa.Table], where: str) -> list[pa.Table]:
     """Tables of one block of the file `where`, joined under one schema as far as they have no more
-    cells than CELLS together. Raises ArrowInvalid for types that
+    cells than TABLE_CELLS together. Raises ArrowInvalid for types that
     do not go together, SourceError for more keys than the bound."""
     held: list[pa.Table] = []
     types: dict[str, pa.DataType] = {}
@@ -218,7 +218,7 @@ def _merged(tables: Iterable[pa.Table], where: str) -> list[pa.Table]:
 
 def _joined(tables: Iterable[pa.Table], schema: pa.Schema) -> Iterator[pa.Table]:
     held: list[pa.Table] = []
-    rows, most = 0, max(1, CELLS // max(1, len(schema)))
+    rows, most = 0, max(1, TABLE_CELLS // max(1, len(schema)))
     for table in tables:
         while table.num_rows:
             part, table = table.slice(0, most - rows), table.slice(most - rows)

@@ -27,7 +27,7 @@ EXACT_INTEGERS = 1 << 53  # floats hold all whole numbers up to here
 Path = tuple[str | None, ...]  # keys from the top; None for the items of a list
 
 
-def is_exact(number: str) -> bool:
+def is_exact_float(number: str) -> bool:
     """Whether a float holds a number as it is written."""
     value = float(number)
     if number.lstrip("-").isdigit():
@@ -70,7 +70,7 @@ def inexact_paths(block: bytes, schema: pa.Schema) -> set[Path]:
     for line in block.split(b"\n"):
         if line.strip() and any(one in line for one in inexact):
             row = json.loads(line, parse_int=_Number, parse_float=_Number)
-            paths.update(path for path, number in _numbers(row, ()) if not is_exact(number))
+            paths.update(path for path, number in _numbers(row, ()) if not is_exact_float(number))
     return {path for path in paths if _is_float(path, schema)}
 
 
@@ -107,7 +107,7 @@ class _Number(str):
 
 def _holds(number: bytes) -> bool:
     try:
-        return is_exact(number.decode())
+        return is_exact_float(number.decode())
     except ValueError:  # digits of a text
         return True
 
@@ -128,7 +128,7 @@ def _changed(value: Any, path: Path, paths: Set[Path]) -> Any:
         whole = value.lstrip("-").isdigit()
         if path not in paths:
             return int(value) if whole else float(value)
-        return repr(float(value)) if not whole and is_exact(value) else str(value)
+        return repr(float(value)) if not whole and is_exact_float(value) else str(value)
     if isinstance(value, dict):
         return {key: _changed(inner, (*path, key), paths) for key, inner in value.items()}
     if isinstance(value, list):

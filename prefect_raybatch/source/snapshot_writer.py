@@ -23,7 +23,7 @@ GROUP_ROWS = 16_384  # rows in a row group ...
 GROUP_BYTES = 64 << 20  # ... or fewer, where rows are large
 PART_ROWS = 1 << 18
 WEIGHED_ROWS = 1024  # rows whose bytes are told together
-CELLS = 20_000_000  # rows times columns that are held as one table
+TABLE_CELLS = 20_000_000  # rows times columns that are held as one table
 SNAPSHOT_PART_BYTES = 128 << 20
 
 
@@ -57,7 +57,7 @@ class SnapshotWriter:
             self.abandon()
             return
         self._schema = schema
-        most = max(1, CELLS // max(1, len(schema)))
+        most = max(1, TABLE_CELLS // max(1, len(schema)))
         for start in range(0, table.num_rows, most):
             self._write(conform(table.slice(start, most), schema))
 

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.errors import SourceError
-from prefect_raybatch.source.bounds import EXPANSION, FREE_BYTES
+from prefect_raybatch.source.bounds import EXPANSION_BOUND, FREE_BYTES
 from prefect_raybatch.source.find import File, ending
 
 BLOCK_BYTES = 8 << 20  # text parsed at a time
@@ -62,7 +62,7 @@ def open_bytes(file: File) -> Iterator[Any]:
             if compression is None:
                 yield native
                 return
-            most = max(FREE_BYTES, file.info.size * EXPANSION.value())
+            most = max(FREE_BYTES, file.info.size * EXPANSION_BOUND.value())
             with pa.CompressedInputStream(native, compression) as stream:
                 yield pa.PythonFile(Expanded(stream, most, file.uri), mode="r")
     except FileNotFoundError:
@@ -95,7 +95,9 @@ class Expanded(Raw):
         read = super().readinto(buffer)
         self._left -= read
         if self._left < 0:
-            raise EXPANSION.refuse(self._where, "is compressed and holds far more than its size")
+            raise EXPANSION_BOUND.refuse(
+                self._where, "is compressed and holds far more than its size"
+            )
         return read
 
 
