@@ -7,6 +7,7 @@ import logging
 from itertools import islice
 
 from prefect_raybatch.errors import CorruptRun, NoSuchRun, RayBatchError
+from prefect_raybatch.ledger.last_attempt import read_last_attempt
 from prefect_raybatch.ledger.layout import COMMITS, PLAN
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.partials import split_partial
@@ -35,6 +36,13 @@ def no_run(store: Store) -> RayBatchError:
     """What is wrong with a `store` that has no plan."""
     if next(iter(store.list(COMMITS)), None) is not None:
         return CorruptRun(f"{store.uri} has commits and no {PLAN}: restore that file")
+    attempt = read_last_attempt(store)
+    if attempt is not None:
+        ended = attempt.failure or attempt.outcome or "its planning has not ended"
+        return NoSuchRun(
+            f"{store.uri}: there is no run there yet: the last attempt came to no plan ({ended}); "
+            "run it again under this key"
+        )
     run, name = split_partial(store.uri)
     if name is not None:
         return NoSuchRun(

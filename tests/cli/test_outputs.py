@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -157,7 +158,7 @@ def test_preview_prints_types_and_prompts(table, capsys):
     assert "What is this? Acme" in text and "firms.parquet, row 0" in text
 
 
-def test_runs_are_listed_and_removed_only_when_that_is_confirmed(tmp_path, capsys):
+def test_runs_are_listed_and_removed_only_when_that_is_confirmed(tmp_path, capsys, monkeypatch):
     for key in ("one", "two"):
         first_run(tmp_path, key=key)
     place = str(tmp_path)
@@ -169,8 +170,13 @@ def test_runs_are_listed_and_removed_only_when_that_is_confirmed(tmp_path, capsy
     assert {line["run_key"] for line in json.loads(text)["runs"]} == {"one", "two"}
     code, text, _ = said(capsys, "prune", place, "--keep", "1", "--dry-run")
     assert code == 0 and "would remove one" in text and "kept two" in text
-    code, _, err = said(capsys, "prune", place, "--keep", "1")
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)  # nor on a terminal
+    code, text, err = said(capsys, "prune", place, "--keep", "1")
     assert code == 2 and "add --yes" in err and (tmp_path / "one/_SUCCESS").exists()
+    shown = r"would remove one \(20 rows, [\d.]+ MiB, \d{4}-\d\d-\d\d \d\d:\d\d UTC\)"
+    assert re.search(shown, text) and "kept two" in text
+    code, text, _ = said(capsys, "prune", place, "--keep", "1", "--yes", "--dry-run")
+    assert code == 0 and (tmp_path / "one/_SUCCESS").exists()
     code, text, _ = said(capsys, "prune", place, "--keep", "1", "--yes", "--json")
     assert code == 0 and list(json.loads(text)["removed"]) == ["one"]
     assert not (tmp_path / "one").exists()

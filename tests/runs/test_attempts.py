@@ -33,6 +33,7 @@ from prefect_raybatch.runs.nights import nights_of
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.prune import prune_runs
 from prefect_raybatch.runs.run import default_run_key
+from prefect_raybatch.runs.status import status
 from prefect_raybatch.storage import open_store
 
 
@@ -81,6 +82,8 @@ def test_it_counts_as_a_run_for_nobody_and_is_resumed_under_its_key(nights):
     failed_plan(nights, "n2")
     out = str(nights.folder / "out")
     assert latest_complete(out).run_key == "n1"
+    with pytest.raises(NoSuchRun, match=r"no plan \(planning: SourceError: .*run it again under"):
+        status(f"{out}/n2")
     assert default_run_key(nights.job()) not in ("n1", "n2")
     nights.asked.clear()
     report = nights.night("n3")  # reuse: latest takes the answers of n1
