@@ -17,7 +17,7 @@ from prefect.tasks import exponential_backoff
 
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.stops import Sample
-from prefect_raybatch.errors import RayBatchError, StoreError, is_transient
+from prefect_raybatch.errors import ConfigError, RayBatchError, StoreError, is_transient
 from prefect_raybatch.flow import origin  # noqa: F401  # says which jobs the policy limits
 from prefect_raybatch.flow import reconcile as flow_runs
 from prefect_raybatch.flow.artifacts import artifact_key, put, tune_key
@@ -273,11 +273,20 @@ def failed_night_shown(job: BatchJob, run_key: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if was_told(error) and not isinstance(error, StoreError):
-            loaded = _loaded(job, run_key)
+        loaded = _loaded(job, run_key)
+        if was_told(error) and not isinstance(error, StoreError) and _is_allowed(loaded):
             record_command(run_store(loaded.output, run_key), getattr(error, COMMAND, ""))
             show_nights(loaded, run_key, output=job.output.uri)
         raise
+
+
+def _is_allowed(job: BatchJob) -> bool:
+    """Return whether the policy in force allows the job, so that its output may be looked at."""
+    try:
+        check_trust(job)
+    except ConfigError:
+        return False
+    return True
 
 
 def _loaded(job: BatchJob, run_key: str) -> BatchJob:

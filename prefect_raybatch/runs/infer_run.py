@@ -59,13 +59,13 @@ def infer_run(
     Starts no engine when nothing is pending. An observer that is a `heartbeat.Listener` is told of
     beats as well. `engine` replaces the engine stage in tests.
     """
+    check_trust(job)
     check_run_place(run.uri)
     store = open_store(run.uri, job.output.options or None)
     ledger = Ledger(store)
     plan, _ = load_run(ledger, run)
     begin = ledger.finished(plan) is None
     with recorded_attempt(store, job, run.run_key, INFERENCE, begin):
-        check_trust(job)
         return _infer(job, run, ledger, plan, observe, engine)
 
 

@@ -13,7 +13,7 @@ from prefect_raybatch.doctor import Patient
 from prefect_raybatch.doctor.policy import check_policy
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.flow import reconcile, tasks
-from prefect_raybatch.policy.in_force import STRICT_POLICY, under
+from prefect_raybatch.policy.in_force import STRICT_POLICY, owner_policy, under
 from prefect_raybatch.remote.__main__ import work
 from prefect_raybatch.remote.places import infer_in_place
 from prefect_raybatch.runs.dry_run import dry_run
@@ -54,6 +54,24 @@ def test_an_entry_refuses_what_the_policy_does_not_allow(tmp_path: Path, entry: 
     with under(STRICT_POLICY), pytest.raises(ConfigError, match=words):
         call(made.job, run, str(tmp_path))
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_nothing_is_shown_of_the_output_of_a_job_that_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page of nights is read from the output, which the job chooses."""
+    shown: list[object] = []
+    monkeypatch.setattr(tasks, "was_told", lambda error: True)
+    monkeypatch.setattr(tasks, "show_nights", lambda *given, **more: shown.append(given))
+    job = small_run(tmp_path).job
+    for policy, times in ((STRICT_POLICY, 0), (owner_policy(), 1)):
+        with (
+            under(policy),
+            pytest.raises(ConfigError),
+            tasks.failed_night_shown(job, "k"),
+        ):
+            raise ConfigError("refused")
+        assert len(shown) == times
 
 
 def test_a_ray_job_is_limited_by_the_policy_of_its_node(
