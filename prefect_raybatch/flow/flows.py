@@ -9,7 +9,7 @@ from datetime import date, datetime
 from typing import Annotated, Any, cast
 from uuid import UUID
 
-from prefect import Flow, flow
+from prefect import Flow
 from prefect.artifacts import TableArtifact
 from prefect.client.orchestration import get_client
 from prefect.exceptions import CancelledRun
@@ -23,6 +23,7 @@ from prefect_raybatch.driver.driver import DRAINED_TEXT, Progress
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError, RunDrained
 from prefect_raybatch.flow.artifacts import artifact_key, put
 from prefect_raybatch.flow.failure import COMMAND, explained
+from prefect_raybatch.flow.job_flow import job_flow
 from prefect_raybatch.flow.nights import show_nights
 from prefect_raybatch.flow.tasks import (
     finalize_run,
@@ -114,7 +115,7 @@ def named_by_run_key() -> str:
         return given.get("run_key") or str(given["job"].name)
 
 
-@flow(name="batch_inference", flow_run_name=named_by_run_key, persist_result=False)
+@job_flow(name="batch_inference", flow_run_name=named_by_run_key, persist_result=False)
 def batch_inference(
     job: Annotated[BatchJob, titled("Job")],
     run_key: Annotated[Key | Unset, titled("Run key")] = None,
@@ -192,7 +193,7 @@ def _filled(
     return filled
 
 
-@flow(name="retry_failed", flow_run_name="retry {run_dir}", persist_result=False)
+@job_flow(name="retry_failed", flow_run_name="retry {run_dir}", persist_result=False)
 def retry_failed(
     run_dir: Annotated[str, titled("Run directory")],
     errors: Annotated[Classes | Unset, titled("Error classes")] = None,
@@ -249,7 +250,7 @@ def _ended(job: BatchJob, run: Run, progress: Progress) -> RunReport:
     return cast(RunReport, Completed(message=complete_before(run), data=report))
 
 
-@flow(name="backfill", flow_run_name="backfill {job.name} {first} {last}", persist_result=False)
+@job_flow(name="backfill", flow_run_name="backfill {job.name} {first} {last}", persist_result=False)
 def backfill_job(
     job: Annotated[BatchJob, titled("Job")],
     first: Annotated[date, titled("First date")],
@@ -280,7 +281,7 @@ def backfill_job(
             put(table, f"{artifact_key(job.name)}-backfill")
 
         def run_night(night: NightRun) -> RunReport:
-            return batch_inference(job, night.run_key, run_date=night.date)
+            return cast(RunReport, batch_inference(job, night.run_key, run_date=night.date))
 
         nights = backfill(known, [*found.values()], run_night, at_most, stop_on_failure, show)
         for night in nights[:1]:  # the table of one in which nothing was to do
@@ -291,7 +292,7 @@ def backfill_job(
         return nights_table(nights)
 
 
-@flow(name="tune_job", flow_run_name="tune {job.name}", persist_result=False)
+@job_flow(name="tune_job", flow_run_name="tune {job.name}", persist_result=False)
 def tune_job(job: BatchJob, minutes: float = 5.0, deadline: str | None = None) -> dict[str, Any]:
     """Tries engine settings on a sample of the job's rows; returns the fields to change.
 

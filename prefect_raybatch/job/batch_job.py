@@ -71,8 +71,14 @@ class BatchJob(Group):
     @property
     def drawn(self) -> Sampling:
         """How the answers are drawn, as far as sizes follow from it: a task that pools takes one
-        step, and no room beside the prompt."""
-        return Sampling(max_tokens=1) if tasks.pools(self.engine.task) else self.sampling
+        step, and no room beside the prompt; answers of a schema have a form, wherever a job names
+        that. A schema's file or class is not looked at."""
+        if tasks.pools(self.engine.task):
+            return Sampling(max_tokens=1)
+        if self.output.schema_model is None:
+            return self.sampling
+        form = {"structured_outputs": {"json": self.output.schema_model}}
+        return self.sampling.model_copy(update=form)
 
     @model_validator(mode="after")
     def _one_task(self) -> BatchJob:

@@ -143,7 +143,7 @@ def test_other_parsers_are_not_asked(backend: str) -> None:
 ODD_LABELS = [
     ["a\nb", "a"],
     ["a\tb", "a\rb", "\x7f"],
-    ["\0", "\x1b[0m"],
+    ["a\x01", "\x1b[0m"],
     ["\u00a0x", "\u2028", "\ufeffy", "\u0085"],
     ["\U0001f600", "e\u0301", "\u00e9"],
     ['a"\n', "c\\d\n", "[x]\t(b|c)*{2}.^$/-"],

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from helpers.models import DEEPSEEK_V3, LLAMA_8B, LLAMA_70B, MIXTRAL
-from helpers.small import make_job
+from helpers.small import job_dict, make_job
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -783,3 +783,27 @@ def test_prepared_images_are_counted_as_their_tokens_and_not_as_text():
     image = cost.tokens(shown, sampling, 600_000)
     assert text.own > 150_000
     assert 60 < image.own < 80 and image.typical < 128
+
+
+def test_answers_with_a_form_are_sized_alike_wherever_the_job_names_the_form(tmp_path):
+    """Asking vLLM for a grammar costs the same whoever wrote it."""
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    path = tmp_path / "missing.json"  # sizes need no look at it
+    sampling = {"max_tokens": 20}
+    typed = [{"uri": "out", "schema_model": form} for form in (schema, str(path), "no.module:A")]
+    jobs = [job_dict(sampling=sampling, output=output) for output in typed]
+    jobs.append(job_dict(sampling={**sampling, "structured_outputs": {"json": schema}}))
+    plain = BatchJob.from_dict(job_dict(sampling=sampling))
+    have, model = imagined("H100", 1, 16), describe(LLAMA_8B, {})
+    sizes, tokens = [], []
+    for job in map(BatchJob.from_dict, jobs):
+        tokens.append(cost.tokens(job.prompt, job.drawn, 1000.0))
+        size = sizes_of(job, 100_000, 1000.0, have, model)
+        sizes.append((size.pool, size.max_num_seqs, size.rate))
+    assert all(one.form for one in tokens) and all(one == tokens[0] for one in tokens)
+    assert all(one == sizes[0] for one in sizes)
+    bare = sizes_of(plain, 100_000, 1000.0, have, model)
+    assert bare.rate > sizes[0][2] and not cost.tokens(plain.prompt, plain.drawn, 1.0).form
+    choices = [{"choice": ["a", "b"]}, {"structured_outputs": {"choice": ["a", "b"]}}]
+    one, other = (BatchJob.from_dict(job_dict(sampling=fields)) for fields in choices)
+    assert cost.tokens(one.prompt, one.drawn, 9.0) == cost.tokens(other.prompt, other.drawn, 9.0)

@@ -1,0 +1,83 @@
+"""Flows whose parameters may hold JSON Schemas.
+
+Prefect takes each mapping with the key `$ref` in a flow's parameters for a reference to a block,
+and JSON Schemas have that key as well (`output.schema_model`, `prompt.tools`, overrides of these).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from uuid import UUID
+
+from prefect import Flow
+from pydantic import BaseModel
+
+from prefect_raybatch.job.batch_job import BatchJob
+
+BLOCK_KEYS = ("block_document_id", "block_document_slug")
+
+
+class JobFlow(Flow[..., Any]):
+    """A flow that keeps the `$ref` of JSON Schemas in its parameters from Prefect."""
+
+    def validate_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        with_schemas = {
+            name: value for name, value in parameters.items() if _refers_in_schema(_plain(value))
+        }
+        if not with_schemas:
+            return super().validate_parameters(parameters)
+        bare = {name: _without_references(_plain(value)) for name, value in with_schemas.items()}
+        validated = super().validate_parameters({**parameters, **bare})
+        for name, value in with_schemas.items():
+            is_job = isinstance(validated[name], BatchJob)
+            as_given = isinstance(value, BaseModel) or not is_job
+            validated[name] = value if as_given else BatchJob.from_dict(value)
+        return validated
+
+    def with_options(self, **options: Any) -> JobFlow:
+        made: Any = super().with_options(**options)
+        made.__class__ = JobFlow  # Prefect makes a plain flow
+        return made  # type: ignore[no-any-return]
+
+
+def job_flow(**options: Any) -> Callable[[Callable[..., Any]], JobFlow]:
+    """Return a decorator that makes a function a `JobFlow`; options are those of `Flow`."""
+    return lambda function: JobFlow(function, **options)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(by_alias=True, exclude_unset=True)
+    return value
+
+
+def _is_schema_reference(value: Any) -> bool:
+    """Whether the value of a `$ref` is none of a block's, which is an id or a mapping with one."""
+    if isinstance(value, Mapping):
+        return not any(key in value for key in BLOCK_KEYS)
+    try:
+        UUID(str(value))
+    except ValueError:
+        return True
+    return False
+
+
+def _refers_in_schema(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        if "$ref" in value and _is_schema_reference(value["$ref"]):
+            return True
+        return any(map(_refers_in_schema, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(_refers_in_schema, value))
+
+
+def _without_references(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            name: _without_references(inner)
+            for name, inner in value.items()
+            if name != "$ref" or not _is_schema_reference(inner)
+        }
+    if isinstance(value, (list, tuple)):
+        return [_without_references(inner) for inner in value]
+    return value
