@@ -141,7 +141,8 @@ class Reach:
         for name, _ in parse_qsl(query, keep_blank_values=True):
             if name not in DATABASE_PARAMETERS:
                 self._refuse(field, f"set the parameter {name} of a database", "leave it out")
-        if dialect == "duckdb" and ANY not in self.policy.read:  # a query reads any file
+        if dialect == "duckdb" and not writes and ANY not in self.policy.read:
+            # A query reads any file.
             self._refuse(field, "query DuckDB", EXPORT)
         if dialect in FILE_DATABASES:
             place = database_file(url)
