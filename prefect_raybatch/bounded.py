@@ -3,6 +3,7 @@ is away."""
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from contextvars import copy_context
@@ -36,9 +37,14 @@ class Question:
         return within(self.seconds, once)
 
 
-def within(seconds: float, work: Callable[[], Returned]) -> Returned:
-    """What `work` returns or raises; `TimeoutError` when that takes longer, and `work`, which
-    nothing can end, is left behind in a thread that holds up no exit."""
+class _Stopped(BaseException):
+    """Ends a thread whose time is over; no handler of `Exception` catches it."""
+
+
+def within(seconds: float, work: Callable[[], Returned], stop: bool = False) -> Returned:
+    """What `work` returns or raises; `TimeoutError` when that takes longer. Then `work` is left
+    behind in a thread that holds up no exit; with `stop` an exception ends it, which works for
+    loops in Python and not for a call of a library that does not return."""
     found: list[Any] = []
     errors: list[BaseException] = []
 
@@ -56,6 +62,9 @@ def within(seconds: float, work: Callable[[], Returned]) -> Returned:
     if errors:
         raise errors[0]
     if not found:
+        if stop and thread.ident is not None:
+            ended_by = ctypes.py_object(_Stopped)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ended_by)
         raise TimeoutError(f"no answer within {seconds:g} s")
     result: Returned = found[0]
     return result

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prefect_raybatch.bounded import within
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.chat import is_template_text
@@ -19,6 +20,8 @@ from prefect_raybatch.storage import Store, is_remote, join, open_store
 if TYPE_CHECKING:
     import jinja2
 
+TEMPLATE_SECONDS = 20.0  # for a prompt; one takes about a ten-thousandth of a second
+MOST_EXPONENT = 1000
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_TOKENIZER_BYTES = 16 << 20
 
@@ -41,14 +44,14 @@ def check_template(job: BatchJob, model: Mapping[str, Any]) -> None:
     known here."""
     prompt = job.prompt
     fields = needing(prompt)
-    if not fields:
-        return
     where = "prompt.chat_template"
     text = prompt.chat_template
-    if text is None:
+    if text is None and (fields or not is_remote(str(model["source"]))):
         where = f"the chat template of {model['source']}"
         text = _of_model(job, model)
-    if text is None:
+    if text:
+        _check_ends(text, where, prompt)
+    if text is None or not fields:
         return
     if not text:
         raise ConfigError(no_template(fields, str(model["source"])))
@@ -67,6 +70,36 @@ def check_template(job: BatchJob, model: Mapping[str, Any]) -> None:
                 f"prompt.{name}: {where} takes no {name}, so they would be lost; set "
                 "prompt.chat_template to one that does, or another model"
             )
+
+
+def _check_ends(text: str, where: str, prompt: Prompt) -> None:
+    """Raise `ConfigError` for a chat template that does not end for two short messages."""
+    import jinja2
+
+    def render() -> None:
+        messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+        # As transformers calls it; what else a template wants to know is undefined in it.
+        _environment(checked=True).from_string(text).render(
+            messages=messages,
+            add_generation_prompt=True,
+            tools=prompt.tools,
+            documents=None,
+            **prompt.chat_template_kwargs,
+        )
+
+    try:
+        within(TEMPLATE_SECONDS, render, stop=True)
+    except TimeoutError:
+        raise ConfigError(
+            f"{where}: a prompt of two short messages takes it over {TEMPLATE_SECONDS:g} s; a chat "
+            "template loops over messages alone: remove the other loops"
+        ) from None
+    except TemplateTooLarge as error:
+        raise ConfigError(f"{where}: {error}; a chat template makes a short text") from None
+    except (jinja2.TemplateError, ArithmeticError, TypeError, ValueError, LookupError, MemoryError):
+        return  # a row's own fault, or a function of transformers that is not here
+    except (AttributeError, RecursionError):
+        return
 
 
 def needing(prompt: Prompt) -> tuple[str, ...]:
@@ -176,9 +209,28 @@ def _parsed(text: str, where: str) -> jinja2.nodes.Template:
         ) from None
 
 
-def _environment() -> jinja2.Environment:
+class TemplateTooLarge(Exception):
+    """An operation in a chat template makes a value that no prompt has room for."""
+
+
+def _bounded_operation(operator: str, left: Any, right: Any) -> None:
+    """Raise `TemplateTooLarge` before a power or a repetition that no time limit could end."""
+    if operator == "**":
+        too_large = isinstance(right, (int, float)) and abs(right) > MOST_EXPONENT
+    else:
+        pairs = ((left, right), (right, left))
+        too_large = any(
+            isinstance(times, int) and isinstance(value, (str, list, tuple, bytes))
+            and len(value) * times > MAX_TEMPLATE_BYTES
+            for value, times in pairs
+        )
+    if too_large:
+        raise TemplateTooLarge(f"its operation {operator} makes too large a value")
+
+
+def _environment(checked: bool = False) -> jinja2.Environment:
     """As transformers renders: sandboxed, with loop controls and its own mark of what a model
-    generates."""
+    generates. `checked`: operations that make large values raise `TemplateTooLarge`."""
     from jinja2 import nodes, parser
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -190,6 +242,13 @@ def _environment() -> jinja2.Environment:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    return ImmutableSandboxedEnvironment(
+    class Checked(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"*", "**"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            _bounded_operation(operator, left, right)
+            return super().call_binop(context, operator, left, right)
+
+    return (Checked if checked else ImmutableSandboxedEnvironment)(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )

@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
+from prefect_raybatch.bounded import within
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.model import chat_template
@@ -27,6 +28,7 @@ from prefect_raybatch.stages.row_text import (
 TokenIds = list[int]
 Given = TypeVar("Given")
 Made = TypeVar("Made")
+LATE_ROWS = 3  # for which a chat template may hang before no other of the call is tried
 CUTS = 4  # tries to cut a message: what is left may take other tokens than it did in the whole
 # Bounds of what is tokenized. English has 4 to 5 characters a token; the longest tokens, runs of
 # spaces or dashes, have up to 128 in the vocabularies of Llama 3, Qwen and gpt-oss.
@@ -76,10 +78,18 @@ class Chat:
 PLAIN = Chat()
 
 
+class TemplateTooSlow(Exception):
+    """A chat template does not end in time for a row; the class a row has in quarantine."""
+
+
 def render(
-    tokenizer: Tokenizer, requests: Sequence[ChatRequest | Failure], chat: Chat = PLAIN
+    tokenizer: Tokenizer,
+    requests: Sequence[ChatRequest | Failure],
+    chat: Chat = PLAIN,
+    seconds: float = chat_template.TEMPLATE_SECONDS,
 ) -> list[str | Failure]:
-    """Requests to prompt texts through the chat template; failures stay where they are."""
+    """Requests to prompt texts through the chat template; failures stay where they are. A row for
+    which the template takes over `seconds` fails, and after some of these all others."""
     if not chat.templated(tokenizer):
         return [
             r
@@ -88,13 +98,29 @@ def render(
             for r in requests
         ]
 
+    late = 0
+
     def texts_of(asked: list[ChatRequest]) -> list[str]:
-        made = tokenizer.apply_chat_template(
-            [r.messages for r in asked],
-            tokenize=False,
-            add_generation_prompt=chat.asked and not chat.continued,
-            **_given(chat, asked[0].documents),
-        )
+        nonlocal late
+        if late >= LATE_ROWS:
+            raise TemplateTooSlow(f"the chat template took over {seconds:g} s for rows before it")
+        try:
+            made = within(
+                seconds,
+                lambda: tokenizer.apply_chat_template(
+                    [r.messages for r in asked],
+                    tokenize=False,
+                    add_generation_prompt=chat.asked and not chat.continued,
+                    **_given(chat, asked[0].documents),
+                ),
+                stop=True,
+            )
+        except TimeoutError:
+            late += len(asked) == 1
+            raise TemplateTooSlow(
+                f"the chat template takes over {seconds:g} s for this row; simplify its loops, or "
+                "shorten the row"
+            ) from None
         return [text + chat.prefill for text in made]
 
     good = [r for r in requests if isinstance(r, ChatRequest)]

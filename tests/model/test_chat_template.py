@@ -134,3 +134,43 @@ def test_of_several_templates_the_one_for_tools_is_taken(tmp_path):
 def test_of_a_model_that_is_not_here_nothing_is_known():
     model = {"source": "owner/name", "revision": "abc", "identity": "owner/name@abc"}
     chat_template.check_template(make_job(prompt=TOOLS), model)
+
+
+ENDLESS = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endfor %}x"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (ENDLESS, "takes it over 1 s"),
+        ("{{ 2**10**10 }}", "operation [*][*] makes too large a value"),
+        ("{{ 'x' * 10000000000 }}", "operation [*] makes too large a value"),
+        ("{% set n = namespace(t=['x']) %}{{ 99999999 * n.t }}", "makes too large a value"),
+    ],
+)
+def test_a_template_that_does_not_end_is_refused_when_the_run_is_planned(
+    monkeypatch, template, said
+):
+    monkeypatch.setattr(chat_template, "TEMPLATE_SECONDS", 1.0)
+    job = make_job(prompt={"template": "{a}", "chat_template": template})
+    with pytest.raises(ConfigError, match=rf"^prompt.chat_template: .*{said}"):
+        chat_template.check_template(job, {"source": "demo", "revision": None})
+
+
+def test_a_models_own_template_that_does_not_end_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(chat_template, "TEMPLATE_SECONDS", 1.0)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": ENDLESS}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    job = make_job(engine={"model": str(tmp_path)})
+    with pytest.raises(ConfigError, match="^the chat template of .*takes it over 1 s"):
+        chat_template.check_template(job, {"source": str(tmp_path), "revision": None})
+
+
+def test_templates_that_raise_or_need_transformers_are_left_to_the_rows():
+    for text in ("{{ raise_exception('no system') }}", "{{ messages | tojson }}", "{{ 'a' * 20 }}"):
+        job = make_job(prompt={"template": "{a}", "chat_template": text})
+        chat_template.check_template(job, {"source": "demo", "revision": None})
