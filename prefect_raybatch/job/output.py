@@ -75,8 +75,8 @@ class Output(Group):
         "auto",
         title="Cut-off answers",
         text="fail: the row goes to quarantine (AnswerCutOff) with what there is of its answer. "
-        "keep: it is a good row. auto: kept as well, and the report warns of each that had to have "
-        "a form (choice, JSON, ...) and is not whole; with schema_model: fail.",
+        "keep: it is a good row. auto: kept as well, unless it had to have a form (choice, JSON, "
+        "...) that it does not fit: then, and with schema_model: fail.",
     )
     schema_model: str | dict[str, Any] | None = field(
         12,
