@@ -82,10 +82,10 @@ log = logging.getLogger(__name__)
 # engines, the driver runs alone what is missing.
 ONCE = {"max_retries": 0}
 _BUILDING = threading.Lock()
-RESTARTS = 3  # of an engine's process by Ray, before another engine takes its place
+ENGINE_RESTARTS = 3  # of an engine's process by Ray, before another engine takes its place
 # Engines in a row, each with its restarts, that may die without an answer where each has a unit of
 # its own: more than so many units and the probes beside them can kill.
-DEATHS_ALONE = FEW_ALONE // (1 + RESTARTS) + 1
+DEATHS_ALONE = FEW_ALONE // (1 + ENGINE_RESTARTS) + 1
 IN_CONSTRUCTOR = "raised in its creation task"  # Ray's words
 NODES_UNHEARD = replace(
     NODE_LOST, message="whether a node was lost is not known: Ray's head does not answer"
@@ -312,9 +312,11 @@ class Pipeline:
             given: list[Any] = [spec]
             placed = self._placed(resources_of(self.job, self.size))
         else:
-            deaths = Deaths(1 + RESTARTS, (1 + RESTARTS) * (DEATHS_ALONE if isolated else 1))
+            deaths = Deaths(
+                1 + ENGINE_RESTARTS, (1 + ENGINE_RESTARTS) * (DEATHS_ALONE if isolated else 1)
+            )
             stage, given = Forwarder, [spec, *forwarded, node_is_leaving, deaths, restarts_of]
-            placed = {"num_cpus": 0, "max_restarts": RESTARTS, "max_task_retries": 0}
+            placed = {"num_cpus": 0, "max_restarts": ENGINE_RESTARTS, "max_task_retries": 0}
         pool = self._pool(len(units), isolated)
         made = {"fn_constructor_args": given, "compute": pool}
         answered = map_actors(prepared, stage, **made, **_batches(), **placed)
@@ -455,7 +457,7 @@ def resources_of(job: BatchJob, size: Sizing) -> dict[str, Any]:
         "num_cpus": engine.num_cpus,
         # Ray would retry for ever (15 engine deaths in 80 s on one poison row): a task that
         # died is not retried by Ray, and the driver runs what is missing alone.
-        "max_restarts": RESTARTS,
+        "max_restarts": ENGINE_RESTARTS,
         "max_task_retries": 0,
     }
     if size.pool.device == "gpu":
@@ -571,8 +573,8 @@ def _why_died(error: ActorDiedError) -> str:
 def _died_in_a_row(error: EnginesDied) -> Loss:
     return Loss(
         ENGINES_DIED,
-        f"{counted(error.engines, 'engine')} died one after the other, each {1 + RESTARTS} times, "
-        "and answered nothing in between",
+        f"{counted(error.engines, 'engine')} died one after the other, each "
+        f"{1 + ENGINE_RESTARTS} times, and answered nothing in between",
     )
 
 

@@ -65,7 +65,7 @@ GAUGES: dict[str, tuple[str, Callable[[Beat], float]]] = {
 }
 
 
-COMPLETED = "raybatch_completed"
+COMPLETED_METRIC = "raybatch_completed"
 
 
 @dataclass
@@ -120,7 +120,7 @@ class Endpoint:
                     metric.add_metric(labels, value(beat))
                 yield metric
         completed = GaugeMetricFamily(
-            COMPLETED, "1 once the result is proved complete.", labels=METRIC_LABELS
+            COMPLETED_METRIC, "1 once the result is proved complete.", labels=METRIC_LABELS
         )
         for labels, _, is_completed in seen:
             completed.add_metric(labels, float(is_completed))

@@ -20,7 +20,11 @@ from prefect_raybatch.words import storable
 
 log = logging.getLogger(__name__)
 
-FAILED, STOPPED, DRAINED = "failed", "stopped", "drained"  # how an attempt ended
+ATTEMPT_FAILED, ATTEMPT_STOPPED, ATTEMPT_DRAINED = (
+    "failed",
+    "stopped",
+    "drained",
+)  # how an attempt ended
 MESSAGE_KEPT, COMMAND_KEPT = 1000, 4000  # characters
 RECORD_SECONDS = 5.0  # the longest that a remote store is asked to take the record
 
@@ -48,7 +52,7 @@ class LastAttempt:
     @property
     def failure(self) -> str:
         """Why it failed, in a line; "" for one that did not."""
-        if self.outcome != FAILED:
+        if self.outcome != ATTEMPT_FAILED:
             return ""
         return f"{self.phase}: {self.error}: {self.message}"
 
@@ -71,7 +75,7 @@ def not_waiting(store: Store) -> Store:
     return made
 
 
-def shortened(text: str, most: int) -> str:
+def cut_to_bytes(text: str, most: int) -> str:
     """Return a text in one line, of at most `most` characters, that every store and page takes."""
     text = storable(" ".join(text.split()))
     return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -220,7 +220,8 @@ def _bounded_operation(operator: str, left: Any, right: Any) -> None:
     else:
         pairs = ((left, right), (right, left))
         too_large = any(
-            isinstance(times, int) and isinstance(value, (str, list, tuple, bytes))
+            isinstance(times, int)
+            and isinstance(value, (str, list, tuple, bytes))
             and len(value) * times > MAX_TEMPLATE_BYTES
             for value, times in pairs
         )

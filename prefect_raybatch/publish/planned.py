@@ -15,7 +15,6 @@ from prefect_raybatch.plan.plan import with_free_names
 from prefect_raybatch.publish.publish import check_publish, check_unique
 from prefect_raybatch.source import Inventory
 from prefect_raybatch.stages.block import is_lost, losses
-from prefect_raybatch.stages.read import ShardReader
 from prefect_raybatch.stages.result_columns import result_types
 from prefect_raybatch.storage import Store
 
@@ -101,6 +100,8 @@ class _InputColumns:
 
     def _read(self, found: Inventory, names: Sequence[str]) -> Iterator[pa.Table]:
         schema = pa.schema([self._given.field(name) for name in dict.fromkeys(names)])
+        from prefect_raybatch.stages.read import ShardReader  # it imports Ray
+
         reader = ShardReader(found.files, schema, self._store, self._job.source.options)
         starts = range(0, reader.rows, READ_ROWS)
         units = [(Unit(i, 0, min(READ_ROWS, reader.rows - at)), at) for i, at in enumerate(starts)]

@@ -21,6 +21,7 @@ import pyarrow as pa
 from pyarrow import types as kinds
 
 from prefect_raybatch.errors import ConfigError, PublishFailed
+from prefect_raybatch.job.trusted_places import FILE_DATABASES
 from prefect_raybatch.publish.base import PUBLISH_TRIES, AnsweredRows, Observe, Sink
 from prefect_raybatch.publish.types import converted_schema
 from prefect_raybatch.source.tables.sql import DRIVERS, NO_PLACE, missing_driver
@@ -43,7 +44,6 @@ FITTING_KINDS: dict[pa.DataType, tuple[Callable[[Any], bool], ...]] = {
     **{pa.date32(): (kinds.is_date,), pa.time64("us"): (kinds.is_time,)},
     **{pa.timestamp("us"): (kinds.is_timestamp, kinds.is_date), pa.binary(): (kinds.is_binary,)},
 }
-FILE_DATABASES = ("sqlite", "duckdb")  # dialects whose database is a file
 # Dialects that tell names apart by case where SQLAlchemy quotes them, and those that read a name in
 # lower case as one in upper case. To all others names that differ only in case are the same.
 CASE_COUNTS = ("postgresql", "cockroachdb", "clickhouse", "clickhousedb")

@@ -26,15 +26,15 @@ from prefect_raybatch.job.secrets import (
     safe_option,
 )
 from prefect_raybatch.ledger.last_attempt import (
+    ATTEMPT_DRAINED,
+    ATTEMPT_FAILED,
+    ATTEMPT_STOPPED,
     COMMAND_KEPT,
-    DRAINED,
-    FAILED,
     MESSAGE_KEPT,
-    STOPPED,
     LastAttempt,
+    cut_to_bytes,
     not_waiting,
     read_last_attempt,
-    shortened,
 )
 from prefect_raybatch.ledger.layout import PRUNED, SUCCESS
 from prefect_raybatch.ledger.ledger import Ledger
@@ -131,16 +131,20 @@ def record_end(
         ended=round(time.time(), 3),
         outcome=outcome_of(error),
         error=type(error).__name__,
-        message=shortened(_masked(text, secrets), MESSAGE_KEPT),
-        command=shortened(_masked(command, secrets), COMMAND_KEPT),
+        message=cut_to_bytes(_masked(text, secrets), MESSAGE_KEPT),
+        command=cut_to_bytes(_masked(command, secrets), COMMAND_KEPT),
     ).put(store)
 
 
 def outcome_of(error: BaseException) -> str:
     """Return how an attempt ended that raised `error`."""
     if isinstance(error, RunDrained):
-        return DRAINED
-    return STOPPED if isinstance(error, JobStopped) or not isinstance(error, Exception) else FAILED
+        return ATTEMPT_DRAINED
+    return (
+        ATTEMPT_STOPPED
+        if isinstance(error, JobStopped) or not isinstance(error, Exception)
+        else ATTEMPT_FAILED
+    )
 
 
 def record_unplanned(
@@ -194,9 +198,9 @@ def record_command(store: Store, command: str) -> None:
     except RayBatchError as fault:
         log.warning("the command is not recorded in %s: %s", store.uri, fault)
         return
-    if found is not None and found.outcome == FAILED and not found.command:
+    if found is not None and found.outcome == ATTEMPT_FAILED and not found.command:
         text = shlex.join(without_secrets(shlex.split(command)))
-        replace(found, command=shortened(text, COMMAND_KEPT)).put(store)
+        replace(found, command=cut_to_bytes(text, COMMAND_KEPT)).put(store)
 
 
 def secrets_of(job: BatchJob) -> list[str]:

@@ -13,9 +13,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from prefect_raybatch.errors import CorruptRun, NoSuchRun, RayBatchError
-from prefect_raybatch.ledger.last_attempt import FAILED, LastAttempt, read_last_attempt
+from prefect_raybatch.ledger.last_attempt import ATTEMPT_FAILED, LastAttempt, read_last_attempt
 from prefect_raybatch.ledger.layout import PLAN, PRUNED
 from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.runs.attempts import PLANNING
 from prefect_raybatch.runs.run import STORE_AWAY, run_keys, state_name
 from prefect_raybatch.storage import Store, is_remote, open_store
 
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 _READERS = 8  # run directories read at once
 COMPLETED = state_name(finished=True, begun=True)
-PRUNING, DAMAGED, PLANNING = "half removed", "not readable", "planning"
+PRUNING, DAMAGED = "half removed", "not readable"
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def _line_of(store: Store, key: str) -> RunLine | None:
     return RunLine(
         run_key=key,
         run=store.uri,
-        state=FAILED if failure else state,
+        state=ATTEMPT_FAILED if failure else state,
         job=plan.job_name,
         rows=plan.rows,
         shards=plan.shards,

@@ -34,7 +34,7 @@ def typed_columns(kind: str, source: Source, files: Iterable[Values]) -> dict[st
     return paths | columns
 
 
-def check_named(columns: Collection[str], names: Collection[str]) -> None:
+def check_type_columns(columns: Collection[str], names: Collection[str]) -> None:
     """Raise ConfigError for a column of source.types that is not among `names`."""
     for name in columns:
         if name not in names:

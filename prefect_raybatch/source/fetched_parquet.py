@@ -15,7 +15,7 @@ from prefect_raybatch.source.bounds import check_columns_bound
 from prefect_raybatch.source.columns import check_columns
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.find import File
-from prefect_raybatch.source.int96 import batches_of, open_parquet
+from prefect_raybatch.source.int96 import int96_batches, open_parquet
 from prefect_raybatch.source.parquet import batch_rows, check_footer
 from prefect_raybatch.source.streams import one_line
 
@@ -39,7 +39,7 @@ def parquet_tables(
         check_carried(own, file.uri)
         check_footer(parquet.metadata, file)
         known.update(dict.fromkeys(schema.names))
-        for batch in batches_of(
+        for batch in int96_batches(
             parquet,
             handle,
             chosen,

@@ -27,7 +27,7 @@ def int96_columns(metadata: Any, names: Sequence[str]) -> list[str]:
     return [name for name in names if name in found]
 
 
-def batches_of(
+def int96_batches(
     parquet: pq.ParquetFile, handle: Any, columns: Sequence[str], **options: Any
 ) -> Iterator[pa.RecordBatch]:
     """Yield the batches of an open file, as its `iter_batches`; ArrowInvalid where a time of INT96

@@ -23,7 +23,7 @@ from prefect_raybatch.source.columns import Shape, check_columns
 from prefect_raybatch.source.copies import Blocks, Chosen, copy_tables
 from prefect_raybatch.source.csv_text import csv_as_seen, csv_tables, delimiter_of
 from prefect_raybatch.source.cuts import Everywhere, Stretch, cut_csv, cut_lines
-from prefect_raybatch.source.declared_types import check_named, typed_columns, with_types
+from prefect_raybatch.source.declared_types import check_type_columns, typed_columns, with_types
 from prefect_raybatch.source.fetched_parquet import parquet_rows, parquet_tables
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.find import File, Inventory, ending, find, some, table_format
@@ -94,7 +94,7 @@ def snapshot(
         made = copy_tables(blocks, shape, run_store, attempt, source.limit, kind, chosen)
     if made.rows:
         check_columns(source.columns, list(known), "the input")
-        check_named(source.types, known)
+        check_type_columns(source.types, known)
     elif source.filter:
         raise SourceError(f"source.filter: no row of {some(files)} fits; there is nothing to do")
     else:
@@ -199,7 +199,7 @@ def peek(source: Source) -> Inventory:
         raise _without_rows(kind, files)
     shape.see(first.uri, table)
     check_columns(source.columns, list(known), first.uri)
-    check_named(source.types, known)
+    check_type_columns(source.types, known)
     schema = written(shape.schema)
     fits = _fitting(kind, wanted, table, schema).num_rows / table.num_rows
     stored = _stored_row_bytes(kind, first)

@@ -25,7 +25,7 @@ from prefect_raybatch.stages.typed_answers import MAX_ANSWER, MAX_REASON, NOT_VA
 
 XGRAMMAR_SECONDS = 2.0  # that its parser may take for one answer
 FORM_FIELDS = ("choice", "structured_outputs")
-Misfit = Callable[[str], str | None]
+FormCheck = Callable[[str], str | None]
 """Return why a text does not have the form, or None if it does."""
 
 
@@ -35,7 +35,7 @@ class AnswerForm:
     choice; `misfit`: why a text does not fit, None if it does."""
 
     name: str
-    misfit: Misfit
+    misfit: FormCheck
     labels: frozenset[str] = frozenset()
 
 
@@ -137,7 +137,7 @@ def _choice(labels: frozenset[str]) -> AnswerForm:
     return AnswerForm("choice", misfit, labels)
 
 
-def _json(schema: Any) -> Misfit:
+def _json(schema: Any) -> FormCheck:
     check = SchemaCheck(schema if isinstance(schema, str) else json.dumps(schema))
 
     def misfit(text: str) -> str | None:
@@ -152,7 +152,7 @@ def _json(schema: Any) -> Misfit:
     return misfit
 
 
-def _json_object(_: Any) -> Misfit:
+def _json_object(_: Any) -> FormCheck:
     def misfit(text: str) -> str | None:
         try:
             found = _loaded(text)
@@ -172,13 +172,13 @@ def _loaded(text: str) -> Any:
         raise AnswerMisfit("", "JSON", f"it is no JSON: {error}") from None
 
 
-def _parsed_by(kind: str) -> Callable[[str], Misfit]:
-    def make(value: str) -> Misfit:
+def _parsed_by(kind: str) -> Callable[[str], FormCheck]:
+    def make(value: str) -> FormCheck:
         def misfit(text: str) -> str | None:
             # In turn, since the second one imports torch. They agree on a text without characters.
-            verdict = _by_llguidance(kind, value)(text)
+            verdict = by_llguidance(kind, value)(text)
             if verdict is None or (text and not verdict):
-                other = _by_xgrammar(kind, value)(text)
+                other = by_xgrammar(kind, value)(text)
                 verdict = other if verdict is None else verdict or bool(other)
             return f"no {kind} matches it" if verdict is False else None
 
@@ -187,7 +187,7 @@ def _parsed_by(kind: str) -> Callable[[str], Misfit]:
     return make
 
 
-_MAKERS: dict[str, Callable[[Any], Misfit]] = {
+_MAKERS: dict[str, Callable[[Any], FormCheck]] = {
     "json": _json,
     "json_object": _json_object,
     "regex": _parsed_by("regex"),
@@ -202,7 +202,7 @@ Matches = Callable[[str], bool | None]
 
 
 @lru_cache(maxsize=64)
-def _by_llguidance(kind: str, value: str) -> Matches:
+def by_llguidance(kind: str, value: str) -> Matches:
     try:
         from llguidance import LLMatcher, LLTokenizer, grammar_from
     except ImportError:
@@ -226,7 +226,7 @@ def _by_llguidance(kind: str, value: str) -> Matches:
 
 
 @lru_cache(maxsize=64)
-def _by_xgrammar(kind: str, value: str) -> Matches:
+def by_xgrammar(kind: str, value: str) -> Matches:
     try:
         import xgrammar  # which imports torch, so only where the other library did not match
     except ImportError:

@@ -58,9 +58,9 @@ from prefect_raybatch.stages.tokens import (
     guarded_request,
     last_tokens,
     longest_text,
+    messages_text,
     prompt_tokens,
     shortened,
-    text_of,
 )
 
 UNKNOWN_CONTEXT = 1 << 20  # tokens that no model whose length is not known takes
@@ -198,7 +198,7 @@ class Prepare:
         if isinstance(messages, Failure) or isinstance(request, Failure):
             return messages
         tokenizer, chat = self._tokenizer(), Chat.of(self.prompt)
-        whole = longest_text(tokenizer, text_of(messages), most)
+        whole = longest_text(tokenizer, messages_text(messages), most)
         if isinstance(whole, LongPrompt):
             return fitting_tokens(whole, self.max_model_len)  # type: ignore[return-value]  # a Failure
         guard = None if chat.rows == "allow" else guard_of(tokenizer, chat)

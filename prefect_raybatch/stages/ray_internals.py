@@ -233,10 +233,10 @@ class DeadEngines(BackpressurePolicy):
 
     def can_add_input(self, op: Any) -> bool:
         if isinstance(op, ActorPoolMapOperator):
-            self._replace_dead(op)
+            self.replace_dead(op)
         return True
 
-    def _replace_dead(self, op: Any) -> None:
+    def replace_dead(self, op: Any) -> None:
         pool: Any = op._actor_pool
         # An actor's lost tasks are reported one by one and looked up in the pool until then.
         dead = [

@@ -28,7 +28,7 @@ from prefect_raybatch.errors import RayBatchError, SourceError, is_transient
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.records import InputFile, Unit
 from prefect_raybatch.sizing.shards import longest_first
-from prefect_raybatch.source.int96 import batches_of, open_parquet
+from prefect_raybatch.source.int96 import int96_batches, open_parquet
 from prefect_raybatch.source.parquet import batch_rows
 from prefect_raybatch.stages import block as blocks
 from prefect_raybatch.stages.ray_internals import KeptBlocks
@@ -447,7 +447,7 @@ class Cursor:
         last = bisect_right(self._starts, self._stop - 1)
         self._at, self._end = self._starts[group], self._starts[last]
         self._held.clear()
-        self._batches = batches_of(
+        self._batches = int96_batches(
             self._file,
             self._handle,
             self._names,

@@ -32,10 +32,10 @@ def _digits(first: str) -> str:
     return first + "".join(secrets.choice(others) for _ in range(23))
 
 
-HIDDEN = _digits("7")  # stands in front of the number of a hidden text
+HIDDEN_TEXT = _digits("7")  # stands in front of the number of a hidden text
 MARK = _digits("3")  # stands in front of a control token that the template or the job wrote
-SHOWN = _digits("5")  # stands in front of a row's control token that the template is shown
-_HIDDEN = re.compile(HIDDEN + r"(\d{8})")
+SHOWN_TOKEN = _digits("5")  # stands in front of a row's control token that the template is shown
+_HIDDEN = re.compile(HIDDEN_TEXT + r"(\d{8})")
 # HTML that some tokenizers (Gemma) hold as added tokens: ordinary text, which opens no turn.
 HTML = re.compile(
     "</?(a|b|blockquote|body|br|caption|center|code|div|em|h[1-6r]|head|html|i|li|ol|p|pre|span"
@@ -114,11 +114,11 @@ class RowText:
 
         def hide(match: re.Match[str]) -> str:
             texts.append(match.group())
-            return f"{HIDDEN}{len(texts) - 1:08d}"
+            return f"{HIDDEN_TEXT}{len(texts) - 1:08d}"
 
         def hide_others(match: re.Match[str]) -> str:
             shown = keep is not None and keep.search(match.group())
-            return SHOWN + match.group() if shown else hide(match)
+            return SHOWN_TOKEN + match.group() if shown else hide(match)
 
         def text_of(role: str) -> Callable[[str], str]:
             how = hide_others if role == "assistant" else hide
@@ -132,10 +132,12 @@ class RowText:
 
         def hide(match: re.Match[str]) -> str:
             hidden.append(match[1])
-            return f"{HIDDEN}{len(hidden) - 1:08d}"
+            return f"{HIDDEN_TEXT}{len(hidden) - 1:08d}"
 
-        prompt = re.sub(f"{SHOWN}({self._exact.pattern})", hide, prompt)
-        return re.sub(rf"\s*{SHOWN}", "", prompt)  # a template trims what stood before the token
+        prompt = re.sub(f"{SHOWN_TOKEN}({self._exact.pattern})", hide, prompt)
+        return re.sub(
+            rf"\s*{SHOWN_TOKEN}", "", prompt
+        )  # a template trims what stood before the token
 
     def spaced(self, request: ChatRequest) -> ChatRequest:
         """The request with a space within each control token of its row text, for a tokenizer that

@@ -47,7 +47,7 @@ from prefect_raybatch.stages.tokens import (
 UNBOUNDED = 1 << 30  # a tokenizer that knows no length says an immense one
 
 
-Asked = tuple[ChatRequest, ...]  # one for each text of a row
+RowRequests = tuple[ChatRequest, ...]  # one for each text of a row
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class PrepareTexts(Prepare):
         lengths = [n for n in (own, said) if isinstance(n, int) and n < UNBOUNDED]
         return min(lengths, default=None)
 
-    def _given(self, table: pa.Table) -> list[Asked | Failure]:
+    def _given(self, table: pa.Table) -> list[RowRequests | Failure]:
         """The request whose text each row is, or its two."""
         if self.prompt.function:
             count = 1 if self.texts is Texts.ONE else 2
@@ -139,7 +139,7 @@ class PrepareTexts(Prepare):
         return [_both(a, b) for a, b in zip(first, second, strict=True)]
 
     def _encoded(
-        self, given: Sequence[Asked | Failure], limit: int | None, most: int | None
+        self, given: Sequence[RowRequests | Failure], limit: int | None, most: int | None
     ) -> list[Encoded | Failure]:
         """What becomes of each row under `limit` (None: none). Of a text of more than `most` tokens
         only a part is tokenized."""
@@ -160,7 +160,7 @@ class PrepareTexts(Prepare):
         ]
 
     def _input(
-        self, guard: RowText | None, rows: str, asked: Asked, limit: int | None, most: int
+        self, guard: RowText | None, rows: str, asked: RowRequests, limit: int | None, most: int
     ) -> Input | Failure:
         given = _input(None, rows, asked)
         if guard is None or isinstance(given, Failure):
@@ -259,7 +259,7 @@ class PrepareTexts(Prepare):
         return replace(made, cut=True) if isinstance(made, Encoded) else made
 
 
-def _input(guard: RowText | None, rows: str, asked: Asked) -> Input | Failure:
+def _input(guard: RowText | None, rows: str, asked: RowRequests) -> Input | Failure:
     """What the tokenizer gets of a row, by what becomes of control tokens in row text (`rows`)."""
     texts = tuple(map(_text, asked))
     controls = () if guard is None else tuple(filter(None, map(guard.control_in, asked)))
@@ -309,7 +309,7 @@ def _first_one(types: Sequence[int] | None) -> int | None:
     return at
 
 
-def _as_request(asked: Asked | Failure) -> ChatRequest | Failure:
+def _as_request(asked: RowRequests | Failure) -> ChatRequest | Failure:
     if isinstance(asked, Failure):
         return asked
     return ChatRequest([{"role": "text", "content": _text(one)} for one in asked])
@@ -319,7 +319,7 @@ def _text(request: ChatRequest) -> str:
     return "\n\n".join(str(message["content"]) for message in request.messages)
 
 
-def _both(first: ChatRequest | Failure, second: ChatRequest | Failure) -> Asked | Failure:
+def _both(first: ChatRequest | Failure, second: ChatRequest | Failure) -> RowRequests | Failure:
     if isinstance(first, Failure):
         return first
     return second if isinstance(second, Failure) else (first, second)

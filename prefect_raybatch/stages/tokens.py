@@ -17,7 +17,7 @@ from prefect_raybatch.model import chat_template
 from prefect_raybatch.stages.block import Failure, Messages, Tokenizer
 from prefect_raybatch.stages.messages import ChatRequest
 from prefect_raybatch.stages.row_text import (
-    HIDDEN,
+    HIDDEN_TEXT,
     THINKING,
     RowText,
     refused,
@@ -198,14 +198,14 @@ def _guard_of(tokenizer: Any, template: str | None) -> RowText | None:
     if guard is None:
         return None
     turns: Messages = [
-        {"role": role, "content": f"{HIDDEN}{i:08d}"}
+        {"role": role, "content": f"{HIDDEN_TEXT}{i:08d}"}
         for i, role in enumerate(("user", "assistant", "user"))
     ]
     for messages in (turns, turns[:1]):
         with suppress(Exception):  # a template may refuse to be tried
             (text,) = render(tokenizer, [ChatRequest(messages)], Chat(template))
             if isinstance(text, str):
-                pieces = re.split(HIDDEN + r"\d{8}", text)
+                pieces = re.split(HIDDEN_TEXT + r"\d{8}", text)
                 for before, after in pairwise(pieces):
                     guard = guard.with_fragments(before, after)
     return guard
@@ -335,7 +335,7 @@ def long_tokens(
     return ids
 
 
-def text_of(messages: Messages) -> str:
+def messages_text(messages: Messages) -> str:
     """All text in messages."""
     parts = (m["content"] if isinstance(m["content"], list) else [m["content"]] for m in messages)
     texts = (p.get("text") if isinstance(p, dict) else p for part in parts for p in part)
@@ -375,8 +375,8 @@ def last_tokens(
     ]
     return [
         None
-        if isinstance(text, Failure) or HIDDEN not in text
-        else _tail_tokens(tokenizer, text.rpartition(HIDDEN)[2])
+        if isinstance(text, Failure) or HIDDEN_TEXT not in text
+        else _tail_tokens(tokenizer, text.rpartition(HIDDEN_TEXT)[2])
         for text in render(tokenizer, shown, chat)
     ]
 
@@ -389,7 +389,7 @@ def _with_end(request: ChatRequest) -> ChatRequest | Failure:
     last = request.messages[-1]
     if not isinstance(last["content"], str):
         return _NO_MESSAGE
-    ended = {**last, "content": last["content"] + HIDDEN}
+    ended = {**last, "content": last["content"] + HIDDEN_TEXT}
     return replace(request, messages=[*request.messages[:-1], ended])
 
 
@@ -490,13 +490,13 @@ def fitting_tokens(tokens: TokenIds, limit: int | None) -> TokenIds | Failure:
     if not tokens:
         return Failure("prepare", "EmptyPrompt", "the prompt has no tokens")
     if isinstance(tokens, LongPrompt):
-        return too_long(f"about {tokens.estimate:,}", limit)
+        return prompt_too_long(f"about {tokens.estimate:,}", limit)
     if limit and len(tokens) >= limit:
-        return too_long(str(len(tokens)), limit)
+        return prompt_too_long(str(len(tokens)), limit)
     return tokens
 
 
-def too_long(count: str, limit: int | None) -> Failure:
+def prompt_too_long(count: str, limit: int | None) -> Failure:
     room = "the model's context" if limit is None else f"engine.max_model_len {limit}"
     return Failure(
         "prepare", "PromptTooLong", f"the prompt has {count} tokens and leaves no room in {room}"

@@ -25,7 +25,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.limits import Limits
 
 ROOT = Path(__file__).parents[2]
-EXPORTED = {f"{name}_total" for name in COUNTERS} | set(GAUGES) | {metrics.COMPLETED}
+EXPORTED = {f"{name}_total" for name in COUNTERS} | set(GAUGES) | {metrics.COMPLETED_METRIC}
 
 
 @pytest.fixture
@@ -72,10 +72,10 @@ def test_a_driver_serves_every_metric_while_it_works(tmp_path, port):
     assert values["raybatch_last_commit_timestamp_seconds"] == 100.0
     assert values["raybatch_stalled"] == 0
     assert values["raybatch_gpu_seconds_total"] == 0 and math.isnan(values["raybatch_cost"])
-    assert values[metrics.COMPLETED] == 0
+    assert values[metrics.COMPLETED_METRIC] == 0
     assert scrape(port)["raybatch_rows_total"][0] == 15, "the last values stay"
     metrics.completed("nightly", "key")
-    assert scrape(port)[metrics.COMPLETED][0] == 1
+    assert scrape(port)[metrics.COMPLETED_METRIC][0] == 1
 
 
 COMPLETE = """

@@ -25,7 +25,7 @@ from prefect_raybatch.job.structured_outputs import (
 )
 from prefect_raybatch.job.vllm_fields import form_fields
 from prefect_raybatch.plan.taken_by_vllm import check_taken_by_vllm
-from prefect_raybatch.stages.answer_forms import _by_llguidance, _by_xgrammar
+from prefect_raybatch.stages.answer_forms import by_llguidance, by_xgrammar
 from prefect_raybatch.stages.row_sampling import check_own
 from prefect_raybatch.stages.vllm.stepper import plain_fields
 
@@ -155,7 +155,7 @@ ODD_LABELS = [
 def test_labels_of_any_characters_are_a_form_that_each_backend_takes(labels: list[str]) -> None:
     form = label_form(labels)
     (pattern,) = form.values()
-    for matches in (_by_llguidance("regex", pattern), _by_xgrammar("regex", pattern)):
+    for matches in (by_llguidance("regex", pattern), by_xgrammar("regex", pattern)):
         assert all(matches(label) for label in labels)
         others = ["a\n", "a b", "x", " ", "\n", "a\nbb", "e"]
         assert not any(matches(text) for text in others if text not in labels)

@@ -166,7 +166,7 @@ def test_a_models_own_template_that_does_not_end_is_refused(monkeypatch, tmp_pat
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer.json").write_text("{}")
     job = make_job(engine={"model": str(tmp_path)})
-    with pytest.raises(ConfigError, match="^the chat template of .*takes it over 1 s"):
+    with pytest.raises(ConfigError, match=r"^the chat template of .*takes it over 1 s"):
         chat_template.check_template(job, {"source": str(tmp_path), "revision": None})
 
 

@@ -58,10 +58,10 @@ def test_a_dead_engine_gives_its_place_up_once_its_blocks_are_told(
     policy = policy_of(engines, monkeypatch)
     engines.there["first-0"].num_tasks_in_flight = 2
     engines.dead = {"first-0"}
-    policy._replace_dead(engines)
+    policy.replace_dead(engines)
     assert len(engines.there) == 2, "Ray looks it up when it tells of the blocks"
     engines.there["first-0"].num_tasks_in_flight = 0
-    policy._replace_dead(engines)
+    policy.replace_dead(engines)
     assert list(engines.there) == ["first-1"]
 
 
@@ -73,17 +73,17 @@ def test_engines_that_die_in_a_row_and_answer_nothing_end_the_pass(
     for number in range(5):
         engines.dead = set(engines.there)
         engines.answer()
-        policy._replace_dead(engines)
+        policy.replace_dead(engines)
         engines.start(f"next-{number}")
     for number in range(2):
         engines.dead = set(engines.there)
         engines.lose()
         if number == 1:
             break
-        policy._replace_dead(engines)
+        policy.replace_dead(engines)
         engines.start(f"last-{number}")
     with pytest.raises(EnginesDied) as caught:
-        policy._replace_dead(engines)
+        policy.replace_dead(engines)
     assert caught.value.engines == 3, "the one after the last answer, too"
 
 
@@ -93,8 +93,8 @@ def test_engines_with_placement_groups_of_their_own_are_not_replaced(
     engines = Engines(2, own_groups=True)
     policy = policy_of(engines, monkeypatch)
     engines.dead = {"first-0"}
-    policy._replace_dead(engines)
+    policy.replace_dead(engines)
     assert len(engines.there) == 2, "the other one goes on"
     engines.dead = set(engines.there)
     with pytest.raises(EnginesDied):
-        policy._replace_dead(engines)
+        policy.replace_dead(engines)
