@@ -202,8 +202,16 @@ class Sink(ABC):
 
     def hopeless(self, error: Exception) -> str | None:
         """What to mend where trying again cannot help; None where it may."""
+        failure = failure_in(error)
         remedies = {"denied": KEYS_REFUSED, "no bucket": NO_BUCKET}
-        return remedies.get(str(failure_in(error)))
+        if failure in remedies:
+            return remedies[failure]
+        return None if failure == "away" else self.refused(error)
+
+    def refused(self, error: Exception) -> str | None:
+        """What the target's library refuses at any time, such as a column or a value; None for what
+        may pass."""
+        return None
 
     def lost(self) -> PublishFailed:
         return PublishFailed(

@@ -80,11 +80,9 @@ class DeltaSink(FolderSink):
                 return str(handle.version())
         raise self.lost()
 
-    def hopeless(self, error: Exception) -> str | None:
+    def refused(self, error: Exception) -> str | None:
         from deltalake.exceptions import DeltaProtocolError, SchemaMismatchError
 
-        if (remedy := super().hopeless(error)) is not None:
-            return remedy
         final = (SchemaMismatchError, DeltaProtocolError, ValueError, TypeError)
         refused = isinstance(error, final) or _REFUSED.search(str(error)) is not None
         return "the table does not take the rows" if refused else None

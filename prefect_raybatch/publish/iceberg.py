@@ -85,11 +85,9 @@ class IcebergSink(Sink):
             finally:
                 catalog.close()
 
-    def hopeless(self, error: Exception) -> str | None:
+    def refused(self, error: Exception) -> str | None:
         from pyiceberg import exceptions
 
-        if (remedy := super().hopeless(error)) is not None:
-            return remedy
         final = (exceptions.ValidationError, exceptions.BadRequestError, ValueError, TypeError)
         return "the table does not take the rows" if isinstance(error, final) else None
 

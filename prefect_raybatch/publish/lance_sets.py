@@ -42,9 +42,7 @@ class LanceSink(FolderSink):
         if there is None:
             self.rehearse_in_folder(wanted)
 
-    def hopeless(self, error: Exception) -> str | None:
-        if (remedy := super().hopeless(error)) is not None:
-            return remedy
+    def refused(self, error: Exception) -> str | None:
         refused = isinstance(error, (ValueError, TypeError)) or _REFUSED.search(str(error))
         return "the data set does not take the rows" if refused else None
 

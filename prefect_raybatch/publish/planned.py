@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -13,10 +14,11 @@ from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.plan.plan import with_free_names
 from prefect_raybatch.publish.publish import check_publish, check_unique
-from prefect_raybatch.source import Inventory
-from prefect_raybatch.stages.block import is_lost, losses
 from prefect_raybatch.stages.result_columns import result_types
 from prefect_raybatch.storage import Store
+
+if TYPE_CHECKING:
+    from prefect_raybatch.source import Inventory
 
 READ_ROWS = 100_000  # of the input, held at a time
 
@@ -99,9 +101,10 @@ class _InputColumns:
                 raise _may_be_null(target, name, "the schema of the answers lets it be")
 
     def _read(self, found: Inventory, names: Sequence[str]) -> Iterator[pa.Table]:
-        schema = pa.schema([self._given.field(name) for name in dict.fromkeys(names)])
-        from prefect_raybatch.stages.read import ShardReader  # it imports Ray
+        from prefect_raybatch.stages.block import is_lost, losses
+        from prefect_raybatch.stages.read import ShardReader
 
+        schema = pa.schema([self._given.field(name) for name in dict.fromkeys(names)])
         reader = ShardReader(found.files, schema, self._store, self._job.source.options)
         starts = range(0, reader.rows, READ_ROWS)
         units = [(Unit(i, 0, min(READ_ROWS, reader.rows - at)), at) for i, at in enumerate(starts)]

@@ -270,10 +270,15 @@ def _modes_in(database: str) -> list[str]:
 
 
 def _arguments(url: Any) -> Mapping[str, Any]:
-    if url.get_backend_name() == "sqlite":
+    dialect = url.get_backend_name()
+    if dialect == "sqlite":
         return {}
-    if url.get_backend_name() == "duckdb":
-        return {"read_only": True}
+    if dialect == "duckdb":
+        place = url.database
+        plain = place and place != ":memory:" and not place.startswith(("file:", "md:"))
+        if plain and not os.path.isfile(place):  # it would make an empty one
+            raise SourceError(f"source.uri: there is no database file {place!r}")
+        return {"read_only": True} if plain else {}
     known = url.get_backend_name() in ("postgresql", "mysql", "mariadb")
     return {"connect_timeout": LOGIN_SECONDS} if known else {}
 
@@ -288,6 +293,8 @@ def _begin(connection: Any) -> None:
         # ATTACH makes a file that is not there, and reads any that is.
         connection.connection.dbapi_connection.set_authorizer(_authorize)
         connection.exec_driver_sql("BEGIN")
+        return
+    if dialect.name == "duckdb":  # opened to be read, each transaction a snapshot of its own
         return
     with suppress(NotImplementedError):
         levels = dialect.get_isolation_level_values(connection.connection.dbapi_connection)
