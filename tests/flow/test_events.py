@@ -553,7 +553,7 @@ def test_the_morning_page_is_one_artifact_of_the_job_and_tells_of_drift(
     failed = night(plan_run(job, "m3"), return_state=True)
     assert failed.is_failed()
     pages = [a.data for a in artifacts_of("raybatch-morning-nights") if a.type == "markdown"]
-    assert any("m3 is planned" in page for page in pages)
+    assert any("m3 failed" in page for page in pages)
 
 
 # --- keys of artifacts --------------------------------------------------------------------------
