@@ -20,7 +20,7 @@ from pydantic_core import PydanticUndefined
 
 from prefect_raybatch import errors
 from prefect_raybatch.cli.commands import app
-from prefect_raybatch.driver.metrics import COUNTERS, GAUGES
+from prefect_raybatch.driver.metrics import COMPLETED_METRIC, COUNTERS, GAUGES
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.plan.fingerprint import FREE_ENGINE_ARGUMENTS
 from prefect_raybatch.remote.follower import OUTPUT_ENV
@@ -181,7 +181,7 @@ def test_every_environment_variable_of_ours_is_told() -> None:
 
 def test_every_event_and_metric_is_told() -> None:
     events = set(re.findall(r'emit\(\s*"([a-z.]+)"', sources()))
-    metrics = {f"{name}_total" for name in COUNTERS} | set(GAUGES)
+    metrics = {f"{name}_total" for name in COUNTERS} | set(GAUGES) | {COMPLETED_METRIC}
     page = text_of("operations.md")
     assert len(events) == 11 and len(metrics) > 10
     assert set(re.findall(r"^\| `raybatch\.([a-z.]+)` \|", page, re.M)) == events

@@ -6,20 +6,32 @@ import hashlib
 import sys
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 from helpers.nights import Nights
 from helpers.prefect_server import ROOT
 
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.runs.run import Run
+
 pytestmark = pytest.mark.usefixtures("prefect_api")
 
 
 class Echo(Nights):
-    """Answers each prompt with a word of its own."""
+    """Answers each prompt with one of the labels that its job allows."""
+
+    labels: tuple[str, ...] = ()
+
+    def infer(self, job: BatchJob, run: Run, observe: Any = None) -> Progress:
+        self.labels = tuple(job.sampling.choice)
+        return super().infer(job, run, observe)
 
     def answer(self, prompt: str) -> str:
-        return hashlib.sha256(prompt.encode()).hexdigest()[:12]
+        digest = hashlib.sha256(prompt.encode()).digest()
+        return self.labels[int.from_bytes(digest[:4], "big") % len(self.labels)]
 
 
 @pytest.fixture
