@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from importlib.machinery import ModuleSpec
 from multiprocessing import connection
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,8 @@ def install_for(test: pytest.MonkeyPatch) -> None:
 
 def install() -> None:
     modules = {name: ModuleType(name) for name in MODULES}
+    for name, module in modules.items():  # whoever looks whether vLLM is installed finds one
+        module.__spec__ = ModuleSpec(name, None)
     modules["vllm"].LLMEngine = LLMEngine  # type: ignore[attr-defined]
     modules["vllm.engine.arg_utils"].EngineArgs = SimpleNamespace  # type: ignore[attr-defined]
     params = modules["vllm.sampling_params"]

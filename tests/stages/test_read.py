@@ -154,7 +154,7 @@ def test_row_groups_that_are_not_needed_are_not_decoded(tmp_path, monkeypatch):
     units = [(Unit(0, 0, 50), 120), (Unit(1, 0, 10), 180), (Unit(2, 0, 10), 9_950)]
     (task,) = one.tasks(units, min_tasks=1)
     check_rows(list(one.read(task)), units)
-    assert sum(asked) == 200
+    assert sum(asked) <= 200, "two row groups of 100, and of the last one no more than needed"
 
 
 def test_three_thousand_files_of_three_rows(tmp_path):
