@@ -234,7 +234,7 @@ def hung(story: Story) -> None:
 def story(s3: S3Server, env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Story:
     """A run on S3 whose first attempt crosses its error budget, whose second is killed, and in
     whose third, triggered by a saved block, an engine hangs."""
-    print(f"RAYBATCH_SEED={SEED}, S3 server: {s3.kind}")
+    print(f"RAYBATCH_SEED={SEED}")
     folder = tmp_path_factory.mktemp("story")
     pq.write_table(input_table(), folder / "in.parquet", row_group_size=100)
     upload = open_store("s3://e2e/in", s3.options)
