@@ -218,7 +218,6 @@ def server(args: argparse.Namespace, folder: str) -> Iterator[dict[str, str]]:
 
     with start_s3(Path(folder) / "s3") as s3:
         s3.create_bucket(BUCKET)
-        print(f"S3 server: {s3.kind}")
         yield s3.options
 
 

@@ -454,7 +454,6 @@ def server(args: argparse.Namespace, folder: str, quiet: bool = False) -> Iterat
     with start_s3(Path(folder) / "s3") as s3:
         s3.create_bucket(BUCKET)
         if not quiet:
-            print(f"S3 server: {s3.kind}")
         yield {**os.environ, **s3.env}
 
 
