@@ -443,7 +443,7 @@ def _limit(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 
 @contextmanager
-def server(args: argparse.Namespace, folder: str, quiet: bool = False) -> Iterator[dict[str, str]]:
+def server(args: argparse.Namespace, folder: str) -> Iterator[dict[str, str]]:
     """The environment of the phases, with an S3 server behind it where one is wanted."""
     if args.store == "local":
         yield dict(os.environ)
@@ -453,7 +453,6 @@ def server(args: argparse.Namespace, folder: str, quiet: bool = False) -> Iterat
 
     with start_s3(Path(folder) / "s3") as s3:
         s3.create_bucket(BUCKET)
-        if not quiet:
         yield {**os.environ, **s3.env}
 
 
