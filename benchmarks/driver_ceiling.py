@@ -170,7 +170,7 @@ def main() -> int:
     for store in args.stores.split(","):
         with tempfile.TemporaryDirectory(prefix="raybatch-driver-", dir=args.folder) as folder:
             plain = Namespace(store=store)
-            with bench.server(plain, folder, quiet=True) as environment:
+            with bench.server(plain, folder) as environment:
                 for number, (engines, rows) in enumerate(
                     (int(engines), int(rows))
                     for engines in args.engines.split(",")

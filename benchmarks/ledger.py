@@ -424,7 +424,7 @@ def main() -> int:
         print_sizes()
     with (
         tempfile.TemporaryDirectory(prefix="raybatch-ledger-", dir=args.folder) as folder,
-        server(args, folder, args.json) as environment,
+        server(args, folder) as environment,
     ):
         return measure(args, folder, environment)
 
