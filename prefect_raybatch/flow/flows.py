@@ -281,7 +281,7 @@ def backfill_job(
             put(table, f"{artifact_key(job.name)}-backfill")
 
         def run_night(night: NightRun) -> RunReport:
-            return cast(RunReport, batch_inference(job, night.run_key, run_date=night.date))
+            return batch_inference(job, night.run_key, run_date=night.date)
 
         nights = backfill(known, [*found.values()], run_night, at_most, stop_on_failure, show)
         for night in nights[:1]:  # the table of one in which nothing was to do

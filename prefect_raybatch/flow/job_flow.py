@@ -7,7 +7,7 @@ and JSON Schemas have that key as well (`output.schema_model`, `prompt.tools`, o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from uuid import UUID
 
 from prefect import Flow
@@ -16,9 +16,11 @@ from pydantic import BaseModel
 from prefect_raybatch.job.batch_job import BatchJob
 
 BLOCK_KEYS = ("block_document_id", "block_document_slug")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-class JobFlow(Flow[..., Any]):
+class JobFlow(Flow[P, R]):
     """A flow that keeps the `$ref` of JSON Schemas in its parameters from Prefect."""
 
     def validate_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -35,13 +37,13 @@ class JobFlow(Flow[..., Any]):
             validated[name] = value if as_given else BatchJob.from_dict(value)
         return validated
 
-    def with_options(self, **options: Any) -> JobFlow:
+    def with_options(self, **options: Any) -> JobFlow[P, R]:
         made: Any = super().with_options(**options)
         made.__class__ = JobFlow  # Prefect makes a plain flow
         return made  # type: ignore[no-any-return]
 
 
-def job_flow(**options: Any) -> Callable[[Callable[..., Any]], JobFlow]:
+def job_flow(**options: Any) -> Callable[[Callable[P, R]], JobFlow[P, R]]:
     """Return a decorator that makes a function a `JobFlow`; options are those of `Flow`."""
     return lambda function: JobFlow(function, **options)
 

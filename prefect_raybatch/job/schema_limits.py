@@ -6,7 +6,6 @@ size, its nesting and its counts are limited before any library sees it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -106,7 +105,7 @@ def _check_part(place: str, part: Mapping[str, Any]) -> None:
 
 
 def _check_number(where: str, value: Any) -> None:
-    if not _is_number(value) or (math.isfinite(value) and abs(value) <= EXACT):
+    if not _is_number(value) or abs(value) <= EXACT:  # false for NaN and the infinities
         return
     raise ValueError(
         f"{where} {_shown(value)} is beyond 2^53 ({EXACT}), where engines write other numbers than "

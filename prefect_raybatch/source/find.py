@@ -300,6 +300,7 @@ def _is_within(uri: str, root: str, pattern: str | None) -> bool:
     own, and are followed when it is listed; those in the root are resolved."""
     if {".", ".."} & {*uri.split("/")}:
         return False
+    uri = uri if is_remote(uri) else os.path.abspath(uri)  # it is read from the working directory
     roots = [root] if is_remote(root) else [root, os.path.realpath(root)]
     for outer in roots:
         inside = f"{outer.rstrip('/')}/"

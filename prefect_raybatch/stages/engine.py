@@ -335,11 +335,12 @@ class EngineStage:
         """Reads the tokens of the labels, where their probabilities are asked for. False where that
         cannot be done: `_refused` says why."""
         if self.spec.labels and self._labels is None:
+            place = models.tokenizer_place(self.spec.model)
             try:
-                tokenizer = load_tokenizer(*models.tokenizer_place(self.spec.model))
-                self._labels = LabelTokens.of(tokenizer, self.spec.labels)
+                self._labels = LabelTokens.of(load_tokenizer(*place), self.spec.labels)
             except Exception as error:
-                self._refused = Loss(type(error).__name__, str(error), fatal=True)
+                text = f"the labels cannot be read by the tokenizer {place[0]}: {error}"
+                self._refused = Loss(type(error).__name__, text, fatal=True)
                 return False
         return True
 

@@ -129,6 +129,12 @@ def test_ray_is_not_asked_where_nobody_answers(monkeypatch: pytest.MonkeyPatch) 
         pass
 
 
+def nothing_but_the_attempt(folder: Path) -> None:
+    """Check that the run directory holds no plan, only how the attempt went, if anything."""
+    files = {path.name for path in (folder / "out").rglob("*") if path.is_file()}
+    assert files <= {"last_attempt.json"}
+
+
 def test_a_run_ends_with_a_line_before_prefect_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,7 +155,7 @@ def test_a_run_ends_with_a_line_before_prefect_starts(
         cli.main(["run", str(tmp_path / "job.yaml"), "--run-key", "k"])
     said = capsys.readouterr().err
     assert ended.value.code == 75 and address in said and "ClusterUnavailable" in said
-    assert not (tmp_path / "out").exists()
+    nothing_but_the_attempt(tmp_path)
 
 
 @pytest.mark.parametrize("blocks", [{}, {"credentials_block": "s3-credentials/keys"}])
@@ -170,14 +176,13 @@ def test_a_prefect_server_that_is_away_is_one_line(
     )
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     url = f"http://{closed_address()}/api"
-    began = time.monotonic()
     with temporary_settings({PREFECT_API_URL: url}), pytest.raises(SystemExit) as ended:
         cli.main(["run", str(tmp_path / "job.yaml"), "--run-key", "k"])
     said = " ".join(capsys.readouterr().err.split())
     assert ended.value.code == 75 and f"no Prefect API answers at {url}" in said
     assert "prefect server start" in said and "--no-prefect" in said
-    assert "Traceback" not in said and time.monotonic() - began < 60  # Prefect's import included
-    assert not (tmp_path / "out").exists()
+    assert "Traceback" not in said
+    nothing_but_the_attempt(tmp_path)
 
 
 def test_reconciling_needs_an_api_that_answers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,8 @@ def refused(folder: Path, **groups: Any) -> str:
         with pytest.raises(ConfigError) as error:
             command()
         assert str(error.value) == said
-    assert not (folder.parent / "out/k/_raybatch").exists()
+    records = folder.parent / "out/k/_raybatch"
+    assert [path.name for path in records.iterdir()] == ["last_attempt.json"]
     assert "\n" not in said
     return said
 

@@ -42,7 +42,7 @@ def secret_job(folder: Path, kind: str = "parquet", **prompt: Any) -> BatchJob:
         },
         prompt={"template": "What is {Company}?", **prompt},
         engine={
-            "env": {"MY_API_KEY": "PLANTEDenv"},
+            "env": {"OUR_API_KEY": "PLANTEDenv"},
             "hf_token": "PLANTEDhf",
             "hf_overrides": {"token": "PLANTEDargument"},
         },
