@@ -45,12 +45,13 @@ from prefect_raybatch.job.run_words import date_of, date_of_key, of_today, today
 from prefect_raybatch.proxies import bypass_for_local_addresses
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import published_text
-from prefect_raybatch.runs.attempts import record_bad_job, typed_command
+from prefect_raybatch.runs.attempts import record_bad_job
 from prefect_raybatch.runs.dry_run import dry_run as dry_run_of
 from prefect_raybatch.runs.finalize_run import html_page
 from prefect_raybatch.runs.run import complete_before
 from prefect_raybatch.runs.status import report_of
 from prefect_raybatch.runs.status import status as status_of
+from prefect_raybatch.runs.typed import typed_command
 
 INTERRUPTED = 130  # by Ctrl-C: 128 and the signal's number
 

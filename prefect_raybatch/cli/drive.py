@@ -26,6 +26,7 @@ from prefect_raybatch.runs.attempts import (
 from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.plan_run import check_places, plan_run, precheck
 from prefect_raybatch.runs.run import Run, begun, default_run_key, run_store
+from prefect_raybatch.runs.typed import name_typed_run
 from prefect_raybatch.storage import open_store
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def run_job(
     except Exception as error:
         record_unplanned(known, key, error)
         raise
+    name_typed_run(key)
     store = run_store(known.output, key)
     if Ledger(store).finished() is not None:
         done = plan_run(resolved, key, accept=accept)

@@ -4,7 +4,6 @@ the logs, and the artifact `raybatch-JOB-failure`, each with the command that me
 
 from __future__ import annotations
 
-import json
 import logging
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -13,11 +12,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from textwrap import TextWrapper
 from typing import Any
-from uuid import UUID
 
 from prefect import get_run_logger
 from prefect.artifacts import MarkdownArtifact
-from prefect.client.orchestration import get_client
 from prefect.exceptions import MissingContextError
 from prefect.runtime import flow_run, task_run
 
@@ -30,10 +27,10 @@ from prefect_raybatch.errors import (
     ErrorBudgetExceeded,
     InsufficientResources,
     PlanMismatch,
-    PublishFailed,
     RayBatchError,
     StoreError,
 )
+from prefect_raybatch.flow import continuing
 from prefect_raybatch.flow.artifacts import artifact_key, put
 from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.flow.texts import STORABLE_LINES, make_storable
@@ -106,13 +103,13 @@ class Cause:
 def explained(
     task: str,
     job: BatchJob | str,
-    run_key: str,
+    run_key: str | None,
     retries: int = 0,
     run: str | None = None,
     sample: Callable[[], Sequence[Sample]] | None = None,
 ) -> Iterator[None]:
     """Tells of what the block raises, and raises it again. What Prefect will try again is told as
-    an event at most. `job` or its name; `run` is the run directory where there is one."""
+    an event at most. `job` or its name; the run's key and directory, None where not known yet."""
     name = job if isinstance(job, str) else job.name
     try:
         yield
@@ -120,13 +117,13 @@ def explained(
         make_storable(error)
         if was_told(error) or not (flow_run.get_id() or task_run.get_id()):
             raise  # told within, or called as a plain function, of which no page knows
-        if not RunEvents(run_key, name).failed(error, retries):
+        if not RunEvents(run_key or name, name).failed(error, retries):
             raise
         rows = sample() if sample and not isinstance(error, StoreError) else ()
         kind, message = _of(error)
         remedy = error.remedy if isinstance(error, RayBatchError) else RayBatchError.remedy
         command = command_for(error, job, run_key, run)
-        cause = Cause(task, name, run_key, kind, message, remedy, command, run, rows)
+        cause = Cause(task, name, run_key or name, kind, message, remedy, command, run, rows)
         _tell(cause)
         setattr(error, TOLD, str(error))
         setattr(error, COMMAND, command)
@@ -161,27 +158,19 @@ def _tell(cause: Cause) -> None:
         log.warning("the failure is not shown in the page: %s: %s", type(error).__name__, error)
 
 
-def command_for(error: Exception, job: BatchJob | str, run_key: str, run: str | None) -> str:
-    """What an operator types next."""
+def command_for(error: Exception, job: BatchJob | str, run_key: str | None, run: str | None) -> str:
+    """Return what an operator types next."""
     if isinstance(error, CorruptRun) and run:
         return f"raybatch verify {shlex.quote(run)}"
-    if isinstance(error, PublishFailed) and run:
-        return f"raybatch publish {shlex.quote(run)} --job JOB.yaml"
-    change: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     if isinstance(error, ErrorBudgetExceeded) and isinstance(job, BatchJob):
-        change = _raised(job)
+        changes = _raised(job)
     if isinstance(error, CostExceeded) and isinstance(job, BatchJob) and job.limits.max_cost:
-        change = {"limits.max_cost": 2 * job.limits.max_cost}
-    key = f"{run_key}-2" if isinstance(error, PlanMismatch) else run_key
-    root = root_run()
-    name = deployment_of(root)
-    if name and (change or isinstance(error, (*JOB_TO_CHANGE, PlanMismatch))):
-        more = f" -p {shlex.quote('overrides=' + json.dumps(change))}" if change else ""
-        return f"prefect deployment run {shlex.quote(name)} -p run_key={key}{more}"
-    if name and root:
-        return f"prefect flow-run retry {root}"
-    more = "".join(f" --set {field}={value}" for field, value in change.items())
-    return f"raybatch run JOB.yaml --run-key {key}{more}"
+        changes = {"limits.max_cost": 2 * job.limits.max_cost}
+    if isinstance(error, PlanMismatch) and run_key:
+        run_key = f"{run_key}-2"
+    new_run = isinstance(error, (*JOB_TO_CHANGE, PlanMismatch))
+    return continuing.command(run_key, changes, new_run)
 
 
 def _raised(job: BatchJob) -> dict[str, float]:
@@ -195,41 +184,21 @@ def _raised(job: BatchJob) -> dict[str, float]:
     return {"limits.max_failed_fraction": 2 * MAX_FAILED}
 
 
-def root_run() -> UUID | None:
-    """The outermost flow run: to try it again keeps the run key."""
-    with suppress(Exception):
-        return UUID(str(flow_run.get_root_flow_run_id()))
-    return None
-
-
 def said_beforehand() -> str | None:
     """What a run whose process or host is lost can say no more, for the first lines of its log: the
     page shows these, and of the state's message nothing. None for a run that no deployment made."""
-    root = root_run()
-    if deployment_of(root) is None:
+    found = continuing.started()
+    if found is None or found.deployment is None:
         return None
     return (
         "should this run end as Crashed, its process or host is lost; what is committed is kept, "
-        f"and this goes on with it: prefect flow-run retry {root}"
+        f"and this goes on with it: prefect flow-run retry {found.run}"
     )
 
 
 def _go_on() -> str:
-    root = root_run()
+    root = continuing.root_run()
     return f"prefect flow-run retry {root}" if root else "run it again under the same run key"
-
-
-def deployment_of(root: UUID | None) -> str | None:
-    """FLOW/DEPLOYMENT of the outermost flow run; None where it has none, or nobody tells."""
-    if root is None:
-        return None
-    with suppress(Exception), get_client(sync_client=True) as client:
-        known = client.read_flow_run(root).deployment_id
-        if known is not None:
-            found = client.read_deployment(known)
-            flow = client.read_flow(found.flow_id)
-            return f"{flow.name}/{found.name}"
-    return None
 
 
 def _quoted(text: str) -> list[str]:
@@ -240,6 +209,8 @@ def _quoted(text: str) -> list[str]:
 
 def _lines_of(command: str) -> list[str]:
     """A command on lines that the page shows whole, still one command where it is pasted."""
+    if not command.startswith(("prefect ", "raybatch ")):
+        return [command]  # a call as Python
     words = [shlex.quote(word) for word in shlex.split(command)]
     starts = [at for at, word in enumerate(words) if at and word.startswith("-")]
     made = [""]

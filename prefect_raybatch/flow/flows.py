@@ -141,7 +141,7 @@ def batch_inference(
         accept: To go on with a run though the job differs from it in these fields, named as the
             error that refuses it names them. Needs a run key.
     """
-    with _recorded_unplanned(job, run_key), explained("batch_inference", job, run_key or job.name):
+    with _recorded_unplanned(job, run_key), explained("batch_inference", job, run_key):
         if accept and run_key is None:
             raise ConfigError("accept is about a run that is there: give its run_key, too")
         job = with_changes(job, overrides, limit)
@@ -271,7 +271,7 @@ def backfill_job(
         at_most: Runs that work at once, in one Ray cluster.
         stop_on_failure: Begin no other date once one has failed.
     """
-    with explained("backfill_job", job, job.name):
+    with explained("backfill_job", job, None):
         known = with_blocks(job)
         found = {night.date: night for night in planned_nights(known, first, last)}
 

@@ -230,7 +230,7 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
     no setting worked.
     """
     end_temporary_server_with_us()
-    with logs_in_page(), explained("tune_engine", job, job.name):
+    with logs_in_page(), explained("tune_engine", job, None):
         log = get_run_logger()
 
         def show(trial: tune.Trial) -> None:

@@ -8,7 +8,6 @@ import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -18,12 +17,9 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import NAME, check_uri
 from prefect_raybatch.job.run_words import date_of_key, filled_uri, today
 from prefect_raybatch.job.secrets import (
-    ARGUMENT,
     MASK,
-    SECRET_WORD,
     hide_users,
     is_masked,
-    safe_option,
 )
 from prefect_raybatch.ledger.last_attempt import (
     ATTEMPT_DRAINED,
@@ -39,46 +35,14 @@ from prefect_raybatch.ledger.last_attempt import (
 from prefect_raybatch.ledger.layout import PRUNED, SUCCESS
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.runs.run import who
+from prefect_raybatch.runs.typed import typed_words
 from prefect_raybatch.storage import Store, join, open_store
 
 log = logging.getLogger(__name__)
 
 PLANNING, INFERENCE, FINALIZING = "planning", "inference", "finalizing"
 SHORTEST_SECRET = 4  # characters; shorter texts stand in words
-SECRET_GROUPS = frozenset(("options", "env", "env_vars", "headers", "catalog", "client_kwargs"))
 UNNAMED = "job"  # a job whose file does not say its name
-
-_command: ContextVar[str] = ContextVar("command", default="")
-
-
-@contextmanager
-def typed_command(words: Sequence[str]) -> Iterator[None]:
-    """Record attempts in the block with the command `words`, values of secret fields masked."""
-    token = _command.set(shlex.join(without_secrets(words)))
-    try:
-        yield
-    finally:
-        _command.reset(token)
-
-
-def without_secrets(words: Sequence[str]) -> list[str]:
-    """Return the words of a command, with the value of each `FIELD=VALUE` masked that may be a
-    key. A mapping as a value is masked whole."""
-    return [_shown_word(word) for word in words]
-
-
-def _shown_word(word: str) -> str:
-    option = "--set=" if word.startswith("--set=") else ""
-    field, equals, value = word.removeprefix(option).partition("=")
-    *groups, name = field.split(".")
-    if not equals or not (SECRET_GROUPS & {*groups, name} or _names_key(name) or "{" in value):
-        return str(hide_users(word))
-    shown = value if safe_option(name) and "{" not in value else MASK
-    return f"{option}{field}={hide_users(shown)}"
-
-
-def _names_key(name: str) -> bool:
-    return bool(ARGUMENT.search(name) or SECRET_WORD.search(name))
 
 
 @contextmanager
@@ -123,7 +87,7 @@ def record_end(
         attempt = there
     text = getattr(error, "plain", None) or str(error)
     secrets = secrets_of(job) if job is not None else ()
-    command = _command.get()
+    command = shlex.join(typed_words())
     if command and " --run-key" not in command and command.startswith("raybatch run "):
         command = f"{command} --run-key {shlex.quote(attempt.run_key)}"
     replace(
@@ -191,7 +155,8 @@ def key_of_now(name: str) -> str:
 
 
 def record_command(store: Store, command: str) -> None:
-    """Add the command that continues the run to the record of a failed attempt that has none."""
+    """Add the command that continues the run, secrets masked, to the record of a failed attempt
+    that has none."""
     store = not_waiting(store)
     try:
         found = read_last_attempt(store)
@@ -199,8 +164,8 @@ def record_command(store: Store, command: str) -> None:
         log.warning("the command is not recorded in %s: %s", store.uri, fault)
         return
     if found is not None and found.outcome == ATTEMPT_FAILED and not found.command:
-        text = shlex.join(without_secrets(shlex.split(command)))
-        replace(found, command=cut_to_bytes(text, COMMAND_KEPT)).put(store)
+        text = cut_to_bytes(str(hide_users(command)), COMMAND_KEPT)
+        replace(found, command=text).put(store)
 
 
 def secrets_of(job: BatchJob) -> list[str]:

@@ -25,7 +25,8 @@ ROW = "_row"
 MOST_NAMED = 10
 _OF_A_RUN = (
     r"_SUCCESS|(data|_quarantine)/part-\d{5}\.parquet"
-    r"|_raybatch/(plan|planned_by|precision|report|answers)\.json|_raybatch/report\.(md|html)"
+    r"|_raybatch/(plan|planned_by|last_attempt|precision|report|answers)\.json"
+    r"|_raybatch/report\.(md|html)"
     r"|_raybatch/output_schema\.arrow|_raybatch/layout\.json"
     r"|_raybatch/(shards|files|places|weights|layout|parts|uris)-[0-9a-f]+\.parquet"
     r"|_raybatch/commits/\d{8}\.json|_raybatch/(attempts|heartbeats)/[0-9a-f]{32}\.json"

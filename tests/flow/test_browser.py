@@ -445,8 +445,9 @@ def test_the_cause_of_a_failure_is_on_the_first_screen(
     with ExitStack() as stack:
         world = World(folder, stack, given=deployed)
         seen = night.play(world)
-        command = "prefect deployment run batch_inference/dev -p run_key=missing-column-tuesday"
-        assert command in deployed.state(seen.run)["message"]
+        command = deployed.state(seen.run)["message"].rstrip().splitlines()[-1].strip()
+        assert command.startswith("prefect deployment run batch_inference/dev -p ")
+        assert " -p run_key=missing-column-tuesday" in command
         open_run(page, deployed, seen.run)
         cause = page.locator(".log-row", has_text="plan_shards failed: ConfigError")
         expect(cause.first).to_contain_text(command)

@@ -109,10 +109,15 @@ class Prefect:
                 os.killpg(process.pid, signal.SIGKILL)
 
     def deploy(self) -> dict[str, dict[str, Any]]:
-        """Deploys deployments/prefect.yaml to a new work pool; the deployments by their names,
-        which `deployments` keeps."""
+        """Deploys deployments/prefect.yaml to a new work pool, with the policy of the tests; the
+        deployments by their names, which `deployments` keeps."""
         self.call("work-pool", "create", POOL, "--type", "process")
-        self.call("--no-prompt", "deploy", "--all", "--prefect-file", "deployments/prefect.yaml")
+        text = (ROOT / "deployments/prefect.yaml").read_text(encoding="utf-8")
+        shipped = "{{ $PWD }}/deployments/policy.yaml"
+        assert shipped in text
+        made = self.home / "prefect.yaml"
+        made.write_text(text.replace(shipped, os.environ["RAYBATCH_POLICY"]), encoding="utf-8")
+        self.call("--no-prompt", "deploy", "--all", "--prefect-file", str(made))
         found = self.ask("deployments/filter", {})
         self.deployments = {i["name"]: i for i in found if i["work_pool_name"] == POOL}
         return self.deployments

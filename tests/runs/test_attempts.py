@@ -27,13 +27,14 @@ from prefect_raybatch.ledger.last_attempt import LastAttempt, read_last_attempt
 from prefect_raybatch.ledger.layout import LAST_ATTEMPT, PLAN, SUCCESS
 from prefect_raybatch.report.html import nights_html
 from prefect_raybatch.report.nights import headlines, nights_markdown
-from prefect_raybatch.runs.attempts import recorded_attempt, typed_command, without_secrets
+from prefect_raybatch.runs.attempts import recorded_attempt
 from prefect_raybatch.runs.listing import latest_complete, list_runs
 from prefect_raybatch.runs.nights import nights_of
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.prune import prune_runs
 from prefect_raybatch.runs.run import default_run_key
 from prefect_raybatch.runs.status import status
+from prefect_raybatch.runs.typed import typed_command, without_secrets
 from prefect_raybatch.storage import open_store
 
 

@@ -161,8 +161,8 @@ class Disk:
             found = [entry for entry in found if entry.path not in unseen]
         yield found
 
-    def walk(self, top: str) -> Iterator[tuple[str, list[str], list[str]]]:
-        for folder, folders, names in os.walk(top):
+    def walk(self, top: str, **more: Any) -> Iterator[tuple[str, list[str], list[str]]]:
+        for folder, folders, names in os.walk(top, **more):
             folders.sort()
             yield folder, folders, sorted(names)
 

@@ -220,7 +220,7 @@ MUTANTS = (
         "pieces are deleted before _SUCCESS is there",
         (
             Edit(
-                "runs.finalize_run:finalize_run",
+                "runs.finalize_run:_finalized",
                 "ledger.succeed(_success(plan, output, result, accepted))",
                 "ledger.store.delete(i.path for i in list(store.list('_raybatch/pieces')))\n"
                 "    ledger.succeed(_success(plan, output, result, accepted))",

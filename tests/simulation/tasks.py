@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+# Imported while `ray` is the real one: what the cluster below stands for is no package.
+import prefect_raybatch.stages.ray_internals  # noqa: F401
+
 from .scheduler import Process, Promise, Scheduler
 
 CPUS = (0, 0, 2)  # that a process finds on its cluster; 0 is no cluster
@@ -79,8 +82,16 @@ class Cluster:
         return made
 
     def wait(
-        self, references: Sequence[Reference], num_returns: int
+        self,
+        references: Sequence[Reference],
+        num_returns: int,
+        timeout: float | None = None,
+        fetch_local: bool = True,
     ) -> tuple[list[Reference], list[Reference]]:
+        if timeout is not None:
+            self.scheduler.sleep(timeout)
+            over = [reference for reference in references if reference.done()]
+            return over, [reference for reference in references if not reference.done()]
         assert num_returns == 1
         self.scheduler.wait(_AnyOf(references))
         done = sorted((r for r in references if r.done()), key=hash)

@@ -1,0 +1,192 @@
+"""The command that continues exactly one run, made from what that run was started with.
+
+A flow run that a deployment made goes on with the parameters that it was given; a command that was
+typed is typed again; of any other flow run the call is shown as Python.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from prefect.client.orchestration import get_client
+from prefect.runtime import flow_run
+
+from prefect_raybatch.errors import ConfigError, RayBatchError
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.job_file import with_fields
+from prefect_raybatch.job.secrets import hide_options
+from prefect_raybatch.runs.typed import typed_words
+
+RUN_PARAMETERS = frozenset(("job", "run_key", "scheduled_for", "run_date", "overrides"))
+RETRY_PARAMETERS = frozenset(("run_dir", "errors", "overrides"))
+BACKFILL_PARAMETERS = frozenset(("job", "first", "last", "at_most", "stop_on_failure"))
+
+
+@dataclass(frozen=True)
+class Started:
+    """How the outermost flow run was started.
+
+    `given` are the parameters by which it differs from its deployment, whose name is
+    FLOW/DEPLOYMENT, or from the defaults of the flow; `takes` are the names of all parameters;
+    `job` is the job as it was given, None of flows that take none.
+    """
+
+    run: UUID
+    flow: str
+    deployment: str | None
+    given: Mapping[str, Any]
+    takes: frozenset[str]
+    start: datetime | None
+    job: Any = None
+
+    @property
+    def is_of_a_job(self) -> bool:
+        """Whether a new flow run with the same parameters would do the same work."""
+        return any(
+            self.takes >= names for names in (RUN_PARAMETERS, RETRY_PARAMETERS, BACKFILL_PARAMETERS)
+        )
+
+    def parameters(self, run_key: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the parameters, secrets masked, with which a new flow run continues the run."""
+        made = {name: value for name, value in self.given.items() if value is not None}
+        if self.takes >= RUN_PARAMETERS:
+            if run_key:
+                made["run_key"] = run_key
+            # The new flow run has another scheduled start, and so another key and date.
+            if not made.get("scheduled_for") and not made.get("run_date") and self.start:
+                made["scheduled_for"] = self.start.isoformat()
+        if changes and "overrides" in self.takes:
+            made["overrides"] = {**(made.get("overrides") or {}), **changes}
+        return _without_secrets(dict(sorted(made.items())), self.job)
+
+
+def started() -> Started | None:
+    """Return how the outermost flow run was started; None outside one, or where Prefect's API does
+    not say."""
+    root = root_run()
+    if root is None:
+        return None
+    with suppress(Exception), get_client(sync_client=True) as client:
+        run = client.read_flow_run(root)
+        flow, all_given = client.read_flow(run.flow_id).name, run.parameters
+        start, job = run.expected_start_time, all_given.get("job")
+        if run.deployment_id is None:
+            return Started(root, flow, None, all_given, frozenset(all_given), start, job)
+        made = client.read_deployment(run.deployment_id)
+        usual = made.parameters or {}
+        given = {
+            name: value
+            for name, value in all_given.items()
+            if not (name in usual and _is_same(value, usual[name]))
+        }
+        schema = made.parameter_openapi_schema
+        takes = frozenset((schema or {}).get("properties", all_given))
+        return Started(root, flow, f"{flow}/{made.name}", given, takes, start, job)
+    return None
+
+
+def root_run() -> UUID | None:
+    """Return the outermost flow run: to try that again keeps the run key."""
+    with suppress(Exception):
+        return UUID(str(flow_run.get_root_flow_run_id()))
+    return None
+
+
+def command(run_key: str | None, changes: Mapping[str, Any], new_run: bool) -> str:
+    """Return what continues the run `run_key`, None where the key is not known yet.
+
+    `changes` are fields of the job to change, by their dotted names; `new_run` asks for a new flow
+    run, which takes the job as its deployment has it by then.
+    """
+    if words := typed_words(run_key, changes):
+        return shlex.join(words)
+    found = started()
+    if found is None:
+        return python_call("batch_inference", {"run_key": run_key} if run_key else {})
+    if found.deployment is None:
+        return python_call(found.flow, found.parameters(run_key, changes))
+    if found.is_of_a_job and (changes or new_run):
+        given = found.parameters(run_key, changes)
+        words = ["prefect", "deployment", "run", found.deployment]
+        for name, value in given.items():
+            words += ["-p", f"{name}={_as_parameter(value)}"]
+        return shlex.join(words)
+    return f"prefect flow-run retry {found.run}"
+
+
+def python_call(flow: str, parameters: Mapping[str, Any]) -> str:
+    """Return the call of a flow as Python; its job is written `job`."""
+    texts = ["job"] if "job" in parameters or not parameters.keys() - {"run_key"} else []
+    texts += [f"{name}={value!r}" for name, value in parameters.items() if name != "job"]
+    return f"{flow.replace('-', '_')}({', '.join(texts)})"
+
+
+def _as_parameter(value: Any) -> str:
+    """Return a value as `prefect deployment run` reads it: as JSON, else as text."""
+    if not isinstance(value, str):
+        return json.dumps(value)
+    with suppress(ValueError):
+        json.loads(value)
+        return json.dumps(value)
+    return value
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if value == other:
+        return True
+    if not (isinstance(value, Mapping) and isinstance(other, Mapping)):
+        return False
+    with suppress(RayBatchError):  # no job
+        # The form of the Prefect page sends all defaults.
+        return BatchJob.from_dict(value).to_dict() == BatchJob.from_dict(other).to_dict()
+    return False
+
+
+def _without_secrets(parameters: Mapping[str, Any], job: Any) -> dict[str, Any]:
+    """Return the parameters with each secret masked as a report of `job`, the whole one, masks it;
+    of what is no valid job only what is known to be open is left."""
+    shown = dict(parameters)
+    if "job" in shown:
+        shown["job"] = _shown_job(shown["job"], shown["job"])
+    if shown.get("overrides"):
+        shown["overrides"] = _shown_changes(job, shown["overrides"])
+    return shown
+
+
+def _shown_job(job: Any, otherwise: Any) -> Any:
+    try:
+        made = job if isinstance(job, BatchJob) else BatchJob.from_dict(job)
+    except (ConfigError, TypeError, ValueError):
+        return _numbers_alone(otherwise)
+    return made.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+
+def _shown_changes(job: Any, changes: Mapping[str, Any]) -> Any:
+    values = job if isinstance(job, Mapping) else {}
+    with suppress(RayBatchError):
+        shown = _shown_job(with_fields(values, changes), None)
+        if shown is not None:
+            return {field: _at(shown, field) for field in changes}
+    return _numbers_alone(changes)
+
+
+def _numbers_alone(value: Any) -> Any:
+    """Return what may not be a job with each text masked that is not known to be open."""
+    if isinstance(value, Mapping):
+        return {name: _numbers_alone(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_numbers_alone(inner) for inner in value]
+    return value if isinstance(value, (bool, int, float)) else hide_options(value)
+
+
+def _at(values: Any, field: str) -> Any:
+    for name in field.split("."):
+        values = values[name]
+    return values

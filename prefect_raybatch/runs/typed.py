@@ -1,0 +1,77 @@
+"""The command line that was typed, completed so that typing it again continues the same run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from prefect_raybatch.job.secrets import ARGUMENT, MASK, SECRET_WORD, hide_users, safe_option
+
+SECRET_GROUPS = frozenset(("options", "env", "env_vars", "headers", "catalog", "client_kwargs"))
+
+_typed: ContextVar[tuple[str, ...]] = ContextVar("typed", default=())
+
+
+@contextmanager
+def typed_command(words: Sequence[str]) -> Iterator[None]:
+    """Take `words` for the command that was typed, values of secret fields masked, in the block."""
+    token = _typed.set(tuple(without_secrets(words)))
+    try:
+        yield
+    finally:
+        _typed.reset(token)
+
+
+def name_typed_run(run_key: str) -> None:
+    """Complete a `raybatch run` that was typed with the key of its run: later it would get another
+    one."""
+    words = _typed.get()
+    if words[1:2] == ("run",):
+        _typed.set(_with_option(words, "--run-key", run_key))
+
+
+def typed_words(run_key: str | None = None, changes: Mapping[str, Any] | None = None) -> list[str]:
+    """Return the words that were typed; of a `raybatch run` with another run key and with fields
+    of the job changed, where given. Empty where nothing was typed, as in a worker of Prefect."""
+    words = _typed.get()
+    if run_key is not None and words[1:2] == ("run",):
+        words = _with_option(words, "--run-key", run_key)
+    if words[1:2] in {("run",), ("retry-failed",)}:
+        for field, value in (changes or {}).items():
+            words = (*words, "--set", f"{field}={json.dumps(value)}")
+    return [*words]
+
+
+def _with_option(words: Sequence[str], option: str, value: str) -> tuple[str, ...]:
+    """Return the words with the option's value, in place of one that is there."""
+    kept: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word == option:
+            next(rest, None)
+        elif not word.startswith(f"{option}="):
+            kept.append(word)
+    return (*kept, option, value)
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """Return the words of a command, with the value of each `FIELD=VALUE` masked that may be a
+    key. A mapping as a value is masked whole."""
+    return [_shown_word(word) for word in words]
+
+
+def _shown_word(word: str) -> str:
+    option = "--set=" if word.startswith("--set=") else ""
+    field, equals, value = word.removeprefix(option).partition("=")
+    *groups, name = field.split(".")
+    if not equals or not (SECRET_GROUPS & {*groups, name} or _names_key(name) or "{" in value):
+        return str(hide_users(word))
+    shown = value if safe_option(name) and "{" not in value else MASK
+    return f"{option}{field}={hide_users(shown)}"
+
+
+def _names_key(name: str) -> bool:
+    return bool(ARGUMENT.search(name) or SECRET_WORD.search(name))
