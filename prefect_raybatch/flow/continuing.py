@@ -109,7 +109,9 @@ def command(run_key: str | None, changes: Mapping[str, Any], new_run: bool) -> s
         return shlex.join(words)
     found = started()
     if found is None:
-        return python_call("batch_inference", {"run_key": run_key} if run_key else {})
+        return python_call(
+            "batch_inference", {"job": {}, **({"run_key": run_key} if run_key else {})}
+        )
     if found.deployment is None:
         return python_call(found.flow, found.parameters(run_key, changes))
     if found.is_of_a_job and (changes or new_run):
@@ -122,9 +124,12 @@ def command(run_key: str | None, changes: Mapping[str, Any], new_run: bool) -> s
 
 
 def python_call(flow: str, parameters: Mapping[str, Any]) -> str:
-    """Return the call of a flow as Python; its job is written `job`."""
-    texts = ["job"] if "job" in parameters or not parameters.keys() - {"run_key"} else []
-    texts += [f"{name}={value!r}" for name, value in parameters.items() if name != "job"]
+    """Return the call of a flow as Python. Jobs and other mappings, which may hold secrets, are
+    written as variables; of ours `overrides` are shown."""
+    texts = []
+    for name, value in parameters.items():
+        is_shown = name == "overrides" or not isinstance(value, Mapping)
+        texts.append(f"{name}={value!r}" if is_shown else f"{name}={name}")
     return f"{flow.replace('-', '_')}({', '.join(texts)})"
 
 

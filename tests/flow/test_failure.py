@@ -11,10 +11,11 @@ import shlex
 import subprocess
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import httpx
 import pytest
@@ -42,9 +43,10 @@ from prefect_raybatch.errors import (
     CorruptRun,
     EngineFailure,
     ErrorBudgetExceeded,
+    PublishFailed,
     RayBatchError,
 )
-from prefect_raybatch.flow import away, failure
+from prefect_raybatch.flow import away, continuing, failure
 from prefect_raybatch.flow.away import ApiWatch, said_once, watched
 from prefect_raybatch.flow.tasks import OUR_LOGGER, logs_in_page, tune_engine
 from prefect_raybatch.ledger.ledger import Ledger
@@ -52,6 +54,12 @@ from prefect_raybatch.runs.run import Run
 from prefect_raybatch.storage import open_store
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
+
+
+def made_by_a_deployment() -> continuing.Started:
+    run = UUID("00000000-0000-0000-0000-000000000007")
+    takes = continuing.RUN_PARAMETERS
+    return continuing.Started(run, "batch_inference", "batch_inference/nightly", {}, takes, None)
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, run: Run, error: Exception) -> None:
@@ -109,8 +117,9 @@ def test_rows_that_crossed_the_budget_are_shown_with_cause_and_command(
     text = str(state.message)
     assert state.is_failed()
     assert "9 of 20 rows failed" in text and "What to do: Mend the cause, or raise" in text
-    command = "raybatch run JOB.yaml --run-key key --set limits.max_failed_fraction=0.02"
-    assert command in text
+    command = text.rstrip().splitlines()[-1].strip()
+    assert command.startswith("batch_inference(job=job, ") and "run_key='key'" in command
+    assert "overrides={'limits.max_failed_fraction': 0.02}" in command
 
     page = page_of("over-budget")
     assert page.startswith("# over-budget: infer_shards failed\n") and command in page
@@ -183,14 +192,17 @@ def test_lines_are_made_storable_also_where_prefects_settings_name_our_logger() 
 def test_a_long_command_is_broken_where_a_shell_goes_on() -> None:
     over = json.dumps({"limits.max_failed_fraction": 0.02})
     key = shlex.quote("monday -p " * 5)
-    command = f"echo batch_inference/nightly -p run_key={key} -p 'overrides={over}' --quiet"
+    name = "prefect deployment run batch_inference/nightly"
+    command = f"{name} -p run_key={key} -p 'overrides={over}' --watch"
     cause = failure.Cause("t", "job", "k", "E", "why", "do", command)
     block = cause.markdown().split("```\n")[1]
     lines = block.splitlines()
-    assert len(lines) == 2 and max(map(len, lines)) <= 96
-    said = subprocess.run(["bash", "-c", block], capture_output=True, text=True, check=True)
-    whole = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
-    assert said.stdout == whole.stdout
+    assert len(lines) == 3 and max(map(len, lines)) <= 96
+    shown = 'prefect() { printf "%s\\n" "$@"; }; '
+    bash = ["bash", "-c"]
+    said = subprocess.run([*bash, shown + block], capture_output=True, text=True, check=True)
+    whole = subprocess.run([*bash, shown + command], capture_output=True, text=True, check=True)
+    assert said.stdout == whole.stdout and f"overrides={over}" in whole.stdout
     short = failure.Cause("t", "job", "k", "E", "why", "do", "raybatch verify /o/k")
     assert "```\nraybatch verify /o/k\n```" in short.markdown()
 
@@ -217,7 +229,7 @@ def test_any_error_of_any_task_is_explained(
         raise error
 
     monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", plan_run)
-    monkeypatch.setattr(failure, "deployment_of", lambda root: "batch_inference/nightly")
+    monkeypatch.setattr(continuing, "started", made_by_a_deployment)
     name = f"fails-{type(error).__name__.lower()}"
 
     @flow
@@ -263,7 +275,7 @@ def test_each_later_task_says_why_it_failed(
     assert night(return_state=True).is_failed()
     page = page_of(name)
     assert page.startswith(f"# {name}: {task.name} failed\n")
-    assert "the field x is wrong" in page and "raybatch run JOB.yaml --run-key" in page
+    assert "the field x is wrong" in page and "\nnight()\n" in page
 
 
 def test_an_error_before_any_task_and_one_of_a_retry_are_explained(tmp_path: Path) -> None:
@@ -278,25 +290,19 @@ def test_an_error_before_any_task_and_one_of_a_retry_are_explained(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("error", "limits", "command"),
+    ("error", "command"),
     [
-        (CorruptRun("x"), {}, "raybatch verify /o/k"),
-        (ConfigError("x"), {}, "prefect deployment run f/d -p run_key=k"),
-        (
-            ErrorBudgetExceeded("x"),
-            {"max_failed_rows": 3},
-            "prefect deployment run f/d -p run_key=k "
-            "-p 'overrides={\"limits.max_failed_rows\": 6}'",
-        ),
-        (EngineFailure("x"), {}, "prefect flow-run retry 00000000-0000-0000-0000-000000000007"),
+        (CorruptRun("x"), "raybatch verify /o/k"),
+        (ConfigError("x"), "prefect deployment run batch_inference/nightly -p run_key=k"),
+        (EngineFailure("x"), "prefect flow-run retry 00000000-0000-0000-0000-000000000007"),
+        (PublishFailed("x"), "prefect flow-run retry 00000000-0000-0000-0000-000000000007"),
     ],
 )
 def test_the_command_fits_the_error(
-    error: RayBatchError, limits: Any, command: str, monkeypatch: pytest.MonkeyPatch
+    error: RayBatchError, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failure, "root_run", lambda: "00000000-0000-0000-0000-000000000007")
-    monkeypatch.setattr(failure, "deployment_of", lambda root: "f/d")
-    assert failure.command_for(error, make_job(limits=limits), "k", "/o/k") == command
+    monkeypatch.setattr(continuing, "started", made_by_a_deployment)
+    assert failure.command_for(error, make_job(), "k", "/o/k") == command
 
 
 @pytest.mark.parametrize("deployment", ["f/d", None])
@@ -306,7 +312,12 @@ def test_what_a_lost_process_can_say_no_more_is_said_by_its_plan(
     """Where a deployment can be told to go on: with the outermost flow run, which keeps the key."""
     run = Run("/o/k", "k", "hash", 20, 4, False)
     monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", lambda *_: run)
-    monkeypatch.setattr(failure, "deployment_of", lambda root: deployment)
+    as_started = continuing.started
+
+    def started() -> Any:
+        return replace(as_started(), deployment=deployment)
+
+    monkeypatch.setattr(continuing, "started", started)
 
     @flow
     def night() -> None:
