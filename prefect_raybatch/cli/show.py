@@ -417,6 +417,11 @@ def show_status(found: Status) -> None:
         show_status(found.asks)
     _print_strays(found.strays)
     _print_failures(found.failures)
+    if found.failure:
+        out.print("[red]failed[/] while ", end="")
+        out.print(found.failure, markup=False)
+        if found.command:
+            out.print(f"to continue: {found.command}", markup=False)
     if found.drained is not None:
         by = found.drained.by
         out.print(f"drained by {by}: what is left waits for a later call", markup=False)

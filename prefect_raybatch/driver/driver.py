@@ -187,7 +187,8 @@ class Driver:
         self._answered = False  # whether anything came through the stages in this attempt
 
     def resume(self) -> Progress:
-        """Folds what is committed already. Raises `ErrorBudgetExceeded` if that is too many."""
+        """Fold what is committed already. Raise `ErrorBudgetExceeded` if too many of its rows failed
+        and shards are left to do."""
         listing = self.ledger.listing(self.plan)
         self.done = listing.done
         if listing.strays:
@@ -201,7 +202,8 @@ class Driver:
         self.progress.recent.clear()
         self.progress.resumed_shards = self.progress.tally.shards
         self.progress.resumed_rows = self.progress.done
-        self._check_budget([])
+        if not self.done.all():  # else there is nothing to stop, though the limit may be lower now
+            self._check_budget([])
         return self.progress
 
     def run(self, run_pass: RunPass, quarantine: Quarantine, suspects: int = 64) -> Progress:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from pydantic import TypeAdapter
 
-from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.errors import CorruptRun, RayBatchError
 from prefect_raybatch.ledger.layout import LAST_ATTEMPT
 from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import dump
@@ -86,4 +86,14 @@ def read_last_attempt(store: Store) -> LastAttempt | None:
     try:
         return read_json(_ATTEMPT, read_record(store, LAST_ATTEMPT), LAST_ATTEMPT)
     except FileNotFoundError:
+        return None
+
+
+def last_attempt_of(store: Store) -> LastAttempt | None:
+    """Return the last attempt at a run that has a plan. Its record is for people: one that is
+    malformed is logged, and takes nothing from the run."""
+    try:
+        return read_last_attempt(store)
+    except CorruptRun as error:
+        log.warning("%s: %s", store.uri, error)
         return None

@@ -209,18 +209,9 @@ def cut_off(report: RunReport, job: BatchJob) -> Advice | None:
     """Answers that ended at max_tokens."""
     number = report.tokens.get("cut_off", 0.0)
     most = 2 * job.sampling.max_tokens
-    if job.output.fails_cut_off:
-        failed = report.failed_with("AnswerCutOff")
-        return failed_answers(report, failed, most) if failed else None
-    formed = report.tokens.get("cut_off_structured", 0.0)
-    if formed and job.output.on_cut_off == "auto":
-        return Advice(
-            "answers of a given form are not whole",
-            f"{formed:,.0f} of {report.good:,} answers had to be JSON, one of a choice or the like "
-            f"and ended at sampling.max_tokens {job.sampling.max_tokens}; they count as good",
-            f"sampling.max_tokens: {most}; and output.on_cut_off: fail, which sends such rows to "
-            "quarantine (keep: they are wanted)",
-        )
+    failed = report.failed_with("AnswerCutOff")
+    if failed:
+        return failed_answers(report, failed, most)
     if not report.good or number < CUT_OFF_SHARE * report.good:
         return None
     return Advice(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Mapping
@@ -13,14 +12,17 @@ from datetime import UTC, datetime
 from typing import Any
 
 from prefect_raybatch.errors import CorruptRun, NoSuchRun, RayBatchError
-from prefect_raybatch.ledger.last_attempt import ATTEMPT_FAILED, LastAttempt, read_last_attempt
+from prefect_raybatch.ledger.last_attempt import (
+    ATTEMPT_FAILED,
+    LastAttempt,
+    last_attempt_of,
+    read_last_attempt,
+)
 from prefect_raybatch.ledger.layout import PLAN, PRUNED
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.runs.attempts import PLANNING
 from prefect_raybatch.runs.run import STORE_AWAY, run_keys, state_name
 from prefect_raybatch.storage import Store, is_remote, open_store
-
-log = logging.getLogger(__name__)
 
 _READERS = 8  # run directories read at once
 COMPLETED = state_name(finished=True, begun=True)
@@ -135,7 +137,7 @@ def _line_of(store: Store, key: str) -> RunLine | None:
         return None if attempt is None else _attempt_line(store, key, attempt)
     success = ledger.finished(plan)
     committed = plan.shards if success is not None else int(ledger.committed(plan).sum())
-    attempt = None if success is not None else _attempt_of(store)
+    attempt = None if success is not None else last_attempt_of(store)
     failure = attempt.failure if attempt is not None else ""
     state = state_name(success is not None, committed > 0)
     return RunLine(
@@ -173,16 +175,6 @@ def _attempt_line(store: Store, key: str, attempt: LastAttempt) -> RunLine:
         command=attempt.command,
         has_plan=False,
     )
-
-
-def _attempt_of(store: Store) -> LastAttempt | None:
-    """The last attempt at a run that has a plan. Its record is for people: one that is malformed
-    takes nothing from the run."""
-    try:
-        return read_last_attempt(store)
-    except CorruptRun as error:
-        log.warning("%s: %s", store.uri, error)
-        return None
 
 
 def _holds_anything(root: Store) -> bool:

@@ -17,6 +17,7 @@ from prefect_raybatch.ledger.drains import Drain, read_drain
 from prefect_raybatch.ledger.failures import alike, failure_texts
 from prefect_raybatch.ledger.forks import follow_forks
 from prefect_raybatch.ledger.increments import asks_ledger, increment_of
+from prefect_raybatch.ledger.last_attempt import ATTEMPT_FAILED, last_attempt_of
 from prefect_raybatch.ledger.layout import partial_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
@@ -56,7 +57,8 @@ class Status:
     partial results that were written of it, newest first: they change nothing of its state. `cost`
     is that of all attempts until now, `cost_end` what it will be at the end; None where it is not
     known. `superseded_by` is the run that goes on in the place of this one, which was repaired.
-    `drained` is the word that told the latest attempt to end."""
+    `drained` is the word that told the latest attempt to end. `failure` says why the latest attempt
+    at a run that is not complete failed, `command` continues the run."""
 
     run: str
     run_key: str
@@ -84,6 +86,8 @@ class Status:
     cost_end: float | None = None
     superseded_by: str | None = None
     drained: Drain | None = None
+    failure: str = ""
+    command: str = ""
 
 
 def status(uri: str, options: dict[str, Any] | None = None) -> Status:
@@ -97,7 +101,9 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
     finished = ledger.finished(plan) is not None
     rate = 0.0 if finished else tally.recent_rate()
     attempts = _attempts(ledger)
-    state = state_name(finished, bool(tally.shards))
+    attempt = None if finished else last_attempt_of(store)
+    failure = attempt.failure if attempt is not None else ""
+    state = ATTEMPT_FAILED if failure else state_name(finished, bool(tally.shards))
     later = follow_forks(ledger, plan)[0]
     beats = () if finished else tuple(_beats(store, attempts))
     spent = spent_on(ledger, plan)
@@ -129,6 +135,8 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
         gpu_hours=round(spent.gpu_seconds / HOUR, 6),
         cost=None if cost is None else round(cost, 6),
         cost_end=beats[0]["cost_end"] if beats else None,
+        failure=failure,
+        command=attempt.command if attempt is not None and failure else "",
     )
 
 

@@ -145,6 +145,7 @@ def test_a_run_over_its_budget_shows_which_rows_failed(local_ray, tmp_path, call
     assert stopped is not None and (stopped.failed, stopped.sample[0].row) == (1, 13)
     code, out, _ = call("status", run.uri)
     assert code == 0 and "1 of 40 rows failed, where 0 may" in out
+    assert "key: failed" in out and "failed while inference: ErrorBudgetExceeded: 1 of 40" in out
     assert "row 13: engine: ValueError: refused" in out
     assert json.loads(call("status", run.uri, "--json")[1])["stopped"]["sample"][0]["row"] == 13
     assert "1 of 40 rows failed" in call("report", run.uri)[1]
@@ -222,7 +223,8 @@ def test_rows_whose_function_ends_or_hangs_its_worker_are_quarantined_alone(loca
 
 def test_a_second_attempt_goes_on_where_the_first_was_stopped(made):
     half = made.halfway
-    assert (half.state, half.committed, half.pending, half.done) == ("unfinished", 2, 2, 20)
+    assert (half.state, half.committed, half.pending, half.done) == ("failed", 2, 2, 20)
+    assert half.failure.startswith("inference: Stop")
     assert (made.progress.resumed_shards, made.progress.done) == (2, ROWS)
     assert made.report.resumed_shards == 2
     assert len(status(made.run.uri).attempts) == 2

@@ -507,6 +507,12 @@ def test_after_raising_the_limit_the_run_goes_on(tmp_path):
     check_whole(run)
 
 
+def test_a_run_with_all_its_shards_is_not_stopped_by_a_limit_lowered_since(tmp_path):
+    run = small_run(tmp_path)
+    drive(run, Passes(run, failed={(0, 1), (1, 0)}), limits={"max_failed": 2})
+    assert drive(run, Passes(run), limits={"max_failed": 0}).tally.failed == 2
+
+
 def test_a_budget_crossed_before_is_told_before_anything_starts(tmp_path):
     run = small_run(tmp_path)
     run.commit(0, failed=[1, 2, 3])

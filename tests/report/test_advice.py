@@ -246,17 +246,6 @@ def test_answers_that_are_cut_off(tmp_path):
     assert found.change == "sampling.max_tokens: 32" and "400 of 10,000" in found.evidence
 
 
-def test_one_answer_of_a_given_form_that_is_not_whole_is_told(tmp_path):
-    cut = [shard(0, cut_off=3, cut_off_structured=2), *(shard(n) for n in range(1, 20))]
-    made = report(tmp_path, cut)
-    found = only(advise(made, job(sampling={"max_tokens": 16, "choice": ["a"]})))
-    assert found.about == "answers of a given form are not whole"
-    assert "2 of 10,000" in found.evidence and "count as good" in found.evidence
-    assert "sampling.max_tokens: 32" in found.change and "output.on_cut_off: fail" in found.change
-    assert advise(made, job(output={"uri": "o", "on_cut_off": "keep"})) == ()  # they are wanted
-    assert "3, of which 2 had to have a given form and are not whole" in markdown(made)
-
-
 def test_failed_answers_that_were_cut_off(tmp_path):
     key = FailureKey("engine", "AnswerCutOff", "the answer was cut off")
     failed = replace(shard(0, cut_off=1), failures={key: 1})

@@ -153,7 +153,7 @@ def test_nights_are_read_from_their_records_and_held_against_each_other(week):
     page = page_of(week)
     assert [night.run_key for night in page.nights] == ["n4", "n3", "n2", "n1"]
     killed, shifted, alike, first = page.nights
-    assert killed.state == "unfinished" and killed.good is None and killed.committed == 0.5
+    assert killed.state == "failed" and killed.good is None and killed.committed == 0.5
     assert (first.good, first.answers["labels"]) == (400, {"Finance": 200.0, "Retail": 200.0})
     assert alike.shifts == first.shifts == ()
     (shift,) = shifted.shifts
@@ -168,7 +168,7 @@ def test_nights_are_read_from_their_records_and_held_against_each_other(week):
 
 def test_the_page_says_the_worst_first_and_shows_plots(week):
     text = nights_markdown(page_of(week))
-    assert text.index("n4 is unfinished") < text.index("| begun (UTC) |")
+    assert text.index("n4 is failed") < text.index("| begun (UTC) |")
     assert "labels 28.0% otherwise" in text and "unfinished 50%" in text and "broken: " in text
     assert "| Retail | 80.0% | 52.0% | 50.0% |" in text and "](data:image/svg+xml" in text
     page = nights_html([page_of(week)], "now")
