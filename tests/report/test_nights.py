@@ -168,11 +168,11 @@ def test_nights_are_read_from_their_records_and_held_against_each_other(week):
 
 def test_the_page_says_the_worst_first_and_shows_plots(week):
     text = nights_markdown(page_of(week))
-    assert text.index("n4 is failed") < text.index("| begun (UTC) |")
-    assert "labels 28.0% otherwise" in text and "unfinished 50%" in text and "broken: " in text
+    assert text.index("n4 failed: ") < text.index("| begun (UTC) |")
+    assert "labels 28.0% otherwise" in text and "failed 50%" in text and "broken: " in text
     assert "| Retail | 80.0% | 52.0% | 50.0% |" in text and "](data:image/svg+xml" in text
     page = nights_html([page_of(week)], "now")
-    for words in ("n4 is unfinished", "labels 28.0% otherwise", "<svg", "Answers by label", "now"):
+    for words in ("n4 failed: ", "labels 28.0% otherwise", "<svg", "Answers by label", "now"):
         assert words in page
     picture = of_nights(page_of(week).nights) or ""
     assert picture.count('id="part-0-night-') == 6  # three nights, twice
