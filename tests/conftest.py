@@ -31,6 +31,8 @@ os.environ["RAYBATCH_POLICY"] = str(Path(__file__).parent / "data" / "policy.yam
 # Processes that tests start keep what they compile: an engine start is half as dear.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+pytest_plugins = ["helpers.hung"]
+
 # A slow example is no failure, and no timing decides anything.
 settings.register_profile(
     "prefect_raybatch",
