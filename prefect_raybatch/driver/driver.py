@@ -187,8 +187,8 @@ class Driver:
         self._answered = False  # whether anything came through the stages in this attempt
 
     def resume(self) -> Progress:
-        """Fold what is committed already. Raise `ErrorBudgetExceeded` if too many of its rows failed
-        and shards are left to do."""
+        """Fold what is committed already. Raise `ErrorBudgetExceeded` if shards are left to do and
+        too many rows have failed."""
         listing = self.ledger.listing(self.plan)
         self.done = listing.done
         if listing.strays:

@@ -19,6 +19,7 @@ from cachetools import LRUCache
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.storage.base import FileInfo, Store
 from prefect_raybatch.storage.proof import CHUNK
+from prefect_raybatch.storage.seekable import SeekableReader
 
 CHECKED_BLOCK = 256 << 10  # bytes that one checksum is of
 SUM_BYTES = 16
@@ -103,38 +104,25 @@ def open_checked(store: Store, path: str, sums: BlockSums) -> BinaryIO:
         raise CorruptRun(f"{store.uri}/{path} is missing") from None
 
 
-class _Checked(io.RawIOBase):
+class _Checked(SeekableReader):
     """A stream that reads whole blocks of another and checks them; the last one read is kept."""
 
     def __init__(self, stream: BinaryIO, uri: str, sums: BlockSums) -> None:
+        super().__init__()
         self._stream, self._uri, self._sums = stream, uri, sums
-        self._at = 0
         self._last = (-1, b"")
 
-    def readable(self) -> bool:
-        return True
+    @property
+    def size(self) -> int:
+        return self._sums.size
 
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._sums.size}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def readinto(self, buffer: object) -> int:
-        view = memoryview(buffer).cast("B")  # type: ignore[arg-type]
-        start, stop = self._at, min(self._sums.size, self._at + len(view))
+    def read_at(self, start: int, stop: int) -> bytes:
+        stop = min(stop, self.size)
         if start >= stop:
-            return 0
+            return b""
         first = start // CHECKED_BLOCK
         data = self._blocks(first, -(-stop // CHECKED_BLOCK))
-        view[: stop - start] = data[start - first * CHECKED_BLOCK : stop - first * CHECKED_BLOCK]
-        self._at = stop
-        return stop - start
+        return data[start - first * CHECKED_BLOCK : stop - first * CHECKED_BLOCK]
 
     def _blocks(self, first: int, stop: int) -> bytes:
         """The bytes of blocks [first, stop)."""

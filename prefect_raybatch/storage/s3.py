@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import errno
 import hashlib
 import io
 import os
@@ -26,6 +25,7 @@ from prefect_raybatch.storage.base import (
 )
 from prefect_raybatch.storage.s3_answers import judge
 from prefect_raybatch.storage.s3_client import Connection, Send, put_file_at_once, request, upload
+from prefect_raybatch.storage.seekable import SeekableReader
 from prefect_raybatch.storage.uri import checked, join
 
 SINGLE_PUT_BYTES = 64 * 2**20  # larger files go up in parts, unless under a condition
@@ -336,38 +336,21 @@ def _s3_info(path: str, size: int, etag: str, modified: float | None = None) -> 
     return FileInfo(path, size, etag.strip('"'), None, modified)
 
 
-class _RangeReader(io.RawIOBase):
+class _RangeReader(SeekableReader):
     """An S3 object as a seekable raw file: each read is one ranged GET through the retry loop."""
 
     def __init__(self, store: S3Store, info: FileInfo) -> None:
+        super().__init__()
         self._store = store
         self._info = info
-        self._position = 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._info.size}[whence]
-        if base + offset < 0:
-            raise OSError(errno.EINVAL, "seek before the start")
-        self._position = base + offset
-        return self._position
+    @property
+    def size(self) -> int:
+        return self._info.size
 
     def readall(self) -> bytes:
-        return self.read(max(self._info.size - self._position, 0)) or b""  # one GET, not many
+        return self.read(max(self.size - self.tell(), 0)) or b""  # one GET, not many
 
-    def readinto(self, buffer: Any) -> int:
-        stop = min(self._position + len(buffer), self._info.size)
-        if stop <= self._position:
-            return 0
-        data = self._store.read_range(self._info, self._position, stop)
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
+    def read_at(self, start: int, stop: int) -> bytes:
+        stop = min(stop, self.size)
+        return self._store.read_range(self._info, start, stop) if start < stop else b""

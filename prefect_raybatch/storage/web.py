@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NoReturn, cast
+from typing import BinaryIO, NoReturn, cast
 from urllib.parse import unquote, urljoin, urlsplit
 
 from prefect_raybatch.errors import SourceError, StoreError, StoreUnavailable
@@ -33,6 +33,7 @@ from prefect_raybatch.storage.internet import (
     resolved,
     shown_url,
 )
+from prefect_raybatch.storage.seekable import SeekableReader
 
 MOST_REDIRECTS = 5
 WEB_TRIES = 5
@@ -308,31 +309,16 @@ class _Download:
         self._connection = self._answer = None
 
 
-class _Handle(io.RawIOBase):
+class _Handle(SeekableReader):
     """Reads what has come, and lets more come."""
 
     def __init__(self, download: _Download) -> None:
-        self._download, self._at = download, 0
+        super().__init__()
+        self._download = download
 
-    def readable(self) -> bool:
-        return True
+    @property
+    def size(self) -> int:
+        return self._download.info("").size
 
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        if whence == os.SEEK_END:
-            offset += self._download.info("").size
-        elif whence == os.SEEK_CUR:
-            offset += self._at
-        self._at = offset
-        return offset
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._download.read_at(self._at, len(buffer))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
+    def read_at(self, start: int, stop: int) -> bytes:
+        return self._download.read_at(start, stop - start)

@@ -1,0 +1,48 @@
+"""A raw file whose reader asks for bytes by their place."""
+
+from __future__ import annotations
+
+import errno
+import io
+from abc import abstractmethod
+from typing import Any
+
+
+class SeekableReader(io.RawIOBase):
+    """A file of which a subclass says by `read_at` what it holds, and its `size` when asked."""
+
+    def __init__(self) -> None:
+        self._position = 0
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """The length of the file in bytes."""
+
+    @abstractmethod
+    def read_at(self, start: int, stop: int) -> bytes:
+        """Return the bytes [start, stop), or fewer of them: none at the end of the file alone."""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position}
+        place = offset + (self.size if whence == io.SEEK_END else base[whence])
+        if place < 0:
+            raise OSError(errno.EINVAL, "seek before the start")
+        self._position = place
+        return place
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        data = self.read_at(self._position, self._position + len(view)) if len(view) else b""
+        view[: len(data)] = data
+        self._position += len(data)
+        return len(data)
