@@ -116,6 +116,18 @@ def check_label_texts(labels: Sequence[str], where: str = "") -> None:
         raise ValueError(f"{where}label {repeated[0]!r} stands there twice; remove one")
 
 
+def check_backend(config: Any) -> None:
+    """Raise ValueError if vLLM cannot load the backend in `engine.structured_outputs_config`.
+
+    lm-format-enforcer 0.11 imports `vllm.transformers_utils.tokenizer`, which vLLM 0.29 lacks.
+    """
+    if _backend_of(config) == "lm-format-enforcer":
+        raise ValueError(
+            "structured_outputs_config: vLLM 0.29 cannot load the backend lm-format-enforcer; "
+            "leave backend out, or choose xgrammar, guidance or outlines"
+        )
+
+
 def check_labels_held(labels: Sequence[str], where: str, config: Any) -> None:
     """Raise ValueError if the backend of the engine would let an answer be none of the labels.
 

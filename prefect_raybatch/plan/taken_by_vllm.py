@@ -13,6 +13,7 @@ from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.engine_values import wrong_values
 from prefect_raybatch.job.precision import with_precision
 from prefect_raybatch.job.structured_outputs import (
+    check_backend,
     check_form_parses,
     check_form_shape,
     check_labels_held,
@@ -30,6 +31,10 @@ def check_taken_by_vllm(job: BatchJob) -> None:
     if sampling.get("thinking_token_budget") is not None:
         _check_thinking(job, engine)
     form = sampling.get("structured_outputs")
+    try:
+        check_backend(forms)
+    except ValueError as error:
+        raise ConfigError(f"engine.{error}") from None
     try:
         check_form_shape(form)
         check_form_parses(form, forms)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.small import job_dict
+from helpers.small import job_dict, make_job
 
 from prefect_raybatch import demo
 from prefect_raybatch.errors import ConfigError
@@ -135,9 +136,18 @@ def test_what_one_parser_takes_depends_on_the_backend(form: dict[str, Any], refu
     assert not taken_by_vllm(form, refusing)
 
 
-@pytest.mark.parametrize("backend", ["outlines", "lm-format-enforcer"])
-def test_other_parsers_are_not_asked(backend: str) -> None:
-    check_form_parses({"regex": "("}, {"backend": backend})
+def test_other_parsers_are_not_asked() -> None:
+    check_form_parses({"regex": "("}, {"backend": "outlines"})
+
+
+def test_a_backend_that_vllm_cannot_load_is_refused_before_an_engine_starts() -> None:
+    config = {"structured_outputs_config": {"backend": "lm-format-enforcer"}}
+    with pytest.raises(
+        ConfigError, match=r"engine\.structured_outputs_config: .*leave backend out"
+    ):
+        check_taken_by_vllm(make_job(engine=config))
+    with pytest.raises(ImportError):  # else the refusal can go
+        importlib.import_module("lmformatenforcer.integrations.vllm")
 
 
 ODD_LABELS = [
