@@ -17,7 +17,7 @@ export RAYBATCH_TEST_WITHOUT := $(WITHOUT)
 PYTEST_M := -m pytest -q --durations=10 -n $(PROCESSES) --dist loadscope --no-loadscope-reorder
 PYTEST := $(BIN)/python $(PYTEST_M)
 
-.PHONY: help demo test programs all-tests lint types room unit e2e coverage chaos failures bench tour docs lock clean
+.PHONY: help demo check test test-all rest programs lint types coverage chaos failures bench tour docs lock clean
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -33,15 +33,32 @@ help: ## Show this list
 demo: .venv/.ready ## Run the main job: company -> industry with real vLLM on the CPU
 	@$(BIN)/raybatch demo $(ARGS)
 
-test: programs lint ## Everything that must pass: unit and e2e side by side, with shared servers
-	@$(MAKE) --no-print-directory -j 2 types all-tests
+check: .venv/.ready ## One room: lint, types and its tests, ROOM=ledger
+	$(BIN)/ruff check prefect_raybatch/$(ROOM) tests/$(ROOM)
+	$(BIN)/ruff format --check prefect_raybatch/$(ROOM) tests/$(ROOM)
+	$(BIN)/mypy
+	$(PYTEST) -m "not whole and not e2e" tests/$(ROOM) $(ARGS)
+
+test: TIER = test
+test: TESTS = -m "not whole"
+test: programs lint ## Lint, types, all quick tests, and each kind of run once with real vLLM
+	@$(MAKE) --no-print-directory -j 2 types tests TESTS='$(TESTS)'
 	@$(if $(WITHOUT),echo "Left out: the tests that need $(WITHOUT)")
 
-programs: ## Install Chromium and Ceph for the tests where they are missing
-	@$(PYTHON) tests/programs.py --without "$(WITHOUT)"
+test-all: programs lint ## Everything: also campaigns, the browser and the wheel
+	@$(MAKE) --no-print-directory -j 2 types tests
+	@$(if $(WITHOUT),echo "Left out: the tests that need $(WITHOUT)")
 
-all-tests: programs .venv/.ready
-	$(PYTEST) $(ARGS)
+rest: programs ## What test-all has beside test
+	@$(MAKE) --no-print-directory tests TESTS='-m whole'
+
+TIER = all
+programs: ## Install the programs that the tests need where they are missing
+	@$(PYTHON) tests/programs.py --tier $(TIER) --without "$(WITHOUT)"
+
+.PHONY: tests
+tests: .venv/.ready
+	$(PYTEST) $(TESTS) $(ARGS)
 
 lint: .venv/.ready ## Ruff
 	$(BIN)/ruff check .
@@ -49,18 +66,6 @@ lint: .venv/.ready ## Ruff
 
 types: .venv/.ready ## Type checker
 	$(BIN)/mypy
-
-room: .venv/.ready ## One room: lint, types and its tests, ROOM=ledger
-	$(BIN)/ruff check prefect_raybatch/$(ROOM) tests/$(ROOM)
-	$(BIN)/ruff format --check prefect_raybatch/$(ROOM) tests/$(ROOM)
-	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -m "not e2e" tests/$(ROOM) $(ARGS)
-
-unit: programs .venv/.ready ## Tests without the real engine
-	$(PYTEST) -m "not e2e" $(ARGS)
-
-e2e: programs .venv/.ready ## Real vLLM, real Ray, a real Prefect server
-	$(PYTEST) -m e2e $(ARGS)
 
 coverage: .venv/.ready ## Which lines the unit tests reach, in the processes that they start too
 	@rm -rf .coverage && mkdir .coverage

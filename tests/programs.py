@@ -1,8 +1,8 @@
 """Install the system programs that the tests need, or say which command does.
 
-    python tests/programs.py [--without browser,ceph]
+    python tests/programs.py [--tier test] [--without browser,ceph]
 
-`make test` runs this before anything else, with the Python of the machine: it imports nothing from
+`make test` and `make test-all` run this before anything else, with the Python of the machine: it imports nothing from
 outside the standard library. Installing needs apt-get and root, or sudo without a password. Where
 that is not possible it exits with 1 and prints the command for somebody who may.
 """
@@ -56,6 +56,8 @@ PROGRAMS: Mapping[str, Program] = {
     ),
 }
 
+TIERS = {"test": ("ceph",), "all": tuple(PROGRAMS)}  # what the tests of `make test` and -all need
+
 
 def left_out() -> list[str]:
     """Return the programs whose tests are to be skipped, by the environment. SystemExit if one of
@@ -73,9 +75,9 @@ def require(name: str) -> None:
         pytest.fail(f"{PROGRAMS[name].title}: not installed. Run: python tests/programs.py")
 
 
-def install(without: Iterable[str] = ()) -> int:
-    """Install what is missing and return the exit code: 0 if all is there, 1 if not."""
-    wanted = [name for name in PROGRAMS if name not in without]
+def install(without: Iterable[str] = (), tier: str = "all") -> int:
+    """Install what the tier needs and is missing; return 0 if all is there then, 1 if not."""
+    wanted = [name for name in TIERS[tier] if name not in without]
     missing = [name for name in wanted if not PROGRAMS[name].is_installed()]
     if not missing:
         return 0
@@ -90,7 +92,8 @@ def install(without: Iterable[str] = ()) -> int:
         else:
             commands = ", ".join(name for key in missing for name in PROGRAMS[key].names)
             print(f"Install the packages of your system that have these programs: {commands}")
-        print(f"Or leave these tests out: make test WITHOUT={','.join(missing)}")
+        command = "make test" if tier == "test" else "make test-all"
+        print(f"Or leave these tests out: {command} WITHOUT={','.join(missing)}")
         return 1
     print(f"Installing {titles} (Debian: {' '.join(packages)})", flush=True)
     for command in (["apt-get", "update", "-q"], apt):
@@ -139,11 +142,13 @@ def _parse(text: str) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--without", default="", metavar="NAMES", help=", ".join(PROGRAMS))
-    without = _parse(parser.parse_args().without)
+    parser.add_argument("--tier", default="all", choices=TIERS, help="of which tests")
+    given = parser.parse_args()
+    without = _parse(given.without)
     if without and os.environ.get("CI", "").lower() in ("1", "true"):
         print("CI=true: no tests can be left out. Remove WITHOUT.")
         return 1
-    return install(without)
+    return install(without, given.tier)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from prefect_raybatch.runs.publish_run import publish_run
 from prefect_raybatch.runs.retry import Retry, plan_retry
 from prefect_raybatch.runs.status import report_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.whole, pytest.mark.timeout(900)]
 
 ROWS, PER_SHARD = 60, 6
 LATER = {40, 55}  # rows of an adapter that the job does not know until they are retried

@@ -83,7 +83,10 @@ def test_without_the_right_the_command_is_told(
     assert not (path / "log").exists()
     said = capsys.readouterr().out
     assert "sudo apt-get install -y -q --no-install-recommends chromium libatomic1 radosgw" in said
-    assert "make test WITHOUT=browser,ceph" in said
+    assert "make test-all WITHOUT=browser,ceph" in said
+    assert programs.install(tier="test") == 1
+    said = capsys.readouterr().out
+    assert "make test WITHOUT=ceph" in said and "chromium" not in said
 
 
 def test_other_systems_are_told_the_programs(

@@ -118,6 +118,7 @@ def far(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.mark.e2e
+@pytest.mark.whole
 def test_the_demo_runs_from_the_wheel_and_is_done_the_second_time(far: Path) -> None:
     raybatch = far / "env" / "bin" / "raybatch"
     where = "import prefect_raybatch; print(prefect_raybatch.__file__)"
@@ -193,6 +194,7 @@ def flow_machine(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.e2e
+@pytest.mark.whole
 @pytest.mark.parametrize("way", ["address", "job_server"])
 def test_the_flows_machine_needs_no_vllm_and_takes_a_later_prefect(
     flow_machine: Path, ray_head: Head, way: str

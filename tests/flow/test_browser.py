@@ -35,7 +35,7 @@ from prefect_raybatch.report.plots import data_uri, of_nights
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.e2e, pytest.mark.whole, pytest.mark.timeout(1500)]
 
 SHARD = 50
 LABELS = ".schema-form-property__label"

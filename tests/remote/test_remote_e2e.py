@@ -32,7 +32,7 @@ from prefect_raybatch.kuberay.run_cluster import notes_of
 from prefect_raybatch.remote.server import JobServer, RayJob
 from prefect_raybatch.runs.plan_run import plan_run
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.whole, pytest.mark.timeout(1200)]
 
 BIN = Path(sys.executable).parent
 ROWS, SHARD, KEY = 3000, 50, "outlives-its-flow"
