@@ -2,9 +2,10 @@
 
     python tests/programs.py [--tier test] [--without browser,ceph]
 
-`make test` and `make test-all` run this before anything else, with the Python of the machine: it imports nothing from
-outside the standard library. Installing needs apt-get and root, or sudo without a password. Where
-that is not possible it exits with 1 and prints the command for somebody who may.
+`make test` and `make test-all` run this before anything else, with the Python of the machine: it
+imports nothing from outside the standard library. Installing needs apt-get and root, or sudo
+without a password. Where that is not possible it exits with 1 and prints the command for somebody
+who may.
 """
 
 from __future__ import annotations

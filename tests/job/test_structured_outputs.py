@@ -142,9 +142,7 @@ def test_other_parsers_are_not_asked() -> None:
 
 def test_a_backend_that_vllm_cannot_load_is_refused_before_an_engine_starts() -> None:
     config = {"structured_outputs_config": {"backend": "lm-format-enforcer"}}
-    with pytest.raises(
-        ConfigError, match=r"engine\.structured_outputs_config: .*leave backend"
-    ):
+    with pytest.raises(ConfigError, match=r"engine\.structured_outputs_config: .*leave backend"):
         check_taken_by_vllm(make_job(engine=config))
     with pytest.raises(ImportError):  # else the refusal can go
         importlib.import_module("lmformatenforcer.integrations.vllm")
