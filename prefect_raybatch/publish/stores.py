@@ -39,6 +39,8 @@ class FolderSink(Sink):
             changed: dict[str, Any] = {"uri": f"{folder}/table", "options": {}}
             for names in ("key", "partition_by"):  # of a result whose columns are not all known
                 changed[names] = [n for n in getattr(self.target, names) if n in wanted.names]
+            if not changed["key"]:
+                changed["mode"] = "append"
             target = self.target.model_copy(update=changed)
             rows = AnsweredRows("", "", "", 0, wanted, lambda: iter(()))
             type(self)(target, {}).publish(rows, lambda step: None)
