@@ -106,7 +106,7 @@ def test_code_of_a_model_needs_the_operator(monkeypatch, tmp_path):
         ("acting:check_call", "is defined in subprocess, not in acting"),
         ("acting:quiet", "is defined in subprocess"),
         ("acting:loads", "is defined in .*pickle"),
-        ("acting:printed", "is defined in builtins"),
+        ("acting:counted", "is defined in builtins"),
         ("acting:Template", "is defined in string, not in acting"),
         ("acting:template", "is defined in string"),
         ("acting:nameless", "does not say which module defines it"),
@@ -135,7 +135,7 @@ from subprocess import check_call
 from pydantic import BaseModel
 
 quiet = functools.partial(functools.partial(check_call), stdout=None)
-printed = print
+counted = len
 template = Template("a").substitute
 
 
