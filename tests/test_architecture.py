@@ -260,6 +260,60 @@ def test_no_assert_guards_anything():
         assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)], path
 
 
+# Modules that import BatchJob, beside the room that it is in. None may be added: whoever needs a
+# few fields of a job is given these.
+JOB_IMPORTERS = """
+    cli: commands drive mending outputs
+    cluster: connect early lookups near pipeline side_by_side sizes
+    doctor: __init__ finding services
+    flow: assets blocks.cluster blocks.job continuing failure flows job_flow nights page tasks
+    model: chat_template
+    plan: fingerprint image_bytes keying plan prefix_hints prompt_lengths resolved row_keys
+    plan: taken_by_vllm
+    publish: planned
+    remote: __main__ follower places records
+    report: advice
+    runs: alterations attempts backfill dry_run earlier estimate finalize_run first_job increment
+    runs: infer_run partial_run plan_run precision preview publish_run restore_answers retry run
+    runs: status tune
+    sizing: agreement explain prices sizes
+    stages: engine images.rows label_probabilities parsing pooling result_columns
+"""
+
+
+def job_importers() -> set[str]:
+    """Return the modules of JOB_IMPORTERS."""
+    rooms = [line.strip().split(": ") for line in JOB_IMPORTERS.strip().splitlines()]
+    names = [f"{room}.{module}" for room, modules in rooms for module in modules.split()]
+    return {name.removesuffix(".__init__") for name in names}
+
+
+def imports_batch_job(path: Path) -> bool:
+    home = "prefect_raybatch.job.batch_job"
+    wanted = (home, "prefect_raybatch.BatchJob")
+    return any(
+        name in wanted or name.startswith(f"{home}.BatchJob") for name in imports(path, lazy=True)
+    )
+
+
+def test_no_further_module_imports_the_whole_job():
+    """What works on a whole job can depend on any field of it: the list may only become shorter."""
+    importing = {
+        module
+        for module, path in MODULES.items()
+        if module and module.split(".")[0] != "job" and imports_batch_job(path)
+    }
+    listed = job_importers()
+    assert not importing - listed, (
+        f"{', '.join(sorted(importing - listed))} now imports BatchJob: pass it the group of "
+        "fields that it needs (job.engine, job.limits, ...), or the value that follows from them"
+    )
+    assert not listed - importing, (
+        f"{', '.join(sorted(listed - importing))} no longer imports BatchJob: take it off "
+        "JOB_IMPORTERS"
+    )
+
+
 # --- names --------------------------------------------------------------------------------------
 
 # Public names that two modules define, and why. All others have one home, or a name each.
