@@ -12,7 +12,7 @@ import pytest
 from helpers.engine_stage import block, lost_rows
 from helpers.heard import wait_for
 from helpers.hosts import FakeHosts, Handle, calls_in_process
-from helpers.small import MODEL, make_job
+from helpers.small import MODEL
 from ray.exceptions import ActorUnavailableError
 
 from prefect_raybatch import warm_engines
@@ -519,19 +519,3 @@ def test_an_actor_on_a_node_that_leaves_gives_its_blocks_back(
     old = Handle(EngineHost(Stage, lambda: True))
     (back,) = lost_rows(forwarding([old], [], leaving=True)(block(Unit(3, 0, 2))))
     assert back[:2] == (3, 0) and "its node leaves" in back[2] and not back[3]
-
-
-def test_the_job_is_asked_only_where_engines_can_be_kept() -> None:
-    from prefect_raybatch.cluster.pipeline import warm_kind_of
-    from prefect_raybatch.sizing.sizes import Capacity, sizes_of
-
-    def kind(**engine: Any) -> WarmKind | None:
-        job = make_job(engine={"model": "demo", **engine})
-        have = Capacity(8, 2, 1, "here", (2,), (), 4.0, 80 << 30)
-        size = sizes_of(job, 1000, 100.0, have, None, "", planned=100)
-        return warm_kind_of(job, MODEL, size)
-
-    assert kind() is not None
-    assert kind(replicas=[1, 2]) is None
-    assert kind(stage="ray.data.llm") is None
-    assert kind(tensor_parallel_size=2, distributed_executor_backend="ray") is None

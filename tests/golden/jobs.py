@@ -331,6 +331,13 @@ def _answers() -> Iterator[GoldenJob]:
         output={"reasoning_parser": "qwen3", "reasoning_column": "thinking"},
     )
     yield made(
+        "answer-thinking-choice",
+        "One of two labels, after a reasoning model has thought.",
+        sampling={"choice": ["yes", "no"], "max_tokens": 64},
+        engine=LLAMA,
+        output={"reasoning_parser": "qwen3"},
+    )
+    yield made(
         "answer-tool-calls",
         "Tool calls in a column of their own.",
         prompt={
@@ -377,7 +384,7 @@ def _engines() -> Iterator[GoldenJob]:
             "device": "cpu",
             "replicas": 4,
             "env": {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_BATCH_INVARIANT": "1"},
-            "dtype": "float32",
+            "dtype": "bfloat16",
             "enable_prefix_caching": False,
             "enforce_eager": False,
         },
@@ -514,12 +521,14 @@ def _runs() -> Iterator[GoldenJob]:
     )
     yield made(
         "run-layout",
-        "The result's columns and files.",
+        "The result's columns and files; names of columns that nothing fills count for nothing.",
         source={"rows_per_shard": 10},
         output={
             "column": "answer",
             "columns": ["id", "Company"],
             "row_number": "line",
+            "reasoning_column": "thought",
+            "tool_calls_column": "calls",
             "compact": False,
             "file_mb": 64,
             "read_back": True,
@@ -668,6 +677,11 @@ def _refused() -> Iterator[GoldenJob]:
         "A misspelt field, and a value out of range.",
         sampling={"temprature": 1},
         engine={"batch_size": 0},
+    )
+    yield made(
+        "refused-code",
+        "An engine argument that names code.",
+        engine={"logits_processors": ["mine:Processor"]},
     )
     yield made(
         "refused-place",

@@ -64,8 +64,3 @@ def test_what_is_told_of_it_holds_no_keys() -> None:
     given = {"hf_overrides": {"token": "hunter2secret"}}
     _, told = keying_of(make_job(engine=given), MODEL)
     assert "hunter2secret" not in str(told)
-
-
-def test_turning_deduplication_off_makes_no_two_requests_share() -> None:
-    assert keying_of(make_job(), MODEL)[0].merge
-    assert not keying_of(make_job(engine={"deduplicate": False}), MODEL)[0].merge

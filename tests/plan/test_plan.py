@@ -755,11 +755,3 @@ def test_the_columns_of_parsers_are_named_where_they_meet_the_inputs():
         check_against_schema(make_job(output=output), schema)
     check_against_schema(make_job(output={**output, "reasoning_column": "thought"}), schema)
     check_against_schema(make_job(output={"uri": "o"}), schema)
-
-
-def test_a_job_that_uses_nothing_of_the_chat_keeps_its_fingerprint():
-    parts = fingerprint(make_job(), MODEL)[1]
-    assert set(parts["prompt"]) == {"template", "system", "function", "on_null"}
-    assert not [name for name in parts if "reasoning" in name or "tool" in name]
-    changed = {"output.reasoning_column": "thought", "output.tool_calls_column": "calls"}
-    assert fingerprint(job_with(**changed), MODEL) == fingerprint(job_with(), MODEL)

@@ -759,22 +759,6 @@ def test_the_kv_cache_shown_counts_weights_that_stay_in_the_nodes_memory():
     assert "weights 7.0 GiB" in why and "weights 15.0 GiB" in whole[1]
 
 
-def test_what_engines_are_given_is_what_was_resolved():
-    """One value for both: the engine's arguments are those that the plan shows."""
-    from prefect_raybatch.stages.engine import engine_spec
-
-    size = sized(LLAMA_8B, max_num_seqs=99)
-    job = make_job(sampling=SHORT, engine={"max_num_seqs": 99})
-    spec = engine_spec(job, {}, size)
-    assert spec.arguments["max_num_seqs"] == 99
-    assert spec.arguments["max_num_batched_tokens"] == 16384
-    assert (spec.engines_per_gpu, spec.gpu_bytes) == (2, CARDS["H200"].memory)
-    assert spec.share == size.share and set(size.share) == {
-        "gpu_memory_utilization",
-        "kv_cache_memory_bytes",
-    }
-
-
 def test_prepared_images_are_counted_as_their_tokens_and_not_as_text():
     """Of 600 KB a row, which as text would be 150,000 tokens."""
     sampling = Sampling(max_tokens=32)

@@ -46,7 +46,7 @@ from prefect_raybatch.stages.block import (
     is_lost,
     lost,
 )
-from prefect_raybatch.stages.engine import CPU_ENV, EngineSpec, EngineStage, engine_spec
+from prefect_raybatch.stages.engine import EngineSpec, EngineStage, engine_spec
 from prefect_raybatch.stages.vllm import canary, note, phases, stepper
 from prefect_raybatch.stages.vllm.stepper import Completion, EngineDied, plain_fields
 
@@ -506,22 +506,6 @@ def test_an_engine_knows_of_thinking_where_the_answer_has_a_form(groups, given):
     assert spec.sampling.get("skip_special_tokens") is (False if parsed else None)
 
 
-@pytest.mark.parametrize(
-    ("engine", "backend"),
-    [
-        ({"tensor_parallel_size": 2}, "mp"),
-        ({"pipeline_parallel_size": 2}, "mp"),
-        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "ray"),
-        ({}, None),
-    ],
-)
-def test_gpus_of_an_engine_are_driven_by_processes_of_its_own(engine, backend):
-    """Left to itself vLLM takes the placement group that the run may stand in, and waits there for
-    GPUs that the actor already holds."""
-    spec = spec_of(make_job(engine=engine), gpus=2)
-    assert spec.arguments.get("distributed_executor_backend") == backend
-
-
 GIB = 2**30
 
 
@@ -553,53 +537,6 @@ def test_a_packed_engine_keeps_to_its_share_of_the_gpu_that_is_there(
     spec = EngineSpec(dict(MODEL), {}, arguments, {}, 2, planned, share, encodes=True)
     found = EngineStage(spec).arguments()
     assert "kv_cache_memory_bytes" not in found and found["gpu_memory_utilization"] == 0.46
-
-
-def test_every_sizing_argument_is_set_on_purpose():
-    cpu = spec_of(make_job()).arguments
-    gpu = spec_of(make_job(engine={"max_model_len": 99}), gpus=1).arguments
-    for arguments in (cpu, gpu):
-        assert arguments["max_num_seqs"] == 256
-        assert arguments["enable_prefix_caching"] is True
-    assert cpu["enforce_eager"] is True and "enforce_eager" not in gpu
-    assert (cpu["max_num_batched_tokens"], gpu["max_num_batched_tokens"]) == (4096, 16384)
-    assert gpu["max_model_len"] == 99
-    assert spec_of(make_job()).env == CPU_ENV
-
-
-def test_the_bundled_model_is_computed_on_a_cpu_in_what_each_cpu_is_quick_at():
-    """In bfloat16 one without AVX-512 had 26 rows/s for 155."""
-    assert spec_of(make_job()).arguments["dtype"] == "float32"
-    said = spec_of(make_job(engine={"dtype": "bfloat16"}))
-    assert said.arguments["dtype"] == "bfloat16"
-    assert "dtype" not in spec_of(make_job(), gpus=1).arguments
-    other = spec_of(make_job(engine={"model": demo.demo_model_path()}))
-    assert "dtype" not in other.arguments
-
-
-def test_what_the_job_says_beats_the_defaults():
-    job = make_job(
-        engine={
-            "enforce_eager": False,
-            "max_num_batched_tokens": 123,
-            "tensor_parallel_size": 2,
-            "dtype": "half",
-            "env": {"VLLM_CPU_KVCACHE_SPACE": "4", "A": "b"},
-        },
-        sampling={"max_tokens": 3, "top_p": 0.5, "choice": ["a", "b"]},
-    )
-    spec = spec_of(job)
-    assert spec.arguments["enforce_eager"] is False
-    assert spec.arguments["max_num_batched_tokens"] == 123
-    assert spec.arguments["tensor_parallel_size"] == 2
-    assert spec.arguments["dtype"] == "half"
-    assert spec.env == {**CPU_ENV, "VLLM_CPU_KVCACHE_SPACE": "4", "A": "b"}
-    assert spec.sampling == {
-        "temperature": 0.0,
-        "max_tokens": 3,
-        "choice": ["a", "b"],
-        "top_p": 0.5,
-    }
 
 
 def test_a_shard_that_another_driver_committed_meanwhile_is_not_inferred(started):
@@ -669,11 +606,10 @@ def test_a_request_that_is_refused_fails_all_its_rows(started):
     assert table[ANSWERS].to_pylist() == [None, None]
 
 
-def test_the_job_switches_order_and_merging_off():
-    on = spec_of(make_job())
-    off = spec_of(make_job(engine={"order": "input", "deduplicate": False}))
-    assert (on.sort, on.merge, off.sort, off.merge) == (True, True, False, False)
-    assert not spec_of(make_job(engine={"logits_processors": ["mine:Processor"]})).merge
+def test_nothing_is_asked_once_beside_a_logits_processor_of_the_users():
+    """It may keep a state, or count."""
+    spec = spec_of(make_job(engine={"logits_processors": ["mine:Processor"]}))
+    assert spec.merge is False
 
 
 def test_tokens_of_a_bias_are_numbers_again():
