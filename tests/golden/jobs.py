@@ -395,6 +395,11 @@ def _engines() -> Iterator[GoldenJob]:
         engine={"model": "models/llama-70b", "tensor_parallel_size": 4},
     )
     yield made(
+        "engine-on-four-gpus",
+        "Engines of four GPUs, which not every node has.",
+        engine={**LLAMA, "tensor_parallel_size": 4},
+    )
+    yield made(
         "engine-across-nodes",
         "One engine on GPUs of several nodes.",
         engine={
