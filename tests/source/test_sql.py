@@ -132,8 +132,8 @@ def test_types_that_show_late_are_declared(tmp_path, monkeypatch, companies):
 def test_places_that_are_none(tmp_path):
     refused(f"sqlite:///{tmp_path}/none.db", "SELECT 1", "there is no database file")
     assert not (tmp_path / "none.db").exists()
-    refused("mysql://host/x", "SELECT 1", "its driver is not installed")
-    refused("vertica://host/x", "SELECT 1", "its driver is not installed")
+    refused("mysql://host/x", "SELECT 1", "not installed")
+    refused("vertica://host/x", "SELECT 1", "not installed")
     refused(
         "sqlite://", "SELECT 1", "variable NO_SUCH is not set", options={"password_env": "NO_SUCH"}
     )
