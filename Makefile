@@ -1,9 +1,14 @@
-# Everything happens in .venv, made from requirements.lock. Nothing outside this folder is changed.
+# Everything happens in .venv, made from requirements.lock, whose hashes are checked. Nothing outside
+# this folder is changed.
 PYTHON ?= python3
 ARGS ?=
-TORCH := $(shell grep '^torch==' requirements.lock)
 # PyPI has no CPU build of torch; this index is asked only when pip does not know the wheel already.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# The page, or a folder, with torch's wheels, whose hashes `make lock` writes.
+TORCH_WHEELS ?= $(TORCH_INDEX)/torch/
+# The lines of one package in the lock, its hashes included.
+LOCKED = sed -n '/^$(1)==/,/[^\\]$$/p' requirements.lock
+PIP_INSTALL := .venv/bin/pip install -q --disable-pip-version-check --no-deps --require-hashes
 BIN := .venv/bin
 export RAY_DATA_DISABLE_PROGRESS_BARS ?= 1
 # Where it is set, every process compiles all that it imports: vLLM takes 14 s of a core, not 8.
@@ -23,10 +28,11 @@ help: ## Show this list
 
 .venv/.ready: requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q --disable-pip-version-check --no-deps --no-compile "$(TORCH)" 2>/dev/null \
-	  || $(BIN)/pip install -q --disable-pip-version-check --no-deps --no-compile --extra-index-url $(TORCH_INDEX) "$(TORCH)"
-	$(BIN)/pip install -q --disable-pip-version-check --no-deps "$$(grep '^uv==' requirements.lock)"
-	grep -v '^torch==' requirements.lock | $(BIN)/uv pip install -q --python $(BIN)/python --no-deps -r -
+	$(call LOCKED,torch) | $(PIP_INSTALL) --no-compile -r /dev/stdin 2>/dev/null \
+	  || $(call LOCKED,torch) | $(PIP_INSTALL) --no-compile --extra-index-url $(TORCH_INDEX) -r /dev/stdin
+	$(call LOCKED,uv) | $(PIP_INSTALL) -r /dev/stdin
+	sed '/^torch==/,/[^\\]$$/d' requirements.lock \
+	  | $(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes -r -
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -94,9 +100,9 @@ tour: programs .venv/.ready ## Run docs/tour.md for real; its outputs and pictur
 docs: .venv/.ready ## The documentation as a site, in site/; a link that leads nowhere fails it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 
-lock: ## Resolve requirements.lock anew (needs uv)
+lock: ## Resolve requirements.lock anew, with the hashes of all wheels (needs uv)
 	printf '%s\n' 'torch==2.13.0+cpu' uv hatchling editables | uv pip compile -q --python-version 3.11 \
-	  --extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match --no-header --no-annotate \
+	  --generate-hashes --find-links $(TORCH_WHEELS) --no-header --no-annotate \
 	  --extra cpu --extra kubernetes --extra delta --extra iceberg --extra lance --extra huggingface --extra postgresql --extra polars --extra docs --group dev pyproject.toml - -o requirements.lock
 
 clean: ## Remove what was made here

