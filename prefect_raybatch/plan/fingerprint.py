@@ -153,6 +153,34 @@ def fingerprint(
     written, since the plan pins the commit it meant when the run began. `retry` says which failed
     rows of which run are the input ({parent, errors}), and takes the source's place.
     """
+    parts = answer_fields(job)
+    if found := adapters.identities(job.engine):
+        parts["engine.adapters"] = found
+    if job.prompt.function:
+        parts["prompt.function.source"] = source_digest(job.prompt.function, "prompt.function")
+    if job.output.postprocess:
+        parts["output.postprocess.source"] = source_digest(
+            job.output.postprocess, "output.postprocess"
+        )
+    if model is not None and "@" not in str(model["identity"]):
+        parts["model.identity"] = model["identity"]
+    if retry is not None:
+        parts = {k: v for k, v in parts.items() if not k.startswith("source.")}
+        parts["retry"] = dict(retry)
+    # What stands in records and messages is without keys; what is counted is not.
+    return digest(dump(parts)), {**parts, "engine": hide_argument(parts["engine"], "engine")}
+
+
+# Parts of a fingerprint that are looked up: in the functions' modules, adapters and model.
+LOOKED_UP = (
+    *("engine.adapters", "prompt.function.source", "output.postprocess.source"),
+    *("model.identity", "retry"),
+)
+
+
+def answer_fields(job: BatchJob) -> dict[str, Any]:
+    """Return the parts of the fingerprint that the job's own fields give, engine arguments that
+    may be secret included."""
     engine = job.engine.model_extra or {}
     parts: dict[str, Any] = {
         "name": job.name,
@@ -203,8 +231,6 @@ def fingerprint(
     if job.output.tool_parser:
         parts["output.tool_parser"] = job.output.tool_parser
     parts |= job.output.parsed_columns
-    if found := adapters.identities(job.engine):
-        parts["engine.adapters"] = found
     if job.engine.env.get(BATCH_INVARIANT, "0") not in ("", "0"):
         parts[f"engine.env.{BATCH_INVARIANT}"] = job.engine.env[BATCH_INVARIANT]
     if job.engine.task != "generate":
@@ -222,16 +248,4 @@ def fingerprint(
         parts["output.schema_model"] = job.output.answer_form
     if job.engine.max_model_len == "auto":
         parts["engine.max_model_len_percentile"] = job.engine.max_model_len_percentile
-    if job.prompt.function:
-        parts["prompt.function.source"] = source_digest(job.prompt.function, "prompt.function")
-    if job.output.postprocess:
-        parts["output.postprocess.source"] = source_digest(
-            job.output.postprocess, "output.postprocess"
-        )
-    if model is not None and "@" not in str(model["identity"]):
-        parts["model.identity"] = model["identity"]
-    if retry is not None:
-        parts = {k: v for k, v in parts.items() if not k.startswith("source.")}
-        parts["retry"] = dict(retry)
-    # What stands in records and messages is without keys; what is counted is not.
-    return digest(dump(parts)), {**parts, "engine": hide_argument(parts["engine"], "engine")}
+    return parts

@@ -17,16 +17,22 @@ from dataclasses import replace
 from types import FrameType
 
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.errors import RayBatchError, RunDrained
+from prefect_raybatch.errors import CorruptRun, RayBatchError, RunDrained
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.trusted_places import check_run_place
-from prefect_raybatch.ledger.accepted import accepted_in
+from prefect_raybatch.ledger.layout import job_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.policy.in_force import limit_process, operator_policy, under
-from prefect_raybatch.remote.follower import OUTPUT_ENV
+from prefect_raybatch.remote.follower import DIGEST_ENV, OUTPUT_ENV
 from prefect_raybatch.remote.logs import MarkedLines
-from prefect_raybatch.remote.records import JobRecords, Outcome
+from prefect_raybatch.remote.records import (
+    JobRecords,
+    Outcome,
+    Record,
+    check_recorded_job,
+)
 from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.run import run_of
 from prefect_raybatch.storage import open_store
@@ -52,14 +58,18 @@ def _work(uri: str, number: int) -> int:
     plan = need_plan(ledger)
     records = JobRecords(ledger.store, plan.run_key, plan.hash)
     record = records.read(number)
-    job = BatchJob.from_dict(record.job, f"job {number}")
+    try:
+        job, accepted = _recorded_job(record, plan), record.accepted_fields
+    except RayBatchError as error:
+        records.end(number, Outcome(type(error).__name__, str(error)))
+        raise
     # The cluster is the one that runs this: Ray has put its address into the environment.
     here = {"address": "auto", "job_server": None, "block": None}
     job = _with_keys(job.model_copy(update={"cluster": job.cluster.model_copy(update=here)}))
     run = replace(
         run_of(ledger.store, plan, ledger),
-        accepted=accepted_in({"accepted": record.accepted}, f"job {number}"),
-        model=record.model,
+        accepted=accepted,
+        model=record.model if accepted else None,
     )
     if _superseded(records, number):
         return SUPERSEDED
@@ -81,6 +91,21 @@ def _work(uri: str, number: int) -> int:
     records.end(number, Outcome(None, "", progress.engine_deaths, progress.passes))
     log.info("all %s %s committed", counted(plan.shards, "shard"), are(plan.shards))
     return 0
+
+
+def _recorded_job(record: Record, plan: Plan) -> BatchJob:
+    """Return the job of a record. Raise `CorruptRun` if it is not the one that was submitted, or
+    not the plan's: whoever may write to the run directory can write another."""
+    where = job_path(record.number)
+    submitted = os.environ.get(DIGEST_ENV)
+    if submitted is not None and record.digest != submitted:
+        raise CorruptRun(
+            f"{where} is another job than the one that was submitted, so it is not run; see who "
+            "may write to the run directory, then run the same command again: it begins another job"
+        )
+    job = BatchJob.from_dict(record.job, f"job {record.number}")
+    check_recorded_job(job, record.accepted_fields, plan, where)
+    return job
 
 
 def _output(uri: str) -> BatchJob:

@@ -38,16 +38,22 @@ from prefect_raybatch.driver.heartbeat import Counts, Listener, told_elsewhere, 
 from prefect_raybatch.errors import (
     ConfigError,
     JobLost,
-    JobServerUnavailable,
     JobStopped,
     RayBatchError,
 )
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.secrets import hide_path
 from prefect_raybatch.ledger.increments import begin_asks, increment_of
 from prefect_raybatch.ledger.ledger import READERS, Ledger
 from prefect_raybatch.ledger.records import Commit, Plan
 from prefect_raybatch.remote.logs import LOOK_SHARE, LogFeed
-from prefect_raybatch.remote.records import JobRecords, Outcome, Record, sendable
+from prefect_raybatch.remote.records import (
+    JobRecords,
+    Outcome,
+    Record,
+    job_digest,
+    sendable,
+)
 from prefect_raybatch.remote.server import JobServer, RayJob
 from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.run import Run, load_run
@@ -58,10 +64,10 @@ log = logging.getLogger(__name__)
 POLL = 2.0  # seconds between questions whether the job lives
 LOOK_EVERY = 2.0  # seconds between looks for new commits, more where looking takes long
 STOP_WAIT = 25.0  # seconds for a job to stop: Prefect kills a cancelled process after 30
-OLD_SERVER = 30.0  # seconds of patience with a server that the job no longer names
 ONE_BY_ONE = 1000  # commits read singly; more are worth reading the checkpoints
 MOST_JOBS = 100  # jobs that may end while they are followed before something else must be wrong
 OUTPUT_ENV = "RAYBATCH_OUTPUT"  # how the job reaches the run directory: options without secrets
+DIGEST_ENV = "RAYBATCH_JOB_DIGEST"  # of the job that was submitted, whatever its record holds
 REMOTE_COMMAND = "python -m prefect_raybatch.remote"
 
 
@@ -122,6 +128,8 @@ class Follower:
         ledger = Ledger(open_store(run.uri, loaded.output.options or None))
         plan = load_run(ledger, run)[0]
         self.records = JobRecords(ledger.store, run.run_key, plan.hash)
+        self.digest = job_digest(plan.hash, self.sent, run.accepted, run.model)
+        self.env[DIGEST_ENV] = self.digest
         self.watch = Watch(ledger, plan, observe)
         self._current: tuple[Record, JobServer] | None = None
 
@@ -153,26 +161,33 @@ class Follower:
             if newest is None:
                 self._next(1)
                 continue
-            server, found = self._ask(newest)
+            if newest.server != self.url:
+                self._pass_over(newest)
+                continue
+            server = self.server_at(self.url, access=self.access)
+            found = server.find(newest.id)
+            if found is None and self._differs(newest):
+                self._next(newest.number + 1)
+                continue
             self._current = newest, server
-            if found is None and newest.server == self.url:
+            if found is None:
                 self.submit_recorded(newest, server)
                 return newest, server
-            if found is not None and found.live:
+            if found.live:
                 if self.job.cluster.on_crash == "reattach" or _by_us(newest):
                     log.info("following the Ray job %s", newest.id)
                     self._check_accepted(newest)
                     return newest, server
                 log.info("stopping the Ray job %s of an earlier try", newest.id)
                 server.stop(newest.id, STOP_WAIT)
-            elif found is not None and found.status == "SUCCEEDED" and self.watch.look_now():
+            elif found.status == "SUCCEEDED" and self.watch.look_now():
                 return newest, server
             self._next(newest.number + 1)
         raise JobLost(f"{self.run.uri}: {MOST_JOBS} jobs ended one after another; see their logs")
 
     def _check_accepted(self, record: Record) -> None:
         """Says of a job that goes on what was not accepted when it was submitted."""
-        known = {(one["field"], one["new"]) for one in record.accepted}
+        known = {(one.field, one.new) for one in record.accepted_fields}
         for one in self.run.accepted:
             if (one.field, one.new) not in known:
                 log.warning(
@@ -184,17 +199,36 @@ class Follower:
     def _next(self, number: int) -> None:
         self.records.add(number, self.sent, self.url, self.owner.id, self.run)
 
-    def _ask(self, record: Record) -> tuple[JobServer, RayJob | None]:
-        if record.server == self.url:
-            server = self.server_at(self.url, access=self.access)
-            return server, server.find(record.id)
-        server = self.server_at(record.server, patience=OLD_SERVER)
-        try:
-            return server, server.find(record.id)
-        except JobServerUnavailable as error:
-            # Its job, if it lives, sees the next record and ends itself.
-            log.warning("job %s is taken for lost: %s", record.id, error)
-            return server, None
+    def _pass_over(self, record: Record) -> None:
+        """Begin the next job in place of one that is recorded at another server. That server is not
+        asked: whoever may write to the run directory could name one of their own, which would get
+        the keys of this one and could say that the run is at work."""
+        where = f"the Ray job {record.id} is recorded at {hide_path(record.server)[:200]!r}"
+        ours = f"cluster.job_server is {self.url}"
+        if self._current is not None:
+            raise ConfigError(
+                f"{where}, but {ours}, and job {self._current[0].id} was followed there: another "
+                "flow works on this run at the other server. Name the same job server in both, or "
+                "let that flow finish"
+            )
+        log.warning(
+            "%s, but %s. A server that only a run directory names is not asked, so that job is not "
+            "followed: job %d begins here, and an older job that is alive ends itself when it sees "
+            "that. To follow the old one instead, stop this run and name its server in the job",
+            *(where, ours, record.number + 1),
+        )
+        self._next(record.number + 1)
+
+    def _differs(self, record: Record) -> bool:
+        """Return whether a recorded job is not the one that this flow would send."""
+        if record.digest == self.digest:
+            return False
+        log.warning(
+            "job %d of this run is not known to the job server and is not the job that this run is "
+            "given; job %d takes its place",
+            *(record.number, record.number + 1),
+        )
+        return True
 
     def submit_recorded(self, record: Record, server: JobServer) -> None:
         metadata = {

@@ -9,10 +9,11 @@ does not work beside its successor for long.
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -28,10 +29,13 @@ from prefect_raybatch.job.secrets import (
     hide_options,
     masked,
 )
-from prefect_raybatch.ledger.accepted import accepted_note
+from prefect_raybatch.ledger.accepted import Accepted, accepted_in, accepted_note
 from prefect_raybatch.ledger.layout import JOB_NAME, JOBS, job_end_path, job_path
+from prefect_raybatch.ledger.many_uris import bounded_parts
 from prefect_raybatch.ledger.record_files import put_record, put_record_if_absent, read_record
-from prefect_raybatch.ledger.records import dump, load
+from prefect_raybatch.ledger.records import Plan, digest, dump, load
+from prefect_raybatch.ledger.same_job import FREED, differing, with_schema_text
+from prefect_raybatch.plan.fingerprint import LOOKED_UP, answer_fields
 from prefect_raybatch.plan.plan import public_job
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.storage import Store
@@ -56,6 +60,16 @@ class Record:
     written: str
     accepted: list[dict[str, Any]] = field(default_factory=list)
     model: dict[str, Any] | None = None
+
+    @property
+    def accepted_fields(self) -> tuple[Accepted, ...]:
+        """The accepted differences; `CorruptRun` where the record holds something else there."""
+        return accepted_in({"accepted": self.accepted}, job_path(self.number))
+
+    @property
+    def digest(self) -> str:
+        """The `job_digest` of what the record says."""
+        return job_digest(self.plan_hash, self.job, self.accepted_fields, self.model)
 
 
 @dataclass(frozen=True)
@@ -96,7 +110,10 @@ class JobRecords:
         except TypeError as error:
             raise CorruptRun(f"{path} is no record of a job: {error}") from None
         kinds = (type(record.number), type(record.id), type(record.job), type(record.server))
-        if kinds != (int, str, dict, str) or record.id != self.id_of(number):
+        ours = (record.number, record.id, record.plan_hash) == (
+            *(number, self.id_of(number), self.plan_hash),
+        )
+        if kinds != (int, str, dict, str) or not ours:
             raise CorruptRun(f"{path} is not the record of job {number} of this plan")
         return record
 
@@ -148,6 +165,61 @@ class JobRecords:
             return None
         except TypeError as error:
             raise CorruptRun(f"{path} is no outcome of a job: {error}") from None
+
+
+def job_digest(
+    plan_hash: str,
+    job: Mapping[str, Any],
+    accepted: Iterable[Accepted],
+    model: Mapping[str, Any] | None,
+) -> str:
+    """Return the SHA-256 of what a Ray job works on: the plan, the job as it is sent, and what was
+    accepted of it with the model that this brings, whoever accepted it and when."""
+    differences = sorted([one.field, one.old, one.new] for one in accepted)
+    model = dict(model) if model and differences else None
+    return digest(dump({"plan": plan_hash, "job": job, "accepted": differences, "model": model}))
+
+
+def check_recorded_job(job: BatchJob, accepted: Iterable[Accepted], plan: Plan, where: str) -> None:
+    """Raise `CorruptRun` if a job from the run directory is not the job of the plan, apart from the
+    accepted fields and from those that change no answer."""
+    planned_job = BatchJob.from_dict(plan.job, "plan.json")
+    planned = {name: part for name, part in plan.parts.items() if name not in LOOKED_UP}
+    if "retry" in plan.parts:  # its rows are those of the parent's quarantine
+        fields = answer_fields(planned_job)
+        planned |= {name: part for name, part in fields.items() if name.startswith("source.")}
+    recorded = json.loads(dump(bounded_parts(answer_fields(_with_planned_texts(job, plan)))))
+    planned = dict(with_schema_text(planned, recorded))
+    for parts, engine in ((planned, planned_job.engine), (recorded, job.engine)):
+        arguments = {k: v for k, v in parts.get("engine", {}).items() if k not in FREED}
+        parts["engine"] = hide_argument(arguments, "engine")
+        parts["engine.adapters"] = {"": engine.adapter, **engine.adapters}
+    names = {one.field for one in accepted}
+    differences = [
+        f"{name}: {before} -> {after}"
+        for name, (before, after) in differing(planned, recorded).items()
+        if not any(f"{name}.".startswith(f"{field}.") for field in names)
+    ]
+    if differences:
+        raise CorruptRun(
+            f"{where} holds another job than the plan, so it is not run:\n  "
+            + "\n  ".join(differences)
+            + "\nNo flow writes such a record. See who may write to the run directory, then run "
+            "the same command again: it begins another job"
+        )
+
+
+def _with_planned_texts(job: BatchJob, plan: Plan) -> BatchJob:
+    """Return the job with the chat template and the schema whose texts the plan holds, since the
+    files that the job names may be elsewhere."""
+    prompt, output = job.prompt, job.output
+    template = plan.parts.get("prompt", {}).get("chat_template")
+    if prompt.chat_template is not None and isinstance(template, str):
+        prompt = prompt.model_copy(update={"chat_template": template})
+    if output.schema_model is not None:
+        # A class that the job names is not imported: the policy has not been asked about it.
+        output = output.with_form(plan.parts.get("output.schema_model") or "{}")
+    return job.model_copy(update={"prompt": prompt, "output": output})
 
 
 def _accepted(run: Run | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -300,14 +301,56 @@ def test_a_head_without_memory_gets_the_same_job_again(world: World) -> None:
     assert world.head.started == [world.id(1)] * 2 and world.records.newest_number() == 1
 
 
-def test_the_job_of_a_server_the_job_no_longer_names_is_followed(world: World) -> None:
+def test_a_server_that_only_the_run_directory_names_is_not_asked(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such a record may be planted: its server would get this flow's keys, and could say that the
+    run is at work for ever. The job there, if it lives, is superseded."""
     world.submitted()
-    record = world.records.read(1)
     world.heads[OTHER] = FakeHead()
+    asked: list[str] = []
+    world.head.gate = asked.append
     job = make_job(cluster={"job_server": OTHER}, output={"uri": str(world.small.root)})
     found, server = world.follower(job=job).attach()
-    assert (found, server.url) == (record, URL)
-    assert not world.heads[OTHER].jobs
+    assert (found.number, server.url) == (2, OTHER) and asked == []
+    assert world.heads[OTHER].started == [world.id(2)]
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert f"recorded at '{URL}', but cluster.job_server is {OTHER}" in warning
+    assert "name its server in the job" in warning
+
+
+def test_a_planted_record_gets_no_keys(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    planted = "http://me:s3cr3t@evil.example.com:8265/s3cr3t"
+    asked: list[str] = []
+    follower = world.follower()
+    follower.server_at = lambda url, **more: asked.append(url) or world.server(url, **more)
+    assert world.records.add(1, follower.sent, planted, "earlier")
+    assert follower.run_to_end().done == 20
+    assert set(asked) == {URL} and world.head.started == [world.id(2)]
+    assert "evil.example.com" in caplog.text and "s3cr3t" not in caplog.text
+
+
+def test_two_flows_with_two_servers_do_not_take_the_run_from_each_other_for_ever(
+    world: World,
+) -> None:
+    def step() -> None:
+        if world.records.newest_number() == 1:
+            world.records.add(2, sendable(world.job()), OTHER, "another")
+            world.end(world.id(1), "FAILED")
+
+    with pytest.raises(ConfigError, match=r"another flow works on this run at the other server"):
+        world.follower(step).run_to_end()
+    assert world.head.started == [world.id(1)]
+
+
+def test_a_planted_record_of_this_server_is_not_submitted(world: World) -> None:
+    """It stands there as if its flow had been killed before the submit."""
+    env = {"VLLM_LOGGING_LEVEL": "DEBUG"}
+    for planted in (world.job(on_crash="stop"), make_job(engine={"env": env})):
+        number = world.records.newest_number() + 1
+        world.records.add(number, sendable(planted), URL, "earlier")
+    assert world.follower().run_to_end().done == 20
+    assert world.head.started == [world.id(3)]
 
 
 def test_a_server_that_is_gone_for_good_is_left_behind(world: World) -> None:
@@ -594,6 +637,78 @@ def test_the_job_works_from_its_record(world: World, at_work: list[BatchJob]) ->
     assert remote.work(world.run.uri, 1) == 0
     assert at_work[0].cluster.address == "auto" and at_work[0].cluster.job_server is None
     assert world.records.outcome(1) == Outcome()
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ({"prompt": {"template": "Say {tags}"}}, r"prompt\.template: .*Company"),
+        ({"prompt": {"function": "helpers.functions:ask"}}, r"prompt\.function: None -> "),
+        ({"prompt": {"template": "What is {Company}?", "system": "x"}}, r"prompt\.system"),
+        ({"engine": {"model": "/evil"}}, r"engine\.model: 'demo' -> '/evil'"),
+        ({"engine": {"adapter": "/evil"}}, r"engine\.adapters\.: None -> '/evil'"),
+        ({"engine": {"seed": 7}}, r"engine\.seed: None -> 7"),
+        ({"sampling": {"max_tokens": 9}}, r"sampling\.max_tokens"),
+        ({"source": {"uri": "/etc/passwd", "format": "csv"}}, r"source\.uri: .*/etc/passwd"),
+        ({"output": {"uri": "o", "column": "x"}}, r"output\.column: 'response' -> 'x'"),
+        (
+            {"output": {"uri": "o", "schema_model": "evil:Answer"}},
+            r"output\.schema_model: None -> ",
+        ),
+        ({"name": "other"}, r"name: 'nightly' -> 'other'"),
+    ],
+)
+@pytest.mark.parametrize("started_by", ["a flow", "hand"])
+def test_a_recorded_job_that_is_not_the_plans_is_not_run(
+    world: World,
+    at_work: list[BatchJob],
+    monkeypatch: pytest.MonkeyPatch,
+    started_by: str,
+    groups: dict[str, Any],
+    words: str,
+) -> None:
+    world.records.add(1, sendable(make_job(**groups)), URL, None)
+    if started_by == "hand":
+        monkeypatch.delenv(jobs.DIGEST_ENV)
+    with pytest.raises(CorruptRun, match=r"0001\.json .*so it is not run") as caught:
+        remote.work(world.run.uri, 1)
+    assert started_by == "a flow" or re.search(words, str(caught.value)), str(caught.value)
+    assert at_work == []
+    outcome = world.records.outcome(1)
+    assert outcome is not None and outcome.error == "CorruptRun"
+
+
+def test_a_record_that_was_changed_after_its_submit_is_not_run(
+    world: World, at_work: list[BatchJob]
+) -> None:
+    """Also in fields that change no answer, but what the run reaches."""
+    target = {"format": "parquet", "uri": "/tmp/evil"}
+    for group in (
+        {"engine": {"env": {"VLLM_LOGGING_LEVEL": "DEBUG"}}},
+        {"output": {"uri": "o", "publish": [target]}},
+        {"source": {"uri": "data/in.parquet", "options": {"endpoint_url": "http://evil"}}},
+        {"limits": {"max_failed": 10**6}},
+    ):
+        number = world.records.newest_number() + 1
+        world.records.add(number, sendable(make_job(**group)), URL, None)
+        with pytest.raises(CorruptRun, match="another job than the one that was submitted"):
+            remote.work(world.run.uri, number)
+    assert at_work == []
+
+
+def test_the_fields_that_a_person_accepted_may_differ(
+    world: World, at_work: list[BatchJob], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(jobs.DIGEST_ENV)
+    accepted = Accepted("sampling.max_tokens", "16", "9", "me@here", 1.5)
+    run = replace(world.run, accepted=(accepted,))
+    sent = sendable(make_job(sampling={"max_tokens": 9, "temperature": 0.5}))
+    world.records.add(1, sent, URL, None, run)
+    with pytest.raises(CorruptRun, match=r"sampling\.temperature") as caught:
+        remote.work(world.run.uri, 1)
+    assert "max_tokens" not in str(caught.value)
+    world.records.add(2, sendable(make_job(sampling={"max_tokens": 9})), URL, None, run)
+    assert remote.work(world.run.uri, 2) == 0 and len(at_work) == 1
 
 
 def test_a_job_that_has_been_succeeded_does_not_work(world: World, at_work: list[BatchJob]) -> None:
