@@ -26,6 +26,7 @@ from prefect_raybatch.job.cluster_access import ClusterAccess
 from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.kuberay.api import KubeApi
 from prefect_raybatch.sizing.sizes import Capacity, pool_for
+from prefect_raybatch.storage.redirects import open_without_redirects, redirect_text
 from prefect_raybatch.words import counted
 
 REQUEST_SECONDS = 5.0  # seconds for one request
@@ -205,13 +206,16 @@ def job_server(access: ClusterAccess) -> Finding:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     asked = urllib.request.Request(f"{url}/api/version", headers={**headers, **access.headers})
     try:
-        with urllib.request.urlopen(asked, timeout=REQUEST_SECONDS) as answer:
+        with open_without_redirects(asked, REQUEST_SECONDS) as answer:
             there = str(json.load(answer)["ray_version"])
     except urllib.error.HTTPError as error:
         who = f"the job server {url}"
         if error.code in (401, 403):
             say = token_missing if error.code == 401 else token_wrong
             return failed("cluster", *say(who, access).split(": ", 1))
+        if 300 <= error.code < 400:
+            text = redirect_text(url, error.headers.get("Location"))
+            return failed("cluster", *f"the job server {text}".split("; ", 1))
         return failed("cluster", f"{who} does not answer: {error}", remedy)
     except (OSError, ValueError, KeyError) as error:
         return failed("cluster", f"the job server {url} does not answer: {error}", remedy)
@@ -281,7 +285,7 @@ def _ahead(url: str) -> float | None:
     """Seconds this clock is ahead of the server's; None where it does not tell."""
     before = time.time()
     try:
-        with urllib.request.urlopen(url, timeout=REQUEST_SECONDS) as answer:
+        with open_without_redirects(url, REQUEST_SECONDS) as answer:
             date = answer.headers.get("Date")
     except urllib.error.HTTPError as error:  # a refusal has a date too
         date = error.headers.get("Date")

@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.publish.base import PROPERTY, PUBLISH_TRIES, AnsweredRows, Observe, Sink
 from prefect_raybatch.publish.types import converted_schema
+from prefect_raybatch.source.tables.iceberg import open_catalog
 from prefect_raybatch.storage import iceberg_options, s3_settings
 
 MOST_GROUPS = 1000  # of keys of several columns: the library looks at each for every row
@@ -169,12 +170,9 @@ class IcebergSink(Sink):
         return found[0] if len(found) == 1 else of.Or(*found)
 
     def _catalog(self) -> Any:
-        from pyiceberg.catalog import load_catalog
-
         # Files are written with the keys of the store, but for those that the catalog gives.
         keys = s3_settings(self.options) if self.options else None
-        properties = {**iceberg_options(keys), **self.target.catalog}
-        return load_catalog(properties.pop("name", None), **properties)
+        return open_catalog({**iceberg_options(keys), **self.target.catalog})
 
     def _load(self, catalog: Any) -> Any:
         from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError

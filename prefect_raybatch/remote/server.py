@@ -1,9 +1,10 @@
 """Ray's job server, asked patiently: a head that is busy or restarting is no failure of a job.
 
 A thin cover of `ray.job_submission.JobSubmissionClient`. What it adds: a limit of time for each
-request (the client has none), an address that the environment cannot replace (the client lets
-RAY_ADDRESS win over its argument), and a difference between "there is no such job" and "I do not
-know", which the client hands out as the same RuntimeError.
+request (the client has none), no redirects (the client takes headers along to other hosts), an
+address that the environment cannot replace (the client lets RAY_ADDRESS win over its argument), and
+a difference between "there is no such job" and "I do not know", which the client hands out as the
+same RuntimeError.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, TypeVar
 from prefect_raybatch.cluster.tokens import token_missing, token_wrong
 from prefect_raybatch.errors import ConfigError, JobServerUnavailable
 from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.storage.redirects import redirect_text
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +206,12 @@ def connect_client(url: str, headers: Mapping[str, str] | None = None) -> Any:
 
     class Client(JobSubmissionClient):
         def _do_request(self, method: str, endpoint: str, **kwargs: Any) -> Any:
-            return super()._do_request(method, endpoint, timeout=REQUEST, **kwargs)
+            kwargs = {"timeout": REQUEST, "allow_redirects": False, **kwargs}
+            answer = super()._do_request(method, endpoint, **kwargs)
+            if 300 <= answer.status_code < 400:
+                location = answer.headers.get("Location")
+                raise ConfigError(f"cluster.job_server: {redirect_text(url, location)}")
+            return answer
 
     with _env_lock:  # RAY_ADDRESS would win over the argument, but loses against this one
         before = os.environ.get(_ENV)

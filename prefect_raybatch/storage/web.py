@@ -204,6 +204,12 @@ class _Download:
         url, headers = self._url, self._headers
         for _ in range(MOST_REDIRECTS + 1):
             answer = self._get(url, headers)
+            if answer.status in (401, 403) and self._headers and not headers:
+                raise SourceError(
+                    f"{self._shown}: redirects to {shown_url(url)}, which answers HTTP "
+                    f"{answer.status} {answer.reason}. source.options.headers are sent to the host "
+                    "of source.uri alone; write the URL at the other host there"
+                )
             if answer.status not in MOVED:
                 return self._accepted(answer)
             target = answer.headers.get("Location")

@@ -13,7 +13,7 @@ def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     """Its address."""
     made = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     made.daemon_threads = True
-    threading.Thread(target=made.serve_forever, daemon=True).start()
+    threading.Thread(target=made.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{made.server_port}"
     finally:

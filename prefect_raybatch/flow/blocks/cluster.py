@@ -15,6 +15,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import SERVER
 from prefect_raybatch.job.cluster_access import ClusterAccess
 from prefect_raybatch.job.kubernetes import Kubernetes
+from prefect_raybatch.remote.server import connect_client
 
 CLIENT_REFUSED = (
     "ray:// (the Ray client) ends the work after 30 s without network; give the GCS address "
@@ -158,9 +159,7 @@ class RayCluster(CredentialsBlock):
         """
         if self.job_server is None:
             raise ConfigError("this RayCluster has no job_server; set it to http://host:8265")
-        from ray.job_submission import JobSubmissionClient
-
-        return JobSubmissionClient(self.job_server, headers=self.request_headers() or None)
+        return connect_client(self.job_server, self.request_headers())
 
 
 def access_of(name: str) -> ClusterAccess:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.errors import SourceError
+from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.filter_text import (
     AllOf,
     AnyOf,
@@ -35,6 +35,7 @@ from prefect_raybatch.storage import (
     open_store,
     s3_settings,
 )
+from prefect_raybatch.storage.redirects import redirect_text
 
 METADATA_FILE = re.compile(
     r"(?:v(?P<hadoop>\d+)|(?P<number>\d+)-[^/]*)(?:\.gz)?\.metadata\.json(?:\.gz)?"
@@ -73,8 +74,26 @@ def _scrub(keys: S3Settings | None, properties: Mapping[str, Any]) -> Callable[[
     return scrub
 
 
+def open_catalog(properties: Mapping[str, Any]) -> Any:
+    """Return pyiceberg's catalog of these properties. One over REST follows no redirects: it would
+    send its client's secret and its own headers on to another host."""
+    from pyiceberg.catalog import load_catalog, rest
+    from requests import Response, Session
+
+    class NoRedirects(Session):
+        def get_redirect_target(self, resp: Response) -> str | None:
+            if resp.is_redirect:
+                text = redirect_text(resp.url, resp.headers.get("Location"))
+                raise ConfigError(f"catalog: {text}")
+            return None
+
+    # pyiceberg has no other place to say so.
+    rest.Session = NoRedirects  # type: ignore[attr-defined]
+    given = dict(properties)
+    return load_catalog(given.pop("name", None), **given)
+
+
 def _from_catalog(name: str, properties: dict[str, Any]) -> Any:
-    from pyiceberg.catalog import load_catalog
     from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError
 
     database = str(properties.get("uri", ""))
@@ -84,7 +103,7 @@ def _from_catalog(name: str, properties: dict[str, Any]) -> Any:
         )
     # Reading makes no tables in the catalog's database.
     given = {"init_catalog_tables": "false", **properties}
-    catalog = load_catalog(given.pop("name", None), **given)
+    catalog = open_catalog(given)
     try:
         return catalog.load_table(name)
     except (NoSuchTableError, NoSuchNamespaceError, ValueError):

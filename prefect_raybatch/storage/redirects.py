@@ -1,0 +1,48 @@
+"""Redirects of servers that get keys: none is followed, since the keys would go to another host."""
+
+from __future__ import annotations
+
+import urllib.request
+from http.client import HTTPMessage
+from typing import IO, Any
+from urllib.parse import urljoin, urlsplit
+
+
+def redirect_text(url: str, location: str | None) -> str:
+    """Return what is wrong where the server at `url` redirects, with the host it redirects to; the
+    rest of the location may hold keys."""
+    try:
+        target = urlsplit(urljoin(url, location or ""))
+        port = f":{target.port}" if target.port else ""
+    except ValueError:
+        return f"{_bare(url)} redirects to no valid URL"
+    place = f"{target.scheme}://{target.hostname or ''}{port}"
+    return (
+        f"{_bare(url)} redirects to {place}, and requests with keys are not sent on to another "
+        "place; if that is the server, write its address instead"
+    )
+
+
+def _bare(url: str) -> str:
+    """Return scheme, host and port of a URL."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+
+
+class _RefuseRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(
+        self,
+        req: urllib.request.Request,
+        fp: IO[bytes],
+        code: int,
+        msg: str,
+        headers: HTTPMessage,
+        newurl: str,
+    ) -> None:
+        """Follow nothing: the answer is then an `HTTPError`."""
+        return None
+
+
+def open_without_redirects(request: urllib.request.Request | str, seconds: float) -> Any:
+    """Send a request as `urllib.request.urlopen` does, but raise `HTTPError` for a redirect."""
+    return urllib.request.build_opener(_RefuseRedirect).open(request, timeout=seconds)
