@@ -19,6 +19,7 @@ from prefect_raybatch.ledger.records import digest, dump
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.context import text_part
 from prefect_raybatch.storage import Store, is_remote, open_store
+from prefect_raybatch.storage.private import open_lock
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +120,8 @@ def adapter_path(adapter: Mapping[str, Any]) -> str:
     root = Path(os.environ.get("RAYBATCH_CACHE", Path.home() / ".cache" / "prefect_raybatch"))
     folder, target = root / "adapters", root / "adapters" / identity
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{identity}.lock").open("w") as lock:  # one copy a node, whoever starts there
+    # One copy a node, whoever starts there.
+    with open_lock(folder / f"{identity}.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             part = folder / f"{identity}.part"

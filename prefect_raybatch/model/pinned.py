@@ -18,6 +18,7 @@ from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.ledger.records import digest, dump
 from prefect_raybatch.model.context import own_context
 from prefect_raybatch.storage import Store, is_remote, open_store
+from prefect_raybatch.storage.private import open_lock
 
 log = logging.getLogger(__name__)
 
@@ -241,7 +242,7 @@ def _fetch(source: str, identity: str) -> str:
     target = root / "models" / identity
     root.joinpath("models").mkdir(parents=True, exist_ok=True)
     # One download a node however many engines start there: the others wait at the lock.
-    with (root / "models" / f"{identity}.lock").open("w") as lock:
+    with open_lock(root / "models" / f"{identity}.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             part = root / "models" / f"{identity}.part"

@@ -265,7 +265,7 @@ class _LocalFile(io.FileIO):
     """A file whose reads raise StoreError: a disk may fail long after the file was opened."""
 
     def __init__(self, place: str) -> None:
-        super().__init__(place, "rb")
+        super().__init__(place, "rb", opener=_open_without_waiting)
         self._place = place
 
     def readinto(self, buffer: Any) -> int:
@@ -275,6 +275,16 @@ class _LocalFile(io.FileIO):
     def readall(self) -> bytes:
         with _os_errors(self._place):
             return super().readall() or b""
+
+
+def _open_without_waiting(place: str, flags: int) -> int:
+    """Open a file. A pipe that somebody has put there would else be waited for, and a device never
+    ends."""
+    descriptor = os.open(place, flags | os.O_NONBLOCK)
+    if stat_module.S_ISDIR(mode := os.fstat(descriptor).st_mode) or stat_module.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "there is a pipe or a device, and no file; remove it")
 
 
 def _raise_unless_absent(error: OSError) -> None:

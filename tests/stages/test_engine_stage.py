@@ -6,12 +6,14 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
+import stat
 import sys
 import tempfile
 import threading
 import types
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -385,6 +387,58 @@ def test_an_actor_killed_on_the_fixed_prompt_gets_a_second_chance(processes):
     assert fatal and reason.startswith(f"EngineDied: {note.SILENT} (")
 
 
+def notes_in(folder: Path) -> list[Path]:
+    folders = [one for one in folder.glob("raybatch-notes-*") if one.is_dir()]
+    return [path for one in folders if not one.is_symlink() for path in one.iterdir()]
+
+
+def test_notes_lie_where_nobody_else_can_enter(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    name = f"raybatch-notes-{os.getuid()}-"
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / f"{name}link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / f"{name}file").touch(mode=0o600)
+    (tmp_path / f"{name}open").mkdir(mode=0o755)
+    os.mkfifo(tmp_path / f"{name}pipe")
+    for number in range(2):
+        mine = note.Note(f"mine{number}")
+        mine.write(note.ROWS)
+        assert stat.S_IMODE(mine._path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(mine._path.parent.stat().st_mode) == 0o700
+    assert len(notes_in(tmp_path)) == 2 and list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "link", "folder", "socket", "device"])
+@pytest.mark.parametrize("attempt", ["mine", "other"])
+def test_what_is_planted_among_the_notes_stops_no_engine(tmp_path, monkeypatch, kind, attempt):
+    """A pipe would be waited for until somebody writes to it, for ever as a rule."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mine = note.Note("mine")
+    mine.write(note.ROWS)
+    for folder in (tmp_path, mine._path.parent):
+        path = folder / f"{attempt}-planted.note"
+        if kind == "folder":
+            path.mkdir()
+        elif kind == "socket":
+            with socket.socket(socket.AF_UNIX) as made:
+                monkeypatch.chdir(folder)  # the path of a socket is short
+                made.bind(path.name)
+        elif kind == "device":
+            path.symlink_to("/dev/zero")
+        elif kind == "link":
+            secret = folder / "secret"
+            secret.write_text(json.dumps(asdict(note.Left("prompt", 9))))
+            path.symlink_to(secret)
+        else:
+            pipe = path if kind == "pipe" else folder / "pipe"
+            os.mkfifo(pipe)
+            if pipe != path:
+                path.symlink_to(pipe)
+        if not path.is_symlink():
+            os.utime(path, (0, 0))
+    assert note.Note("mine").left() is None
+
+
 def test_only_what_a_dead_actor_of_the_attempt_left_is_taken_and_by_one(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     alive, other = note.Note("mine"), note.Note("other")
@@ -400,8 +454,7 @@ def test_only_what_a_dead_actor_of_the_attempt_left_is_taken_and_by_one(tmp_path
     found = [note.Note("mine").left() for _ in range(2)]
     assert found == [note.Left(note.PROMPT, 2, "before", note.SILENT), None]
     alive.over()
-    assert len(list(tmp_path.iterdir())) == 1
-    (path,) = tmp_path.iterdir()
+    (path,) = notes_in(tmp_path)
     os.utime(path, (0, 0))
     assert note.Note("mine").left() is None and path.exists()  # old, and its process is alive
     os.utime(path, (0, 0))

@@ -2,9 +2,10 @@
 
 With vLLM's core in the actor's own process, as it is by default on a CPU, an engine that dies of a
 signal takes the actor with it. Ray starts that anew, or the next pass another one, and tells it
-nothing, so it would do the same again. The note lies in the node's temporary folder while an engine
-starts, while it is asked the fixed prompt and until its first rows are through, and Python writes a
-fatal signal into it. Whose process is alive holds a lock on its note.
+nothing, so it would do the same again. The note lies on the node, in a folder for temporary files
+that only this user can enter, while an engine starts, while it is asked the fixed prompt and until
+its first rows are through, and Python writes a fatal signal into it. Whose process is alive holds a
+lock on its note.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -26,8 +26,11 @@ from pathlib import Path
 from typing import IO
 
 from prefect_raybatch.exits import signal_text
+from prefect_raybatch.storage.private import make_private_folder, open_regular, private_folders
 
 START, PROMPT, ROWS = "start", "prompt", "rows"  # what an actor does while the note stands
+FOLDER = "raybatch-notes"
+LONGEST_NOTE = 65536  # characters that are read of a note
 NOTES_KEPT = 86400.0  # seconds after which a note that no actor has read is removed
 SILENT = "the engine's process ended without a word: killed, out of memory, or hung"
 FAULTS = {  # faulthandler's names
@@ -56,7 +59,7 @@ class Note:
     """The note of one actor of a driver's `attempt`; of none ("") nothing is written or found."""
 
     def __init__(self, attempt: str) -> None:
-        self.folder, self.attempt = Path(tempfile.gettempdir()), attempt
+        self.attempt = attempt
         self._lock = threading.RLock()
         self.file: IO[str] | None = None
         self._path = Path()
@@ -69,17 +72,17 @@ class Note:
         """
         if not self.attempt:
             return None
-        for path in self.folder.glob(f"raybatch-{os.getuid()}-*.note"):
-            ours = path.name.split("-")[2:-1] == [_plain(self.attempt)]
+        for path in (path for folder in private_folders(FOLDER) for path in folder.glob("*.note")):
+            ours = path.name.split("-")[:-1] == [_plain(self.attempt)]
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                if not ours and time.time() - path.stat().st_mtime < NOTES_KEPT:
+                if not ours and time.time() - path.lstat().st_mtime < NOTES_KEPT:
                     continue
-                with path.open(encoding="utf-8", errors="replace") as file:
+                with open_regular(path, os.O_RDONLY, "r") as file:
                     # a lock that cannot be had means that the note's process is alive
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     # of several actors that take it one succeeds, the others get an error
                     path.unlink()
-                    head, _, words = file.read().partition("\n")
+                    head, _, words = file.read(LONGEST_NOTE).partition("\n")
                 if ours:
                     found = json.loads(head)
                     times, before = int(found["times"]), str(found["before"])
@@ -90,12 +93,12 @@ class Note:
         """Notes what this process does from now on, in place of what it did."""
         if not self.attempt:
             return
-        name = f"raybatch-{os.getuid()}-{_plain(self.attempt)}-{uuid.uuid4().hex}.note"
+        name = f"{_plain(self.attempt)}-{uuid.uuid4().hex}.note"
         # on a full disk there is no note, and nothing else is lost
         with self._lock, contextlib.suppress(OSError):
             self.over()
-            self._path = self.folder / name
-            self.file = self._path.open("w", encoding="utf-8")
+            self._path = make_private_folder(FOLDER) / name
+            self.file = open_regular(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "w")
             fcntl.flock(self.file, fcntl.LOCK_EX)
             self.file.write(json.dumps(asdict(Left(doing, times, before))) + "\n")
             self.file.flush()

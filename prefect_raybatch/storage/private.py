@@ -1,0 +1,54 @@
+"""Files of this user in places where others may write: a folder for temporary files, a cache.
+
+Another user can put a link, a pipe or a file of their own under a name that can be guessed. So
+files lie in a folder with a random name that nobody else can enter, and opening one never waits and
+never follows a link.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+
+def private_folders(prefix: str) -> Iterator[Path]:
+    """Return the folders for temporary files that this user has made by `make_private_folder`."""
+    for path in sorted(Path(tempfile.gettempdir()).glob(f"{prefix}-{os.getuid()}-*")):
+        try:
+            found = path.lstat()
+        except OSError:  # removed meanwhile
+            continue
+        ours = found.st_uid == os.getuid() and not found.st_mode & 0o077
+        if ours and stat.S_ISDIR(found.st_mode):
+            yield path
+
+
+def make_private_folder(prefix: str) -> Path:
+    """Return a folder for temporary files that only this user can enter; one for all processes of
+    the user, except where two make theirs at the same moment."""
+    for path in private_folders(prefix):
+        return path
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}-{os.getuid()}-"))
+
+
+def open_regular(path: Path, flags: int, mode: str, shared: bool = False) -> IO[str]:
+    """Open a file of this user, or with `shared` of several users, without waiting for it. Raise
+    `OSError` for a link, a pipe, a device, and unless `shared` for a file of somebody else."""
+    flags |= os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666 if shared else 0o600)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or not (shared or found.st_uid == os.getuid()):
+        os.close(descriptor)
+        whose = "" if shared else " of this user"
+        raise OSError(errno.EPERM, f"is no regular file{whose}; remove it", str(path))
+    return open(descriptor, mode, encoding="utf-8", errors="replace")
+
+
+def open_lock(path: Path) -> IO[str]:
+    """Open, or make, a file for a lock that several users may take, such as one in a cache."""
+    return open_regular(path, os.O_RDWR | os.O_CREAT, "w", shared=True)
