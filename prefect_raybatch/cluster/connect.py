@@ -24,6 +24,7 @@ from prefect_raybatch import nvml
 from prefect_raybatch.bounded import Question
 from prefect_raybatch.cluster.reach import check_reachable, check_temp_folder
 from prefect_raybatch.cluster.sharing import END_SECONDS, Shared, User
+from prefect_raybatch.cluster.tokens import keep_token_private
 from prefect_raybatch.cluster.warm import IDLE_SECONDS, WarmEngines, WarmKind, WarmLease
 from prefect_raybatch.cluster.warm_hosts import RayHosts
 from prefect_raybatch.errors import ClusterUnavailable, ConfigError, InsufficientResources
@@ -96,6 +97,8 @@ class _Ray:
         quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
         if not address:
             quiet |= {"num_cpus": cpus, "include_dashboard": False}
+            if access.token is None:
+                keep_token_private()
         try:
             with _sigterm_kept(), _quiet_start(not address):
                 self._lasting(lambda: ray.init(address=address or "local", **quiet))

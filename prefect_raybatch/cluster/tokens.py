@@ -1,12 +1,19 @@
-"""Ray's token: which one would be sent, and the one line that says what is wrong with it."""
+"""Ray's token: which one would be sent, who may read its file, and the one line that says what is
+wrong with it."""
 
 from __future__ import annotations
 
+import logging
 import os
+import secrets
+import stat
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from prefect_raybatch.job.cluster_access import ClusterAccess
+
+log = logging.getLogger(__name__)
 
 BY_ENVIRONMENT = "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH)"
 
@@ -16,15 +23,70 @@ def token_sent(access: ClusterAccess) -> str | None:
     (RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token)."""
     if access.token is not None:
         return access.token
-    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
-        return None
     if given := os.environ.get("RAY_AUTH_TOKEN", "").strip():
-        return given
-    path = os.environ.get("RAY_AUTH_TOKEN_PATH")
+        return given if _uses_tokens() else None
     with suppress(OSError, RuntimeError):
-        file = Path(path) if path else Path.home() / ".ray/auth_token"
-        return file.read_text(encoding="utf-8").strip() or None
+        file = token_file()
+        return (file and file.read_text(encoding="utf-8").strip()) or None
     return None
+
+
+def _uses_tokens() -> bool:
+    return os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"
+
+
+def token_file() -> Path | None:
+    """Return the file from which Ray takes its token, whether it exists or not; None where it takes
+    none, or one from the environment. Raise `RuntimeError` for a user without a home."""
+    if not _uses_tokens() or os.environ.get("RAY_AUTH_TOKEN", "").strip():
+        return None
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return Path(path) if path else Path.home() / ".ray/auth_token"
+
+
+def open_token_mode() -> tuple[Path, int] | None:
+    """Return the token's file and its mode if other users may read or write it."""
+    with suppress(OSError, RuntimeError):
+        if (file := token_file()) is not None and (mode := file.stat().st_mode) & 0o077:
+            return file, stat.S_IMODE(mode)
+    return None
+
+
+def keep_token_private() -> None:
+    """Make the token that a local cluster is about to use, or its file, this user's alone.
+
+    `ray.init` writes a new token with the umask's mode, as a rule readable by all, and whoever has
+    it can run anything as this user.
+    """
+    try:
+        file = token_file()
+        if file is None:
+            return
+        if not file.exists() and not os.environ.get("RAY_AUTH_TOKEN_PATH"):
+            file.parent.mkdir(mode=0o700, exist_ok=True)
+            _put_token(file)
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            found = os.fstat(descriptor)
+            if stat.S_ISREG(found.st_mode) and found.st_mode & 0o077:
+                os.fchmod(descriptor, 0o600)
+                log.info("%s could be read by others; its mode is 0600 now", file)
+        finally:
+            os.close(descriptor)
+    except (OSError, RuntimeError) as error:
+        log.debug("Ray's token is left as it is: %s", error)
+
+
+def _put_token(file: Path) -> None:
+    """Write a new token in Ray's form, unless another process was first; nobody sees half of it."""
+    descriptor, temporary = tempfile.mkstemp(prefix=".auth_token-", dir=file.parent)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as made:  # its mode is 0600
+            made.write(secrets.token_hex(32))
+        with suppress(FileExistsError):
+            os.link(temporary, file)
+    finally:
+        os.unlink(temporary)
 
 
 def token_missing(who: str, access: ClusterAccess) -> str:

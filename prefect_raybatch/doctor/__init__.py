@@ -18,6 +18,7 @@ from prefect_raybatch.doctor.machine import (
     check_gpus,
     check_packages,
     check_shm,
+    check_token,
     check_versions,
 )
 from prefect_raybatch.doctor.places import (
@@ -51,6 +52,7 @@ CHECKS: Mapping[str, tuple[Check, float, str]] = {
     "functions": (check_functions, 20, "correct prompt.function or output.postprocess"),
     "clock": (check_clock, 20, "mend what the other findings name first"),
     "shared memory": (check_shm, 5, "mount /dev/shm"),
+    "Ray's token": (check_token, 5, "chmod 600 ~/.ray/auth_token"),
     "open files": (check_files, 5, "ulimit -n 65536"),
     "engines left behind": (check_engines, 10, "look for processes named VLLM:: by hand"),
 }

@@ -16,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from prefect_raybatch import installed, nvml
+from prefect_raybatch.cluster.tokens import open_token_mode
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.nvml import GIB
@@ -172,6 +173,20 @@ def check_shm(patient: Patient) -> Iterator[Finding]:
         )
     else:
         yield passed("shared memory", text)
+
+
+def check_token(patient: Patient) -> Iterator[Finding]:
+    """Whether others may read the file with Ray's token, with which they can run anything."""
+    exposed = open_token_mode()
+    if exposed is None:
+        yield passed("Ray's token", "no file with it that others may read")
+        return
+    file, mode = exposed
+    yield warned(
+        "Ray's token",
+        f"{file} has mode {mode:04o}: other users of this machine can use the cluster as this one",
+        f"chmod 600 {file}",
+    )
 
 
 def check_files(patient: Patient) -> Iterator[Finding]:

@@ -1,0 +1,101 @@
+"""The file with Ray's token is its user's alone: whoever reads it can run anything as that user."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prefect_raybatch import doctor
+from prefect_raybatch.cluster.tokens import keep_token_private, token_sent
+from prefect_raybatch.job.cluster_access import ClusterAccess
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    before = os.umask(0o022)
+    yield tmp_path
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def marks() -> list[tuple[str, str]]:
+    found = doctor.examine(checks={"Ray's token": doctor.CHECKS["Ray's token"]})
+    return [(one.mark, one.remedy) for one in found]
+
+
+def test_a_new_token_can_be_read_by_its_user_alone(home: Path) -> None:
+    keep_token_private()
+    file = home / ".ray/auth_token"
+    assert (mode(file), mode(file.parent)) == (0o600, 0o700)
+    token = file.read_text()
+    assert len(bytes.fromhex(token)) == 32 and token_sent(ClusterAccess()) == token
+    keep_token_private()
+    assert file.read_text() == token and [one.name for one in file.parent.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize("by_path", [False, True])
+def test_a_token_that_others_may_read_is_found_and_made_private(
+    home: Path, monkeypatch: pytest.MonkeyPatch, by_path: bool
+) -> None:
+    file = home / ".ray/auth_token"
+    if by_path:
+        file = home / "elsewhere/token"
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file))
+    file.parent.mkdir()
+    file.write_text("a" * 64)
+    assert marks() == [("warn", f"chmod 600 {file}")]
+    keep_token_private()
+    assert mode(file) == 0o600 and file.read_text() == "a" * 64
+    assert [mark for mark, _ in marks()] == ["pass"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RAY_AUTH_MODE", "disabled"), ("RAY_AUTH_TOKEN", "a" * 64), ("RAY_AUTH_TOKEN_PATH", "/no/x")],
+)
+def test_no_token_is_made_that_ray_would_not_use(
+    home: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    keep_token_private()
+    assert list(home.iterdir()) == [] and [mark for mark, _ in marks()] == ["pass"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
+def test_what_is_planted_there_is_neither_waited_for_nor_changed(home: Path, kind: str) -> None:
+    (home / ".ray").mkdir()
+    file, other = home / ".ray/auth_token", home / "other"
+    other.write_text("another file")
+    other.chmod(0o644)
+    make = {"pipe": os.mkfifo, "link": lambda path: path.symlink_to(other), "folder": os.mkdir}
+    make[kind](file)
+    keep_token_private()
+    assert mode(other) == 0o644 and other.read_text() == "another file"
+
+
+@pytest.mark.timeout(300)
+def test_a_local_cluster_takes_the_private_token(home: Path) -> None:
+    script = """
+import os
+from prefect_raybatch.cluster.connect import connected
+from helpers.small import make_job
+os.umask(0o022)
+with connected(make_job()):
+    import ray
+    print("one", ray.get(ray.remote(num_cpus=0)(lambda: 1).remote()))
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "one 1" in done.stdout, done.stderr[-2000:]
+    assert mode(home / ".ray/auth_token") == 0o600
