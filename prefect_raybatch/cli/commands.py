@@ -70,6 +70,12 @@ RunDate = Annotated[
     str | None,
     typer.Option(metavar="YYYY-MM-DD", help="What {run_date} in the job stands for."),
 ]
+TargetsFromPlan = Annotated[
+    bool,
+    typer.Option(
+        "--targets-from-plan", help="Publish to the targets that the run directory names."
+    ),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, e.g. source.limit=100."),
@@ -297,6 +303,7 @@ def retry_failed(
     job: Annotated[
         str | None, typer.Option(metavar="JOB", help="Job file to use in place of the run's own.")
     ] = None,
+    targets_from_plan: TargetsFromPlan = False,
     set_: Set = None,
     prefect: Annotated[bool, typer.Option(help="Run it as a Prefect flow.")] = True,
     as_json: Json = False,
@@ -304,7 +311,11 @@ def retry_failed(
     """Ask again about the failed rows of a finished run, in a run of their own beside it."""
     from prefect_raybatch.runs import retry
 
-    wanted = (run_dir, error, _changes(set_), BatchJob.from_yaml(job) if job else None)
+    changes = _changes(set_)
+    if targets_from_plan:
+        _refuse_both(job)
+        changes.setdefault("output.publish", retry.planned_targets(run_dir, changes, with_keys))
+    wanted = (run_dir, error, changes, BatchJob.from_yaml(job) if job else None)
     # What is wrong is said, and that nothing is to be done, before Prefect starts.
     asked = retry.retry_request(*wanted, keys=with_keys)
     made: RunReport | retry.Nothing
@@ -363,12 +374,7 @@ def publish(
         str | None,
         typer.Option("--job", metavar="JOB", help="Job file that names targets and keys."),
     ] = None,
-    targets_from_plan: Annotated[
-        bool,
-        typer.Option(
-            "--targets-from-plan", help="Publish to the targets that the run directory names."
-        ),
-    ] = False,
+    targets_from_plan: TargetsFromPlan = False,
     run_date: RunDate = None,
     set_: Set = None,
     as_json: Json = False,
@@ -378,8 +384,8 @@ def publish(
 
     if set_ and job is None:
         raise ConfigError("--set changes a field of the job file: name one with --job")
-    if job and targets_from_plan:
-        raise ConfigError("--job and --targets-from-plan: give one of them")
+    if targets_from_plan:
+        _refuse_both(job)
     loaded = with_keys(_job(job, set_)) if job else None
     when = date_of(run_date) if run_date else None
     if loaded is not None and (differ := other_targets(loaded, run_dir, when)) is not None:
@@ -488,6 +494,11 @@ def _record_bad_job(path: str, run_key: str | None, error: ConfigError) -> None:
 def _raw(path: str) -> dict[str, Any]:
     """A job file that has been read as a job before, as it stands there."""
     return dict(read_job_file(path).value)
+
+
+def _refuse_both(job: str | None) -> None:
+    if job:
+        raise ConfigError("--job and --targets-from-plan: give one of them")
 
 
 def _changes(overrides: list[str] | None) -> dict[str, Any]:

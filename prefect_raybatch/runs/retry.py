@@ -20,11 +20,14 @@ import pyarrow as pa
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.cluster import LOCAL
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.run_words import with_dated_targets
+from prefect_raybatch.job.secrets import hide_path
 from prefect_raybatch.ledger.family import Family, Member, load_family, place
 from prefect_raybatch.ledger.increments import OF_ASKS, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import Plan
@@ -38,9 +41,13 @@ from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.result.rows import quarantine_of
 from prefect_raybatch.runs.plan_run import check_schema_names, increment_of_job
 from prefect_raybatch.runs.run import Run, run_of
+from prefect_raybatch.storage import open_store
 
 Keys = Callable[[BatchJob], BatchJob]  # puts keys from credentials blocks into store options
 FAILED_LIMITS = ("max_failed", "max_failed_rows", "max_failed_fraction")
+# What a job says of where keys and rows are sent: a run directory, which others may write to, does
+# not decide it.
+FROM_OPERATOR = ("output.publish", "cluster.address", "cluster.job_server", "cluster.kubernetes")
 FIXED_BY_PARENT = "the rows come from the run's quarantine, and the retry is written beside the run"
 
 
@@ -87,6 +94,7 @@ def plan_retry(
 
     `errors` are error classes; by default all failed rows that no other child has taken. The job
     is the run's own or `job`, with the fields `overrides` ({"sampling.max_tokens": 99}) replaced.
+    Without `job` the fields of `FROM_OPERATOR` come from `overrides` alone.
     All rows of the child may fail again, unless a limit on failed rows is among these: they count
     against the limit of the run they are from. Raises as `retry_request`, and `PlanMismatch` when
     another retry of these rows began at the same moment.
@@ -159,12 +167,49 @@ def retry_request(
     children = family.children(key)
     if going is None and sum(member.plan.rows for member in children) >= parent.failed:
         return _all_taken(family, parent, children)
+    if job is None:
+        _check_operators(parent, overrides)
     check_schema_names(known.job.output)
     schema = decode_schema(parent.plan.input_schema)
     planning.check_against_schema(known.job, schema)
     check_targets_of(known.job, schema, family.next_key, later=True)
     limited = {"limits", *(f"limits.{name}" for name in FAILED_LIMITS)} & set(overrides)
     return RetryRequest(family, parent, child, known, selection, going, bool(limited))
+
+
+def planned_targets(
+    run_dir: str, overrides: Mapping[str, Any], keys: Keys = lambda job: job
+) -> list[dict[str, Any]]:
+    """Return output.publish as the plan of a run names it, for a person who has looked at it."""
+    store = open_store(run_dir, _options(run_dir, overrides, None, keys))
+    return list(need_plan(Ledger(store)).job.get("output", {}).get("publish", ()))
+
+
+def _check_operators(parent: Member, overrides: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for targets and clusters that the plan of the run alone names."""
+    from prefect_raybatch.runs.publish_run import targets_text
+
+    job = BatchJob.from_dict(parent.plan.job, f"the job of {parent.key}")
+    cluster = job.cluster
+    named = {
+        "output.publish": targets_text(job, parent.key).replace("\n", "; ").strip(),
+        "cluster.address": cluster.address if cluster.address not in (LOCAL, "auto") else None,
+        "cluster.job_server": cluster.job_server,
+        "cluster.kubernetes": cluster.kubernetes.asked and "a cluster of the run's own",
+    }
+    lines = [
+        f"  {field}: {hide_path(named[field])}"
+        for field in FROM_OPERATOR
+        if named[field] and not {field, field.partition(".")[0]} & set(overrides)
+    ]
+    if lines:
+        raise ConfigError(
+            f"{parent.ledger.store.uri}: name the job with --job JOB. A run directory does not "
+            "decide where rows and keys are sent, and this one names:\n"
+            + "\n".join(lines)
+            + "\nTo take these, look at each and give it with --set FIELD=VALUE; the targets also "
+            "with --targets-from-plan"
+        )
 
 
 def _check_classes(parent: Member, errors: Sequence[str]) -> None:

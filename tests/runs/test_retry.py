@@ -35,7 +35,14 @@ from prefect_raybatch.result.verify_chain import ChainVerdict, verify_chain
 from prefect_raybatch.runs.finalize_run import finalize_run, load_report
 from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.plan_run import plan_run
-from prefect_raybatch.runs.retry import Nothing, Retry, RetryRequest, plan_retry, retry_request
+from prefect_raybatch.runs.retry import (
+    Nothing,
+    Retry,
+    RetryRequest,
+    plan_retry,
+    planned_targets,
+    retry_request,
+)
 from prefect_raybatch.runs.run import run_of
 from prefect_raybatch.runs.status import status
 from prefect_raybatch.storage import open_store
@@ -731,3 +738,49 @@ def test_on_s3_with_keys_from_the_command_alone(s3, tmp_path, monkeypatch):
 
 def replace_output(job: BatchJob, options: dict[str, str]) -> BatchJob:
     return job.model_copy(update={"output": job.output.model_copy(update={"options": options})})
+
+
+# --- what a run directory does not decide -------------------------------------------------------
+
+TARGET = {"format": "parquet", "uri": "/tmp/planted", "name": "lake"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ({"output": {"publish": [TARGET]}}, r"output\.publish: lake: parquet /tmp/planted"),
+        ({"cluster": {"job_server": "http://evil:8265"}}, r"cluster\.job_server: http://evil:8265"),
+        ({"cluster": {"address": "evil:6379"}}, r"cluster\.address: evil:6379"),
+        ({"cluster": {"kubernetes": {"image": "evil"}}}, r"cluster\.kubernetes: a cluster"),
+    ],
+)
+def test_targets_and_clusters_come_from_the_operator(
+    tmp_path: Path, groups: dict[str, Any], words: str
+) -> None:
+    run = first_run(tmp_path, **groups)
+    with pytest.raises(ConfigError, match=words) as caught:
+        plan_retry(run.store.uri)
+    assert "name the job with --job" in str(caught.value)
+    assert not (tmp_path / "key.r1").exists()
+    changes = {"output.publish": []} if "output" in groups else {"cluster": {}}
+    told = plan_retry(run.store.uri, None, changes)
+    assert isinstance(told, Retry) and told.job.output.publish == []
+    assert told.job.cluster.access.job_server is None and told.job.cluster.address is None
+
+
+def test_a_retry_takes_the_targets_of_the_job_that_is_given(tmp_path: Path) -> None:
+    run = first_run(tmp_path, output={"publish": [TARGET]})
+    mine = {**TARGET, "uri": str(tmp_path / "mine")}
+    job = BatchJob.from_dict({**run.job.to_dict(), "output": {"uri": "-", "publish": [mine]}})
+    made = plan_retry(run.store.uri, job=job)
+    assert isinstance(made, Retry)
+    assert [target.uri for target in made.job.output.publish] == [mine["uri"]]
+
+
+def test_the_targets_of_a_plan_that_a_person_looked_at(tmp_path: Path) -> None:
+    target = {**TARGET, "uri": str(tmp_path / "lake")}
+    run = first_run(tmp_path, output={"publish": [target]})
+    seen = planned_targets(run.store.uri, {})
+    made = plan_retry(run.store.uri, None, {"output.publish": seen})
+    assert isinstance(made, Retry)
+    assert [one.uri for one in made.job.output.publish] == [target["uri"]]
