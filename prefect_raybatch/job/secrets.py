@@ -73,6 +73,13 @@ FREE_ARGUMENTS = frozenset(
         *("model_loader_extra_config", "weight_transfer_config"),
     )
 )
+# Beginnings of tokens that are well known, and what other tokens in a path look like.
+_TOKEN_BEGINS = re.compile(r"(gh[opsur]|github_pat|glpat|hf|sk|xox[a-z]|dapi)[-_]\w{8,}|eyJ\w{8,}")
+_MIXED = re.compile(r"(?=.*[a-z])(?=.*[A-Z])(?=.*\d)[\w~+=-]{16,}")
+_LOWER = re.compile(r"(?=(?:\D*\d+\D+){3})(?:[a-z\d]{20,}|[A-Z\d]{20,})")
+_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # a commit or a checksum, which name content
+_NAMED_SEGMENT = re.compile(r"([^=:]+)[=:](.+)")
+_WEB_PATH = re.compile(r"(\bhttps?://[^/?#\s\"']+)(/[^?#\s\"']*)", re.IGNORECASE)
 _URL_PATH = re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s\"']*)([/?#][^\s\"']+)")
 _PARAMETER = re.compile(r"([?&])([^=&#?\s]+)=([^&#\s\"']*)")
 
@@ -110,10 +117,23 @@ def _shown_property(name: str, value: Any) -> Any:
     return hide_options(value, name)
 
 
+CATALOG_PLACE = ("type", "name", "uri", "warehouse", "prefix")
+
+
 def catalog_place(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The properties of a catalog that say which one it is; no key is among them."""
-    named = ("type", "name", "uri", "warehouse", "prefix")
-    return {name: hide_users(value[name]) for name in named if name in value} or {"name": "default"}
+    """The properties of a catalog that say which one it is; no key is among them. What is left out
+    is `...`, so that the job of a plan can be read."""
+    return {
+        name: hide_users(item).replace(MASK, "...") if isinstance(item, str) else item
+        for name, item in counted_catalog(value).items()
+    }
+
+
+def counted_catalog(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as the fingerprint counts them: with what looks like a token in a URL's path, since
+    it may be the name of a warehouse."""
+    place = {name: _without_users(value[name]) for name in CATALOG_PLACE if name in value}
+    return place or {"name": "default"}
 
 
 def hide_env(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,13 +168,51 @@ def hide_path(value: object) -> Any:
 
 
 def hide_users(value: object) -> Any:
-    """A text with user, password and signature taken out of the URLs in it; anything else as it
-    is."""
+    """A text with user, password, signature and tokens taken out of the URLs in it; anything else
+    as it is."""
+    return hide_tokens(_without_users(value)) if isinstance(value, str) else value
+
+
+def _without_users(value: object) -> Any:
     return hide_signature(USERINFO.sub(f"://{MASK}@", value)) if isinstance(value, str) else value
 
 
+def hide_tokens(text: str, mask: str = MASK) -> str:
+    """Return a text in which the parts of http(s) URLs' paths that look like tokens are masked."""
+
+    def shown(match: re.Match[str]) -> str:
+        before, segments = "", []
+        for segment in match[2].split("/"):
+            segments.append(mask if _is_token(unquote(segment), before) else segment)
+            before = segment
+        return match[1] + "/".join(segments)
+
+    return _WEB_PATH.sub(shown, text)
+
+
+def _is_token(segment: str, before: str) -> bool:
+    """Return whether a part of a path may be a key, by its look or the part `before` it."""
+    if not segment or _named(segment) or set(segment) <= set("*.") or _DIGEST.fullmatch(segment):
+        return False
+    for part in segment.split(";"):
+        named = _NAMED_SEGMENT.fullmatch(part)
+        if named and (PASSWORD.fullmatch(named[1]) or SIGNATURE.fullmatch(named[1])):
+            return True
+    if len(segment) >= 6 and PASSWORD.fullmatch(before) and any(map(str.isdigit, segment)):
+        return True
+    if _TOKEN_BEGINS.match(segment):
+        return True
+    return any(form.fullmatch(segment) for form in (_MIXED, _LOWER))
+
+
+def recorded(url: str) -> str:
+    """Return a URL as records and messages name it: `unsigned`, with `...` for tokens in its path.
+    It is still a URL, so that the job of a plan can be read."""
+    return hide_tokens(unsigned(url), "...")
+
+
 def unsigned(url: str) -> str:
-    """A URL as records and messages name it: without what signs it, which expires and is secret."""
+    """A URL as the fingerprint counts it: without what signs it, which expires and is secret."""
     parts = urlsplit(url)
     query = parse_qsl(parts.query, keep_blank_values=True)
     kept = [(name, value) for name, value in query if not SIGNATURE.fullmatch(name)]

@@ -21,7 +21,7 @@ from prefect_raybatch.job.filter_text import parse_filter
 from prefect_raybatch.job.form import field
 from prefect_raybatch.job.group import Group
 from prefect_raybatch.job.run_words import check_run_words
-from prefect_raybatch.job.secrets import hide_signature, holds_password, is_masked
+from prefect_raybatch.job.secrets import hide_users, holds_password, is_masked
 from prefect_raybatch.job.sql_types import arrow_type
 from prefect_raybatch.job.table_formats import (
     TABLE_FORMATS,
@@ -159,7 +159,7 @@ class Source(Group):
         if name != "uri" or not value:
             return super()._shown(name, value)
         if isinstance(value, str):
-            return hide_signature(value) if is_web(value) else value
+            return hide_users(value) if is_web(value) else value
         return [self._shown(name, uri) for uri in value]
 
     @field_validator("catalog")

@@ -10,7 +10,13 @@ from prefect_raybatch.job.checks import is_web
 from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.job.functions import source_digest
 from prefect_raybatch.job.prompt import Prompt
-from prefect_raybatch.job.secrets import catalog_place, hide_argument, unsigned
+from prefect_raybatch.job.secrets import (
+    catalog_place,
+    counted_catalog,
+    hide_argument,
+    recorded,
+    unsigned,
+)
 from prefect_raybatch.ledger.records import digest, dump
 from prefect_raybatch.ledger.same_job import FREED
 from prefect_raybatch.model import adapters
@@ -167,8 +173,19 @@ def fingerprint(
     if retry is not None:
         parts = {k: v for k, v in parts.items() if not k.startswith("source.")}
         parts["retry"] = dict(retry)
-    # What stands in records and messages is without keys; what is counted is not.
-    return digest(dump(parts)), {**parts, "engine": hide_argument(parts["engine"], "engine")}
+    return digest(dump(parts)), shown_parts(parts)
+
+
+def shown_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of a fingerprint as records and messages have them: without keys, which are
+    counted."""
+    shown = {**parts, "engine": hide_argument(parts["engine"], "engine")}
+    if "source.uri" in parts:
+        uris = parts["source.uri"]
+        shown["source.uri"] = [recorded(uri) if is_web(uri) else uri for uri in uris]
+    if "source.catalog" in parts:
+        shown["source.catalog"] = catalog_place(parts["source.catalog"])
+    return shown
 
 
 # Parts of a fingerprint that are looked up: in the functions' modules, adapters and model.
@@ -204,7 +221,7 @@ def answer_fields(job: BatchJob) -> dict[str, Any]:
     if job.source.version is not None:
         parts["source.version"] = job.source.version
     if job.source.catalog:
-        parts["source.catalog"] = catalog_place(job.source.catalog)
+        parts["source.catalog"] = counted_catalog(job.source.catalog)
     if job.source.query is not None:
         parts["source.query"] = job.source.query
     if job.source.types:

@@ -18,7 +18,7 @@ from prefect_raybatch.job.checks import RESERVED, is_web
 from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES, Output
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.sampling import UNWRITTEN
-from prefect_raybatch.job.secrets import catalog_place, hide_argument, is_masked, unsigned
+from prefect_raybatch.job.secrets import catalog_place, hide_argument, is_masked, recorded
 from prefect_raybatch.ledger.layout import QUARANTINE_FOLDER
 from prefect_raybatch.ledger.many_uris import bounded_job, bounded_parts, too_many, uris_table
 from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shards_table
@@ -286,7 +286,7 @@ def public_job(job: BatchJob) -> dict[str, Any]:
     for group in ("source", "output"):
         value.get(group, {}).pop("options", None)
     if any(is_web(uri) for uri in job.source.uris):
-        plain = [unsigned(uri) if is_web(uri) else uri for uri in job.source.uris]
+        plain = [recorded(uri) if is_web(uri) else uri for uri in job.source.uris]
         value["source"]["uri"] = plain[0] if isinstance(job.source.uri, str) else plain
     if job.output.publish:
         value["output"]["publish"] = [target.public() for target in job.output.publish]

@@ -35,7 +35,7 @@ from prefect_raybatch.ledger.many_uris import bounded_parts
 from prefect_raybatch.ledger.record_files import put_record, put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import Plan, digest, dump, load
 from prefect_raybatch.ledger.same_job import FREED, differing, with_schema_text
-from prefect_raybatch.plan.fingerprint import LOOKED_UP, answer_fields
+from prefect_raybatch.plan.fingerprint import LOOKED_UP, answer_fields, shown_parts
 from prefect_raybatch.plan.plan import public_job
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.storage import Store
@@ -188,7 +188,8 @@ def check_recorded_job(job: BatchJob, accepted: Iterable[Accepted], plan: Plan, 
     if "retry" in plan.parts:  # its rows are those of the parent's quarantine
         fields = answer_fields(planned_job)
         planned |= {name: part for name, part in fields.items() if name.startswith("source.")}
-    recorded = json.loads(dump(bounded_parts(answer_fields(_with_planned_texts(job, plan)))))
+    fields = shown_parts(answer_fields(_with_planned_texts(job, plan)))
+    recorded = json.loads(dump(bounded_parts(fields)))
     planned = dict(with_schema_text(planned, recorded))
     for parts, engine in ((planned, planned_job.engine), (recorded, job.engine)):
         arguments = {k: v for k, v in parts.get("engine", {}).items() if k not in FREED}

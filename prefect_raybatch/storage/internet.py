@@ -18,6 +18,7 @@ from typing import TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from prefect_raybatch.bounded import within
+from prefect_raybatch.job.secrets import hide_users
 
 PORTS = {"http": 80, "https": 443}
 AGAIN = {408, 425, 429}  # and all from 500 on
@@ -127,7 +128,7 @@ def innermost(address: Address) -> Address:
 
 def shown_url(url: str) -> str:
     """A URL in a message: without its query, which often holds a signature."""
-    plain = url.partition("#")[0].partition("?")[0]
+    plain = str(hide_users(url.partition("#")[0].partition("?")[0]))
     return plain[:200] + ("?..." if "?" in url else "")
 
 

@@ -21,7 +21,7 @@ from typing import BinaryIO, NoReturn, cast
 from urllib.parse import unquote, urljoin, urlsplit
 
 from prefect_raybatch.errors import SourceError, StoreError, StoreUnavailable
-from prefect_raybatch.job.secrets import unsigned
+from prefect_raybatch.job.secrets import recorded
 from prefect_raybatch.storage.base import FileInfo, Store
 from prefect_raybatch.storage.internet import (
     AGAIN,
@@ -57,7 +57,7 @@ class WebStore(Store):
     request to the URL's own host."""
 
     def __init__(self, url: str, headers: Mapping[str, str], rules: WebRules) -> None:
-        self.uri = unsigned(url)
+        self.uri = recorded(url)
         self.name = unquote(urlsplit(url).path.rpartition("/")[2])
         self._url, self._headers, self._rules = url, dict(headers), rules
         self._lock = threading.Lock()

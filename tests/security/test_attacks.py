@@ -11,15 +11,20 @@ from typing import Any
 import pytest
 from attacks import ATTACKS, NEVER_ASKED, OWNER, PRIVATE, Attack
 from helpers.policies import set_policy
-from helpers.small import make_job
+from helpers.small import make_job, small_run
 
 from prefect_raybatch.errors import ConfigError, RayBatchError
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.publish import PublishTarget
+from prefect_raybatch.job.secrets import hide_users, recorded
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.trust import check_trust
+from prefect_raybatch.plan.fingerprint import fingerprint
+from prefect_raybatch.plan.plan import public_job
 from prefect_raybatch.policy.in_force import operator_policy, owner_policy, under
+from prefect_raybatch.remote.records import sendable
 from prefect_raybatch.source import peek
-from prefect_raybatch.storage.internet import allowed
+from prefect_raybatch.storage.internet import allowed, shown_url
 
 
 def filled(value: Any, folder: Path) -> Any:
@@ -144,12 +149,68 @@ PLANTED = "PLANTEDvalue0007"
         {"output": {"uri": "o", "options": {"endpoint_url": f"https://host/{PLANTED}/"}}},
         {"source": {"uri": f"https://host/a.csv?api-key={PLANTED}"}},
         {"source": {"uri": f"https://host/a.csv?X-Api-Token={PLANTED}"}},
+        {"source": {"uri": f"https://host/{PLANTED}/a.csv"}},
+        {"source": {"uri": [f"https://host/{PLANTED}/a.csv", "https://host/b.csv"]}},
+        {"source": {"uri": f"https://host/x;token={PLANTED}/a.csv"}},
+        {"source": {"uri": "a.b", "catalog": {"uri": f"https://host/{PLANTED}/v1"}}},
+        {"source": {"uri": "a.b", "catalog": {"uri": f"https://host/v1?sig={PLANTED}"}}},
+        {"source": {"uri": "a.b", "catalog": {"uri": "u", "warehouse": f"https://h/{PLANTED}"}}},
     ],
 )
 def test_a_key_is_in_nothing_that_others_see(groups: dict[str, Any]) -> None:
     job = make_job(**groups)
     shown = " ".join([job.model_dump_json(), repr(job), json.dumps(job.model_dump(mode="json"))])
     assert PLANTED not in shown and PLANTED in json.dumps(job.to_dict())
+
+
+TOKENS = (
+    *(PLANTED, "ghp_0123456789abcdefghij", "github_pat_11ABCDEFG0abc", "glpat-abcdefgh12345678"),
+    *("hf_abcdefghijklmnop", "sk-abcdefghijk", "eyJhbGciOiJIUzI1NiJ9.e30.c2ln", "token=abc"),
+    *(
+        "AbCdEfGhIjKlMnOpQr12",
+        "a1b2c3d4e5f6g7h8i9j0",
+        "key;apikey=abc",
+        "9f86d081884c7d659a2feaa0c55ad015",
+    ),
+)
+
+
+@pytest.mark.parametrize("token", TOKENS)
+@pytest.mark.parametrize("place", ["source", "catalog"])
+def test_a_token_in_a_path_is_in_no_record_of_a_run(tmp_path: Path, token: str, place: str) -> None:
+    """It counts in the fingerprint all the same: it may be the name of something else."""
+    url = f"https://host.example.com/dl/{token}/a.csv"
+    source = {"uri": url} if place == "source" else {"uri": "a.b", "catalog": {"uri": url}}
+    run = small_run(tmp_path / "run", source=source)
+    run.commit_all()
+    for path in (tmp_path / "run").rglob("*.json"):
+        assert token not in path.read_text(), path
+    job = make_job(source=source)
+    assert token not in job.model_dump_json()
+    if place == "source":
+        assert token not in json.dumps(sendable(job))
+    else:
+        with pytest.raises(ConfigError, match=r"source\.catalog\.uri may be a secret") as caught:
+            sendable(job)
+        assert token not in str(caught.value)
+    assert token not in json.dumps(public_job(job)) and token not in shown_url(url)
+    assert BatchJob.from_dict(run.plan.job).name == "nightly"
+    other = json.loads(json.dumps(source).replace(token, "another"))
+    assert fingerprint(job)[0] != fingerprint(make_job(source=other))[0]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://host/datasets/owner/name/resolve/main/data/train-00000-of-00001.parquet",
+        "https://host/2024/11/25/customers-2024-11-25.csv",
+        "https://host/resolve/da39a3ee5e6b4b0d3255bfef95601890afd80709/a.csv",
+        "https://host/tokens/a.csv",
+        "https://host/a/550e8400-e29b-41d4-a716-446655440000/a.csv",
+    ],
+)
+def test_plain_paths_are_shown(url: str) -> None:
+    assert hide_users(url) == url and recorded(url) == url
 
 
 @pytest.mark.parametrize(
