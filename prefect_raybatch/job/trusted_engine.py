@@ -20,12 +20,13 @@ NAMES_CODE = frozenset(("custom_class",))  # words of vLLM's own lists that have
 
 def check_engine_trust(engine: Engine, policy: JobPolicy) -> None:
     """Raise `ConfigError` naming the first variable or argument that the job may not set."""
+    file = f"the file of {POLICY_FILE}" + (f", {policy.title}" if policy.limited else "")
     for name in engine.env:
         if not policy.may_set_variable(name):
             raise ConfigError(
                 f"engine.env: {name} is not among the variables that a job may set, since a "
                 "variable can decide which code the engine loads; set it on the cluster's nodes, "
-                f"or add it to engine_variables in the file of {POLICY_FILE}"
+                f"or add it to engine_variables in {file}"
             )
     extra = engine.model_extra or {}
     kinds = types_of_arguments(tuple(sorted(extra)))
@@ -33,7 +34,7 @@ def check_engine_trust(engine: Engine, policy: JobPolicy) -> None:
         for place in refused_parts(name, value, kinds.get(name, Any), policy):
             raise ConfigError(
                 f"engine.{place}: may name code, a file or a host, so a job cannot set it; if you "
-                f"trust it, add {place} to engine_arguments in the file of {POLICY_FILE}"
+                f"trust it, add {place} to engine_arguments in {file}"
             )
 
 

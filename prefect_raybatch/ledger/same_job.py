@@ -53,7 +53,7 @@ def same_job(plan: Plan, found: str, parts: Mapping[str, Any]) -> bool:
     counted = plan.parts.get("engine")
     if not isinstance(counted, Mapping):
         return False
-    before = with_schema_text(plan.parts, parts)
+    before = parts_with_schema_text(plan.parts, parts)
     if not FREED & set(counted) and before is plan.parts:
         return False
     rest = {name: value for name, value in counted.items() if name not in FREED}
@@ -62,7 +62,7 @@ def same_job(plan: Plan, found: str, parts: Mapping[str, Any]) -> bool:
     return not difference({**before, "engine": rest}, parts)
 
 
-def with_schema_text(old: Mapping[str, Any], new: Mapping[str, Any]) -> Mapping[str, Any]:
+def parts_with_schema_text(old: Mapping[str, Any], new: Mapping[str, Any]) -> Mapping[str, Any]:
     """The parts `old` with the text of a JSON Schema in `new` where they hold the same one as a
     mapping, without the order of its properties, as earlier versions did; else `old` itself."""
     schema, text = _schema(old), _schema(new)

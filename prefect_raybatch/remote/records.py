@@ -34,7 +34,7 @@ from prefect_raybatch.ledger.layout import JOB_NAME, JOBS, job_end_path, job_pat
 from prefect_raybatch.ledger.many_uris import bounded_parts
 from prefect_raybatch.ledger.record_files import put_record, put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import Plan, digest, dump, load
-from prefect_raybatch.ledger.same_job import FREED, differing, with_schema_text
+from prefect_raybatch.ledger.same_job import FREED, differing, parts_with_schema_text
 from prefect_raybatch.plan.fingerprint import LOOKED_UP, answer_fields, shown_parts
 from prefect_raybatch.plan.plan import public_job
 from prefect_raybatch.runs.run import Run
@@ -190,7 +190,7 @@ def check_recorded_job(job: BatchJob, accepted: Iterable[Accepted], plan: Plan, 
         planned |= {name: part for name, part in fields.items() if name.startswith("source.")}
     fields = shown_parts(answer_fields(_with_planned_texts(job, plan)))
     recorded = json.loads(dump(bounded_parts(fields)))
-    planned = dict(with_schema_text(planned, recorded))
+    planned = dict(parts_with_schema_text(planned, recorded))
     for parts, engine in ((planned, planned_job.engine), (recorded, job.engine)):
         arguments = {k: v for k, v in parts.get("engine", {}).items() if k not in FREED}
         parts["engine"] = hide_argument(arguments, "engine")

@@ -403,9 +403,10 @@ def test_notes_lie_where_nobody_else_can_enter(tmp_path, monkeypatch):
     for number in range(2):
         mine = note.Note(f"mine{number}")
         mine.write(note.ROWS)
-        assert stat.S_IMODE(mine._path.stat().st_mode) == 0o600
-        assert stat.S_IMODE(mine._path.parent.stat().st_mode) == 0o700
-    assert len(notes_in(tmp_path)) == 2 and list((tmp_path / "elsewhere").iterdir()) == []
+    first, second = notes_in(tmp_path)
+    assert first.parent == second.parent and stat.S_IMODE(first.parent.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (first, second)} == {0o600}
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "link", "folder", "socket", "device"])
@@ -415,7 +416,8 @@ def test_what_is_planted_among_the_notes_stops_no_engine(tmp_path, monkeypatch, 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     mine = note.Note("mine")
     mine.write(note.ROWS)
-    for folder in (tmp_path, mine._path.parent):
+    (own,) = notes_in(tmp_path)
+    for folder in (tmp_path, own.parent):
         path = folder / f"{attempt}-planted.note"
         if kind == "folder":
             path.mkdir()

@@ -29,7 +29,7 @@ from prefect_raybatch.exits import signal_text
 from prefect_raybatch.storage.private import make_private_folder, open_regular, private_folders
 
 START, PROMPT, ROWS = "start", "prompt", "rows"  # what an actor does while the note stands
-FOLDER = "raybatch-notes"
+NOTES_FOLDER = "raybatch-notes"
 LONGEST_NOTE = 65536  # characters that are read of a note
 NOTES_KEPT = 86400.0  # seconds after which a note that no actor has read is removed
 SILENT = "the engine's process ended without a word: killed, out of memory, or hung"
@@ -72,7 +72,9 @@ class Note:
         """
         if not self.attempt:
             return None
-        for path in (path for folder in private_folders(FOLDER) for path in folder.glob("*.note")):
+        for path in (
+            path for folder in private_folders(NOTES_FOLDER) for path in folder.glob("*.note")
+        ):
             ours = path.name.split("-")[:-1] == [_plain(self.attempt)]
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 if not ours and time.time() - path.lstat().st_mtime < NOTES_KEPT:
@@ -97,7 +99,7 @@ class Note:
         # on a full disk there is no note, and nothing else is lost
         with self._lock, contextlib.suppress(OSError):
             self.over()
-            self._path = make_private_folder(FOLDER) / name
+            self._path = make_private_folder(NOTES_FOLDER) / name
             self.file = open_regular(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "w")
             fcntl.flock(self.file, fcntl.LOCK_EX)
             self.file.write(json.dumps(asdict(Left(doing, times, before))) + "\n")
