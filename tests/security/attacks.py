@@ -7,7 +7,10 @@ under the strict policy plus `policy`, the fields of a policy file.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 OWNER, ELSEWHERE = "owner", "elsewhere"
@@ -391,3 +394,28 @@ PRIVATE = (
     *("64:ff9b:1::8.8.8.8", "64:ff9b:1::10.0.0.1", "2002:a00:1::", "2001:0:808:808::f7f7:f7f7"),
     *("2606:4700::5efe:10.0.0.1", "2606:4700::200:5efe:7f00:1"),
 )
+
+# A key, in places where nobody else may see it.
+PLANTED = "PLANTEDvalue0007"
+# Parts of a URL's path that no record of a run and no message holds.
+TOKENS_IN_PATHS = (
+    *(PLANTED, "ghp_0123456789abcdefghij", "github_pat_11ABCDEFG0abc", "glpat-abcdefgh12345678"),
+    *("hf_abcdefghijklmnop", "sk-abcdefghijk", "eyJhbGciOiJIUzI1NiJ9.e30.c2ln", "token=abc"),
+    *("AbCdEfGhIjKlMnOpQr12", "a1b2c3d4e5f6g7h8i9j0", "key;apikey=abc"),
+    "9f86d081884c7d659a2feaa0c55ad015",
+)
+# Answers of a server that sends a request, with its keys, on to another host.
+REDIRECTS = (302, 307)
+
+
+def _link_to_pipe(path: Path) -> None:
+    os.mkfifo(f"{path}.pipe")
+    path.symlink_to(f"{path}.pipe")
+
+
+# What somebody puts in the place of a file, for which or of which one would read without end.
+PLANTED_FILES: dict[str, Callable[[Path], None]] = {
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "link to a pipe": _link_to_pipe,
+}

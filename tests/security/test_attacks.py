@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attacks import ATTACKS, NEVER_ASKED, OWNER, PRIVATE, Attack
+from attacks import ATTACKS, NEVER_ASKED, OWNER, PLANTED, PRIVATE, TOKENS_IN_PATHS, Attack
 from helpers.policies import set_policy
 from helpers.small import make_job, small_run
 
@@ -132,8 +132,6 @@ def test_a_query_opens_no_other_file(tmp_path: Path, query: str) -> None:
 
 # --- what is shown of a job ---------------------------------------------------------------------
 
-PLANTED = "PLANTEDvalue0007"
-
 
 @pytest.mark.parametrize(
     "groups",
@@ -163,19 +161,7 @@ def test_a_key_is_in_nothing_that_others_see(groups: dict[str, Any]) -> None:
     assert PLANTED not in shown and PLANTED in json.dumps(job.to_dict())
 
 
-TOKENS = (
-    *(PLANTED, "ghp_0123456789abcdefghij", "github_pat_11ABCDEFG0abc", "glpat-abcdefgh12345678"),
-    *("hf_abcdefghijklmnop", "sk-abcdefghijk", "eyJhbGciOiJIUzI1NiJ9.e30.c2ln", "token=abc"),
-    *(
-        "AbCdEfGhIjKlMnOpQr12",
-        "a1b2c3d4e5f6g7h8i9j0",
-        "key;apikey=abc",
-        "9f86d081884c7d659a2feaa0c55ad015",
-    ),
-)
-
-
-@pytest.mark.parametrize("token", TOKENS)
+@pytest.mark.parametrize("token", TOKENS_IN_PATHS)
 @pytest.mark.parametrize("place", ["source", "catalog"])
 def test_a_token_in_a_path_is_in_no_record_of_a_run(tmp_path: Path, token: str, place: str) -> None:
     """It counts in the fingerprint all the same: it may be the name of something else."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
+from attacks import PLANTED_FILES
 from helpers.small import small_run
 
 from prefect_raybatch.errors import RayBatchError, StoreError
@@ -18,14 +16,8 @@ from prefect_raybatch.remote.records import JobRecords
 from prefect_raybatch.runs.status import report_of, state_of
 from prefect_raybatch.storage import open_store
 
-PLANT: dict[str, Callable[[Path], Any]] = {
-    "pipe": os.mkfifo,
-    "device": lambda path: path.symlink_to("/dev/zero"),
-    "link to a pipe": lambda path: (os.mkfifo(f"{path}.pipe"), path.symlink_to(f"{path}.pipe")),
-}
 
-
-@pytest.mark.parametrize("kind", PLANT)
+@pytest.mark.parametrize("kind", PLANTED_FILES)
 def test_no_file_of_a_run_directory_is_waited_for(tmp_path: Path, kind: str) -> None:
     run = small_run(tmp_path / "run")
     run.commit_all(failed=[(0, 1)])
@@ -35,7 +27,7 @@ def test_no_file_of_a_run_directory_is_waited_for(tmp_path: Path, kind: str) -> 
     for path in files:
         data = path.read_bytes()
         path.unlink()
-        PLANT[kind](path)
+        PLANTED_FILES[kind](path)
         with pytest.raises(StoreError, match="there is a pipe or a device"):
             run.store.read(str(path.relative_to(tmp_path / "run")))
         for look in (state_of, report_of, _look):
@@ -55,12 +47,12 @@ def _look(uri: str) -> int:
     return len(list(ledger.commits(plan, ledger.listing(plan))))
 
 
-@pytest.mark.parametrize("kind", PLANT)
+@pytest.mark.parametrize("kind", PLANTED_FILES)
 def test_no_lock_of_the_cache_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setenv("RAYBATCH_CACHE", str(tmp_path))
     (tmp_path / "models").mkdir()
-    PLANT[kind](tmp_path / "models" / "abc.lock")
+    PLANTED_FILES[kind](tmp_path / "models" / "abc.lock")
     with pytest.raises(OSError, match=r"no regular file|symbolic links"):
         local_path({"source": "s3://bucket/model", "identity": "abc", "revision": None})

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attacks import PLANTED, REDIRECTS
 from helpers.web_server import served
 
 from prefect_raybatch.doctor import services
@@ -21,7 +22,7 @@ from prefect_raybatch.remote.server import JobServer
 from prefect_raybatch.source import peek
 from prefect_raybatch.source.tables.iceberg import open_catalog
 
-KEY = "PLANTEDvalue0007"
+KEY = PLANTED
 
 
 @dataclass
@@ -90,7 +91,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", KEY)
 
 
-@pytest.mark.parametrize("status", [302, 307])
+@pytest.mark.parametrize("status", REDIRECTS)
 @pytest.mark.parametrize("request_name", REQUESTS)
 def test_a_redirect_is_refused_with_its_host(request_name: str, status: int) -> None:
     with redirecting(status) as server:
