@@ -317,13 +317,18 @@ def test_the_flow_that_retries_failed_rows(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", infer_run)
     output = {"publish": [delta(tmp_path)]}
     uri = first_run(tmp_path, output=output).store.uri
-    report = retry_failed(uri, ["ValueError", "EngineDied"], {"sampling.max_tokens": 9})
+    # Targets come from whoever calls it, and not from the run directory.
+    state = retry_failed(uri, ["ValueError"], return_state=True)
+    with pytest.raises(ConfigError, match="name the job with --job"):
+        state.result()
+    changes = {"sampling.max_tokens": 9, "output.publish": output["publish"]}
+    report = retry_failed(uri, ["ValueError", "EngineDied"], changes)
     assert report is not None
     assert (report.run_key, report.good, report.failed) == ("key.r1", 2, 1)
     assert numbers(report.run) == [4, 11]
     assert [one.rows for one in report.published] == [2]  # the flow is completed after it
     assert sorted(row["_row"] for row in delta_rows(tmp_path)) == [4, 11]
-    state = retry_failed(uri, ["ValueError"], return_state=True)
+    state = retry_failed(uri, ["ValueError"], {"output.publish": []}, return_state=True)
     assert state.is_failed()
     with pytest.raises(ConfigError, match=r"retry-failed .*key\.r1"):
         state.result()
