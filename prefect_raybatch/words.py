@@ -1,4 +1,4 @@
-"""Numbers in sentences; text that pages can hold."""
+"""Numbers in sentences; text that databases can hold."""
 
 from __future__ import annotations
 
@@ -22,11 +22,6 @@ def money(value: float) -> str:
 def are(number: float) -> str:
     """The verb behind so many."""
     return "is" if number == 1 else "are"
-
-
-def clean(words: str) -> str:
-    """Text without the characters that XML cannot hold: names of hosts and runs are anybody's."""
-    return "".join(c if _allowed(ord(c)) else "\N{REPLACEMENT CHARACTER}" for c in words)
 
 
 def storable(text: str) -> str:
@@ -60,7 +55,3 @@ def error_text(error: BaseException) -> str:
         place = ".".join(map(str, item["loc"]))
         lines.append(": ".join(filter(None, (place, item["msg"].removeprefix("Value error, ")))))
     return f"{error.title}: {'; '.join(lines)}"
-
-
-def _allowed(code: int) -> bool:
-    return code >= 0x20 and not 0xD800 <= code <= 0xDFFF and code not in (0xFFFE, 0xFFFF)

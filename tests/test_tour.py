@@ -13,7 +13,7 @@ from helpers.industries import ROWS, Industries, PowerCut, stand_in
 from helpers.pages import ROOT, Step, steps
 from tour import ELSEWHERE
 
-from prefect_raybatch.cli import show
+from prefect_raybatch.cli import terminal
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
 
@@ -64,7 +64,7 @@ def shape(text: str, folder: Path) -> str:
 
 def test_the_tour_is_what_happens(engine, prefect_api, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for console in (show.out, show.err):  # whose width may be settled by now
+    for console in (terminal.out, terminal.err):  # whose width may be settled by now
         monkeypatch.setattr(console, "width", 300)
     for step in STEPS:
         printed = act(step, engine, capsys)

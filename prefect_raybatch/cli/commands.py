@@ -21,8 +21,6 @@ from prefect_raybatch.cli.drive import retry_rows, run_job, with_keys
 from prefect_raybatch.cli.mending import DRAINED_STATUS, mending
 from prefect_raybatch.cli.outputs import outputs
 from prefect_raybatch.cli.show import (
-    err,
-    out,
     print_json,
     show_actions,
     show_chain,
@@ -37,11 +35,13 @@ from prefect_raybatch.cli.show import (
     show_store_warnings,
     show_verdict,
 )
+from prefect_raybatch.cli.terminal import err, out, show_tracebacks_visibly, visible_logs
 from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, RayBatchError, RunDrained
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.job_file import read_job_file, with_fields
 from prefect_raybatch.job.run_words import date_of, date_of_key, of_today, today, with_run_words
+from prefect_raybatch.private import write_private
 from prefect_raybatch.proxies import bypass_for_local_addresses
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import published_text
@@ -213,7 +213,7 @@ def tune(
 
     found = tuning.tune(with_keys(loaded), minutes, seconds, limit, show)
     path = write or Path(job).with_suffix(".tuned.yaml")
-    path.write_text(tuning.job_file(_raw(job), found), encoding="utf-8")
+    write_private(path, tuning.job_file(_raw(job), found))  # the job file may hold keys
     if as_json:
         print_json({**asdict(found), "settings": tuning.settings(found), "written": str(path)})
         return
@@ -290,7 +290,7 @@ def report(
     if as_json:
         print_json(found)
     elif html is None:
-        print(reports.markdown(found), end="")
+        out.print(reports.markdown(found), markup=False, end="")
 
 
 @app.command()
@@ -526,7 +526,7 @@ def main(argv: list[str] | None = None) -> None:
     show_store_warnings()
     bypass_for_local_addresses()
     try:
-        with typed_command(["raybatch", *(sys.argv[1:] if argv is None else argv)]):
+        with visible_logs(), typed_command(["raybatch", *(sys.argv[1:] if argv is None else argv)]):
             app(args=argv, standalone_mode=True)
     except RayBatchError as error:
         err.print(f"[red]{type(error).__name__}[/]: ", end="")
@@ -538,6 +538,9 @@ def main(argv: list[str] | None = None) -> None:
             raise
         err.print("stopped; what is committed is kept, the same command again continues")
         sys.exit(INTERRUPTED)
+    except Exception:
+        show_tracebacks_visibly()
+        raise
 
 
 def exit_status(error: RayBatchError) -> int:

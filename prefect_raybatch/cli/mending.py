@@ -10,13 +10,12 @@ import typer
 from prefect_raybatch.cli.arguments import Json, RunDir
 from prefect_raybatch.cli.drive import run_job, with_keys
 from prefect_raybatch.cli.show import (
-    err,
-    out,
     print_json,
     show_partial,
     show_report,
     show_rows,
 )
+from prefect_raybatch.cli.terminal import err, out
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.run_words import date_of
 

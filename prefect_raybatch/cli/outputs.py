@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prefect_raybatch.cli.arguments import Json
-from prefect_raybatch.cli.show import err, out, print_json, print_prompt, show_rows
+from prefect_raybatch.cli.show import print_json, print_prompt, show_rows
+from prefect_raybatch.cli.terminal import err, out
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.harmless import visible
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.run_words import dated_parts
@@ -125,7 +127,8 @@ def _short(value: object) -> str:
 def _asked(question: str, given: str | None, default: str) -> str:
     if given is not None or not sys.stdin.isatty():
         return given or default
-    answer: str = typer.prompt(question, default=default, err=True)
+    shown = visible(f"{question} [{default}]")
+    answer: str = typer.prompt(shown, default=default, show_default=False, err=True)
     return answer
 
 
@@ -156,7 +159,7 @@ def runs(
         if as_json:
             print_json(found)
         else:
-            typer.echo(found.run)
+            out.print(found.run, markup=False)
         return
     lines = listing.list_runs(output, job=job)
     if as_json:

@@ -13,10 +13,10 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from prefect_raybatch.cli.terminal import err, out
 from prefect_raybatch.driver.heartbeat import ENDED, MAKING, STARTING, Beat, Listener
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.ledger.layout import DATA_FOLDER, PARTIAL_FOLDER, REPORT_HTML
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from prefect_raybatch.runs.repair import Repaired
     from prefect_raybatch.runs.status import Status
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(highlight=False, soft_wrap=True, stderr=True)
 TEXT_SHOWN = 2000  # characters of a prompt
 LINE_EVERY = 5.0  # seconds between progress lines where there is no terminal
 
@@ -91,7 +89,7 @@ class TerminalProgress(Listener):
 
         if self.bar is None:
             self.bar = Bar(
-                TextColumn("{task.fields[note]}"),
+                TextColumn("{task.fields[note]}", markup=False),
                 BarColumn(),
                 TextColumn("{task.percentage:.0f}%"),
                 console=err,
@@ -175,7 +173,7 @@ def show_plan(found: DryRun) -> None:
     for name in ("size", "value", "why"):
         sizes.add_column(name, overflow="fold")
     for figure in found.figures:
-        sizes.add_row(figure.name, escape(figure.value), escape(figure.why))
+        sizes.add_row(escape(figure.name), escape(figure.value), escape(figure.why))
     out.print(sizes)
     over = (found.cost.warning,) if found.cost is not None and found.cost.warning else ()
     for warning in (*size.warnings, *over):
@@ -217,7 +215,7 @@ def _show_prompts(tokens: PromptLengths) -> None:
     table.add_row("longest", escape(longest))
     table.add_row("shared prefixes", f"{tokens.shared:.0%} of prompt tokens, within the sample")
     table.add_row("same requests", f"{tokens.repeated:.1%} of rows, within the sample")
-    table.add_row("max_model_len auto", f"{tokens.max_model_len:,} ({tokens.why})")
+    table.add_row("max_model_len auto", escape(f"{tokens.max_model_len:,} ({tokens.why})"))
     table.add_row("too long for it", f"{tokens.over:.1%} of rows")
     out.print(table)
     most = max(rows for _, _, rows in tokens.histogram)
@@ -240,7 +238,7 @@ def print_prompt(where: str, tokens: int, text: str) -> None:
 
 def show_report(report: RunReport, fresh: bool, page: bool = False) -> None:
     """`page`: it was made by a flow, which Prefect shows."""
-    out.print(f"[bold]{report.job}[/] {report.run_key}: {report.state}")
+    out.print(f"[bold]{escape(report.job)}[/] {escape(f'{report.run_key}: {report.state}')}")
     table = _grid()
     table.add_row(
         "rows",
@@ -287,17 +285,19 @@ def _print_page() -> None:
 
     url = prefect_api()
     if url:
-        out.print(f"Prefect page: {url.removesuffix('/api')}/runs")
+        out.print(f"Prefect page: {url.removesuffix('/api')}/runs", markup=False)
     else:
         command = Path(sys.executable).with_name("prefect")
-        out.print(f"Prefect page: {command} server start   then http://127.0.0.1:4200/runs")
+        out.print(
+            f"Prefect page: {command} server start   then http://127.0.0.1:4200/runs", markup=False
+        )
 
 
 def show_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     """A table; its first column is text, the others are figures."""
     table = Table(box=None, pad_edge=False)
     for at, name in enumerate(rows[0] if rows else ()):
-        table.add_column(name, overflow="fold", justify="right" if at else "left")
+        table.add_column(escape(name), overflow="fold", justify="right" if at else "left")
     for row in rows:
         table.add_row(*(escape(str(value)) for value in row.values()))
     out.print(table)
@@ -313,7 +313,7 @@ def show_sample(report: RunReport, columns: list[str]) -> None:
         return
     table = Table(title="First rows", title_justify="left", box=None, pad_edge=False)
     for name in columns:
-        table.add_column(name, overflow="fold")
+        table.add_column(escape(name), overflow="fold")
     for row in rows.select(columns).to_pylist():
         table.add_row(*(escape(str(row[name])) for name in columns))
     out.print(table)
@@ -393,7 +393,8 @@ class _StoreWarnings(logging.Handler):
 
 
 def show_status(found: Status) -> None:
-    out.print(f"[bold]{found.job}[/] {found.run_key}: {found.state}  ({escape(found.run)})")
+    state = escape(f"{found.run_key}: {found.state}  ({found.run})")
+    out.print(f"[bold]{escape(found.job)}[/] {state}")
     if found.superseded_by is not None:
         out.print(f"was repaired: {found.superseded_by} goes on in its place", markup=False)
     table = _grid()

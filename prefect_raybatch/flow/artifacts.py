@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from typing import Any, cast
 from uuid import UUID
 
-from prefect.artifacts import Artifact
+from prefect.artifacts import Artifact, TableArtifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.client.schemas.filters import (
@@ -18,7 +19,8 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.sorting import ArtifactSort
 from prefect.runtime import flow_run
 
-from prefect_raybatch.words import storable_in
+from prefect_raybatch.flow.texts import prefect_text_in
+from prefect_raybatch.harmless import code_span, markdown_text
 
 ARTIFACT_KINDS = (  # what a run shows
     "progress", "live", "plots", "stages", "failures", "report", "failure", "nights",
@@ -55,14 +57,14 @@ def put(artifact: Artifact, key: str, run_key: str | None = None) -> UUID:
         update(before, artifact)
         return before
     artifact.key = key
-    _make_storable(artifact)
+    _make_harmless(artifact)
     made: Any = artifact.create(_sync=True)  # type: ignore[call-arg]
     return cast(UUID, made.id)
 
 
 def of_run(run_key: str) -> str:
     """By what the artifacts of one run are told from those of others under the same key."""
-    return f"Run `{run_key}`."
+    return f"Run {code_span(run_key)}."
 
 
 def _mine(key: str, run_key: str | None) -> UUID | None:
@@ -87,15 +89,27 @@ def _mine(key: str, run_key: str | None) -> UUID | None:
 
 def update(known: UUID, artifact: Artifact) -> None:
     """Puts data and description of `artifact` in place of those of the one with this id."""
-    _make_storable(artifact)
+    _make_harmless(artifact)
     data: Any = artifact.format(_sync=True)  # type: ignore[call-arg]
     client = get_client(sync_client=True)
     client.update_artifact(known, ArtifactUpdate(data=data, description=artifact.description))
 
 
-def _make_storable(artifact: Artifact) -> None:
+def _make_harmless(artifact: Artifact) -> None:
+    """Make the texts of an artifact such as Prefect can hold and its page shows as they are: that
+    reads each cell of a table as Markdown."""
+    if isinstance(artifact, TableArtifact):
+        artifact.table = _escaped(artifact.table)
     for name in type(artifact).model_fields:
-        setattr(artifact, name, storable_in(getattr(artifact, name)))
+        setattr(artifact, name, prefect_text_in(getattr(artifact, name)))
+
+
+def _escaped(table: Any) -> Any:
+    if isinstance(table, Mapping):
+        return {name: _escaped(inner) for name, inner in table.items()}
+    if isinstance(table, list):
+        return [_escaped(inner) for inner in table]
+    return markdown_text(table) if isinstance(table, str) else table
 
 
 def _plain(name: str) -> str:

@@ -12,9 +12,9 @@ from prefect.runtime import task_run
 
 from prefect_raybatch.driver.heartbeat import MAKING, UNHEARD, Beat
 from prefect_raybatch.errors import CostExceeded, ErrorBudgetExceeded, RunDrained, is_transient
+from prefect_raybatch.flow.texts import prefect_text_in
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import duration
-from prefect_raybatch.words import storable_in
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,9 @@ class RunEvents:
         }
 
     def emit(self, name: str, **payload: object) -> None:
-        emit_event(event=f"raybatch.{name}", resource=self.resource, payload=storable_in(payload))
+        emit_event(
+            event=f"raybatch.{name}", resource=self.resource, payload=prefect_text_in(payload)
+        )
 
     def completed(self, report: RunReport) -> None:
         self.emit(

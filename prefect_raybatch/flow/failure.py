@@ -34,6 +34,7 @@ from prefect_raybatch.flow import continuing
 from prefect_raybatch.flow.artifacts import artifact_key, put
 from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.flow.texts import STORABLE_LINES, make_storable
+from prefect_raybatch.harmless import code_span, fenced, markdown_text, visible
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import MAX_FAILED
 from prefect_raybatch.report.report import table_lines
@@ -78,21 +79,19 @@ class Cause:
 
     def markdown(self) -> str:
         lines = [
-            f"# {self.job}: {self.task} failed",
+            f"# {markdown_text(self.job)}: {markdown_text(self.task)} failed",
             "",
-            f"Run `{self.run_key}`" + (f" in `{self.run}`" if self.run else ""),
+            f"Run {code_span(self.run_key)}" + (f" in {code_span(self.run)}" if self.run else ""),
             "",
-            f"**{self.error}**",
+            f"**{markdown_text(self.error)}**",
             "",
             *_quoted(self.message),
             "",
             "## What to do",
             "",
-            self.remedy,
+            markdown_text(self.remedy),
             "",
-            "```",
-            *_lines_of(self.command),
-            "```",
+            *fenced(_lines_of(self.command)),
         ]
         if self.rows:
             lines += ["", "## Some of the rows that failed", "", *table_lines(_table(self.rows))]
@@ -203,7 +202,7 @@ def _go_on() -> str:
 
 def _quoted(text: str) -> list[str]:
     """As it stands, whatever characters it holds; the page does not break such lines."""
-    lines = [part for line in text.splitlines() for part in (WRAPPED.wrap(line) or [""])]
+    lines = [part for line in visible(text).split("\n") for part in (WRAPPED.wrap(line) or [""])]
     return [f"    {line}" for line in lines]
 
 

@@ -30,6 +30,7 @@ from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.flow.artifacts import artifact_key, of_run, put, update
 from prefect_raybatch.flow.away import NO_ANSWER, ApiWatch, said_once, watched
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
+from prefect_raybatch.harmless import link, markdown_text
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.ledger.ledger import Ledger
@@ -170,7 +171,7 @@ class Page(Listener):
         share = 100.0 * beat.done / beat.rows if beat.rows else 100.0
         text = f"Share of the {self._unit[1]} that are committed."
         if now := starting(beat):
-            text += f" {now.capitalize()}."
+            text += f" {markdown_text(now.capitalize())}."
         costs = cost_figures(self._beat) if self._beat is not None else {}
         text += "".join(f" {name.capitalize()}: {value}." for name, value in costs.items())
         self.show(ProgressArtifact(progress=share, description=text), "progress")
@@ -254,7 +255,7 @@ def live_rows(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> list[dict[str, st
         "engines alive": f"{alive(beat.engines)} ({counted(beat.engine_deaths, 'death')})",
         "pass": f"{beat.passes}",
         **cost_figures(beat),
-        **({"Ray dashboard": beat.dashboard} if beat.dashboard else {}),
+        **({"Ray dashboard": link(beat.dashboard)} if beat.dashboard else {}),
     }
     return [{"": name, "now": value} for name, value in figures.items()]
 

@@ -31,6 +31,7 @@ from prefect_raybatch.flow.nights import show_nights
 from prefect_raybatch.flow.page import Observer, Page
 from prefect_raybatch.flow.temporary_server import end_temporary_server_with_us
 from prefect_raybatch.flow.texts import STORABLE_LINES
+from prefect_raybatch.harmless import markdown_text
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.run_words import date_of_key, today, with_run_words
@@ -239,9 +240,8 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
         wanted = deadline or job.limits.deadline
         limit = seconds_of(wanted) if wanted else None
         found = tune.tune(with_blocks(job), minutes, deadline=limit, observe=show)
-        table = TableArtifact(
-            table=tune.table(found), description="\n\n".join(tune.conclusion(found))
-        )
+        about = "\n\n".join(map(markdown_text, tune.conclusion(found)))
+        table = TableArtifact(table=tune.table(found), description=about)
         put(table, tune_key(job.name))
         return tune.settings(found)
 

@@ -13,6 +13,8 @@ import re
 import time
 from collections.abc import Callable, Iterator
 
+from prefect_raybatch.harmless import visible
+
 log = logging.getLogger(__name__)
 
 LOGS_EVERY = 5.0  # seconds between looks; longer where looking itself takes long
@@ -28,7 +30,7 @@ class MarkedLines(logging.Formatter):
     """`[raybatch LEVEL] text`; further lines of a message are marked as such."""
 
     def format(self, record: logging.LogRecord) -> str:
-        first, *more = (super().format(record) or " ").split("\n")
+        first, *more = (visible(super().format(record)) or " ").split("\n")
         return "\n".join(
             [f"[raybatch {record.levelname}] {first}", *(f"{_MORE}{line}" for line in more)]
         )

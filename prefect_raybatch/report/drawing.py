@@ -25,8 +25,8 @@ from matplotlib.patches import FancyBboxPatch, Patch, PathPatch
 from matplotlib.path import Path
 from matplotlib.ticker import FuncFormatter
 
+from prefect_raybatch.harmless import clean
 from prefect_raybatch.report.records import WorkerStats
-from prefect_raybatch.words import clean
 
 # Okabe and Ito's colours, told apart with any colour vision.
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"

@@ -14,13 +14,13 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from prefect_raybatch.harmless import Link, clean
 from prefect_raybatch.report import nights, plots
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.nights import NightsPage
 from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.words import are, clean, counted, money
+from prefect_raybatch.words import are, counted, money
 
-URL = re.compile(r"https?://[^\s\"'<>]+\Z")
 FIGURE = re.compile(r"-|[\d.,]+%?\Z")
 LONGEST_CELL = 500  # characters of a cell
 
@@ -72,7 +72,7 @@ def _template(name: str = "report.html.j2") -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.tests["url"] = lambda value: URL.match(str(value)) is not None
+    environment.tests["link"] = lambda value: isinstance(value, Link)
     environment.filters["figures"] = _figures
     return environment.get_template(name)
 

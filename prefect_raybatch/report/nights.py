@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+from prefect_raybatch.harmless import markdown_text
 from prefect_raybatch.report.answers import Shift
 from prefect_raybatch.report.plots import data_uri, of_nights
 from prefect_raybatch.report.report import DASH, duration, number, table_lines
@@ -122,8 +123,8 @@ def _share(counts: Mapping[str, float], name: str) -> str:
 
 def nights_markdown(page: NightsPage, plots: bool = True) -> str:
     """The page; `plots`: with its picture as an image within the text."""
-    lines = [f"# {_harmless(page.job)}: the last {counted(len(page.nights), 'night')}", ""]
-    lines += [f"- **{_harmless(line)}**" for line in headlines(page)]
+    lines = [f"# {markdown_text(page.job)}: the last {counted(len(page.nights), 'night')}", ""]
+    lines += [f"- **{markdown_text(line)}**" for line in headlines(page)]
     lines += [""] if headlines(page) else []
     lines += table_lines(night_rows(page))
     picture = of_nights(page.nights) if plots else None
@@ -132,14 +133,9 @@ def nights_markdown(page: NightsPage, plots: bool = True) -> str:
     if answers := answers_table(page):
         lines += ["", "## Answers", "", *table_lines(answers)]
     for title, pairs in (("Failed", failures(page)), ("Not readable", unread(page))):
-        notes = [f"- {_harmless(f'{key}: {why}')}" for key, why in pairs]
+        notes = [f"- {markdown_text(f'{key}: {why}')}" for key, why in pairs]
         lines += ["", f"## {title}", "", *notes] if notes else []
     return "\n".join(lines) + "\n"
-
-
-def _harmless(text: str) -> str:
-    """Labels and messages are anybody's, and Markdown shows HTML."""
-    return " ".join(text.replace("<", "&lt;").split())
 
 
 def headlines(page: NightsPage) -> list[str]:

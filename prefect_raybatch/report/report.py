@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from prefect_raybatch.harmless import code_span, link, markdown_text
 from prefect_raybatch.ledger.failures import FailureKey, alike, failure_texts
 from prefect_raybatch.ledger.published import Published
 from prefect_raybatch.ledger.records import Part, Plan
@@ -16,6 +17,7 @@ from prefect_raybatch.stages.vllm.phases import START_PHASES
 from prefect_raybatch.words import counted, money
 
 DASH = "-"  # what is not known
+LONGEST_MARKDOWN_CELL = 200  # characters of a cell, before they are escaped
 FILES = 100  # files of a result that a page names
 COUNTED = (  # by row or token, summed over the commits; 0 in runs of earlier versions
     "prompt_tokens",
@@ -82,9 +84,9 @@ def markdown(report: RunReport, plots: Sequence[str] = ()) -> str:
     """The report as a page a manager can read: result first, figures after. `plots` are lines of
     Markdown that show them."""
     lines = [
-        f"# {report.job}: {report.state}",
+        f"# {markdown_text(report.job)}: {markdown_text(report.state)}",
         "",
-        f"Run `{report.run_key}` in `{report.run}`",
+        f"Run {code_span(report.run_key)} in {code_span(report.run)}",
         "",
         *table_lines([{"": name, " ": value} for name, value in result_rows(report)]),
         *_section("Plots", plots),
@@ -99,7 +101,7 @@ def markdown(report: RunReport, plots: Sequence[str] = ()) -> str:
         lines += _section("Commonest failures", table_lines(failure_table(report.failures)))
     if report.parts:
         lines += _section("Files", table_lines(part_table(report)))
-    lines += _section("Notes", [f"- {note}" for note in report.notes])
+    lines += _section("Notes", [f"- {markdown_text(note)}" for note in report.notes])
     return "\n".join(lines) + "\n"
 
 
@@ -141,7 +143,7 @@ def result_rows(report: RunReport) -> list[tuple[str, str]]:
         rows.append(("Code of the workers", code_said(report.code)))
     rows += [(f"Published: {one.target}", published_text(one)) for one in report.published]
     if report.dashboard:
-        rows.append(("Ray dashboard", report.dashboard))
+        rows.append(("Ray dashboard", link(report.dashboard)))
     return rows
 
 
@@ -331,7 +333,7 @@ def precision_lines(report: RunReport) -> list[str]:
     """The decision, what was tried, and the rows that differ; [] where nothing was tried."""
     if report.precision is None:
         return []
-    lines = [precision_said(report)]
+    lines = [markdown_text(precision_said(report))]
     for table in (precision_table(report), disagreement_table(report)):
         lines += ["", *table_lines(table)] if table else []
     return lines
@@ -412,14 +414,14 @@ def table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     if not rows:
         return ["(none)"]
     head = list(rows[0])
-    lines = ["| " + " | ".join(head) + " |", "| " + " | ".join("---" for _ in head) + " |"]
-    lines += ["| " + " | ".join(_cell(row[name]) for name in head) + " |" for row in rows]
+    lines = [f"| {' | '.join(map(_cell, head))} |", f"| {' | '.join('---' for _ in head)} |"]
+    lines += [f"| {' | '.join(_cell(row[name]) for name in head)} |" for row in rows]
     return lines
 
 
 def _cell(value: Any) -> str:
-    text = str(value).replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
-    return text if len(text) <= 200 else text[:197] + "..."
+    long = len(str(value)) > LONGEST_MARKDOWN_CELL
+    return markdown_text(f"{str(value)[: LONGEST_MARKDOWN_CELL - 3]}..." if long else value)
 
 
 def cached_share(tokens: Mapping[str, float]) -> str:

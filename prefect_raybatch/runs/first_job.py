@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 import yaml
 
 from prefect_raybatch.errors import SourceError
+from prefect_raybatch.harmless import clean
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.ledger.records import Unit
@@ -104,7 +105,7 @@ def job_text(
     fields = _fields(name, uri, template, model, output)
     BatchJob.from_dict({**fields, "source": {"uri": uri, "csv": table.csv}})
     columns = table.columns
-    shown = [f"#   {column.name}: {column.kind}" for column in columns[:MOST_COLUMNS]]
+    shown = [f"#   {clean(f'{column.name}: {column.kind}')}" for column in columns[:MOST_COLUMNS]]
     if len(columns) > MOST_COLUMNS:
         shown.append(f"#   and {len(columns) - MOST_COLUMNS} more")
     put = {key: _scalar(value) for key, value in _leaves(fields)}

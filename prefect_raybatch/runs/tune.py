@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.errors import ConfigError, RayBatchError
+from prefect_raybatch.harmless import visible
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.precision import with_precision
@@ -544,6 +545,6 @@ def job_file(value: Mapping[str, Any], tuned: Tuned) -> str:
 
     rows = ("  ".join(cell for cell in row.values() if cell) for row in table(tuned))
     lines = "\n".join([*rows, *conclusion(tuned)]).splitlines()  # an error may have several
-    said = "".join(f"# {text}\n" for text in lines)
+    said = "".join(f"# {visible(text)}\n" for text in lines)
     made = with_fields(value, settings(tuned))
     return said + yaml.safe_dump(made, sort_keys=False, allow_unicode=True)

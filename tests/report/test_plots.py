@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.harmless import clean
 from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.records import Part
 from prefect_raybatch.ledger.stats import ShardStats
@@ -35,7 +36,6 @@ from prefect_raybatch.report.charts import (
 )
 from prefect_raybatch.report.records import Charts, NodeStats, RunReport, WorkerStats
 from prefect_raybatch.report.tally import Tally
-from prefect_raybatch.words import clean
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -3,6 +3,9 @@
 An attack on a job is `Attack(title, words, groups)`: the job with those groups is refused with
 words that match. `origin` is who runs it: its owner, or "elsewhere": Prefect's API or a job server,
 under the strict policy plus `policy`, the fields of a policy file.
+
+`HIDDEN` and `MARKUP` are what rows, files, nodes, stages and errors hold to reach whoever looks at
+them: through a terminal, a page or a Markdown viewer.
 """
 
 from __future__ import annotations
@@ -418,4 +421,85 @@ PLANTED_FILES: dict[str, Callable[[Path], None]] = {
     "pipe": os.mkfifo,
     "device": lambda path: path.symlink_to("/dev/zero"),
     "link to a pipe": _link_to_pipe,
+}
+
+# Texts that a terminal obeys, or that show in another order than they are read, by what they do.
+HIDDEN = {
+    "colours": "\x1b[31mred\x1b[0m",
+    "the title of the window": "\x1b]0;owned\x07",
+    "a link": "\x1b]8;;http://evil.test/\x1b\\here\x1b]8;;\x1b\\",
+    "the clipboard": "\x1b]52;c;ZXZpbA==\x07",
+    "a question that is answered as if typed": "\x1b[6n",
+    "a cleared screen": "\x1b[2J\x1b[H",
+    "a reset": "\x1bc",
+    "a device control string": '\x1bP$q"p\x1b\\',
+    "colours in one character (C1)": "\x9b31mred",
+    "an operating system command (C1)": "\x9d0;owned\x9c",
+    "a device control string (C1)": "\x90q\x9c",
+    "a line written over": "1 row failed\rproved",
+    "characters taken back": "bad\x08\x08\x08good",
+    "delete": "bad\x7f\x7f\x7fgood",
+    "a bell": "\x07",
+    "another character set": "\x0elqk\x0f",
+    "a form feed": "\x0c",
+    "the next line (C1)": "fine\x85[raybatch CRITICAL] forged",
+    "a separator of lines": "fine\u2028[raybatch CRITICAL] forged\u2029",
+    "a separator of records": "fine\x1c\x1d\x1e[raybatch CRITICAL] forged",
+    "the order of letters": "invoice\u202efdp.exe",
+    "embedded directions": "\u202aa\u202bb\u202cc\u202dd",
+    "isolated directions": "\u2066a\u2067b\u2068c\u2069",
+    "marks of direction": "a\u200eb\u200fc\u061cd",
+    "old marks of direction": "a\u206ab\u206fc",
+    "half a character": "a\ud800b",
+    "a null": "a\0b",
+}
+FOREIGN = "evil.test"  # a host that no page may ask for anything
+# Texts that a page could take for more than text. What runs sets `window.ran`.
+MARKUP = {
+    "a script": "<script>window.ran=1</script>",
+    "a script from elsewhere": f"<script src=http://{FOREIGN}/x.js></script>",
+    "an image that is not there": "<img src=x onerror=window.ran=1>",
+    "an image from elsewhere": f"<img src=http://{FOREIGN}/x.png>",
+    "an image of the same host": f"<img src=//{FOREIGN}/x.png>",
+    "a drawing": "<svg onload=window.ran=1><script>window.ran=1</script></svg>",
+    "a frame": f"<iframe src=http://{FOREIGN}/></iframe>",
+    "a frame with a script": "<iframe srcdoc='<script>parent.ran=1</script>'></iframe>",
+    "a video": "<video><source onerror=window.ran=1></video>",
+    "an open element": "<details open ontoggle=window.ran=1>",
+    "a field with the focus": "<input autofocus onfocus=window.ran=1>",
+    "styles": f"<style>@import url(http://{FOREIGN}/x.css);</style>",
+    "a style": f"<div style='background:url(http://{FOREIGN}/x)'>x</div>",
+    "a form": f"<form action=http://{FOREIGN}/><button>x</button></form>",
+    "another address": f"<meta http-equiv=refresh content='0;url=http://{FOREIGN}/'>",
+    "a base": f"<base href=http://{FOREIGN}/>",
+    "the end of a cell": "</td></tr></table><script>window.ran=1</script>",
+    "the end of a title": "</title></style></textarea><script>window.ran=1</script>",
+    "the end of an attribute": "\"'><img src=x onerror=window.ran=1>",
+    "an unclosed tag": "<img src=x onerror=window.ran=1 x=",
+    "entities": "&lt;img src=x onerror=window.ran=1&gt;",
+    "entities twice": "&amp;lt;img src=x onerror=window.ran=1&amp;gt;",
+    "a processing instruction": "<?x <img src=x onerror=window.ran=1>?>",
+    "a comment": "<!--><img src=x onerror=window.ran=1>-->",
+    "a Markdown image": f"![x](http://{FOREIGN}/x.png)",
+    "a Markdown image with spaces": f"![x]( <http://{FOREIGN}/x.png> 'x')",
+    "a Markdown image by its name": f"![x][y]\n\n[y]: http://{FOREIGN}/x.png",
+    "a Markdown link that runs": "[x](javascript:window.ran=1)",
+    "a Markdown link": f"[x](http://{FOREIGN}/)",
+    "a Markdown link around an image": f"[![x](http://{FOREIGN}/x.png)](javascript:window.ran=1)",
+    "a Markdown autolink": f"<http://{FOREIGN}/>",
+    "a Markdown autolink that runs": "<javascript:window.ran=1>",
+    "an address": f"http://{FOREIGN}/ https://{FOREIGN} ftp://{FOREIGN}",
+    "an address without a scheme": f"www.{FOREIGN} WWW.{FOREIGN} a@{FOREIGN}",
+    "an escaped image": f"\\![x](http://{FOREIGN}/x.png) \\\\![x](http://{FOREIGN}/x.png)",
+    "the end of code": f"` ![x](http://{FOREIGN}/x.png) <img src=x onerror=window.ran=1> `",
+    "the end of more code": f"``` ![x](http://{FOREIGN}/x.png) `` <img src=x> ```` ~~~",
+    "the end of a block of code": f"x\n```\n![x](http://{FOREIGN}/x.png)\n```\n",
+    "a block of code that is drawn": "\n```mermaid\ngraph TD; A-->B; click A href 'x'\n```",
+    "the end of a row": f"x | ![x](http://{FOREIGN}/x.png) |\n| y",
+    "an escaped end of a row": f"x \\| ![x](http://{FOREIGN}/x.png) \\\\|",
+    "a heading": "x\n\n# proved\n\n---\n\n1. x\n\n> x",
+    "the start of a line": "# x",
+    "a task": "- [x] x",
+    "a footnote": "[^1]\n\n[^1]: x",
+    "marks": "**x** _x_ ~~x~~ *x* __x__",
 }

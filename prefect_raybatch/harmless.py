@@ -1,0 +1,93 @@
+"""Foreign text made harmless where people look at it: a terminal, a page, a Markdown viewer.
+
+Text of rows, files, nodes, stages and errors is anybody's. In a terminal a control character moves
+the cursor or sets the title; in Markdown brackets make links and images; characters that set the
+direction of text make a name look like another one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+# Control characters but for line ends and tabs, what sets the direction of text, line separators
+# that only some programs end a line at, halves of surrogate pairs, and what XML cannot hold.
+_HIDDEN = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ufff9-\ufffb"
+    r"\ud800-\udfff\ufffe\uffff]"
+)
+# What Markdown reads as more than text. `_` within a word, and `&` and `!` alone, are text.
+_MARKS = re.compile(
+    r"[\\`*\[\]|~@]"
+    r"|(?<=\])\(|!(?=\[)"
+    r"|(?<![^\W_])_|_(?![^\W_])"
+    r"|:(?=//)|(?<=(?i:www))\."  # an address becomes a link without brackets
+    r"|\A[-+](?= )|\A[-=](?=[-=])|\A#(?=#*(?: |\Z))|\A>|(?<=\A\d)[.)](?= )"
+)
+_NUMBERED = re.compile(r"\A(\d{2,9})([.)])(?= )")
+_ENTITY = re.compile(r"&(?=#?\w)")
+_FENCES = re.compile(r"`+")
+_PLAIN_URL = re.compile(r"https?://[A-Za-z0-9.-]+(?::\d{1,5})?(?:/[A-Za-z0-9/.#-]*)?")
+
+
+class Link(str):
+    """A web address that pages link to, made by `link`: nothing but what stands there."""
+
+
+def link(url: str) -> str:
+    """Return the address as a `Link` where it has a plain form, else as the text that it is."""
+    return Link(url) if _PLAIN_URL.fullmatch(url) else url
+
+
+def visible(text: str) -> str:
+    r"""Return the text with hidden characters as escapes: `\x1b`, `\u202e`. Line ends and tabs
+    stay."""
+    return text if text.isprintable() else _HIDDEN.sub(_as_escape, text)
+
+
+def visible_in(value: Any) -> Any:
+    """Return the same value, with hidden characters visible in the texts in it."""
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, Mapping):
+        return {visible_in(key): visible_in(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [visible_in(inner) for inner in value]
+    if isinstance(value, tuple):
+        return tuple(visible_in(inner) for inner in value)
+    return value
+
+
+def clean(words: str) -> str:
+    """Return the text in one line, of characters that XML can hold and people can see."""
+    return visible(words).replace("\n", " ").replace("\t", " ")
+
+
+def markdown_text(text: object) -> str:
+    """Return one line of Markdown that shows the text as it is, wherever in a page it stands: no
+    tag, link, image, code or other mark in it counts. A `Link` stays one."""
+    if isinstance(text, Link):
+        return text
+    line = " ".join(visible(str(text)).split())
+    line = _NUMBERED.sub(r"\1\\\2", _MARKS.sub(r"\\\g<0>", _ENTITY.sub("&amp;", line)))
+    return line.replace("<", "&lt;")
+
+
+def code_span(text: str) -> str:
+    """Return the text as code within a line of Markdown; escaped where it could end the code."""
+    line = " ".join(visible(text).split())
+    return f"`{line}`" if line and not {"`", "<"} & set(line) else markdown_text(line)
+
+
+def fenced(lines: Iterable[str]) -> list[str]:
+    """Return the lines of a block of code in Markdown, between fences that no line of it ends."""
+    shown = [part for line in lines for part in visible(line).split("\n")]
+    longest = max((len(run) for line in shown for run in _FENCES.findall(line)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return [fence, *shown, fence]
+
+
+def _as_escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
