@@ -31,13 +31,13 @@ _FENCES = re.compile(r"`+")
 _PLAIN_URL = re.compile(r"https?://[A-Za-z0-9.-]+(?::\d{1,5})?(?:/[A-Za-z0-9/.#-]*)?")
 
 
-class Link(str):
+class PageLink(str):
     """A web address that pages link to, made by `link`: nothing but what stands there."""
 
 
 def link(url: str) -> str:
-    """Return the address as a `Link` where it has a plain form, else as the text that it is."""
-    return Link(url) if _PLAIN_URL.fullmatch(url) else url
+    """Return the address as a `PageLink` where it has a plain form, else as the text that it is."""
+    return PageLink(url) if _PLAIN_URL.fullmatch(url) else url
 
 
 def visible(text: str) -> str:
@@ -66,8 +66,8 @@ def clean(words: str) -> str:
 
 def markdown_text(text: object) -> str:
     """Return one line of Markdown that shows the text as it is, wherever in a page it stands: no
-    tag, link, image, code or other mark in it counts. A `Link` stays one."""
-    if isinstance(text, Link):
+    tag, link, image, code or other mark in it counts. A `PageLink` stays one."""
+    if isinstance(text, PageLink):
         return text
     line = " ".join(visible(str(text)).split())
     line = _NUMBERED.sub(r"\1\\\2", _MARKS.sub(r"\\\g<0>", _ENTITY.sub("&amp;", line)))

@@ -33,7 +33,7 @@ from prefect_raybatch.errors import (
 from prefect_raybatch.flow import continuing
 from prefect_raybatch.flow.artifacts import artifact_key, put
 from prefect_raybatch.flow.events import RunEvents
-from prefect_raybatch.flow.texts import STORABLE_LINES, make_storable
+from prefect_raybatch.flow.texts import STORABLE_LINES, make_storable, prefect_text
 from prefect_raybatch.harmless import code_span, fenced, markdown_text, visible
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import MAX_FAILED
@@ -127,7 +127,7 @@ def explained(
         setattr(error, TOLD, str(error))
         setattr(error, COMMAND, command)
         if isinstance(error, RayBatchError):
-            error.args = (cause.text,)  # Prefect makes the state's message of it
+            error.args = (prefect_text(cause.text),)  # Prefect makes the state's message of it
         raise
 
 

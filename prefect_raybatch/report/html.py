@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from prefect_raybatch.harmless import Link, clean
+from prefect_raybatch.harmless import PageLink, clean
 from prefect_raybatch.report import nights, plots
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.nights import NightsPage
@@ -72,7 +72,7 @@ def _template(name: str = "report.html.j2") -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.tests["link"] = lambda value: isinstance(value, Link)
+    environment.tests["link"] = lambda value: isinstance(value, PageLink)
     environment.filters["figures"] = _figures
     return environment.get_template(name)
 

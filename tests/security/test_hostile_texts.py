@@ -15,6 +15,7 @@ from pathlib import Path
 
 import markdown as python_markdown
 import pytest
+import yaml
 from attacks import FOREIGN, HIDDEN, MARKUP
 from helpers.hostile import hostile_beat, hostile_cause, hostile_nights, hostile_report
 from helpers.small import small_run
@@ -36,6 +37,7 @@ from prefect_raybatch.report.html import html, nights_html
 from prefect_raybatch.report.nights import nights_markdown
 from prefect_raybatch.report.report import markdown, table_lines
 from prefect_raybatch.result.verify import Verdict
+from prefect_raybatch.runs.first_job import SeenColumn, SeenTable, job_text
 from prefect_raybatch.stages.vllm.phases import START_PHASES
 
 # What nothing that is shown may hold, but for line ends and tabs.
@@ -176,6 +178,13 @@ def test_log_lines_are_visible_whoever_prints_them() -> None:
     assert r"row \x1b[31m\x9b\x85 of 3" in said.getvalue()
     assert r"ValueError: \x1b[31m" in said.getvalue() and "\x1b[31m" not in said.getvalue()
     assert "afterwards \x1b[0m" in said.getvalue()
+
+
+def test_a_columns_name_adds_nothing_to_a_first_job_file() -> None:
+    name = "a\nlimits: {max_failed: 1.0}\n# \x1b[31m\u202e"
+    seen = SeenTable([SeenColumn(name, "string"), SeenColumn("b", "string")], {})
+    text = job_text(seen, name="x", uri="in.csv", template="{b}", model="demo", output="out")
+    assert "limits" not in yaml.safe_load(text) and not OBEYED.search(text)
 
 
 @hidden
