@@ -19,11 +19,15 @@ _HIDDEN = re.compile(
 )
 # What Markdown reads as more than text. `_` within a word, and `&` and `!` alone, are text.
 _MARKS = re.compile(
-    r"[\\`*\[\]|~@]"
+    r"[\\`*\[\]|~]"
     r"|(?<=\])\(|!(?=\[)"
     r"|(?<![^\W_])_|_(?![^\W_])"
-    r"|:(?=//)|(?<=(?i:www))\."  # an address becomes a link without brackets
     r"|\A[-+](?= )|\A[-=](?=[-=])|\A#(?=#*(?: |\Z))|\A>|(?<=\A\d)[.)](?= )"
+)
+# What readers make a link of without brackets, some even where a mark in it is escaped.
+_ADDRESS = re.compile(
+    r"((?:(?:(?:https?|ftp)://|www\.|(?<![:/\w])//(?=\w))[^\s`<|\\]*|[-.\w+]+@[-.\w]+)+)",
+    re.IGNORECASE,
 )
 _NUMBERED = re.compile(r"\A(\d{2,9})([.)])(?= )")
 _ENTITY = re.compile(r"&(?=#?\w)")
@@ -66,12 +70,13 @@ def clean(words: str) -> str:
 
 def markdown_text(text: object) -> str:
     """Return one line of Markdown that shows the text as it is, wherever in a page it stands: no
-    tag, link, image, code or other mark in it counts. A `PageLink` stays one."""
+    tag, link, image or other mark in it counts. Addresses are code, which nothing makes a link of;
+    a `PageLink` stays one."""
     if isinstance(text, PageLink):
         return text
     line = " ".join(visible(str(text)).split())
-    line = _NUMBERED.sub(r"\1\\\2", _MARKS.sub(r"\\\g<0>", _ENTITY.sub("&amp;", line)))
-    return line.replace("<", "&lt;")
+    parts = enumerate(_ADDRESS.split(line))  # every second one is an address
+    return "".join(f"`{part}`" if at % 2 else _escaped(part) for at, part in parts)
 
 
 def code_span(text: str) -> str:
@@ -86,6 +91,11 @@ def fenced(lines: Iterable[str]) -> list[str]:
     longest = max((len(run) for line in shown for run in _FENCES.findall(line)), default=0)
     fence = "`" * max(3, longest + 1)
     return [fence, *shown, fence]
+
+
+def _escaped(part: str) -> str:
+    part = _MARKS.sub(r"\\\g<0>", _ENTITY.sub("&amp;", part))
+    return _NUMBERED.sub(r"\1\\\2", part).replace("<", "&lt;")
 
 
 def _as_escape(match: re.Match[str]) -> str:

@@ -237,13 +237,14 @@ class Tags(HTMLParser):
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append(" ".join([tag, *(f"{name}={value}"[:20] for name, value in attrs)]))
+        if tag != "code":
+            self.found.append(" ".join([tag, *(f"{name}={value}"[:20] for name, value in attrs)]))
 
 
 def live(page: str) -> list[str]:
     """The addresses that GitHub's and Prefect's readers make links of without brackets."""
     outside = re.sub(r"^(`{3,})$.*?^\1$|^ {4}.*?$", "", page, flags=re.M | re.S)
-    outside = re.sub(r"`[^`\n]*`", "", outside)
+    outside = re.sub(r"(?<!\\)`[^`\n]*`", "", outside)
     return re.findall(r"(?i)(?:https?|ftp)://\S+|(?<!\w)www\.\S+|(?<![\\])\w@\w\S+", outside)
 
 
