@@ -132,13 +132,14 @@ def artifacts(texts: list[str]) -> dict[str, Artifact]:
     report = hostile_report(*texts)
     lines = plots.image_lines(report)
     beat = hostile_beat(texts[0])
+    rows = list(reversed(texts))  # the newer page shows the first ten
     return {
         "report": MarkdownArtifact(markdown=markdown(report, lines), description="Report."),
         "nights": MarkdownArtifact(markdown=nights_markdown(hostile_nights(*texts))),
         "failure": MarkdownArtifact(markdown=hostile_cause(*texts).markdown()),
         "live": MarkdownArtifact(markdown="\n".join([*table_lines(live_rows(beat)), "", LAST])),
-        "failures": TableArtifact(table=failure_table({text: 1 for text in texts})),
-        "cells": TableArtifact(table=[{"what": text, "rows": 1} for text in texts]),
+        "failures": TableArtifact(table=failure_table({text: 1 for text in rows})),
+        "cells": TableArtifact(table=[{"what": text, "rows": 1} for text in rows]),
         "progress": ProgressArtifact(
             progress=50.0, description=" ".join(map(markdown_text, texts))
         ),
