@@ -41,7 +41,6 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.job_file import read_job_file, with_fields
 from prefect_raybatch.job.run_words import date_of, date_of_key, of_today, today, with_run_words
-from prefect_raybatch.private import write_private
 from prefect_raybatch.proxies import bypass_for_local_addresses
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import published_text
@@ -52,6 +51,7 @@ from prefect_raybatch.runs.run import complete_before
 from prefect_raybatch.runs.status import report_of
 from prefect_raybatch.runs.status import status as status_of
 from prefect_raybatch.runs.typed import typed_command
+from prefect_raybatch.storage.private import write_private
 
 INTERRUPTED = 130  # by Ctrl-C: 128 and the signal's number
 

@@ -49,6 +49,15 @@ def open_regular(path: Path, flags: int, mode: str, shared: bool = False) -> IO[
     return open(descriptor, mode, encoding="utf-8", errors="replace")
 
 
+def write_private(path: Path, text: str) -> None:
+    """Write a file for its owner alone, in place of one that is there."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    with open(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            os.fchmod(file.fileno(), 0o600)
+        file.write(text)
+
+
 def open_lock(path: Path) -> IO[str]:
     """Open, or make, a file for a lock that several users may take, such as one in a cache."""
     return open_regular(path, os.O_RDWR | os.O_CREAT, "w", shared=True)
