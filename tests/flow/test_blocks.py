@@ -192,12 +192,12 @@ def test_headers_carry_the_token() -> None:
 def test_the_client_of_a_job_server_sends_the_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
-    def client(address: str, headers: dict[str, str]) -> str:
-        seen.update(address=address, **headers)
-        return "client"
+    class Client:
+        def __init__(self, address: str, headers: dict[str, str]) -> None:
+            seen.update(address=address, **headers)
 
-    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", client)
-    assert cluster().get_client() == "client"
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", Client)
+    assert isinstance(cluster().get_client(), Client)
     assert seen["address"] == "http://head:8265" and seen["X-Key"] == HUSH[3]
 
 
