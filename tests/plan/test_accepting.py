@@ -14,6 +14,7 @@ from helpers.small import MODEL, make_job, small_run
 
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError, PlanMismatch
+from prefect_raybatch.harmless import markdown_text
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.accepted import Accepted, accepted_note, all_accepted
 from prefect_raybatch.ledger.ledger import Ledger
@@ -148,7 +149,7 @@ def test_a_run_goes_on_with_a_job_that_differs_and_tells_of_it(local_ray, tmp_pa
     report = finalize_run(other, run, infer_run(other, run, engine=FakeEngine))
     (one,) = report.accepted
     assert (one.field, one.new) == ("prompt.template", "'Who is {Company}?'")
-    assert str(one) in report.notes and str(one) in markdown(report)
+    assert str(one) in report.notes and markdown_text(str(one)) in markdown(report)
     store = open_store(run.uri)
     success = json.loads(store.read("_SUCCESS"))
     assert success["accepted"][0] == json.loads(report.to_bytes())["accepted"][0]
