@@ -134,3 +134,12 @@ def test_tests_that_are_left_out_are_skipped_and_others_fail(
         programs.require("browser")
     with pytest.raises(pytest.fail.Exception, match=r"python tests/programs\.py"):
         programs.require("ceph")
+
+
+def test_tests_with_a_browser_are_only_in_the_tier_that_installs_one() -> None:
+    tests = Path(__file__).parent
+    with_browser = [p for p in tests.rglob("test_*.py") if "browser_page()" in p.read_text()]
+    with_browser.remove(Path(__file__))
+    assert len(with_browser) >= 2 and "browser" not in programs.TIERS["test"]
+    for path in with_browser:
+        assert "pytestmark = [pytest.mark.e2e, pytest.mark.whole" in path.read_text(), path
