@@ -59,6 +59,7 @@ SHARED = {
 GROUPS = ["ray", "prefect", "ray and prefect", "s3"]  # in this order
 TESTS = Path(__file__).parent
 LONG = re.compile(r"\bmark\.e2e\b|importorskip\(\"vllm\"\)")
+WITH_ENGINES = 900  # seconds that a test in these files may take
 
 
 @cache
@@ -74,13 +75,21 @@ def turn(path: Path) -> int:
     """Which files come before which: those of a server, in its order, the long ones, the rest."""
     if (name := group(path)) in GROUPS:
         return GROUPS.index(name)
-    if LONG.search(path.read_text(encoding="utf-8")):
+    if starts_engines(path):
         return len(GROUPS)
     return len(GROUPS) + (1 if path.parent == TESTS else 2)
 
 
+@cache
+def starts_engines(path: Path) -> bool:
+    return LONG.search(path.read_text(encoding="utf-8")) is not None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: turn(item.path))
+    for item in items:  # an engine alone takes a minute and more to start on a busy machine
+        if starts_engines(item.path) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(WITH_ENGINES))
 
 
 class ByServer(LoadScopeScheduling):

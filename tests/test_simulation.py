@@ -136,6 +136,7 @@ def digests(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
     return dict(re.findall(r"digest (\S+) (\S+)", done.stdout))
 
 
+@pytest.mark.timeout(900)
 def test_schedules_hold_planted_bugs_are_found_and_a_seed_is_a_schedule():
     """As many more schedules as one likes: `make chaos`."""
     same = ("-m", "simulation", "--seed", SEED, "--digests", ",".join(SAME))
