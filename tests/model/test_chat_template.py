@@ -146,7 +146,7 @@ ENDLESS = (
     ("template", "said"),
     [
         (ENDLESS, "takes it over 1 s"),
-        ("{{ 2**10**10 }}", "operation [*][*] makes too large a value"),
+        ("{{ 2**(10**10) }}", "operation [*][*] makes too large a value"),
         ("{{ 'x' * 10000000000 }}", "operation [*] makes too large a value"),
         ("{% set n = namespace(t=['x']) %}{{ 99999999 * n.t }}", "makes too large a value"),
     ],
@@ -154,7 +154,8 @@ ENDLESS = (
 def test_a_template_that_does_not_end_is_refused_when_the_run_is_planned(
     monkeypatch, template, said
 ):
-    monkeypatch.setattr(chat_template, "TEMPLATE_SECONDS", 1.0)
+    if template is ENDLESS:
+        monkeypatch.setattr(chat_template, "TEMPLATE_SECONDS", 1.0)
     job = make_job(prompt={"template": "{a}", "chat_template": template})
     with pytest.raises(ConfigError, match=rf"^prompt.chat_template: .*{said}"):
         chat_template.check_template(job, {"source": "demo", "revision": None})

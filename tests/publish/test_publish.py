@@ -213,7 +213,7 @@ def test_a_retry_publishes_its_own_rows_to_the_targets_of_its_parent(tmp_path):
     targets = [TARGETS[format][0](tmp_path) for format in FORMATS]
     parent = first_run(tmp_path / "out", output={"publish": targets})
     publish_run(None, parent.store.uri, targets_from_plan=True)
-    child = retried(parent.store.uri)
+    child = retried(parent.store.uri, overrides={"output.publish": targets})
     report = publish_run(None, child, targets_from_plan=True)
     assert [one.rows for one in report.published] == [len(FAILED)] * len(FORMATS)
     for _ in range(2):
@@ -245,7 +245,8 @@ def test_the_date_of_a_run_is_in_its_targets_and_in_those_of_its_retry(tmp_path)
     assert [p.name for p in (tmp_path / "lake").iterdir()] == ["2026-07-01"]
     key = "nightly-20260702T010000Z"
     parent = first_run(tmp_path / "out", key=key, output={"publish": [target]}).store.uri
-    publish_run(None, retried(parent), targets_from_plan=True)
+    child = retried(parent, overrides={"output.publish": [target]})
+    publish_run(None, child, targets_from_plan=True)
     assert {p.name for p in (tmp_path / "lake").iterdir()} == {"2026-07-01", "2026-07-02"}
 
 

@@ -264,11 +264,10 @@ def test_a_user_without_rights_is_refused_at_plan_and_nothing_is_left(server):
 
 
 def test_a_retry_of_failed_rows_is_published_beside_its_parent(server, tmp_path):
-    parent = first_run(
-        tmp_path / "out", output={"publish": [target(server, "family", mode="merge", key=["id"])]}
-    )
+    targets = [target(server, "family", mode="merge", key=["id"])]
+    parent = first_run(tmp_path / "out", output={"publish": targets})
     publish_run(None, parent.store.uri, targets_from_plan=True)
-    child = retried(parent.store.uri)
+    child = retried(parent.store.uri, overrides={"output.publish": targets})
     assert publish_run(None, child, targets_from_plan=True).published[0].rows == len(FAILED)
     assert sorted(rows_of(server, "family")) == list(range(20))
 
