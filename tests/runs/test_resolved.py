@@ -34,7 +34,9 @@ _counts: list[Counter[str]] = []
 
 
 def _opened(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "open" and _counts and isinstance(arguments[0], (str, Path)):
+    # Without a mode it is what an opener does for an `open` that is counted already.
+    counts = event == "open" and _counts and arguments[1] is not None
+    if counts and isinstance(arguments[0], (str, Path)):
         name = Path(arguments[0]).name
         _counts[-1]["weights"] += name == WEIGHTS
         _counts[-1]["function"] += name == "asked_once.py"
