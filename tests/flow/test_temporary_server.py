@@ -18,8 +18,8 @@ import sys, time
 from prefect.server.api.server import SubprocessASGIServer
 from prefect_raybatch.flow.temporary_server import start_temporary_server
 start_temporary_server()
-print(SubprocessASGIServer().server_process.pid, flush=True)
 try:
+    print(SubprocessASGIServer().server_process.pid, flush=True)
     time.sleep(600)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
