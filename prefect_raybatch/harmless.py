@@ -8,8 +8,7 @@ direction of text make a name look like another one.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 # Control characters but for line ends and tabs, what sets the direction of text, line separators
 # that only some programs end a line at, halves of surrogate pairs, and what XML cannot hold.
@@ -48,19 +47,6 @@ def visible(text: str) -> str:
     r"""Return the text with hidden characters as escapes: `\x1b`, `\u202e`. Line ends and tabs
     stay."""
     return text if text.isprintable() else _HIDDEN.sub(_as_escape, text)
-
-
-def visible_in(value: Any) -> Any:
-    """Return the same value, with hidden characters visible in the texts in it."""
-    if isinstance(value, str):
-        return visible(value)
-    if isinstance(value, Mapping):
-        return {visible_in(key): visible_in(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [visible_in(inner) for inner in value]
-    if isinstance(value, tuple):
-        return tuple(visible_in(inner) for inner in value)
-    return value
 
 
 def clean(words: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -34,14 +34,22 @@ def storable(text: str) -> str:
 
 def storable_in(value: Any) -> Any:
     """The same value, with the texts in it made storable."""
+    return change_texts(value, storable)
+
+
+def change_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return the same value with each text in it changed, also in mappings, their keys, lists and
+    tuples."""
     if isinstance(value, str):
-        return storable(value)
+        return change(value)
     if isinstance(value, Mapping):
-        return {storable_in(key): storable_in(inner) for key, inner in value.items()}
+        return {
+            change_texts(key, change): change_texts(inner, change) for key, inner in value.items()
+        }
     if isinstance(value, list):
-        return [storable_in(inner) for inner in value]
+        return [change_texts(inner, change) for inner in value]
     if isinstance(value, tuple):
-        return tuple(storable_in(inner) for inner in value)
+        return tuple(change_texts(inner, change) for inner in value)
     return value
 
 

@@ -492,7 +492,7 @@ def _record_bad_job(path: str, run_key: str | None, error: ConfigError) -> None:
 
 
 def _raw(path: str) -> dict[str, Any]:
-    """A job file that has been read as a job before, as it stands there."""
+    """Return the plain values of a job file."""
     return dict(read_job_file(path).value)
 
 
@@ -502,7 +502,7 @@ def _refuse_both(job: str | None) -> None:
 
 
 def _changes(overrides: list[str] | None) -> dict[str, Any]:
-    """What `--set FIELD=VALUE` says, {field: value}; values are YAML."""
+    """Return the changes of `--set FIELD=VALUE` as {field: value}. Values are YAML."""
     from prefect_raybatch.job.yaml_text import read_yaml
 
     changes = {}

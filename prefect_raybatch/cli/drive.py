@@ -152,7 +152,7 @@ def run_flow(
 
 
 def quiet_engine() -> None:
-    """An engine started in this process is silent, but for its errors."""
+    """Have engines that start in this process print nothing but errors."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 

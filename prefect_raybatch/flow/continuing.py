@@ -159,26 +159,26 @@ def _without_secrets(parameters: Mapping[str, Any], job: Any) -> dict[str, Any]:
     of what is no valid job only what is known to be open is left."""
     shown = dict(parameters)
     if "job" in shown:
-        shown["job"] = _shown_job(shown["job"], shown["job"])
+        shown["job"] = _shown_job(shown["job"]) or _numbers_alone(shown["job"])
     if shown.get("overrides"):
         shown["overrides"] = _shown_changes(job, shown["overrides"])
     return shown
 
 
-def _shown_job(job: Any, otherwise: Any) -> Any:
+def _shown_job(job: Any) -> dict[str, Any] | None:
+    """Return a job with its secrets masked; None for what is no valid job."""
     try:
         made = job if isinstance(job, BatchJob) else BatchJob.from_dict(job)
     except (ConfigError, TypeError, ValueError):
-        return _numbers_alone(otherwise)
+        return None
     return made.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 
 def _shown_changes(job: Any, changes: Mapping[str, Any]) -> Any:
     values = job if isinstance(job, Mapping) else {}
-    with suppress(RayBatchError):
-        shown = _shown_job(with_fields(values, changes), None)
-        if shown is not None:
-            return {field: _at(shown, field) for field in changes}
+    with suppress(RayBatchError, KeyError, TypeError):  # TypeError: it is no valid job
+        shown = _shown_job(with_fields(values, changes))
+        return {field: _at(shown, field) for field in changes}
     return _numbers_alone(changes)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from prefect_raybatch.harmless import visible, visible_in
-from prefect_raybatch.words import storable, storable_in
+from prefect_raybatch.harmless import visible
+from prefect_raybatch.words import change_texts, storable
 
 _FORMATTER = logging.Formatter()
 
@@ -23,7 +23,7 @@ def prefect_text(text: str) -> str:
 
 def prefect_text_in(value: Any) -> Any:
     """Return the same value, with the texts in it as Prefect is given them."""
-    return visible_in(storable_in(value))
+    return change_texts(value, prefect_text)
 
 
 def make_storable(error: BaseException) -> None:

@@ -31,7 +31,7 @@ from prefect_raybatch.cli import show, terminal
 from prefect_raybatch.flow import artifacts
 from prefect_raybatch.flow.page import live_rows
 from prefect_raybatch.flow.texts import STORABLE_LINES, make_storable
-from prefect_raybatch.harmless import code_span, fenced, link, markdown_text, visible, visible_in
+from prefect_raybatch.harmless import code_span, fenced, link, markdown_text, visible
 from prefect_raybatch.remote.logs import MarkedLines, parse
 from prefect_raybatch.report.html import html, nights_html
 from prefect_raybatch.report.nights import nights_markdown
@@ -39,6 +39,7 @@ from prefect_raybatch.report.report import markdown, table_lines
 from prefect_raybatch.result.verify import Verdict
 from prefect_raybatch.runs.first_job import SeenColumn, SeenTable, job_text
 from prefect_raybatch.stages.vllm.phases import START_PHASES
+from prefect_raybatch.words import change_texts
 
 # What nothing that is shown may hold, but for line ends and tabs.
 OBEYED = re.compile(
@@ -55,7 +56,7 @@ markup = pytest.mark.parametrize("text", MARKUP.values(), ids=list(MARKUP))
 def test_a_hidden_character_is_shown_as_an_escape(text: str) -> None:
     shown = visible(text)
     assert not OBEYED.search(shown) and visible(shown) == shown
-    assert visible_in({text: [text, (text, 1)]}) == {shown: [shown, (shown, 1)]}
+    assert change_texts({text: [text, (text, 1)]}, visible) == {shown: [shown, (shown, 1)]}
 
 
 def test_other_characters_stay_as_they_are() -> None:
