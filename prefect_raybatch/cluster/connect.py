@@ -37,6 +37,7 @@ from prefect_raybatch.sizing.sizes import Capacity, Pool, pool_for, rooms, to_be
 from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
+START_TRIES = 3  # of a local cluster
 KNOCK = 2.0  # seconds a node has to take a connection
 
 LEVEL_LINE = b"Set ray log level from environment variable"
@@ -84,7 +85,6 @@ class _Ray:
             check_reachable(address, access)
         else:
             check_temp_folder()
-        import ray
 
         # Ray Data sets the levels of its loggers when it is imported: ours must come after it.
         from prefect_raybatch.stages.ray_internals import PROGRESS_LOG, put_back_auth, use_token
@@ -101,7 +101,10 @@ class _Ray:
                 keep_token_private()
         try:
             with _sigterm_kept(), _quiet_start(not address):
-                self._lasting(lambda: ray.init(address=address or "local", **quiet))
+                self._lasting(lambda: _init(address, quiet))
+        except ClusterUnavailable:
+            put_back_auth(self._auth)
+            raise
         except (ConnectionError, RuntimeError, ValueError) as error:
             put_back_auth(self._auth)
             raise InsufficientResources(
@@ -151,6 +154,30 @@ class _Ray:
         import ray
 
         return dict(ray.available_resources())
+
+
+def _init(address: str | None, options: dict[str, Any]) -> None:
+    """`ray.init`, tried again where a new local cluster is not up in the 30 s that Ray gives it,
+    which happens on a busy machine.
+
+    Raises `ClusterUnavailable` if no try succeeds.
+    """
+    import ray
+
+    for tries_left in reversed(range(START_TRIES)):
+        try:
+            ray.init(address=address or "local", **options)
+            return
+        except Exception as error:
+            if address or type(error) is not Exception:  # Ray has no class for this one
+                raise
+            if not tries_left:
+                raise ClusterUnavailable(
+                    f"Ray did not start on this machine in {START_TRIES} tries ({error}); give the "
+                    "machine less other work, or see what the logs below /tmp/ray say"
+                ) from None
+            log.warning("Ray did not start in time; starting it again (%s)", error)
+            ray.shutdown()
 
 
 RAY = _Ray()

@@ -24,11 +24,17 @@ from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.cluster.warm import WarmEngines
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.errors import ConfigError, InsufficientResources, JobStopped
+from prefect_raybatch.errors import (
+    ClusterUnavailable,
+    ConfigError,
+    InsufficientResources,
+    JobStopped,
+)
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.sizing.sizes import Capacity
 
 ROWS = 48
 
@@ -452,6 +458,35 @@ def test_a_cluster_that_does_not_start_leaves_rays_tokens_as_they_were(
     ):
         pass
     assert os.environ.get("RAY_AUTH_MODE") == before
+
+
+@pytest.mark.parametrize("late", [2, 3])
+def test_a_cluster_that_is_late_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, late: int
+) -> None:
+    import ray
+
+    starts: list[Any] = []
+
+    def init(**options: Any) -> None:
+        starts.append(options)
+        if len(starts) <= late:
+            raise Exception("The current node timed out during startup.")  # as Ray does
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(cluster, "capacity", lambda: Capacity(1, 0, 1, "here"))
+    if late < cluster.START_TRIES:
+        with cluster.connected(make_job(name="a")):
+            pass
+    else:
+        with (
+            pytest.raises(ClusterUnavailable, match="timed out") as caught,
+            cluster.connected(make_job(name="a")),
+        ):
+            pass
+        assert caught.value.transient
+    assert len(starts) == 3
 
 
 def test_two_jobs_at_once_share_a_cluster_that_the_last_one_ends(
