@@ -90,7 +90,12 @@ def iceberg_options(keys: S3Settings | None) -> dict[str, str]:
 
 
 def _configured_endpoint(session: Any) -> str | None:
-    """AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, or what the configuration files say."""
-    client = session.create_client("s3", region_name="us-east-1")
-    url = str(client.meta.endpoint_url)
-    return None if url.endswith("amazonaws.com") else url
+    """AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, or what the configuration files say. (A client of
+    botocore knows it too, but takes most of a second to be made.)"""
+    from botocore.configprovider import ConfiguredEndpointProvider
+
+    if session.get_config_variable("ignore_configured_endpoint_urls"):
+        return None
+    found = ConfiguredEndpointProvider(session.full_config, session.get_scoped_config(), "s3")
+    url: str | None = found.provide()
+    return url
