@@ -37,7 +37,7 @@ pytest_plugins = ["helpers.hung"]
 settings.register_profile(
     "prefect_raybatch",
     deadline=None,
-    max_examples=60,
+    max_examples=25,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
@@ -110,6 +110,22 @@ def no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing, and every later engine of the process, stand-ins too, would be made by it."""
     begin = "prefect_raybatch.stages.vllm.forking.begin_fork_server"
     monkeypatch.setattr(begin, lambda arguments: None)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_synced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process leaves its files to the system, which waits for no disk. What fsync is for, no
+    test can see: the simulation's own disk counts the calls."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture(autouse=True)
+def plots_are_empty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports of this process have empty pictures: to draw them is most of the time of a small run.
+    The tests of a file that looks at them (`DRAWS = True`) and processes of their own draw."""
+    if not getattr(request.module, "DRAWS", False):
+        empty = '<svg xmlns="http://www.w3.org/2000/svg"/>'
+        monkeypatch.setattr("prefect_raybatch.report.plots._svg", lambda names, plots: empty)
 
 
 @pytest.fixture(scope="session")

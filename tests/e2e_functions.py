@@ -10,7 +10,7 @@ from prefect_raybatch.demo import SYSTEM, TEMPLATE
 
 GATE = "RAYBATCH_GATE"  # a folder in which `most` says how many shards are let through
 OPEN = "open"  # a file in it, once all are
-ROWS_A_SHARD = 150
+ROWS_A_SHARD = 40
 
 _through: set[int] = set()
 

@@ -57,7 +57,7 @@ def call(*args: str, env: dict[str, str], cwd: Path) -> subprocess.CompletedProc
 
 SHARDS = 30
 ROWS = SHARDS * ROWS_A_SHARD
-TOO_LONG, RAISE, REFUSED, LEFT_OUT = {7, 1900}, {20, 920, 921, 4499}, {100}, {40, 41}
+TOO_LONG, RAISE, REFUSED, LEFT_OUT = {7, 500}, {20, 320, 321, 1199}, {100}, {40, 41}
 FAILED = {
     **{i: ("prepare", "PromptTooLong") for i in TOO_LONG},
     **{i: ("prepare", "ValueError") for i in RAISE},
@@ -363,6 +363,7 @@ def test_the_stage_of_ray_data_llm_keeps_the_contract(story: Story) -> None:
 # --- in flows -------------------------------------------------------------------------------------
 
 
+@pytest.mark.whole
 def test_tasks_compose_into_a_flow_of_your_own(tmp_path: Path, env: dict[str, str]) -> None:
     """Through a real Prefect server: the example flow, its artifacts and its logs; and once more,
     with the engine that is up."""
@@ -419,3 +420,42 @@ def test_tasks_compose_into_a_flow_of_your_own(tmp_path: Path, env: dict[str, st
     told = {"cluster", "workers", "imports", "weights", "graphs", "first step"}
     assert start["engines"] == 1 and told <= set(start["seconds"])
     assert start["seconds"]["imports"] > 0.5
+
+
+# --- typed answers --------------------------------------------------------------------------------
+
+TYPED = """
+from typing import Literal
+from pydantic import BaseModel, Field
+
+
+class Company(BaseModel):
+    industry: Literal["Healthcare", "Retail", "Law Firm"]
+    sure: int = Field(ge=0, le=9)
+    known: bool
+"""
+
+
+def test_typed_answers_are_columns_of_their_types(tmp_path: Path, env: dict[str, str]) -> None:
+    rows = 60
+    pq.write_table(pa.table({"Company": NAMES[:rows]}), tmp_path / "in.parquet")
+    (tmp_path / "typed.py").write_text(TYPED)
+    job = {
+        "name": "typed",
+        "source": {"uri": "in.parquet", "rows_per_shard": 20},
+        "prompt": {"template": "What is {Company}? Answer with JSON."},
+        "sampling": {"temperature": 0.7, "max_tokens": 60, "seed": 1},
+        "engine": {"model": "demo", "max_model_len": 256},
+        "output": {"uri": "out", "schema_model": "typed:Company", "columns": ["Company"]},
+        "limits": {"max_failed_fraction": 0.5},
+    }
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    env = {**env, "PYTHONPATH": os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])}
+    done = call("run", "job.yaml", "--run-key", "k", "--no-prefect", env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = pq.read_table(tmp_path / "out" / "k" / "data")
+    assert table.schema.field("sure").type == pa.int64() and len(table) > rows / 2
+    for row in table.to_pylist():
+        assert row["industry"] in {"Healthcare", "Retail", "Law Firm"}
+        assert 0 <= row["sure"] <= 9 and row["known"] in {True, False}
+    assert call("verify", "out/k", env=env, cwd=tmp_path).returncode == 0

@@ -137,6 +137,7 @@ def digests(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.whole
 def test_schedules_hold_planted_bugs_are_found_and_a_seed_is_a_schedule():
     """As many more schedules as one likes: `make chaos`."""
     same = ("-m", "simulation", "--seed", SEED, "--digests", ",".join(SAME))

@@ -202,6 +202,7 @@ def test_a_folder_that_is_not_there_is_no_folder_without_runs(command, tmp_path,
 
 
 @pytest.mark.e2e
+@pytest.mark.whole
 def test_a_real_engine_answers_the_first_rows_without_leaving_anything(tmp_path):
     choice = ["Law Firm", "Real Estate", "Retail", "Other"]
     job = {

@@ -55,6 +55,8 @@ from prefect_raybatch.report import plots
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.run import Run
 
+DRAWS = True
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -76,6 +76,7 @@ def test_what_vllm_takes_is_taken(given: dict[str, Any]) -> None:
     assert wrong_values(given) is None
 
 
+@pytest.mark.whole
 def test_vllms_own_defaults_are_right() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
@@ -119,6 +120,7 @@ def taken(kind: TypeAdapter[Any], value: Any) -> bool:
     return True
 
 
+@pytest.mark.whole
 def test_values_are_taken_as_by_the_types_of_vllm() -> None:
     """Each argument of which something is told, with each of the probes: what vLLM's own type
     takes is taken, and what that refuses is refused."""

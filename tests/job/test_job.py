@@ -281,6 +281,7 @@ def test_without_vllm_any_argument_is_taken(monkeypatch):
     assert job.engine.model_extra == {"some_new_argument": 1}
 
 
+@pytest.mark.whole
 def test_the_known_fields_are_those_of_the_installed_vllm():
     from dataclasses import fields
 

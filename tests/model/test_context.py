@@ -98,6 +98,7 @@ def test_gemma_3_holds_its_factor_and_what_says_nothing_is_unknown() -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.whole
 def test_vllm_takes_them_for_as_many(tmp_path: Path) -> None:
     from vllm.config.model import _get_and_verify_max_len
     from vllm.transformers_utils import model_arch_config_convertor as convertors

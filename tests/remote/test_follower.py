@@ -513,7 +513,7 @@ def test_a_job_that_does_not_stop_is_no_reason_to_swallow_the_signal(
 # --- many flows ---------------------------------------------------------------------------------
 
 
-@settings(max_examples=150)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10**9))
 def test_never_two_jobs_at_work(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Up to four flows in any order of steps, killed anywhere, on a head that fails jobs, forgets

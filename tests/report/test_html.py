@@ -24,6 +24,8 @@ from prefect_raybatch.runs.run import Run, run_of
 from prefect_raybatch.runs.status import report_of
 from prefect_raybatch.storage import open_store
 
+DRAWS = True
+
 EVIL = "</td></style></title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x00"
 VOID = {"meta", "img", "br", "path", "rect", "circle"}
 

@@ -37,6 +37,8 @@ from prefect_raybatch.report.charts import (
 from prefect_raybatch.report.records import Charts, NodeStats, RunReport, WorkerStats
 from prefect_raybatch.report.tally import Tally
 
+DRAWS = True
+
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -235,7 +237,7 @@ def test_the_map_fills_cells_as_shards_are_committed():
     assert "in work" not in words(half) and "100 shards" in words(half)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=10)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 3)), min_size=1),
     st.integers(0, 40),

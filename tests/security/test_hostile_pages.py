@@ -27,6 +27,8 @@ from prefect_raybatch.report.html import html, nights_html
 from prefect_raybatch.report.nights import nights_markdown
 from prefect_raybatch.report.report import failure_table, markdown, table_lines
 
+DRAWS = True
+
 pytestmark = [pytest.mark.e2e, pytest.mark.whole, pytest.mark.timeout(900)]
 
 TEXTS = [*MARKUP.values(), *HIDDEN.values()]

@@ -41,6 +41,8 @@ from prefect_raybatch.runs.first_job import SeenColumn, SeenTable, job_text
 from prefect_raybatch.stages.vllm.phases import START_PHASES
 from prefect_raybatch.words import change_texts
 
+DRAWS = True
+
 # What nothing that is shown may hold, but for line ends and tabs.
 OBEYED = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ud800-\udfff]"

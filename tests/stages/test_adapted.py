@@ -89,6 +89,7 @@ def test_on_a_cpu_no_row_is_asked_of_the_model_alone():
     assert "on a CPU vLLM cannot ask the model alone" in table[ERROR].to_pylist()[1]["message"]
 
 
+@pytest.mark.whole
 def test_real_vllm_answers_as_the_merged_weights_do(tmp_path, monkeypatch):
     pytest.importorskip("vllm")
     import torch

@@ -35,6 +35,8 @@ from prefect_raybatch.stages.typed_answers import reader_of
 from prefect_raybatch.stages.vllm.stepper import Completion, Request, SteppedEngine
 from prefect_raybatch.storage import open_store
 
+pytestmark = pytest.mark.whole
+
 SCHEMA = schema_text(
     {
         "type": "object",

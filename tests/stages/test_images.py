@@ -167,6 +167,7 @@ def prepared(model: dict[str, Any], job: Any, table: pa.Table, **more: Any) -> p
     return stage(tag(table, Unit(0, 0, len(table))))
 
 
+@pytest.mark.whole
 def test_prepare_engine_and_finish_take_images_to_answers(model, tmp_path):
     job = vision_job(model, extras=["image_digests"])
     table = pa.table(
@@ -244,6 +245,7 @@ def _finished(job: Any, model: Any, answers: pa.Table, table: pa.Table, folder: 
     assert "HTML" in bad[0]["message"] and "column image" in bad[0]["message"]
 
 
+@pytest.mark.whole
 def test_features_of_another_vllm_are_refused_whole(model):
     job = vision_job(model)
     block = prepared(model, job, pa.table({"ask": ["a", "b"], "image": [RED, RED]}))

@@ -25,6 +25,8 @@ from prefect_raybatch.stages.texts import prepare_of
 from prefect_raybatch.stages.vectors import finish_of, vectors_of
 from prefect_raybatch.storage import open_store
 
+pytestmark = pytest.mark.whole
+
 FIRST = ["the quick brown fox", "dog", "lazy dog and fox sees the town", "the quick brown fox"]
 SECOND = ["a dog", "law firms are great", "fox", "how great law firms are in the town"]
 LABELS = ["bad", "fine", "good"]

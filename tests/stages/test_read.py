@@ -81,7 +81,7 @@ def lost(table: pa.Table) -> tuple[str, bool]:
 # --- layouts ----------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     files=st.lists(
         st.tuples(st.integers(0, 40), st.integers(1, 15)), min_size=1, max_size=6

@@ -81,7 +81,7 @@ def test_no_text_of_a_row_changes_the_turns_of_a_prompt(form, folders):
     plain = rows(folder, template, {"A": ["x"]})[0]
     spoken = rows(folder, talk, {"chat": [conversation(said, "x")]})[0]
 
-    @settings(max_examples=40, deadline=None, database=None)
+    @settings(max_examples=15, deadline=None, database=None)
     @given(text_for(form))
     def holds(text: str) -> None:
         (row,) = rows(folder, template, {"A": [text]})

@@ -31,6 +31,8 @@ from prefect_raybatch.stages.vllm.stepper import (
     SteppedEngine,
 )
 
+pytestmark = pytest.mark.whole
+
 ROOT = Path(__file__).parents[2]
 CHOICES = ["Law Firm", "Healthcare", "Technology", "Retail", "Other"]
 ENVIRONMENT = {

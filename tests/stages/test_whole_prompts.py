@@ -72,6 +72,7 @@ def test_a_job_without_a_length_has_the_models():
     assert "enable_chunked_prefill" not in greedy.arguments
 
 
+@pytest.mark.whole
 def test_real_vllm_draws_by_seed_what_does_not_fit_a_step(monkeypatch):
     """40 prompts of 60 tokens for steps of 256: a fifth one would be cut."""
     pytest.importorskip("vllm")
