@@ -125,7 +125,7 @@ def plots_are_empty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     The tests of a file that looks at them (`DRAWS = True`) and processes of their own draw."""
     if not getattr(request.module, "DRAWS", False):
         empty = '<svg xmlns="http://www.w3.org/2000/svg"/>'
-        monkeypatch.setattr("prefect_raybatch.report.plots._svg", lambda names, plots: empty)
+        monkeypatch.setattr("prefect_raybatch.report.plots.picture_of", lambda names, plots: empty)
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ def of_charts(
     charts: Charts, workers: Sequence[WorkerStats] = (), working: int = 0
 ) -> dict[str, str]:
     """The same, of a run that goes on: about `working` shards are in engines now."""
-    return {n: _svg([n], [plot]) for n, plot in _plots(charts, workers, working).items()}
+    return {n: picture_of([n], [plot]) for n, plot in _plots(charts, workers, working).items()}
 
 
 def live(charts: Charts, working: int = 0) -> str | None:
@@ -121,10 +121,10 @@ def _plots(charts: Charts, workers: Sequence[WorkerStats], working: int = 0) -> 
 
 
 def _image(plots: dict[str, Plot]) -> str | None:
-    return data_uri(_svg(list(plots), list(plots.values()))) if plots else None
+    return data_uri(picture_of(list(plots), list(plots.values()))) if plots else None
 
 
-def _svg(names: Sequence[str], plots: Sequence[Plot]) -> str:
+def picture_of(names: Sequence[str], plots: Sequence[Plot]) -> str:
     from prefect_raybatch.report import drawing
 
     return drawing.svg(", ".join(NAMES[name] for name in names), plots)
