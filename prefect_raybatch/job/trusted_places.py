@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 from urllib.parse import parse_qsl, unquote
 
@@ -244,6 +244,14 @@ def check_run_read(uri: str) -> None:
         Reach(policy).read("run directory", uri)
 
 
+def check_store_options(field: str, options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for store options that the policy in force does not allow: they say which
+    host gets requests that are signed with this machine's keys."""
+    policy = policy_in_force()
+    if policy.limited:
+        Reach(policy).options(field, options)
+
+
 def check_links(uris: Sequence[str]) -> None:
     """Raise `ConfigError` for a file of a listing that a link leads to, out of the folders that the
     policy in force allows."""
@@ -253,6 +261,26 @@ def check_links(uris: Sequence[str]) -> None:
         for uri in uris:
             if "://" not in uri and os.path.realpath(uri) != uri:
                 reach.read("source.uri", uri)
+
+
+def check_files(uris: Iterable[str]) -> None:
+    """Raise `ConfigError` for a file that a table names as one of its own, out of the folders that
+    the policy in force allows."""
+    policy = policy_in_force()
+    if policy.limited:
+        reach = Reach(policy)
+        for uri in uris:
+            reach.read("source.uri", uri)
+
+
+def check_blocks(job: BatchJob) -> None:
+    """Raise `ConfigError` for a saved Prefect block that the policy in force does not allow."""
+    policy = policy_in_force()
+    if policy.limited:
+        reach = Reach(policy)
+        reach.block("source.credentials_block", job.source.credentials_block)
+        reach.block("output.credentials_block", job.output.credentials_block)
+        reach.block("cluster.block", job.cluster.block)
 
 
 def check_server(field: str, url: str) -> None:

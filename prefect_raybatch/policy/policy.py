@@ -159,6 +159,8 @@ def canonical_place(uri: str) -> str | None:
     fixed = _before_wildcard(rest)
     if fixed is None or "\0" in fixed:
         return None
+    if {".", ".."} & {*re.split(r"[/\\]", _unquoted(rest))} - {*rest.split("/")}:
+        return None
     path = os.path.expanduser(fixed)
     place = os.path.realpath(path)
     # Behind a link, `..` is the folder around the link to stores, and to the kernel the one around
@@ -176,7 +178,7 @@ def _canonical_key(rest: str) -> str | None:
 
 def _unquoted(text: str) -> str:
     """Return a text with all its percent escapes decoded, also those of a `%`: readers of tables
-    make a URL of a key, in which `%2e%2e` is the folder above."""
+    make a URL of a path or a key, in which `%2e%2e` is the folder above."""
     while (plain := unquote(text)) != text:
         text = plain
     return text

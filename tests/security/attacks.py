@@ -256,6 +256,7 @@ ATTACKS = (
             *("{folder}/latest/../secret.csv", "file://{folder}/latest/%2e%2e/secret.csv"),
             *("{folder}/latest/../*.csv", "data::x", "~root/x.csv", "$HOME/x.csv"),
             *("file:{folder}/in/a.csv", "{folder}/in/**/../../x.csv", "{folder}/IN/a.csv"),
+            *("{folder}/in/%2e%2e/x.csv", "{folder}/in/%252E./x.csv"),
             *("{folder}/in /a.csv", "{folder}/i\u0301n/a.csv", "{run_date}/../etc"),
         ),
     ),
