@@ -263,7 +263,7 @@ def check_links(uris: Sequence[str]) -> None:
                 reach.read("source.uri", uri)
 
 
-def check_files(uris: Iterable[str]) -> None:
+def check_table_files(uris: Iterable[str]) -> None:
     """Raise `ConfigError` for a file that a table names as one of its own, out of the folders that
     the policy in force allows."""
     policy = policy_in_force()

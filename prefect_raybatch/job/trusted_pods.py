@@ -11,13 +11,13 @@ from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.job.ray_cluster import given_manifest
 from prefect_raybatch.job.trusted_places import Reach
 from prefect_raybatch.policy.allowed import (
-    ANNOTATIONS,
     CLUSTER_FIELDS,
     CONTAINER_FIELDS,
     GROUP_FIELDS,
-    LABELS,
     METADATA_FIELDS,
+    POD_ANNOTATIONS,
     POD_FIELDS,
+    POD_LABELS,
     REFUSED_LABELS,
     RESERVED_NAMESPACES,
     SECURITY_FIELDS,
@@ -28,9 +28,9 @@ from prefect_raybatch.policy.in_force import POLICY_FILE
 from prefect_raybatch.policy.policy import JobPolicy, matches_any
 
 WHERE = "cluster.kubernetes"
-NUMBERS = ("replicas", "minReplicas", "maxReplicas", "numOfHosts")
-PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
-HOOKS = ("postStart", "preStop")
+POD_NUMBERS = ("replicas", "minReplicas", "maxReplicas", "numOfHosts")
+POD_PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
+POD_HOOKS = ("postStart", "preStop")
 
 
 def check_made_pods(job: BatchJob, policy: JobPolicy) -> None:
@@ -76,7 +76,7 @@ def _pods_of(spec: Mapping[str, Any]) -> Iterator[int]:
     """Yield the most pods of each group of workers, with what an autoscaler may add. KubeRay makes
     at least `minReplicas`, also without one."""
     for at, group in enumerate(spec["workerGroupSpecs"]):
-        numbers = {name: group.get(name) for name in NUMBERS if group.get(name) is not None}
+        numbers = {name: group.get(name) for name in POD_NUMBERS if group.get(name) is not None}
         for name, number in numbers.items():
             if type(number) is not int:
                 place = f"manifest.spec.workerGroupSpecs[{at}].{name}"
@@ -125,11 +125,11 @@ def _check_metadata(value: object, place: str) -> None:
     metadata = _mapping(value, place)
     _check_fields(metadata, METADATA_FIELDS, place)
     for name in _mapping(metadata.get("annotations"), f"{place}.annotations"):
-        if not matches_any(str(name), ANNOTATIONS):
+        if not matches_any(str(name), POD_ANNOTATIONS):
             _refuse_pod(f"{place}.annotations.{name}")
     for name in _mapping(metadata.get("labels"), f"{place}.labels"):
         plain = "/" not in str(name) and name not in REFUSED_LABELS
-        if not plain and not matches_any(str(name), LABELS):
+        if not plain and not matches_any(str(name), POD_LABELS):
             _refuse_pod(f"{place}.labels.{name}")
 
 
@@ -173,10 +173,10 @@ def _check_container(container: Mapping[str, Any], place: str, policy: JobPolicy
         _check_fields(source, VARIABLE_SOURCES, f"{place}.env.valueFrom")
         reference = _mapping(source.get("secretKeyRef"), f"{place}.env.valueFrom")
         _check_names(f"{place}.env", [reference.get("name")], limits.secrets, "secrets")
-    for name in PROBES:
+    for name in POD_PROBES:
         _check_request(container.get(name), f"{place}.{name}")
     hooks = _mapping(container.get("lifecycle"), f"{place}.lifecycle")
-    for name in HOOKS:
+    for name in POD_HOOKS:
         _check_request(hooks.get(name), f"{place}.lifecycle.{name}")
 
 

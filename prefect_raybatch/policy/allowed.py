@@ -192,11 +192,15 @@ CONTAINER_FIELDS = frozenset(
 )
 # Metadata of a pod. Others act on labels and annotations, with rights of their own.
 METADATA_FIELDS = frozenset(("annotations", "creationTimestamp", "labels"))
-ANNOTATIONS = (
+POD_ANNOTATIONS = (
     *("cluster-autoscaler.kubernetes.io/*", "kubectl.kubernetes.io/*", "kueue.x-k8s.io/*"),
     *("prometheus.io/*", "ray.io/*"),
 )
-LABELS = ("app.kubernetes.io/*", "kueue.x-k8s.io/*", "ray.io/*")  # beside those without a prefix
+POD_LABELS = (
+    "app.kubernetes.io/*",
+    "kueue.x-k8s.io/*",
+    "ray.io/*",
+)  # beside those without a prefix
 REFUSED_LABELS = ("aadpodidbinding",)  # without a prefix, and gives an identity
 # Where the value of a container's variable may come from.
 VARIABLE_SOURCES = frozenset(("configMapKeyRef", "fieldRef", "resourceFieldRef", "secretKeyRef"))

@@ -17,9 +17,9 @@ ANY = "*"
 MOST_WORKERS = 4096
 WILDCARD = re.compile(r"[*?\[]")
 SCHEME_WITHOUT_SLASHES = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")  # `file:/etc` is a URL to some
-LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+HOST_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 # A host as every library reads it: no list of hosts, no escapes, no letters of other alphabets.
-HOST = rf"{LABEL}(?:\.{LABEL})*\.?"
+HOST = rf"{HOST_LABEL}(?:\.{HOST_LABEL})*\.?"
 ADDRESS = r"[0-9A-Fa-f:.]+"  # IPv6, without a zone
 HOST_OR_ADDRESS = re.compile(rf"{HOST}|{ADDRESS}")
 

@@ -28,7 +28,7 @@ LISTS = {
     "### Pods": [
         *(allowed.CLUSTER_FIELDS, allowed.GROUP_FIELDS, allowed.POD_FIELDS),
         *(allowed.VOLUME_KINDS, allowed.CONTAINER_FIELDS, allowed.METADATA_FIELDS),
-        *(allowed.ANNOTATIONS, allowed.LABELS, allowed.VARIABLE_SOURCES),
+        *(allowed.POD_ANNOTATIONS, allowed.POD_LABELS, allowed.VARIABLE_SOURCES),
         allowed.SECURITY_FIELDS,
     ],
 }

@@ -32,7 +32,7 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.errors import RayBatchError, SourceError, StoreUnavailable
-from prefect_raybatch.job.trusted_places import check_files
+from prefect_raybatch.job.trusted_places import check_table_files
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.storage import is_remote
 from prefect_raybatch.storage.library_errors import failure_in, text_of
@@ -102,7 +102,7 @@ def check_own_files(table: str, files: Iterable[str]) -> None:
                 f"source.uri: the table {table} names a local file, {file}, as one of its own; "
                 "read a copy of it that has all its files"
             )
-        check_files([file])
+        check_table_files([file])
 
 
 @contextmanager
