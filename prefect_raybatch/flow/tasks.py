@@ -36,7 +36,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.run_words import date_of_key, today, with_run_words
 from prefect_raybatch.job.trust import check_trust
-from prefect_raybatch.job.trusted_places import check_run_place
+from prefect_raybatch.job.trusted_places import check_blocks, check_run_place
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.remote.places import infer_in_place
 from prefect_raybatch.report import plots
@@ -385,6 +385,7 @@ logs_in_page = _PageLogs()
 def with_blocks(job: BatchJob) -> BatchJob:
     """The job with keys from its credentials blocks put into the store options, and reached on the
     cluster that `cluster.block` says."""
+    check_blocks(job)
     source, output = job.source, job.output
     if source.credentials_block:
         options = {**options_of(source.credentials_block), **source.options}

@@ -15,12 +15,15 @@ from typing import Any
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.policy.in_force import POLICY_FILE, policy_in_force
 
+# Parts of Python that `sys.stdlib_module_names` leaves out, and what a process was started with.
+UNLISTED = ("__main__", "__mp_main__", "_distutils_hack", "builtins", "test")
+
 
 def check_module(module: str, field: str) -> None:
     """Raise `ConfigError` unless the policy in force lets a user function come from `module`.
     Imports nothing."""
     top = module.partition(".")[0]
-    if top in sys.stdlib_module_names or top in ("builtins", "__main__"):
+    if top in sys.stdlib_module_names or top in UNLISTED:
         raise ConfigError(
             f"{field}: {module!r} is part of Python; name a function of a module of your own"
         )

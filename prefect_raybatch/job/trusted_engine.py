@@ -11,9 +11,15 @@ from pydantic import BaseModel
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.engine_values import types_of_arguments
-from prefect_raybatch.policy.allowed import ENGINE_CODE, ENGINE_TEXTS, OWNER_TEXTS
+from prefect_raybatch.policy.allowed import (
+    ENGINE_CODE,
+    ENGINE_TEXTS,
+    OWNER_TEXTS,
+    VARIABLE_VALUE,
+    VARIABLE_VALUES,
+)
 from prefect_raybatch.policy.in_force import POLICY_FILE
-from prefect_raybatch.policy.policy import JobPolicy
+from prefect_raybatch.policy.policy import JobPolicy, matches_any
 
 NAMES_CODE = frozenset(("custom_class",))  # words of vLLM's own lists that have a class imported
 
@@ -21,12 +27,19 @@ NAMES_CODE = frozenset(("custom_class",))  # words of vLLM's own lists that have
 def check_engine_trust(engine: Engine, policy: JobPolicy) -> None:
     """Raise `ConfigError` naming the first variable or argument that the job may not set."""
     file = f"the file of {POLICY_FILE}" + (f", {policy.title}" if policy.limited else "")
-    for name in engine.env:
+    for name, value in engine.env.items():
         if not policy.may_set_variable(name):
             raise ConfigError(
                 f"engine.env: {name} is not among the variables that a job may set, since a "
                 "variable can decide which code the engine loads; set it on the cluster's nodes, "
                 f"or add it to engine_variables in {file}"
+            )
+        pattern = VARIABLE_VALUES.get(name, VARIABLE_VALUE)
+        if not re.fullmatch(pattern, value) and not matches_any(name, policy.engine_variables):
+            raise ConfigError(
+                f"engine.env: {name} of a job may not hold a path, a URL or control characters, "
+                "since a library may open what it names; correct it, or add the variable to "
+                f"engine_variables in {file}"
             )
     extra = engine.model_extra or {}
     kinds = types_of_arguments(tuple(sorted(extra)))

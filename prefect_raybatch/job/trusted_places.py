@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+from urllib.parse import parse_qsl, unquote
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.chat import is_template_text
-from prefect_raybatch.job.checks import class_name, is_web
+from prefect_raybatch.job.checks import NAME, class_name, is_web
 from prefect_raybatch.job.cluster import LOCAL
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.job.table_formats import SQL_SCHEMES, format_of_scheme, scheme_of
@@ -19,17 +19,30 @@ from prefect_raybatch.job.variables import VARIABLE
 from prefect_raybatch.policy.allowed import (
     CATALOG_PROPERTIES,
     DATABASE_PARAMETERS,
+    REGION,
+    REGION_NAMES,
     STORE_OPTIONS,
 )
 from prefect_raybatch.policy.in_force import POLICY_FILE, policy_in_force
-from prefect_raybatch.policy.policy import ANY, JobPolicy
+from prefect_raybatch.policy.policy import ADDRESS, ANY, HOST, JobPolicy
 
 HUB_HOST = "huggingface.co"
 FILE_DATABASES = ("sqlite", "duckdb")
 CATALOG_TYPES = ("rest", "sql", "in-memory")
+MOST_PORT = 65535
 CATALOG_BY_NAME = "put such a catalog into .pyiceberg.yaml where the flow runs, and give its name"
 EXPORT = "export the rows to Parquet, and read these"
 ANY_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+# A URL up to its host and port, in the form in which all libraries see the same host.
+AUTHORITY = re.compile(
+    r"(?:[A-Za-z][A-Za-z0-9+.-]*:)?//"
+    r"(?:[^\s/?#@\\:]*(?::[^\s/?#@\\:]*)?@)?"
+    rf"(?:(?P<name>{HOST})|\[(?P<address>{ADDRESS})\])"
+    r"(?::(?P<port>\d{1,5}))?(?P<rest>[/?#].*)?",
+    re.DOTALL,
+)
+# SQLAlchemy looks for an @ behind the first / as well, and drivers split at a semicolon.
+ODD_IN_DATABASE = re.compile(r"[@#;\\\s\x00-\x1f\x7f]")
 
 
 class Reach:
@@ -55,15 +68,17 @@ class Reach:
             self._refuse(field, f"name the host {shown}", _add("it to hosts"))
 
     def connect_url(self, field: str, url: str) -> None:
-        """Ask about the host of a URL."""
-        try:
-            parts = urlsplit(url)
-            host, port = parts.hostname, parts.port
-        except ValueError:
-            host, port = None, None
-        if not host or VARIABLE.search(host):
-            self._refuse(field, "name a URL without a plain host", "write the host in full")
-        self.connect(field, host, port)
+        """Ask about the host of a URL. A URL in which libraries could see another host than this
+        one is refused."""
+        match = AUTHORITY.fullmatch(url)
+        if match is None or int(match["port"] or 0) > MOST_PORT:
+            self._refuse(
+                field,
+                "name a URL without a plain host",
+                "write scheme://host:port/..., the host in ASCII letters, digits, - and .",
+            )
+        port = match["port"]
+        self.connect(field, match["name"] or match["address"], int(port) if port else None)
 
     def secret(self, field: str, name: str) -> None:
         if not self.policy.may_name_secret(name):
@@ -99,6 +114,8 @@ class Reach:
                 self._refuse(
                     where, "set this option", "keep it in a saved block or the environment"
                 )
+            if name in REGION_NAMES:
+                self.region(where, value)
             if name.endswith("_env"):
                 self.secret(where, str(value))
             elif name == "headers":
@@ -110,6 +127,11 @@ class Reach:
                     if ANY_URL.match(text) or name == "endpoint_url":
                         self.connect_url(where, text)
 
+    def region(self, field: str, value: object) -> None:
+        """Refuse a region that is more than a word: clients put it into the name of the host."""
+        if value is not None and not re.fullmatch(REGION, str(value)):
+            self._refuse(field, "name the region so", "write its name, such as eu-central-1")
+
     def catalog(self, field: str, catalog: Mapping[str, Any], writes: bool) -> None:
         """Ask about the properties of a catalog: their names, hosts, folders and variables."""
         self.variables(field, catalog)
@@ -118,17 +140,18 @@ class Reach:
             self._refuse(f"{field}.type", f"name a catalog of type {kind}", CATALOG_BY_NAME)
         for name, value in catalog.items():
             where = f"{field}.{name}"
-            if name not in CATALOG_PROPERTIES:
+            if name not in CATALOG_PROPERTIES or isinstance(value, (Mapping, list, tuple)):
                 self._refuse(where, "set this property", CATALOG_BY_NAME)
-            for text in _texts(value):
-                if name == "warehouse" and (
-                    ANY_URL.match(text) or text.startswith((".", "/", "~"))
-                ):
+            text = str(value)
+            if name == "warehouse":
+                if _is_place(text, kind):
                     (self.write if writes else self.read)(where, text)
-                elif name == "uri" and format_of_scheme(scheme_of(text)) == "sql":
-                    self.database(where, text, writes)
-                elif ANY_URL.match(text) or name in ("uri", "s3.endpoint", "oauth2-server-uri"):
-                    self.connect_url(where, text)
+            elif name in REGION_NAMES:
+                self.region(where, text)
+            elif name == "uri" and format_of_scheme(scheme_of(text)) == "sql":
+                self.database(where, text, writes)
+            elif ANY_URL.match(text) or name in ("uri", "s3.endpoint", "oauth2-server-uri"):
+                self.connect_url(where, text)
 
     def database(self, field: str, url: str, writes: bool) -> None:
         """Ask about a database's URL: its dialect, parameters, and its file or its host."""
@@ -145,13 +168,22 @@ class Reach:
             # A query reads any file.
             self._refuse(field, "query DuckDB", EXPORT)
         if dialect in FILE_DATABASES:
+            if not head.endswith("://") and ":///" not in head:
+                self._refuse(field, "name a file and a host", f"write {dialect}:///path")
             place = database_file(url)
             if place is not None:
                 (self.write if writes else self.read)(field, place)
             return
+        match = AUTHORITY.fullmatch(url)
+        if match is not None and ODD_IN_DATABASE.search(match["rest"] or ""):
+            self._refuse(
+                field,
+                "name a URL without a plain host",
+                "write dialect://host:port/database, without @, #, ; and \\ behind the host",
+            )
         self.connect_url(field, url)
 
-    def _refuse(self, field: str, what: str, remedy: str) -> None:
+    def _refuse(self, field: str, what: str, remedy: str) -> NoReturn:
         raise ConfigError(
             f"{field}: a job that comes through Prefect's API or a job server may not {what} under "
             f"{self.policy.title}; {remedy}"
@@ -212,6 +244,14 @@ def check_run_read(uri: str) -> None:
         Reach(policy).read("run directory", uri)
 
 
+def check_store_options(field: str, options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for store options that the policy in force does not allow: they say which
+    host gets requests that are signed with this machine's keys."""
+    policy = policy_in_force()
+    if policy.limited:
+        Reach(policy).options(field, options)
+
+
 def check_links(uris: Sequence[str]) -> None:
     """Raise `ConfigError` for a file of a listing that a link leads to, out of the folders that the
     policy in force allows."""
@@ -221,6 +261,26 @@ def check_links(uris: Sequence[str]) -> None:
         for uri in uris:
             if "://" not in uri and os.path.realpath(uri) != uri:
                 reach.read("source.uri", uri)
+
+
+def check_table_files(uris: Iterable[str]) -> None:
+    """Raise `ConfigError` for a file that a table names as one of its own, out of the folders that
+    the policy in force allows."""
+    policy = policy_in_force()
+    if policy.limited:
+        reach = Reach(policy)
+        for uri in uris:
+            reach.read("source.uri", uri)
+
+
+def check_blocks(job: BatchJob) -> None:
+    """Raise `ConfigError` for a saved Prefect block that the policy in force does not allow."""
+    policy = policy_in_force()
+    if policy.limited:
+        reach = Reach(policy)
+        reach.block("source.credentials_block", job.source.credentials_block)
+        reach.block("output.credentials_block", job.output.credentials_block)
+        reach.block("cluster.block", job.cluster.block)
 
 
 def check_server(field: str, url: str) -> None:
@@ -275,6 +335,14 @@ def _check_cluster(reach: Reach, job: BatchJob) -> None:
         reach.connect_url("cluster.address", f"//{address}")
     for server in {cluster.job_server, access and access.job_server} - {None}:
         reach.connect_url("cluster.job_server", str(server))
+
+
+def _is_place(warehouse: str, kind: object) -> bool:
+    """Return whether a catalog's warehouse may be a folder. A catalog over REST sends its server
+    the name; one that is only named may be of any type."""
+    if kind == "rest":
+        return bool(ANY_URL.match(warehouse)) or warehouse.startswith((".", "/", "~"))
+    return kind is not None or not NAME.match(warehouse)
 
 
 def _texts(value: object) -> Iterator[str]:

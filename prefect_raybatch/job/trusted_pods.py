@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
@@ -14,15 +14,23 @@ from prefect_raybatch.policy.allowed import (
     CLUSTER_FIELDS,
     CONTAINER_FIELDS,
     GROUP_FIELDS,
+    METADATA_FIELDS,
+    POD_ANNOTATIONS,
     POD_FIELDS,
+    POD_LABELS,
+    REFUSED_LABELS,
     RESERVED_NAMESPACES,
     SECURITY_FIELDS,
+    VARIABLE_SOURCES,
     VOLUME_KINDS,
 )
 from prefect_raybatch.policy.in_force import POLICY_FILE
-from prefect_raybatch.policy.policy import JobPolicy, KubernetesLimits, matches_any
+from prefect_raybatch.policy.policy import JobPolicy, matches_any
 
 WHERE = "cluster.kubernetes"
+POD_NUMBERS = ("replicas", "minReplicas", "maxReplicas", "numOfHosts")
+POD_PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
+POD_HOOKS = ("postStart", "preStop")
 
 
 def check_made_pods(job: BatchJob, policy: JobPolicy) -> None:
@@ -48,8 +56,10 @@ def check_pods(made: Kubernetes, policy: JobPolicy) -> None:
         "service_account", [made.service_account], limits.service_accounts, "service_accounts"
     )
     _check_names("secrets", made.secrets, limits.secrets, "secrets")
+    _check_variables("env", made.env, policy)
     if made.url is not None and policy.limited:
-        reach.connect_url(f"{WHERE}.url", made.url)
+        # As its name and namespace may be: each is one label of a host's name.
+        reach.connect_url(f"{WHERE}.url", made.url.format(name="name", namespace="namespace"))
     if made.manifest_file is not None and policy.limited:
         reach.read(f"{WHERE}.manifest_file", made.manifest_file)
     if (made.manifest or made.manifest_file) and not limits.manifest:
@@ -59,18 +69,22 @@ def check_pods(made: Kubernetes, policy: JobPolicy) -> None:
     if pods > limits.max_workers:
         _refuse("workers", f"{pods:,} are more than {limits.max_workers:,}", "max_workers")
     if body is not None:
-        _check_manifest(body["spec"], limits)
+        _check_manifest(body["spec"], policy)
 
 
 def _pods_of(spec: Mapping[str, Any]) -> Iterator[int]:
-    """Yield the most pods of each group of workers, with what an autoscaler may add."""
-    for group in spec["workerGroupSpecs"]:
-        numbers = [group.get(name) for name in ("replicas", "minReplicas", "maxReplicas")]
+    """Yield the most pods of each group of workers, with what an autoscaler may add. KubeRay makes
+    at least `minReplicas`, also without one."""
+    for at, group in enumerate(spec["workerGroupSpecs"]):
+        numbers = {name: group.get(name) for name in POD_NUMBERS if group.get(name) is not None}
+        for name, number in numbers.items():
+            if type(number) is not int:
+                place = f"manifest.spec.workerGroupSpecs[{at}].{name}"
+                _refuse(place, f"{number!r} is no number of pods", "none: write a whole number")
+        hosts = numbers.pop("numOfHosts", 1)
         if not spec.get("enableInTreeAutoscaling"):
-            numbers = numbers[:1]
-        most = max((number for number in numbers if isinstance(number, int)), default=0)
-        hosts = group.get("numOfHosts") or 1
-        yield most * (hosts if isinstance(hosts, int) else 1)
+            numbers.pop("maxReplicas", None)
+        yield max(numbers.values(), default=0) * hosts
 
 
 def _check_names(
@@ -81,7 +95,18 @@ def _check_names(
             _refuse(field, f"{name} is not among {', '.join(allowed) or 'none'}", where)
 
 
-def _check_manifest(spec: Mapping[str, Any], limits: KubernetesLimits) -> None:
+def _check_variables(field: str, names: Iterable[str], policy: JobPolicy) -> None:
+    """Refuse variables of pods that decide what a process there loads, or which policy it has."""
+    for name in names:
+        if policy.limited and not policy.may_set_variable(name):
+            raise ConfigError(
+                f"{WHERE}.{field}: {name} is not among the variables that a job may set; put it "
+                f"into the image, or add it to engine_variables in the file of {POLICY_FILE}"
+            )
+
+
+def _check_manifest(spec: Mapping[str, Any], policy: JobPolicy) -> None:
+    limits = policy.kubernetes
     if limits.privileged:
         return
     _check_fields(spec, CLUSTER_FIELDS, "manifest.spec")
@@ -92,13 +117,24 @@ def _check_manifest(spec: Mapping[str, Any], limits: KubernetesLimits) -> None:
     for name, group in groups:
         place = f"manifest.spec.{name}"
         _check_fields(group, GROUP_FIELDS, place)
-        for key in _mapping(group["template"].get("metadata")).get("annotations") or {}:
-            if "apparmor" in str(key) or "seccomp" in str(key):
-                _refuse_pod(f"{place}.template.metadata.annotations.{key}")
-        _check_pod(group["template"]["spec"], f"{place}.template.spec", limits)
+        _check_metadata(group["template"].get("metadata"), f"{place}.template.metadata")
+        _check_pod(group["template"]["spec"], f"{place}.template.spec", policy)
 
 
-def _check_pod(pod: Mapping[str, Any], place: str, limits: KubernetesLimits) -> None:
+def _check_metadata(value: object, place: str) -> None:
+    metadata = _mapping(value, place)
+    _check_fields(metadata, METADATA_FIELDS, place)
+    for name in _mapping(metadata.get("annotations"), f"{place}.annotations"):
+        if not matches_any(str(name), POD_ANNOTATIONS):
+            _refuse_pod(f"{place}.annotations.{name}")
+    for name in _mapping(metadata.get("labels"), f"{place}.labels"):
+        plain = "/" not in str(name) and name not in REFUSED_LABELS
+        if not plain and not matches_any(str(name), POD_LABELS):
+            _refuse_pod(f"{place}.labels.{name}")
+
+
+def _check_pod(pod: Mapping[str, Any], place: str, policy: JobPolicy) -> None:
+    limits = policy.kubernetes
     _check_fields(pod, POD_FIELDS, place)
     _check_security(pod.get("securityContext"), f"{place}.securityContext")
     _check_names(
@@ -107,42 +143,57 @@ def _check_pod(pod: Mapping[str, Any], place: str, limits: KubernetesLimits) -> 
         limits.service_accounts,
         "service_accounts",
     )
-    for at, volume in enumerate(_list(pod.get("volumes"))):
+    for at, volume in enumerate(_list(pod.get("volumes"), f"{place}.volumes")):
         where = f"{place}.volumes[{at}]"
         _check_fields(volume, {"name", *VOLUME_KINDS}, where)
-        secret = _mapping(volume.get("secret")).get("secretName")
+        secret = _mapping(volume.get("secret"), f"{where}.secret").get("secretName")
         _check_names(f"{where}.secret", [secret], limits.secrets, "secrets")
-    for secret in _list(pod.get("imagePullSecrets")):
+    for secret in _list(pod.get("imagePullSecrets"), f"{place}.imagePullSecrets"):
         _check_names(f"{place}.imagePullSecrets", [secret.get("name")], limits.secrets, "secrets")
     for kind in ("initContainers", "containers"):
-        for at, container in enumerate(_list(pod.get(kind))):
-            _check_container(container, f"{place}.{kind}[{at}]", limits)
+        for at, container in enumerate(_list(pod.get(kind), f"{place}.{kind}")):
+            _check_container(container, f"{place}.{kind}[{at}]", policy)
 
 
-def _check_container(container: Mapping[str, Any], place: str, limits: KubernetesLimits) -> None:
+def _check_container(container: Mapping[str, Any], place: str, policy: JobPolicy) -> None:
+    limits = policy.kubernetes
     _check_fields(container, CONTAINER_FIELDS, place)
     _check_security(container.get("securityContext"), f"{place}.securityContext")
     _check_names(f"{place}.image", [container.get("image")], limits.images, "images")
-    for port in _list(container.get("ports")):
+    for port in _list(container.get("ports"), f"{place}.ports"):
         for name in ("hostPort", "hostIP"):
             if port.get(name):
                 _refuse_pod(f"{place}.ports.{name}")
-    for source in _list(container.get("envFrom")):
-        secret = _mapping(source.get("secretRef")).get("name")
+    for source in _list(container.get("envFrom"), f"{place}.envFrom"):
+        secret = _mapping(source.get("secretRef"), f"{place}.envFrom").get("name")
         _check_names(f"{place}.envFrom", [secret], limits.secrets, "secrets")
-    for variable in _list(container.get("env")):
-        reference = _mapping(_mapping(variable.get("valueFrom")).get("secretKeyRef"))
+    for variable in _list(container.get("env"), f"{place}.env"):
+        _check_variables(f"{place}.env", [str(variable.get("name"))], policy)
+        source = _mapping(variable.get("valueFrom"), f"{place}.env")
+        _check_fields(source, VARIABLE_SOURCES, f"{place}.env.valueFrom")
+        reference = _mapping(source.get("secretKeyRef"), f"{place}.env.valueFrom")
         _check_names(f"{place}.env", [reference.get("name")], limits.secrets, "secrets")
+    for name in POD_PROBES:
+        _check_request(container.get(name), f"{place}.{name}")
+    hooks = _mapping(container.get("lifecycle"), f"{place}.lifecycle")
+    for name in POD_HOOKS:
+        _check_request(hooks.get(name), f"{place}.lifecycle.{name}")
+
+
+def _check_request(value: object, place: str) -> None:
+    """Refuse a probe or hook of another host than the pod: the kubelet asks it, from the node."""
+    for kind, request in _mapping(value, place).items():
+        if kind in ("httpGet", "tcpSocket") and "host" in _mapping(request, f"{place}.{kind}"):
+            _refuse_pod(f"{place}.{kind}.host")
 
 
 def _check_security(value: object, place: str) -> None:
-    for name, item in _mapping(value).items():
+    for name, item in _mapping(value, place).items():
         if name in ("seccompProfile", "appArmorProfile"):
-            if _mapping(item).get("type") != "RuntimeDefault":
+            if _mapping(item, f"{place}.{name}").get("type") != "RuntimeDefault":
                 _refuse_pod(f"{place}.{name}")
         elif name == "capabilities":
-            if _mapping(item).get("add"):
-                _refuse_pod(f"{place}.capabilities.add")
+            _check_fields(_mapping(item, f"{place}.{name}"), {"drop"}, f"{place}.{name}")
         elif name == "privileged":
             if item is not False:
                 _refuse_pod(f"{place}.privileged")
@@ -150,7 +201,7 @@ def _check_security(value: object, place: str) -> None:
             _refuse_pod(f"{place}.{name}")
         else:
             values = SECURITY_FIELDS[name]
-            if values is not None and item not in values:
+            if values is not None and not any(item is one for one in values):
                 _refuse_pod(f"{place}.{name}")
 
 
@@ -160,19 +211,25 @@ def _check_fields(value: Mapping[str, Any], known: Iterable[str], place: str) ->
             _refuse_pod(f"{place}.{name}")
 
 
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+def _mapping(value: object, place: str) -> Mapping[str, Any]:
+    """Return the fields that stand there, none where nothing does; refuse anything else, which
+    nobody has looked into."""
+    if value is not None and not isinstance(value, Mapping):
+        _refuse_pod(place)
+    return value or {}
 
 
-def _list(value: object) -> list[Mapping[str, Any]]:
-    return [_mapping(one) for one in value] if isinstance(value, (list, tuple)) else []
+def _list(value: object, place: str) -> list[Mapping[str, Any]]:
+    if value is not None and not isinstance(value, (list, tuple)):
+        _refuse_pod(place)
+    return [_mapping(one, place) for one in value or ()]
 
 
-def _refuse_pod(place: str) -> None:
+def _refuse_pod(place: str) -> NoReturn:
     _refuse(place, "is not among the fields that a pod may have", "privileged: true")
 
 
-def _refuse(field: str, why: str, remedy: str) -> None:
+def _refuse(field: str, why: str, remedy: str) -> NoReturn:
     raise ConfigError(
         f"{WHERE}.{field}: {why}; if a job may have this, the operator adds it to kubernetes "
         f"({remedy}) in the file of {POLICY_FILE}"

@@ -49,6 +49,13 @@ ENGINE_VARIABLES = (
     "TZ",
 )
 
+# What a value of such a variable may be: no path, no module (`ext://os` of Python's logging).
+VARIABLE_VALUE = r"[^/\\\x00-\x1f\x7f]*"
+VARIABLE_VALUES = {  # in which a / is no path
+    "CUDA_VISIBLE_DEVICES": r"[A-Za-z0-9,-][A-Za-z0-9,/-]*|",
+    "TZ": r"(?!.*\.\.)[A-Za-z0-9<][A-Za-z0-9_+<>,./-]*|",
+}
+
 # Engine arguments (`a.b` for field b of the mapping a) that vLLM types as text, or that cannot be
 # judged by their type, with the values that any job may give.
 WORD = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
@@ -80,8 +87,9 @@ ENGINE_TEXTS = {
     "worker_cls": r"auto",
 }
 
-# Engine arguments that run code though their type is harmless, wherever they stand.
-ENGINE_CODE = ("trust_remote_code",)
+# Switches that do more than their type tells, wherever they stand: they run a model's code, open a
+# port on all interfaces that tells the tokens of rows, and start a program beside the engine.
+ENGINE_CODE = ("trust_remote_code", "enable_kv_cache_events", "ray_workers_use_nsight")
 
 # Engine arguments that name a file, a host or a free mapping, but no code. The owner of a job may
 # set them; for a job that arrives from elsewhere the operator has to allow each.
@@ -138,11 +146,15 @@ STORE_OPTIONS = frozenset(
 # Properties of a catalog that a job from elsewhere may set; hosts and folders in them are checked.
 CATALOG_PROPERTIES = frozenset(
     (
-        *("auth", "credential", "name", "oauth2-server-uri", "prefix", "scope", "token", "type"),
-        *("uri", "warehouse", "s3.access-key-id", "s3.endpoint", "s3.region"),
-        *("s3.secret-access-key", "s3.session-token"),
+        *("credential", "name", "oauth2-server-uri", "prefix", "scope", "token", "type", "uri"),
+        *("warehouse", "s3.access-key-id", "s3.endpoint", "s3.region", "s3.secret-access-key"),
+        "s3.session-token",
     )
 )
+
+# Options and properties that become part of a host's name, and what they may be.
+REGION_NAMES = ("region", "region_name", "s3.region")
+REGION = r"[A-Za-z0-9-]+"
 
 # Parameters of a database's URL that a job from elsewhere may set.
 DATABASE_PARAMETERS = frozenset(
@@ -178,6 +190,20 @@ CONTAINER_FIELDS = frozenset(
         *("startupProbe", "volumeMounts", "workingDir"),
     )
 )
+# Metadata of a pod. Others act on labels and annotations, with rights of their own.
+METADATA_FIELDS = frozenset(("annotations", "creationTimestamp", "labels"))
+POD_ANNOTATIONS = (
+    *("cluster-autoscaler.kubernetes.io/*", "kubectl.kubernetes.io/*", "kueue.x-k8s.io/*"),
+    *("prometheus.io/*", "ray.io/*"),
+)
+POD_LABELS = (
+    "app.kubernetes.io/*",
+    "kueue.x-k8s.io/*",
+    "ray.io/*",
+)  # beside those without a prefix
+REFUSED_LABELS = ("aadpodidbinding",)  # without a prefix, and gives an identity
+# Where the value of a container's variable may come from.
+VARIABLE_SOURCES = frozenset(("configMapKeyRef", "fieldRef", "resourceFieldRef", "secretKeyRef"))
 SECURITY_FIELDS = {  # of a securityContext, and which values are allowed; None: any
     "allowPrivilegeEscalation": (False,),
     "fsGroup": None,

@@ -16,6 +16,12 @@ from prefect_raybatch.policy.allowed import ENGINE_VARIABLES, OWNER_ARGUMENTS, S
 ANY = "*"
 MOST_WORKERS = 4096
 WILDCARD = re.compile(r"[*?\[]")
+SCHEME_WITHOUT_SLASHES = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")  # `file:/etc` is a URL to some
+HOST_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+# A host as every library reads it: no list of hosts, no escapes, no letters of other alphabets.
+HOST = rf"{HOST_LABEL}(?:\.{HOST_LABEL})*\.?"
+ADDRESS = r"[0-9A-Fa-f:.]+"  # IPv6, without a zone
+HOST_OR_ADDRESS = re.compile(rf"{HOST}|{ADDRESS}")
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,8 @@ class JobPolicy:
 
     def may_connect(self, host: str, port: int | None = None) -> bool:
         """Return whether a job may name this host."""
+        if not HOST_OR_ADDRESS.fullmatch(host):
+            return False
         name = _host(host)
         return any(_same_host(name, port, one) for one in self.hosts)
 
@@ -129,7 +137,8 @@ def matches_any(name: str, patterns: Iterable[str]) -> bool:
 
 def canonical_place(uri: str) -> str | None:
     """Return the one form of a local path, file:// or s3:// URI, links and `..` resolved; of a glob
-    that of the folder it begins in. None for anything else, such as `simplecache::file://`."""
+    that of the folder it begins in. None for anything else, such as `simplecache::file://`, and for
+    a path that does not mean the same to all that may open it."""
     if not uri or "\0" in uri or "::" in uri.partition("/")[0]:
         return None
     scheme, separator, rest = uri.partition("://")
@@ -143,22 +152,36 @@ def canonical_place(uri: str) -> str | None:
                 return None
             rest = f"/{rest}"
         rest = unquote(rest)
-    elif scheme:
+    elif scheme or SCHEME_WITHOUT_SLASHES.match(uri):
         return None
     else:
         rest = uri
     fixed = _before_wildcard(rest)
     if fixed is None or "\0" in fixed:
         return None
-    return os.path.realpath(os.path.expanduser(fixed))
+    if {".", ".."} & {*re.split(r"[/\\]", _unquoted(rest))} - {*rest.split("/")}:
+        return None
+    path = os.path.expanduser(fixed)
+    place = os.path.realpath(path)
+    # Behind a link, `..` is the folder around the link to stores, and to the kernel the one around
+    # what the link leads to.
+    return place if os.path.realpath(os.path.abspath(path)) == place else None
 
 
 def _canonical_key(rest: str) -> str | None:
-    fixed = _before_wildcard(rest.rstrip("/"))
-    parts = [] if fixed is None else fixed.rstrip("/").split("/")
-    if not parts or any(part in ("", ".", "..") for part in parts):
+    key = rest.rstrip("/")
+    fixed = _before_wildcard(key)
+    if fixed is None or not {"", ".", ".."}.isdisjoint(re.split(r"[/\\]", _unquoted(key))):
         return None
-    return "s3://" + "/".join(parts)
+    return "s3://" + fixed.rstrip("/")
+
+
+def _unquoted(text: str) -> str:
+    """Return a text with all its percent escapes decoded, also those of a `%`: readers of tables
+    make a URL of a path or a key, in which `%2e%2e` is the folder above."""
+    while (plain := unquote(text)) != text:
+        text = plain
+    return text
 
 
 def _before_wildcard(path: str) -> str | None:
@@ -191,7 +214,7 @@ def _within(uri: str, folders: Iterable[str]) -> bool:
 
 def _host(name: str) -> str:
     """Return a host's name in one form; an address in whatever notation as the address it is."""
-    name = name.strip("[]").partition("%")[0].rstrip(".").lower()
+    name = name.strip("[]").rstrip(".").lower()
     try:
         return str(ipaddress.ip_address(name))
     except ValueError:

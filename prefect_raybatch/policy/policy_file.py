@@ -104,4 +104,4 @@ def _place(text: str, folder: str, where: str) -> str:
         )
     if scheme:
         return text
-    return os.path.join(folder, os.path.expanduser(text))
+    return os.path.normpath(os.path.join(folder, os.path.expanduser(text)))

@@ -14,13 +14,14 @@ from typing import Any
 
 from prefect_raybatch.errors import ConfigError, JobStopped, PlanMismatch, RayBatchError, RunDrained
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.checks import NAME, check_uri
+from prefect_raybatch.job.checks import NAME, check_run_key, check_uri
 from prefect_raybatch.job.run_words import date_of_key, filled_uri, today
 from prefect_raybatch.job.secrets import (
     MASK,
     hide_users,
     is_masked,
 )
+from prefect_raybatch.job.trusted_places import check_reach, check_run_place
 from prefect_raybatch.ledger.last_attempt import (
     ATTEMPT_DRAINED,
     ATTEMPT_FAILED,
@@ -34,6 +35,7 @@ from prefect_raybatch.ledger.last_attempt import (
 )
 from prefect_raybatch.ledger.layout import PRUNED, SUCCESS
 from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.policy.in_force import policy_in_force
 from prefect_raybatch.runs.run import who
 from prefect_raybatch.runs.typed import typed_words
 from prefect_raybatch.storage import Store, join, open_store
@@ -118,6 +120,7 @@ def record_unplanned(
     and its key. Without a run key it is named as a run of this second would be."""
     key = run_key or key_of_now(job.name)
     try:
+        check_reach(job, policy_in_force())  # what a job from elsewhere may not write to is left
         uri = filled_uri(job.output.uri, key, date_of_key(key) or today())
         return _record_unplanned(
             uri, job.output.options or None, job.source.uris, job.name, key, error, job
@@ -207,7 +210,8 @@ def _record_unplanned(
     for uri in inputs:  # a record there would be read as input
         if reaches(uri, output):
             raise ConfigError(f"{output} lies inside the input {uri}")
-    store = open_store(join(output, key), dict(options) if options else None)
+    store = open_store(join(output, check_run_key(key)), dict(options) if options else None)
+    check_run_place(store.uri)
     attempt = LastAttempt(key, name, PLANNING, round(time.time(), 3), who(), os.getpid())
     record_end(store, attempt, error, job)
     return store, key

@@ -15,6 +15,7 @@ from datetime import date, timedelta
 from prefect_raybatch.errors import ConfigError, JobStopped, RayBatchError, is_transient
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.run_words import places_are_dated
+from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.same_job import check_same
 from prefect_raybatch.plan.resolved import resolve
@@ -75,6 +76,7 @@ def planned_nights(job: BatchJob, first: date, last: date) -> list[NightRun]:
 
 def _planned(job: BatchJob, day: date) -> NightRun:
     filled, key = begun(job, None, None, day)
+    check_trust(filled)
     root = open_store(filled.output.uri, filled.output.options or None)
     night = NightRun(day, key, root.sub(key).uri)
     line = line_of(root, key)

@@ -49,10 +49,10 @@ def open_run(
     (_UUID); so does its own folder as `uri`. Raises `NoSuchRun` where there is none, naming those
     that are near.
     """
+    check_run_read(uri)
     if partial:
         uri = partial_place(uri, options, None if partial is True else partial)
     state_of(uri, options)
-    check_run_read(uri)
     return OpenRun(open_store(uri, options).uri, options)
 
 

@@ -40,6 +40,8 @@ def publish_run(
     from prefect_raybatch.publish.publish import publish
 
     check_run_place(uri)
+    if job is not None:
+        check_trust(job)  # its options say which host is asked for the run
     options = job.output.options if job is not None else {}
     store = open_store(uri, options or None)
     ledger = Ledger(store)

@@ -24,6 +24,7 @@ from prefect_raybatch.job.cluster import LOCAL
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.run_words import with_dated_targets
 from prefect_raybatch.job.secrets import hide_path
+from prefect_raybatch.job.trusted_places import check_store_options
 from prefect_raybatch.ledger.family import Family, Member, load_family, place
 from prefect_raybatch.ledger.increments import OF_ASKS, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
@@ -244,7 +245,9 @@ def _options(
     reach = {name: output[name] for name in ("options", "credentials_block") if name in output}
     stub = {"name": "retry", "source": {"uri": "-"}, "prompt": {"template": "-"}}
     whole = BatchJob.from_dict({**stub, "output": {**reach, "uri": run_dir}}, "the job's output")
-    return keys(whole).output.options or None
+    options = keys(whole).output.options
+    check_store_options("output.options", options)
+    return options or None
 
 
 def _job(parent: Member, root: str, overrides: Mapping[str, Any], job: BatchJob | None) -> BatchJob:

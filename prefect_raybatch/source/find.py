@@ -281,6 +281,8 @@ def check_planned(files: Sequence[InputFile], source: Source, snapshot: bool) ->
     of a `snapshot`, not in the run directory: a plan may have been forged, and what it names is
     read with the rights of whoever goes on with the run."""
     places = [] if snapshot else [_as_it_stands(uri, source.options) for uri in source.uris]
+    if not snapshot:
+        check_links([file.uri for file in files])
     for file in files:
         if snapshot:
             inside = not file.uri.startswith("/") and ".." not in file.uri.split("/")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,24 @@ from prefect_raybatch.doctor import Patient
 from prefect_raybatch.doctor.policy import check_policy
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.flow import reconcile, tasks
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.policy.in_force import STRICT_POLICY, owner_policy, under
 from prefect_raybatch.remote.__main__ import work
 from prefect_raybatch.remote.places import infer_in_place
+from prefect_raybatch.runs import attempts
+from prefect_raybatch.runs.backfill import planned_nights
 from prefect_raybatch.runs.dry_run import dry_run
 from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.open_run import open_run
 from prefect_raybatch.runs.partial_run import finalize_partial, finalize_whole
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.publish_run import publish_run
+from prefect_raybatch.runs.retry import plan_retry
 from prefect_raybatch.runs.run import default_run_key, run_of
 from prefect_raybatch.runs.tune import tune
 
 JOB, RUN = r"source\.uri: .* may not read", r"run directory: .* may not (read|write)"
+ELSEWHERE = {"endpoint_url": "http://evil.example.com"}
 ENTRIES: dict[str, tuple[Callable[[Any, Any, str], Any], str]] = {
     "default_run_key": (lambda job, run, uri: default_run_key(job), JOB),
     "plan_run": (lambda job, run, uri: plan_run(job, "k"), JOB),
@@ -38,11 +44,33 @@ ENTRIES: dict[str, tuple[Callable[[Any, Any, str], Any], str]] = {
     "finalize_whole": (lambda job, run, uri: finalize_whole(uri), RUN),
     "open_run": (lambda job, run, uri: open_run(uri), RUN),
     "plan_retry": (lambda job, run, uri: tasks.plan_retry.fn(uri), RUN),
+    "planned_nights": (
+        lambda job, run, uri: planned_nights(dated(job), date(2026, 1, 1), date(2026, 1, 1)),
+        JOB,
+    ),
+    "with_blocks": (
+        lambda job, run, uri: tasks.with_blocks(with_output(job, credentials_block="secret/a")),
+        r"output\.credentials_block: .* may not name the Prefect block secret/a",
+    ),
+    "plan_retry with options": (
+        lambda job, run, uri: plan_retry(uri, job=with_output(job, options=ELSEWHERE)),
+        r"output\.options\.endpoint_url: .* may not name the host evil\.example\.com",
+    ),
+    "open_run of none": (lambda job, run, uri: open_run(f"{uri}/none", partial=True), RUN),
     "reconcile_jobs": (
         lambda job, run, uri: reconcile.reconcile_jobs("http://169.254.169.254:80"),
         r"job_server: .* may not name the host 169\.254\.169\.254:80",
     ),
 }
+
+
+def with_output(job: BatchJob, **fields: Any) -> BatchJob:
+    return job.model_copy(update={"output": job.output.model_copy(update=fields)})
+
+
+def dated(job: BatchJob) -> BatchJob:
+    source = job.source.model_copy(update={"uri": "/etc/{run_date}.csv"})
+    return job.model_copy(update={"source": source})
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -54,6 +82,27 @@ def test_an_entry_refuses_what_the_policy_does_not_allow(tmp_path: Path, entry: 
     with under(STRICT_POLICY), pytest.raises(ConfigError, match=words):
         call(made.job, run, str(tmp_path))
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"options": ELSEWHERE}, {"uri": "s3://evil"}, {"credentials_block": "secret/a"}]
+)
+def test_a_failure_is_recorded_nowhere_that_the_policy_does_not_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    """The record is written before there is a plan, where and with what keys the job says."""
+    (tmp_path / "out").mkdir()
+    job = with_output(small_run(tmp_path / "run").job, uri=f"{tmp_path}/out")
+    wanted = with_output(job, **fields)
+    monkeypatch.setattr(attempts, "open_store", lambda *given: pytest.fail(f"asked: {given}"))
+    with under(STRICT_POLICY):
+        assert attempts.record_unplanned(wanted, "k", ConfigError("refused")) is None
+    monkeypatch.undo()
+    assert list((tmp_path / "out").iterdir()) == []
+    for key in ("../k", "a/b", "a\n", "k" * 200):  # no name of a folder, of its owner neither
+        assert attempts.record_unplanned(job, key, ConfigError("refused")) is None
+    assert list((tmp_path / "out").iterdir()) == []
+    assert attempts.record_unplanned(job, "k", ConfigError("refused")) is not None
 
 
 def test_nothing_is_shown_of_the_output_of_a_job_that_is_refused(

@@ -94,6 +94,22 @@ def test_links_are_followed_before_a_folder_is_compared(tmp_path: Path) -> None:
     assert not policy.may_read(f"simplecache::file://{tmp_path}/in/a.csv")
 
 
+def test_a_path_that_readers_take_for_another_is_in_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the working directory is allowed, in which `file:` could be a folder."""
+    (tmp_path / "in/2026").mkdir(parents=True)
+    (tmp_path / "latest").symlink_to(tmp_path / "in/2026")
+    monkeypatch.chdir(tmp_path / "in")
+    policy = JobPolicy("test", read=(f"{tmp_path}/in", "s3://b/a"))
+    assert policy.may_read("x.csv") and policy.may_read("2026/../x.csv")
+    assert policy.may_read("s3://b/a/50%25 off/x.csv") and policy.may_read("s3://b/a/c=%20/x.csv")
+    for uri in ("file:/etc", "s3:/b", f"{tmp_path}/latest/../x.csv", "../latest/../x.csv"):
+        assert not policy.may_read(uri), uri
+    for key in ("%2e%2e/x", "[x]/%2e%2e/x", "*/%2E./x", "x%2F..%2f..%2fb", "%252e%252e/x", "%5c.."):
+        assert not policy.may_read(f"s3://b/a/{key}"), key
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1", "2130706433", "0x7f.0.0.1", "017700000001"])
 def test_an_address_is_the_same_in_each_notation(host: str) -> None:
     assert JobPolicy("test", hosts=("127.0.0.1",)).may_connect(host)

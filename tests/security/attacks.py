@@ -76,6 +76,26 @@ def _option(words: str, options: dict[str, Any], **policy: Any) -> Attack:
     return Attack(f"output.options {options}", words, groups, policy=given)
 
 
+def _catalog(words: str, **catalog: Any) -> Attack:
+    """A catalog of a source, where good.com and every folder of {folder}/in may be named."""
+    source = {"uri": "a.b", "catalog": catalog}
+    given = {**ALLOWED, "hosts": ["good.com", "*.example.com"]}
+    return Attack(f"source.catalog {catalog}", words, {"source": source}, policy=given)
+
+
+def _among(uri: str, words: str, query: bool = False) -> Attack:
+    """A URL that one reader takes for an allowed host's, and another for evil.com's."""
+    source = {"uri": uri, **({"query": "SELECT 1"} if query else {})}
+    given = {**ALLOWED, "hosts": ["good.com", "*.example.com"]}
+    return Attack(f"source.uri {uri}", words, {"source": source}, policy=given)
+
+
+def _value(name: str, value: str) -> Attack:
+    """A variable that a job may set, with a value that names a file or a module."""
+    words = rf"engine\.env: {name} .* may not hold"
+    return Attack(f"engine.env.{name} {value!r}", words, {"engine": {"env": {name: value}}}, OWNER)
+
+
 def _pods(title: str, words: str, kubernetes: dict[str, Any], **given: Any) -> Attack:
     groups = {"cluster": {"kubernetes": kubernetes}, "engine": {"device": "cpu"}}
     return Attack(f"cluster.kubernetes {title}", words, groups, **given)
@@ -96,9 +116,27 @@ def manifest(
     }
 
 
+REFUSED_FIELD = (
+    r"cluster\.kubernetes\.manifest\.spec\S*: is not among the fields that a pod may have"
+)
+
+
 def _manifest(title: str, **fields: Any) -> Attack:
-    words = r"cluster\.kubernetes\.manifest\.spec\S*: is not among the fields that a pod may have"
-    return _pods(title, words, {"manifest": manifest(**fields)}, origin=OWNER)
+    return _pods(title, REFUSED_FIELD, {"manifest": manifest(**fields)}, origin=OWNER)
+
+
+def _metadata(title: str, **metadata: Any) -> Attack:
+    """A manifest whose worker pods have this metadata."""
+    made = manifest()
+    made["spec"]["workerGroupSpecs"][0]["template"]["metadata"] = metadata
+    return _pods(title, REFUSED_FIELD, {"manifest": made}, origin=OWNER)
+
+
+def _group(title: str, words: str, **fields: Any) -> Attack:
+    """A manifest whose group of workers has these fields."""
+    made = manifest()
+    made["spec"]["workerGroupSpecs"][0].update(fields)
+    return _pods(title, words, {"manifest": made}, origin=OWNER)
 
 
 MERGED = {"type": "rest", "uri": "http://evil.example.com"}
@@ -139,11 +177,30 @@ ATTACKS = (
             ("ec_transfer_config.ec_connector_module_path", "evil"),
             ("speculative_config", {"method": "custom_class", "model": "evil.Proposer"}),
             ("speculative_config.model", "evil.Proposer"),
+            # a port that tells whoever asks the tokens of all rows; a program that is started
+            ("kv_events_config", {"enable_kv_cache_events": True}),
+            ("ray_workers_use_nsight", True),
+        )
+    ),
+    *(
+        _value(name, value)
+        for name, value in (
+            ("TZ", ":/etc/shadow"),
+            ("TZ", "/etc/shadow"),
+            ("TZ", "../../../etc/shadow"),
+            ("VLLM_LOGGING_LEVEL", "ext://evil.module"),
+            ("VLLM_LOGGING_LEVEL", "INFO\nx"),
+            ("NCCL_DEBUG", "/tmp/x"),
+            ("VLLM_ATTENTION_BACKEND", "evil\\x"),
         )
     ),
     *(
         Attack(name, "is part of Python", {"prompt": {"function": name}}, OWNER)
-        for name in ("os:system", "subprocess:check_call", "builtins:eval", "pickle:loads")
+        for name in (
+            *("os:system", "subprocess:check_call", "builtins:eval", "pickle:loads"),
+            *("test.support.os_helper:rmtree", "__mp_main__:run", "posix:system"),
+            *("idlelib.run:Executive", "_posixsubprocess:fork_exec"),
+        )
     ),
     Attack("a module", "functions may come from no module", {"prompt": {"function": "acme:ask"}}),
     Attack(
@@ -195,6 +252,12 @@ ATTACKS = (
             *("file:///%65tc/passwd", "{folder}/in/../../../../../etc/passwd", "~/secret.csv"),
             *("{folder}/in/link/passwd", "{folder}/inside/a.csv", "{folder}/in*/a.csv", "/"),
             *("s3://mine/x.csv", "{folder}", "data.csv", "../x.csv", "{folder}/in/link/*"),
+            # A store takes `..` off the text, the kernel off the folder that a link leads to.
+            *("{folder}/latest/../secret.csv", "file://{folder}/latest/%2e%2e/secret.csv"),
+            *("{folder}/latest/../*.csv", "data::x", "~root/x.csv", "$HOME/x.csv"),
+            *("file:{folder}/in/a.csv", "{folder}/in/**/../../x.csv", "{folder}/IN/a.csv"),
+            *("{folder}/in/%2e%2e/x.csv", "{folder}/in/%252E./x.csv"),
+            *("{folder}/in /a.csv", "{folder}/i\u0301n/a.csv", "{run_date}/../etc"),
         ),
     ),
     *(
@@ -217,7 +280,53 @@ ATTACKS = (
         },
     ),
     Attack("reuse", r"reuse: .* may not read", {"reuse": "/etc/run"}),
+    *(
+        Attack(
+            f"source.uri {uri}",
+            r"source\.uri: .* may not read",
+            {"source": {"uri": uri, **more}},
+            policy={"read": ["s3://mine/a"], "write": ["{folder}/out"]},
+        )
+        for uri, more in (
+            # Readers of tables make a URL of it, in which %2e%2e is the folder above.
+            ("s3://mine/a/%2e%2e/b", {"format": "delta"}),
+            ("s3://mine/a/.%2E/b", {}),
+            ("s3://mine/a/%2e/b", {"format": "lance"}),
+            ("s3://mine/a/x%2f..%2f..%2fb", {"format": "delta"}),
+            ("s3://mine/a/%252e%252e/b", {"format": "lance"}),
+            ("s3://mine/a/../b", {}),
+            ("s3://mine/a\\..\\b", {}),
+            ("s3://MINE/a/x", {}),
+            ("s3://mine/a*/x", {}),
+            ("s3://mine/ab", {}),
+        )
+    ),
     # hosts
+    *(
+        _among(uri, r"source\.uri: .* may not name a URL without a plain host", query=True)
+        for uri in (
+            # The host of SQLAlchemy and libpq is evil.com.
+            *("postgresql://good.com:5432/@evil.com/db", "postgresql://good.com/@evil.com/db"),
+            *("postgresql://evil.com,x.example.com/db", "postgresql://good.com%x.evil.com/db"),
+            *("postgresql://good.com:5432,evil.com/db", "postgresql://good.com%2cevil.com/db"),
+            *("postgresql://%2Ftmp%2Fx.example.com/db", "mysql://evil.com;x.example.com/db"),
+            *("mssql://good.com/db;SERVER=evil.com", "db2://good.com/db;HOSTNAME=evil.com"),
+            *("postgresql://good.com/db#x", "postgresql://good.com/a\\b"),
+        )
+    ),
+    *(
+        _among(uri, r"source\.uri: .* may not name")
+        for uri in (
+            *("http://good.com%x.evil.com/a.csv", "http://good.com%2eevil.com/a.csv"),
+            *("http://evil.com;.example.com/a.csv", "http://evil.com&.example.com/a.csv"),
+            *("http://.example.com/a.csv", "http://x..example.com/a.csv"),
+            *("http://good.com\t.evil.com/a.csv", "http://\uff47ood.com/a.csv"),
+            *("http://good\u3002com/a.csv", "http://x.example.com.evil.com/a.csv"),
+            *("http://[fe80::1%25.example.com]/a.csv", "http://0x7f.1/a.csv"),
+            *("http://017700000001/a.csv", "http://127.1/a.csv", "http://[::ffff:7f00:1]/a.csv"),
+            *("http://[64:ff9b::7f00:1]/a.csv", "http://good.com:99999/a.csv"),
+        )
+    ),
     *map(
         _host,
         (
@@ -249,6 +358,18 @@ ATTACKS = (
     _option(
         r"endpoint_url: .* host 169", {"client_kwargs": {"endpoint_url": "http://169.254.1.1"}}
     ),
+    _option(
+        r"without a plain host", {"endpoint_url": "http://evil\\@good.com"}, hosts=["good.com"]
+    ),
+    _option(r"without a plain host", {"endpoint_url": "http://good.com%.evil"}, hosts=["good.com"]),
+    _option(r"endpoint_url: .* host evil", {"endpoint_url": ["http://evil"]}),
+    _option(r"region: .* may not name the region", {"region": "x.evil.com/#"}),
+    _option(r"region_name: .* region", {"client_kwargs": {"region_name": "evil.com/"}}),
+    _option(r"verify: .* may not set this option", {"client_kwargs": {"verify": "/tmp/ca"}}),
+    _option(r"fo: .* may not set this option", {"fo": "/etc/passwd"}),
+    _option(r"target_protocol: .* may not set this option", {"target_protocol": "file"}),
+    _option(r"storage_options: .* may not set this option", {"storage_options": {"a": 1}}),
+    _option(r"token_env: .* variable HOME", {"token_env": "HOME"}),
     _option(r"proxies: .* may not set this option", {"config_kwargs": {"proxies": {"http": "x"}}}),
     _option(r"profile: .* may not set this option", {"profile": "admin"}),
     # secrets
@@ -286,6 +407,35 @@ ATTACKS = (
         r"output\.credentials_block: .* name the Prefect block aws-credentials/admin",
         {"output": {"uri": "{folder}/out", "credentials_block": "aws-credentials/admin"}},
     ),
+    _catalog(r"without a plain host", type="rest", uri="http://good.com%x.evil.com"),
+    _catalog(r"without a plain host", type="sql", uri="postgresql://good.com:1/@evil.com/x"),
+    _catalog(r"uri: .* may not set this property", type="rest", uri=["http://evil.com"]),
+    _catalog(r"host evil", type="rest", uri="//evil.com"),
+    _catalog(r"without a plain host", type="rest", uri="evil.com"),
+    _catalog(r"may not read file:", type="in-memory", warehouse="file:/etc"),
+    _catalog(r"may not read etc", type="in-memory", warehouse="etc"),
+    _catalog(r"may not read", type="in-memory", warehouse="hdfs://good.com/x"),
+    _catalog(r"may not read s3:/", name="x", warehouse="s3:/evil"),
+    _catalog(r"name a catalog of type glue", type="glue"),
+    _catalog(r"name a catalog of type REST", type="REST", uri="http://good.com"),
+    _catalog(
+        r"s3\.region: .* may not name the region",
+        **{"type": "rest", "uri": "http://good.com", "s3.region": "x.evil.com/#"},
+    ),
+    *(
+        _catalog(
+            r"auth: .* may not set this property", type="rest", uri="http://good.com", auth=auth
+        )
+        for auth in (
+            {"type": "google", "google": {"credentials_path": "/etc/passwd"}},
+            {"type": "oauth2", "oauth2": {"token_url": "evil.com"}},
+            {"type": "custom", "custom": {"x": 1}},
+        )
+    ),
+    _catalog(
+        r"variable HOME", type="rest", uri="http://good.com", token="${RAYBATCH_SECRET_A:-${HOME}}"
+    ),
+    _catalog(r"variable HOME", name="${{HOME}}"),
     # databases
     _sql("sqlite:////etc/x.db", r"source\.uri: .* may not read /etc/x\.db"),
     _sql("sqlite:///file:/etc/x.db?mode=rwc&uri=true", r"source\.uri: .* may not read /etc"),
@@ -312,6 +462,14 @@ ATTACKS = (
         table="t",
         uri="postgresql://${{RAYBATCH_SECRET_X}}/db",
     ),
+    _target(r"may not write", format="delta", uri="s3://mine/out/%2e%2e/a"),
+    _target(r"may not write", format="lance", uri="{folder}/out/{run_key}/../../x", mode="append"),
+    _target(
+        r"without a plain host", format="sql", table="t", uri="postgresql://good.com#@evil.com/db"
+    ),
+    _target(r"dialect", format="sql", table="t", uri="access://good.com/db"),
+    _target(r"may not write", format="sql", table="t", uri="duckdb:///md:evil"),
+    _target(r"may not write", format="sql", table="t", uri="duckdb:///http://evil.com/x"),
     _target(r"host evil\.example\.com", format="iceberg", table="a.b", catalog=MERGED),
     # Kubernetes
     _pods(
@@ -374,6 +532,71 @@ ATTACKS = (
         pod={"initContainers": [{"name": "a", "securityContext": {"privileged": True}}]},
     ),
     _manifest("an unknown field", authOptions={"mode": "none"}),
+    _manifest("ephemeral containers", pod={"ephemeralContainers": [{"name": "a"}]}),
+    _manifest("csi", pod={"volumes": [{"name": "r", "csi": {"driver": "x"}}]}),
+    _manifest("an ephemeral volume", pod={"volumes": [{"name": "r", "ephemeral": {}}]}),
+    _manifest("two kinds", pod={"volumes": [{"name": "r", "emptyDir": {}, "nfs": {"path": "/"}}]}),
+    _manifest("volumes as a mapping", pod={"volumes": {"hostPath": {"path": "/"}}}),
+    _manifest("a Secret as a list", pod={"volumes": [{"secret": [{"secretName": "admin"}]}]}),
+    _manifest("init containers as a mapping", pod={"initContainers": {"image": "evil"}}),
+    _manifest("a shared process namespace", pod={"shareProcessNamespace": True}),
+    _manifest("another runtime", pod={"runtimeClassName": "x"}),
+    _manifest("priority", pod={"priorityClassName": "system-node-critical"}),
+    _manifest("serviceAccount", pod={"serviceAccount": "admin"}),
+    _manifest("sysctls", pod={"securityContext": {"sysctls": []}}),
+    _manifest("hostUsers", pod={"hostUsers": True}),
+    _manifest("hostAliases", pod={"hostAliases": []}),
+    _manifest("a scheduler", pod={"schedulerName": "x"}),
+    _manifest("a context as a list", container={"securityContext": [{"privileged": True}]}),
+    _manifest("Add", container={"securityContext": {"capabilities": {"Add": ["ALL"]}}}),
+    _manifest("capabilities as a list", container={"securityContext": {"capabilities": ["ALL"]}}),
+    _manifest("seccomp", container={"securityContext": {"seccompProfile": {"type": "Unconfined"}}}),
+    _manifest("ports as a mapping", container={"ports": {"a": {"hostPort": 22}}}),
+    _manifest("hostIP", container={"ports": [{"containerPort": 1, "hostIP": "10.0.0.1"}]}),
+    _manifest("a variable of a file", container={"env": [{"valueFrom": {"fileKeyRef": {}}}]}),
+    # The kubelet asks these from the node.
+    *(
+        _manifest(f"{kind} asks a host", container={kind: {how: {"host": "169.254.169.254"}}})
+        for kind in ("livenessProbe", "readinessProbe", "startupProbe")
+        for how in ("httpGet", "tcpSocket")
+    ),
+    *(
+        _manifest(f"{kind} asks a host", container={"lifecycle": {kind: {how: {"host": "a"}}}})
+        for kind in ("postStart", "preStop")
+        for how in ("httpGet", "tcpSocket")
+    ),
+    # What these say is done to a pod by others, with rights of their own.
+    *(
+        _metadata(f"annotation {name}", annotations={name: "x"})
+        for name in (
+            *("iam.amazonaws.com/role", "k8s.v1.cni.cncf.io/networks", "sidecar.istio.io/inject"),
+            *("container.AppArmor.security.beta.kubernetes.io/ray", "vault.hashicorp.com/role"),
+        )
+    ),
+    *(
+        _metadata(f"label {name}", labels={name: "x"})
+        for name in ("azure.workload.identity/use", "aadpodidbinding")
+    ),
+    _metadata("metadata.namespace", namespace="kube-system"),
+    _metadata("metadata.ownerReferences", ownerReferences=[{}]),
+    _group("minReplicas", r"workers: 1,000,000,000 are more than 4,096", minReplicas=10**9),
+    *(
+        _group(f"{name} {value!r}", rf"{name}: {value!r} is no number", **{name: value})
+        for name in ("minReplicas", "maxReplicas", "numOfHosts")
+        for value in (1e9, "1000", True)
+    ),
+    _pods(
+        "a variable of pods",
+        r"env: RAYBATCH_POLICY is not among the variables",
+        {"image": "a", "env": {"RAYBATCH_POLICY": "/tmp/policy.yaml"}},
+        policy={**ALLOWED, "kubernetes": {"images": ["*"], "max_workers": 2}},
+    ),
+    _pods(
+        "a variable of a manifest",
+        r"env: RAYBATCH_POLICY is not among the variables",
+        {"manifest": manifest(container={"env": [{"name": "RAYBATCH_POLICY", "value": "/tmp/a"}]})},
+        policy={**ALLOWED, "kubernetes": {"images": ["*"], "max_workers": 2, "manifest": True}},
+    ),
 )
 
 # Addresses that are asked for nobody, also where private ones are allowed.

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+import sqlalchemy
 from attacks import ATTACKS, NEVER_ASKED, OWNER, PLANTED, PRIVATE, TOKENS_IN_PATHS, Attack
 from helpers.policies import set_policy
 from helpers.small import make_job, small_run
+from urllib3.util import parse_url
 
 from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
@@ -19,9 +24,11 @@ from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.job.secrets import hide_users, recorded
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.trust import check_trust
+from prefect_raybatch.job.trusted_places import Reach
 from prefect_raybatch.plan.fingerprint import fingerprint
 from prefect_raybatch.plan.plan import public_job
 from prefect_raybatch.policy.in_force import operator_policy, owner_policy, under
+from prefect_raybatch.policy.policy import JobPolicy
 from prefect_raybatch.remote.records import sendable
 from prefect_raybatch.source import peek
 from prefect_raybatch.storage.internet import allowed, shown_url
@@ -46,6 +53,8 @@ def test_the_attack_is_refused(
         (tmp_path / name).mkdir()
         (tmp_path / name / "link").symlink_to("/etc")
     (tmp_path / "in/a.csv").write_text("Company\nA\n")
+    (tmp_path / "in/2026").mkdir()
+    (tmp_path / "latest").symlink_to(tmp_path / "in/2026")
     groups = {
         "source": {"uri": "{folder}/in/a.csv"},
         "output": {"uri": "{folder}/out"},
@@ -72,6 +81,42 @@ def test_a_plain_job_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         )
         with under(operator_policy()):
             check_trust(job)
+
+
+def test_the_host_that_is_compared_is_the_one_that_libraries_connect_to() -> None:
+    """Of all URLs that one can make of these parts, those that are not refused."""
+    marks = ("", "@", "/", "?", "#", ":", "\\", ";", ",", "%", "%40", "%2f", "\t", "\n", "[", "]")
+    hosts = ("good.com", "evil.com", "", "1", "[::1]")
+    compared = 0
+    for one, two, three in itertools.product(hosts, hosts, ("", "/db", "/@evil.com/db", "/a:b@x")):
+        for before, between in itertools.product(("", "u@", "u:p@", ":@", "/@"), marks):
+            url = f"postgresql://{before}{one}{between}{two}{three}"
+            asked = hosts_asked(lambda reach, url=url: reach.database("f", url, False))
+            if asked:
+                assert asked == [sqlalchemy.make_url(url).host], url
+            web = url.replace("postgresql", "http")
+            found = hosts_asked(lambda reach, web=web: reach.connect_url("f", web))
+            if found:
+                plain = [host and host.strip("[]") for host in (parse_url(web).host, found[0])]
+                assert plain[0] == plain[1] == urlsplit(web).hostname, web
+            compared += len(asked) + len(found)
+    assert compared > 300
+
+
+def hosts_asked(ask: Callable[[Reach], None]) -> list[str]:
+    """The hosts that the policy is asked about; none where the URL is refused."""
+    asked: list[str] = []
+
+    class Listening(JobPolicy):
+        def may_connect(self, host: str, port: int | None = None) -> bool:
+            asked.append(host)
+            return True
+
+    try:
+        ask(Reach(Listening("test")))
+    except ConfigError:
+        return []
+    return asked
 
 
 @pytest.mark.parametrize("address", NEVER_ASKED)

@@ -24,7 +24,7 @@ plan.json and the error for a missing extra.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -32,7 +32,9 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.errors import RayBatchError, SourceError, StoreUnavailable
+from prefect_raybatch.job.trusted_places import check_table_files
 from prefect_raybatch.source.filters import Filter
+from prefect_raybatch.storage import is_remote
 from prefect_raybatch.storage.library_errors import failure_in, text_of
 
 
@@ -89,6 +91,18 @@ class TableSource(ABC):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def check_own_files(table: str, files: Iterable[str]) -> None:
+    """Raise an error for a file that the table at `table` names as one of its own, and that the job
+    may not read: a local one of a table elsewhere, or one that the policy in force refuses."""
+    for file in files:
+        if is_remote(table) and not is_remote(file):
+            raise SourceError(
+                f"source.uri: the table {table} names a local file, {file}, as one of its own; "
+                "read a copy of it that has all its files"
+            )
+        check_table_files([file])
 
 
 @contextmanager

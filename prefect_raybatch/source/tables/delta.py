@@ -6,13 +6,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.source.filters import Filter
-from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
+from prefect_raybatch.source.tables.base import (
+    TablePin,
+    TableSource,
+    check_own_files,
+    said_plainly,
+)
 from prefect_raybatch.source.tables.versions import moment_of
 from prefect_raybatch.storage import is_remote, join, object_store_options, s3_settings
 
@@ -85,6 +91,7 @@ class DeltaSource(TableSource):
             version=str(table.version()),
             made=made,
         )
+        check_own_files(uri, _files(table, uri))
         self.schema = pa.schema(table.schema().to_arrow())
         self.rows = _rows(table)
 
@@ -119,6 +126,14 @@ def _made(newest: Any, version: int) -> str | None:
                 if int(entry.get("version", -1)) == version:
                     return datetime.fromtimestamp(entry["timestamp"] / 1000, UTC).isoformat()
     return None
+
+
+def _files(table: Any, uri: str) -> Iterator[str]:
+    """Yield the places of the table's files, which its log names by URL: below the table's folder,
+    or anywhere."""
+    for path in pa.table(table.get_add_actions())["path"].to_pylist():
+        whole = "://" in path or path.startswith("/")
+        yield path if "://" in path else unquote(path) if whole else f"{uri}/{unquote(path)}"
 
 
 def _rows(table: Any) -> int | None:

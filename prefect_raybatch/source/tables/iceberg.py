@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,12 @@ from prefect_raybatch.job.secrets import catalog_secrets
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.variables import fill_variables
 from prefect_raybatch.source.filters import Filter, typed
-from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
+from prefect_raybatch.source.tables.base import (
+    TablePin,
+    TableSource,
+    check_own_files,
+    said_plainly,
+)
 from prefect_raybatch.source.tables.versions import moment_of
 from prefect_raybatch.storage import (
     S3Settings,
@@ -40,6 +45,7 @@ from prefect_raybatch.storage.redirects import redirect_text
 METADATA_FILE = re.compile(
     r"(?:v(?P<hadoop>\d+)|(?P<number>\d+)-[^/]*)(?:\.gz)?\.metadata\.json(?:\.gz)?"
 )
+FILE_URL = re.compile(r"file:/(?!/)")  # as Hadoop writes it
 SQLITE = "sqlite:///"
 SHORTEST_KEY = 3  # characters; a shorter value is part of other words
 
@@ -59,7 +65,7 @@ def open_iceberg(source: Source) -> TableSource:
         else:
             table = _from_folder(place, source.options, iceberg_options(keys))
         snapshot = _snapshot(table, source.version, place)
-        return IcebergSource(table, snapshot, place, scrub)
+        return IcebergSource(table, snapshot, place, bool(source.catalog), scrub)
 
 
 def _scrub(keys: S3Settings | None, properties: Mapping[str, Any]) -> Callable[[str], str]:
@@ -185,10 +191,13 @@ def _utc(milliseconds: int) -> str:
 class IcebergSource(TableSource):
     """An Iceberg table at a snapshot; files are read one after the other, by their names."""
 
-    def __init__(self, table: Any, snapshot: Any, place: str, scrub: Any = str) -> None:
+    def __init__(
+        self, table: Any, snapshot: Any, place: str, of_catalog: bool, scrub: Any = str
+    ) -> None:
         from pyiceberg.io.pyarrow import schema_to_pyarrow
 
         self._table, self._snapshot, self._scrub = table, snapshot, scrub
+        self._of_catalog = of_catalog
         self.pin = TablePin(
             format="iceberg",
             uri=place,
@@ -222,10 +231,14 @@ class IcebergSource(TableSource):
                 selected_fields=tuple(columns or self.schema.names),
                 snapshot_id=self._snapshot.snapshot_id,
             )
+            self._check_files([self._snapshot.manifest_list])
+            manifests = self._snapshot.manifests(self._table.io)
+            self._check_files(manifest.manifest_path for manifest in manifests)
             tasks = sorted(scan.plan_files(), key=lambda task: str(task.file.file_path))
             reader = ArrowScan(self._table.metadata, self._table.io, scan.projection(), where)
             for task in tasks:  # the library holds all files that it is given at once in memory
-                self._refuse_elsewhere(str(task.file.file_path))
+                files = [task.file, *task.delete_files]
+                self._check_files(str(file.file_path) for file in files)
                 yield from reader.to_record_batches([task])
 
     def _refuse_equality_deletes(self, told: Mapping[str, str]) -> None:
@@ -236,10 +249,12 @@ class IcebergSource(TableSource):
                 "earlier source.version"
             )
 
-    def _refuse_elsewhere(self, file: str) -> None:
-        """A table on S3 that names local files would read those of the machine that plans."""
-        if is_remote(str(self._table.location())) and not is_remote(file):
-            raise SourceError(f"{self.pin.uri}: names a local file, {file}, as one of its own")
+    def _check_files(self, files: Iterable[str]) -> None:
+        """Raise an error for files that the table may not name. A catalog is trusted with where the
+        files of its tables lie on S3."""
+        place = str(self._table.location()) if self._of_catalog else self.pin.uri
+        named = (file for file in files if not (self._of_catalog and is_remote(file)))
+        check_own_files(place, (FILE_URL.sub("file:///", file) for file in named))
 
 
 def _rows(told: Mapping[str, str]) -> int | None:

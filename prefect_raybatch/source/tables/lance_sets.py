@@ -11,7 +11,12 @@ import pyarrow as pa
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.source.filters import Filter
-from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
+from prefect_raybatch.source.tables.base import (
+    TablePin,
+    TableSource,
+    check_own_files,
+    said_plainly,
+)
 from prefect_raybatch.source.tables.versions import moment_of
 from prefect_raybatch.storage import is_remote, join, object_store_options, s3_settings
 
@@ -65,6 +70,18 @@ def _pinned(
         ) from None
 
 
+def _files(data: Any, uri: str) -> Iterator[str]:
+    """Yield the places of the data set's files: in its folder, or in other folders that it names as
+    its bases."""
+    bases = [str(base.path) for base in data.base_paths().values()]
+    yield from bases
+    for fragment in data.get_fragments():
+        for file in fragment.data_files():
+            yield f"{uri}/data/{file.path}"
+            for base in bases:
+                yield from (f"{base}/{file.path}", f"{base}/data/{file.path}")
+
+
 def _utc(when: datetime) -> datetime:
     """The library tells local time without a zone."""
     return when.astimezone(UTC)
@@ -82,6 +99,7 @@ class LanceSource(TableSource):
             version=str(data.version),
             made=None if made is None else made.isoformat(),
         )
+        check_own_files(uri, _files(data, uri))
         self.schema = data.schema
         self.rows = data.count_rows()
 
