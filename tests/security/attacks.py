@@ -423,6 +423,68 @@ PLANTED_FILES: dict[str, Callable[[Path], None]] = {
     "link to a pipe": _link_to_pipe,
 }
 
+
+def _swap(path: Path, target: Path) -> None:
+    """Put a link to a copy of a folder or file in its place."""
+    path.rename(target)
+    path.symlink_to(target)
+
+
+def _listing(place: Path) -> Path:
+    return place.with_name(f"{place.name}.files")
+
+
+# What becomes of a model's or adapter's folder in the cache of a node, and the refusal. The root of
+# the cache is two folders above.
+PLANTED_CACHES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "the cache is open to all": (
+        lambda place: place.parent.parent.chmod(0o777),
+        "can be written to by other users",
+    ),
+    "the cache is open to a group": (
+        lambda place: place.parent.parent.chmod(0o770),
+        "can be written to by other users",
+    ),
+    "the folder of entries is open to all": (
+        lambda place: place.parent.chmod(0o777),
+        "can be written to by other users",
+    ),
+    "the folder of entries is a link": (
+        lambda place: _swap(place.parent, place.parent.parent / "elsewhere"),
+        "is no folder of this user",
+    ),
+    "the entry is a link": (
+        lambda place: _swap(place, place.parent / "elsewhere"),
+        "is no folder of this user",
+    ),
+    "a file is a link": (
+        lambda place: _swap(next(place.glob("*.json")), place.parent / "elsewhere"),
+        "is no regular file of this user",
+    ),
+    "a file is a pipe": (
+        lambda place: (next(place.glob("*.json")).unlink(), os.mkfifo(place / "a.json")),
+        "is no regular file of this user",
+    ),
+    "a file was added": (
+        lambda place: (place / "more.py").write_text("x"),
+        "more.py is not in its listing",
+    ),
+    "a file is gone": (lambda place: next(place.glob("*.json")).unlink(), "is missing"),
+    "a file is longer": (
+        lambda place: next(place.glob("*.json")).write_text("{'planted': 1}"),
+        "in its listing",
+    ),
+    "the listing is another": (
+        lambda place: _listing(place).write_text("[]"),
+        "another SHA-256 than its name",
+    ),
+    "the listing is a link": (
+        lambda place: _swap(_listing(place), place.parent / "elsewhere"),
+        "its listing is no regular file",
+    ),
+    "the listing is gone": (lambda place: _listing(place).unlink(), "listing .* is missing"),
+}
+
 # Texts that a terminal obeys, or that show in another order than they are read, by what they do.
 HIDDEN = {
     "colours": "\x1b[31mred\x1b[0m",

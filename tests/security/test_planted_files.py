@@ -9,7 +9,7 @@ import pytest
 from attacks import PLANTED_FILES
 from helpers.small import small_run
 
-from prefect_raybatch.errors import RayBatchError, StoreError
+from prefect_raybatch.errors import ConfigError, RayBatchError, StoreError
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.model.pinned import local_path
 from prefect_raybatch.remote.records import JobRecords
@@ -52,7 +52,7 @@ def test_no_lock_of_the_cache_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setenv("RAYBATCH_CACHE", str(tmp_path))
-    (tmp_path / "models").mkdir()
-    PLANTED_FILES[kind](tmp_path / "models" / "abc.lock")
-    with pytest.raises(OSError, match=r"no regular file|symbolic links"):
-        local_path({"source": "s3://bucket/model", "identity": "abc", "revision": None})
+    (tmp_path / "models").mkdir(mode=0o700)
+    PLANTED_FILES[kind](tmp_path / "models" / f"{'0' * 64}.lock")
+    with pytest.raises(ConfigError, match=r"no regular file|symbolic links"):
+        local_path({"source": "s3://bucket/model", "identity": "0" * 64, "revision": None})
