@@ -515,6 +515,19 @@ HIDDEN = {
     "half a character": "a\ud800b",
     "a null": "a\0b",
 }
+# Arguments that the command line refuses, with such a text in them.
+HOSTILE_ARGUMENTS = (
+    ("{text}",),
+    ("plan", "a.yaml", "{text}"),
+    ("plan", "--{text}"),
+    ("plan", "-{text}"),
+    ("plan", "a.yaml", "--set={text}"),
+    ("demo", "--rows", "{text}"),
+    ("demo", "--prefect={text}"),
+    ("status", "a", "{text}", "{text}"),
+    ("preview", "a.yaml", "--rows={text}"),
+    ("init", "a.csv", "--{text}=1"),
+)
 FOREIGN = "evil.test"  # a host that no page may ask for anything
 # Texts that a page could take for more than text. What runs sets `window.ran`.
 MARKUP = {
