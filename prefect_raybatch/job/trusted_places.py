@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -221,6 +221,18 @@ def check_links(uris: Sequence[str]) -> None:
         for uri in uris:
             if "://" not in uri and os.path.realpath(uri) != uri:
                 reach.read("source.uri", uri)
+
+
+def url_check(field: str) -> Callable[[str], None]:
+    """Return a function that raises `ConfigError` for a URL whose host the policy in force does not
+    allow. The policy stays that of now, whichever thread calls the function."""
+    policy = policy_in_force()
+
+    def check(url: str) -> None:
+        if policy.limited:
+            Reach(policy).connect_url(field, url)
+
+    return check
 
 
 def check_server(field: str, url: str) -> None:

@@ -409,6 +409,16 @@ TOKENS_IN_PATHS = (
 )
 # Answers of a server that sends a request, with its keys, on to another host.
 REDIRECTS = (302, 307)
+# Where the server of a source or an image sends whoever asks it: to what a cloud's machine asks for
+# its own keys.
+METADATA_URLS = (
+    "http://169.254.169.254/latest/meta-data/",
+    "http://[fd00:ec2::254]/latest/meta-data/",
+    "http://[::ffff:169.254.169.254]/",
+    "http://168.63.129.16/machine",
+    "http://2852039166/",
+    "//169.254.169.254/latest/meta-data/",
+)
 
 
 def _link_to_pipe(path: Path) -> None:
