@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefect_raybatch.bounded import within
+from prefect_raybatch.bounded import read_regular_file, within
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.chat import is_template_text
@@ -128,8 +128,7 @@ def _read(name: str) -> str:
         if is_remote(name):
             data = open_store(folder).read(file, MAX_TEMPLATE_BYTES)
         else:
-            with Path(join(name)).open("rb") as stream:
-                data = stream.read(MAX_TEMPLATE_BYTES + 1)
+            data = read_regular_file(join(name), MAX_TEMPLATE_BYTES + 1)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"prompt.chat_template: {name!r} cannot be read ({error}); name a Jinja file, or write "

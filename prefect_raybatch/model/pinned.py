@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_raybatch import demo
-from prefect_raybatch.bounded import within
+from prefect_raybatch.bounded import read_regular_file, within
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.ledger.records import digest, dump
@@ -102,7 +102,8 @@ def read_config(model: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
         if not folder.exists():
             return _hub_config(source, model.get("revision"))
         sizes = {str(file.name): file.stat().st_size for file in folder.iterdir()}
-        return _object((folder / "config.json").read_bytes()), _weight_bytes(sizes)
+        data = read_regular_file(folder / "config.json", MAX_CONFIG_BYTES)
+        return _object(data), _weight_bytes(sizes)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"engine.model: config.json of {source} is not readable: {error}"
@@ -149,7 +150,7 @@ def _hub_config(name: str, revision: str | None) -> tuple[dict[str, Any], int | 
 def context_length(path: str) -> int | None:
     """Tokens that the model at a local path takes; None where its config.json does not tell."""
     try:
-        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(read_regular_file(Path(path) / "config.json", MAX_CONFIG_BYTES))
     except (OSError, ValueError):
         return None
     return own_context(config) if isinstance(config, dict) else None
