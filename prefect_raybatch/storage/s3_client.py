@@ -160,7 +160,8 @@ def _redirect_error(status: int, url: str, location: str | None) -> Exception:
 
     failed = {"Code": "Redirect", "Message": redirect_text(url, location)}
     found = {"Error": failed, "ResponseMetadata": {"HTTPStatusCode": status}}
-    return ClientError(found, "request")
+    error: Exception = ClientError(found, "request")
+    return error
 
 
 @cache

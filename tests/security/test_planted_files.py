@@ -13,6 +13,7 @@ from attacks import PLANTED_FILES
 from helpers.small import make_job, small_run
 
 from prefect_raybatch.errors import ConfigError, RayBatchError, StoreError
+from prefect_raybatch.job.answer_schema import schema_text
 from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.job.ray_cluster import given_manifest
 from prefect_raybatch.ledger.ledger import Ledger
@@ -73,7 +74,7 @@ def test_no_file_that_a_job_names_is_waited_for(tmp_path: Path, kind: str) -> No
         "chat template": lambda name: chat_template.with_text(
             make_job(prompt={"template": "{a}", "chat_template": name})
         ),
-        "schema": lambda name: make_job(output={"uri": "out", "schema_model": name}),
+        "schema": schema_text,
         "manifest": lambda name: given_manifest(Kubernetes(manifest_file=name)),
         "policy": read_policy,
     }
