@@ -11,10 +11,13 @@ them: through a terminal, a page or a Markdown viewer.
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
 
 OWNER, ELSEWHERE = "owner", "elsewhere"
 EVERYWHERE = {"read": ["*"], "write": ["*"], "hosts": ["*"]}
@@ -198,7 +201,9 @@ ATTACKS = (
         ),
     ),
     *(
-        Attack(f"{group}.{name}", rf"{group}\.{name}: .* may not {verb}", {group: given})
+        Attack(
+            f"{group}.{name} {given[name]}", rf"{group}\.{name}: .* may not {verb}", {group: given}
+        )
         for group, name, verb, given in (
             ("prompt", "chat_template", "read", {"messages": "m", "chat_template": "/etc/passwd"}),
             ("output", "schema_model", "read", {"uri": "{folder}/out", "schema_model": "/x.json"}),
@@ -431,6 +436,50 @@ PLANTED_FILES: dict[str, Callable[[Path], None]] = {
     "pipe": os.mkfifo,
     "device": lambda path: path.symlink_to("/dev/zero"),
     "link to a pipe": _link_to_pipe,
+}
+
+
+def _declare(path: Path, write: Callable[..., Any], **columns: Any) -> None:
+    """Write an Arrow file or stream whose buffers of 1,234,568 bytes declare 1 TiB."""
+    table = pa.table(columns)
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with write(str(path), table.schema, options=options) as writer:
+        writer.write_table(table)
+    data, size = path.read_bytes(), struct.pack("<q", 1_234_568)
+    assert size in data
+    path.write_bytes(data.replace(size, struct.pack("<q", 1 << 40)))
+
+
+LONG = "x" * 1_234_568
+# Small inputs that declare far more than their size.
+BOMBS: dict[str, Callable[[Path], None]] = {
+    "an Arrow file": lambda path: _declare(path, pa.ipc.new_file, a=[LONG]),
+    "an Arrow stream": lambda path: _declare(path, pa.ipc.new_stream, a=[LONG]),
+    "a dictionary in a file": lambda path: _declare(
+        path, pa.ipc.new_file, a=pa.array([LONG]).dictionary_encode()
+    ),
+    "a dictionary in a stream": lambda path: _declare(
+        path, pa.ipc.new_stream, a=pa.array([LONG]).dictionary_encode()
+    ),
+    "numbers": lambda path: _declare(path, pa.ipc.new_file, a=[0] * 154_321),
+    "a list's values": lambda path: _declare(path, pa.ipc.new_stream, a=[[LONG]]),
+}
+_LOOPS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+# Chat templates that do not end, or make a text that no memory holds, by the prompt that they are
+# for, and the refusal.
+ENDLESS_TEMPLATES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "of text": (_LOOPS, {}, "takes it over 1 s"),
+    "of images": (
+        "{% for m in messages %}{% if m.content is not string %}" + _LOOPS + "{% endif %}"
+        "{% endfor %}",
+        {"images": {"columns": ["b"]}},
+        "takes it over 1 s",
+    ),
+    "of images, large": (
+        "{% if messages[-1].content is not string %}{{ 'x' * 10000000000 }}{% endif %}",
+        {"images": {"columns": ["b"]}},
+        "makes too large a value",
+    ),
 }
 
 
