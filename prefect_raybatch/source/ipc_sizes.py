@@ -16,12 +16,12 @@ from typing import Any
 
 from prefect_raybatch.source.bounds import check_expansion_bound
 
-MAGIC = b"ARROW1"
+ARROW_MAGIC = b"ARROW1"
 DICTIONARY_BATCH, RECORD_BATCH = 2, 3
 CONTINUATION = -1
 PREFIX = 8  # bytes of the size before a compressed buffer
-BLOCK_BYTES = 24  # of a footer's {offset, metaDataLength, bodyLength}
-BUFFER_BYTES = 16  # of a batch's {offset, length}
+FOOTER_BLOCK_BYTES = 24  # of a footer's {offset, metaDataLength, bodyLength}
+BUFFER_STRUCT_BYTES = 16  # of a batch's {offset, length}
 SKIPPED_AT_ONCE = 1 << 20
 LEGACY = b"ARROW:experimental_compression"  # before the format had a field for it
 
@@ -84,7 +84,7 @@ def check_declared_sizes(stream: Any, size: int, is_file: bool, where: str) -> N
 
 def _file_blocks(stream: Any) -> Iterator[tuple[bytes, int]]:
     """Yield the metadata of each batch of a file, and where its body begins."""
-    stream.seek(-len(MAGIC) - 4, os.SEEK_END)
+    stream.seek(-len(ARROW_MAGIC) - 4, os.SEEK_END)
     length = _number("<i", stream.read(4), 0)
     end = stream.tell() - 4
     if not 0 < length <= end:
@@ -92,7 +92,7 @@ def _file_blocks(stream: Any) -> Iterator[tuple[bytes, int]]:
     stream.seek(end - length)
     footer = _Table.root(stream.read(length))
     for field in (2, 3):  # dictionaries, record batches
-        for offset, metadata_length, _ in footer.structs(field, BLOCK_BYTES, "<qi4xq"):
+        for offset, metadata_length, _ in footer.structs(field, FOOTER_BLOCK_BYTES, "<qi4xq"):
             if offset < 0 or metadata_length < PREFIX:
                 raise ValueError("its footer names a batch at no valid place")
             stream.seek(offset)
@@ -130,7 +130,7 @@ def _compressed_buffers(metadata: bytes) -> list[tuple[int, int]]:
         return []
     if batch.place(3) is None and LEGACY not in metadata:
         return []
-    buffers = [(at, length) for at, length in batch.structs(2, BUFFER_BYTES, "<qq")]
+    buffers = [(at, length) for at, length in batch.structs(2, BUFFER_STRUCT_BYTES, "<qq")]
     return sorted((at, length) for at, length in buffers if length >= PREFIX)
 
 

@@ -28,10 +28,10 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 # The bytes of an entry's listing: a JSON list of [name, size, ETag], or of [name, SHA-256] where
 # the content itself is pinned.
-Listing = bytes
+FileListing = bytes
 
 
-def cached_folder(kind: str, identity: str, fetch: Callable[[Path], Listing]) -> str:
+def cached_folder(kind: str, identity: str, fetch: Callable[[Path], FileListing]) -> str:
     """Return the folder of an entry, fetched once however many processes ask for it.
 
     `fetch` fills an empty folder and returns its listing. Raise `ConfigError` for a cache that
