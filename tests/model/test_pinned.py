@@ -39,8 +39,8 @@ class Slow:
         return self.store.open(path)
 
 models.open_store = lambda uri: Slow()
-identity = models._remote("s3://bucket/model")
-found = models.local_path({"source": "s3://bucket/model", "identity": identity, "revision": None})
+from prefect_raybatch.job.engine import Engine
+found = models.local_path(models.pin(Engine(model="s3://bucket/model")))
 print(found, sorted(os.listdir(found)))
 """
 

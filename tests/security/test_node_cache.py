@@ -16,6 +16,7 @@ from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.model import adapters
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.storage import open_store
+from prefect_raybatch.storage.base import FileInfo
 
 Fetch = Callable[[], str]
 
@@ -34,7 +35,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fetch:
     (tmp_path / "store/config.json").write_text("{}")
     (tmp_path / "store/sub/model.safetensors").write_bytes(b"w" * 1000)
     monkeypatch.setattr(models, "open_store", lambda _: open_store(str(tmp_path / "store")))
-    pinned = {"source": "s3://bucket/model", "revision": None, "identity": models._remote("s3:")}
+    pinned = models.pin(Engine(model="s3://bucket/model"))
     return lambda: models.local_path(pinned)
 
 
@@ -122,12 +123,17 @@ def test_a_plan_names_no_other_place(cache: Path, identity: str) -> None:
     assert not cache.exists()
 
 
-def test_a_file_of_a_bucket_stays_below_its_folder(tmp_path: Path) -> None:
+def test_a_file_of_a_bucket_stays_below_its_folder(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Hostile:
-        uri = "s3://evil/model"
+        uri = "s3://bucket/model"
 
-        def list(self) -> list[Any]:
-            return [type("Info", (), {"path": "../../x", "size": 1, "etag": "a"})]
+        def list(self) -> list[FileInfo]:
+            return [FileInfo(path, 1, "a", None) for path in ("../../x", "config.json")]
 
+    monkeypatch.setattr(models, "open_store", lambda _: Hostile())
+    pinned = models.pin(Engine(model="s3://bucket/model"))
     with pytest.raises(ConfigError, match=r"holds a file '\.\./\.\./x'"):
-        models._download(Hostile(), tmp_path / "a/b")  # type: ignore[arg-type]
+        models.local_path(pinned)
+    assert not (tmp_path / "cache/x").exists()
