@@ -1,9 +1,12 @@
 """Calls that may hang without a limit of their own, such as the look-up of a name in a network that
-is away."""
+is away, and files that may be pipes."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
+import stat
 import threading
 from collections.abc import Callable
 from contextvars import copy_context
@@ -35,6 +38,15 @@ class Question:
                 self.under_way = False
 
         return within(self.seconds, once)
+
+
+def read_regular_file(path: str | os.PathLike[str], most_bytes: int) -> bytes:
+    """Return a file's content, of a larger one the first `most_bytes`. Raise `OSError` for a pipe
+    or a device: somebody may have put it there, and it would be waited for or never end."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file; remove it", str(path))
+        return file.read(most_bytes)
 
 
 class _Stopped(BaseException):

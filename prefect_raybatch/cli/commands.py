@@ -35,7 +35,13 @@ from prefect_raybatch.cli.show import (
     show_store_warnings,
     show_verdict,
 )
-from prefect_raybatch.cli.terminal import err, out, show_tracebacks_visibly, visible_logs
+from prefect_raybatch.cli.terminal import (
+    VisibleGroup,
+    err,
+    out,
+    show_tracebacks_visibly,
+    visible_logs,
+)
 from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, RayBatchError, RunDrained
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
@@ -56,6 +62,7 @@ from prefect_raybatch.storage.private import write_private
 INTERRUPTED = 130  # by Ctrl-C: 128 and the signal's number
 
 app = typer.Typer(
+    cls=VisibleGroup,
     help="Exactly-once LLM batch inference over tables.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

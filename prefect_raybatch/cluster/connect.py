@@ -24,7 +24,7 @@ from prefect_raybatch import nvml
 from prefect_raybatch.bounded import Question
 from prefect_raybatch.cluster.reach import check_reachable, check_temp_folder
 from prefect_raybatch.cluster.sharing import END_SECONDS, Shared, User
-from prefect_raybatch.cluster.tokens import keep_token_private
+from prefect_raybatch.cluster.tokens import check_token_file, keep_token_private
 from prefect_raybatch.cluster.warm import IDLE_SECONDS, WarmEngines, WarmKind, WarmLease
 from prefect_raybatch.cluster.warm_hosts import RayHosts
 from prefect_raybatch.errors import ClusterUnavailable, ConfigError, InsufficientResources
@@ -99,6 +99,8 @@ class _Ray:
             quiet |= {"num_cpus": cpus, "include_dashboard": False}
             if access.token is None:
                 keep_token_private()
+        if access.token is None:
+            check_token_file()
         try:
             with _sigterm_kept(), _quiet_start(not address):
                 self._lasting(lambda: _init(address, quiet))

@@ -11,10 +11,13 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from prefect_raybatch.bounded import read_regular_file
+from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.cluster_access import ClusterAccess
 
 log = logging.getLogger(__name__)
 
+MOST_TOKEN_BYTES = 1 << 16
 BY_ENVIRONMENT = "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH)"
 
 
@@ -25,10 +28,26 @@ def token_sent(access: ClusterAccess) -> str | None:
         return access.token
     if given := os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return given if _uses_tokens() else None
-    with suppress(OSError, RuntimeError):
+    check_token_file()
+    with suppress(OSError, RuntimeError, UnicodeDecodeError):
         file = token_file()
-        return (file and file.read_text(encoding="utf-8").strip()) or None
+        return (file and read_regular_file(file, MOST_TOKEN_BYTES).decode().strip()) or None
     return None
+
+
+def check_token_file() -> None:
+    """Raise `ConfigError` where Ray would read its token from a pipe or a device: it would wait for
+    it without end."""
+    try:
+        file = token_file()
+        mode = file.stat().st_mode if file is not None else stat.S_IFREG
+    except (OSError, RuntimeError):  # there is none
+        return
+    if not stat.S_ISREG(mode):
+        raise ConfigError(
+            f"{file}: Ray reads its token from there, and it is no regular file; remove it, or set "
+            "RAY_AUTH_TOKEN_PATH to the token's file"
+        )
 
 
 def _uses_tokens() -> bool:

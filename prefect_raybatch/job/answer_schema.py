@@ -10,9 +10,9 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from prefect_raybatch.bounded import read_regular_file
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import FUNCTION, class_name, without_user
 from prefect_raybatch.job.functions import check_defined_in, check_module, import_failure
@@ -69,8 +69,7 @@ def _loaded(value: str | Mapping[str, Any]) -> dict[str, Any]:
     if name is not None:
         return _of_class(name)
     try:
-        with Path(value).open("rb") as file:
-            data = file.read(MOST_SCHEMA_BYTES + 1)
+        data = read_regular_file(value, MOST_SCHEMA_BYTES + 1)
     except OSError as error:
         raise ValueError(f"{value} cannot be read: {error.strerror or error}") from None
     if len(data) > MOST_SCHEMA_BYTES:

@@ -6,14 +6,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
+from prefect_raybatch.bounded import read_regular_file
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.engine import Engine
+from prefect_raybatch.job.job_file import MAX_JOB_BYTES
 from prefect_raybatch.job.kubernetes import GPU, Kubernetes, check_manifest, quantity
 from prefect_raybatch.words import counted
 
@@ -136,7 +137,8 @@ def given_manifest(made: Kubernetes) -> dict[str, Any] | None:
         return None
     where = f"cluster.kubernetes.manifest_file: {made.manifest_file}"
     try:
-        found = list(yaml.safe_load_all(Path(made.manifest_file).read_text(encoding="utf-8")))
+        text = read_regular_file(made.manifest_file, MAX_JOB_BYTES).decode()
+        found = list(yaml.safe_load_all(text))
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

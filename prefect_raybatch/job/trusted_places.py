@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 from urllib.parse import parse_qsl, unquote
 
@@ -281,6 +281,18 @@ def check_blocks(job: BatchJob) -> None:
         reach.block("source.credentials_block", job.source.credentials_block)
         reach.block("output.credentials_block", job.output.credentials_block)
         reach.block("cluster.block", job.cluster.block)
+
+
+def url_check(field: str) -> Callable[[str], None]:
+    """Return a function that raises `ConfigError` for a URL whose host the policy in force does not
+    allow. The policy stays that of now, whichever thread calls the function."""
+    policy = policy_in_force()
+
+    def check(url: str) -> None:
+        if policy.limited:
+            Reach(policy).connect_url(field, url)
+
+    return check
 
 
 def check_server(field: str, url: str) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from prefect_raybatch.harmless import visible
+
 MOST_VALUES = 100_000  # of a text; a few aliases of aliases can stand for billions
 
 
@@ -21,6 +23,25 @@ def _timestamp(loader: _Loader, node: yaml.ScalarNode) -> Any:
 
 
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", _timestamp)
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML's safe writer, with texts that hold hidden characters in double quotes."""
+
+
+def _quoted_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    style = '"' if visible(text) != text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _quoted_text)
+
+
+def visible_yaml(value: Any, **options: Any) -> str:
+    """Return the value as YAML with hidden characters as escapes, so that it reads as it is."""
+    text: str = yaml.dump(value, Dumper=_Dumper, allow_unicode=True, sort_keys=False, **options)
+    # What is left of them stands in double quotes, where these escapes mean the same.
+    return visible(text)
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,8 @@ them."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -19,7 +17,7 @@ from prefect_raybatch.ledger.records import digest, dump
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.context import text_part
 from prefect_raybatch.storage import Store, is_remote, open_store
-from prefect_raybatch.storage.private import open_lock
+from prefect_raybatch.storage.node_cache import cached_folder
 
 log = logging.getLogger(__name__)
 
@@ -117,27 +115,21 @@ def adapter_path(adapter: Mapping[str, Any]) -> str:
             source, revision=str(adapter["revision"]), allow_patterns=list(ADAPTER_FILES)
         )
         return found
-    root = Path(os.environ.get("RAYBATCH_CACHE", Path.home() / ".cache" / "prefect_raybatch"))
-    folder, target = root / "adapters", root / "adapters" / identity
-    folder.mkdir(parents=True, exist_ok=True)
-    # One copy a node, whoever starts there.
-    with open_lock(folder / f"{identity}.lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            part = folder / f"{identity}.part"
-            shutil.rmtree(part, ignore_errors=True)  # left by a copy that was killed
-            part.mkdir()
-            store = open_store(source)
-            for file in ADAPTER_FILES:
-                with store.open(file) as stream, (part / file).open("wb") as out:
-                    shutil.copyfileobj(stream, out, 16 << 20)
-            if _identity("engine.adapters", source) != identity:
-                raise ConfigError(
-                    f"the adapter {source} is another one than when the run was planned; put it "
-                    "back, or begin another run"
-                )
-            part.rename(target)
-    return str(target)
+
+    def fetch(folder: Path) -> bytes:
+        store = open_store(source)
+        for file in ADAPTER_FILES:
+            with store.open(file) as stream, (folder / file).open("wb") as out:
+                shutil.copyfileobj(stream, out, 16 << 20)
+        listing = _listing("engine.adapters", source)
+        if digest(listing) != identity:
+            raise ConfigError(
+                f"the adapter {source} is another one than when the run was planned; put it "
+                "back, or begin another run"
+            )
+        return listing
+
+    return cached_folder("adapters", identity, fetch)
 
 
 def _field(name: str) -> str:
@@ -153,14 +145,17 @@ def _is_name(source: str) -> bool:
 
 
 def _identity(field: str, source: str) -> str:
-    """Digest of an adapter's two files: of a folder their content, of S3 size and ETag."""
+    return digest(_listing(field, source))
+
+
+def _listing(field: str, source: str) -> bytes:
+    """Return the listing of an adapter's two files: of a folder with the SHA-256 of each, of S3
+    with size and ETag."""
     store = _store(field, source)
     if is_remote(source):
         files = [[f.path, f.size, f.etag] for f in store.list() if f.path in ADAPTER_FILES]
-        return digest(dump(sorted(files)))
-    return digest(
-        dump([[name, digest(store.read(name, MAX_ADAPTER_BYTES))] for name in ADAPTER_FILES])
-    )
+        return dump(sorted(files))
+    return dump([[name, digest(store.read(name, MAX_ADAPTER_BYTES))] for name in ADAPTER_FILES])
 
 
 def _store(field: str, source: str) -> Store:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefect_raybatch.bounded import within
+from prefect_raybatch.bounded import read_regular_file, within
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.chat import is_template_text
@@ -77,7 +77,10 @@ def _check_ends(text: str, where: str, prompt: Prompt) -> None:
     import jinja2
 
     def render() -> None:
-        messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+        content: Any = "u"
+        if prompt.images.used:
+            content = [{"type": "image"}, {"type": "text", "text": "u"}]
+        messages = [{"role": "system", "content": "s"}, {"role": "user", "content": content}]
         # As transformers calls it; what else a template wants to know is undefined in it.
         _environment(checked=True).from_string(text).render(
             messages=messages,
@@ -128,8 +131,7 @@ def _read(name: str) -> str:
         if is_remote(name):
             data = open_store(folder).read(file, MAX_TEMPLATE_BYTES)
         else:
-            with Path(join(name)).open("rb") as stream:
-                data = stream.read(MAX_TEMPLATE_BYTES + 1)
+            data = read_regular_file(join(name), MAX_TEMPLATE_BYTES + 1)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"prompt.chat_template: {name!r} cannot be read ({error}); name a Jinja file, or write "
@@ -157,7 +159,19 @@ def _of_model(job: BatchJob, model: Mapping[str, Any]) -> str | None:
         store = models.store_of(model)
     else:
         return None
+    if job.prompt.images.used and (text := _of_processor(store)):
+        return text
     return _stored(store, bool(job.prompt.tools))
+
+
+def _of_processor(store: Store) -> str | None:
+    """Return the chat template that a model's processor of images has beside its tokenizer's."""
+    try:
+        value = json.loads(store.read("chat_template.json", MAX_TEMPLATE_BYTES))
+        text = value["chat_template"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    return text if isinstance(text, str) else None
 
 
 def _stored(store: Store, tools: bool) -> str | None:

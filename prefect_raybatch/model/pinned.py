@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from prefect_raybatch import demo
-from prefect_raybatch.bounded import within
+from prefect_raybatch.bounded import read_regular_file, within
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.ledger.records import digest, dump
 from prefect_raybatch.model.context import own_context
 from prefect_raybatch.storage import Store, is_remote, open_store
-from prefect_raybatch.storage.private import open_lock
+from prefect_raybatch.storage.node_cache import cached_folder
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +102,8 @@ def read_config(model: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
         if not folder.exists():
             return _hub_config(source, model.get("revision"))
         sizes = {str(file.name): file.stat().st_size for file in folder.iterdir()}
-        return _object((folder / "config.json").read_bytes()), _weight_bytes(sizes)
+        data = read_regular_file(folder / "config.json", MAX_CONFIG_BYTES)
+        return _object(data), _weight_bytes(sizes)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"engine.model: config.json of {source} is not readable: {error}"
@@ -152,7 +150,7 @@ def _hub_config(name: str, revision: str | None) -> tuple[dict[str, Any], int | 
 def context_length(path: str) -> int | None:
     """Tokens that the model at a local path takes; None where its config.json does not tell."""
     try:
-        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(read_regular_file(Path(path) / "config.json", MAX_CONFIG_BYTES))
     except (OSError, ValueError):
         return None
     return own_context(config) if isinstance(config, dict) else None
@@ -180,10 +178,10 @@ def _folder(path: Path) -> str:
 
 
 def _remote(source: str) -> str:
-    files = [[f.path, f.size, f.etag] for f in open_store(source).list()]
-    if not any(name == "config.json" for name, _, _ in files):
+    store = open_store(source)
+    if not any(file.path == "config.json" for file in store.list()):
         raise ConfigError(f"engine.model: {source} holds no config.json, so it is no model")
-    return digest(dump(sorted(files)))
+    return digest(_listing(store))
 
 
 def hub_commit(
@@ -238,23 +236,32 @@ def _is_network(error: BaseException) -> bool:
 
 
 def _fetch(source: str, identity: str) -> str:
-    root = Path(os.environ.get("RAYBATCH_CACHE", Path.home() / ".cache" / "prefect_raybatch"))
-    target = root / "models" / identity
-    root.joinpath("models").mkdir(parents=True, exist_ok=True)
-    # One download a node however many engines start there: the others wait at the lock.
-    with open_lock(root / "models" / f"{identity}.lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            part = root / "models" / f"{identity}.part"
-            shutil.rmtree(part, ignore_errors=True)  # left by a download that was killed
-            _download(open_store(source), part)
-            part.rename(target)
-    return str(target)
+    """Return the folder on this node with the files of an s3:// model. Raise `ConfigError` where
+    they are others than those that the plan pins."""
+
+    def fetch(folder: Path) -> bytes:
+        store = open_store(source)
+        listing = _listing(store)
+        if digest(listing) != identity:
+            raise ConfigError(
+                f"engine.model: {source} has other files than when the run was planned; put them "
+                "back, or start a new run key"
+            )
+        _download(store, folder)
+        return listing
+
+    return cached_folder("models", identity, fetch)
+
+
+def _listing(store: Store) -> bytes:
+    return dump(sorted([file.path, file.size, file.etag] for file in store.list()))
 
 
 def _download(store: Store, folder: Path) -> None:
     for info in store.list():
         path = folder / info.path
+        if ".." in path.parts or not path.is_relative_to(folder):
+            raise ConfigError(f"engine.model: {store.uri} holds a file {info.path!r}; rename it")
         path.parent.mkdir(parents=True, exist_ok=True)
         with store.open(info.path) as stream, path.open("wb") as out:
             while chunk := stream.read(16 << 20):

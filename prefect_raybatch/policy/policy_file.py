@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from prefect_raybatch.bounded import read_regular_file
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.policy.allowed import SECRETS
 from prefect_raybatch.policy.policy import ANY, MOST_WORKERS, JobPolicy, KubernetesLimits
@@ -28,7 +29,7 @@ def read_policy(path: str) -> JobPolicy:
     try:
         if Path(path).stat().st_size > MAX_POLICY_BYTES:
             raise ConfigError(f"{path}: is too large to be a policy (over 1 MiB)")
-        value = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        value = yaml.safe_load(read_regular_file(path, MAX_POLICY_BYTES).decode())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path}: the policy cannot be read: {error}; correct RAYBATCH_POLICY, or unset it for "

@@ -22,7 +22,7 @@ from functools import partial
 from threading import Lock
 from typing import Any, TypeVar
 
-from prefect_raybatch.cluster.tokens import token_missing, token_wrong
+from prefect_raybatch.cluster.tokens import check_token_file, token_missing, token_wrong
 from prefect_raybatch.errors import ConfigError, JobServerUnavailable
 from prefect_raybatch.job.cluster_access import ClusterAccess
 from prefect_raybatch.storage.redirects import redirect_text
@@ -203,6 +203,8 @@ class JobServer:
 def connect_client(url: str, headers: Mapping[str, str] | None = None) -> Any:
     """Ray's client of the server at `url`; `headers` come before those of the environment."""
     from ray.job_submission import JobSubmissionClient
+
+    check_token_file()
 
     class Client(JobSubmissionClient):
         def _do_request(self, method: str, endpoint: str, **kwargs: Any) -> Any:

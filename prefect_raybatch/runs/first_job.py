@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import yaml
 
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.harmless import clean
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.csv_options import Csv
+from prefect_raybatch.job.yaml_text import visible_yaml
 from prefect_raybatch.ledger.records import Unit
 
 if TYPE_CHECKING:
@@ -168,5 +168,4 @@ def _leaves(value: dict[str, Any], above: str = "") -> list[tuple[str, str]]:
 
 def _scalar(text: str) -> str:
     """YAML of one line."""
-    made: str = yaml.safe_dump([text], width=10**6, allow_unicode=True, default_flow_style=True)
-    return made.strip()[1:-1]
+    return visible_yaml([text], width=10**6, default_flow_style=True).strip()[1:-1]

@@ -21,6 +21,7 @@ from prefect_raybatch.harmless import visible
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.precision import with_precision
+from prefect_raybatch.job.yaml_text import visible_yaml
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.precision import PrecisionTry
 from prefect_raybatch.ledger.records import Receipt, Unit
@@ -541,10 +542,8 @@ def settings(tuned: Tuned) -> dict[str, Any]:
 
 def job_file(value: Mapping[str, Any], tuned: Tuned) -> str:
     """A job (as its file says it) with the best settings as YAML; what was tried in comments."""
-    import yaml
-
     rows = ("  ".join(cell for cell in row.values() if cell) for row in table(tuned))
     lines = "\n".join([*rows, *conclusion(tuned)]).splitlines()  # an error may have several
     said = "".join(f"# {visible(text)}\n" for text in lines)
     made = with_fields(value, settings(tuned))
-    return said + yaml.safe_dump(made, sort_keys=False, allow_unicode=True)
+    return said + visible_yaml(made)

@@ -94,6 +94,26 @@ def footer_fault(metadata: Any, size: int) -> str | None:
     return None
 
 
+def check_expansion_bound(declared: int, size: int, where: str) -> None:
+    """Raise SourceError where the compressed parts of a file of `size` bytes declare that more
+    comes out of them than the bound."""
+    if declared > max(FREE_BYTES, size * EXPANSION_BOUND.value()):
+        raise EXPANSION_BOUND.refuse(
+            where, f"says that {declared:,} bytes or more come out of its {size:,}"
+        )
+
+
+def declared_bytes(metadata: Any) -> int:
+    """Return the bytes that the column chunks of a Parquet file have when they are decompressed, by
+    its footer."""
+    groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
+    return sum(
+        group.column(index).total_uncompressed_size
+        for group in groups
+        for index in range(group.num_columns)
+    )
+
+
 def check_rows_bound(rows: int, size: int, where: str) -> None:
     """Raise SourceError where `rows` are more than a file of `size` bytes plausibly holds."""
     if rows > max(FREE_ROWS, size * ROWS_BOUND.value()):

@@ -14,7 +14,7 @@ import pyarrow as pa
 from prefect_raybatch.errors import ConfigError, CorruptRun, SourceError
 from prefect_raybatch.job.checks import is_web
 from prefect_raybatch.job.source import Source
-from prefect_raybatch.job.trusted_places import check_links
+from prefect_raybatch.job.trusted_places import check_links, url_check
 from prefect_raybatch.ledger.layout import RESULT_FOLDERS
 from prefect_raybatch.ledger.records import InputFile
 from prefect_raybatch.source.globs import hidden, matches
@@ -222,7 +222,7 @@ def _by_web(given: str, source: Source) -> File:
     headers = source.options.get("headers") or {}
     if not isinstance(headers, Mapping):
         raise ConfigError("source.options.headers: must be a mapping of names to values")
-    rules = WebRules(source.web.max_mb * 10**6, source.web.allow_private)
+    rules = WebRules(source.web.max_mb * 10**6, source.web.allow_private, url_check("source.uri"))
     store = WebStore(given, headers, rules)
     return File(store, store.stat(store.name), store.uri, named=True)
 

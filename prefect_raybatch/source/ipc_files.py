@@ -14,6 +14,7 @@ from prefect_raybatch.source.arrow_types import check_carried, decoded, decoded_
 from prefect_raybatch.source.bounds import check_columns_bound, check_rows_bound
 from prefect_raybatch.source.columns import check_columns
 from prefect_raybatch.source.find import File
+from prefect_raybatch.source.ipc_sizes import check_declared_sizes
 from prefect_raybatch.source.streams import one_line, open_bytes
 
 _FILE, _FEATHER_1 = b"ARROW1", b"FEA1"
@@ -24,21 +25,27 @@ def arrow_tables(
 ) -> Iterator[pa.Table]:
     """The batches of an Arrow file or stream that hold rows, with `columns` where given; notes all
     names."""
+    rows = 0
+    with _readable(file), _opened(file, columns, known) as (reader, chosen):
+        for number, batch in enumerate(_batches(reader), 1):
+            try:
+                batch.validate(full=True)  # a file may say one thing and hold another
+            except pa.ArrowInvalid as error:
+                raise SourceError(
+                    f"{file.uri}, batch {number}: is damaged ({one_line(error)}); write the "
+                    "file again"
+                ) from None
+            rows += batch.num_rows
+            check_rows_bound(rows, file.info.size, file.uri)
+            if batch.num_rows:
+                yield decoded(pa.Table.from_batches([batch]).select(chosen))
+
+
+@contextmanager
+def _readable(file: File) -> Iterator[None]:
+    """Raise SourceError with the file's name for what pyarrow cannot read."""
     try:
-        rows = 0
-        with _opened(file, columns, known) as (reader, chosen):
-            for number, batch in enumerate(_batches(reader), 1):
-                try:
-                    batch.validate(full=True)  # a file may say one thing and hold another
-                except pa.ArrowInvalid as error:
-                    raise SourceError(
-                        f"{file.uri}, batch {number}: is damaged ({one_line(error)}); write the "
-                        "file again"
-                    ) from None
-                rows += batch.num_rows
-                check_rows_bound(rows, file.info.size, file.uri)
-                if batch.num_rows:
-                    yield decoded(pa.Table.from_batches([batch]).select(chosen))
+        yield
     except RayBatchError:
         raise
     except (pa.ArrowException, OSError, ValueError) as error:
@@ -50,7 +57,7 @@ def arrow_tables(
 
 def arrow_rows(file: File) -> int:
     """About how many rows a file has, by the first batch and the last, or by its size."""
-    with _opened(file, None, {}) as (reader, _):
+    with _readable(file), _opened(file, None, {}) as (reader, _):
         if hasattr(reader, "num_record_batches"):
             count = int(reader.num_record_batches)
             if not count:
@@ -87,6 +94,8 @@ def _opened(
     check_carried(decoded_schema(own), file.uri)
     known.update(dict.fromkeys(schema.names))
     fields = sorted(schema.get_field_index(name) for name in chosen)
+    with open_bytes(file) as stream:
+        check_declared_sizes(stream, file.info.size, head == _FILE, file.uri)
     # Threads of pyarrow's own need Python to let go of the handle: see Store.open.
     options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=fields or None)
     with open_bytes(file) as stream:

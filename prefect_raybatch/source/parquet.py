@@ -16,7 +16,9 @@ from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.source.arrow_types import check_carried, plain_type
 from prefect_raybatch.source.bounds import (
     check_columns_bound,
+    check_expansion_bound,
     check_rows_bound,
+    declared_bytes,
     footer_fault,
 )
 from prefect_raybatch.source.columns import Shape, check_columns
@@ -141,12 +143,13 @@ def _footer(file: File, columns: Sequence[str] | None, hive: Mapping[str, pa.Dat
 
 
 def check_footer(metadata: Any, file: File) -> None:
-    """Raise SourceError for a footer whose counts cannot be true, or exceed the bound on rows."""
+    """Raise SourceError for a footer whose counts cannot be true, or exceed a bound."""
     if (fault := footer_fault(metadata, file.info.size)) is not None:
         raise SourceError(
             f"{file.uri}: is not a readable Parquet file ({fault}); write it again or remove it"
         )
     check_rows_bound(metadata.num_rows, file.info.size, file.uri)
+    check_expansion_bound(declared_bytes(metadata), file.info.size, file.uri)
 
 
 def _all_are(metadata: Any, field: pa.Field, value: str | None) -> bool:

@@ -82,6 +82,31 @@ class TemplateTooSlow(Exception):
     """A chat template does not end in time for a row; the class a row has in quarantine."""
 
 
+class TemplateLimit:
+    """Limits the time that a chat template takes for the rows of one call. After LATE_ROWS rows for
+    which it took longer, it is tried for no other."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._late_rows = 0
+
+    def __call__(self, apply: Callable[[], Made], rows: int = 1) -> Made:
+        """Return what `apply` returns for so many rows. Raise `TemplateTooSlow` where that takes
+        too long."""
+        if self._late_rows >= LATE_ROWS:
+            raise TemplateTooSlow(
+                f"the chat template took over {self.seconds:g} s for rows before it"
+            )
+        try:
+            return within(self.seconds, apply, stop=True)
+        except TimeoutError:
+            self._late_rows += rows == 1
+            raise TemplateTooSlow(
+                f"the chat template takes over {self.seconds:g} s for this row; simplify its "
+                "loops, or shorten the row"
+            ) from None
+
+
 def render(
     tokenizer: Tokenizer,
     requests: Sequence[ChatRequest | Failure],
@@ -98,29 +123,18 @@ def render(
             for r in requests
         ]
 
-    late = 0
+    limit = TemplateLimit(seconds)
 
     def texts_of(asked: list[ChatRequest]) -> list[str]:
-        nonlocal late
-        if late >= LATE_ROWS:
-            raise TemplateTooSlow(f"the chat template took over {seconds:g} s for rows before it")
-        try:
-            made = within(
-                seconds,
-                lambda: tokenizer.apply_chat_template(
-                    [r.messages for r in asked],
-                    tokenize=False,
-                    add_generation_prompt=chat.asked and not chat.continued,
-                    **_given(chat, asked[0].documents),
-                ),
-                stop=True,
-            )
-        except TimeoutError:
-            late += len(asked) == 1
-            raise TemplateTooSlow(
-                f"the chat template takes over {seconds:g} s for this row; simplify its loops, or "
-                "shorten the row"
-            ) from None
+        made = limit(
+            lambda: tokenizer.apply_chat_template(
+                [r.messages for r in asked],
+                tokenize=False,
+                add_generation_prompt=chat.asked and not chat.continued,
+                **_given(chat, asked[0].documents),
+            ),
+            len(asked),
+        )
         return [text + chat.prefill for text in made]
 
     good = [r for r in requests if isinstance(r, ChatRequest)]

@@ -36,16 +36,14 @@ def make_private_folder(prefix: str) -> Path:
     return Path(tempfile.mkdtemp(prefix=f"{prefix}-{os.getuid()}-"))
 
 
-def open_regular(path: Path, flags: int, mode: str, shared: bool = False) -> IO[str]:
-    """Open a file of this user, or with `shared` of several users, without waiting for it. Raise
-    `OSError` for a link, a pipe, a device, and unless `shared` for a file of somebody else."""
-    flags |= os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o666 if shared else 0o600)
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or not (shared or found.st_uid == os.getuid()):
+def open_regular(path: Path, flags: int, mode: str) -> IO[str]:
+    """Open a file of this user without waiting for it. Raise `OSError` for a link, a pipe, a device
+    and a file of somebody else."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
         os.close(descriptor)
-        whose = "" if shared else " of this user"
-        raise OSError(errno.EPERM, f"is no regular file{whose}; remove it", str(path))
+        raise OSError(errno.EPERM, "is no regular file of this user; remove it", str(path))
     return open(descriptor, mode, encoding="utf-8", errors="replace")
 
 
@@ -59,5 +57,5 @@ def write_private(path: Path, text: str) -> None:
 
 
 def open_lock(path: Path) -> IO[str]:
-    """Open, or make, a file for a lock that several users may take, such as one in a cache."""
-    return open_regular(path, os.O_RDWR | os.O_CREAT, "w", shared=True)
+    """Open, or make, a file for a lock that several processes of this user take."""
+    return open_regular(path, os.O_RDWR | os.O_CREAT, "w")

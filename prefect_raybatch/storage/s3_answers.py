@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from prefect_raybatch.errors import CredentialsUnusable, StoreError, StoreUnavailable, UnsafeStore
 from prefect_raybatch.storage.base import not_found
+from prefect_raybatch.storage.internet import MOVED
 from prefect_raybatch.storage.s3_silence import CHECK
 
 _PERMISSIONS = {
@@ -96,7 +97,7 @@ class Answer(NamedTuple):
                 f"endpoint and may {_PERMISSIONS[operation]} on bucket {bucket!r}, "
                 "and that this machine's clock is right"
             )
-        if self.status in (301, 307, 308) or self.code == "AuthorizationHeaderMalformed":
+        if self.status in MOVED or self.code == "AuthorizationHeaderMalformed":
             return StoreError(
                 f"{place}: the bucket is in another region or at another endpoint ({said}); set "
                 "region or endpoint_url, or AWS_REGION or AWS_ENDPOINT_URL"
@@ -123,7 +124,8 @@ def judge(error: Exception, scrub: Callable[[object], str]) -> Answer:
 
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, boto.ClientError):
-        cause = cause.__cause__  # s3fs wraps the client's error in an OSError
+        # s3fs wraps the client's error in an OSError, aiobotocore ours in an HTTPClientError.
+        cause = cause.__cause__ or getattr(cause, "kwargs", {}).get("error")
     if cause is not None:
         said = cause.response
         status = said.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)

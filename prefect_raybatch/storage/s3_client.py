@@ -11,10 +11,13 @@ import json
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from functools import cache
 from typing import Any, cast
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.storage.base import local_size
+from prefect_raybatch.storage.internet import MOVED
+from prefect_raybatch.storage.redirects import redirect_text
 from prefect_raybatch.storage.s3_silence import Silence, without_keys
 
 PARALLEL_PARTS = 4  # s3fs keeps this many parts in memory
@@ -86,6 +89,7 @@ class Connection:
             **(options.pop("config_kwargs", None) or {}),
             # botocore's own retries would hide that a first answer was lost.
             "retries": {"total_max_attempts": 1},
+            "http_session_cls": _session_without_redirects(),
         }
         options.update(skip_instance_cache=True, use_listings_cache=False)
         try:
@@ -132,6 +136,45 @@ class Connection:
         for secret in filter(None, secrets):
             text = text.replace(str(secret), "***")
         return text[:300]
+
+
+class _WithoutRedirects:
+    """aiohttp's session, which follows redirects unless it is told not to."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    async def request(self, method: str, url: Any, **options: Any) -> Any:
+        options["allow_redirects"] = False
+        answer = await self._session.request(method, url=url, **options)
+        # With a region AWS means another endpoint of its own, which botocore finds by itself.
+        # Without one botocore would ask for it again and again, and be redirected each time.
+        if answer.status in MOVED and "x-amz-bucket-region" not in answer.headers:
+            answer.close()
+            raise _redirect_error(answer.status, str(url), answer.headers.get("Location"))
+        return answer
+
+
+def _redirect_error(status: int, url: str, location: str | None) -> Exception:
+    from botocore.exceptions import ClientError
+
+    failed = {"Code": "Redirect", "Message": redirect_text(url, location)}
+    found = {"Error": failed, "ResponseMetadata": {"HTTPStatusCode": status}}
+    error: Exception = ClientError(found, "request")
+    return error
+
+
+@cache
+def _session_without_redirects() -> type[Any]:
+    """Return aiobotocore's HTTP session, following no redirect: an endpoint could send requests
+    with the session's token, or the reader, to any address of this network."""
+    from aiobotocore.httpsession import AIOHTTPSession
+
+    class Session(AIOHTTPSession):  # type: ignore[misc]
+        async def _get_session(self, proxy_url: Any) -> Any:
+            return _WithoutRedirects(await super()._get_session(proxy_url))
+
+    return Session
 
 
 def request(operation: str, arguments: Mapping[str, Any], max_bytes: int | None) -> Send:

@@ -14,13 +14,13 @@ import ssl
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import BinaryIO, NoReturn, cast
 from urllib.parse import unquote, urljoin, urlsplit
 
-from prefect_raybatch.errors import SourceError, StoreError, StoreUnavailable
+from prefect_raybatch.errors import ConfigError, SourceError, StoreError, StoreUnavailable
 from prefect_raybatch.job.secrets import recorded
 from prefect_raybatch.storage.base import FileInfo, Store
 from prefect_raybatch.storage.internet import (
@@ -44,10 +44,13 @@ PART = 1 << 18
 
 @dataclass(frozen=True)
 class WebRules:
-    """What may be fetched: `max_bytes` a file; `allow_private` as for `internet.allowed`."""
+    """What may be fetched: `max_bytes` a file; `allow_private` as for `internet.allowed`.
+    `check_url` raises `ConfigError` for a URL that the job may not read, and is asked about each
+    redirect as well."""
 
     max_bytes: int
     allow_private: bool = False
+    check_url: Callable[[str], None] = lambda _: None
     setting: str = "source.web.allow_private"
     limit: str = "source.web.max_mb"
 
@@ -226,6 +229,12 @@ class _Download:
         where = shown_url(url)
         remedy = f"set {self._rules.setting} to true if the job may read hosts of this network"
         until = time.monotonic() + WEB_WAIT
+        try:
+            self._rules.check_url(url)
+        except ConfigError as error:
+            if url == self._url:
+                raise
+            raise ConfigError(f"{self._shown} redirects to {where}. {error}") from None
         try:
             parts = checked_url(url, self._rules.allow_private, self._rules.setting)
             address = resolved(parts, until, self._rules.allow_private, remedy)

@@ -175,3 +175,25 @@ def test_templates_that_raise_or_need_transformers_are_left_to_the_rows():
     for text in ("{{ raise_exception('no system') }}", "{{ messages | tojson }}", "{{ 'a' * 20 }}"):
         job = make_job(prompt={"template": "{a}", "chat_template": text})
         chat_template.check_template(job, {"source": "demo", "revision": None})
+
+
+ENDLESS_FOR_IMAGES = (
+    "{% for m in messages %}{% if m['content'] is not string %}"
+    + ENDLESS
+    + "{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.json"])
+def test_a_template_that_does_not_end_for_images_is_refused(monkeypatch, tmp_path, file):
+    monkeypatch.setattr(chat_template, "TEMPLATE_SECONDS", 1.0)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    (tmp_path / file).write_text(json.dumps({"chat_template": ENDLESS_FOR_IMAGES}))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    model = {"source": str(tmp_path), "revision": None}
+    prompt = {"template": "{a}", "images": {"columns": ["b"]}}
+    job = make_job(prompt=prompt, engine={"model": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"^the chat template of .*takes it over 1 s"):
+        chat_template.check_template(job, model)
+    text = make_job(prompt={"template": "{a}"}, engine={"model": str(tmp_path)})
+    chat_template.check_template(text, model)  # which it does not reach

@@ -11,10 +11,13 @@ them: through a terminal, a page or a Markdown viewer.
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
 
 OWNER, ELSEWHERE = "owner", "elsewhere"
 EVERYWHERE = {"read": ["*"], "write": ["*"], "hosts": ["*"]}
@@ -261,7 +264,9 @@ ATTACKS = (
         ),
     ),
     *(
-        Attack(f"{group}.{name}", rf"{group}\.{name}: .* may not {verb}", {group: given})
+        Attack(
+            f"{group}.{name} {given[name]}", rf"{group}\.{name}: .* may not {verb}", {group: given}
+        )
         for group, name, verb, given in (
             ("prompt", "chat_template", "read", {"messages": "m", "chat_template": "/etc/passwd"}),
             ("output", "schema_model", "read", {"uri": "{folder}/out", "schema_model": "/x.json"}),
@@ -632,6 +637,16 @@ TOKENS_IN_PATHS = (
 )
 # Answers of a server that sends a request, with its keys, on to another host.
 REDIRECTS = (302, 307)
+# Where the server of a source or an image sends whoever asks it: to what a cloud's machine asks for
+# its own keys.
+METADATA_URLS = (
+    "http://169.254.169.254/latest/meta-data/",
+    "http://[fd00:ec2::254]/latest/meta-data/",
+    "http://[::ffff:169.254.169.254]/",
+    "http://168.63.129.16/machine",
+    "http://2852039166/",
+    "//169.254.169.254/latest/meta-data/",
+)
 
 
 def _link_to_pipe(path: Path) -> None:
@@ -644,6 +659,112 @@ PLANTED_FILES: dict[str, Callable[[Path], None]] = {
     "pipe": os.mkfifo,
     "device": lambda path: path.symlink_to("/dev/zero"),
     "link to a pipe": _link_to_pipe,
+}
+
+
+def _declare(path: Path, write: Callable[..., Any], **columns: Any) -> None:
+    """Write an Arrow file or stream whose buffers of 1,234,568 bytes declare 1 TiB."""
+    table = pa.table(columns)
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with write(str(path), table.schema, options=options) as writer:
+        writer.write_table(table)
+    data, size = path.read_bytes(), struct.pack("<q", 1_234_568)
+    assert size in data
+    path.write_bytes(data.replace(size, struct.pack("<q", 1 << 40)))
+
+
+LONG = "x" * 1_234_568
+# Small inputs that declare far more than their size.
+BOMBS: dict[str, Callable[[Path], None]] = {
+    "an Arrow file": lambda path: _declare(path, pa.ipc.new_file, a=[LONG]),
+    "an Arrow stream": lambda path: _declare(path, pa.ipc.new_stream, a=[LONG]),
+    "a dictionary in a file": lambda path: _declare(
+        path, pa.ipc.new_file, a=pa.array([LONG]).dictionary_encode()
+    ),
+    "a dictionary in a stream": lambda path: _declare(
+        path, pa.ipc.new_stream, a=pa.array([LONG]).dictionary_encode()
+    ),
+    "numbers": lambda path: _declare(path, pa.ipc.new_file, a=[0] * 154_321),
+    "a list's values": lambda path: _declare(path, pa.ipc.new_stream, a=[[LONG]]),
+}
+_LOOPS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+# Chat templates that do not end, or make a text that no memory holds, by the prompt that they are
+# for, and the refusal.
+ENDLESS_TEMPLATES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "of text": (_LOOPS, {}, "takes it over 1 s"),
+    "of images": (
+        "{% for m in messages %}{% if m.content is not string %}" + _LOOPS + "{% endif %}"
+        "{% endfor %}",
+        {"images": {"columns": ["b"]}},
+        "takes it over 1 s",
+    ),
+    "of images, large": (
+        "{% if messages[-1].content is not string %}{{ 'x' * 10000000000 }}{% endif %}",
+        {"images": {"columns": ["b"]}},
+        "makes too large a value",
+    ),
+}
+
+
+def _swap(path: Path, target: Path) -> None:
+    """Put a link to a copy of a folder or file in its place."""
+    path.rename(target)
+    path.symlink_to(target)
+
+
+def _listing(place: Path) -> Path:
+    return place.with_name(f"{place.name}.files")
+
+
+# What becomes of a model's or adapter's folder in the cache of a node, and the refusal. The root of
+# the cache is two folders above.
+PLANTED_CACHES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "the cache is open to all": (
+        lambda place: place.parent.parent.chmod(0o777),
+        "can be written to by other users",
+    ),
+    "the cache is open to a group": (
+        lambda place: place.parent.parent.chmod(0o770),
+        "can be written to by other users",
+    ),
+    "the folder of entries is open to all": (
+        lambda place: place.parent.chmod(0o777),
+        "can be written to by other users",
+    ),
+    "the folder of entries is a link": (
+        lambda place: _swap(place.parent, place.parent.parent / "elsewhere"),
+        "is no folder of this user",
+    ),
+    "the entry is a link": (
+        lambda place: _swap(place, place.parent / "elsewhere"),
+        "is no folder of this user",
+    ),
+    "a file is a link": (
+        lambda place: _swap(next(place.glob("*.json")), place.parent / "elsewhere"),
+        "is no regular file of this user",
+    ),
+    "a file is a pipe": (
+        lambda place: (next(place.glob("*.json")).unlink(), os.mkfifo(place / "a.json")),
+        "is no regular file of this user",
+    ),
+    "a file was added": (
+        lambda place: (place / "more.py").write_text("x"),
+        "more.py is not in its listing",
+    ),
+    "a file is gone": (lambda place: next(place.glob("*.json")).unlink(), "is missing"),
+    "a file is longer": (
+        lambda place: next(place.glob("*.json")).write_text("{'planted': 1}"),
+        "in its listing",
+    ),
+    "the listing is another": (
+        lambda place: _listing(place).write_text("[]"),
+        "another SHA-256 than its name",
+    ),
+    "the listing is a link": (
+        lambda place: _swap(_listing(place), place.parent / "elsewhere"),
+        "its listing is no regular file",
+    ),
+    "the listing is gone": (lambda place: _listing(place).unlink(), "listing .* is missing"),
 }
 
 # Texts that a terminal obeys, or that show in another order than they are read, by what they do.
@@ -676,6 +797,19 @@ HIDDEN = {
     "half a character": "a\ud800b",
     "a null": "a\0b",
 }
+# Arguments that the command line refuses, with such a text in them.
+HOSTILE_ARGUMENTS = (
+    ("{text}",),
+    ("plan", "a.yaml", "{text}"),
+    ("plan", "--{text}"),
+    ("plan", "-{text}"),
+    ("plan", "a.yaml", "--set={text}"),
+    ("demo", "--rows", "{text}"),
+    ("demo", "--prefect={text}"),
+    ("status", "a", "{text}", "{text}"),
+    ("preview", "a.yaml", "--rows={text}"),
+    ("init", "a.csv", "--{text}=1"),
+)
 FOREIGN = "evil.test"  # a host that no page may ask for anything
 # Texts that a page could take for more than text. What runs sets `window.ran`.
 MARKUP = {

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import sqlite3
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,29 @@ from urllib.parse import urlsplit
 
 import pytest
 import sqlalchemy
-from attacks import ATTACKS, NEVER_ASKED, OWNER, PLANTED, PRIVATE, TOKENS_IN_PATHS, Attack
+from attacks import (
+    ATTACKS,
+    BOMBS,
+    ENDLESS_TEMPLATES,
+    NEVER_ASKED,
+    OWNER,
+    PLANTED,
+    PRIVATE,
+    TOKENS_IN_PATHS,
+    Attack,
+)
 from helpers.policies import set_policy
 from helpers.small import make_job, small_run
 from urllib3.util import parse_url
 
-from prefect_raybatch.errors import ConfigError, RayBatchError
+from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.job.secrets import hide_users, recorded
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.job.trusted_places import Reach
+from prefect_raybatch.model import chat_template
 from prefect_raybatch.plan.fingerprint import fingerprint
 from prefect_raybatch.plan.plan import public_job
 from prefect_raybatch.policy.in_force import operator_policy, owner_policy, under
@@ -70,6 +82,35 @@ def test_the_attack_is_refused(
     with under(policy), pytest.raises(ConfigError) as caught:
         check_trust(job)
     assert re.search(attack.words, str(caught.value)), str(caught.value)
+
+
+def test_the_table_holds_150_attacks_with_a_refusal_each() -> None:
+    """A pattern that matches nearly every error would expect no refusal in particular."""
+    titles = Counter(attack.title for attack in ATTACKS)
+    assert len(titles) == len(ATTACKS) >= 150, titles.most_common(3)
+    assert all(len(re.sub(r"\W", "", attack.words)) > 7 for attack in ATTACKS)
+    assert not [attack for attack in ATTACKS if re.search(attack.words, "this job is not valid")]
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_refused_by_what_it_declares(tmp_path: Path, name: str) -> None:
+    BOMBS[name](tmp_path / "a.arrow")
+    words = r"a\.arrow: says that [\d,]+ bytes or more come out.*RAYBATCH_MAX_EXPANSION"
+    with pytest.raises(SourceError, match=words):
+        peek(Source(uri=str(tmp_path / "a.arrow")))
+
+
+@pytest.mark.parametrize("name", ENDLESS_TEMPLATES)
+def test_a_template_without_end_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    template, prompt, words = ENDLESS_TEMPLATES[name]
+    monkeypatch.setattr(chat_template, "TEMPLATE_SECONDS", 1.0)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    job = make_job(prompt={"template": "{a}", **prompt}, engine={"model": str(tmp_path)})
+    with pytest.raises(ConfigError, match=words):
+        chat_template.check_template(job, {"source": str(tmp_path), "revision": None})
 
 
 def test_a_plain_job_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import markdown as python_markdown
 import pytest
 import yaml
-from attacks import FOREIGN, HIDDEN, MARKUP
+from attacks import FOREIGN, HIDDEN, HOSTILE_ARGUMENTS, MARKUP
 from helpers.hostile import hostile_beat, hostile_cause, hostile_nights, hostile_report
 from helpers.small import small_run
 from markdown_it import MarkdownIt
@@ -32,6 +32,7 @@ from prefect_raybatch.flow import artifacts
 from prefect_raybatch.flow.page import live_rows
 from prefect_raybatch.flow.texts import STORABLE_LINES, make_storable
 from prefect_raybatch.harmless import code_span, fenced, link, markdown_text, visible
+from prefect_raybatch.job.yaml_text import visible_yaml
 from prefect_raybatch.remote.logs import MarkedLines, parse
 from prefect_raybatch.report.html import html, nights_html
 from prefect_raybatch.report.nights import nights_markdown
@@ -151,6 +152,26 @@ def test_an_error_is_told_visibly(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert r"no\x1b]0;owned\x07\x9b31m" in said and not OBEYED.search(said)
 
 
+@hidden
+@pytest.mark.parametrize("words", HOSTILE_ARGUMENTS, ids=" ".join)
+def test_an_argument_error_quotes_what_was_typed_visibly(
+    words: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([word.replace("{text}", text) for word in words])
+    shown = capsys.readouterr()
+    assert ended.value.code == 2 and "Error" in shown.err
+    assert not OBEYED.search(shown.out + shown.err)
+
+
+def test_the_words_of_an_argument_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "a.yaml", "b\x1b[31m\u202e"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "Usage: " in said and "plan --help" in said
+    assert re.search(r"Error: Got unexpected extra argument.*b\\x1b\[31m\\u202e", said)
+
+
 def test_an_error_of_somebody_elses_code_is_told_visibly() -> None:
     script = (
         "from prefect_raybatch.cli import commands\n"
@@ -181,6 +202,26 @@ def test_log_lines_are_visible_whoever_prints_them() -> None:
     assert r"row \x1b[31m\x9b\x85 of 3" in said.getvalue()
     assert r"ValueError: \x1b[31m" in said.getvalue() and "\x1b[31m" not in said.getvalue()
     assert "afterwards \x1b[0m" in said.getvalue()
+
+
+@hidden
+def test_a_first_job_file_reads_as_it_is(text: str) -> None:
+    """Hidden characters of columns, files and options are escapes that YAML reads back."""
+    text = text.encode("utf-8", "replace").decode().replace("\0", "")  # no table or file has these
+    seen = SeenTable([SeenColumn(text, f"struct<{text}: string>")], {})
+    template = f"Zürich {text} {{a}}"
+    made = job_text(seen, name="x", uri="a.csv", template=template, model=f"a{text}", output="out")
+    job = yaml.safe_load(made)
+    assert not OBEYED.search(made) and "Zürich" in made
+    assert job["engine"]["model"] == f"a{text}" and job["prompt"]["template"] == template
+
+
+@hidden
+def test_a_tuned_job_file_reads_as_it_is(text: str) -> None:
+    text = text.encode("utf-8", "replace").decode().replace("\0", "")
+    value = {"name": text, text: [text, {"a": f"{text}\n: #"}]}
+    made = visible_yaml(value)
+    assert yaml.safe_load(made) == value and not OBEYED.search(made)
 
 
 def test_a_columns_name_adds_nothing_to_a_first_job_file() -> None:

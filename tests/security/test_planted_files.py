@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attacks import PLANTED_FILES
-from helpers.small import small_run
+from helpers.small import make_job, small_run
 
-from prefect_raybatch.errors import RayBatchError, StoreError
+from prefect_raybatch.errors import ConfigError, RayBatchError, StoreError
+from prefect_raybatch.job.answer_schema import schema_text
+from prefect_raybatch.job.kubernetes import Kubernetes
+from prefect_raybatch.job.ray_cluster import given_manifest
 from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.model import chat_template, pinned
 from prefect_raybatch.model.pinned import local_path
+from prefect_raybatch.policy.policy_file import read_policy
 from prefect_raybatch.remote.records import JobRecords
 from prefect_raybatch.runs.status import report_of, state_of
 from prefect_raybatch.storage import open_store
@@ -52,7 +60,31 @@ def test_no_lock_of_the_cache_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setenv("RAYBATCH_CACHE", str(tmp_path))
-    (tmp_path / "models").mkdir()
-    PLANTED_FILES[kind](tmp_path / "models" / "abc.lock")
-    with pytest.raises(OSError, match=r"no regular file|symbolic links"):
-        local_path({"source": "s3://bucket/model", "identity": "abc", "revision": None})
+    (tmp_path / "models").mkdir(mode=0o700)
+    PLANTED_FILES[kind](tmp_path / "models" / f"{'0' * 64}.lock")
+    with pytest.raises(ConfigError, match=r"no regular file|symbolic links"):
+        local_path({"source": "s3://bucket/model", "identity": "0" * 64, "revision": None})
+
+
+@pytest.mark.parametrize("kind", PLANTED_FILES)
+def test_no_file_that_a_job_names_is_waited_for(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "planted.json"
+    PLANTED_FILES[kind](place)
+    readers: dict[str, Callable[[str], Any]] = {
+        "chat template": lambda name: chat_template.with_text(
+            make_job(prompt={"template": "{a}", "chat_template": name})
+        ),
+        "schema": schema_text,
+        "manifest": lambda name: given_manifest(Kubernetes(manifest_file=name)),
+        "policy": read_policy,
+    }
+    for reader in readers.values():
+        with pytest.raises(ConfigError, match="no regular file"):
+            reader(str(place))
+
+
+def test_no_configuration_of_a_model_is_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    assert pinned.context_length(str(tmp_path)) is None
+    with pytest.raises(ConfigError, match="no regular file"):
+        pinned.read_config({"source": str(tmp_path)})

@@ -8,19 +8,26 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
-from attacks import PLANTED, REDIRECTS
+from attacks import METADATA_URLS, PLANTED, REDIRECTS
+from helpers.policies import set_policy
 from helpers.web_server import served
 
 from prefect_raybatch.doctor import services
-from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
+from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError, StoreError
 from prefect_raybatch.flow.blocks.cluster import RayCluster
 from prefect_raybatch.job.cluster_access import ClusterAccess
 from prefect_raybatch.job.source import Source
+from prefect_raybatch.policy.in_force import operator_policy, under
 from prefect_raybatch.remote.server import JobServer
 from prefect_raybatch.source import peek
 from prefect_raybatch.source.tables.iceberg import open_catalog
+from prefect_raybatch.stages.images.decode import BadImage
+from prefect_raybatch.stages.images.http import Http
+from prefect_raybatch.storage import Store, open_store
+from prefect_raybatch.storage.internet import MOVED
 
 KEY = PLANTED
 
@@ -35,10 +42,13 @@ class Redirect:
 
 
 @contextmanager
-def redirecting(status: int, final: int = 200) -> Iterator[Redirect]:
+def redirecting(status: int, final: int = 200, place: str = "") -> Iterator[Redirect]:
+    """A server that redirects to `place`, by default to another one of this machine."""
     arrived: list[str] = []
 
     class Target(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
         def do_GET(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
             arrived.append(f"{self.command} {self.path} {dict(self.headers)} {body}")
@@ -46,13 +56,13 @@ def redirecting(status: int, final: int = 200) -> Iterator[Redirect]:
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-        do_POST = do_GET
+        do_POST = do_HEAD = do_PUT = do_GET
 
         def log_message(self, *_: Any) -> None:
             pass
 
     with served(Target) as target:
-        place = target.replace("127.0.0.1", "localhost")
+        place = place or target.replace("127.0.0.1", "localhost")
 
         class Front(Target):
             def do_GET(self) -> None:
@@ -62,7 +72,7 @@ def redirecting(status: int, final: int = 200) -> Iterator[Redirect]:
                 self.send_header("Content-Length", "0")
                 self.end_headers()
 
-            do_POST = do_GET
+            do_POST = do_HEAD = do_PUT = do_GET
 
         with served(Front) as front:
             yield Redirect(front, place, arrived)
@@ -113,6 +123,62 @@ def test_a_catalog_of_a_job_that_redirects_is_no_source() -> None:
         with pytest.raises(RayBatchError, match=f"redirects to {server.place}"):
             peek(Source(uri="a.b", catalog=catalog))
         assert server.arrived == []
+
+
+@pytest.mark.parametrize("status", REDIRECTS)
+@pytest.mark.parametrize("call", ["read", "stat", "list", "put", "upload"])
+def test_the_s3_client_follows_no_redirect(tmp_path: Path, call: str, status: int) -> None:
+    """Its requests hold a session's token, and its answers would be read as the input."""
+    (tmp_path / "a").write_text("a")
+    calls: dict[str, Callable[[Store], Any]] = {
+        "read": lambda store: store.read("a"),
+        "stat": lambda store: store.stat("a"),
+        "list": lambda store: list(store.list()),
+        "put": lambda store: store.put("a", b"a"),
+        "upload": lambda store: store.put_file("a", tmp_path / "a"),
+    }
+    with redirecting(status) as server:
+        options = {"endpoint_url": server.url, "key": "a", "secret": KEY, "token": KEY}
+        with pytest.raises(StoreError, match=f"redirects to {server.place}, ") as caught:
+            calls[call](open_store("s3://bucket/folder", options))
+        assert server.arrived == [] and KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize("listed", [[], ["localhost:1"], ["*.localhost"]])
+@pytest.mark.parametrize("status", sorted(MOVED))
+def test_a_source_is_not_redirected_to_a_host_that_the_policy_does_not_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, listed: list[str]
+) -> None:
+    with redirecting(status) as server:
+        hosts = [urlsplit(server.url).netloc, *listed]
+        set_policy(monkeypatch, tmp_path, hosts=hosts, allow_private=True)
+        source = Source(uri=f"{server.url}/a.csv?sig={KEY}", web={"allow_private": True})
+        words = rf"redirects to {server.place}.*may not name the host localhost"
+        with under(operator_policy()), pytest.raises(ConfigError, match=words) as caught:
+            peek(source)
+        assert server.arrived == [] and KEY not in str(caught.value)
+
+
+def test_a_source_is_redirected_to_a_host_that_the_policy_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with redirecting(302, final=404) as server:
+        set_policy(monkeypatch, tmp_path, hosts=["127.0.0.1", "localhost"], allow_private=True)
+        source = Source(uri=f"{server.url}/a.csv", web={"allow_private": True})
+        with under(operator_policy()), pytest.raises(SourceError, match="HTTP 404"):
+            peek(source)
+        assert len(server.arrived) == 1
+
+
+@pytest.mark.parametrize("place", [*METADATA_URLS, "file:///etc/passwd", "ftp://localhost/a"])
+def test_no_redirect_leads_to_a_machines_keys_or_files(place: str) -> None:
+    """Whatever a policy allows."""
+    with redirecting(302, place=place) as server:
+        source = Source(uri=f"{server.url}/a.csv", web={"allow_private": True})
+        with pytest.raises(SourceError, match=r"not of the open internet|not http"):
+            peek(source)
+        with pytest.raises(BadImage, match=r"not of the open internet|not http"):
+            Http(1000, seconds=5, allow_private=True).fetch(f"{server.url}/a.png")
 
 
 def test_headers_of_a_source_stay_with_its_host(tmp_path: Path) -> None:

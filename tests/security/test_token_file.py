@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from attacks import PLANTED_FILES
 
 from prefect_raybatch import doctor
-from prefect_raybatch.cluster.tokens import keep_token_private, token_sent
+from prefect_raybatch.cluster.tokens import check_token_file, keep_token_private, token_sent
+from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.remote.server import connect_client
 
 
 @pytest.fixture(autouse=True)
@@ -72,16 +76,30 @@ def test_no_token_is_made_that_ray_would_not_use(
     assert list(home.iterdir()) == [] and [mark for mark, _ in marks()] == ["pass"]
 
 
-@pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
-def test_what_is_planted_there_is_neither_waited_for_nor_changed(home: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", [*PLANTED_FILES, "folder"])
+def test_what_is_planted_there_is_refused_and_not_waited_for(home: Path, kind: str) -> None:
+    """Ray itself would wait for a pipe."""
     (home / ".ray").mkdir()
-    file, other = home / ".ray/auth_token", home / "other"
-    other.write_text("another file")
-    other.chmod(0o644)
-    make = {"pipe": os.mkfifo, "link": lambda path: path.symlink_to(other), "folder": os.mkdir}
-    make[kind](file)
+    {**PLANTED_FILES, "folder": os.mkdir}[kind](home / ".ray/auth_token")
+    uses: dict[str, Callable[[], Any]] = {
+        "it is sent": lambda: token_sent(ClusterAccess()),
+        "a local cluster starts": check_token_file,
+        "a job server is asked": lambda: connect_client("http://127.0.0.1:1"),
+    }
+    for use in uses.values():
+        with pytest.raises(ConfigError, match=r"auth_token: .* no regular file; remove it"):
+            use()
     keep_token_private()
-    assert mode(other) == 0o644 and other.read_text() == "another file"
+
+
+def test_a_link_to_a_token_is_followed_and_its_file_stays(home: Path) -> None:
+    (home / ".ray").mkdir()
+    other = home / "other"
+    other.write_text("a token")
+    other.chmod(0o644)
+    (home / ".ray/auth_token").symlink_to(other)
+    keep_token_private()
+    assert mode(other) == 0o644 and token_sent(ClusterAccess()) == "a token"
 
 
 @pytest.mark.timeout(300)

@@ -25,7 +25,9 @@ from prefect_raybatch.result.parquet_footer import (
     encoded,
     footer_of,
 )
-from prefect_raybatch.source import heads, inventory, peek, snapshot
+from prefect_raybatch.source import heads, inventory, ipc_sizes, peek, snapshot
+from prefect_raybatch.source.find import find
+from prefect_raybatch.source.ipc_files import arrow_rows
 from prefect_raybatch.stages import block as blocks
 from prefect_raybatch.stages.read import ShardReader
 from prefect_raybatch.storage import open_store
@@ -231,6 +233,99 @@ def test_a_small_file_that_expands_far_is_refused(tmp_path, monkeypatch, ending,
         stream.write(line * ((4 << 20) // len(line)))
     with pytest.raises(SourceError, match=r"at most 50 times .* RAYBATCH_MAX_EXPANSION"):
         look(tmp_path, path, "snapshot")
+
+
+def compressed_ipc(path: Path, codec: str, form: str, **columns: Any) -> Path:
+    """An Arrow file or stream of two batches, with compressed buffers."""
+    options = pa.ipc.IpcWriteOptions(compression=codec)
+    table = pa.table(columns)
+    make = pa.ipc.new_file if form == "file" else pa.ipc.new_stream
+    with make(str(path), table.schema, options=options) as writer:
+        for batch in [*table.to_batches(), *table.slice(0, 1).to_batches()]:
+            writer.write_batch(batch, {"made": "by hand"})
+    return path
+
+
+LARGE = "x" * (2 << 20)
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+@pytest.mark.parametrize("form", ["file", "stream"])
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([LARGE, LARGE]),
+        pa.array([LARGE, LARGE], pa.large_string()),
+        pa.array([LARGE, LARGE], pa.string_view()),
+        pa.array([[LARGE], [LARGE]]),
+        pa.array([LARGE, "a"]).dictionary_encode(),
+        pa.array([0] * 600_000),
+    ],
+    ids=lambda column: str(column.type)[:12],
+)
+def test_compressed_buffers_are_refused_before_they_are_decompressed(
+    tmp_path, monkeypatch, codec, form, column
+):
+    monkeypatch.setattr("prefect_raybatch.source.bounds.FREE_BYTES", 1 << 20)
+    monkeypatch.setenv("RAYBATCH_MAX_EXPANSION", "1")
+    path = compressed_ipc(tmp_path / "a.arrow", codec, form, a=column)
+    before = pa.default_memory_pool().max_memory()
+    refused(tmp_path, path, "a.arrow", "bytes or more come out of", "RAYBATCH_MAX_EXPANSION")
+    with pytest.raises(SourceError, match="RAYBATCH_MAX_EXPANSION"):
+        arrow_rows(find(Source(uri=str(path)))[1][0])
+    assert pa.default_memory_pool().max_memory() == before
+    monkeypatch.setenv("RAYBATCH_MAX_EXPANSION", "100000")
+    look(tmp_path, path, "peek")
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd", None])
+@pytest.mark.parametrize("form", ["file", "stream"])
+def test_the_declared_sizes_are_those_that_come_out(tmp_path, monkeypatch, codec, form):
+    """Of buffers that were not worth compressing as well; empty ones have no size."""
+    table = {
+        "text": ["a", None, "bc"] * 5000,
+        "list": [[1, 2], [], None] * 5000,
+        "nothing": pa.nulls(15_000),
+        "code": pa.array(["a", "b", "a"] * 5000).dictionary_encode(),
+    }
+    path = compressed_ipc(tmp_path / "a.arrow", codec, form, **table)
+    sums: list[int] = []
+    monkeypatch.setattr(ipc_sizes, "check_expansion_bound", lambda total, *_: sums.append(total))
+    with path.open("rb") as stream:
+        ipc_sizes.check_declared_sizes(stream, 1, form == "file", "a")
+    made = pa.table(table)
+    least = sum(made[name].nbytes for name in ("text", "list", "code"))
+    assert least <= sums[-1] < least * 1.1 + 1000 if codec else sums == []
+
+
+@pytest.mark.parametrize("form", ["file", "stream"])
+def test_damaged_metadata_of_an_arrow_file_is_an_error_with_its_name(tmp_path, form):
+    path = compressed_ipc(tmp_path / "a.arrow", "zstd", form, a=["x"] * 100, b=[[1]] * 100)
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 17):
+        for byte in (0, 0xFF):
+            path.write_bytes(whole[:at] + bytes([byte]) + whole[at + 1 :])
+            try:
+                look(tmp_path, path, "peek")
+            except SourceError as error:
+                assert "a.arrow" in str(error)
+
+
+def test_a_parquet_file_that_declares_far_more_than_its_size_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("prefect_raybatch.source.bounds.FREE_BYTES", 1 << 20)
+    path = tmp_path / "a.parquet"
+    column = [str(i) * 2000 for i in range(1000)]
+    pq.write_table(pa.table({"a": column}), path, compression="zstd", use_dictionary=False)
+    words = r"a\.parquet: says that .* RAYBATCH_MAX_EXPANSION"
+    monkeypatch.setenv("RAYBATCH_MAX_EXPANSION", "50")
+    for filter in (None, "a = '1'"):
+        with pytest.raises(SourceError, match=words):
+            if filter is None:
+                inventory(Source(uri=str(path)))
+            else:
+                peek(Source(uri=str(path), filter=filter))
+    monkeypatch.setenv("RAYBATCH_MAX_EXPANSION", "100000")
+    assert inventory(Source(uri=str(path))).rows == 1000
 
 
 @pytest.mark.parametrize("levels", [101, 3000, 20_000, 200_000])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from PIL import Image
 
 from prefect_raybatch.job.images import Images
 from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.model import chat_template
 from prefect_raybatch.stages.block import ERROR, MM, TOKENS, Failure, is_lost, losses, tag
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage
 from prefect_raybatch.stages.finish import Finish
@@ -149,6 +151,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
             patch.setenv(name, value)
         folder = make_vision_model(tmp_path_factory.mktemp("vision"))
         yield {"source": folder, "revision": None, "identity": "0" * 64}
+
+
+def test_a_chat_template_that_does_not_end_fails_its_rows(
+    model: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row for which it is tried, and after three of a block all others at once."""
+    endless = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+    shutil.copytree(model["source"], tmp_path / "model")
+    for path in (tmp_path / "model").glob("*chat_template*"):
+        path.unlink()
+    config = tmp_path / "model/tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": endless}))
+    monkeypatch.setattr(chat_template, "TEMPLATE_SECONDS", 0.5)
+    renderer = multimodal.Renderer(str(tmp_path / "model"), None, {"max_model_len": CONTEXT})
+    tokens, features = renderer.rows([conversation()] * 5)
+    assert [failure.kind for failure in tokens] == ["TemplateTooSlow"] * 5 and not any(features)
+    assert ["for rows before it" in failure.message for failure in tokens] == [False] * 3 + [
+        True
+    ] * 2
+    again, _ = renderer.rows([conversation()])
+    assert "takes over 0.5 s for this row" in again[0].message
 
 
 def vision_job(model: dict[str, Any], **output: Any) -> Any:

@@ -85,7 +85,9 @@ CONTRACT = {
     # Requests with images, prepared outside of an engine.
     "renderers/registry.py": {"": ["renderer_from_config(config)"]},
     "renderers/params.py": {"": ["ChatParams"], "TokenizeParams": ["max_total_tokens"]},
-    "renderers/base.py": {"BaseRenderer": ["render_chat", "default_chat_tok_params"]},
+    "renderers/base.py": {
+        "BaseRenderer": ["render_chat", "render_messages", "default_chat_tok_params"]
+    },
     "config/device.py": {"DeviceConfig": ["device"]},
     "model_executor/models/idefics3.py": {"Idefics3ProcessingInfo": ["get_supported_mm_limits"]},
     # Parsers of thinking and tool calls.

@@ -11,7 +11,7 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Protocol, cast, get_type_hints
 
 from prefect_raybatch.stages.vllm import forking
@@ -352,10 +352,16 @@ def version() -> str:
 Render = Callable[[list[Any]], Mapping[str, Any]]
 
 
-def image_renderer(path: str, revision: str | None, arguments: Mapping[str, Any]) -> Render | None:
+def image_renderer(
+    path: str,
+    revision: str | None,
+    arguments: Mapping[str, Any],
+    bounded: Callable[[Callable[[], Any]], Any],
+) -> Render | None:
     """Chat messages with decoded images to what the model of an engine's `arguments` is asked, a
-    conversation at a time; None for a model that takes no images. Needs no GPU (as
-    `vllm launch render`). Raises ImportError where this version has no such renderer.
+    conversation at a time; None for a model that takes no images. `bounded` calls what applies the
+    chat template. Needs no GPU (as `vllm launch render`). Raises ImportError where this version has
+    no such renderer.
     """
     from vllm.config import DeviceConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -370,6 +376,8 @@ def image_renderer(path: str, revision: str | None, arguments: Mapping[str, Any]
     # Where vLLM was built for GPUs and the node has none, it knows no device and gives up.
     device = DeviceConfig(device=cast(Any, current_platform.device_type or "cpu"))
     made: Any = renderer_from_config(VllmConfig(model_config=config, device_config=device))
+    apply_template = made.render_messages
+    made.render_messages = lambda *given: bounded(partial(apply_template, *given))
     chat = ChatParams()
     # How long a prompt may be is told afterwards, with its images and in our words.
     tokens = replace(made.default_chat_tok_params, max_total_tokens=None)

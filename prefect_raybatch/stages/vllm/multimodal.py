@@ -20,7 +20,9 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.ledger.failures import Loss
+from prefect_raybatch.model import chat_template
 from prefect_raybatch.stages.block import Failure, Messages
+from prefect_raybatch.stages.tokens import TemplateLimit
 from prefect_raybatch.stages.vllm import internals
 
 # Of an engine's arguments, those that decide what it is given for an image.
@@ -66,8 +68,11 @@ class Renderer:
 
     def __init__(self, path: str, revision: str | None, arguments: Mapping[str, Any]) -> None:
         given = {name: arguments[name] for name in RENDERING if name in arguments}
+        self._limit = TemplateLimit(chat_template.TEMPLATE_SECONDS)
         try:
-            render = internals.image_renderer(path, revision, {**given, **WITH_IMAGES})
+            render = internals.image_renderer(
+                path, revision, {**given, **WITH_IMAGES}, lambda apply: self._limit(apply)
+            )
         except ImportError:
             raise ConfigError(
                 f"prompt.images: vLLM {internals.version()} cannot prepare images outside of an "
@@ -84,6 +89,7 @@ class Renderer:
         tokens: list[list[int] | Failure] = []
         features: list[dict[str, Any] | None] = []
         here = internals.version()
+        self._limit = TemplateLimit(chat_template.TEMPLATE_SECONDS)  # anew for each block
         for messages in conversations:
             made = messages if isinstance(messages, Failure) else self._guarded(messages)
             if isinstance(made, Failure):

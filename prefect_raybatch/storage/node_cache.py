@@ -1,0 +1,175 @@
+"""This node's cache of models and adapters: private to its user, checked each time it is used.
+
+Engines load what lies here, so nobody else may be able to put a file of their own in its place. An
+entry lies beside the listing of its files. The listing's SHA-256 is the entry's name, which the
+plan pins, and the files must agree with the listing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.storage.private import open_lock
+
+CACHE_VARIABLE = "RAYBATCH_CACHE"
+MAX_LISTING_BYTES = 16 << 20
+_IDENTITY = re.compile(r"[0-9a-f]{64}")
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+# The bytes of an entry's listing: a JSON list of [name, size, ETag], or of [name, SHA-256] where
+# the content itself is pinned.
+FileListing = bytes
+
+
+def cached_folder(kind: str, identity: str, fetch: Callable[[Path], FileListing]) -> str:
+    """Return the folder of an entry, fetched once however many processes ask for it.
+
+    `fetch` fills an empty folder and returns its listing. Raise `ConfigError` for a cache that
+    others can write to, and for an entry that is not what `identity` names.
+    """
+    if not _IDENTITY.fullmatch(identity):
+        raise ConfigError(f"the plan pins {identity!r}, which is no SHA-256; start a new run key")
+    folder = _private_folder(kind)
+    target, listing_file = folder / identity, folder / f"{identity}.files"
+    try:
+        lock = open_lock(folder / f"{identity}.lock")
+    except OSError as error:
+        raise _unsafe(folder / f"{identity}.lock", error.strerror or str(error)) from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not os.path.lexists(target):
+            part = folder / f"{identity}.part"
+            _remove(part)  # left by a process that was killed
+            part.mkdir(mode=0o700)
+            listing = fetch(part)
+            _remove(listing_file)
+            listing_file.write_bytes(listing)
+            _check_entry(part, listing_file, identity)
+            part.rename(target)
+        else:
+            _check_entry(target, listing_file, identity)
+    return str(target)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _private_folder(kind: str) -> Path:
+    """Return the folder for entries of a kind, of mode 0700. Raise `ConfigError` where another user
+    could have put an entry there, or could put one in its place."""
+    default = Path.home() / ".cache" / "prefect_raybatch"
+    root = Path(os.environ.get(CACHE_VARIABLE) or default).absolute()
+    try:
+        root.parent.mkdir(parents=True, exist_ok=True)
+        folder = root / kind
+        for path in (root, folder):
+            path.mkdir(mode=0o700, exist_ok=True)
+        _check_root(root)
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+            raise _unsafe(folder, "is no folder of this user")
+        if status.st_mode & _OTHERS_WRITE:
+            raise _unsafe(folder, "can be written to by other users")
+        folder.chmod(0o700)
+    except OSError as error:
+        raise _unsafe(root, f"cannot be used ({error.strerror or error})") from None
+    return folder
+
+
+def _check_root(root: Path) -> None:
+    """Raise `ConfigError` for a root, or a link in its place, of another user than root, or one in
+    which others could rename this user's folders."""
+    owners = {0, os.getuid()}
+    if root.lstat().st_uid not in owners or root.stat().st_uid not in owners:
+        raise _unsafe(root, "belongs to another user")
+    mode = root.stat().st_mode
+    if mode & _OTHERS_WRITE and not mode & stat.S_ISVTX:
+        raise _unsafe(root, "can be written to by other users")
+
+
+def _unsafe(path: Path, fault: str) -> ConfigError:
+    return ConfigError(
+        f"{path}: {fault}. Engines load models and adapters from there, so set {CACHE_VARIABLE} to "
+        "a folder that belongs to this user alone"
+    )
+
+
+def _check_entry(folder: Path, listing_file: Path, identity: str) -> None:
+    """Raise `ConfigError` for an entry that holds anything but what its identity names."""
+    fault = _listing_fault(listing_file, identity) or _entry_fault(folder, listing_file)
+    if fault is not None:
+        raise ConfigError(
+            f"{folder}: {fault}, so it is not what the run was planned with. Remove it and "
+            f"{listing_file.name} to have it fetched again"
+        )
+
+
+def _listing_fault(listing_file: Path, identity: str) -> str | None:
+    try:
+        status = listing_file.lstat()
+    except FileNotFoundError:
+        return f"its listing {listing_file.name} is missing"
+    if fault := _file_fault(status):
+        return f"its listing {fault}"
+    if status.st_size > MAX_LISTING_BYTES:
+        return f"its listing has more than {MAX_LISTING_BYTES:,} bytes"
+    if hashlib.sha256(listing_file.read_bytes()).hexdigest() != identity:
+        return "its listing has another SHA-256 than its name"
+    return None
+
+
+def _entry_fault(folder: Path, listing_file: Path) -> str | None:
+    expected: dict[str, list[Any]] = {
+        name: facts for name, *facts in json.loads(listing_file.read_bytes())
+    }
+    for path, status in _walk(folder):
+        name = str(path.relative_to(folder))
+        if path == folder or stat.S_ISDIR(status.st_mode):
+            if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+                return f"{name} is no folder of this user"
+            continue
+        if fault := _file_fault(status):
+            return f"{name} {fault}"
+        facts = expected.pop(name, None)
+        if facts is None:
+            return f"{name} is not in its listing"
+        if isinstance(facts[0], int):
+            if status.st_size != facts[0]:
+                return f"{name} has {status.st_size:,} bytes, and {facts[0]:,} in its listing"
+        elif _sha256(path) != facts[0]:
+            return f"{name} has another SHA-256 than in its listing"
+    return f"{min(expected)} is missing" if expected else None
+
+
+def _file_fault(status: os.stat_result) -> str | None:
+    # Its mode does not matter: nobody else can enter the folder.
+    ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
+    return None if ours else "is no regular file of this user"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _walk(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Return a folder and all below it, no link followed."""
+    status = path.lstat()
+    yield path, status
+    if stat.S_ISDIR(status.st_mode):
+        for inner in sorted(path.iterdir()):
+            yield from _walk(inner)
