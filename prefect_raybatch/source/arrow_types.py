@@ -188,4 +188,7 @@ def cast_exactly(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
     if text and pa.types.is_floating(column.type):
         texts = [None if value is None else repr(value) for value in column.to_pylist()]
         return pa.chunked_array([pa.array(texts, kind)])
+    if pa.types.is_decimal(kind) and pa.types.is_integer(column.type):
+        # Arrow asks for room for the largest number of the type, and not for those that are there.
+        column = column.cast(pa.string())
     return column.cast(kind)

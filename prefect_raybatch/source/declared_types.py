@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping
+from decimal import Decimal
 
 import pyarrow as pa
 
@@ -14,6 +15,7 @@ from prefect_raybatch.source.arrow_types import cast_exactly
 from prefect_raybatch.source.hive import Values, path_types
 
 TYPED = ("csv", "jsonl")  # formats without types of their own
+_LONG_WHOLE = "^-?[0-9]{4,}$"  # float16 holds all whole numbers of fewer digits
 
 
 def typed_columns(kind: str, source: Source, files: Iterable[Values]) -> dict[str, pa.DataType]:
@@ -46,6 +48,12 @@ def check_type_columns(columns: Collection[str], names: Collection[str]) -> None
             )
 
 
+def digits_kept(types: Mapping[str, pa.DataType]) -> list[str]:
+    """Return the columns whose type tells apart numbers that one float stands for."""
+    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_decimal)
+    return [name for name, kind in types.items() if any(held(kind) for held in kinds)]
+
+
 def with_types(table: pa.Table, types: Mapping[str, pa.DataType], where: str) -> pa.Table:
     """Return rows of the file `where` with the columns of `types` cast. Raises SourceError with
     the first value that a type does not hold."""
@@ -61,7 +69,10 @@ def cast_column(
 ) -> pa.ChunkedArray:
     """Return a column cast to a declared type. Raises as `with_types`."""
     try:
-        return cast_exactly(column, kind)
+        made = cast_exactly(column, kind)
+        if pa.types.is_floating(kind):
+            _check_whole_numbers(column, kind)
+        return made
     except pa.ArrowNotImplementedError:
         raise ConfigError(
             f"source.types: {where}: column {name!r} holds {column.type}, which cannot be read as "
@@ -75,9 +86,28 @@ def cast_column(
         ) from None
 
 
+def _check_whole_numbers(column: pa.ChunkedArray, kind: pa.DataType) -> None:
+    """Raise ArrowInvalid for a text or a wider float of a whole number that floats of `kind` do not
+    hold, as a cast of integers does."""
+    import pyarrow.compute as pc
+
+    if pa.types.is_floating(column.type):
+        changed = pc.not_equal(column, column.cast(kind).cast(column.type))
+        if pc.any(pc.and_(changed, pc.equal(column, pc.floor(column)))).as_py():
+            raise pa.ArrowInvalid(f"a whole number is no {kind}")
+    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+        return
+    for text in column.filter(pc.match_substring_regex(column, _LONG_WHOLE)).to_pylist():
+        if Decimal(pa.scalar(text).cast(kind).as_py()) != Decimal(text):
+            raise pa.ArrowInvalid(f"{text} is no {kind}")
+
+
 def _fits(value: object, held: pa.DataType, kind: pa.DataType) -> bool:
     try:
-        cast_exactly(pa.chunked_array([pa.array([value], held)]), kind)
+        column = pa.chunked_array([pa.array([value], held)])
+        cast_exactly(column, kind)
+        if pa.types.is_floating(kind):
+            _check_whole_numbers(column, kind)
     except pa.ArrowInvalid:
         return False
     return True
