@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping
-from decimal import Decimal
 
 import pyarrow as pa
 
@@ -15,7 +14,6 @@ from prefect_raybatch.source.arrow_types import cast_exactly
 from prefect_raybatch.source.hive import Values, path_types
 
 TYPED = ("csv", "jsonl")  # formats without types of their own
-_LONG_WHOLE = "^-?[0-9]{4,}$"  # float16 holds all whole numbers of fewer digits
 
 
 def typed_columns(kind: str, source: Source, files: Iterable[Values]) -> dict[str, pa.DataType]:
@@ -69,10 +67,7 @@ def cast_column(
 ) -> pa.ChunkedArray:
     """Return a column cast to a declared type. Raises as `with_types`."""
     try:
-        made = cast_exactly(column, kind)
-        if pa.types.is_floating(kind):
-            _check_whole_numbers(column, kind)
-        return made
+        return cast_exactly(column, kind)
     except pa.ArrowNotImplementedError:
         raise ConfigError(
             f"source.types: {where}: column {name!r} holds {column.type}, which cannot be read as "
@@ -86,28 +81,9 @@ def cast_column(
         ) from None
 
 
-def _check_whole_numbers(column: pa.ChunkedArray, kind: pa.DataType) -> None:
-    """Raise ArrowInvalid for a text or a wider float of a whole number that floats of `kind` do not
-    hold, as a cast of integers does."""
-    import pyarrow.compute as pc
-
-    if pa.types.is_floating(column.type):
-        changed = pc.not_equal(column, column.cast(kind).cast(column.type))
-        if pc.any(pc.and_(changed, pc.equal(column, pc.floor(column)))).as_py():
-            raise pa.ArrowInvalid(f"a whole number is no {kind}")
-    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
-        return
-    for text in column.filter(pc.match_substring_regex(column, _LONG_WHOLE)).to_pylist():
-        if Decimal(pa.scalar(text).cast(kind).as_py()) != Decimal(text):
-            raise pa.ArrowInvalid(f"{text} is no {kind}")
-
-
 def _fits(value: object, held: pa.DataType, kind: pa.DataType) -> bool:
     try:
-        column = pa.chunked_array([pa.array([value], held)])
-        cast_exactly(column, kind)
-        if pa.types.is_floating(kind):
-            _check_whole_numbers(column, kind)
+        cast_exactly(pa.chunked_array([pa.array([value], held)]), kind)
     except pa.ArrowInvalid:
         return False
     return True

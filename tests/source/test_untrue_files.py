@@ -126,6 +126,7 @@ RUNS = pa.RunEndEncodedArray.from_arrays([1, 2], ["a", "b"])
         (pa.StructArray.from_arrays([INTERVAL], ["i"]), "month_day_nano_interval"),
         (pa.ListArray.from_arrays([0, 1, 2], UNION), "dense_union"),
         (pa.StructArray.from_arrays([RUNS], ["r"]), "run_end_encoded"),
+        (pa.StructArray.from_arrays([RUNS.values] * 2, ["r", "r"]), "two fields 'r'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
