@@ -233,8 +233,13 @@ def _snapshot_with(table: Any, plan: str, recorded: str = "") -> str | None:
     oldest = None
     for oldest in ancestors_of(table.current_snapshot(), table.metadata):
         summary = oldest.summary
+        if summary is None:
+            continue
+        marked = f"{PROPERTY}plan" in summary.additional_properties
+        if summary.additional_properties.get("total-records") == "0" and not marked:
+            return None  # somebody emptied the table
         # A merge deletes first, under the same mark: only the append has the rows.
-        if summary is None or summary.operation != Operation.APPEND:
+        if summary.operation != Operation.APPEND:
             continue
         if summary.additional_properties.get(f"{PROPERTY}plan") == plan:
             return str(oldest.snapshot_id)
