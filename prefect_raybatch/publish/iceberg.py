@@ -77,6 +77,8 @@ class IcebergSink(Sink):
 
         if there is not None:
             return
+        if any(_has_unnamed_field(field.type) for field in wanted):
+            raise ConfigError(f"{self.what}: Iceberg takes no field without a name. Give it one")
         with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
             catalog = InMemoryCatalog("rehearsal", warehouse=f"file://{folder}")
             try:
@@ -210,6 +212,11 @@ class IcebergSink(Sink):
             return None
         except NoSuchNamespaceError:
             raise self._without_namespace() from None
+
+
+def _has_unnamed_field(kind: pa.DataType) -> bool:
+    fields = [kind.field(i) for i in range(kind.num_fields)]
+    return any(not field.name or _has_unnamed_field(field.type) for field in fields)
 
 
 def _property(plan: str) -> str:

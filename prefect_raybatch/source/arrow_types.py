@@ -78,10 +78,22 @@ def _field_twice(kind: pa.DataType) -> str | None:
 
 
 def _not_carried(kind: pa.DataType) -> pa.DataType | None:
-    """The first type within `kind` that Parquet does not have; run-end-encoded values are decoded
-    where they are a whole column."""
+    """The first type within `kind` that Parquet does not have, or that Arrow does not decode;
+    run-end-encoded values are decoded where they are a whole column."""
     types = pa.types
     if types.is_union(kind) or types.is_interval(kind) or types.is_run_end_encoded(kind):
+        return kind
+    if types.is_decimal(kind) and kind.scale < 0:
+        return kind
+    if types.is_fixed_size_binary(kind) and not kind.byte_width:
+        return kind
+    if types.is_fixed_size_list(kind) and not kind.list_size:
+        return kind
+    if types.is_dictionary(kind) and (
+        types.is_nested(kind.value_type)
+        or types.is_string_view(kind.value_type)
+        or types.is_binary_view(kind.value_type)
+    ):
         return kind
     if isinstance(kind, pa.BaseExtensionType):
         return _not_carried(kind.storage_type)
