@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
@@ -51,7 +52,8 @@ def _alone(cell: pa.ChunkedArray, kind: pa.DataType, name: str) -> str | Failure
             text = str(cell.cast(pa.string()).to_pylist()[0])
             if not text.startswith("<"):  # Arrow's words for a year that it cannot write either
                 return text
-        return Failure.of("prepare", ValueError(f"column {name}: {error}"))
+        failure = Failure.of("prepare", error)
+        return replace(failure, message=f"column {name}: {failure.message}")
 
 
 def _checked(value: Any, kind: pa.DataType, name: str) -> str | Failure | None:
