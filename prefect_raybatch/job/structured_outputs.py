@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -91,7 +91,23 @@ def _check_value(kind: str, value: Any) -> None:
     elif kind == "json":
         _check_limits(where, _parsed(where, value))
     elif kind == "structural_tag":
-        _parsed(where, value)
+        for schema in _schemas_in(_parsed(where, value)):
+            _check_limits(where, schema)
+
+
+def _schemas_in(tag: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the JSON Schemas in a structural tag."""
+    waiting = [tag]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Mapping):
+            for name, inner in part.items():
+                if name in ("schema", "json_schema") and isinstance(inner, Mapping):
+                    yield inner
+                else:
+                    waiting.append(inner)
+        elif isinstance(part, list):
+            waiting += part
 
 
 def _text(value: Any) -> bool:

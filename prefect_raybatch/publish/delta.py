@@ -163,17 +163,22 @@ def _version_with(handle: Any, plan: str, recorded: str = "") -> str | None:
 
     The application transaction alone does not tell: it outlives a RESTORE to an earlier version.
     So the history is followed from the newest version down, and at a RESTORE to the version that it
-    went back to. Where the log no longer reaches the commit, the transaction or the version
-    `recorded` in the run directory counts.
+    went back to; the rows are gone where somebody emptied or overwrote the table after them. Where
+    the log no longer reaches the commit, the transaction or the version `recorded` in the run
+    directory counts.
     """
     known = handle.transaction_version(_app_id(plan)) is not None
     if not known and not recorded:
         return None
+    if not handle.file_uris():
+        return None  # somebody emptied the table
     version, commits = handle.version(), {int(one["version"]): one for one in handle.history()}
     while version in commits:
         commit = commits[version]
         if commit.get(f"{PROPERTY}plan") == plan:
             return str(version)
+        if _empties(handle, commit):
+            return None
         if commit.get("operation") == "RESTORE":
             restored = _restored_version(commit, commits)
             if restored is None:
@@ -186,6 +191,18 @@ def _version_with(handle: Any, plan: str, recorded: str = "") -> str | None:
     if recorded.isdigit() and int(recorded) > version:
         return None  # a RESTORE went back behind it
     return recorded or str(version)
+
+
+def _empties(handle: Any, commit: Mapping[str, Any]) -> bool:
+    """Whether a commit took every row that was there before it out of the table."""
+    operation, given = str(commit.get("operation")), commit.get("operationParameters") or {}
+    if operation.startswith(("TRUNCATE", "REPLACE TABLE", "CREATE OR REPLACE TABLE")):
+        return True
+    everything = given.get("predicate") in (None, "", "[]", "true", '["true"]')
+    if operation == "WRITE" and str(given.get("mode")).lower() == "overwrite":
+        # Of a table with partitions an overwrite may replace only those that it writes.
+        return everything and not handle.metadata().partition_columns
+    return operation == "DELETE" and everything
 
 
 def _restored_version(commit: Mapping[str, Any], commits: Mapping[int, Any]) -> int | None:

@@ -78,7 +78,7 @@ class FilesSink(Sink):
             if self._whole(store, rows.plan):
                 return ""
             observe("looked")
-            named = set()
+            named: dict[str, int] = {}
             with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
                 schema = converted_schema(rows.schema, self.target)
                 parts = _Partitions(folder, schema, self.target.partition_by, self.target.format)
@@ -86,8 +86,8 @@ class FilesSink(Sink):
                     with open(local, "rb") as stream:
                         sums = Sums.of_stream(stream)
                     put_file_proved(store, path, local, sums)
+                    named[path] = sums.size
                     Path(local).unlink(missing_ok=True)  # a store on a disk may have moved it
-                    named.add(path)
                     observe("file written")
             ours = f"part-{rows.plan[:16]}-"
             strays = [
@@ -99,7 +99,7 @@ class FilesSink(Sink):
             ]
             store.delete(strays)  # what another version of this package began
             observe("committed")
-            note = {"format": self.target.format, "rows": rows.count, "files": sorted(named)}
+            note = {"format": self.target.format, "rows": rows.count, "files": named}
             store.put(self._mark(rows.plan), dump({**rows.marks, **note}))
         return ""
 
@@ -115,13 +115,13 @@ class FilesSink(Sink):
         return f"_{PROPERTY}{plan[:16]}.{self.target.format}.json"
 
     def _whole(self, store: Store, plan: str) -> bool:
-        """Whether the mark is there, and every file that it names."""
+        """Whether the mark is there, and every file that it names, in its size."""
         try:
             note = json.loads(store.read(self._mark(plan), MARK_BYTES))
-            named, whole = set(note["files"]), note[f"{PROPERTY}plan"] == plan
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            named, whole = note["files"].items(), note[f"{PROPERTY}plan"] == plan
+        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
             return False
-        return whole and named <= {info.path for info in store.list()}
+        return bool(whole) and set(named) <= {(info.path, info.size) for info in store.list()}
 
 
 class _Partitions:

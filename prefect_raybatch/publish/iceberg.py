@@ -77,6 +77,8 @@ class IcebergSink(Sink):
 
         if there is not None:
             return
+        if any(_has_unnamed_field(field.type) for field in wanted):
+            raise ConfigError(f"{self.what}: Iceberg takes no field without a name. Give it one")
         with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
             catalog = InMemoryCatalog("rehearsal", warehouse=f"file://{folder}")
             try:
@@ -212,6 +214,11 @@ class IcebergSink(Sink):
             raise self._without_namespace() from None
 
 
+def _has_unnamed_field(kind: pa.DataType) -> bool:
+    fields = [kind.field(i) for i in range(kind.num_fields)]
+    return any(not field.name or _has_unnamed_field(field.type) for field in fields)
+
+
 def _property(plan: str) -> str:
     return f"{PROPERTY}published.{plan}"
 
@@ -233,8 +240,13 @@ def _snapshot_with(table: Any, plan: str, recorded: str = "") -> str | None:
     oldest = None
     for oldest in ancestors_of(table.current_snapshot(), table.metadata):
         summary = oldest.summary
+        if summary is None:
+            continue
+        marked = f"{PROPERTY}plan" in summary.additional_properties
+        if summary.additional_properties.get("total-records") == "0" and not marked:
+            return None  # somebody emptied the table
         # A merge deletes first, under the same mark: only the append has the rows.
-        if summary is None or summary.operation != Operation.APPEND:
+        if summary.operation != Operation.APPEND:
             continue
         if summary.additional_properties.get(f"{PROPERTY}plan") == plan:
             return str(oldest.snapshot_id)

@@ -4,7 +4,7 @@ with the same rows both are accepted."""
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 
@@ -49,7 +49,7 @@ class LanceSink(FolderSink):
     def holds(self, plan: str, recorded: str) -> bool:
         with self.plainly():
             found = self._open()
-            if found is None:
+            if found is None or _is_empty(found):
                 return False
             if self.target.mode == "append" or _plan(found) == plan:
                 return _plan(found) == plan
@@ -64,7 +64,10 @@ class LanceSink(FolderSink):
                     if (version := self._create(rows, observe)) is not None:
                         return version
                     continue
-                if self.target.mode == "append" or _plan(found) == rows.plan:
+                emptied = _is_empty(found)
+                if self.target.mode == "append" and emptied and _plan(found) == rows.plan:
+                    return self._create(rows, observe, "overwrite") or ""
+                if self.target.mode == "append" or (_plan(found) == rows.plan and not emptied):
                     return self._own(found, rows)
                 observe("looked")
                 try:
@@ -80,8 +83,11 @@ class LanceSink(FolderSink):
                 return str(self._open().version)
         raise self.lost()
 
-    def _create(self, rows: AnsweredRows, observe: Observe) -> str | None:
-        """The version of the data set made; None where another writer made one meanwhile."""
+    def _create(
+        self, rows: AnsweredRows, observe: Observe, mode: Literal["create", "overwrite"] = "create"
+    ) -> str | None:
+        """The version of the data set made; None where another writer made one meanwhile. Several
+        that overwrite an emptied one write the same rows."""
         import lance
 
         fields = [
@@ -96,7 +102,7 @@ class LanceSink(FolderSink):
             made = lance.write_dataset(
                 rows.as_schema(pa.schema(fields, marks)),
                 self.uri,
-                mode="create",
+                mode=mode,
                 storage_options=self.keys,
             )
         except OSError:
@@ -124,6 +130,11 @@ class LanceSink(FolderSink):
             if "not found" not in str(error):
                 raise
             return None
+
+
+def _is_empty(found: Any) -> bool:
+    """Whether somebody emptied a data set: only runs with rows make one."""
+    return bool(found.count_rows() == 0)
 
 
 def _plan(found: Any) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from decimal import Decimal
 from functools import partial
 
 import pyarrow as pa
@@ -11,6 +12,7 @@ from prefect_raybatch.errors import SourceError
 
 # Numbers of JSON as text, since no int64 or float64 holds them all. JSON has no other large_string.
 NUMBER_TEXT = pa.large_string()
+_LONG_WHOLE = "^-?[0-9]{4,}$"  # float16 holds all whole numbers of fewer digits
 
 
 def map_type(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
@@ -48,6 +50,11 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 def check_carried(schema: pa.Schema, where: str) -> None:
     """Raise SourceError for a column of a type that Parquet, and so a run, cannot hold."""
     for field in schema:
+        if (name := _field_twice(field.type)) is not None:
+            raise SourceError(
+                f"{where}: column {field.name!r} holds two fields {name!r}; rename one of them, or "
+                "leave the column out with source.columns"
+            )
         kind = _not_carried(field.type)
         if kind is not None:
             raise SourceError(
@@ -56,11 +63,37 @@ def check_carried(schema: pa.Schema, where: str) -> None:
             )
 
 
+def _field_twice(kind: pa.DataType) -> str | None:
+    """The first name of two fields of one struct within `kind`: Python's dictionaries hold one."""
+    twice: list[str] = []
+
+    def look(inner: pa.DataType) -> pa.DataType:
+        if pa.types.is_struct(inner):
+            names = [field.name for field in inner]
+            twice.extend(name for name in names if names.count(name) > 1)
+        return inner
+
+    map_type(kind, look)
+    return twice[0] if twice else None
+
+
 def _not_carried(kind: pa.DataType) -> pa.DataType | None:
-    """The first type within `kind` that Parquet does not have; run-end-encoded values are decoded
-    where they are a whole column."""
+    """The first type within `kind` that Parquet does not have, or that Arrow does not decode;
+    run-end-encoded values are decoded where they are a whole column."""
     types = pa.types
     if types.is_union(kind) or types.is_interval(kind) or types.is_run_end_encoded(kind):
+        return kind
+    if types.is_decimal(kind) and kind.scale < 0:
+        return kind
+    if types.is_fixed_size_binary(kind) and not kind.byte_width:
+        return kind
+    if types.is_fixed_size_list(kind) and not kind.list_size:
+        return kind
+    if types.is_dictionary(kind) and (
+        types.is_nested(kind.value_type)
+        or types.is_string_view(kind.value_type)
+        or types.is_binary_view(kind.value_type)
+    ):
         return kind
     if isinstance(kind, pa.BaseExtensionType):
         return _not_carried(kind.storage_type)
@@ -183,9 +216,32 @@ def _common_list(a: pa.DataType, b: pa.DataType, union: bool) -> pa.DataType | N
 
 
 def cast_exactly(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """As Arrow casts, but a float becomes the text that Python writes: 1.0 and not 1."""
+    """As Arrow casts, but a float becomes the text that Python writes (1.0 and not 1), and a whole
+    number that a float does not hold raises ArrowInvalid."""
     text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     if text and pa.types.is_floating(column.type):
         texts = [None if value is None else repr(value) for value in column.to_pylist()]
         return pa.chunked_array([pa.array(texts, kind)])
-    return column.cast(kind)
+    if pa.types.is_decimal(kind) and pa.types.is_integer(column.type):
+        # Arrow asks for room for the largest number of the type, and not for those that are there.
+        column = column.cast(pa.string())
+    made = column.cast(kind)
+    if pa.types.is_floating(kind):
+        _check_whole_numbers(column, made)
+    return made
+
+
+def _check_whole_numbers(column: pa.ChunkedArray, made: pa.ChunkedArray) -> None:
+    """Raise ArrowInvalid for a text or a wider float of a whole number that the floats that it
+    became do not hold, as a cast of integers does."""
+    import pyarrow.compute as pc
+
+    if pa.types.is_floating(column.type):
+        changed = pc.not_equal(column, made.cast(column.type))
+        if pc.any(pc.and_(changed, pc.equal(column, pc.floor(column)))).as_py():
+            raise pa.ArrowInvalid(f"a whole number is no {made.type}")
+    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+        return
+    for text in column.filter(pc.match_substring_regex(column, _LONG_WHOLE)).to_pylist():
+        if Decimal(pa.scalar(text).cast(made.type).as_py()) != Decimal(text):
+            raise pa.ArrowInvalid(f"{text} is no {made.type}")

@@ -46,6 +46,12 @@ def check_type_columns(columns: Collection[str], names: Collection[str]) -> None
             )
 
 
+def digits_kept(types: Mapping[str, pa.DataType]) -> list[str]:
+    """Return the columns whose type tells apart numbers that one float stands for."""
+    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_decimal)
+    return [name for name, kind in types.items() if any(held(kind) for held in kinds)]
+
+
 def with_types(table: pa.Table, types: Mapping[str, pa.DataType], where: str) -> pa.Table:
     """Return rows of the file `where` with the columns of `types` cast. Raises SourceError with
     the first value that a type does not hold."""

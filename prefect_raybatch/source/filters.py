@@ -5,10 +5,13 @@ As in SQL a row is kept where the whole is true: a comparison with a null is nei
 
 from __future__ import annotations
 
+import math
+import operator
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time
-from decimal import Decimal
+from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal
 from functools import cached_property, reduce
 from operator import and_, or_
 from typing import TYPE_CHECKING, Any
@@ -32,6 +35,7 @@ from prefect_raybatch.job.filter_text import (
 if TYPE_CHECKING:
     import pyarrow.compute as pc
 
+_EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)
 _WORDS = {bool: "TRUE and FALSE", str: "a text", int: "a number", Decimal: "a number"}
 
 
@@ -97,9 +101,7 @@ def _field(name: str, schema: pa.Schema) -> pa.Field:
 
 def typed(value: Literal, field: pa.Field) -> pa.Scalar:
     """`value` as it is compared with a column. ConfigError where the two do not go together."""
-    types, kind = pa.types, field.type
-    if types.is_dictionary(kind):
-        kind = kind.value_type
+    types, kind = pa.types, _value_type(field)
     text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
     try:
         if isinstance(value, bool):
@@ -111,9 +113,14 @@ def typed(value: Literal, field: pa.Field) -> pa.Scalar:
             if types.is_temporal(kind) and not types.is_duration(kind):
                 return _moment(value, kind)
         elif types.is_decimal(kind):
-            return pa.scalar(Decimal(value))
-        elif types.is_integer(kind) or types.is_floating(kind):
-            return pa.scalar(value) if isinstance(value, int) else pa.scalar(float(value))
+            return pa.scalar(float(value))  # `_compare_exactly` compares them
+        elif types.is_integer(kind):
+            low, high = _bounds(kind)
+            held = low <= value <= high and value == int(value)
+            return pa.scalar(int(value), kind) if held else pa.scalar(float(value))
+        elif types.is_floating(kind):
+            # In the column's own width: 19.99 is what a float32 of 19.99 holds.
+            return pa.scalar(float(value)).cast(kind, safe=False)
     except (pa.ArrowException, ValueError, OverflowError) as error:
         raise ConfigError(
             f"source.filter: {value!r} is no {kind}, which column {field.name!r} is ({error})"
@@ -124,6 +131,21 @@ def typed(value: Literal, field: pa.Field) -> pa.Scalar:
         f"source.filter: column {field.name!r} is {kind}, which {_WORDS[type(value)]} "
         f"({str(value)!r}) cannot be compared with{remedy if text and number else ''}"
     )
+
+
+def _value_type(field: pa.Field) -> pa.DataType:
+    return field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+
+
+def _bounds(kind: pa.DataType) -> tuple[int, int]:
+    """Return the lowest and the highest value of a type of integers, of a decimal type in units of
+    its last digit."""
+    if pa.types.is_decimal(kind):
+        return 1 - 10**kind.precision, 10**kind.precision - 1
+    bits = kind.bit_width
+    if pa.types.is_signed_integer(kind):
+        return -(1 << bits - 1), (1 << bits - 1) - 1
+    return 0, (1 << bits) - 1
 
 
 def _moment(value: str, kind: pa.DataType) -> pa.Scalar:
@@ -153,17 +175,59 @@ def _expression(condition: Condition, schema: pa.Schema) -> pc.Expression:
         found = pc.match_like(column, condition.pattern)
         return ~found if condition.negated else found
     if isinstance(condition, OneOf):
-        found = reduce(or_, (column == typed(value, field) for value in condition.values))
+        found = reduce(or_, (_compare(field, "=", value) for value in condition.values))
         return ~found if condition.negated else found
-    value = typed(condition.value, field)
-    return {
-        "=": lambda: column == value,
-        "!=": lambda: column != value,
-        "<": lambda: column < value,
-        "<=": lambda: column <= value,
-        ">": lambda: column > value,
-        ">=": lambda: column >= value,
-    }[condition.op]()
+    return _compare(field, condition.op, condition.value)
+
+
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "=": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
+def _compare(field: pa.Field, op: str, value: Literal) -> pc.Expression:
+    """Return `column op value`, which is null for nulls."""
+    import pyarrow.compute as pc
+
+    column, kind, scalar = pc.field(field.name), _value_type(field), typed(value, field)
+    if pa.types.is_integer(kind) or pa.types.is_decimal(kind):
+        # Arrow would cast the column to a float, or to another width, and fail for large values.
+        return _compare_exactly(column, op, Decimal(value), kind)
+    if pa.types.is_float16(kind):  # which Arrow does not compare
+        column, scalar = column.cast(pa.float32()), scalar.cast(pa.float32())
+    return _OPERATORS[op](column, scalar)
+
+
+def _compare_exactly(
+    column: pc.Expression, op: str, value: Decimal, kind: pa.DataType
+) -> pc.Expression:
+    """Return the comparison with a literal of the column's own type that is true for the same
+    rows, so that Arrow casts nothing."""
+
+    def literal(units: int) -> pa.Scalar:
+        return pa.scalar(
+            _EXACT.scaleb(Decimal(units), -scale) if scale is not None else units, kind
+        )
+
+    scale = kind.scale if pa.types.is_decimal(kind) else None
+    low, high = _bounds(kind)
+    units = _EXACT.scaleb(value, scale or 0)
+    if low <= units <= high:
+        floor = math.floor(units)
+        if floor == units:
+            return _OPERATORS[op](column, literal(floor))
+        if op not in ("=", "!="):
+            # The column holds no value between a fraction and its floor.
+            return _OPERATORS[{"<": "<=", ">=": ">"}.get(op, op)](column, literal(floor))
+        always = op == "!="
+    else:
+        always = op == "!=" or op in (("<", "<=") if units > high else (">", ">="))
+    return column >= literal(low) if always else column < literal(low)
 
 
 def _sql(condition: Condition, schema: pa.Schema, quote: str) -> str | None:

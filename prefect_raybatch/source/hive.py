@@ -14,6 +14,7 @@ from urllib.parse import unquote_to_bytes
 import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, SourceError
+from prefect_raybatch.source.arrow_types import cast_exactly
 
 _WHOLE = re.compile(r"(0|-?[1-9][0-9]*)\Z")
 NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -85,7 +86,7 @@ def _whole(texts: set[str]) -> bool:
 
 def _holds(kind: pa.DataType, text: str) -> bool:
     try:
-        pa.scalar(text, pa.string()).cast(kind)
+        cast_exactly(pa.chunked_array([pa.array([text], pa.string())]), kind)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         return False
     return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import pyarrow as pa
 
@@ -27,15 +27,18 @@ _KEY = re.compile(rb'"((?:[^"\\]|\\.)*)"\s*:', re.DOTALL)
 
 
 def json_tables(
-    file: File, columns: Sequence[str] | None, known: dict[str, None]
+    file: File,
+    columns: Sequence[str] | None,
+    known: dict[str, None],
+    as_written: Collection[str] = (),
 ) -> Iterator[pa.Table]:
     """Blocks of JSON Lines, or of one array of objects, without keys that no row of a block has;
-    notes all keys."""
+    notes all keys. Fractions of the keys `as_written` become the text that the file has."""
     types: dict[str, pa.DataType] = {}
     schema = None
     try:
         check_encoding(file)
-        for where, table in _tables(file):
+        for where, table in _tables(file, as_written):
             check_columns(None, table.column_names, file.uri)
             known.update(dict.fromkeys(table.column_names))
             if columns is not None:
@@ -64,14 +67,14 @@ def json_tables(
         raise SourceError(f"{file.uri}: cannot be read ({one_line(error)})") from None
 
 
-def _tables(file: File) -> Iterator[tuple[str, pa.Table]]:
+def _tables(file: File, as_written: Collection[str]) -> Iterator[tuple[str, pa.Table]]:
     """(where its first row stands, rows): a table for each block, or several where the rows of a
     block have many keys."""
     array = file.cut is None and is_array(file)
     unit = "item" if array else "line"
     for line, block in array_blocks(file) if array else _line_blocks(file):
         if block.strip():
-            for table in _parse_json(file, block, line, unit):
+            for table in _parse_json(file, block, line, unit, as_written):
                 yield f"{file.uri}, from {unit} {line}", table
 
 
@@ -99,7 +102,9 @@ def _line_blocks(file: File) -> Iterator[tuple[int, bytes]]:
                 return
 
 
-def _parse_json(file: File, block: bytes, line: int, unit: str) -> list[pa.Table]:
+def _parse_json(
+    file: File, block: bytes, line: int, unit: str, as_written: Collection[str]
+) -> list[pa.Table]:
     """One block as tables; times stay text. Raises SourceError naming file and line, or the item
     of an array (`unit`)."""
     try:
@@ -112,7 +117,8 @@ def _parse_json(file: File, block: bytes, line: int, unit: str) -> list[pa.Table
             "write flatter objects, or what is nested as a text"
         )
     try:
-        return _merged((_parse_piece(file, piece) for piece in _pieces(file, block)), file.uri)
+        pieces = _pieces(file, block)
+        return _merged((_parse_piece(file, piece, as_written) for piece in pieces), file.uri)
     except (pa.ArrowException, ValueError) as error:
         raise SourceError(_explain_json(file, block, line, unit, error)) from None
 
@@ -160,7 +166,7 @@ def _check_keys(file: File, line: bytes, most: int) -> None:
             raise COLUMN_BOUND.refuse(file.uri, f"an object has over {most:,} keys")
 
 
-def _parse_piece(file: File, piece: bytes) -> pa.Table:
+def _parse_piece(file: File, piece: bytes, as_written: Collection[str]) -> pa.Table:
     import pyarrow.json as pj
 
     read = pj.ReadOptions(block_size=len(piece) + 1, use_threads=False)
@@ -172,9 +178,14 @@ def _parse_piece(file: File, piece: bytes) -> pa.Table:
 
     table = parse(piece, [])
     check_columns_bound(table.schema, file.uri)
-    paths = inexact_paths(piece, table.schema)
+    declared: set[Path] = {
+        (field.name,)
+        for field in table.schema
+        if field.name in as_written and pa.types.is_floating(field.type)
+    }
+    paths = inexact_paths(piece, table.schema) | declared
     if paths:
-        piece = with_texts(piece, paths)
+        piece = with_texts(piece, paths, declared)
         read.block_size = len(piece) + 1
         table = parse(piece, [])
     plain = {field.name: map_type(field.type, _no_time) for field in table.schema}

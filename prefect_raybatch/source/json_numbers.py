@@ -88,13 +88,14 @@ def _long_numbers(block: bytes) -> set[bytes]:
     return numbers
 
 
-def with_texts(block: bytes, paths: Set[Path]) -> bytes:
-    """Return JSON Lines with the numbers at `paths` as texts."""
+def with_texts(block: bytes, paths: Set[Path], as_written: Set[Path] = frozenset()) -> bytes:
+    """Return JSON Lines with the numbers at `paths` as texts: those at `as_written` as they stand,
+    others as Python writes them."""
     made = []
     for line in block.split(b"\n"):
         if line.strip():
             row = json.loads(line, parse_int=_Number, parse_float=_Number)
-            line = json.dumps(_changed(row, (), paths)).encode()
+            line = json.dumps(_changed(row, (), paths, as_written)).encode()
         made.append(line)
     return b"\n".join(made)
 
@@ -123,16 +124,20 @@ def _numbers(value: Any, path: Path) -> Iterator[tuple[Path, _Number]]:
             yield from _numbers(inner, (*path, None))
 
 
-def _changed(value: Any, path: Path, paths: Set[Path]) -> Any:
+def _changed(value: Any, path: Path, paths: Set[Path], as_written: Set[Path]) -> Any:
     if isinstance(value, _Number):
         whole = value.lstrip("-").isdigit()
         if path not in paths:
             return int(value) if whole else float(value)
+        if path in as_written:
+            return str(value)
         return repr(float(value)) if not whole and is_exact_float(value) else str(value)
     if isinstance(value, dict):
-        return {key: _changed(inner, (*path, key), paths) for key, inner in value.items()}
+        return {
+            key: _changed(inner, (*path, key), paths, as_written) for key, inner in value.items()
+        }
     if isinstance(value, list):
-        return [_changed(inner, (*path, None), paths) for inner in value]
+        return [_changed(inner, (*path, None), paths, as_written) for inner in value]
     return value
 
 

@@ -17,6 +17,7 @@ from prefect_raybatch.source.arrow_types import (
     written,
 )
 from prefect_raybatch.source.find import input_file
+from prefect_raybatch.source.streams import one_line
 from prefect_raybatch.storage import Store
 
 GROUP_ROWS = 16_384  # rows in a row group ...
@@ -108,7 +109,13 @@ class SnapshotWriter:
         """Write what is held as one row group."""
         if not self._held:
             return
-        self._parts.write(pa.concat_tables(self._held))
+        try:
+            self._parts.write(pa.concat_tables(self._held))
+        except pa.ArrowInvalid as error:
+            raise SourceError(
+                f"source.uri: Parquet cannot hold a value of the input ({one_line(error)}); write "
+                "the column with another type, or leave it out with source.columns"
+            ) from None
         self._part_bytes += self._held_bytes
         self._held.clear()
         self._held_rows = self._held_bytes = 0

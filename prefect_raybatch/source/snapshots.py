@@ -23,7 +23,12 @@ from prefect_raybatch.source.columns import Shape, check_columns
 from prefect_raybatch.source.copies import Blocks, Chosen, copy_tables
 from prefect_raybatch.source.csv_text import csv_as_seen, csv_tables, delimiter_of
 from prefect_raybatch.source.cuts import Everywhere, Stretch, cut_csv, cut_lines
-from prefect_raybatch.source.declared_types import check_type_columns, typed_columns, with_types
+from prefect_raybatch.source.declared_types import (
+    check_type_columns,
+    digits_kept,
+    typed_columns,
+    with_types,
+)
 from prefect_raybatch.source.fetched_parquet import parquet_rows, parquet_tables
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.find import File, Inventory, ending, find, some, table_format
@@ -323,8 +328,10 @@ def _tables(
         tables = csv_tables(file, columns, known, source.csv)
     elif kind == "parquet":
         tables = parquet_tables(file, columns, known, pushed)
+    elif kind == "jsonl":
+        tables = json_tables(file, columns, known, digits_kept(own))
     else:
-        tables = (json_tables if kind == "jsonl" else arrow_tables)(file, columns, known)
+        tables = arrow_tables(file, columns, known)
     try:
         for table in tables:
             known.update(dict.fromkeys(told))

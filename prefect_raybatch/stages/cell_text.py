@@ -4,44 +4,56 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from prefect_raybatch.source.arrow_types import map_type
 from prefect_raybatch.stages.block import Failure
 
+# What Arrow raises for a value that Python has no object for; KeyError for an unknown time zone.
+_NOT_IN_PYTHON = (ValueError, OverflowError, KeyError, pa.ArrowException)
 _FLOATS = {16: np.float16, 32: np.float32}
 
 
 def cell_texts(column: pa.ChunkedArray, name: str) -> list[str | Failure | None]:
     """Return the text of each value of column `name`; None for a null or NaN, a `Failure` for a
     value that has no text, such as bytes that are not UTF-8."""
-    kind = column.type
-    if pa.types.is_time64(kind) and kind.unit == "ns":  # Python's times end at microseconds
-        return [_without_zeros(text) for text in column.cast(pa.string()).to_pylist()]
+    kind, held = column.type, map_type(column.type, _written_out)
+    if held != map_type(kind, lambda inner: inner):
+        column = column.cast(held)
     try:
         values = column.to_pylist()
-    except (ValueError, OverflowError, pa.ArrowException):
-        return [_alone(column.slice(i, 1), name) for i in range(len(column))]
+    except _NOT_IN_PYTHON:
+        return [_alone(column.slice(i, 1), kind, name) for i in range(len(column))]
     return [_checked(value, kind, name) for value in values]
 
 
-def _without_zeros(text: str | None) -> str | None:
-    return text if text is None else text.rstrip("0").rstrip(".") if "." in text else text
+def _written_out(kind: pa.DataType) -> pa.DataType:
+    """Times of nanoseconds as text: Python's end at microseconds."""
+    return pa.string() if kind == pa.time64("ns") else kind
 
 
-def _alone(cell: pa.ChunkedArray, name: str) -> str | Failure | None:
+def _without_zeros(text: str) -> str:
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _alone(cell: pa.ChunkedArray, kind: pa.DataType, name: str) -> str | Failure | None:
     """The text of one value that Python may not hold, such as a date after the year 9999."""
     try:
-        return _checked(cell.to_pylist()[0], cell.type, name)
-    except (ValueError, OverflowError, pa.ArrowException) as error:
+        return _checked(cell.to_pylist()[0], kind, name)
+    except _NOT_IN_PYTHON as error:
+        if isinstance(error, KeyError):
+            return Failure.of("prepare", ValueError(f"column {name}: no time zone {error}"))
         if pa.types.is_temporal(cell.type):
             text = str(cell.cast(pa.string()).to_pylist()[0])
             if not text.startswith("<"):  # Arrow's words for a year that it cannot write either
                 return text
-        return Failure.of("prepare", error)
+        failure = Failure.of("prepare", error)
+        return replace(failure, message=f"column {name}: {failure.message}")
 
 
 def _checked(value: Any, kind: pa.DataType, name: str) -> str | Failure | None:
@@ -67,6 +79,8 @@ def cell_text(value: Any, kind: pa.DataType) -> str | None:
         return None
     if isinstance(value, bytes):
         return value.decode("utf-8")
+    if isinstance(value, str):
+        return _without_zeros(value) if types.is_time(kind) else value
     if isinstance(value, Decimal):
         return format(value, "f")  # str would write a zero of scale 18 as 0E-18
     if types.is_floating(kind) and kind.bit_width in _FLOATS:

@@ -14,6 +14,7 @@ import json
 import logging
 import re
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -138,6 +139,25 @@ class RowText:
         return re.sub(
             rf"\s*{SHOWN_TOKEN}", "", prompt
         )  # a template trims what stood before the token
+
+    def neutral(self, request: ChatRequest) -> ChatRequest:
+        """The request with digits in place of the row's own text in each message."""
+        messages: Messages = []
+        for i, message in enumerate(request.messages):
+            content = message["content"]
+            if i >= request.job_messages and isinstance(content, str):
+                spans = request.job_text if i == len(request.messages) - 1 else ()
+                pieces = self._pieces(content, spans)
+                shown = (text if own or not text.strip() else HIDDEN_TEXT for text, own in pieces)
+                message = {**message, "content": "".join(shown)}
+            messages.append(message)
+        return replace(request, messages=messages, job_text=())
+
+    def made_of(self, prompt: str, neutral: str) -> str | None:
+        """A control token that stands more often in a prompt than in that of the neutral request:
+        the chat template made it of the row's text. None if there is none."""
+        more = Counter(self._exact.findall(prompt)) - Counter(self._exact.findall(neutral))
+        return next((text for text in more if not THINKING.search(text)), None)
 
     def spaced(self, request: ChatRequest) -> ChatRequest:
         """The request with a space within each control token of its row text, for a tokenizer that
@@ -287,6 +307,15 @@ def refused(control: str) -> Failure:
         f"the row's text holds {control!r}, which the model's tokenizer reads as a control token. "
         "Remove it from the row, or set prompt.special_tokens_in_rows to split, which asks about "
         "it as plain text",
+    )
+
+
+def refused_template(control: str) -> Failure:
+    return Failure(
+        "prepare",
+        "ControlTokenInRow",
+        f"the chat template changes the row's text and makes the control token {control!r} of it. "
+        "Set a prompt.chat_template that puts the text in as it is, without lower or replace",
     )
 
 

@@ -22,6 +22,7 @@ from prefect_raybatch.stages.row_text import (
     RowText,
     refused,
     refused_role,
+    refused_template,
     row_text,
 )
 
@@ -34,6 +35,11 @@ CUTS = 4  # tries to cut a message: what is left may take other tokens than it d
 # spaces or dashes, have up to 128 in the vocabularies of Llama 3, Qwen and gpt-oss.
 CHARACTERS_A_TOKEN, CHARACTERS_A_TOKEN_AT_MOST = 8, 128
 CHARACTERS_AT_ONCE = 1 << 20
+# Filters and methods of Jinja by which a text becomes another one.
+_CHANGING = re.compile(
+    r"(\||\.)\s*(lower|upper|title|capitalize|swapcase|casefold|replace|reverse|join|format"
+    r"|translate)\b"
+)
 BORDER = 64  # tokens that the beginning of a text may have more than the same part of the whole
 
 
@@ -182,7 +188,10 @@ def prompt_tokens(
         if checked is None and isinstance(request, ChatRequest):
             careful[i] = request
         ordinary.append(waiting if checked is None else checked)
-    tokens = tokenize(tokenizer, render(tokenizer, ordinary, chat), chat, most)
+    texts = render(tokenizer, ordinary, chat)
+    if _changes_text(tokenizer, chat.template):
+        texts = _unforged(tokenizer, guard, ordinary, texts, chat)
+    tokens = tokenize(tokenizer, texts, chat, most)
     for i, request in careful.items():
         (tokens[i],) = [_try(lambda one: _plain_tokens(tokenizer, guard, one, chat, most), request)]
     return tokens
@@ -231,6 +240,29 @@ def guard_of(tokenizer: Any, chat: Chat | None = None) -> RowText | None:
     return row_text(tokenizer) if chat is None else _guard_of(tokenizer, chat.template)
 
 
+def _changes_text(tokenizer: Any, template: str | None) -> bool:
+    """Whether a chat template may change the text of messages, and make control tokens of it."""
+    return _CHANGING.search(str(template or getattr(tokenizer, "chat_template", None))) is not None
+
+
+def _unforged(
+    tokenizer: Tokenizer,
+    guard: RowText,
+    requests: Sequence[ChatRequest | Failure],
+    texts: Sequence[str | Failure],
+    chat: Chat,
+) -> list[str | Failure]:
+    """The prompts of requests; a failure where the template made a control token of row text."""
+    neutral = [r if isinstance(r, Failure) else guard.neutral(r) for r in requests]
+    made: list[str | Failure] = []
+    for text, other in zip(texts, render(tokenizer, neutral, chat), strict=True):
+        control = None
+        if isinstance(text, str) and isinstance(other, str):
+            control = guard.made_of(text, other)
+        made.append(text if control is None else refused_template(control))
+    return made
+
+
 def _plain_tokens(
     tokenizer: Tokenizer, guard: RowText, request: ChatRequest, chat: Chat, most: int | None
 ) -> TokenIds | Failure:
@@ -248,6 +280,8 @@ def _plain_tokens(
         return tokenize(tokenizer, [text], chat, most)[0]
     hidden = guard.hidden(request)
     (text,) = render(tokenizer, [hidden.request], chat)
+    if _changes_text(tokenizer, chat.template):
+        (text,) = _unforged(tokenizer, guard, [request], [text], chat)
     if isinstance(text, Failure):
         return text
     if any(message["role"] == "assistant" for message in request.messages):

@@ -234,6 +234,18 @@ def test_what_a_schema_may_not_hold_is_refused_in_each_place(schema: Any, said: 
         check_form_shape({"json": whole})
     with pytest.raises(ValueError, match=said):
         check_own({"structured_outputs": {"json": whole}}, {})
+    for tag in (
+        {
+            "format": {
+                "type": "sequence",
+                "elements": [{"type": "json_schema", "json_schema": whole}],
+            }
+        },
+        {"structures": [{"begin": "<a>", "schema": whole, "end": "</a>"}], "triggers": ["<a>"]},
+    ):
+        text = json.dumps({"type": "structural_tag", **tag})
+        with pytest.raises(ValueError, match=rf"^structured_outputs.structural_tag: .*{said}"):
+            check_form_shape({"structural_tag": text})
 
 
 def test_a_schema_nested_too_deeply_is_refused() -> None:

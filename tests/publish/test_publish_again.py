@@ -95,6 +95,31 @@ def remove_set(root: Path) -> None:
     shutil.rmtree(next(root.glob("lance-*")))
 
 
+def empty_delta(root: Path) -> None:
+    DeltaTable(str(root / "delta")).delete()
+
+
+def delete_all_of_delta(root: Path) -> None:
+    DeltaTable(str(root / "delta")).delete("_row >= 0")
+
+
+def empty_iceberg(root: Path) -> None:
+    load_catalog(None, **catalog(root)).load_table("db.answers").delete()
+
+
+def empty_lance(root: Path) -> None:
+    lance.dataset(str(next(root.glob("lance-*")))).delete("true")
+
+
+def cut_file(root: Path) -> None:
+    path = next((root / "parquet").rglob("part-*"))
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def empty_file(root: Path) -> None:
+    next((root / "jsonl").rglob("part-*")).write_text("")
+
+
 LOSSES: list[tuple[str, Callable[[Path], None]]] = [
     ("delta", restore_delta),
     ("delta", remove_table),
@@ -104,6 +129,12 @@ LOSSES: list[tuple[str, Callable[[Path], None]]] = [
     ("lance", remove_set),
     ("parquet", remove_file),
     ("jsonl", remove_mark),
+    ("delta", empty_delta),
+    ("delta", delete_all_of_delta),
+    ("iceberg", empty_iceberg),
+    ("lance", empty_lance),
+    ("parquet", cut_file),
+    ("jsonl", empty_file),
 ]
 
 
@@ -123,6 +154,7 @@ def test_a_target_that_lost_the_rows_gets_them_again(format, lose, recorded, run
     publish_run(job, str(run))
     assert numbers(format, tmp_path) == there
     lose(tmp_path)
+    there = ANSWERED if lose is empty_iceberg else there
     if not recorded:
         shutil.rmtree(run / "_raybatch/published")
     for _ in range(2):
@@ -164,6 +196,30 @@ def test_rows_that_somebody_deleted_from_a_table_stay_deleted(run, tmp_path):
     for format, job in jobs.items():
         publish_run(job, str(run))
         assert numbers(format, tmp_path) == [n for n in ANSWERED if n >= 10], format
+
+
+def test_rows_of_a_table_that_somebody_overwrote_are_published_again(run, tmp_path):
+    jobs = {format: job_of(run, TARGETS[format][0](tmp_path)) for format in ("delta", "iceberg")}
+    for job in jobs.values():
+        publish_run(job, str(run))
+    place, table = str(tmp_path / "delta"), load_catalog(None, **catalog(tmp_path))
+    one = pa.table(DeltaTable(place).to_pyarrow_table()).slice(0, 1)
+    write_deltalake(place, one, mode="overwrite")
+    answers = table.load_table("db.answers")
+    answers.overwrite(answers.scan().to_arrow().slice(0, 1))
+    for format, job in jobs.items():
+        for _ in range(2):
+            publish_run(job, str(run))
+            assert len(numbers(format, tmp_path)) == len(ANSWERED) + 1, format
+
+
+def test_rows_that_a_later_run_replaced_stay_replaced(run, other, tmp_path):
+    for format in ("delta", "iceberg"):
+        target = TARGETS[format][0](tmp_path, mode="merge", key=["id"])
+        for one in (run, other, run):
+            publish_run(job_of(one, target), str(one))
+        rows = TARGETS[format][1](tmp_path)
+        assert {row["response"].split()[0] for row in rows} == {"other"}, format
 
 
 def test_an_iceberg_snapshot_that_expired_is_known_by_the_property(run, other, tmp_path):

@@ -65,6 +65,12 @@ def test_sqlite_tells_letters_beyond_ascii_apart_and_duckdb_too(tmp_path):
     assert TARGETS["sql"][1](tmp_path) == table.to_pylist()
 
 
+def test_a_field_without_a_name_is_refused_by_iceberg(tmp_path):
+    schema = pa.schema([("n", pa.list_(pa.struct([("", pa.string())])))])
+    with pytest.raises(ConfigError, match="no field without a name"):
+        plan(schema, TARGETS["iceberg"][0](tmp_path))
+
+
 @pytest.mark.parametrize(
     ("format", "name", "said"),
     [

@@ -126,6 +126,62 @@ def test_what_does_not_go_together_is_refused_by_the_column(text, words):
     assert words in str(caught.value)
 
 
+ODD = 2**53 + 1  # no float64 holds it
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "expected"),
+    [
+        (
+            pa.int64(),
+            [ODD, ODD - 1, 5, -5, None],
+            {
+                f"a = {ODD}.0": [0],
+                "a >= 4.5": [0, 1, 2],
+                "a < 2.5": [3],
+                "a != 2.5": [0, 1, 2, 3],
+                "a in (5.0, 5.5)": [2],
+                "a not in (5.0, 5.5, 1e999999999)": [0, 1, 3],
+                "a < 9223372036854775808": [0, 1, 2, 3],
+                "a > 1e300": [],
+            },
+        ),
+        (pa.int8(), [5, -5], {"a < 300": [0, 1], "a = 300": [], "a > -129.5": [0, 1]}),
+        (
+            pa.uint64(),
+            [2**64 - 1, 2**63, 5],
+            {f"a = {2**64 - 1}": [0], "a = 5": [2], "a > -1": [0, 1, 2], "a >= 1e19": [0]},
+        ),
+        (pa.uint32(), [2**32 - 1, 5], {"a < 5.5": [1], "a >= 4294967295.0": [0]}),
+        (
+            pa.float64(),
+            [2.0**53, 0.1],
+            {f"a = {ODD - 1}": [0], f"a < {ODD}": [1], "a < 1e400": [0, 1]},
+        ),
+        (
+            pa.float32(),
+            [0.1, 2.0**24, 19.99],
+            {"a = 0.1": [0], "a = 19.99": [2], "a >= 0.1": [0, 1, 2]},
+        ),
+        (pa.float16(), [0.1, 2.0], {"a = 0.1": [0], "a > 1": [1], "a = 100000": []}),
+        (
+            pa.decimal128(38, 10),
+            [Decimal("3.10"), Decimal("2.5")],
+            {
+                "a = 3.1": [0],
+                "a > 1e-60": [0, 1],
+                "a > 2.50000000000000000001": [0],
+                "a < 1e60": [0, 1],
+            },
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, pa.DataType) else "",
+)
+def test_numbers_are_compared_exactly(kind, values, expected):
+    table = pa.table({"a": pa.array(values, kind)})
+    assert {text: kept(text, table) for text in expected} == expected
+
+
 def test_deep_and_wide_filters_are_read_at_once():
     assert kept("(" * 40 + "id = 1" + ")" * 40) == [1]
     assert kept(" OR ".join(f"id = {i}" for i in range(1000))) == [0, 1, 2, 3]

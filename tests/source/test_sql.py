@@ -24,6 +24,7 @@ from prefect_raybatch.runs.dry_run import dry_run
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.source import Inventory, needs_snapshot, peek, snapshot
 from prefect_raybatch.source.tables import sql
+from prefect_raybatch.stages.cell_text import cell_texts
 from prefect_raybatch.storage import open_store
 
 KEYS = {"username": "reader", "password_env": "TEST_PG_PASSWORD"}
@@ -127,6 +128,54 @@ def test_types_that_show_late_are_declared(tmp_path, monkeypatch, companies):
     assert table["a"][60].as_py() == Decimal("30.0")
     assert table["m"].to_pylist()[69:71] == ["69", "x"]
     refused(companies, query, "gives no column 'b' (columns: id, a, m)", types={"b": "int64"})
+
+
+@pytest.mark.parametrize(
+    ("values", "types", "words"),
+    [
+        (["1", "2.5"], {}, "row 1 (from 0) does not fit (2.5 is no int64)"),
+        (["2.5"], {"a": "int64"}, "2.5 is no int64"),
+        (["0.5", "9007199254740993"], {}, "9007199254740993"),
+        (["16777217.0"], {"a": "float"}, "16777217.0 is no float"),
+        (["1", "x'ff'"], {"a": "string"}, "row 1 (from 0) does not fit"),
+    ],
+)
+def test_a_value_is_never_cut_to_the_type_of_the_first_rows(
+    monkeypatch, companies, values, types, words
+):
+    monkeypatch.setattr(sql, "FETCH_ROWS", 1)
+    query = " UNION ALL ".join(f"SELECT {value} AS a" for value in values)
+    refused(companies, query, words, types=types)
+
+
+@pytest.mark.parametrize(
+    ("value", "types", "held"),
+    [
+        ("19.99::FLOAT", {}, "float [19.99]"),
+        ("18446744073709551615::UBIGINT", {}, "uint64 [18446744073709551615]"),
+        ("'caf\\xC3\\xA9'::BLOB", {"a": "string"}, "string ['café']"),
+        ("'2026-01-01 00:00:00'::TIMESTAMP", {"a": "date32"}, "date32[day] [2026-01-01]"),
+        ("'2026-01-01 01:00'::TIMESTAMP", {"a": "timestamp[us, UTC]"}, "[2026-01-01 01:00:00"),
+        ("'2026-01-01 12:00'::TIMESTAMP", {"a": "date32"}, None),
+        ("'2026-01-01 00:00:00+02'::TIMESTAMPTZ", {"a": "timestamp[us]"}, None),
+        ("'2026-01-01'::TIMESTAMP_NS", {}, None),
+        ("'12:00:00+05'::TIMETZ", {}, None),
+        ("'12:00:00+05'::TIMETZ", {"a": "string"}, "string ['12:00:00+05:00']"),
+        ("2.5::DECIMAL(3,1)", {"a": "int64"}, None),
+    ],
+)
+def test_values_of_duckdb(tmp_path, value, types, held):
+    import duckdb
+
+    duckdb.connect(str(tmp_path / "a.duckdb")).close()
+    uri, query = f"duckdb:///{tmp_path}/a.duckdb", f"SELECT {value} AS a"
+    if held is None:
+        refused(uri, query, "column 'a'", "CAST it", types=types)
+        return
+    column = copy(tmp_path, uri, query, types=types)[1]["a"]
+    (text,) = cell_texts(column, "a")
+    shown = f"{column.type} ['{text}']" if "'" in held else f"{column.type} [{text}]"
+    assert held in shown
 
 
 def test_places_that_are_none(tmp_path):

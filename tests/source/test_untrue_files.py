@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,7 @@ SPARSE = pa.UnionArray.from_sparse(
     pa.array([0, 1], pa.int8()), [pa.array([1, 2]), pa.array(["x", "y"])]
 )
 INTERVAL = pa.array([(1, 2, 3)] * 2, pa.month_day_nano_interval())
+VIEW = pa.array(["a"], pa.string_view())
 RUNS = pa.RunEndEncodedArray.from_arrays([1, 2], ["a", "b"])
 
 
@@ -128,6 +130,12 @@ RUNS = pa.RunEndEncodedArray.from_arrays([1, 2], ["a", "b"])
         (pa.StructArray.from_arrays([INTERVAL], ["i"]), "month_day_nano_interval"),
         (pa.ListArray.from_arrays([0, 1, 2], UNION), "dense_union"),
         (pa.StructArray.from_arrays([RUNS], ["r"]), "run_end_encoded"),
+        (pa.StructArray.from_arrays([RUNS.values] * 2, ["r", "r"]), "two fields 'r'"),
+        (pa.array([Decimal(1200)] * 2, pa.decimal128(5, -2)), "decimal128(5, -2)"),
+        (pa.array([b""] * 2, pa.binary(0)), "fixed_size_binary[0]"),
+        (pa.array([[], []], pa.list_(pa.int8(), 0)), "[0]"),
+        (pa.DictionaryArray.from_arrays([0, 0], pa.array([[1]])), "dictionary<values=list"),
+        (pa.DictionaryArray.from_arrays([0, 0], VIEW), "dictionary<values=string_view"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -135,6 +143,12 @@ def test_types_that_parquet_cannot_hold_are_refused_by_name(tmp_path, column, ki
     path = ipc(tmp_path / "a.arrow", odd=column, x=[1, 2])
     refused(tmp_path, path, "a.arrow", "'odd'", kind, "source.columns")
     look(tmp_path, path, "snapshot", columns=["x"])
+
+
+def test_a_time_that_parquet_cannot_hold_is_told_of_the_input(tmp_path):
+    path = ipc(tmp_path / "a.arrow", a=pa.array([2**60], pa.timestamp("s")))
+    with pytest.raises(SourceError, match="Parquet cannot hold a value of the input"):
+        look(tmp_path, path, "snapshot")
 
 
 @pytest.mark.parametrize(

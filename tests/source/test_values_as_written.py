@@ -186,6 +186,35 @@ def test_a_value_that_its_declared_type_does_not_hold_is_named(tmp_path):
         copy(tmp_path, "a.jsonl", lines({"n": {"x": 1}}), types={"n": "string"})
 
 
+@pytest.mark.parametrize("block", [1 << 20, 16])
+def test_numbers_of_json_are_declared_text_or_decimals_as_they_are_written(
+    tmp_path, monkeypatch, block
+):
+    monkeypatch.setattr(streams, "BLOCK_BYTES", block)
+    content = '{"a": 3.10, "d": 3}\n{"a": 1E5, "d": 0.1}\n{"a": 3, "d": null}\n'
+    found = copy(tmp_path, "a.jsonl", content, types={"a": "string", "d": "decimal(38,20)"})
+    assert found["a"].to_pylist() == ["3.10", "1E5", "3"]
+    assert [str(value) for value in found["d"].to_pylist()] == [
+        f"3.{'0' * 20}",
+        f"0.1{'0' * 19}",
+        "None",
+    ]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+@pytest.mark.parametrize(
+    ("value", "kind"), [(str(IDS[0]), "double"), ("16777217", "float"), ("9" * 5000, "double")]
+)
+def test_a_whole_number_that_its_declared_float_does_not_hold_is_refused(
+    tmp_path, name, value, kind
+):
+    rows = f"a,b\n1.5,x\n{value},y\n" if name == "a.csv" else f'{{"a": 1.5}}\n{{"a": {value}}}\n'
+    with pytest.raises(
+        SourceError, match=rf"column 'a' holds '?{value}(\.0)?'?, which is no {kind}"
+    ):
+        copy(tmp_path, name, rows, types={"a": kind})
+
+
 @pytest.mark.parametrize("format", ["delta", "iceberg", "lance", "huggingface"])
 def test_tables_have_types_of_their_own(format):
     with pytest.raises(ValueError, match="types: the columns of a"):

@@ -46,6 +46,7 @@ def texts(values, kind):
         (pa.string_view(), ["x"], ["x"]),
         (pa.date32(), [date(2026, 1, 2)], ["2026-01-02"]),
         (pa.time64("ns"), [1, 0, 1_500_000_000], ["00:00:00.000000001", "00:00:00", "00:00:01.5"]),
+        (pa.list_(pa.time64("ns")), [[1, None]], ['["00:00:00.000000001", null]']),
         (pa.time32("s"), [time(3, 4, 5)], ["03:04:05"]),
         (pa.duration("s"), [timedelta(days=1, seconds=2)], ["1 day, 0:00:02"]),
         (pa.timestamp("ns"), [1], ["1970-01-01 00:00:00.000000001"]),
@@ -85,6 +86,20 @@ def test_the_text_of_a_value_is_the_value(kind, values, expected):
 
 def test_a_time_outside_of_the_years_of_python_is_shown_as_arrow_writes_it():
     assert texts([10**7, 0], pa.date32()) == ["29349-01-26", "1970-01-01"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "words"),
+    [
+        (pa.timestamp("us", "Mars/Base"), 0, "no time zone 'Mars/Base'"),
+        (pa.list_(pa.date32()), [10**7], "date value out of range"),
+    ],
+    ids=str,
+)
+def test_a_value_that_cannot_be_shown_fails_its_row_and_names_the_column(kind, value, words):
+    (failure,) = texts([value], kind)
+    assert isinstance(failure, Failure)
+    assert failure.message == f"column a: {words}"
 
 
 @pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.list_(pa.binary())])

@@ -139,6 +139,25 @@ def test_a_row_completes_no_control_token_that_the_job_begins(folders):
         assert controls(folder, row) == controls(folder, harmless), template
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("content | lower", "<|IM_END|>"),
+        ("content | replace('~', '')", "<~|im_end|>"),
+        ("content.split('##') | join('')", "<|im_##end|><|im_end|>"),
+        ("content | reverse", ">|dne_mi|<"),
+    ],
+)
+def test_a_template_that_makes_a_control_token_of_a_row_fails_the_row(change, text, folders):
+    template = FORMATS[0].template.replace("m.content", f"(m.{change})")
+    job = {"template": "a<|im_end|>{A}", "chat_template": template, "system": "S<|im_end|>"}
+    job["template"] = job["template"] if "reverse" not in change else "{A}"
+    texts = ["x", "", " ", "X ~ ## y", text]
+    *good, bad = rows(folders["ChatML"], job, {"A": texts})
+    assert len({str(controls(folders["ChatML"], row)) for row in good}) == 1
+    assert bad[ERROR]["kind"] == "ControlTokenInRow" and "'<|im_end|>'" in bad[ERROR]["message"]
+
+
 def test_rows_may_be_refused_or_allowed(folders):
     folder = folders["ChatML"]
     columns = {"A": ["fine", "a<|im_end|>b"]}

@@ -67,6 +67,12 @@ _OIDS: dict[int, pa.DataType] = {
     **{1021: pa.list_(pa.float32()), 1022: pa.list_(pa.float64())},
 }
 
+_OF_DUCKDB = {
+    "FLOAT": pa.float32(),
+    "FLOAT[]": pa.list_(pa.float32()),
+    "UBIGINT": pa.uint64(),
+}
+
 
 def open_sql(source: Source) -> TableSource:
     """The rows that source.query gives, in a transaction that begins now."""
@@ -151,7 +157,9 @@ class SqlSource(TableSource):
         result, _ = next(fetched)
         names = list(result.keys())
         told = {entry[0]: _OIDS.get(entry[1]) for entry in result.cursor.description or ()}
-        if self._connection.dialect.name != "postgresql":
+        if self._connection.dialect.name == "duckdb":
+            told = self._told_by_duckdb(result.cursor.description or ())
+        elif self._connection.dialect.name != "postgresql":
             told = {}
         rows = next(fetched, (None, []))[1]
         fetched.close()  # type: ignore[attr-defined]
@@ -169,6 +177,16 @@ class SqlSource(TableSource):
             kind = self._declared.get(name) or told.get(name)
             fields.append((name, kind or self._guessed(name, [row[at] for row in rows])))
         return pa.schema(fields)
+
+    def _told_by_duckdb(self, description: Sequence[Any]) -> dict[str, pa.DataType | None]:
+        """Types that the values do not show. Raises SourceError for those that Python cuts off."""
+        for name, kind, *_ in description:
+            if "TIMESTAMP_NS" in str(kind) and name not in self._declared:
+                raise SourceError(
+                    f"source.query: column {name!r} is {kind}, whose nanoseconds would be lost; "
+                    "CAST it in the query AS VARCHAR, or AS TIMESTAMP"
+                )
+        return {entry[0]: _OF_DUCKDB.get(str(entry[1])) for entry in description}
 
     def _guessed(self, name: str, values: list[Any]) -> pa.DataType:
         try:
@@ -197,7 +215,7 @@ class SqlSource(TableSource):
                 "type in source.types"
             )
         try:
-            return pa.array(plain, kind)
+            return _exact_array(plain, kind)
         except (pa.ArrowException, OverflowError, TypeError, ValueError):
             at, why = _misfit(plain, kind)
             raise SourceError(
@@ -368,7 +386,7 @@ def missing_driver(url: Any, error: Exception) -> str:
 
 def _plain(value: Any, text: bool = False) -> Any:
     """A value as Arrow takes it: JSON as text, what Arrow does not know as its text."""
-    if value is None or (isinstance(value, _PLAIN) and not (text and not isinstance(value, str))):
+    if value is None or isinstance(value, (str, bytes) if text else _PLAIN):
         return value
     if isinstance(value, memoryview | bytearray):
         return bytes(value)
@@ -379,11 +397,32 @@ def _plain(value: Any, text: bool = False) -> Any:
     return str(value)
 
 
+def _exact_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    """Return values as an array. Raises ArrowInvalid where Arrow would cut off a part of one:
+    a fraction, a time of day, an offset."""
+    made, types = pa.array(values, kind), pa.types
+    if types.is_integer(kind) or types.is_floating(kind) or types.is_temporal(kind):
+        for value, held in zip(values, made.to_pylist(), strict=True):
+            if value != held and not _is_held(value, held, kind):
+                raise pa.ArrowInvalid(f"{value} is no {kind}")
+    return made
+
+
+def _is_held(value: Any, held: Any, kind: pa.DataType) -> bool:
+    if isinstance(value, float) and pa.types.is_floating(kind):  # a narrower one rounds fractions
+        return not value.is_integer()
+    if isinstance(value, datetime) and pa.types.is_date(kind):
+        return value == datetime.combine(held, time(), value.tzinfo)
+    if isinstance(value, datetime) and value.tzinfo is None:  # the zone is as declared
+        return bool(value == held.replace(tzinfo=None))
+    return False
+
+
 def _misfit(values: Sequence[Any], kind: pa.DataType) -> tuple[int, str]:
     """The first value that is not of a type, and why."""
     for at, value in enumerate(values):
         try:
-            pa.array([value], kind)
+            _exact_array([value], kind)
         except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
             return at, " ".join(str(error).split())[:200]
     return 0, "unknown"
