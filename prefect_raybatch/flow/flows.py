@@ -34,7 +34,6 @@ from prefect_raybatch.flow.tasks import (
     tune_engine,
     with_blocks,
 )
-from prefect_raybatch.flow.temporary_server import start_temporary_server
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.run_words import run_words, today, with_run_words
@@ -230,7 +229,6 @@ def _ended_drained(drained: RunDrained) -> Any:
 def called(made: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
     """What a flow returns; `RunDrained` where it has ended drained."""
     end_by_sigterm()
-    start_temporary_server()
     try:
         return made(*arguments, **more)
     except CancelledRun as error:
