@@ -237,7 +237,7 @@ def check_run_place(uri: str) -> None:
         Reach(policy).write("run directory", uri)
 
 
-def check_output(uri: str, options: Mapping[str, Any]) -> None:
+def check_output_place(uri: str, options: Mapping[str, Any]) -> None:
     """Raise `ConfigError` where the policy in force does not allow to write to an output."""
     policy = policy_in_force()
     if policy.limited:

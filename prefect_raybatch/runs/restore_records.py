@@ -7,7 +7,6 @@ import hashlib
 import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.increments import asks_ledger, increment_of
 from prefect_raybatch.ledger.layout import PRECISION, REPORT, row_sums_path
@@ -16,12 +15,10 @@ from prefect_raybatch.ledger.precision import PrecisionNote, read_precision
 from prefect_raybatch.ledger.record_files import put_record_proved
 from prefect_raybatch.ledger.records import Part, Plan, digest, dump
 from prefect_raybatch.ledger.success import Success
-from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.report.records import read_report
 from prefect_raybatch.result.row_sums import encode, row_sums
-from prefect_raybatch.result.survey import survey
 from prefect_raybatch.result.verify_records import asks_success, decides_precision
-from prefect_raybatch.runs.finalize_run import completed_report, put_reports
+from prefect_raybatch.runs.finalize_run import put_reports, report_again
 from prefect_raybatch.storage import Store
 from prefect_raybatch.storage.proof import put_proved
 
@@ -73,10 +70,8 @@ def _restore_report(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, 
         return ()
     except (CorruptRun, FileNotFoundError):
         pass
-    job = planning.as_planned(BatchJob.from_dict(plan.job, "plan.json"), plan)
     try:
-        tally = survey(ledger, plan, ledger.shards(plan), pieces=False).tally
-        put_reports(store, completed_report(job, ledger, plan, tally, success.parts))
+        put_reports(store, report_again(ledger, plan, success.parts))
     except CorruptRun as error:
         return (f"nothing of {store.uri}/{REPORT}, as {error}",)
     return (f"{store.uri}/{REPORT} and its pages, from the commits, without the engine deaths",)
