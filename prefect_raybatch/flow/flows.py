@@ -34,12 +34,11 @@ from prefect_raybatch.flow.tasks import (
     tune_engine,
     with_blocks,
 )
-from prefect_raybatch.flow.temporary_server import start_temporary_server
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.run_words import run_words, today, with_run_words
 from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.runs.attempts import record_command, record_unplanned
+from prefect_raybatch.runs.attempts import record_bad_job, record_command, record_unplanned
 from prefect_raybatch.runs.backfill import (
     NightRun,
     backfill,
@@ -175,6 +174,26 @@ def _recorded_unplanned(job: BatchJob, run_key: str | None) -> Iterator[None]:
         raise
 
 
+def _record_invalid(parameters: Mapping[str, Any], error: Exception) -> None:
+    """Record a flow run whose job is no valid one, so that its night is listed. Prefect fails it
+    before the flow is called."""
+    job, key, start = (parameters.get(name) for name in ("job", "run_key", "scheduled_for"))
+    if not isinstance(job, Mapping):
+        return
+    try:
+        BatchJob.from_dict(dict(job))
+    except ConfigError as fault:  # in words that name the field and say what to do
+        error = fault
+    with suppress(ValueError):
+        start = datetime.fromisoformat(start) if isinstance(start, str) else None
+    with suppress(Exception):  # the scheduled start is unknown while Prefect's API is away
+        start = start or scheduled_start()
+    start = start if isinstance(start, datetime) else None
+    record_bad_job(job, key if isinstance(key, str) else None, error, start)
+
+
+batch_inference.when_invalid = _record_invalid
+
 # Of what changes from run to run the form shows no more than this; the job is the deployment's.
 in_form_order(batch_inference, last="job")
 
@@ -230,7 +249,6 @@ def _ended_drained(drained: RunDrained) -> Any:
 def called(made: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
     """What a flow returns; `RunDrained` where it has ended drained."""
     end_by_sigterm()
-    start_temporary_server()
     try:
         return made(*arguments, **more)
     except CancelledRun as error:

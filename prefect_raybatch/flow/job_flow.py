@@ -18,12 +18,24 @@ from prefect_raybatch.job.batch_job import BatchJob
 BLOCK_KEYS = ("block_document_id", "block_document_slug")
 P = ParamSpec("P")
 R = TypeVar("R")
+WhenInvalid = Callable[[Mapping[str, Any], Exception], None]
 
 
 class JobFlow(Flow[P, R]):
-    """A flow that keeps the `$ref` of JSON Schemas in its parameters from Prefect."""
+    """A flow that keeps the `$ref` of JSON Schemas in its parameters from Prefect. `when_invalid`
+    is told of parameters that the flow is not run with."""
+
+    when_invalid: WhenInvalid | None = None
 
     def validate_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return self._validated(parameters)
+        except Exception as error:
+            if self.when_invalid is not None:
+                self.when_invalid(parameters, error)
+            raise
+
+    def _validated(self, parameters: dict[str, Any]) -> dict[str, Any]:
         with_schemas = {
             name: value for name, value in parameters.items() if _refers_in_schema(_plain(value))
         }
@@ -40,6 +52,7 @@ class JobFlow(Flow[P, R]):
     def with_options(self, **options: Any) -> JobFlow[P, R]:
         made: Any = super().with_options(**options)
         made.__class__ = JobFlow  # Prefect makes a plain flow
+        made.when_invalid = self.when_invalid
         return made  # type: ignore[no-any-return]
 
 

@@ -29,7 +29,7 @@ from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.flow.failure import COMMAND, ROWS_SHOWN, explained, said_beforehand, was_told
 from prefect_raybatch.flow.nights import show_nights
 from prefect_raybatch.flow.page import Observer, Page
-from prefect_raybatch.flow.temporary_server import end_temporary_server_with_us
+from prefect_raybatch.flow.temporary_server import guard_temporary_server
 from prefect_raybatch.flow.texts import STORABLE_LINES
 from prefect_raybatch.harmless import markdown_text
 from prefect_raybatch.job.batch_job import BatchJob
@@ -58,6 +58,8 @@ from prefect_raybatch.words import counted
 __all__ = ["finalize_run", "infer_shards", "plan_shards", "publish_run", "with_blocks"]
 
 OUR_LOGGER = logging.getLogger("prefect_raybatch")
+
+guard_temporary_server()
 
 _observers: ContextVar[tuple[Observer, ...]] = ContextVar("observers", default=())
 
@@ -101,7 +103,6 @@ def plan_shards(
     Raises `ConfigError`, `SourceError`, `PlanMismatch`, `UnsafeStore` (never retried) or
     `StoreUnavailable` (retried).
     """
-    end_temporary_server_with_us()
     with (
         logs_in_page(),
         failed_night_shown(job, run_key),
@@ -159,7 +160,6 @@ def infer_shards(job: BatchJob, run: Run) -> Progress:
     With `cluster.job_server` the work is a Ray job that outlives this process, with
     `cluster.kubernetes` on a cluster that is made for it: see `remote`.
     """
-    end_temporary_server_with_us()
     with logs_in_page(), _told("infer_shards", job, run):
         job = with_run_words(job, run.run_key)
         loaded = with_blocks(job)
@@ -230,7 +230,6 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
     Returns the fields to change, such as {"engine.max_num_seqs": 512}. Raises `ConfigError` when
     no setting worked.
     """
-    end_temporary_server_with_us()
     with logs_in_page(), explained("tune_engine", job, None):
         log = get_run_logger()
 

@@ -1,4 +1,4 @@
-"""Prefect's temporary server, which a flow starts where no API URL is set.
+"""Prefect's temporary server, which Prefect starts for a flow where no API URL is set.
 
 Prefect starts it as an ordinary child process. A terminal's Ctrl-C then ends it together with the
 flow, which waits minutes for an API that is gone, and it outlives a flow that is killed.
@@ -6,49 +6,46 @@ flow, which waits minutes for an API that is gone, and it outlives a flow that i
 
 from __future__ import annotations
 
-import signal
 import subprocess
-import threading
-from functools import cache
+from typing import Any
 
 from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE
 
 
-def start_temporary_server() -> None:
-    """Start the server out of reach of Ctrl-C if a flow would start it; else do nothing."""
+def guard_temporary_server() -> None:
+    """Have Prefect start the server out of reach of signals to this process's group, and end it
+    when this process ends.
+
+    Called when the tasks are imported: Prefect starts the server before it runs code of a flow.
+    Does nothing where Prefect would start none.
+    """
     if PREFECT_API_URL.value() or not PREFECT_SERVER_ALLOW_EPHEMERAL_MODE.value():
         return
-    from prefect.server.api.server import SubprocessASGIServer
+    from prefect.server.api import server as prefect_server
 
-    def start() -> None:
-        # A child inherits the blocked signals of the thread that starts it, and keeps them.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            SubprocessASGIServer().start()
-        except Exception as error:  # for the caller, unless Ctrl-C has ended its wait
-            errors.append(error)
-
-    errors: list[Exception] = []
-    starter = threading.Thread(target=start, name="raybatch-prefect-server", daemon=True)
-    starter.start()
-    starter.join()
-    if errors:
-        raise errors[0]
-    end_temporary_server_with_us()
+    vars(prefect_server)["subprocess"] = _Subprocess()
+    started = prefect_server.SubprocessASGIServer().server_process
+    if started is not None:
+        _end_with_us(started.pid)
 
 
-def end_temporary_server_with_us() -> None:
-    """See to it that the server of this process, if it has one, ends when this process does."""
-    if PREFECT_API_URL.value():
-        return
-    from prefect.server.api.server import SubprocessASGIServer
+class _Subprocess:
+    """The module `subprocess` as Prefect's server uses it, with a `Popen` of ours."""
 
-    server = SubprocessASGIServer().server_process
-    if server is not None:
-        _end_with_us(server.pid)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+    @staticmethod
+    def Popen(*arguments: Any, **options: Any) -> subprocess.Popen[Any]:
+        """Start a process in a group of its own: terminals and `timeout` signal whole groups."""
+        process: subprocess.Popen[Any] = subprocess.Popen(*arguments, process_group=0, **options)
+        _end_with_us(process.pid)
+        return process
 
 
-@cache
+_WATCHERS: list[subprocess.Popen[bytes]] = []  # kept, since each ends once its pipe is closed
+
+
 def _end_with_us(pid: int) -> None:
     """Start a process that waits for the end of this one, however it ends, and then ends `pid`.
 
@@ -56,4 +53,5 @@ def _end_with_us(pid: int) -> None:
     an ordinary end, so `kill` may find nothing.
     """
     script = "trap '' INT TERM; cat > /dev/null; kill $0 2> /dev/null"
-    subprocess.Popen(["sh", "-c", script, str(pid)], stdin=subprocess.PIPE, start_new_session=True)
+    command = ["sh", "-c", script, str(pid)]
+    _WATCHERS.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))

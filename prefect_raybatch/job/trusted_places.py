@@ -237,6 +237,15 @@ def check_run_place(uri: str) -> None:
         Reach(policy).write("run directory", uri)
 
 
+def check_output_place(uri: str, options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` where the policy in force does not allow to write to an output."""
+    policy = policy_in_force()
+    if policy.limited:
+        reach = Reach(policy)
+        reach.write("output.uri", uri)
+        reach.options("output.options", options)
+
+
 def check_run_read(uri: str) -> None:
     """Raise `ConfigError` where the policy in force does not allow to read this run directory."""
     policy = policy_in_force()

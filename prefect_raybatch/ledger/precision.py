@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.layout import PRECISION
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
-from prefect_raybatch.ledger.records import dump
+from prefect_raybatch.ledger.records import dump, with_checksum, without_checksum
 from prefect_raybatch.ledger.strict import STRICT, Count, Number, read_json
 from prefect_raybatch.storage import Store
 
@@ -70,7 +70,7 @@ class PrecisionNote:
     seconds: Number = 0.0
 
     def to_bytes(self) -> bytes:
-        return dump(asdict(self))
+        return with_checksum(dump(asdict(self)))
 
 
 _NOTE = TypeAdapter(PrecisionNote)
@@ -79,9 +79,10 @@ _NOTE = TypeAdapter(PrecisionNote)
 def read_precision(store: Store) -> PrecisionNote | None:
     """The run's decision; None where there is none. Raises `CorruptRun` for one that is no such."""
     try:
-        return read_json(_NOTE, read_record(store, PRECISION), PRECISION)
+        data = read_record(store, PRECISION)
     except FileNotFoundError:
         return None
+    return read_json(_NOTE, without_checksum(data, f"{store.uri}/{PRECISION}"), PRECISION)
 
 
 def note_precision(store: Store, note: PrecisionNote) -> PrecisionNote:

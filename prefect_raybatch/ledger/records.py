@@ -113,6 +113,27 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+_CHECKSUM = b'{"checksum":"'
+_DIGITS = 64
+
+
+def with_checksum(record: bytes) -> bytes:
+    """Return a JSON object whose first field is the SHA-256 of the object without it."""
+    return _CHECKSUM + digest(record).encode() + b'",' + record[1:]
+
+
+def without_checksum(data: bytes, what: str) -> bytes:
+    """Return the record that `with_checksum` was given. Raise `CorruptRun`, which names `what`, if
+    it was changed since. A record of a version that kept no checksum comes back as it is."""
+    if not data.startswith(_CHECKSUM):
+        return data
+    end = len(_CHECKSUM) + _DIGITS
+    record = b"{" + data[end + 2 :]
+    if digest(record).encode() != data[len(_CHECKSUM) : end]:
+        raise CorruptRun(f"{what} is not what was written")
+    return record
+
+
 @dataclass(frozen=True)
 class InputFile:
     """One input file as the plan saw it. `uri` is whole; `rows` counts what the run reads of it.

@@ -11,11 +11,13 @@ from pydantic import Field, TypeAdapter
 from prefect_raybatch.finished import FinishedRows
 from prefect_raybatch.ledger.accepted import Accepted
 from prefect_raybatch.ledger.failures import FailureKey
-from prefect_raybatch.ledger.layout import DATA_FOLDER
+from prefect_raybatch.ledger.layout import DATA_FOLDER, REPORT
 from prefect_raybatch.ledger.precision import PrecisionNote
 from prefect_raybatch.ledger.published import Published
-from prefect_raybatch.ledger.records import Part, dump
+from prefect_raybatch.ledger.record_files import put_record, read_record
+from prefect_raybatch.ledger.records import Part, dump, with_checksum, without_checksum
 from prefect_raybatch.ledger.strict import STRICT, Number, read_json
+from prefect_raybatch.storage import Store
 
 Point = Annotated[tuple[Number, ...], Field(min_length=4, max_length=4)]
 Quantiles = Annotated[tuple[Number, ...], Field(min_length=6, max_length=6)]
@@ -210,3 +212,15 @@ class RunReport(FinishedRows):
 
 
 _REPORT = TypeAdapter(RunReport)
+
+
+def put_report(store: Store, report: RunReport) -> None:
+    """Write report.json with a checksum of itself."""
+    put_record(store, REPORT, with_checksum(report.to_bytes()))
+
+
+def read_report(store: Store) -> RunReport:
+    """Return what report.json says. Raise FileNotFoundError where there is none, and `CorruptRun`
+    for one that is not what was written."""
+    data = read_record(store, REPORT)
+    return RunReport.from_bytes(without_checksum(data, f"{store.uri}/{REPORT}"))

@@ -31,6 +31,7 @@ from prefect_raybatch.result.verify_records import (
     check_by_row,
     check_snapshot,
     check_tables,
+    check_told,
 )
 from prefect_raybatch.storage import Store, read_ahead
 from prefect_raybatch.words import are, counted
@@ -81,6 +82,7 @@ def verify(store: Store) -> Verdict:
     success = read_success(store, plan)
     found = Verdict(store.uri, success is not None, plan.rows, shards=plan.shards)
     check_tables(ledger, plan, success, partial(_fault, found))
+    check_told(ledger, plan, success, partial(_fault, found))
     try:
         shards, numbers = ledger.shards(plan), ledger.numbers(plan)
     except CorruptRun as error:

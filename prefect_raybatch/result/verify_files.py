@@ -43,6 +43,8 @@ def check_file(
     with store.open(part.path) as stream:
         checksum = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
         same = checksum == part.sha256
+        if same:
+            _check_sums(store, part, fault)
         taken = 0
         try:
             stream.seek(0)
@@ -129,6 +131,18 @@ def _known(store: Store, part: Part, fault: Fault) -> tuple[np.ndarray, np.ndarr
     except CorruptRun as error:
         fault(str(error))
     return None
+
+
+def _check_sums(store: Store, part: Part, fault: Fault) -> None:
+    """Tell `fault` of row checksums that are missing or changed, of a file that is whole."""
+    if part.sums is None:
+        return
+    path = row_sums_path(part.path)
+    try:
+        if digest(store.read(path)) != part.sums:
+            fault(f"{path}: its contents are not what finalize wrote")
+    except FileNotFoundError:
+        fault(f"{path}: the file is missing, so rows that change could not be named")
 
 
 def _changed(

@@ -1,4 +1,5 @@
-"""Check what a result or a later night depends on beside the rows: tables and stored answers."""
+"""Check what a result, a later night or a command depends on beside the rows: tables, stored
+answers, report.json and precision.json."""
 
 from __future__ import annotations
 
@@ -18,12 +19,22 @@ from prefect_raybatch.ledger.increments import (
     read_answers,
     read_answers_by_row,
 )
-from prefect_raybatch.ledger.layout import ANSWERS_RECORD, ASKS, LAYOUT, PLAN, SUCCESS
+from prefect_raybatch.ledger.layout import (
+    ANSWERS_RECORD,
+    ASKS,
+    LAYOUT,
+    PLAN,
+    PRECISION,
+    REPORT,
+    SUCCESS,
+)
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.part_layout import read_layout
+from prefect_raybatch.ledger.precision import read_precision
 from prefect_raybatch.ledger.record_files import read_record
 from prefect_raybatch.ledger.records import Plan, dump
 from prefect_raybatch.ledger.success import Success, read_success
+from prefect_raybatch.report.records import RunReport, read_report
 from prefect_raybatch.result.verify_files import Fault
 from prefect_raybatch.storage import Store, read_ahead
 from prefect_raybatch.storage.proof import sha256_of
@@ -49,6 +60,42 @@ def check_tables(ledger: Ledger, plan: Plan, success: Success | None, fault: Fau
             fault(f"{LAYOUT} is missing")
     except CorruptRun as error:
         fault(str(error))
+
+
+def check_told(ledger: Ledger, plan: Plan, success: Success | None, fault: Fault) -> None:
+    """Tell `fault` of a report.json and a precision.json that are missing or changed. Commands on a
+    finished run read the one; attempts, retries and later nights ask in the precision of the
+    other."""
+    report = None if success is None else _checked_report(ledger.store, success, fault)
+    try:
+        decided = read_precision(ledger.store)
+    except CorruptRun as error:
+        fault(str(error))
+        return
+    if decided is None and report is not None and report.precision and decides_precision(plan):
+        fault(f"{PRECISION} is missing")
+
+
+def decides_precision(plan: Plan) -> bool:
+    """Return whether a run with precision.json has its own: rows that are looked up have that of
+    the run that asked."""
+    increment = increment_of(plan)
+    return increment is None or increment.ledger != OF_ROWS
+
+
+def _checked_report(store: Store, success: Success, fault: Fault) -> RunReport | None:
+    try:
+        report = read_report(store)
+    except FileNotFoundError:
+        fault(f"{REPORT} is missing")
+        return None
+    except CorruptRun as error:
+        fault(str(error))
+        return None
+    counts = (report.rows, report.good, report.failed, report.skipped)
+    if counts != (success.rows, success.data, success.quarantine, success.skipped):
+        fault(f"{REPORT} counts other rows than {SUCCESS}")
+    return report
 
 
 def check_snapshot(ledger: Ledger, plan: Plan, fault: Fault) -> None:
@@ -171,6 +218,7 @@ def _check_asks(store: Store, increment: Increment, finished: bool, found: Store
             fault(f"{SUCCESS} is missing")
         return
     check_tables(ledger, plan, success, fault)
+    check_told(ledger, plan, success, fault)
     try:
         listing = ledger.listing(plan)
         for _ in ledger.commits(plan, listing, exact=True, on_fault=lambda e: fault(str(e))):

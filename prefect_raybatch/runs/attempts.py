@@ -21,7 +21,11 @@ from prefect_raybatch.job.secrets import (
     hide_users,
     is_masked,
 )
-from prefect_raybatch.job.trusted_places import check_reach, check_run_place
+from prefect_raybatch.job.trusted_places import (
+    check_output_place,
+    check_reach,
+    check_run_place,
+)
 from prefect_raybatch.ledger.last_attempt import (
     ATTEMPT_DRAINED,
     ATTEMPT_FAILED,
@@ -118,7 +122,7 @@ def record_unplanned(
 ) -> tuple[Store, str] | None:
     """Record an attempt that failed before its run directory was known, and return that directory
     and its key. Without a run key it is named as a run of this second would be."""
-    key = run_key or key_of_now(job.name)
+    key = run_key or key_for_start(job.name)
     try:
         check_reach(job, policy_in_force())  # what a job from elsewhere may not write to is left
         uri = filled_uri(job.output.uri, key, date_of_key(key) or today())
@@ -130,9 +134,15 @@ def record_unplanned(
         return None
 
 
-def record_bad_job(value: Mapping[str, Any], run_key: str | None, error: BaseException) -> None:
+def record_bad_job(
+    value: Mapping[str, Any],
+    run_key: str | None,
+    error: BaseException,
+    scheduled: datetime | None = None,
+) -> None:
     """Record an attempt whose job is no valid one: `value` is what its file holds. Nothing is
-    recorded where that does not say where the runs are."""
+    recorded where that does not say where the runs are, or names a place that the policy in force
+    does not allow."""
     output, source = value.get("output"), value.get("source")
     uri = output.get("uri") if isinstance(output, Mapping) else None
     name = value.get("name")
@@ -143,18 +153,20 @@ def record_bad_job(value: Mapping[str, Any], run_key: str | None, error: BaseExc
     inputs = source.get("uri") if isinstance(source, Mapping) else None
     uris = [inputs] if isinstance(inputs, str) else inputs if isinstance(inputs, list) else []
     try:
-        key = run_key if run_key and NAME.match(run_key) else key_of_now(name)
+        key = run_key if run_key and NAME.match(run_key) else key_for_start(name, scheduled)
         place = filled_uri(check_uri(uri), key, date_of_key(key) or today())
         given = dict(options) if isinstance(options, Mapping) and options else None
+        check_output_place(place, given or {})
         texts = [one for one in uris if isinstance(one, str)]
         _record_unplanned(place, given, texts, name, key, error)
     except (ValueError, RayBatchError) as fault:
         log.warning("the failed attempt is not recorded: %s", fault)
 
 
-def key_of_now(name: str) -> str:
-    """Return the key of a run that begins this second."""
-    return f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+def key_for_start(name: str, start: datetime | None = None) -> str:
+    """Return the key of a run that was scheduled for `start`, by default of one that begins this
+    second."""
+    return f"{name}-{(start or datetime.now(UTC)).astimezone(UTC):%Y%m%dT%H%M%SZ}"
 
 
 def record_command(store: Store, command: str) -> None:

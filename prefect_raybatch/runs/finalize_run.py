@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -27,13 +27,12 @@ from prefect_raybatch.ledger.increments import (
 from prefect_raybatch.ledger.layout import REPORT, REPORT_HTML, REPORT_PAGE
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.published import all_published
-from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.advice import advise
-from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.report.records import RunReport, put_report, read_report
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.runs.costs import with_cost
 from prefect_raybatch.runs.precision import precision_of
@@ -96,15 +95,33 @@ def _finalized(job: BatchJob, run: Run, progress: Progress | None) -> RunReport:
         if ledger.finished(plan) is None:
             raise
         return _end(ledger, plan, True)  # another finalizer was done first and tidied up
-    accepted = all_accepted(ledger)
+    made = completed_report(job, ledger, plan, result.tally, result.parts, progress)
+    if ledger.finished(plan) is not None:
+        return _end(ledger, plan, True)  # the report is the other finalizer's too
+    put_reports(store, made)
+    ledger.succeed(_success(plan, output, result, made.accepted))
+    return _end(ledger, plan, True)
+
+
+def completed_report(
+    job: BatchJob,
+    ledger: Ledger,
+    plan: Plan,
+    tally: Tally,
+    parts: Sequence[Part],
+    progress: Progress | None = None,
+) -> RunReport:
+    """Return the report of a run whose result is written. Write first, where it keeps raw answers,
+    which files hold them."""
+    store, accepted = ledger.store, all_accepted(ledger)
     made = reports.build(
-        run.uri,
+        store.uri,
         plan,
-        result.tally,
+        tally,
         "completed",
-        result.parts,
+        parts,
         resumed_shards=progress.resumed_shards if progress else 0,
-        notes=(*_notes(job.engine, plan, result.tally), *of_whom(plan), *map(str, accepted)),
+        notes=(*_notes(job.engine, plan, tally), *of_whom(plan), *map(str, accepted)),
         engine_deaths=progress.engine_deaths if progress else 0,
         losses=progress.losses if progress else None,
         dashboard=last_dashboard(store),
@@ -116,15 +133,25 @@ def _finalized(job: BatchJob, run: Run, progress: Progress | None) -> RunReport:
     increment = increment_of(plan)
     if increment is not None and increment.ledger == OF_ROWS:
         days = job.output.keep_answers if job.keeps_answers else 0.0  # only to put rows in order
-        made = with_reuse(made, ledger, plan, increment, result.tally, days)
-    made = with_cost(made, ledger, plan, job.cluster, _report_of_asks(store, increment))
-    if ledger.finished(plan) is not None:
-        return _end(ledger, plan, True)  # the report is the other finalizer's too
-    put_record(store, REPORT, made.to_bytes())
-    store.put(REPORT_PAGE, reports.markdown(made).encode())
-    store.put(REPORT_HTML, html_page(made).encode())
-    ledger.succeed(_success(plan, output, result, accepted))
-    return _end(ledger, plan, True)
+        made = with_reuse(made, ledger, plan, increment, tally, days)
+    return with_cost(made, ledger, plan, job.cluster, _report_of_asks(store, increment))
+
+
+def report_again(ledger: Ledger, plan: Plan, parts: Sequence[Part]) -> RunReport:
+    """Return the report of a finished run as its commits tell it, without what its last attempt
+    alone knew."""
+    from prefect_raybatch.result.survey import survey
+
+    job = planning.as_planned(BatchJob.from_dict(plan.job, "plan.json"), plan)
+    tally = survey(ledger, plan, ledger.shards(plan), pieces=False).tally
+    return completed_report(job, ledger, plan, tally, parts)
+
+
+def put_reports(store: Store, report: RunReport) -> None:
+    """Write report.json and its pages for people."""
+    put_report(store, report)
+    store.put(REPORT_PAGE, reports.markdown(report).encode())
+    store.put(REPORT_HTML, html_page(report).encode())
 
 
 def _report_of_asks(store: Store, increment: Increment | None) -> RunReport | None:
@@ -252,9 +279,11 @@ def _end(ledger: Ledger, plan: Plan, tidy: bool) -> RunReport:
 def load_report(store: Store) -> RunReport:
     """The report of a finished run; raises `CorruptRun` when it is gone."""
     try:
-        found = RunReport.from_bytes(read_record(store, REPORT))
+        found = read_report(store)
     except FileNotFoundError:
-        raise CorruptRun(f"{store.uri} is finished but has no {REPORT}") from None
+        raise CorruptRun(
+            f"{store.uri} is finished but has no {REPORT}. Run: raybatch repair {store.uri}"
+        ) from None
     return replace(found, published=all_published(store))
 
 

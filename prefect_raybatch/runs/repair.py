@@ -26,14 +26,20 @@ from prefect_raybatch.ledger.increments import Increment, asks_ledger, begin_ask
 from prefect_raybatch.ledger.layout import OUTPUT_SCHEMA, PUBLISHED, PUBLISHED_NAME, piece_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
-from prefect_raybatch.ledger.precision import note_precision, read_precision
+from prefect_raybatch.ledger.precision import PrecisionNote, note_precision, read_precision
 from prefect_raybatch.ledger.record_files import put_record_if_absent, put_table, read_record
 from prefect_raybatch.ledger.records import FORMAT, Piece, Plan, Receipt, digest, dump
 from prefect_raybatch.ledger.success import read_success
 from prefect_raybatch.result.healthy import Tell, WholeShard, whole_shards
-from prefect_raybatch.result.verify_records import StoredAnswers, check_answers, check_tables
+from prefect_raybatch.result.verify_records import (
+    StoredAnswers,
+    check_answers,
+    check_tables,
+    check_told,
+)
 from prefect_raybatch.runs.restore_answers import restore_answers
-from prefect_raybatch.storage import Sums, put_file_proved, put_proved
+from prefect_raybatch.runs.restore_records import restore_precision, restore_records
+from prefect_raybatch.storage import Store, Sums, put_file_proved, put_proved
 from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
@@ -64,7 +70,8 @@ def repair_run(run_dir: str, options: dict[str, Any] | None = None) -> Repaired:
 
     The fork holds a commit for each shard that is whole; a repair that was killed goes on. Where
     the result is whole and raw answers that it keeps for later nights are not, answers.json is
-    written again to name those that are whole. Raises `ConfigError` for a run that cannot be
+    written again to name those that are whole; row checksums, precision.json and report.json of
+    such a run are made again. Raises `ConfigError` for a run that cannot be
     forked, `CorruptRun` where its plan is not readable.
     """
     root, key = place(run_dir, options)
@@ -83,10 +90,13 @@ def repair_run(run_dir: str, options: dict[str, Any] | None = None) -> Repaired:
     lost = _lost(member, fault)
     check_tables(old, plan, member.summary, fault)
     answers = check_answers(old, plan, member.summary is not None)
+    told: list[str] = []
+    check_told(old, plan, member.summary, told.append)
     if member.summary is not None and not lost and not faults:
         restored = restore_answers(old, plan, member.summary, answers)
-        told = tuple(answers.faults[:MOST_SAID])
-        return Repaired(old.store.uri, None, plan.shards, 0, (), told, restored=restored)
+        restored += restore_records(old, plan, member.summary)
+        faults = [*answers.faults, *told][:MOST_SAID]
+        return Repaired(old.store.uri, None, plan.shards, 0, (), tuple(faults), restored=restored)
     asks = _asks(old, increment, fault)
     if asks is not None and member.summary is None:  # rows are still going to look answers up
         _lost(asks, fault)
@@ -94,9 +104,15 @@ def repair_run(run_dir: str, options: dict[str, Any] | None = None) -> Repaired:
         if text not in faults:
             fault(text)
     if not lost and not faults:
+        if told:
+            raise _undecided(told[0])
         return Repaired(old.store.uri, None, plan.shards, 0, (), ())
     if asks is not None and member.summary is not None:
         _check_answers(asks, answers)
+    if member.summary is not None:
+        restore_precision(old.store, plan)
+        if asks is not None:
+            restore_precision(asks.ledger.store, asks.plan)
     ours = Ledger(root.sub(fork_key(key)))
     made = ours.load_plan() or _begin(old, ours, plan, fork_key(key))
     if made.forked_from != forked(plan):
@@ -175,7 +191,7 @@ def _begin(old: Ledger, ours: Ledger, plan: Plan, key: str) -> Plan:
         put_record_if_absent(ours.store, OUTPUT_SCHEMA, read_record(old.store, OUTPUT_SCHEMA))
     except FileNotFoundError:
         log.info("%s has no schema of its answers yet", old.store.uri)
-    if (decided := read_precision(old.store)) is not None:  # what is taken over was asked so
+    if (decided := _decision(old.store)) is not None:  # what is taken over was asked so
         note_precision(ours.store, decided)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     fork = replace(
@@ -198,10 +214,26 @@ def _fork_asks(asks: Member, ours: Ledger, increment: Increment) -> None:
             put_table(ledger.store, name, _table(asks.ledger, name))
         for file in asks.ledger.files(asks.plan):
             _copy(asks.ledger, ledger, file.uri)
-        if (decided := read_precision(asks.ledger.store)) is not None:
+        if (decided := _decision(asks.ledger.store)) is not None:
             note_precision(ledger.store, decided)
     begin_asks(ours.store, increment)
     _take_over(asks, ledger, asks.plan)
+
+
+def _decision(store: Store) -> PrecisionNote | None:
+    """Return the decision in which precision rows are asked; `CorruptRun` says what to do where it
+    is damaged."""
+    try:
+        return read_precision(store)
+    except CorruptRun as error:
+        raise _undecided(str(error)) from None
+
+
+def _undecided(text: str) -> CorruptRun:
+    return CorruptRun(
+        f"{text}. It says in which precision the rows were asked, and nothing else does before the "
+        "run is finished: put the file back, or run the job under a new run key"
+    )
 
 
 def _table(old: Ledger, name: str) -> bytes:

@@ -4,6 +4,8 @@ references to blocks."""
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -14,8 +16,13 @@ from prefect.exceptions import ParameterTypeError
 from pydantic import BaseModel
 
 from prefect_raybatch import BatchJob
+from prefect_raybatch.flow import flows
 from prefect_raybatch.flow.blocks import BatchInferenceJob
 from prefect_raybatch.flow.flows import backfill_job, batch_inference, retry_failed, tune_job
+from prefect_raybatch.flow.job_flow import JobFlow
+from prefect_raybatch.policy.in_force import under
+from prefect_raybatch.policy.policy import STRICT_POLICY
+from prefect_raybatch.runs.nights import nights_of
 
 
 class Place(BaseModel):
@@ -105,3 +112,40 @@ def test_deployments_and_blocks_hold_jobs_with_references() -> None:
 
 def batch_inference_schema() -> dict[str, Any]:
     return batch_inference.parameters.model_dump_for_openapi()
+
+
+def bad_job(folder: Path) -> dict[str, Any]:
+    return job_dict(output={"uri": str(folder)}, sampling={"max_tokens": -1})
+
+
+@pytest.mark.parametrize("made", [batch_inference, batch_inference.with_options(name="other")])
+def test_a_flow_run_whose_job_is_none_is_listed_among_the_nights(
+    made: JobFlow[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefect fails it before the flow is called, so the flow records nothing."""
+    monkeypatch.setattr(flows, "scheduled_start", lambda: datetime(2026, 7, 1, 3, tzinfo=UTC))
+    job = bad_job(tmp_path)
+    keys = [None, "mine", None]
+    for key, when in zip(keys, [None, None, "2026-06-30T03:00:00+02:00"], strict=True):
+        parameters = {"job": job, "run_key": key, "scheduled_for": when}
+        with pytest.raises(ParameterTypeError):
+            made.validate_parameters(parameters)
+    (page,) = nights_of(str(tmp_path))
+    stamps = ("20260630T010000Z", "20260701T030000Z")
+    assert {night.run_key for night in page.nights} == {f"{job['name']}-{s}" for s in stamps} | {
+        "mine"
+    }
+    assert all("sampling.max_tokens" in night.failure for night in page.nights)
+
+
+def test_no_record_goes_where_the_policy_does_not_allow_it(tmp_path: Path) -> None:
+    """A deployment's parameters are anybody's who may use the API."""
+    elsewhere = job_dict(
+        output={"uri": "s3://b/o", "options": {"endpoint_url": "http://10.0.0.1"}},
+        sampling={"max_tokens": -1},
+    )
+    with under(STRICT_POLICY):
+        for job in (bad_job(tmp_path), elsewhere):
+            with pytest.raises(ParameterTypeError):
+                batch_inference.validate_parameters({"job": job, "run_key": "k"})
+    assert list(tmp_path.iterdir()) == []

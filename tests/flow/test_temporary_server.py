@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -13,26 +16,38 @@ import pytest
 from helpers import environ
 from helpers.processes import until
 
-START = """
-import sys, time
+# A flow of a user's own: Prefect starts the server before any of its code runs.
+FLOW = """
+import signal, time
+from prefect import flow
 from prefect.server.api.server import SubprocessASGIServer
-from prefect_raybatch.flow.temporary_server import start_temporary_server
-start_temporary_server()
-try:
+from prefect_raybatch import plan_shards
+
+signal.signal(signal.SIGTERM, lambda number, frame: print("goes on", flush=True))
+
+@flow
+def mine():
     print(SubprocessASGIServer().server_process.pid, flush=True)
     time.sleep(600)
-except KeyboardInterrupt:
-    print("interrupted", flush=True)
-    time.sleep(600)
+
+mine()
 """
 
 
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of Prefect's for all tests, since making its database takes most of a start."""
+    return tmp_path_factory.mktemp("prefect")
+
+
 @pytest.fixture
-def driver(tmp_path: Path):
-    """A process with a server, leader of a group as in a terminal."""
-    env = environ.clean() | {"PREFECT_HOME": str(tmp_path), "HTTP_PROXY": "http://127.0.0.1:9"}
+def script(home: Path) -> Iterator[subprocess.Popen[str]]:
+    """A script with a server, leader of a group as in a terminal.
+
+    It also starts although a proxy is set, which the server could not be reached through."""
+    env = environ.clean() | {"PREFECT_HOME": str(home), "HTTP_PROXY": "http://127.0.0.1:9"}
     env["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = "120"
-    command = [sys.executable, "-c", f"import prefect_raybatch.flow\n{START}"]
+    command = [sys.executable, "-c", FLOW]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True
     ) as process:
@@ -40,14 +55,27 @@ def driver(tmp_path: Path):
         process.kill()
 
 
-def test_it_survives_ctrl_c_and_ends_with_a_driver_that_is_killed(
-    driver: subprocess.Popen[str],
-) -> None:
-    """It also starts although a proxy is set, which it could not be reached through."""
-    assert driver.stdout is not None
-    server = psutil.Process(int(driver.stdout.readline()))
-    os.killpg(driver.pid, signal.SIGINT)
-    assert driver.stdout.readline() == "interrupted\n"
-    assert server.is_running() and server.status() != psutil.STATUS_ZOMBIE
-    driver.kill()
+def server_of(script: subprocess.Popen[str]) -> psutil.Process:
+    assert script.stdout is not None
+    return psutil.Process(int(script.stdout.readline()))
+
+
+def test_the_server_ends_with_a_script_that_is_killed(script: subprocess.Popen[str]) -> None:
+    server = server_of(script)
+    script.kill()
     until(lambda: not server.is_running(), 60, "the end of the server")
+
+
+def test_the_flow_run_of_an_interrupted_script_is_crashed(
+    script: subprocess.Popen[str], home: Path
+) -> None:
+    """A terminal sends SIGINT to the whole group, and `timeout` sends SIGTERM to it."""
+    server = server_of(script)
+    os.killpg(script.pid, signal.SIGTERM)
+    assert script.stdout is not None and script.stdout.readline() == "goes on\n"
+    os.killpg(script.pid, signal.SIGINT)
+    until(lambda: script.poll() is not None, 120, "the end of the script")
+    until(lambda: not server.is_running(), 60, "the end of the server")
+    with closing(sqlite3.connect(home / "prefect.db")) as database:
+        latest = "SELECT state_name FROM flow_run ORDER BY created DESC LIMIT 1"
+        assert database.execute(latest).fetchall() == [("Crashed",)]

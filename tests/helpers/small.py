@@ -18,6 +18,8 @@ from prefect_raybatch.ledger.records import Commit, InputFile, Part, Plan, Recei
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.plan.plan import make_plan
 from prefect_raybatch.plan.resolved import Resolved
+from prefect_raybatch.report import report as reports
+from prefect_raybatch.report.records import put_report
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.stages.block import Failure, tag
 from prefect_raybatch.stages.finish import RECEIPT, Finish
@@ -164,11 +166,12 @@ class Passes:
 def success_of(
     run: SmallRun, parts: Iterable[Part] = (), row_number: str = "_row", compact: bool = True
 ) -> Success:
-    """The end of a run as its commits say."""
+    """Write the report of a run; return its end as its commits say."""
     tally = Tally()
     for commit in run.ledger.commits(run.plan, run.ledger.listing(run.plan)):
         tally.add(commit)
     counts = (tally.good, tally.failed, tally.skipped)
+    put_report(run.store, reports.build(run.store.uri, run.plan, tally, "completed"))
     return Success(run.plan.rows, *counts, tuple(parts), compact, row_number, 1.0, run.plan.hash)
 
 

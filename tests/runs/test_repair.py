@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,24 @@ from helpers.small import Passes, SmallRun, input_rows, make_job, small_run, suc
 from s3server import S3Server
 
 from prefect_raybatch.driver.driver import Driver
-from prefect_raybatch.errors import ConfigError, PlanMismatch
+from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.checkpoints import Folder
 from prefect_raybatch.ledger.forks import follow_forks, fork_key
-from prefect_raybatch.ledger.layout import SUPERSEDED_BY, commit_path, piece_path
+from prefect_raybatch.ledger.layout import (
+    PRECISION,
+    REPORT,
+    REPORT_HTML,
+    REPORT_PAGE,
+    SUPERSEDED_BY,
+    commit_path,
+    piece_path,
+    row_sums_path,
+)
 from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.precision import PrecisionNote, note_precision, read_precision
+from prefect_raybatch.report.records import put_report, read_report
 from prefect_raybatch.result.finalize import finalize
 from prefect_raybatch.result.reap import orphans
 from prefect_raybatch.result.verify import verify
@@ -216,6 +228,63 @@ def test_a_repair_that_was_killed_goes_on(tmp_path, monkeypatch):
     assert repair_run(root).taken == 3
     assert Ledger(open_store(f"{root}.m1")).load_plan() == first
     go_on(run, f"{root}.m1")
+
+
+RECORDS = [PRECISION, REPORT, row_sums_path("data/part-00000.parquet")]
+
+
+def with_decision(run: SmallRun) -> SmallRun:
+    """Note in which precision the rows of a run were asked."""
+    note = PrecisionNote({"quantization": "fp8"}, 0.9, (), "a")
+    note_precision(run.store, note)
+    if run.ledger.finished(run.plan) is not None:
+        put_report(run.store, replace(read_report(run.store), precision=note))
+    return run
+
+
+def change(store: Store, path: str) -> None:
+    """Change a value so that the record is still readable, or a bit of what is no JSON."""
+    data = store.read(path)
+    if b"fp8" in data:
+        store.put(path, data.replace(b"fp8", b"fp4"))
+    else:
+        flip(store, path)
+
+
+@pytest.mark.parametrize("path", RECORDS)
+@pytest.mark.parametrize("damage", [lose, change])
+def test_records_beside_a_whole_result_are_proved_and_made_again(tmp_path, path, damage):
+    run = with_decision(old_run(tmp_path / "key", finished=True))
+    assert verify(run.store).ok
+    before = run.store.read(path)
+    damage(run.store, path)
+    (fault,) = verify(run.store).faults
+    assert path in fault
+    made = repair_run(run.store.uri)
+    assert (made.run_key, made.lost) == (None, ()) and path in made.restored[0]
+    assert verify(run.store).ok and repair_run(run.store.uri).restored == ()
+    if path == REPORT:
+        assert read_report(run.store).precision == read_precision(run.store)
+        assert run.store.holds(REPORT_PAGE) and run.store.holds(REPORT_HTML)
+    else:
+        assert run.store.read(path) == before
+
+
+def test_a_fork_of_a_finished_run_takes_the_decision_of_its_report(tmp_path):
+    run = with_decision(old_run(tmp_path / "key", finished=True))
+    lose(run.store, "data/part-00000.parquet")
+    change(run.store, PRECISION)
+    made = repair_run(run.store.uri)
+    fork = open_store(str(Path(run.store.uri).parent / str(made.run_key)))
+    assert read_precision(fork) == read_report(run.store).precision
+
+
+def test_an_unfinished_run_without_its_decision_cannot_go_on(tmp_path):
+    run = with_decision(old_run(tmp_path / "key", finished=False))
+    change(run.store, PRECISION)
+    assert any(PRECISION in fault for fault in verify(run.store).faults)
+    with pytest.raises(CorruptRun, match=r"precision\.json is not .* new run key"):
+        repair_run(run.store.uri)
 
 
 def test_a_whole_run_is_not_repaired(tmp_path):

@@ -1,0 +1,104 @@
+"""Write records of a finished run again that are missing or damaged, from what else it holds."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pyarrow.parquet as pq
+
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.job.trust import check_types
+from prefect_raybatch.ledger.increments import asks_ledger, increment_of
+from prefect_raybatch.ledger.layout import PRECISION, REPORT, row_sums_path
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.precision import PrecisionNote, read_precision
+from prefect_raybatch.ledger.record_files import put_record_proved
+from prefect_raybatch.ledger.records import Part, Plan, digest, dump
+from prefect_raybatch.ledger.success import Success
+from prefect_raybatch.report.records import read_report
+from prefect_raybatch.result.row_sums import encode, row_sums
+from prefect_raybatch.result.verify_records import asks_success, decides_precision
+from prefect_raybatch.runs.finalize_run import put_reports, report_again
+from prefect_raybatch.storage import Store
+from prefect_raybatch.storage.proof import put_proved
+
+
+def restore_records(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, ...]:
+    """Restore the row checksums, precision.json and report.json of a finished run whose result is
+    whole, and those of its asks; return a sentence for each that was missing or damaged."""
+    restored = [
+        text
+        for part in success.parts
+        for text in _restore_sums(ledger.store, plan, part, success.row_number)
+    ]
+    increment = increment_of(plan)
+    if increment is not None and increment.asks is not None:
+        asked = asks_success(ledger.store, increment)
+        if asked is not None:
+            asks, asks_plan = asks_ledger(ledger.store), Plan.from_bytes(dump(increment.asks))
+            restored += restore_told(asks, asks_plan, asked)
+    return (*restored, *restore_told(ledger, plan, success))
+
+
+def restore_told(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, ...]:
+    """Restore precision.json from report.json, and report.json from the commits."""
+    return (*restore_precision(ledger.store, plan), *_restore_report(ledger, plan, success))
+
+
+def restore_precision(store: Store, plan: Plan) -> tuple[str, ...]:
+    """Write the decision again that the report of a finished run holds."""
+    if not decides_precision(plan):
+        return ()
+    try:
+        found: PrecisionNote | None = read_precision(store)
+    except CorruptRun:
+        found = None
+    try:
+        told = read_report(store).precision
+    except (CorruptRun, FileNotFoundError):
+        return ()
+    if told is None or found == told:
+        return ()
+    put_record_proved(store, PRECISION, told.to_bytes())
+    return (f"{store.uri}/{PRECISION}, which the report holds",)
+
+
+def _restore_report(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, ...]:
+    store = ledger.store
+    try:
+        read_report(store)
+        return ()
+    except (CorruptRun, FileNotFoundError):
+        pass
+    try:
+        put_reports(store, report_again(ledger, plan, success.parts))
+    except CorruptRun as error:
+        return (f"nothing of {store.uri}/{REPORT}, as {error}",)
+    return (f"{store.uri}/{REPORT} and its pages, from the commits, without the engine deaths",)
+
+
+def _restore_sums(store: Store, plan: Plan, part: Part, row_number: str) -> tuple[str, ...]:
+    """Write the checksums of a file's rows again, where they come out as they were."""
+    path = row_sums_path(part.path)
+    if part.sums is None or _is_whole(store, path, part.sums):
+        return ()
+    with store.open(part.path) as stream:
+        if hashlib.file_digest(stream, "sha256").hexdigest() != part.sha256:  # type: ignore[arg-type]
+            return ()
+        stream.seek(0)
+        file = pq.ParquetFile(stream, pre_buffer=False)
+        check_types(file.schema_arrow, part.path)
+        table = file.read(use_threads=False)
+    sums = row_sums(table.drop_columns([row_number]), plan.format)
+    data = encode([table[row_number].to_numpy()], [sums])
+    if digest(data) != part.sums:
+        return (f"nothing of {store.uri}/{path}: another version of pyarrow wrote it",)
+    put_proved(store, path, data)
+    return (f"{store.uri}/{path}, from the rows of its file",)
+
+
+def _is_whole(store: Store, path: str, sha256: str) -> bool:
+    try:
+        return digest(store.read(path)) == sha256
+    except FileNotFoundError:
+        return False
