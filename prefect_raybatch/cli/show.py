@@ -22,6 +22,7 @@ from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.ledger.layout import DATA_FOLDER, PARTIAL_FOLDER, REPORT_HTML
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import duration, failure_table, published_text, stage_table
+from prefect_raybatch.runs.listing import COMPLETED
 from prefect_raybatch.runs.run import complete_before
 from prefect_raybatch.words import are, counted, money
 
@@ -108,8 +109,12 @@ class TerminalProgress(Listener):
 def _progress_line(progress: Progress, phase: str, about: str) -> str:
     rows = counted(progress.whole, *progress.unit)
     if not progress.recent:
-        done = f"{progress.whole_done:,} of {rows} done before; "
-        return f"{done if progress.whole_done else ''}{phase}{f': {about}' if about else ''}"
+        # Requests that this attempt has answered itself count as done when rows are looked up.
+        before = "" if progress.before.rows else " before"
+        done = f"{progress.whole_done:,} of {rows} done{before}" if progress.whole_done else ""
+        # The phase is that of the requests until the rows have a beat of their own.
+        now = "" if phase == ENDED else f"{phase}{f': {about}' if about else ''}"
+        return "; ".join(filter(None, (done, now)))
     failed = progress.failed + progress.held_back
     return (
         f"{progress.whole_done:,} of {rows}, {progress.rate:,.0f} rows/s, "
@@ -418,6 +423,8 @@ def show_status(found: Status) -> None:
         show_status(found.asks)
     _print_strays(found.strays)
     _print_failures(found.failures)
+    if found.state == COMPLETED and found.quarantined and found.superseded_by is None:
+        out.print(f"to ask again about these: raybatch retry-failed {found.run}", markup=False)
     if found.failure:
         out.print("[red]failed[/] while ", end="")
         out.print(found.failure, markup=False)
@@ -457,6 +464,10 @@ def show_verdict(found: Verdict, run_dir: str) -> None:
         out.print(f"[red]not proved[/]: {escape(run_dir)}")
         for fault in found.faults:
             out.print(f"  {fault}", markup=False)
+        if found.finished:
+            out.print(f"to mend it: raybatch repair {run_dir}", markup=False)
+        else:
+            out.print("to go on: run the job again under the same run key", markup=False)
     _print_strays(found.strays)
     if found.orphans:
         size = found.orphan_bytes / 2**20

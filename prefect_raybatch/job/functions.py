@@ -66,7 +66,7 @@ def load_function(name: str, field: str) -> Callable[..., Any]:
     except ImportError as error:
         raise ConfigError(
             f"{field}: module {module_name!r} cannot be imported ({error}); install it where the "
-            "driver and the workers run"
+            "driver and the workers run, or set PYTHONPATH to the folder that holds it"
         ) from None
     except (Exception, SystemExit) as error:  # whatever the module's own code raises
         raise ConfigError(f"{field}: {import_failure(module_name, error)}") from None

@@ -174,5 +174,5 @@ def check_targets(targets: list[PublishTarget]) -> list[PublishTarget]:
     labels = [target.label for target in targets]
     for label in labels:
         if labels.count(label) > 1:
-            raise ValueError(f"two targets are called {label!r}; give each a name of its own")
+            raise ValueError(f"two targets are called {label!r}; set `name` in one of them")
     return targets

@@ -110,6 +110,11 @@ class Sink(ABC):
     def check_place(self) -> None:  # noqa: B027 - a catalog or a server has no place to look at
         """`ConfigError` where a local folder cannot be written to."""
 
+    @property
+    def system(self) -> str:
+        """The name by which people know what keeps the rows: of a database, its own."""
+        return self.target.format
+
     def check_names(self, names: Sequence[str]) -> None:
         """`ConfigError` for names of columns that the target cannot keep apart, or at all."""
         self.refuse_alike(names, lambda name: name)
@@ -123,7 +128,7 @@ class Sink(ABC):
             if other is not name and list(names).index(other) != list(names).index(name):
                 raise ConfigError(
                     f"{self.what}: columns {other!r} and {name!r} are the same to "
-                    f"{self.target.format}, which takes upper and lower case for one. Rename one: "
+                    f"{self.system}, which takes upper and lower case for one. Rename one: "
                     "output.column and output.schema name those of answers, and source.columns "
                     "leaves out those of the input"
                 )

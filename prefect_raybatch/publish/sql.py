@@ -101,8 +101,12 @@ class SqlSink(Sink):
         finally:
             engine.dispose()
 
+    @property
+    def system(self) -> str:
+        return str(self._engine().dialect.name)
+
     def check_names(self, names: Sequence[str]) -> None:
-        dialect = self._engine().dialect.name
+        dialect = self.system
         self.refuse_alike(names, lambda name: _folded(name, dialect))
         most, unit = LONGEST_NAMES.get(dialect, (0, ""))
         told = [("column", name) for name in names]

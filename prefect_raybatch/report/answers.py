@@ -78,6 +78,17 @@ def shifts(
     return tuple(shift for shift in found if shift is not None)
 
 
+def comparable(
+    now: Mapping[str, Mapping[str, float]], before: Mapping[str, Mapping[str, float]]
+) -> bool:
+    """Return whether two runs count a kind of answers alike, and each has enough of them."""
+    return any(
+        min(sum(now[kind].values()), sum(before[kind].values())) >= LEAST_ANSWERS
+        for kind in SAID_OF
+        if kind in now and kind in before
+    )
+
+
 def _shift(
     kind: str, now: Mapping[str, float], before: Mapping[str, float], before_key: str
 ) -> Shift | None:

@@ -36,6 +36,7 @@ class NightLine:
     cost: float | None = None
     answers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     shifts: tuple[Shift, ...] = ()
+    compared: bool = False  # with the completed run before it
     trouble: str = ""
     failure: str = ""
     command: str = ""
@@ -82,10 +83,12 @@ def _row(night: NightLine, with_cost: bool) -> dict[str, str]:
 
 
 def _answers_said(night: NightLine) -> str:
-    """`as before` only where there was something to hold them against."""
+    """Return the shifts from the night before; where there is none, whether it was looked for."""
     if night.shifts:
         return "; ".join(f"{shift.kind} {shift.moved:.1%} otherwise" for shift in night.shifts)
-    return DASH if not night.answers else "no shift"
+    if not night.answers:
+        return DASH
+    return "no shift" if night.compared else "not compared"
 
 
 def answers_table(page: NightsPage) -> list[dict[str, str]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.run_words import dated_parts
-from prefect_raybatch.report.answers import shifts
+from prefect_raybatch.report.answers import comparable, shifts
 from prefect_raybatch.report.nights import NightLine, NightsPage
 from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.listing import COMPLETED, DAMAGED, RunLine, list_runs, run_age
@@ -71,7 +71,11 @@ def _compared(nights: list[NightLine]) -> tuple[NightLine, ...]:
     before: NightLine | None = None
     for night in reversed(nights):
         if before is not None:
-            night = replace(night, shifts=shifts(night.answers, before.answers, before.run_key))
+            night = replace(
+                night,
+                shifts=shifts(night.answers, before.answers, before.run_key),
+                compared=comparable(night.answers, before.answers),
+            )
         if night.answers:
             before = night
         made.append(night)

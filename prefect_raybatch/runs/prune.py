@@ -145,7 +145,8 @@ def _kept(members: list[RunLine], before: float) -> str | None:
     """Return why no run of a family goes, whatever its age; None where it may."""
     for line in members:
         if line.state != COMPLETED:
-            return f"{line.run_key} is {line.state}" + (f": {line.trouble}" * bool(line.trouble))
+            state = f"{line.state}: {line.trouble}" if line.trouble else line.state
+            return f"{line.run_key} is not complete ({state})"
     latest = max(line.finished or line.created or 0.0 for line in members)
     return "younger than asked for" if latest > before else None
 

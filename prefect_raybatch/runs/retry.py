@@ -30,6 +30,7 @@ from prefect_raybatch.ledger.increments import OF_ASKS, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.plan_tables import decode_schema
+from prefect_raybatch.ledger.published import all_published
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.row_numbers import among, numbers_table
@@ -163,7 +164,9 @@ def retry_request(
     known = resolve(keys(child), selection)
     going = None
     for member in family.children(key):
-        if member.summary is None and same_job(member.plan, known.fingerprint, known.parts):
+        if same_job(member.plan, known.fingerprint, known.parts) and (
+            member.summary is None or _missing_targets(member)
+        ):
             going = member  # the newest
     children = family.children(key)
     if going is None and sum(member.plan.rows for member in children) >= parent.failed:
@@ -374,6 +377,14 @@ class _FailedRows:
         return [self.children[k] for k, rows in self.taken.items() if among(rows, asked).any()]
 
 
+def _missing_targets(member: Member) -> list[str]:
+    """Return the targets that the plan of a finished run names and no record says it was published
+    to: a kill after `_SUCCESS`, or a target that refused the rows, leaves some."""
+    job = BatchJob.from_dict(member.plan.job, f"the job of {member.key}")
+    published = {record.target for record in all_published(member.ledger.store)}
+    return [target.label for target in job.output.publish if target.label not in published]
+
+
 def _all_taken(family: Family, parent: Member, takers: Sequence[Member]) -> Nothing:
     """That all rows are in other retries already: well, or `ConfigError` saying what to do."""
     here = family.root.uri
@@ -386,6 +397,12 @@ def _all_taken(family: Family, parent: Member, takers: Sequence[Member]) -> Noth
                 f"{said}; {member.key} is not finished. Finish it with the command it was begun "
                 "with or, if that cannot work and nothing works on it any more, delete "
                 f"{here}/{member.key} whole"
+            )
+    for member in ends:
+        if missing := _missing_targets(member):
+            raise ConfigError(
+                f"{said}; {member.key} is finished and not published to {', '.join(missing)}. "
+                f"Publish it:\n  raybatch publish {here}/{member.key} --job JOB"
             )
     again = [member for member in ends if member.failed]
     if again:

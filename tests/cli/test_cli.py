@@ -271,6 +271,7 @@ def test_status_in_words_and_as_json(made, call):
     for word in ("nightly", "key", "completed", "40 of 40 (100%)", "4 committed, 0 pending"):
         assert word in out
     assert "1 row failed in engine: ValueError: refused" in out
+    assert f"to ask again about these: raybatch retry-failed {run.uri}" in out
     code, out, _ = call("status", run.uri, "--json")
     found = json.loads(out)
     assert code == 0 and out.count("\n") == 1
@@ -361,6 +362,7 @@ def test_verify_fails_when_a_file_is_gone(made, call, tmp_path):
     (copy / "_quarantine/part-00000.parquet").unlink()
     code, out, _ = call("verify", copy)
     assert code == 1 and "not proved" in out and f"rows {FAILS} to {FAILS} are missing" in out
+    assert f"to mend it: raybatch repair {copy}" in out
     code, out, _ = call("verify", copy, "--json")
     assert code == 1 and json.loads(out)["ok"] is False
 

@@ -27,7 +27,7 @@ from prefect.events import emit_event
 from prefect.states import Cancelled, Failed, Running, Scheduled
 
 from prefect_raybatch.cli.show import TerminalProgress
-from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.driver.driver import OtherLedger, Progress
 from prefect_raybatch.driver.heartbeat import (
     ENDED,
     INFERRING,
@@ -604,6 +604,14 @@ def test_the_terminal_hears_what_the_page_hears(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     shown.hear(Beat(0.0, phase=WAITING))  # said though nothing was committed
     assert capsys.readouterr().err == "waiting\n"
+
+
+def test_requests_that_this_attempt_answered_are_not_told_as_done_before(capsys):
+    """When the rows begin to look answers up, the last beat is that of the ended requests."""
+    show = TerminalProgress(quiet=False)
+    show.hear(Beat(0.0, phase=ENDED))
+    show(Progress(40, 1, before=OtherLedger(40)))
+    assert capsys.readouterr().err == "40 of 80 requests and rows done\n"
 
 
 def test_failed_rows_that_no_commit_counts_are_shown(tmp_path):

@@ -41,9 +41,12 @@ def texts(*names: str) -> pa.Schema:
 # --- names of columns ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [TARGETS["delta"][0], TARGETS["sql"][0], duckdb])
-def test_columns_that_are_one_to_the_target_are_refused(make, tmp_path):
-    with pytest.raises(ConfigError, match="columns 'Name' and 'name' are the same to"):
+@pytest.mark.parametrize(
+    ("make", "system"),
+    [(TARGETS["delta"][0], "delta"), (TARGETS["sql"][0], "sqlite"), (duckdb, "duckdb")],
+)
+def test_columns_that_are_one_to_the_target_are_refused(make, system, tmp_path):
+    with pytest.raises(ConfigError, match=f"columns 'Name' and 'name' are the same to {system},"):
         plan(texts("Name", "name"), make(tmp_path))
     job = make_job(output={"uri": str(tmp_path), "publish": [make(tmp_path)]})
     with pytest.raises(ConfigError, match="columns 'Response' and 'response'"):

@@ -25,6 +25,7 @@ from prefect_raybatch.report.answers import (
     answer_counts,
     chance_of,
     chi_square_tail,
+    comparable,
     shifts,
     tokens_range,
 )
@@ -251,3 +252,16 @@ def test_the_folders_of_dated_outputs(uri, base, parts, named):
     assert (found, len(patterns)) == (base, parts)
     assert all(one.fullmatch(name) for one, name in zip(patterns, named, strict=True))
     assert not any(one.fullmatch("Latest.x") for one in patterns if one.pattern != ".+")
+
+
+def test_few_answers_are_not_told_as_no_shift():
+    """Under LEAST_ANSWERS nothing is compared, whatever the answers are."""
+    some = labels(LEAST_ANSWERS, 0, 0)
+    assert comparable(some, some) and not comparable(some, labels(LEAST_ANSWERS - 1, 0, 0))
+    assert not comparable(some, {"lengths": {"1": 900.0}})
+    nights = (
+        NightLine("b", "out/b", "completed", answers=some, compared=True),
+        NightLine("a", "out/a", "completed", answers=some),
+    )
+    rows = night_rows(NightsPage("job", nights))
+    assert [row["answers"] for row in rows] == ["no shift", "not compared"]

@@ -92,6 +92,7 @@ def test_all_but_the_newest_complete_runs_go_with_their_retries(out):
     planned = prune_runs(str(out), 1, dry_run=True)
     assert set(planned.removed) == {"one", "one.r1", "two"} and planned.bytes > 1000
     assert set(planned.kept) == {"three", "open", "other"}
+    assert planned.kept["open"].startswith("open is not complete (")
     assert (out / "one" / SUCCESS).exists()
     found = prune_runs(str(out), 1)
     assert found.removed == planned.removed and found.kept == planned.kept

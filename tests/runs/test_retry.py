@@ -35,6 +35,7 @@ from prefect_raybatch.result.verify_chain import ChainVerdict, verify_chain
 from prefect_raybatch.runs.finalize_run import finalize_run, load_report
 from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.publish_run import publish_run
 from prefect_raybatch.runs.retry import (
     Nothing,
     Retry,
@@ -784,3 +785,39 @@ def test_the_targets_of_a_plan_that_a_person_looked_at(tmp_path: Path) -> None:
     made = plan_retry(run.store.uri, None, {"output.publish": seen})
     assert isinstance(made, Retry)
     assert [one.uri for one in made.job.output.publish] == [target["uri"]]
+
+
+def test_a_retry_that_was_killed_before_it_was_published_is_published(tmp_path: Path) -> None:
+    """`_SUCCESS` is written before the targets get the rows, so a kill or a target that refuses
+    leaves a finished retry whose rows nobody has published."""
+    target = {**TARGET, "uri": str(tmp_path / "lake")}
+    run = first_run(tmp_path, output={"publish": [target]})
+    job = run.job
+    made = planned(run.store.uri, job=job)
+    work(made, made.job)
+    finalize_run(made.job, made.run)
+    again = planned(run.store.uri, job=job)
+    assert again.run.uri == made.run.uri and again.run.finished
+    # Where nobody names the targets again, or names another job, they are told of.
+    with pytest.raises(ConfigError, match="name the job with --job"):
+        plan_retry(run.store.uri)
+    other = BatchJob.from_dict(with_tokens(job, 9))
+    with pytest.raises(ConfigError, match=r"raybatch publish .*key\.r1 --job JOB"):
+        plan_retry(run.store.uri, job=other)
+    publish_run(again.job, again.run.uri)
+    for asked in (job, other, None):
+        assert isinstance(plan_retry(run.store.uri, job=asked), Nothing)
+
+
+def test_a_retry_that_was_begun_without_targets_is_not_missed(tmp_path: Path) -> None:
+    target = {**TARGET, "uri": str(tmp_path / "lake")}
+    run = first_run(tmp_path, output={"publish": [target]})
+    made = planned(run.store.uri, None, {"output.publish": []})
+    work(made, made.job)
+    finalize_run(made.job, made.run)
+    assert isinstance(plan_retry(run.store.uri), Nothing)
+
+
+def with_tokens(job: BatchJob, most: int) -> dict[str, Any]:
+    value = job.to_dict()
+    return {**value, "sampling": {**value.get("sampling", {}), "max_tokens": most}}
