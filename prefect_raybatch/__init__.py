@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from wrapt import register_post_import_hook
+
 if TYPE_CHECKING:
     from prefect_raybatch.cluster.connect import warm_engines
     from prefect_raybatch.errors import RayBatchError
@@ -80,6 +82,12 @@ __all__ = [
     "tune_job",
     "warm_engines",
 ]
+
+
+# Whatever a script imports first: its Prefect server is started before code of a flow is run.
+register_post_import_hook(
+    f"{__name__}.temporary_server:guard_temporary_server", "prefect.server.api.server"
+)
 
 
 def __getattr__(name: str) -> Any:

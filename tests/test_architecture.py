@@ -23,6 +23,7 @@ ROOT = PACKAGE.parent
 FLOORS = [
     "errors",
     "words harmless exits bounded installed proxies",
+    "temporary_server",
     "nvml",
     "demo",
     "policy",

@@ -29,7 +29,6 @@ from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.flow.failure import COMMAND, ROWS_SHOWN, explained, said_beforehand, was_told
 from prefect_raybatch.flow.nights import show_nights
 from prefect_raybatch.flow.page import Observer, Page
-from prefect_raybatch.flow.temporary_server import guard_temporary_server
 from prefect_raybatch.flow.texts import STORABLE_LINES
 from prefect_raybatch.harmless import markdown_text
 from prefect_raybatch.job.batch_job import BatchJob
@@ -58,8 +57,6 @@ from prefect_raybatch.words import counted
 __all__ = ["finalize_run", "infer_shards", "plan_shards", "publish_run", "with_blocks"]
 
 OUR_LOGGER = logging.getLogger("prefect_raybatch")
-
-guard_temporary_server()
 
 _observers: ContextVar[tuple[Observer, ...]] = ContextVar("observers", default=())
 

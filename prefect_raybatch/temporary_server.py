@@ -7,24 +7,22 @@ flow, which waits minutes for an API that is gone, and it outlives a flow that i
 from __future__ import annotations
 
 import subprocess
+from types import ModuleType
 from typing import Any
 
-from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE
+from prefect_raybatch.proxies import bypass_for_local_addresses
 
 
-def guard_temporary_server() -> None:
-    """Have Prefect start the server out of reach of signals to this process's group, and end it
-    when this process ends.
+def guard_temporary_server(server: ModuleType) -> None:
+    """Have Prefect start the server out of reach of signals to this process's group, reach it
+    through no proxy, and end it when this process ends.
 
-    Called when the tasks are imported: Prefect starts the server before it runs code of a flow.
-    Does nothing where Prefect would start none.
+    `server` is the module `prefect.server.api.server`, which starts it. The package has this called
+    when Prefect imports that module, which it does before it runs code of a flow.
     """
-    if PREFECT_API_URL.value() or not PREFECT_SERVER_ALLOW_EPHEMERAL_MODE.value():
-        return
-    from prefect.server.api import server as prefect_server
-
-    vars(prefect_server)["subprocess"] = _Subprocess()
-    started = prefect_server.SubprocessASGIServer().server_process
+    bypass_for_local_addresses()
+    vars(server)["subprocess"] = _Subprocess()
+    started = server.SubprocessASGIServer().server_process
     if started is not None:
         _end_with_us(started.pid)
 
