@@ -99,7 +99,6 @@ FREE = {
     "engine.order": "speed",
     "engine.deduplicate": "speed: only requests that have the same answer are asked once",
     "engine.early_stop": "speed: an answer is completed when it is certain",
-    "engine.stage": "speed: the same model, tokens and sampling",
     "engine.max_num_seqs": "speed",
     "engine.max_num_batched_tokens": "speed",
     "engine.batch_size": "size of shards, which the plan keeps",

@@ -39,7 +39,6 @@ EMBED: dict[str, Any] = {"engine": {"task": "embed"}}
         ),
         ({"output": {"uri": "o", "normalize": False}}, "output.normalize: is for engine.task emb"),
         ({"output": {"uri": "o", "vector_type": "float16"}}, "output.vector_type: is for engine."),
-        ({"engine": {"task": "score", "stage": "ray.data.llm"}}, "set engine.stage to vllm"),
         ({"engine": {"task": "classify", "runner": "pooling"}}, "engine.runner: follows from"),
     ],
 )

@@ -41,7 +41,6 @@ def job(**adapter: Any) -> Any:
             {"engine": {"adapter": "x/y"}, "prompt": {"template": "a", "adapter_column": "c"}},
             "engine.adapter: is for all rows",
         ),
-        ({"engine": {"adapter": "x/y", "stage": "ray.data.llm"}}, "need engine.stage vllm"),
     ],
 )
 def test_rows_must_know_their_adapter(groups, said):

@@ -241,7 +241,6 @@ CHANGED: dict[str, Any] = {
     "engine.order": "input",
     "engine.deduplicate": False,
     "engine.early_stop": "off",
-    "engine.stage": "ray.data.llm",
     "engine.dtype": "float16",
     "engine.quantization": "fp8",
     "engine.gpu_memory_utilization": 0.5,

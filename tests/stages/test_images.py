@@ -298,7 +298,6 @@ def test_a_model_of_text_alone_is_refused(model, tmp_path):
         ({"source": {"uri": "in.parquet", "media_root": "/media"}}, "no images are asked for"),
         ({"source": {"uri": "in.parquet", "media_root": "s3://b/x"}}, "local folder"),
         ({"output": {"uri": "out", "extras": ["image_digests"]}}, "image_digests are of images"),
-        ({"engine": {"stage": "ray.data.llm"}}, "engine.stage"),
         ({"engine": {"task": "embed"}}, "takes text alone"),
         ({"engine": {"adapter": "adapters/a"}}, "adapters do not go with images"),
         ({"engine": {"max_model_len": "auto"}}, "such as 8192"),
