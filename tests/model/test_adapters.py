@@ -55,7 +55,6 @@ def test_the_content_counts_and_not_the_place(folder, tmp_path):
     prints = [fingerprint(job(adapter=str(f)), MODEL)[0] for f in (folder, same, other)]
     assert prints[0] == prints[1] != prints[2]
     assert "engine.adapters" not in fingerprint(job(), MODEL)[1]
-    assert "adapter_column" not in fingerprint(job(), MODEL)[1]["prompt"]
 
 
 def test_a_node_keeps_its_own_copy_of_what_was_pinned(folder, tmp_path, monkeypatch):

@@ -281,8 +281,13 @@ MUTANTS = (
         "layout_own",
         "a finalizer does not take the layout that is there",
         (
-            Edit("result.survey:layout_of", "if plan.format > 1 and (", "if False and ("),
-            Edit("result.survey:layout_of", "if plan.format == 1:", "if True:"),
+            Edit(
+                "result.survey:layout_of",
+                "    if (there := read_layout(ledger, plan)) is not None:\n"
+                "        return _checked(there, found, row_number)\n"
+                "    made, spans = chosen_layout(ledger, plan, found, row_number, file_bytes)\n",
+                "    return chosen_layout(ledger, plan, found, row_number, file_bytes)\n",
+            ),
         ),
         quick=True,
     ),
