@@ -41,7 +41,7 @@ def job_of(args: argparse.Namespace, folder: str) -> Any:
         value = demo_job(args.rows, folder, args.device)
     else:
         model = gpu.make_model(args.model, Path(args.models))
-        value = gpu.job_of(args, model, "auto", "vllm", folder).to_dict()
+        value = gpu.job_of(args, model, "auto", folder).to_dict()
     value["engine"] = {**value["engine"], **more}
     value["limits"] = {"min_agreement": args.min_agreement}
     return BatchJob.from_dict(value)

@@ -25,7 +25,6 @@ so speed is real and answers are not. Each peer is a process of its own, one aft
   auto       the same with all sizes as the package chooses them
   nocommit   the same as `auto` with our stages alone: no pieces, no commits, no result
   resume     `auto` stopped after 90 % of its rows and resumed
-  stage      the same as `ours` with `engine.stage: ray.data.llm`
 
 With --mps all of them run on CUDA's Multi-Process Service (mps.py), which concerns engines that
 share a GPU.
@@ -315,13 +314,7 @@ def peer_raydata(args: argparse.Namespace, model: str, engines: int = 1) -> dict
     }
 
 
-def peer_stage(args: argparse.Namespace, model: str) -> dict[str, float]:
-    return peer_ours(args, model, stage="ray.data.llm")
-
-
-def job_of(
-    args: argparse.Namespace, model: str, engines: int | str, stage: str, folder: str
-) -> Any:
+def job_of(args: argparse.Namespace, model: str, engines: int | str, folder: str) -> Any:
     """The work as a job of ours, its input written."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -347,7 +340,6 @@ def job_of(
                 "model": model,
                 "replicas": args.gpus // args.tensor_parallel,
                 "engines_per_gpu": engines,
-                "stage": stage,
                 **({"early_stop": args.more} if args.more else {}),
                 **arguments,
             },
@@ -356,15 +348,13 @@ def job_of(
     )
 
 
-def peer_ours(
-    args: argparse.Namespace, model: str, engines: int | str = 1, stage: str = "vllm"
-) -> dict[str, float]:
+def peer_ours(args: argparse.Namespace, model: str, engines: int | str = 1) -> dict[str, float]:
     from prefect_raybatch.runs.finalize_run import finalize_run
     from prefect_raybatch.runs.infer_run import infer_run
     from prefect_raybatch.runs.plan_run import plan_run
 
     with tempfile.TemporaryDirectory() as folder:
-        job = job_of(args, model, engines, stage, folder)
+        job = job_of(args, model, engines, folder)
         init_ray()
         run = plan_run(job, "bench")
         progress = infer_run(job, run)
@@ -412,7 +402,7 @@ def peer_nocommit(args: argparse.Namespace, model: str) -> dict[str, float]:
     from variants import without_commits
 
     with tempfile.TemporaryDirectory() as folder:
-        job = job_of(args, model, "auto", "vllm", folder)
+        job = job_of(args, model, "auto", folder)
         init_ray()
         done = [receipt.stats.to_dict() for receipt in without_commits(job)]
     if sum(stats["rows"] for stats in done) != args.rows:
@@ -431,7 +421,7 @@ def peer_resume(args: argparse.Namespace, model: str) -> dict[str, float]:
     from variants import resumed
 
     with tempfile.TemporaryDirectory() as folder:
-        job = job_of(args, model, "auto", "vllm", folder)
+        job = job_of(args, model, "auto", folder)
         init_ray()
         return resumed(job)
 
@@ -463,7 +453,6 @@ PEERS = {
     "auto": (peer_ours, "auto"),
     "nocommit": (peer_nocommit, 1),
     "resume": (peer_resume, 1),
-    "stage": (peer_stage, 1),
 }
 
 

@@ -66,7 +66,7 @@ def name_of(peer: str) -> str:
     if peer == "nocommit":
         return "ours, without pieces, commits and result"
     kind, number = peer.rstrip("0123456789"), peer[len(peer.rstrip("0123456789")) :] or "1"
-    what = {"ours": "ours", "raydata": "`ray.data.llm`", "stage": "ours on `ray.data.llm`"}[kind]
+    what = {"ours": "ours", "raydata": "`ray.data.llm`"}[kind]
     return f"{what}, {number} engine{'s' * (number != '1')} a GPU"
 
 

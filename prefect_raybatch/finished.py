@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, IncompleteRun
-from prefect_raybatch.ledger.layout import MANIFEST, table_path
+from prefect_raybatch.ledger.layout import table_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.partials import PartialResult, read_partial, split_partial
@@ -84,7 +84,7 @@ class FinishedRows:
                 f"(raybatch run JOB --run-key {plan.run_key}); raybatch status shows how far it is"
             )
         if not success.compact:
-            manifest = table_path(success.manifest) if success.manifest else MANIFEST
+            manifest = table_path(success.manifest or "")
             raise ConfigError(
                 f"{store.uri} was written with output.compact: false: its result are the files "
                 f"that {manifest} names, with row numbers by shard and position (docs/job.md)"

@@ -240,7 +240,7 @@ def test_only_the_engine_stages_know_the_stepper():
         if any(ours(n) == "stages.vllm.stepper" for n in imports(path, lazy=True))
     }
     assert users <= {
-        *("stages.engine", "stages.decided", "stages.pooling", "stages.meter", "cluster.ray_llm"),
+        *("stages.engine", "stages.decided", "stages.pooling", "stages.meter"),
         "stages.vllm.forward",
     }
 
@@ -498,7 +498,6 @@ def test_importing_everything_below_the_pipeline_loads_nothing_heavy():
     heavy = {
         "cluster.pipeline",
         "cluster.spanning",
-        "cluster.ray_llm",
         "stages.read",
         "stages.ray_internals",
         "stages.vllm.preload",

@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -341,23 +340,6 @@ def test_another_job_is_refused_with_the_difference(story: Story) -> None:
     assert other.returncode == 2
     assert "sampling.max_tokens: 16 -> 99" in other.stderr
     assert "starting engines" not in other.stderr
-
-
-def test_the_stage_of_ray_data_llm_keeps_the_contract(story: Story) -> None:
-    """The first rows again, by Ray's own stage: the same results, byte for byte."""
-    rows, part = 500, ("--set", "source.limit=500")  # four shards, the last one smaller
-    stage = ("--set", "engine.stage=ray.data.llm")
-    done = story.call("run", "more.yaml", "--run-key", "r", *part, *stage, "--no-prefect", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert (report["good"], report["failed"], report["shards"]) == (495, 3, 4)
-    tokens = report["tokens"]
-    assert tokens["prompt_tokens"] > 0 and tokens["output_tokens"] > 0
-    for kind in ("data", "quarantine"):
-        own = story.table(kind)
-        ours, theirs = own.filter(pc.less(own["_row"], rows)), story.table(kind, "r")
-        assert ours.equals(theirs), kind
-    assert story.call("verify", "s3://e2e/out/r").returncode == 0
 
 
 # --- in flows -------------------------------------------------------------------------------------

@@ -103,8 +103,6 @@ def why_late(job: BatchJob) -> str:
         return "a sample of the rows decides on fp8"
     if job.keeps_answers:
         return "which rows are asked follows from the answers that are there"
-    if engine.stage != "vllm":
-        return f"engine.stage {engine.stage} starts its own"
     if engine.spans_nodes:
         return "engines that span nodes are no single actors"
     if isinstance(engine.replicas, list):

@@ -58,7 +58,6 @@ from prefect_raybatch.stages.pooling import Pooling
 from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.stages.ray_internals import (
     EXECUTOR_LOG,
-    RAY_LLM_ACTOR,
     EnginesDied,
     forget_starts,
     limit_deaths,
@@ -304,9 +303,6 @@ class Pipeline:
         )
         if spec is None:
             return prepared.map_batches(finish, **_batches(), **_stage(self.job.cluster.finish))
-        if self.job.engine.stage == "ray.data.llm":
-            rows = max(unit.rows for unit in units)
-            return self._ray_llm(prepared, spec, isolated, rows, finish)
         if not forwarded:
             stage: type = self.engine
             given: list[Any] = [spec]
@@ -321,20 +317,6 @@ class Pipeline:
         made = {"fn_constructor_args": given, "compute": pool}
         answered = map_actors(prepared, stage, **made, **_batches(), **placed)
         return answered.map_batches(finish, **_batches(), **_stage(self.job.cluster.finish))
-
-    def _ray_llm(
-        self, prepared: Dataset, spec: EngineSpec, isolated: bool, rows: int, finish: Finish
-    ) -> Dataset:
-        # Imported here: ray.data.llm takes seconds, and few jobs want it.
-        from prefect_raybatch.cluster.ray_llm import Gather, Spread, through
-
-        asked = prepared.map_batches(
-            Spread(spec.sampling), **_batches(), **_stage(self.job.cluster.prepare)
-        )
-        calls = 1 if isolated else self.size.concurrent
-        answers = through(asked, spec, self.size.pool, self.engine_resources(), calls, rows)
-        gather = Gather(finish, spec.sampling, self.size.length)
-        return answers.map_batches(gather, **_batches(), **_stage(self.job.cluster.finish))
 
     def _placed(self, resources: dict[str, Any]) -> dict[str, Any]:
         """The resources of an engine's actor, in a group of its own where it may span nodes."""
@@ -358,9 +340,8 @@ class Pipeline:
 
     def _actors(self) -> str:
         """What the names of the pass's actors of engines hold."""
-        ray_llm = self.job.engine.stage == "ray.data.llm"
         stage = Forwarder if self.warm is not None else self.engine
-        return f"({RAY_LLM_ACTOR if ray_llm else stage.__name__})"
+        return f"({stage.__name__})"
 
     def starts(self) -> list[dict[str, float]]:
         """How far the starts of the pass's engines have come. Those that were started early tell
@@ -472,10 +453,10 @@ def resources_of(job: BatchJob, size: Sizing) -> dict[str, Any]:
 def warm_kind_of(
     job: BatchJob, model: Mapping[str, Any], size: Sizing, engine: type = EngineStage
 ) -> WarmKind | None:
-    """What the engines of a run with that (pinned) model are, where they can wait for another
-    run. Not those of ray.data.llm, such as may span nodes, and of a pool that grows and shrinks."""
+    """Return what the engines of a run with that (pinned) model are, or None where they cannot wait
+    for another run: their GPUs may be on several nodes, or their number grows and shrinks."""
     fewest, most = size.pool.replicas
-    if job.engine.stage != "vllm" or job.engine.spans_nodes or fewest != most:
+    if job.engine.spans_nodes or fewest != most:
         return None
     spec = spec_of(job, model, size)
     return warm_kind(engine, spec, resources_of(job, size), size.concurrent)

@@ -25,13 +25,9 @@ def engines_to_plan_for(job: BatchJob) -> int:
 
 def for_attempt(job: BatchJob, plan: Plan, ledger: Ledger, have: Capacity) -> Sizing:
     """The sizes of an attempt at a planned run."""
-    row_bytes = plan.row_bytes
-    # plans of earlier versions do not hold it; files are compressed, so this is a low guess
-    if row_bytes is None:
-        row_bytes = sum(file.size for file in ledger.files(plan)) / max(1, plan.rows)
     model, unknown = model_sizes(job.engine, plan.model, have)
     return sizing.sizes_of(
-        job, plan.rows, row_bytes, have, model, unknown, planned=plan.rows_per_shard
+        job, plan.rows, plan.row_bytes, have, model, unknown, planned=plan.rows_per_shard
     )
 
 

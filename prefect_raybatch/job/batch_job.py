@@ -27,7 +27,6 @@ from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.precision import check_precision
 from prefect_raybatch.job.prompt import Prompt
-from prefect_raybatch.job.reuse import check_reuse
 from prefect_raybatch.job.sampling import Sampling
 from prefect_raybatch.job.secrets import CLEAR
 from prefect_raybatch.job.source import Source
@@ -103,8 +102,6 @@ class BatchJob(Group):
             )
         if self.engine.adapter is not None or self.engine.adapters:
             raise ValueError("prompt.images: adapters do not go with images yet; leave one out")
-        if self.engine.stage == "ray.data.llm":
-            raise ValueError("prompt.images: set engine.stage to vllm, which takes them")
         if self.engine.max_model_len == "auto":
             raise ValueError(
                 "engine.max_model_len: auto counts text alone; set a number that has room for "
@@ -134,11 +131,6 @@ class BatchJob(Group):
         return value
 
     @model_validator(mode="after")
-    def _with_reuse(self) -> BatchJob:
-        check_reuse(self)
-        return self
-
-    @model_validator(mode="after")
     def _with_precision(self) -> BatchJob:
         check_precision(self)
         return self
@@ -154,30 +146,13 @@ class BatchJob(Group):
 
     @model_validator(mode="after")
     def _one_answer(self) -> BatchJob:
-        if (
-            self.engine.stage == "ray.data.llm"
-            and (self.sampling.model_extra or {}).get("n", 1) > 1
-        ):
-            raise ValueError(
-                "sampling.n: ray.data.llm gives one answer a row; set engine.stage to vllm"
-            )
         own = (self.engine.model_extra or {}).get("reasoning_parser")
         if own and self.output.reasoning_parser not in (None, own):
             raise ValueError(
                 f"engine.reasoning_parser {own!r} is not output.reasoning_parser "
                 f"{self.output.reasoning_parser!r}; leave out the engine's, which follows the other"
             )
-        if self.engine.stage == "ray.data.llm" and "finish_reason" in self.output.extras:
-            raise ValueError(
-                "output.extras: ray.data.llm does not tell finish reasons; set engine.stage to "
-                "vllm, or leave finish_reason out"
-            )
         self._check_logprobs()
-        if self.engine.stage == "ray.data.llm" and self.output.on_cut_off == "fail":
-            raise ValueError(
-                "output.on_cut_off: ray.data.llm does not tell which answers were cut off; set "
-                "engine.stage to vllm, or on_cut_off to keep"
-            )
         return self
 
     def _check_logprobs(self) -> None:
@@ -192,10 +167,6 @@ class BatchJob(Group):
         if self.output.probabilities:
             raise ValueError(
                 "sampling.logprobs and output.probabilities ask vLLM for different tokens; keep one"
-            )
-        if self.engine.stage == "ray.data.llm":
-            raise ValueError(
-                "sampling.logprobs: ray.data.llm does not tell them; set engine.stage to vllm"
             )
         most = (self.engine.model_extra or {}).get("max_logprobs", MOST_LOGPROBS)
         if isinstance(most, int) and 0 <= most < told:
@@ -219,10 +190,6 @@ class BatchJob(Group):
             raise ValueError(
                 "output.probabilities: are the same for all answers to a row; leave sampling.n out"
             )
-        if self.engine.stage == "ray.data.llm":
-            raise ValueError(
-                "output.probabilities: ray.data.llm does not tell them; set engine.stage to vllm"
-            )
         return self
 
     @model_validator(mode="after")
@@ -239,11 +206,6 @@ class BatchJob(Group):
             raise ValueError(
                 "sampling.skip_special_tokens: the end token would stand behind the JSON of "
                 "output.schema_model; leave it out"
-            )
-        if self.engine.stage == "ray.data.llm":
-            raise ValueError(
-                "output.schema_model: ray.data.llm does not tell which answers were cut off; set "
-                "engine.stage to vllm"
             )
         return self
 

@@ -126,35 +126,28 @@ class Engine(Group):
         le=1.0,
     )
 
-    stage: Literal["vllm", "ray.data.llm"] = field(
-        19,
-        "vllm",
-        title="Engine stage",
-        text="vllm: this package's own, on vLLM's public API. ray.data.llm: Ray's, slower and "
-        "with fewer figures; order, deduplicate and limits.hang_seconds do not apply to it.",
-    )
     task: tasks.TaskName = field(
-        20,
+        19,
         "generate",
         title="Task",
         text="generate: text. embed: a vector. classify: a label and the probability of each. "
         "score: how well two texts fit each other. docs/tasks.md.",
     )
     adapter: str | None = field(
-        21,
+        20,
         None,
         title="LoRA adapter",
         text="For all rows: local or s3:// folder as peft writes it, or Hugging Face name "
         "(owner/name, hf://owner/name@revision); pinned by its content in the plan.",
     )
     adapters: dict[str, str] = field(
-        22,
+        21,
         {},
         title="LoRA adapters",
         text="By name, for prompt.adapter_column; each as adapter.",
     )
     early_stop: Literal["decided", "first_token", "off"] = field(
-        23,
+        22,
         "decided",
         title="Early stop",
         text="Of an answer to sampling.choice. decided: no more tokens are asked for than tell the "
@@ -232,7 +225,7 @@ class Engine(Group):
                 "pipeline_parallel_size to 1 or engines_per_gpu to 1"
             )
         refuse_unknown(extra, vllm_fields.engine_fields(), set(type(self).model_fields))
-        if self.spans_nodes and self.stage == "vllm":
+        if self.spans_nodes:
             if self.gpus_per_replica == 1:
                 raise ValueError(
                     "distributed_executor_backend: ray joins several GPUs to one engine; set "

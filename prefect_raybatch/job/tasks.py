@@ -56,10 +56,6 @@ def _check_pooling(job: BatchJob, task: str) -> None:
             f"prompt.system: engine.task {task} takes the plain text, without a chat template; "
             "write an instruction into prompt.template"
         )
-    if job.engine.stage != "vllm":
-        raise ValueError(
-            f"engine.task: {task} needs this package's own engine stage; set engine.stage to vllm"
-        )
     if job.output.on_cut_off != "auto":
         raise ValueError(
             f"output.on_cut_off: engine.task {task} has no answer that could be cut off; leave it "
@@ -99,8 +95,6 @@ def check_adapters(job: BatchJob) -> None:
         )
     if "" in several:
         raise ValueError("engine.adapters: an adapter has an empty name; give it one")
-    if (several or job.engine.adapter is not None) and job.engine.stage != "vllm":
-        raise ValueError("engine.adapters: need engine.stage vllm")
 
 
 def _set(group: Any) -> list[str]:

@@ -24,13 +24,14 @@ from typing import IO
 import numpy as np
 
 from prefect_raybatch.errors import CorruptRun, RayBatchError
-from prefect_raybatch.ledger.layout import CHECKPOINT_NAME, CHECKPOINTS
-from prefect_raybatch.ledger.record_files import EARLIER_COMMIT, put_record, read_record
+from prefect_raybatch.ledger.layout import CHECKPOINT_NAME, CHECKPOINTS, COMMITS
+from prefect_raybatch.ledger.record_files import limit_of, put_record, read_record
 from prefect_raybatch.ledger.records import Commit
 from prefect_raybatch.storage import FileInfo, Store, read_ahead
 
 log = logging.getLogger(__name__)
 
+MOST_COMMIT_BYTES = limit_of(f"{COMMITS}/")  # of a commit
 FOLD = 1000  # commits a file: at 400 reads a second what is not folded yet costs 2.5 s
 FOLD_BYTES = 16 << 20  # ... or so much of them: readers hold a few such files
 LEAST_COMMITS = 200  # fewer than these are not worth a file at the end of an attempt
@@ -61,7 +62,7 @@ class Listing:
 
     def note(self, shard: int, info: FileInfo) -> None:
         self.done[shard] = True
-        self.sizes[shard] = min(info.size, EARLIER_COMMIT + 1)
+        self.sizes[shard] = min(info.size, MOST_COMMIT_BYTES + 1)
         if info.etag and _MD5.match(info.etag):
             self.md5[shard] = bytes.fromhex(info.etag)
 

@@ -122,7 +122,6 @@ class Increment:
     reused: tuple[AnswerPart, ...] = ()
     asks: Mapping[str, Any] | None = None
     earlier: tuple[str, ...] = ()
-    earlier_plan: str | None = None
     differs: tuple[str, ...] = ()
     counts: RowCounts = field(default_factory=RowCounts)
     weights: str | None = None

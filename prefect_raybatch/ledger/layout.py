@@ -1,6 +1,6 @@
 """What everything in a run directory is called: paths relative to it.
 
-data/, _quarantine/          the result (quarantine/ in runs of earlier versions: the plan says)
+data/, _quarantine/          the result
 _SUCCESS                     written last: the result is complete
 partial/_UUID/               rows of a run that was not complete, for who could not wait
 _raybatch/                   records, and what is needed until the end
@@ -15,8 +15,7 @@ KINDS = ("data", "quarantine")  # of pieces, and of the files of the result
 DATA_FOLDER = "data"
 # Readers of a whole run directory leave names with _ out, so that failed rows are not among theirs.
 QUARANTINE_FOLDER = "_quarantine"
-EARLIER_QUARANTINE = "quarantine"  # of runs whose plan names none
-RESULT_FOLDERS = (DATA_FOLDER, QUARANTINE_FOLDER, EARLIER_QUARANTINE)
+RESULT_FOLDERS = {"data": DATA_FOLDER, "quarantine": QUARANTINE_FOLDER}  # by kind
 # Each in a folder _UUID of its own: with that _ readers of a whole run directory leave them out.
 PARTIAL_FOLDER = "partial"
 PARTIAL_NAME = re.compile(r"_[0-9a-f]{32}\Z")
@@ -35,7 +34,6 @@ HEARTBEATS = f"{RECORDS}/heartbeats"
 LAST_ATTEMPT = f"{RECORDS}/last_attempt.json"  # how the last attempt went; for people
 PLANNED_BY = f"{RECORDS}/planned_by.json"  # whose code made the plan; for people
 JOBS = f"{RECORDS}/jobs"  # of a run as Ray jobs
-MANIFEST = f"{RECORDS}/manifest.json"  # in place of a compacted result, in runs of format 1
 LAYOUT = f"{RECORDS}/layout.json"  # which shards are in which file of the result
 PART_NOTES = f"{RECORDS}/parts"  # of files of the result that are written
 ROW_SUMS = f"{RECORDS}/row_sums"

@@ -32,7 +32,6 @@ from prefect_raybatch.ledger.many_uris import read_uris
 from prefect_raybatch.ledger.plan_tables import Shards, read_files, read_shards
 from prefect_raybatch.ledger.positions import Positions, Ranges, disjoint
 from prefect_raybatch.ledger.record_files import (
-    EARLIER_COMMIT,
     put_record,
     put_record_if_absent,
     put_table,
@@ -51,7 +50,7 @@ from prefect_raybatch.ledger.records import (
 from prefect_raybatch.ledger.row_numbers import RowNumbers, read_numbers
 from prefect_raybatch.ledger.same_job import check_same
 from prefect_raybatch.ledger.stats import fold_stats
-from prefect_raybatch.ledger.success import Success, check_parts, put_success, read_success
+from prefect_raybatch.ledger.success import Success, put_success, read_success
 from prefect_raybatch.storage import Store, read_ahead
 
 FAILURES = 1000  # messages that a commit keeps apart
@@ -200,7 +199,7 @@ class Ledger:
         """One commit, checked against the plan; raises `CorruptRun` naming what does not fit."""
         path = commit_path(shard)
         try:
-            return _commit_of(plan, shard, read_record(self.store, path, _most_bytes(plan)))
+            return _commit_of(plan, shard, read_record(self.store, path))
         except FileNotFoundError:
             raise CorruptRun(f"{path} does not exist, though its shard was committed") from None
 
@@ -228,10 +227,9 @@ class Ledger:
             failures=_commonest(add_failures(r.failures for r in receipts)),
             where=receipts[-1].where,
             committed=time.time(),
-            format=plan.format,
         )
         path = commit_path(commit.shard)
-        won = put_record_if_absent(self.store, path, commit.body, _most_bytes(plan))
+        won = put_record_if_absent(self.store, path, commit.body)
         return commit if won else None
 
     # --- the end ----------------------------------------------------------------------------
@@ -240,16 +238,13 @@ class Ledger:
         """What `_SUCCESS` says of `plan`, or None while the run is not complete.
 
         The plan is read where it is not given. `CorruptRun` for a file that is none, or another
-        plan's; and where it names no plan, as earlier versions wrote it, unless its parts fit.
+        plan's.
         """
         plan = plan or self.load_plan()
         if plan is None:
             self._check_unplanned()
             return None
-        found = read_success(self.store, plan)
-        if found is not None and found.plan is None:
-            check_parts(self.store, found.parts)
-        return found
+        return read_success(self.store, plan)
 
     def _check_unplanned(self) -> None:
         try:
@@ -331,14 +326,7 @@ def _commit_of(plan: Plan, shard: int, body: bytes) -> Commit:
     # A commit under another plan's hash may count other rows: never mix the two.
     if commit.plan_hash != plan.hash:
         raise CorruptRun(f"{path} was written for another plan ({commit.plan_hash[:12]})")
-    if commit.format != plan.format:
-        raise CorruptRun(f"{path} has format {commit.format}, its run has {plan.format}")
     return commit
-
-
-def _most_bytes(plan: Plan) -> int | None:
-    """Of a commit, where it is another number than for its kind."""
-    return EARLIER_COMMIT if plan.format == 1 else None
 
 
 def _try(plan: Plan, shard: int, body: bytes) -> Commit | CorruptRun:

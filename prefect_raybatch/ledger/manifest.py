@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.ledger.layout import MANIFEST, SUCCESS
-from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.layout import SUCCESS
 from prefect_raybatch.ledger.plan_tables import from_parquet, to_parquet
 from prefect_raybatch.ledger.record_files import put_table, read_table
-from prefect_raybatch.ledger.records import Piece, Plan, digest, dump
+from prefect_raybatch.ledger.records import Piece, digest
 from prefect_raybatch.ledger.success import Success
-from prefect_raybatch.storage import Store, put_proved
+from prefect_raybatch.storage import Store
 
 
 @dataclass(frozen=True)
@@ -24,13 +23,8 @@ class PieceRow:
     piece: Piece
 
 
-def put_manifest(store: Store, plan: Plan, pieces: Sequence[PieceRow]) -> str | None:
-    """Writes the manifest; the name of the table, None in runs of format 1, which have JSON."""
-    if plan.format == 1:
-        rows = [{"shard": p.shard, "start": p.start, "piece": p.piece.path} for p in pieces]
-        named = {"numbers": plan.numbers_table} if plan.numbers_table else {}
-        put_proved(store, MANIFEST, dump({"pieces": rows, **named}))
-        return None
+def put_manifest(store: Store, pieces: Sequence[PieceRow]) -> str:
+    """Write the manifest, and return the name of the table."""
     data = _table(pieces)
     name = f"manifest-{digest(data)[:16]}.parquet"
     put_table(store, name, data)
@@ -53,25 +47,22 @@ def _table(pieces: Sequence[PieceRow]) -> bytes:
     return to_parquet(pa.table(columns))
 
 
-def pieces_named(ledger: Ledger, plan: Plan, success: Success) -> set[str]:
-    """The pieces that are the result of a finished run without compaction: by its manifest, or in
-    runs of format 1 by the commits of all shards.
+def pieces_named(store: Store, success: Success) -> set[str]:
+    """Return the pieces that are the result of a finished run without compaction.
 
-    Raises `CorruptRun` where they are not those of all rows: an orphan is only what is missing
-    from a whole manifest.
+    Raise `CorruptRun` where no manifest is named, or its pieces are not those of all rows: an
+    orphan is only what is missing from a whole manifest.
     """
-    if success.manifest is None:
-        return {piece.path for commit in ledger.every_commit(plan) for piece in commit.pieces}
-    wanted = ["kind", "piece", "rows"]
-    table = from_parquet(
-        read_table(ledger.store, success.manifest, SUCCESS), success.manifest, wanted
-    )
+    name = success.manifest
+    if name is None:
+        raise CorruptRun(f"{store.uri}/{SUCCESS} names no manifest. Nothing was deleted")
+    table = from_parquet(read_table(store, name, SUCCESS), name, ["kind", "piece", "rows"])
     held = {"data": 0, "quarantine": 0}
     for kind, rows in zip(table["kind"].to_pylist(), table["rows"].to_pylist(), strict=True):
         held[kind] = held.get(kind, 0) + rows
     if held != {"data": success.data, "quarantine": success.quarantine}:
         raise CorruptRun(
-            f"{ledger.store.uri}: {success.manifest} names pieces of {held['data']:,} rows and "
+            f"{store.uri}: {name} names pieces of {held['data']:,} rows and "
             f"{held['quarantine']:,} failed ones, _SUCCESS {success.data:,} and "
             f"{success.quarantine:,}. Nothing was deleted"
         )

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.ledger.layout import KINDS, LAYOUT
+from prefect_raybatch.ledger.layout import KINDS, LAYOUT, RESULT_FOLDERS
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import from_parquet, to_parquet
 from prefect_raybatch.ledger.record_files import (
@@ -50,8 +50,9 @@ class PartSpan:
     stop: int
     rows: int
 
-    def path(self, plan: Plan) -> str:
-        return f"{plan.folders[self.kind]}/part-{self.index:05d}.parquet"
+    @property
+    def path(self) -> str:
+        return f"{RESULT_FOLDERS[self.kind]}/part-{self.index:05d}.parquet"
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-# Columns of the file table. The second came after the first runs; who says nothing is left out.
-FILES_SAY = ("uri", "size", "etag", "mtime_ns", "rows")
-
-FILES_MAY_SAY = ("ctime_ns", "inode", "footer", "values")
+FILES_SAY = (  # columns of the file table
+    *("uri", "size", "etag", "mtime_ns", "rows", "ctime_ns", "inode", "footer", "values"),
+)
 
 
 class Shards:
@@ -77,10 +76,7 @@ def read_shards(data: bytes) -> Shards:
 
 
 def files_table(files: Sequence[InputFile]) -> bytes:
-    """Parquet bytes of the inventory, one row a file.
-
-    Columns that came after the first runs are there only where they say something.
-    """
+    """Return the Parquet bytes of the inventory, one row a file."""
     import pyarrow as pa
 
     schema = pa.schema(
@@ -97,15 +93,13 @@ def files_table(files: Sequence[InputFile]) -> bytes:
         ]
     )
     rows = [asdict(f) | {"values": json.dumps(f.values) if f.values else None} for f in files]
-    table = pa.Table.from_pylist(rows, schema)
-    empty = [name for name in FILES_MAY_SAY if table[name].null_count == len(files)]
-    return to_parquet(table.drop_columns(empty))
+    return to_parquet(pa.Table.from_pylist(rows, schema))
 
 
 def read_files(data: bytes) -> tuple[InputFile, ...]:
-    table = from_parquet(data, "file table", FILES_SAY, FILES_MAY_SAY)
+    table = from_parquet(data, "file table", FILES_SAY)
     return tuple(
-        InputFile(**row | {"values": _path_values(row.get("values"))}) for row in table.to_pylist()
+        InputFile(**row | {"values": _path_values(row["values"])}) for row in table.to_pylist()
     )
 
 

@@ -55,18 +55,15 @@ TABLE = Kind(
 )
 
 
-EARLIER_COMMIT = 64 << 20  # bytes of a commit in a run of format 1: 34 MB at worst, as ranges
-
-
 def limit_of(path: str) -> int:
     """The most bytes that a reader takes of the record at `path`."""
     return _kind(path).limit
 
 
-def read_record(store: Store, path: str, limit: int | None = None) -> bytes:
-    """The record's bytes. FileNotFoundError; CorruptRun when it is larger than any of ours, or
-    than `limit` where another holds than for its kind."""
-    return store.read(path, limit or limit_of(path))
+def read_record(store: Store, path: str) -> bytes:
+    """Return the record's bytes. Raise `FileNotFoundError`, and `CorruptRun` when it is larger than
+    any of ours."""
+    return store.read(path, limit_of(path))
 
 
 def read_table(store: Store, name: str, by: str = "plan.json") -> bytes:
@@ -105,18 +102,18 @@ def put_table(store: Store, name: str, data: bytes) -> None:
     put_same_proved(store, path, data)
 
 
-def put_record_if_absent(store: Store, path: str, data: bytes, limit: int | None = None) -> bool:
+def put_record_if_absent(store: Store, path: str, data: bytes) -> bool:
     """As `put_record`, unless something is there; what it returns: `Store.put_if_absent`."""
-    _check(store, path, data, limit)
+    _check(store, path, data)
     return store.put_if_absent(path, data)
 
 
-def _check(store: Store, path: str, data: bytes, limit: int | None = None) -> None:
+def _check(store: Store, path: str, data: bytes) -> None:
     kind = _kind(path)
-    if len(data) > (limit or kind.limit):
+    if len(data) > kind.limit:
         raise ConfigError(
             f"{store.uri}/{path} would have {len(data):,} bytes and is not written: readers take "
-            f"at most {limit or kind.limit:,}. What to change: {kind.change}"
+            f"at most {kind.limit:,}. What to change: {kind.change}"
         )
 
 

@@ -1,8 +1,7 @@
 """Pieces, receipts and commits as JSON holds them, and how positions are written there.
 
-Format 1 of a run: a commit holds good, failed and skipped positions as ranges, however many there
-are, and each piece its own. Format 2: it holds the failed and the skipped ones, as few ranges or a
-bitmap, and good are the others; the only piece of its kind holds what the commit says of that kind.
+A commit holds the failed and the skipped positions, as few ranges or a bitmap, and good are the
+others. The only piece of its kind holds what the commit says of that kind.
 """
 
 from __future__ import annotations
@@ -87,8 +86,6 @@ class ReceiptText:
 
 @dataclass(frozen=True)
 class CommitText:
-    """Of either format: `good` stands in the first, `rows` in the second."""
-
     __pydantic_config__: ClassVar = STRICT
 
     shard: Count
@@ -103,8 +100,7 @@ class CommitText:
     where: Mapping[str, str]
     committed: Number
     format: Count
-    good: SomePositions | None = None
-    rows: ShardRows | None = None
+    rows: ShardRows
 
 
 RECEIPT_TEXT, COMMIT_TEXT = TypeAdapter(ReceiptText), TypeAdapter(CommitText)

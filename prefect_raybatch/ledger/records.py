@@ -18,7 +18,6 @@ from pydantic_core import PydanticCustomError
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.failures import Failures, Loss, failure_texts
-from prefect_raybatch.ledger.layout import DATA_FOLDER, EARLIER_QUARANTINE, QUARANTINE_FOLDER
 from prefect_raybatch.ledger.positions import (
     MOST_POSITIONS,
     Positions,
@@ -29,17 +28,10 @@ from prefect_raybatch.ledger.record_texts import COMMIT_TEXT, RECEIPT_TEXT, Piec
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.ledger.strict import STRICT, Count, Number, read_json
 
-FORMAT = 2  # version of the run directory, of new plans
-RUN_FORMATS = (1, 2)  # that are read; a run stays what it was begun as
-_READ = " and ".join(map(str, RUN_FORMATS))
+FORMAT = 3  # version of the run directory
 
 KINDS_OF_ROWS = ("good", "failed", "skipped")
 NO_POSITIONS = Positions()
-
-LATER_IN_PLANS = (  # fields of a plan that came after the first runs
-    *("numbers_table", "row_bytes", "context", "table", "quarantine", "increment"),
-    *("uris_table", "forked_from", "night"),
-)
 
 QUARANTINE = ("stage", "error", "message", "attempts", "input")
 """Columns of the quarantine's files beside the row number; `input` is a struct of the input row."""
@@ -55,12 +47,6 @@ def _run_key(key: str) -> str:
     if "/" in key:
         raise PydanticCustomError("run_key", "not a run key")
     return key
-
-
-def _folder(name: str) -> str:
-    if name != QUARANTINE_FOLDER:
-        raise PydanticCustomError("folder", "not a folder of the result")
-    return name
 
 
 def _context(value: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -86,7 +72,6 @@ def _forked_from(value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 TableName = Annotated[str, AfterValidator(_table_name)]
 RunKey = Annotated[str, AfterValidator(_run_key)]
-QuarantineFolder = Annotated[str, AfterValidator(_folder)]
 Context = Annotated[Mapping[str, Any], AfterValidator(_context)]
 ForkedFrom = Annotated[Mapping[str, Any], AfterValidator(_forked_from)]
 InputTable = Annotated[Mapping[str, Any], AfterValidator(_table)]
@@ -140,7 +125,7 @@ class InputFile:
 
     Of a local Parquet file read in place: `ctime_ns` and `inode` change whenever it is written, and
     otherwise too, so `footer` (a hash) then tells whether it is still the same. `values` are the
-    columns, as text, that only its path tells. None and empty elsewhere, and in plans of before.
+    columns, as text, that only its path tells. None and empty elsewhere.
     """
 
     uri: str
@@ -205,7 +190,6 @@ class Plan:
     `table` where the input is a snapshot of a table: {format, uri, id, version, schema, ...}, its
     schema as `input_schema`, of all its columns.
     `increment` in a run that reuses or keeps answers (`ledger/increments.py`).
-    `quarantine` is the folder of failed rows, None in plans of before it was named.
     `uris_table` holds the URIs of the input where the job names very many one by one: then `job`
     holds the first of them and `parts` their number and hash.
     `forked_from` is the run in whose place this one goes on: {run_key, plan}, the plan's hash;
@@ -228,36 +212,25 @@ class Plan:
     files_table: TableName
     snapshot: bool
     job: Mapping[str, Any]
+    row_bytes: Number
     parent: RunKey | None = None
     format: int = FORMAT
     numbers_table: TableName | None = None
-    row_bytes: Number | None = None
     context: Context | None = None
     table: InputTable | None = None
-    quarantine: QuarantineFolder | None = None
     increment: Mapping[str, Any] | None = None
     uris_table: TableName | None = None
     forked_from: ForkedFrom | None = None
     night: str | None = None
 
     def to_bytes(self) -> bytes:
-        value = asdict(self)
-        # Plans from before these fields keep their bytes and hash.
-        for name in LATER_IN_PLANS:
-            if value[name] is None:
-                del value[name]
-        return dump(value)
+        return dump(asdict(self))
 
     @property
     def tables(self) -> set[str]:
         """The tables that the plan itself names."""
         named = (self.shards_table, self.files_table, self.numbers_table, self.uris_table)
         return {name for name in named if name is not None}
-
-    @property
-    def folders(self) -> dict[str, str]:
-        """The folders of the result, by kind of piece."""
-        return {"data": DATA_FOLDER, "quarantine": self.quarantine or EARLIER_QUARANTINE}
 
     @cached_property  # every commit is compared with it
     def hash(self) -> str:
@@ -273,9 +246,9 @@ class Plan:
     @classmethod
     def from_bytes(cls, data: bytes) -> Plan:
         found = load(data, "plan.json").get("format")
-        if found not in RUN_FORMATS:  # said first: of another format the fields may be others, too
+        if found != FORMAT:  # said first: of another format the fields may be others, too
             raise CorruptRun(
-                f"plan.json has format {found!r}; this version reads {_READ}. "
+                f"plan.json has format {found!r}; this version reads {FORMAT}. "
                 "Finish the run with the version that began it, or start a new run key."
             )
         plan = read_json(_PLAN, data, "plan.json")
@@ -338,15 +311,12 @@ class Receipt:
     def to_json(self) -> str:
         lost = None if self.lost is None else str(self.lost)
         fatal = self.lost is not None and self.lost.fatal
-        value = {**_shallow(self), "lost": lost, "fatal": fatal}
-        if self.lost is not None and self.lost.counted:
-            value["counted"] = True
+        is_counted = self.lost is not None and self.lost.counted
+        value = {**_shallow(self), "lost": lost, "fatal": fatal, "counted": is_counted}
         for name in KINDS_OF_ROWS:
             value[name] = getattr(self, name).to_text()
         for text, piece in zip(value["pieces"], self.pieces, strict=True):
             text["positions"] = piece.positions.to_text()
-        if self.part is None:  # as receipts were written before there was one
-            del value["part"]
         return dump(value).decode()
 
     @classmethod
@@ -384,20 +354,13 @@ class Commit:
         return len(self.good) + len(self.failed) + len(self.skipped)
 
     def to_bytes(self) -> bytes:
-        value = _shallow(self)
-        if self.format == 1:
-            for name in KINDS_OF_ROWS:
-                value[name] = getattr(self, name).ranges
-            for text, piece in zip(value["pieces"], self.pieces, strict=True):
-                text["positions"] = piece.positions.ranges
-        else:
-            value["rows"] = self.rows
-            del value["good"]
-            value["failed"], value["skipped"] = self.failed.to_text(), self.skipped.to_text()
-            kinds = Counter(piece.kind for piece in self.pieces)
-            for text, piece in zip(value["pieces"], self.pieces, strict=True):
-                if kinds[piece.kind] > 1:
-                    text["positions"] = piece.positions.to_text()
+        value = {**_shallow(self), "rows": self.rows}
+        del value["good"]
+        value["failed"], value["skipped"] = self.failed.to_text(), self.skipped.to_text()
+        kinds = Counter(piece.kind for piece in self.pieces)
+        for text, piece in zip(value["pieces"], self.pieces, strict=True):
+            if kinds[piece.kind] > 1:
+                text["positions"] = piece.positions.to_text()
         return dump(value)
 
     @cached_property
@@ -409,16 +372,10 @@ class Commit:
     @classmethod
     def from_bytes(cls, data: bytes, what: str = "commit") -> Commit:
         found = read_json(COMMIT_TEXT, data, what)
-        if found.format not in RUN_FORMATS:
-            raise CorruptRun(f"{what} has format {found.format!r}; this version reads {_READ}")
+        if found.format != FORMAT:
+            raise CorruptRun(f"{what} has format {found.format!r}; this version reads {FORMAT}")
         value = dict(found.__dict__)
-        rows = value.pop("rows")
-        absent, foreign = ("good", "rows") if found.format == 1 else ("rows", "good")
-        if getattr(found, absent) is None:
-            raise CorruptRun(f"{what} is malformed: {absent} is missing")
-        if getattr(found, foreign) is not None:
-            raise CorruptRun(f"{what} has unknown fields {foreign}")
-        _take_positions(value, rows, what)
+        _take_positions(value, value.pop("rows"), what)
         commit = cls(**value)
         commit.__dict__["body"] = data
         return commit
@@ -429,8 +386,7 @@ class Part:
     """A file of the result, path relative to the run directory.
 
     `first` and `last` are its row numbers at both ends, `sums` the SHA-256 of its row checksums;
-    None in runs finished by a version that kept none. `etag` is that of the proved file, None on
-    a disk.
+    None while only the file itself is written. `etag` is that of the proved file, None on a disk.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -446,7 +402,7 @@ class Part:
 
 
 def _shallow(record: Receipt | Commit) -> dict[str, Any]:
-    """The fields for JSON; positions are written as the record's format has them."""
+    """Return the fields for JSON, without the positions of pieces."""
     value = dict(record.__dict__)
     value.pop("body", None)
     value["pieces"] = [
@@ -458,12 +414,12 @@ def _shallow(record: Receipt | Commit) -> dict[str, Any]:
 
 
 def _take_positions(value: dict[str, Any], rows: int | None, what: str) -> None:
-    """Unpacks the positions of a record of `rows` rows; of None it names the good ones itself."""
+    """Unpack the positions of a record of `rows` rows; one of None names the good ones itself."""
     most = MOST_POSITIONS if rows is None else rows
     for name in KINDS_OF_ROWS:
-        if value[name] is not None:
+        if name in value:
             value[name] = _positions(value[name], most, what, name)
-    if value["good"] is None:
+    if "good" not in value:
         value["good"] = (value["failed"] | value["skipped"]).lacking(most)
     kinds = Counter(piece.kind for piece in value["pieces"])
     pieces = []
@@ -471,7 +427,7 @@ def _take_positions(value: dict[str, Any], rows: int | None, what: str) -> None:
         text, name = piece.positions, f"pieces.{number}.positions"
         if text is not None:
             positions = _positions(text, most, what, name)
-        elif kinds[piece.kind] == 1 and value.get("format") != 1:
+        elif kinds[piece.kind] == 1:
             positions = value["good" if piece.kind == "data" else "failed"]
         else:
             raise CorruptRun(f"{what} is malformed: {name} is missing")

@@ -1,8 +1,7 @@
-"""Whether a run belongs to a job, and what tells the two apart."""
+"""What tells a run's job from another."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -10,19 +9,6 @@ from prefect_raybatch.errors import PlanMismatch
 from prefect_raybatch.job.secrets import masked
 from prefect_raybatch.ledger.many_uris import bounded_parts
 from prefect_raybatch.ledger.records import Plan
-
-# Arguments of an engine that earlier versions counted, and that change speed alone.
-FREED = frozenset(
-    (
-        "performance_mode",
-        "optimization_level",
-        "compilation_config",
-        "cudagraph_capture_sizes",
-        "max_cudagraph_capture_size",
-        "cudagraph_metrics",
-        "stream_interval",
-    )
-)
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -41,51 +27,6 @@ def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple
     return found
 
 
-def same_job(plan: Plan, found: str, parts: Mapping[str, Any]) -> bool:
-    """Whether the run of that plan is one of the job with fingerprint `found`, made of `parts`.
-
-    Fingerprints of earlier versions hold arguments that are free by now, and a JSON Schema as a
-    mapping: without these they are the job's own, unless something in them is hidden and cannot be
-    compared.
-    """
-    if plan.fingerprint == found:
-        return True
-    counted = plan.parts.get("engine")
-    if not isinstance(counted, Mapping):
-        return False
-    before = parts_with_schema_text(plan.parts, parts)
-    if not FREED & set(counted) and before is plan.parts:
-        return False
-    rest = {name: value for name, value in counted.items() if name not in FREED}
-    if any(masked(rest, "engine")):
-        return False
-    return not difference({**before, "engine": rest}, parts)
-
-
-def parts_with_schema_text(old: Mapping[str, Any], new: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The parts `old` with the text of a JSON Schema in `new` where they hold the same one as a
-    mapping, without the order of its properties, as earlier versions did; else `old` itself."""
-    schema, text = _schema(old), _schema(new)
-    if not isinstance(schema, Mapping) or not isinstance(text, str):
-        return old
-    try:
-        if json.loads(text) != schema:
-            return old
-    except (ValueError, RecursionError):
-        return old
-    sampling = old["sampling"]
-    form = {**sampling["structured_outputs"], "json": text}
-    return {**old, "sampling": {**sampling, "structured_outputs": form}}
-
-
-def _schema(parts: Mapping[str, Any]) -> Any:
-    """What `sampling.structured_outputs.json` is there."""
-    found: Any = parts
-    for name in ("sampling", "structured_outputs", "json"):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
-
-
 def check_same(
     plan: Plan,
     found: str,
@@ -95,7 +36,7 @@ def check_same(
 ) -> None:
     """Raises `PlanMismatch` with a readable difference when the run belongs to another job.
     Differences in the fields `left_out` are taken on by a person, and make it no other."""
-    if same_job(plan, found, parts):
+    if plan.fingerprint == found:
         return
     differences = differing(plan.parts, parts)
     lines = [

@@ -37,7 +37,7 @@ from prefect_raybatch.storage.proof import sha256_of
 
 def _of_result(part: Part) -> Part:
     folder, _, name = part.path.partition("/")
-    if folder not in RESULT_FOLDERS or not name or "/" in name or name.startswith("."):
+    if folder not in RESULT_FOLDERS.values() or not name or "/" in name or name.startswith("."):
         raise PydanticCustomError(
             "part_path", "{path} is no file of the result", {"path": repr(part.path)}
         )
@@ -51,11 +51,11 @@ INLINE_PARTS = 1000  # files that stand in the record itself
 @dataclass(frozen=True)
 class Success:
     """The end of a run: rows by what became of them, the files of the result in order, seconds
-    since 1970. `plan` is the plan's hash, None in runs finished by a version that kept none.
+    since 1970. `plan` is the plan's hash.
 
-    `layout` names the table of the layout that the files are of, `manifest` that of the pieces
-    where these are the result; both None in runs of format 1. Many files are in `parts_table`.
-    `accepted`: in what the job of some attempt differed from the run's, by a person's word.
+    `layout` names the table of the layout that the files are of, or `manifest` that of the pieces
+    where these are the result. Many files are in `parts_table`. `accepted`: in what the job of
+    some attempt differed from the run's, by a person's word.
     """
 
     __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
@@ -65,23 +65,17 @@ class Success:
     quarantine: Count
     skipped: Count
     parts: Parts
+    plan: str
     compact: bool = True
     row_number: str = "_row"
     finished: float = 0.0
-    plan: str | None = None
     layout: TableName | None = None
     manifest: TableName | None = None
     parts_table: TableName | None = None
     accepted: tuple[Accepted, ...] = ()
 
     def to_bytes(self) -> bytes:
-        value = asdict(self)
-        for name in ("layout", "manifest", "parts_table"):  # which runs of format 1 do not have
-            if value[name] is None:
-                del value[name]
-        if not value["accepted"]:
-            del value["accepted"]
-        return dump(value)
+        return dump(asdict(self))
 
     @classmethod
     def from_bytes(
@@ -96,7 +90,7 @@ class Success:
             found = read_json(_SUCCESS, data, path)
         except CorruptRun as error:
             raise CorruptRun(f"{error}. {_not_of(None, plan)}") from None
-        if found.plan is not None and found.plan != plan.hash:
+        if found.plan != plan.hash:
             raise CorruptRun(f"{path} was written for another plan. {_not_of(found.plan, plan)}")
         if found.parts_table is not None and table is not None:
             parts = _parts_of(table(found.parts_table), found.parts_table)
@@ -106,13 +100,6 @@ class Success:
         wanted = {"data": found.data, "quarantine": found.quarantine}
         if not found.compact:
             wanted = dict.fromkeys(KINDS, 0)
-        folders = plan.folders.values()
-        astray = next((p.path for p in found.parts if _folder_of(p) not in folders), None)
-        if astray is not None:
-            raise CorruptRun(
-                f"{path} names {astray}, and the files of this plan are in "
-                f"{' and '.join(folders)}. {_not_of(found.plan, plan)}"
-            )
         if {found.rows, counted} != {plan.rows} or kept != wanted:
             raise CorruptRun(
                 f"{path} does not add up: {found.rows:,} rows, of them {found.data:,} in data, "
@@ -162,7 +149,7 @@ def read_success(store: Store, plan: Plan) -> Success | None:
 
 def put_success(store: Store, success: Success) -> None:
     """Writes `_SUCCESS` unless there is one; of many files the table first, which it then names."""
-    if len(success.parts) > INLINE_PARTS and success.layout is not None:
+    if len(success.parts) > INLINE_PARTS:
         data = to_parquet(_parts_rows(success.parts))
         name = f"parts-{digest(data)[:16]}.parquet"
         put_table(store, name, data)
@@ -232,9 +219,9 @@ def strays(paths: Iterable[str], named: Iterable[str]) -> list[str]:
     )
 
 
-def check_no_strays(store: Store, plan: Plan, parts: Iterable[Part]) -> None:
-    """`CorruptRun` naming a file in the folders of the plan's result that is not of it."""
-    found = strays(_listed(store, plan.folders.values()), (part.path for part in parts))
+def check_no_strays(store: Store, parts: Iterable[Part]) -> None:
+    """Raise `CorruptRun` naming a file in the folders of the result that is not of it."""
+    found = strays(_listed(store, RESULT_FOLDERS.values()), (part.path for part in parts))
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise CorruptRun(

@@ -10,7 +10,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import nearest
 from prefect_raybatch.ledger.accepted import Accepted
 from prefect_raybatch.ledger.records import Plan
-from prefect_raybatch.ledger.same_job import check_same, differing, same_job
+from prefect_raybatch.ledger.same_job import check_same, differing
 from prefect_raybatch.plan.fingerprint import FINGERPRINTED
 
 _ROWS = "it decides which rows the run has, which its plan has fixed"
@@ -57,7 +57,7 @@ def check_acceptable(
             raise ConfigError(f"accept: no field is called {name!r}{nearest(name, known)}")
         if name in differences:
             _check_field(plan, name, differences[name])
-    if not fields or same_job(plan, found, parts):
+    if not fields or plan.fingerprint == found:
         check_same(plan, found, parts, where)
         return ()
     check_same(plan, found, parts, where, left_out=fields)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import is_web
-from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.job.functions import source_digest
-from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.secrets import (
     catalog_place,
     counted_catalog,
@@ -18,7 +18,6 @@ from prefect_raybatch.job.secrets import (
     unsigned,
 )
 from prefect_raybatch.ledger.records import digest, dump
-from prefect_raybatch.ledger.same_job import FREED
 from prefect_raybatch.model import adapters
 
 # Every job field is in exactly one of these two tables (a test proves it). The first decide what
@@ -29,14 +28,14 @@ FINGERPRINTED = {
     "source.format": "other parsing, other values",
     "source.limit": "other rows",
     "source.columns": "other columns in the result",
-    "source.version": "other rows; counts where it is set",
-    "source.filter": "other rows; counts where it is set",
+    "source.version": "other rows",
+    "source.filter": "other rows",
     "source.catalog": "another table; which catalog it is counts, its keys do not",
     "source.query": "other rows",
-    "source.types": "other values; counts where it is set",
-    "source.config": "other rows; counts where it is set",
-    "source.split": "other rows; counts where it is set",
-    "source.csv": "other values; counts where it is set",
+    "source.types": "other values",
+    "source.config": "other rows",
+    "source.split": "other rows",
+    "source.csv": "other values",
     "prompt.template": "other requests",
     "prompt.system": "other requests",
     "prompt.function": "other requests; its module's source counts",
@@ -76,8 +75,8 @@ FINGERPRINTED = {
     "output.tool_parser": "what is text and what is a call",
     "output.tool_calls_column": "other result columns; counts with a tool parser",
     "output.on_cut_off": "decides which rows are good; counts where it is fail",
-    "output.extras": "other result columns; counts where there are any",
-    "output.probabilities": "another result column; counts where it is written",
+    "output.extras": "other result columns",
+    "output.probabilities": "another result column",
     "output.schema_model": "decides the answers and the columns; its text counts",
     "output.normalize": "other vectors",
     "output.vector_type": "other vectors",
@@ -99,7 +98,6 @@ FREE = {
     "engine.order": "speed",
     "engine.deduplicate": "speed: only requests that have the same answer are asked once",
     "engine.early_stop": "speed: an answer is completed when it is certain",
-    "engine.stage": "speed: the same model, tokens and sampling",
     "engine.max_num_seqs": "speed",
     "engine.max_num_batched_tokens": "speed",
     "engine.batch_size": "size of shards, which the plan keeps",
@@ -120,7 +118,7 @@ FREE = {
     "cluster": "where it runs",
 }
 
-FREE_ENGINE_ARGUMENTS = FREED | frozenset(  # vLLM arguments that change speed or memory alone
+FREE_ENGINE_ARGUMENTS = frozenset(  # vLLM arguments that change speed or memory alone
     (
         "gpu_memory_utilization",
         "kv_cache_memory_bytes",
@@ -136,16 +134,48 @@ FREE_ENGINE_ARGUMENTS = FREED | frozenset(  # vLLM arguments that change speed o
         "distributed_executor_backend",
         "safetensors_load_strategy",
         "hf_token",
+        "performance_mode",
+        "optimization_level",
+        "compilation_config",
+        "cudagraph_capture_sizes",
+        "max_cudagraph_capture_size",
+        "cudagraph_metrics",
+        "stream_interval",
     )
 )
 
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # other kernels, whose answers differ in the last bits
 
-PROMPT_LATER = (  # fields of the prompt that came after the first runs
-    *("messages", "chat_template", "chat_template_kwargs", "prefill", "continue_final_message"),
-    *("tools", "documents", "second", "adapter_column", "special_tokens_in_rows"),
-)
+
+def _uris(job: BatchJob) -> list[str]:
+    return [unsigned(uri) if is_web(uri) else uri for uri in job.source.uris]
+
+
+def _catalog(job: BatchJob) -> dict[str, Any]:
+    return counted_catalog(job.source.catalog) if job.source.catalog else {}
+
+
+def _engine_arguments(job: BatchJob) -> dict[str, Any]:
+    arguments = job.engine.model_extra or {}
+    return {k: v for k, v in sorted(arguments.items()) if k not in FREE_ENGINE_ARGUMENTS}
+
+
+# Fields of FINGERPRINTED whose value is not what counts, and what counts in its place.
+FIELD_READERS: dict[str, Callable[[BatchJob], Any]] = {
+    "source.uri": _uris,
+    "source.catalog": _catalog,
+    "engine.(extra)": _engine_arguments,
+    "output.schema_model": lambda job: job.output.answer_form,
+    "output.on_cut_off": lambda job: "fail" if job.output.on_cut_off == "fail" else None,
+}
+COUNTED_WHEN: dict[str, Callable[[BatchJob], bool]] = {  # the other fields always count
+    "engine.max_model_len_percentile": lambda job: job.engine.max_model_len == "auto",
+    "output.reasoning_column": lambda job: job.output.reasoning_parser is not None,
+    "output.tool_calls_column": lambda job: job.output.tool_parser is not None,
+}
+BY_CONTENT = ("engine.adapter", "engine.adapters")  # fields that `fingerprint` itself looks up
+PART_NAMES = {"engine.(extra)": "engine", "output.output_schema": "output.schema"}
 
 
 def fingerprint(
@@ -183,7 +213,7 @@ def shown_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
     if "source.uri" in parts:
         uris = parts["source.uri"]
         shown["source.uri"] = [recorded(uri) if is_web(uri) else uri for uri in uris]
-    if "source.catalog" in parts:
+    if parts.get("source.catalog"):
         shown["source.catalog"] = catalog_place(parts["source.catalog"])
     return shown
 
@@ -198,71 +228,14 @@ LOOKED_UP = (
 def answer_fields(job: BatchJob) -> dict[str, Any]:
     """Return the parts of the fingerprint that the job's own fields give, engine arguments that
     may be secret included."""
-    engine = job.engine.model_extra or {}
-    parts: dict[str, Any] = {
-        "name": job.name,
-        "source.uri": [unsigned(uri) if is_web(uri) else uri for uri in job.source.uris],
-        "source.format": job.source.format,
-        "source.limit": job.source.limit,
-        "source.columns": job.source.columns,
-        "prompt": job.prompt.model_dump(mode="json"),
-        "sampling": job.sampling.model_dump(mode="json"),
-        "engine.model": job.engine.model,
-        "engine.revision": job.engine.revision,
-        "engine.max_model_len": job.engine.max_model_len,
-        "engine": {k: v for k, v in sorted(engine.items()) if k not in FREE_ENGINE_ARGUMENTS},
-        "output.column": job.output.column,
-        "output.columns": job.output.columns,
-        "output.postprocess": job.output.postprocess,
-        "output.schema": job.output.output_schema,
-        "output.row_number": job.output.row_number,
+    values = job.model_dump(mode="json", exclude={"output": {"schema_model"}})
+    parts = {
+        PART_NAMES.get(name, name): FIELD_READERS[name](job)
+        if name in FIELD_READERS
+        else reduce(getitem, name.split("."), values)
+        for name in FINGERPRINTED
+        if name not in BY_CONTENT and (name not in COUNTED_WHEN or COUNTED_WHEN[name](job))
     }
-    # What came after the first runs counts where it is used: the others keep their fingerprint.
-    if job.source.version is not None:
-        parts["source.version"] = job.source.version
-    if job.source.catalog:
-        parts["source.catalog"] = counted_catalog(job.source.catalog)
-    if job.source.query is not None:
-        parts["source.query"] = job.source.query
-    if job.source.types:
-        parts["source.types"] = job.source.types
-    for name in ("config", "split"):
-        if (value := getattr(job.source, name)) is not None:
-            parts[f"source.{name}"] = value
-    if job.source.filter is not None:
-        parts["source.filter"] = job.source.filter
-    if job.prompt.on_too_long == "quarantine":
-        del parts["prompt"]["on_too_long"]
-    if not job.prompt.images.used:
-        del parts["prompt"]["images"]
-    else:
-        for name in ("fetch_seconds", "allow_private"):
-            del parts["prompt"]["images"][name]
-    for name in PROMPT_LATER:
-        if parts["prompt"][name] == Prompt.model_fields[name].default:
-            del parts["prompt"][name]
-    if job.source.csv != Csv():
-        parts["source.csv"] = job.source.csv.model_dump(mode="json", exclude_defaults=True)
-    if job.output.reasoning_parser:
-        parts["output.reasoning_parser"] = job.output.reasoning_parser
-    if job.output.tool_parser:
-        parts["output.tool_parser"] = job.output.tool_parser
-    parts |= job.output.parsed_columns
     if job.engine.env.get(BATCH_INVARIANT, "0") not in ("", "0"):
         parts[f"engine.env.{BATCH_INVARIANT}"] = job.engine.env[BATCH_INVARIANT]
-    if job.engine.task != "generate":
-        parts["engine.task"] = job.engine.task
-    if job.engine.task == "embed":
-        parts["output.normalize"] = job.output.normalize
-        parts["output.vector_type"] = job.output.vector_type
-    if job.output.on_cut_off == "fail":
-        parts["output.on_cut_off"] = "fail"
-    if job.output.extras:
-        parts["output.extras"] = list(job.output.extras)
-    if job.output.probabilities:
-        parts["output.probabilities"] = True
-    if job.output.schema_model is not None:
-        parts["output.schema_model"] = job.output.answer_form
-    if job.engine.max_model_len == "auto":
-        parts["engine.max_model_len_percentile"] = job.engine.max_model_len_percentile
     return parts

@@ -19,7 +19,6 @@ from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES, Output
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.sampling import UNWRITTEN
 from prefect_raybatch.job.secrets import catalog_place, hide_argument, is_masked, recorded
-from prefect_raybatch.ledger.layout import QUARANTINE_FOLDER
 from prefect_raybatch.ledger.many_uris import bounded_job, bounded_parts, too_many, uris_table
 from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shards_table
 from prefect_raybatch.ledger.records import QUARANTINE, InputFile, Plan, digest
@@ -89,7 +88,7 @@ def as_planned(job: BatchJob, plan: Plan) -> BatchJob:
     job = job if output is job.output else job.model_copy(update={"output": output})
     if job.prompt.chat_template is None:
         return job
-    text = plan.parts.get("prompt", {}).get("chat_template")
+    text = plan.parts.get("prompt.chat_template")
     if not isinstance(text, str):
         raise CorruptRun("plan.json does not hold the text of prompt.chat_template")
     prompt = job.prompt.model_copy(update={"chat_template": text})
@@ -365,7 +364,6 @@ def make_plan(
         row_bytes=round(row_bytes, 1),
         context=context,
         table=table,
-        quarantine=QUARANTINE_FOLDER,
         increment=increment,
     )
     return plan, {names[kind]: data for kind, data in made.items()}

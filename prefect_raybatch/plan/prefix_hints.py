@@ -104,7 +104,7 @@ def prefix_hints(
 ) -> tuple[str, ...]:
     """A line for each change that would share more, for an input of `rows` rows; `tokens` are those
     of a mean prompt."""
-    if tasks.pools(job.engine.task) or job.engine.order == "input" or job.engine.stage != "vllm":
+    if tasks.pools(job.engine.task) or job.engine.order == "input":
         return ()
     cells = TemplateCells.of(job, sampled)
     if cells is None:

@@ -34,7 +34,7 @@ from prefect_raybatch.ledger.layout import JOB_NAME, JOBS, job_end_path, job_pat
 from prefect_raybatch.ledger.many_uris import bounded_parts
 from prefect_raybatch.ledger.record_files import put_record, put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import Plan, digest, dump, load
-from prefect_raybatch.ledger.same_job import FREED, differing, parts_with_schema_text
+from prefect_raybatch.ledger.same_job import differing
 from prefect_raybatch.plan.fingerprint import LOOKED_UP, answer_fields, shown_parts
 from prefect_raybatch.plan.plan import public_job
 from prefect_raybatch.runs.run import Run
@@ -190,10 +190,7 @@ def check_recorded_job(job: BatchJob, accepted: Iterable[Accepted], plan: Plan, 
         planned |= {name: part for name, part in fields.items() if name.startswith("source.")}
     fields = shown_parts(answer_fields(_with_planned_texts(job, plan)))
     recorded = json.loads(dump(bounded_parts(fields)))
-    planned = dict(parts_with_schema_text(planned, recorded))
     for parts, engine in ((planned, planned_job.engine), (recorded, job.engine)):
-        arguments = {k: v for k, v in parts.get("engine", {}).items() if k not in FREED}
-        parts["engine"] = hide_argument(arguments, "engine")
         parts["engine.adapters"] = {"": engine.adapter, **engine.adapters}
     names = {one.field for one in accepted}
     differences = [
@@ -214,7 +211,7 @@ def _with_planned_texts(job: BatchJob, plan: Plan) -> BatchJob:
     """Return the job with the chat template and the schema whose texts the plan holds, since the
     files that the job names may be elsewhere."""
     prompt, output = job.prompt, job.output
-    template = plan.parts.get("prompt", {}).get("chat_template")
+    template = plan.parts.get("prompt.chat_template")
     if prompt.chat_template is not None and isinstance(template, str):
         prompt = prompt.model_copy(update={"chat_template": template})
     if output.schema_model is not None:

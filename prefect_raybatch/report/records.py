@@ -146,7 +146,7 @@ class RunReport(FinishedRows):
     nodes: tuple[NodeStats, ...] = ()
     charts: Charts = field(default_factory=Charts)
     dashboard: str = ""  # of Ray, while its cluster lives
-    engines: int = 0  # engines of the attempt that did most rows; 0 in reports of earlier versions
+    engines: int = 0  # engines of the attempt that did most rows
     other_engines: int = 0  # of other attempts
     losses: Mapping[str, int] = field(default_factory=dict)  # why shards were lost: how often
     advice: tuple[Advice, ...] = ()
@@ -164,7 +164,7 @@ class RunReport(FinishedRows):
     roofline: Mapping[str, Number] = field(default_factory=dict)
     # of a run that tried fewer bits: what it decided, and by what
     precision: PrecisionNote | None = None
-    # of all attempts from begin to end, starts and waits included; 0 in reports of earlier versions
+    # of all attempts from begin to end, starts and waits included
     elapsed: Number = 0.0
     accepted: tuple[Accepted, ...] = ()  # differences that a person has taken on; also in the notes
 

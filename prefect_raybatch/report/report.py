@@ -19,7 +19,7 @@ from prefect_raybatch.words import counted, money
 DASH = "-"  # what is not known
 LONGEST_MARKDOWN_CELL = 200  # characters of a cell, before they are escaped
 FILES = 100  # files of a result that a page names
-COUNTED = (  # by row or token, summed over the commits; 0 in runs of earlier versions
+COUNTED = (  # by row or token, summed over the commits
     "prompt_tokens",
     "cached_tokens",
     "output_tokens",

@@ -80,9 +80,9 @@ def finalize(
         result = Result(found.tally, work.done(writers), work.noted_as)
     else:
         check_unfinished(ledger.store)
-        name = put_manifest(ledger.store, plan, found.pieces)
+        name = put_manifest(ledger.store, found.pieces)
         result = Result(found.tally, [], manifest=name)
-    check_no_strays(ledger.store, plan, result.parts)
+    check_no_strays(ledger.store, result.parts)
     check_parts(ledger.store, result.parts)
     return result
 
@@ -125,18 +125,17 @@ class _Work:
 
     @property
     def noted_as(self) -> str | None:
-        """The layout that notes of written files are of; none in runs of format 1, and of files
-        that are not the result."""
-        return self.layout.table if self.plan.format > 1 and not self.below else None
+        """The layout that notes of written files are of; none of files that are not the result."""
+        return None if self.below else self.layout.table
 
     def path(self, span: PartSpan) -> str:
-        return f"{self.below}{span.path(self.plan)}"
+        return f"{self.below}{span.path}"
 
     def done(self, writers: PartWriters) -> list[Part]:
         """All files in the order of the layout, each there and proved."""
         store, parts = self.ledger.store, dict[str, Part]()
         if self.noted_as is not None:
-            parts = noted(store, self.plan, self.noted_as, self.spans)
+            parts = noted(store, self.noted_as, self.spans)
         todo = [span for span in self.spans if self.path(span) not in parts]
         sizes = self.found.sums.bytes
         size = sum(int(sizes[span.kind][span.start : span.stop].sum()) for span in todo)

@@ -17,12 +17,13 @@ from prefect_raybatch.errors import CorruptRun, RayBatchError
 from prefect_raybatch.ledger.layout import (
     PART_NOTE_NAME,
     PART_NOTES,
+    RESULT_FOLDERS,
     ROW_SUMS,
     row_sums_path,
 )
 from prefect_raybatch.ledger.part_layout import PartSpan
 from prefect_raybatch.ledger.record_files import put_record, read_record
-from prefect_raybatch.ledger.records import Part, Plan, dump
+from prefect_raybatch.ledger.records import Part, dump
 from prefect_raybatch.ledger.strict import STRICT, Count, read_json
 from prefect_raybatch.storage import FileInfo, Store, read_ahead
 
@@ -69,12 +70,12 @@ class PartNote:
             log.info("%s is not noted: %s", self.part.path, error)
 
 
-def noted(store: Store, plan: Plan, layout: str, spans: tuple[PartSpan, ...]) -> dict[str, Part]:
+def noted(store: Store, layout: str, spans: tuple[PartSpan, ...]) -> dict[str, Part]:
     """The files of this layout that are there as they were noted, by path."""
     names = [info.path for info in store.list(PART_NOTES) if PART_NOTE_NAME.match(info.path)]
     if not names:
         return {}
-    folders = [*plan.folders.values(), ROW_SUMS]
+    folders = [*RESULT_FOLDERS.values(), ROW_SUMS]
     there = {info.path: FileSeen.of(info) for folder in folders for info in store.list(folder)}
     wanted = {(span.kind, span.index): span for span in spans}
     found = {}
@@ -83,7 +84,7 @@ def noted(store: Store, plan: Plan, layout: str, spans: tuple[PartSpan, ...]) ->
         if span is None or note.layout != layout:
             continue
         part = note.part
-        fits = (part.path, part.rows, part.bytes) == (span.path(plan), span.rows, note.file.size)
+        fits = (part.path, part.rows, part.bytes) == (span.path, span.rows, note.file.size)
         seen = there.get(part.path), there.get(row_sums_path(part.path))
         if fits and seen == (note.file, note.sums):
             found[part.path] = part

@@ -72,10 +72,6 @@ class PartTask:
     read_back: bool = False
     layout: str | None = None
 
-    @property
-    def run_format(self) -> int:
-        return self.commits[0].format
-
     def numbers_of(self, positions: np.ndarray) -> np.ndarray:
         return positions if self.numbers is None else self.numbers[positions - self.starts[0]]
 
@@ -157,7 +153,7 @@ class _PartFile(PartFiles):
         if self._sums:
             self._sums[-1].result()  # at most one table waits
         self._rows.append(numbers)
-        self._sums.append(self.pool.submit(row_sums, table, self._task.run_format))
+        self._sums.append(self.pool.submit(row_sums, table))
         numbered = encoded_columns(pa.table({self._task.row_number: pa.array(numbers)}))
         with local_disk():
             file: RowGroupFile = self._begun(self._begin)
@@ -345,7 +341,7 @@ def _numbers_and_sums(
         if _misleads(figures, table):
             return None
         numbers.append(table[task.row_number].to_numpy())
-        sums.append(row_sums(table.drop_columns([task.row_number]), task.run_format))
+        sums.append(row_sums(table.drop_columns([task.row_number])))
     return np.concatenate(numbers), np.concatenate(sums)
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.increments import (
     asks_ledger,
     increment_of,
@@ -41,8 +40,7 @@ from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.part_layout import read_layout
 from prefect_raybatch.ledger.partials import partial_names
 from prefect_raybatch.ledger.records import Plan
-from prefect_raybatch.ledger.success import Success, check_parts
-from prefect_raybatch.result.verify import verify
+from prefect_raybatch.ledger.success import check_parts
 from prefect_raybatch.storage import FileInfo, Store
 
 REAPED_KINDS = {
@@ -136,11 +134,11 @@ def orphans(
     if success is not None and success.compact:
         for number, info in enumerate(pieces):  # the result has all of them
             if not number:
-                _check_result(ledger, success)
+                check_parts(ledger.store, success.parts)
             yield info
         return
     if success is not None:
-        done, named = np.ones(plan.shards, bool), pieces_named(ledger, plan, success)
+        done, named = np.ones(plan.shards, bool), pieces_named(ledger.store, success)
     else:
         listing = ledger.listing(plan)
         done, commits = listing.done, ledger.commits(plan, listing)
@@ -154,20 +152,6 @@ def orphans(
             yield info
         else:
             on_kept(info)
-
-
-def _check_result(ledger: Ledger, success: Success) -> None:
-    """Whether the result is there that pieces are deleted for; raises `CorruptRun`."""
-    check_parts(ledger.store, success.parts)
-    if success.plan is not None:
-        return
-    # Nothing binds this _SUCCESS of an earlier version to the plan but its rows.
-    found = verify(ledger.store)
-    if not found.ok:
-        raise CorruptRun(
-            f"{ledger.store.uri} is finished by an earlier version, and not proved: "
-            f"{found.faults[0]}. The pieces are kept; raybatch verify names all that is wrong"
-        )
 
 
 def ended_notes(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:

@@ -21,15 +21,15 @@ _NULL = np.uint64(0x9E3779B97F4A7C15)
 _PRIME = np.uint64(0x100000001B3)  # FNV-1a's, http://www.isthe.com/chongo/tech/comp/fnv/
 
 
-def row_sums(table: pa.Table, run_format: int) -> np.ndarray:
+def row_sums(table: pa.Table) -> np.ndarray:
     """uint32[rows]: depends on each row's values and the order and names of columns, not on how
-    the table is chunked or encoded. In runs of format 1 lists count as their JSON, since then as
-    their values: a vector of 1,024 numbers took 2 ms as JSON, where it takes 20 us."""
+    the table is chunked or encoded. Lists count by their values: a vector of 1,024 numbers took
+    2 ms as JSON, where it takes 20 us."""
     total = np.full(table.num_rows, 0xCBF29CE484222325, np.uint64)
     for name in table.column_names:
         column = table[name].combine_chunks()
         seed = np.uint64(int.from_bytes(name.encode()[:8].ljust(8, b"\0"), "little"))
-        total = (total ^ (_column(column, run_format) + seed)) * _PRIME
+        total = (total ^ (_column(column) + seed)) * _PRIME
     sums: np.ndarray = (total ^ (total >> np.uint64(32))).astype(np.uint32)
     return sums
 
@@ -69,24 +69,24 @@ def decode(data: bytes, rows: int, name: str) -> tuple[np.ndarray, np.ndarray]:
         raise CorruptRun(f"{name} is not readable: {error}") from None
 
 
-def _column(array: pa.Array, run_format: int) -> np.ndarray:
+def _column(array: pa.Array) -> np.ndarray:
     """uint64[rows] of one column; a null is unlike any value."""
     from pandas.util import hash_array
 
     kind = array.type
     if pa.types.is_dictionary(kind):
-        return _column(array.dictionary_decode(), run_format)
+        return _column(array.dictionary_decode())
     if isinstance(array, pa.ExtensionArray):
-        return _column(array.storage, run_format)
+        return _column(array.storage)
     nulls = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
     if pa.types.is_struct(kind):
         sums = np.full(len(array), 1, np.uint64)
         for index in range(kind.num_fields):
-            sums = (sums ^ _column(pc.struct_field(array, index), run_format)) * _PRIME
+            sums = (sums ^ _column(pc.struct_field(array, index))) * _PRIME
     elif pa.types.is_null(kind):
         return np.full(len(array), _NULL)
-    elif run_format > 1 and (found := _lists(array)):
-        sums = _folded(*found, run_format)
+    elif found := _lists(array):
+        sums = _folded(*found)
     else:
         sums = hash_array(_flat(array), categorize=False)
     if nulls is not None:
@@ -108,11 +108,11 @@ def _lists(array: pa.Array) -> tuple[list[pa.Array], np.ndarray] | None:
     return [part.slice(begin, end - begin) for part in parts], places - begin
 
 
-def _folded(parts: list[pa.Array], places: np.ndarray, run_format: int) -> np.ndarray:
+def _folded(parts: list[pa.Array], places: np.ndarray) -> np.ndarray:
     """uint64[rows]: of each list its length, and its values by their places in it."""
     values = np.zeros(int(places[-1]), np.uint64)
     for part in parts:
-        values = (values ^ _column(part, run_format)) * _PRIME
+        values = (values ^ _column(part)) * _PRIME
     lengths = np.diff(places)
     place = np.arange(len(values)) - np.repeat(places[:-1], lengths)
     # An odd factor of its own for each place, so that values that changed places show.
@@ -139,32 +139,7 @@ def _flat(array: pa.Array) -> np.ndarray:
         array, kind = array.cast(pa.large_binary()), pa.large_binary()  # text may be no UTF-8
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return _objects(array.fill_null(b"").to_numpy(zero_copy_only=False))
-    try:
-        texts = [json.dumps(v, default=repr, sort_keys=True) for v in array.to_pylist()]
-    except UnicodeDecodeError:
-        values = array.cast(_with_bytes(kind)).to_pylist()
-        texts = [json.dumps(v, default=_escaped, sort_keys=True) for v in values]
-    return _objects(texts)
-
-
-def _with_bytes(kind: pa.DataType) -> pa.DataType:
-    """The type with bytes in place of text at any depth."""
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return pa.large_binary()
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_with_bytes(field.type)) for field in kind])
-    if pa.types.is_map(kind):
-        return pa.map_(_with_bytes(kind.key_type), _with_bytes(kind.item_type))
-    if pa.types.is_fixed_size_list(kind):
-        return pa.list_(_with_bytes(kind.value_type), kind.list_size)
-    if pa.types.is_large_list(kind):
-        return pa.large_list(_with_bytes(kind.value_type))
-    return pa.list_(_with_bytes(kind.value_type)) if pa.types.is_list(kind) else kind
-
-
-def _escaped(value: Any) -> str:
-    """Bytes as the text they are, where they are one: its row has that sum in other parts too."""
-    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else repr(value)
+    return _objects([json.dumps(v, default=repr, sort_keys=True) for v in array.to_pylist()])
 
 
 def _objects(values: Any) -> np.ndarray:

@@ -85,16 +85,10 @@ def survey_committed(
 def layout_of(
     ledger: Ledger, plan: Plan, found: Survey, row_number: str, file_bytes: int
 ) -> tuple[PartLayout, tuple[PartSpan, ...]]:
-    """The layout of the result: the one that is recorded, or else this one, recorded.
-
-    In a run of format 1, which has no such record, each finalizer goes by its own: there the rule
-    is part of the format.
-    """
-    if plan.format > 1 and (there := read_layout(ledger, plan)) is not None:
+    """Return the layout of the result: the one that is recorded, or else this one, recorded."""
+    if (there := read_layout(ledger, plan)) is not None:
         return _checked(there, found, row_number)
     made, spans = chosen_layout(ledger, plan, found, row_number, file_bytes)
-    if plan.format == 1:
-        return made, spans
     check_unfinished(ledger.store)
     put_layout(ledger, made, spans)
     if (there := read_layout(ledger, plan)) is None:

@@ -14,7 +14,7 @@ import numpy as np
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.checkpoints import Listing
 from prefect_raybatch.ledger.increments import asks_ledger, increment_of
-from prefect_raybatch.ledger.layout import ASKS, PIECES, piece_path
+from prefect_raybatch.ledger.layout import ASKS, PIECES, RESULT_FOLDERS, piece_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.plan_tables import Shards
@@ -113,8 +113,8 @@ def verify(store: Store) -> Verdict:
     if found.committed_shards < plan.shards:
         missing = plan.shards - found.committed_shards
         _fault(found, f"commits of {missing} of {counted(plan.shards, 'shard')} are missing")
-    files = _Files(store, success, numbers, plan.format)
-    for kind, folder in plan.folders.items():  # without compaction they are empty
+    files = _Files(store, success, numbers)
+    for kind, folder in RESULT_FOLDERS.items():  # without compaction they are empty
         files.check(kind, folder, seen, found)
     if compact:
         _prove(seen, numbers, found, partial(_places, ledger, plan, shards, listing, files))
@@ -238,11 +238,8 @@ TakeFrom = Callable[[str, np.ndarray], None]  # the place, ascending positions o
 class _Files:
     """The files of a result, several read at a time."""
 
-    def __init__(
-        self, store: Store, success: Success, numbers: RowNumbers, run_format: int
-    ) -> None:
+    def __init__(self, store: Store, success: Success, numbers: RowNumbers) -> None:
         self.store, self.numbers, self.row_number = store, numbers, success.row_number
-        self.run_format = run_format
         self.parts = {part.path: part for part in success.parts}
 
     def check(self, kind: str, folder: str, seen: SeenRows, found: Verdict) -> None:
@@ -282,7 +279,7 @@ class _Files:
             take(path, positions[low:high])
 
         part = self.parts[path]
-        rows = check_file(self.store, part, self.row_number, self.run_format, known, fault)
+        rows = check_file(self.store, part, self.row_number, known, fault)
         return rows, faults
 
 

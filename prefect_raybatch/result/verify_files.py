@@ -35,9 +35,7 @@ def present(store: Store, folder: str, parts: Mapping[str, Part], fault: Fault) 
     return sorted(there & set(named))
 
 
-def check_file(
-    store: Store, part: Part, row_number: str, run_format: int, take: TakeRows, fault: Fault
-) -> int:
+def check_file(store: Store, part: Part, row_number: str, take: TakeRows, fault: Fault) -> int:
     """Looks at a file and gives `take` its row numbers, ascending, some at a time; how many there
     are. A file as it was written is not held whole."""
     with store.open(part.path) as stream:
@@ -70,7 +68,7 @@ def check_file(
         return taken
     rows: np.ndarray = table[row_number].to_numpy().astype(np.int64)
     if not same:
-        sums = row_sums(table.drop_columns([row_number]), run_format)
+        sums = row_sums(table.drop_columns([row_number]))
         _compare(store, part, sums, rows, fault)
     _check_order(part.path, rows, fault)
     take(np.setdiff1d(rows, rows[:taken]))

@@ -45,7 +45,7 @@ def alterations(job: BatchJob, have: Capacity, experts: int) -> list[dict[str, A
     dense one."""
     engine = job.engine
     extra = engine.model_extra or {}
-    if tasks.pools(engine.task) or engine.stage != "vllm":
+    if tasks.pools(engine.task):
         return []
     found: list[dict[str, Any]] = []
     on_gpu = sizing.device(engine, have.gpus) == "gpu"

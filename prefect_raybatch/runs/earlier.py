@@ -67,7 +67,6 @@ class Earlier:
     those under the same context; `differs` the fields in which the first one's is another."""
 
     runs: tuple[str, ...] = ()
-    plan: str | None = None
     held: tuple[tuple[Store, Answers], ...] = ()
     differs: tuple[str, ...] = ()
 
@@ -121,15 +120,14 @@ def find_earlier(
     """Return the runs that `reuse` names, without those in `skipped` (URIs), whose answers are
     damaged. Raise `ConfigError` for a run that is not there, is not finished, or keeps no answers;
     `latest` without such a run is no error."""
-    named = _named_run(job, run_key, skipped)
-    if named is None:
+    held = _held_answers(job, run_key, skipped)
+    if held is None:
         return Earlier()
-    member, held = named
     first = held[0][1]
     differs = () if first.context == context else tuple(difference(first.parts, parts))
     same = tuple((store, answers) for store, answers in held if answers.context == context)
     names = tuple(store.uri for store, _ in held)
-    return Earlier(names, member.plan.hash, same, differs)
+    return Earlier(names, same, differs)
 
 
 def with_earlier_length(
@@ -137,18 +135,16 @@ def with_earlier_length(
 ) -> PromptLengths:
     """The context length that `auto` comes to: that of the run whose answers are taken over, while
     tonight's prompts fit into it. Another length is another context, under which all is asked."""
-    named = _named_run(job, run_key)
-    before = named[1][0][1].parts.get("engine.max_model_len") if named is not None else None
+    held = _held_answers(job, run_key)
+    before = held[0][1].parts.get("engine.max_model_len") if held is not None else None
     if not isinstance(before, int) or before <= measured.max_model_len:
         return measured
     why = f"that of the run whose answers are taken over; {measured.max_model_len:,} would do"
     return replace(measured, max_model_len=before, why=why)
 
 
-def _named_run(
-    job: BatchJob, run_key: str | None, skipped: Collection[str] = ()
-) -> tuple[Member, Held] | None:
-    """Return the run that `reuse` names and what it and its retries keep, or None."""
+def _held_answers(job: BatchJob, run_key: str | None, skipped: Collection[str] = ()) -> Held | None:
+    """Return what the run that `reuse` names and its retries keep, or None without such a run."""
     if job.reuse is None:
         return None
     options = job.output.options or None
@@ -167,8 +163,8 @@ def _named_run(
     return None
 
 
-def _kept_by(root: Store, key: str, skipped: Collection[str]) -> tuple[Member, Held]:
-    """Return a run and what it and its retries keep, itself first. Raise `DamagedAnswers` if its
+def _kept_by(root: Store, key: str, skipped: Collection[str]) -> Held:
+    """Return what a run and its retries keep, itself first. Raise `DamagedAnswers` if its
     records or answers are damaged; a damaged retry is left out."""
     uri = root.sub(key).uri
     try:
@@ -202,7 +198,7 @@ def _kept_by(root: Store, key: str, skipped: Collection[str]) -> tuple[Member, H
             raise ConfigError(
                 f"reuse: {uri} {why} (reuse, output.keep_answers); name another run, or latest"
             )
-    return member, held
+    return held
 
 
 def _answers_of(store: Store) -> Answers | None:

@@ -201,7 +201,6 @@ def planned(
         reused=tuple(reused),
         asks=None if asks is None else load(asks.to_bytes(), "the plan of the asks"),
         earlier=earlier.runs,
-        earlier_plan=earlier.plan,
         differs=earlier.differs,
         counts=counts,
         rows=worked.rows.rows,

@@ -28,7 +28,7 @@ def note_planner(store: Store) -> None:
 
 
 def planner_code(store: Store) -> str | None:
-    """The code that made the plan; None where that is not told, as in runs of earlier versions."""
+    """The code that made the plan; None where that is not noted."""
     try:
         code = load(read_record(store, PLANNED_BY), PLANNED_BY).get("code")
     except (FileNotFoundError, RayBatchError):

@@ -29,7 +29,7 @@ def restore_records(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, 
     restored = [
         text
         for part in success.parts
-        for text in _restore_sums(ledger.store, plan, part, success.row_number)
+        for text in _restore_sums(ledger.store, part, success.row_number)
     ]
     increment = increment_of(plan)
     if increment is not None and increment.asks is not None:
@@ -77,7 +77,7 @@ def _restore_report(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, 
     return (f"{store.uri}/{REPORT} and its pages, from the commits, without the engine deaths",)
 
 
-def _restore_sums(store: Store, plan: Plan, part: Part, row_number: str) -> tuple[str, ...]:
+def _restore_sums(store: Store, part: Part, row_number: str) -> tuple[str, ...]:
     """Write the checksums of a file's rows again, where they come out as they were."""
     path = row_sums_path(part.path)
     if part.sums is None or _is_whole(store, path, part.sums):
@@ -89,7 +89,7 @@ def _restore_sums(store: Store, plan: Plan, part: Part, row_number: str) -> tupl
         file = pq.ParquetFile(stream, pre_buffer=False)
         check_types(file.schema_arrow, part.path)
         table = file.read(use_threads=False)
-    sums = row_sums(table.drop_columns([row_number]), plan.format)
+    sums = row_sums(table.drop_columns([row_number]))
     data = encode([table[row_number].to_numpy()], [sums])
     if digest(data) != part.sums:
         return (f"nothing of {store.uri}/{path}: another version of pyarrow wrote it",)

@@ -27,6 +27,7 @@ from prefect_raybatch.job.secrets import hide_path
 from prefect_raybatch.job.trusted_places import check_store_options
 from prefect_raybatch.ledger.family import Family, Member, load_family, place
 from prefect_raybatch.ledger.increments import OF_ASKS, increment_of
+from prefect_raybatch.ledger.layout import QUARANTINE_FOLDER
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.plan_tables import decode_schema
@@ -34,7 +35,6 @@ from prefect_raybatch.ledger.published import all_published
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.row_numbers import among, numbers_table
-from prefect_raybatch.ledger.same_job import same_job
 from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as tokens
@@ -164,7 +164,7 @@ def retry_request(
     known = resolve(keys(child), selection)
     going = None
     for member in family.children(key):
-        if same_job(member.plan, known.fingerprint, known.parts) and (
+        if member.plan.fingerprint == known.fingerprint and (
             member.summary is None or _missing_targets(member)
         ):
             going = member  # the newest
@@ -268,7 +268,7 @@ def _job(parent: Member, root: str, overrides: Mapping[str, Any], job: BatchJob 
         value = job.to_dict()
     made = BatchJob.from_dict(with_fields(value, overrides), told)
     source = {
-        "uri": f"{parent.ledger.store.uri}/{parent.plan.folders['quarantine']}",
+        "uri": f"{parent.ledger.store.uri}/{QUARANTINE_FOLDER}",
         "format": "parquet",
         "rows_per_shard": made.source.rows_per_shard,
     }

@@ -32,7 +32,6 @@ from prefect_raybatch.ledger.accepted import Accepted
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Plan
-from prefect_raybatch.ledger.same_job import same_job
 from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.storage import Store, join, open_store
@@ -80,7 +79,7 @@ def default_run_key(job: BatchJob | Resolved, scheduled: datetime | None = None)
             plan = ledger.load_plan()
             if plan is None or plan.run_key != key:  # none, or another run's copy
                 continue
-            if not same_job(plan, resolved.fingerprint, resolved.parts):
+            if plan.fingerprint != resolved.fingerprint:
                 continue
             if ledger.finished(plan) is not None:
                 continue

@@ -163,8 +163,8 @@ def state_of(uri: str, options: Mapping[str, Any] | None = None) -> str:
 
 
 def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
-    """The report of a run directory: the one that was written at its end, or, while there is none
-    and for one of an earlier version, what the commits say now. Of the folder of a partial result
+    """The report of a run directory: the one that was written at its end, or, while there is none,
+    what the commits say now. Of the folder of a partial result
     the one that was written with it."""
     uri, name = split_partial(uri)
     store = open_store(uri, options)

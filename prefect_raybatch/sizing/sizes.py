@@ -320,7 +320,7 @@ def _row(job: BatchJob, row_bytes: float) -> Tokens:
     """The tokens of a row of so many bytes."""
     engine = job.engine
     more = engine.model_extra or {}
-    early = engine.stage == "vllm" and not job.output.parsed_columns and may_stop_early(more)
+    early = not job.output.parsed_columns and may_stop_early(more)
     way = engine.early_stop if early else "off"
     caches = more.get("enable_prefix_caching") is not False
     return cost.tokens(job.prompt, job.drawn, row_bytes, way, caches)

@@ -272,7 +272,7 @@ def reaches(given: str, output: str) -> bool:
         uri if is_remote(uri) else os.path.realpath(uri) for uri in (root, join(output))
     )
     below = [part for part in inner[len(outer) :].split("/") if part]
-    results = ([*below, None, kind, "part-00000.parquet"] for kind in RESULT_FOLDERS)
+    results = ([*below, None, kind, "part-00000.parquet"] for kind in RESULT_FOLDERS.values())
     return any(matches(path, pattern.split("/")) for path in results)
 
 

@@ -12,21 +12,18 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from prefect_raybatch.errors import CorruptRun, SourceError, StoreError
+from prefect_raybatch.errors import SourceError, StoreError
 from prefect_raybatch.ledger.layout import (
     DATA_FOLDER,
-    EARLIER_QUARANTINE,
     PLAN,
     QUARANTINE_FOLDER,
     RECORDS,
     RESULT_FOLDERS,
     SUCCESS,
 )
-from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.storage import Store, is_remote, open_store, read_ahead
 
 RUN = "run"
-QUARANTINES = {QUARANTINE_FOLDER, EARLIER_QUARANTINE}  # one of them, as the plan says
 FILES_LOOKED_AT = 1000  # files of a folder that may show what it lies in: one page of a listing
 THREADS = 8  # look at so many folders above the input at once
 OPENED = {"Delta": "delta", "Iceberg": "iceberg", "Lance": "lance"}  # and as which source.format
@@ -145,8 +142,8 @@ class Places:
                     runs.setdefault(place, set()).add(_below(place, path))
         for run, parts in runs.items():
             taken = whole and f"{run}/".startswith(f"{root.rstrip('/')}/")
-            if taken or parts & {*RESULT_FOLDERS, RECORDS}:
-                mixed = taken or (DATA_FOLDER in parts and bool(parts & QUARANTINES))
+            if taken or parts & {*RESULT_FOLDERS.values(), RECORDS}:
+                mixed = taken or {DATA_FOLDER, QUARANTINE_FOLDER} <= parts
                 self._refuse_run(run, mixed, not named and RECORDS in parts)
 
     def _refuse_run(self, run: str, mixed: bool, records: bool) -> None:
@@ -164,21 +161,11 @@ class Places:
                 f"{run}/data, or the pieces that its manifest in {run}/{RECORDS} lists one by one"
             )
         if mixed:
-            failed = _quarantine(open_store(run, self._options))
             raise SourceError(
                 f"source.uri: {run} is a run directory: beside the answers in data/ it holds the "
-                f"rows that failed in {failed}/. Name {run}/data (or, for the others, "
-                f"{run}/{failed})"
+                f"rows that failed in {QUARANTINE_FOLDER}/. Name {run}/data (or, for the others, "
+                f"{run}/{QUARANTINE_FOLDER})"
             )
-
-
-def _quarantine(store: Store) -> str:
-    """The folder of a run's failed rows; without a plan that can be read, the one of new runs."""
-    try:
-        plan = Ledger(store).load_plan()
-    except CorruptRun:
-        plan = None
-    return QUARANTINE_FOLDER if plan is None else plan.folders["quarantine"]
 
 
 def _below(place: str, uri: str) -> str:

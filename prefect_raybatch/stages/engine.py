@@ -169,7 +169,7 @@ def engine_spec(
         arguments = with_whole_prompts(
             arguments, given, sampling, rows_may, lambda: size.length or models.own_length(model)
         )
-    if size.pool.gpus_a_replica > 1 and job.engine.stage == "vllm":
+    if size.pool.gpus_a_replica > 1:
         # Where the run stands in a placement group of Ray, vLLM would take that for the engine's
         # own and wait there for GPUs which the engine's actor already holds.
         arguments.setdefault("distributed_executor_backend", "mp")

@@ -48,9 +48,6 @@ END_GRACE = 2.0  # seconds for tasks to end by themselves where a pass or other 
 # Loggers of Ray Data: the bars of a pass, and the tracebacks of tasks that are lost.
 PROGRESS_LOG = logging.getLogger("ray.data._internal.progress")
 EXECUTOR_LOG = logging.getLogger("ray.data._internal.execution.streaming_executor_state")
-RAY_LLM_STAGE = "vLLMEngineStage"  # the stage of ray.data.llm that holds the engines
-RAY_LLM_ACTOR = "vLLMEngineStageUDF"  # the class of its actors
-RAY_LLM_ERROR = "__inference_error__"  # its column; rows where it is set pass by its stages
 
 
 # --- one block a shard --------------------------------------------------------------------------

@@ -88,7 +88,6 @@ def csv_job(folder: Path, **groups: Any) -> BatchJob:
         ({}, ""),
         ({"engine": {"max_model_len": "auto"}}, "follows from the rows"),
         ({"engine": {"quantization": "try-fp8"}}, "a sample of the rows"),
-        ({"engine": {"stage": "ray.data.llm"}}, "starts its own"),
         ({"engine": {"replicas": [1, 4]}}, "is a range"),
         (
             {"engine": {"distributed_executor_backend": "ray", "tensor_parallel_size": 2}},
@@ -451,7 +450,7 @@ def test_the_copy_leaves_engines_their_room_until_they_have_it(
         wait_for(lambda: found.hosts is not None)
         assert found.copy_room(4) is None and hosts.made == [0]
     with engines_early() as found:
-        found.begin(csv_job(tmp_path / "other", engine={"stage": "ray.data.llm"}), pinned)
+        found.begin(csv_job(tmp_path / "other", engine={"replicas": [1, 4]}), pinned)
         assert found.copy_room(4) is None
 
 

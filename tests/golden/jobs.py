@@ -441,11 +441,6 @@ def _engines() -> Iterator[GoldenJob]:
         engine={"order": "input", "deduplicate": False, "tokenizer": "models/llama-8b"},
     )
     yield made(
-        "engine-ray-data-llm",
-        "Ray's own engine stage.",
-        engine={**LLAMA, "stage": "ray.data.llm"},
-    )
-    yield made(
         "engine-adapter",
         "One LoRA adapter for all rows.",
         engine={**LLAMA, "adapter": "adapters/rank-16"},

@@ -184,7 +184,7 @@ def _keys(job: BatchJob, plan: Plan, ledger: Ledger) -> dict[str, Any]:
         "column": keying.column,
     }
     schema, files = decode_schema(plan.input_schema), ledger.files(plan)
-    found = Inventory(tuple(files), schema, plan.row_bytes or 0.0, "parquet")
+    found = Inventory(tuple(files), schema, plan.row_bytes, "parquet")
     store = ledger.store if plan.snapshot else None
     try:
         rows = RowKeys.of(given, dict(plan.model), found, store, keying)

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.layout import RESULT_FOLDERS
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.report.records import RunReport
@@ -118,5 +119,5 @@ def numbers(uri: str | Path, kind: str = "data") -> list[int]:
     """The row numbers in a run's result."""
     plan = Ledger(open_store(str(uri))).load_plan()
     assert plan is not None
-    files = sorted(Path(uri, plan.folders[kind]).glob("*.parquet"))
+    files = sorted(Path(uri, RESULT_FOLDERS[kind]).glob("*.parquet"))
     return [n for file in files for n in pq.read_table(file)["_row"].to_pylist()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def receipts(table: pa.Table) -> list[Receipt]:
 
 
 def small_run(
-    root: Path, rows: int = 20, per_shard: int = 5, key: str = "key", format: int = 2, **groups: Any
+    root: Path, rows: int = 20, per_shard: int = 5, key: str = "key", **groups: Any
 ) -> SmallRun:
     """A plan over `rows` rows with its tables in a store at `root`."""
     groups.setdefault("source", {"uri": "data/in.parquet", "rows_per_shard": per_shard})
@@ -115,7 +115,7 @@ def small_run(
     plan, tables = make_plan(Resolved.of(job, MODEL), key, files, schema, 50.0, snapshot=False)
     store = open_store(str(root))
     ledger = Ledger(store)
-    plan = ledger.create_plan(replace(plan, format=format), tables)
+    plan = ledger.create_plan(plan, tables)
     return SmallRun(root, plan, ledger.shards(plan), ledger, store, job)
 
 
@@ -172,7 +172,7 @@ def success_of(
         tally.add(commit)
     counts = (tally.good, tally.failed, tally.skipped)
     put_report(run.store, reports.build(run.store.uri, run.plan, tally, "completed"))
-    return Success(run.plan.rows, *counts, tuple(parts), compact, row_number, 1.0, run.plan.hash)
+    return Success(run.plan.rows, *counts, tuple(parts), run.plan.hash, compact, row_number, 1.0)
 
 
 def read_json(path: Path) -> Any:

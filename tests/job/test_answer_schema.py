@@ -134,7 +134,6 @@ SCHEMA = thing(a={"type": "string"})
         ({"sampling": {"choice": ["a"]}}, "sampling.choice: output.schema_model is the form"),
         ({"sampling": {"structured_outputs": {"regex": "a"}}}, "sampling.structured_outputs: "),
         ({"sampling": {"skip_special_tokens": False}}, "sampling.skip_special_tokens: "),
-        ({"engine": {"stage": "ray.data.llm"}}, "output.schema_model: ray.data.llm"),
         ({"output": {"uri": "o", "schema_model": SCHEMA, "on_cut_off": "keep"}}, "on_cut_off: "),
         ({"output": {"uri": "o", "schema_model": "some words"}}, "is no JSON Schema"),
     ],

@@ -483,19 +483,6 @@ def test_what_is_written_out_has_a_schema_too() -> None:
     assert BatchJob.model_json_schema(mode="serialization")["type"] == "object"
 
 
-def test_ray_data_llm_does_not_tell_what_was_cut_off() -> None:
-    fails = put(job_dict(), "output.on_cut_off", "fail")
-    said = refused(put(fails, "engine.stage", "ray.data.llm"))
-    assert said.startswith("job.yaml: output.on_cut_off: ray.data.llm does not tell")
-
-
-def test_ray_data_llm_gives_one_answer_a_row() -> None:
-    two = put(put(job_dict(), "sampling.n", 2), "sampling.temperature", 1.0)
-    assert BatchJob.from_dict(two).sampling.model_extra == {"n": 2}
-    said = refused(put(two, "engine.stage", "ray.data.llm"))
-    assert said.startswith("job.yaml: sampling.n: ray.data.llm gives one answer a row; set")
-
-
 def test_titles_are_words_for_people():
     """Prefect's form shows them in place of the names of the fields."""
     titles = [f.title for _, model, _ in models(BatchJob) for f in model.model_fields.values()]

@@ -39,7 +39,6 @@ EMBED: dict[str, Any] = {"engine": {"task": "embed"}}
         ),
         ({"output": {"uri": "o", "normalize": False}}, "output.normalize: is for engine.task emb"),
         ({"output": {"uri": "o", "vector_type": "float16"}}, "output.vector_type: is for engine."),
-        ({"engine": {"task": "score", "stage": "ray.data.llm"}}, "set engine.stage to vllm"),
         ({"engine": {"task": "classify", "runner": "pooling"}}, "engine.runner: follows from"),
     ],
 )
@@ -54,10 +53,7 @@ def test_defaults_written_out_are_not_refused():
     assert make_job(**EMBED, sampling=sampling).drawn.max_tokens == 1
 
 
-def test_the_task_counts_and_a_job_without_one_keeps_its_fingerprint():
-    plain = fingerprint(make_job(), MODEL)[1]
-    assert not {"engine.task", "output.normalize", "output.vector_type"} & set(plain)
-    assert "second" not in plain["prompt"]
+def test_the_task_counts_and_how_it_answers():
     jobs = [
         make_job(),
         make_job(**EMBED),

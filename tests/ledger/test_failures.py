@@ -24,7 +24,7 @@ from prefect_raybatch.ledger.failures import (
         ("EngineDied: exit code -9: SIGKILL", "EngineDied", "exit code -9: SIGKILL"),
         ("KeyError: ", "KeyError", ""),
         ("EngineDied: two\nlines", "EngineDied", "two\nlines"),
-        ("ray.data.llm lost 3 rows of the block", "", "ray.data.llm lost 3 rows of the block"),
+        ("the block came back without 3 rows", "", "the block came back without 3 rows"),
         ("the engine did not start: a reason", "", "the engine did not start: a reason"),
         ("", "", ""),
     ],

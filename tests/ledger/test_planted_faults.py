@@ -9,7 +9,6 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Receipt, digest
 from prefect_raybatch.result.finalize import finalize
 from prefect_raybatch.result.parquet_footer import footer_figures, footer_of
-from prefect_raybatch.result.reap import orphans, reap
+from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.run import Run, run_of
@@ -134,13 +133,6 @@ def cut_short(folder: Path, monkeypatch: pytest.MonkeyPatch, **groups: Any) -> S
     return run
 
 
-def older(run: SmallRun) -> None:
-    """`_SUCCESS` as it was written before it named its plan."""
-    value = read_json(run.root / "_SUCCESS")
-    del value["plan"]
-    (run.root / "_SUCCESS").write_text(json.dumps(value))
-
-
 # --- _SUCCESS -----------------------------------------------------------------------------------
 
 READERS: dict[str, Callable[[SmallRun], Any]] = {
@@ -233,27 +225,26 @@ def test_a_success_whose_rows_do_not_add_up(tmp_path, monkeypatch, change):
     assert len(pieces_of(run)) == 6
 
 
-def test_a_success_of_an_earlier_version_counts_where_its_parts_fit(tmp_path, monkeypatch):
+def test_a_success_that_names_no_plan_is_refused_and_nothing_is_deleted(tmp_path, monkeypatch):
     run = cut_short(tmp_path, monkeypatch)
-    older(run)
-    assert status(str(tmp_path)).state == "completed" and verify(run.store).ok
-    assert end(run).state == "completed"
-    assert pieces_of(run) == []
-    assert end(run).state == "completed" and verify(run.store).ok
-    (tmp_path / "data/part-00000.parquet").unlink()
-    with pytest.raises(CorruptRun, match=r"data/part-00000\.parquet"):
-        status(str(tmp_path))
-    assert not verify(run.store).ok  # and says which rows
-
-
-@pytest.mark.parametrize("remover", ["finalize", "reap"])
-def test_its_pieces_go_only_after_a_whole_proof(tmp_path, monkeypatch, remover):
-    run = cut_short(tmp_path, monkeypatch)
-    older(run)
-    flipped(tmp_path / "data/part-00000.parquet")  # of the same size
-    with pytest.raises(CorruptRun, match=r"data/part-00000\.parquet"):
-        READERS[remover](run)
+    value = read_json(tmp_path / "_SUCCESS")
+    del value["plan"]
+    (tmp_path / "_SUCCESS").write_text(json.dumps(value))
+    for read in (end, READERS["verify"], READERS["reap"]):
+        with pytest.raises(CorruptRun, match="_SUCCESS is malformed: plan is missing"):
+            read(run)
     assert len(pieces_of(run)) == 6
+
+
+def test_without_a_manifest_no_piece_of_an_uncompacted_result_goes(tmp_path):
+    run = committed(tmp_path, output={"uri": "out", "compact": False})
+    end(run)
+    value = read_json(tmp_path / "_SUCCESS")
+    (tmp_path / "_SUCCESS").write_text(json.dumps(value | {"manifest": None}))
+    before = pieces_of(run)
+    with pytest.raises(CorruptRun, match="_SUCCESS names no manifest"):
+        reap(run.store, NOW)
+    assert pieces_of(run) == before
 
 
 # --- uploads ------------------------------------------------------------------------------------
@@ -345,17 +336,6 @@ def test_a_listing_that_lacks_a_commit_costs_no_piece(tmp_path, monkeypatch):
     assert set(pieces_of(run)) == named and verify(run.store).ok
     reap(Forgets(str(tmp_path)), NOW)
     assert set(pieces_of(run)) == named
-
-
-def test_a_lost_commit_of_a_finished_run_keeps_all_pieces(tmp_path):
-    """In a run of format 1 only the commits say which pieces are the result."""
-    run = committed(tmp_path, output={"uri": "out", "compact": False}, format=1)
-    end(run)
-    (tmp_path / commit_path(2)).unlink()
-    before = pieces_of(run)
-    with pytest.raises(CorruptRun, match="00000002"):
-        reap(run.store, NOW)
-    assert pieces_of(run) == before
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES, Path.unlink])
@@ -528,13 +508,6 @@ def test_what_readers_of_folders_leave_out_is_no_stray(tmp_path, name):
     run.store.put(name, b"x")
     end(run)
     assert verify(run.store).ok
-
-
-def test_orphans_of_an_earlier_version_are_proved_once(tmp_path, monkeypatch):
-    run = cut_short(tmp_path, monkeypatch)
-    older(run)
-    assert len(list(orphans(run.ledger, run.plan))) == 6
-    assert asdict(verify(run.store))["faults"] == []
 
 
 # --- on S3 --------------------------------------------------------------------------------------

@@ -156,21 +156,16 @@ def test_pieces_say_their_positions_only_where_the_commit_does_not():
         Commit.from_bytes(dump(value))
 
 
-def test_the_first_format_names_all_positions():
-    first = replace(COMMIT, format=1)
-    value = json.loads(first.to_bytes())
-    assert value["good"] == [[0, 2], [4, 5]] == value["pieces"][0]["positions"]
-    assert "rows" not in value and Commit.from_bytes(first.to_bytes()) == first
+def test_a_commit_counts_its_rows_and_does_not_name_the_good_ones():
+    value = json.loads(COMMIT.to_bytes())
     for change, said in (
-        ({"rows": 5}, "unknown fields rows"),
-        ({"format": 2}, "rows is missing"),
-        ({"format": 2, "rows": 5}, "unknown fields good"),
-        ({"format": 2, "rows": MOST_POSITIONS + 1}, "rows is "),
+        ({"good": [[0, 2], [4, 5]]}, "unknown fields good"),
+        ({"rows": MOST_POSITIONS + 1}, "rows is "),
     ):
         with pytest.raises(CorruptRun, match=said):
             Commit.from_bytes(dump({**value, **change}))
-    del value["good"]
-    with pytest.raises(CorruptRun, match="good is missing"):
+    del value["rows"]
+    with pytest.raises(CorruptRun, match="rows is missing"):
         Commit.from_bytes(dump(value))
 
 

@@ -6,7 +6,7 @@ import inspect
 import json
 import pickle
 import tracemalloc
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
 import pytest
@@ -64,6 +64,7 @@ PLAN = Plan(
     files_table="files-1.parquet",
     snapshot=False,
     job={"name": "j"},
+    row_bytes=12.5,
 )
 READERS = {
     "plan": (Plan.from_bytes, PLAN.to_bytes()),
@@ -211,11 +212,25 @@ def test_a_constant_that_json_has_not_is_refused_where_anything_may_stand(consta
     assert Plan.from_bytes(dump(named)).job["name"] == constant
 
 
-def test_a_record_of_a_later_format_says_so():
-    for kind in ("plan", "commit"):
-        reader, data = READERS[kind]
-        with pytest.raises(CorruptRun, match=rf"format {FORMAT + 1}"):
-            reader(dump({**json.loads(data), "format": FORMAT + 1}))
+@pytest.mark.parametrize("other", [FORMAT + 1, FORMAT - 1, 1, None, "3"])
+def test_a_plan_of_another_format_is_refused_whatever_its_fields_are(other):
+    value = {"format": other, "quarantine": "quarantine"}
+    with pytest.raises(CorruptRun) as refused:
+        Plan.from_bytes(dump(value))
+    assert str(refused.value) == (
+        f"plan.json has format {other!r}; this version reads {FORMAT}. Finish the run with the "
+        "version that began it, or start a new run key."
+    )
+
+
+def test_a_plan_says_all_of_its_fields():
+    assert json.loads(PLAN.to_bytes()).keys() == {field.name for field in fields(Plan)}
+
+
+def test_a_commit_of_another_format_is_refused():
+    reader, data = READERS["commit"]
+    with pytest.raises(CorruptRun, match=rf"format {FORMAT + 1}; this version reads {FORMAT}"):
+        reader(dump({**json.loads(data), "format": FORMAT + 1}))
 
 
 @pytest.mark.parametrize(

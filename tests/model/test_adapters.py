@@ -41,7 +41,6 @@ def job(**adapter: Any) -> Any:
             {"engine": {"adapter": "x/y"}, "prompt": {"template": "a", "adapter_column": "c"}},
             "engine.adapter: is for all rows",
         ),
-        ({"engine": {"adapter": "x/y", "stage": "ray.data.llm"}}, "need engine.stage vllm"),
     ],
 )
 def test_rows_must_know_their_adapter(groups, said):
@@ -56,7 +55,6 @@ def test_the_content_counts_and_not_the_place(folder, tmp_path):
     prints = [fingerprint(job(adapter=str(f)), MODEL)[0] for f in (folder, same, other)]
     assert prints[0] == prints[1] != prints[2]
     assert "engine.adapters" not in fingerprint(job(), MODEL)[1]
-    assert "adapter_column" not in fingerprint(job(), MODEL)[1]["prompt"]
 
 
 def test_a_node_keeps_its_own_copy_of_what_was_pinned(folder, tmp_path, monkeypatch):

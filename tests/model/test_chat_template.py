@@ -49,7 +49,7 @@ def test_a_files_text_counts_and_not_its_name(tmp_path):
     resolved = [resolve(job) for job in jobs]
     assert len({r.fingerprint for r in resolved}) == 1
     assert resolved[0].job.prompt.chat_template == TEMPLATE
-    assert resolved[0].parts["prompt"]["chat_template"] == TEMPLATE
+    assert resolved[0].parts["prompt.chat_template"] == TEMPLATE
     one.write_text(TEMPLATE + " ")
     assert resolve(jobs[0]).fingerprint != resolved[0].fingerprint
 

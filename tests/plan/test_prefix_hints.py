@@ -78,7 +78,7 @@ def test_rows_that_lie_apart_are_told_of_the_order_over_the_run() -> None:
     job = job_of("{product}: {review}")
     (hint,) = prefix_hints(job, 10**6, rows, 100.0)
     assert hint.startswith("engine.order: run would share about 7")
-    for engine in ({"order": "run"}, {"order": "input"}, {"stage": "ray.data.llm"}):
+    for engine in ({"order": "run"}, {"order": "input"}):
         quiet = job_of("{product}: {review}", engine=engine)
         assert not prefix_hints(quiet, 10**6, rows, 100.0)
     assert not prefix_hints(job_of("{review}"), 10**6, rows, 100.0)

@@ -40,7 +40,7 @@ from prefect_raybatch.ledger.part_layout import (
 )
 from prefect_raybatch.ledger.records import dump
 from prefect_raybatch.result.finalize import finalize
-from prefect_raybatch.result.reap import orphans, reap
+from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.row_groups import Columns
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.finalize_run import finalize_run
@@ -433,17 +433,6 @@ def test_many_files_are_in_a_table(tmp_path, monkeypatch):
     reap(run.store, -60.0)
     assert table.exists()
     check(tmp_path)
-
-
-def test_a_run_of_format_1_stays_one(tmp_path):
-    run = committed(tmp_path, format=1)
-    end(tmp_path)
-    check(tmp_path)
-    there = {path.name for path in (tmp_path / "_raybatch").iterdir()}
-    assert not {"layout.json", "parts"} & there
-    said = read_json(tmp_path / "_SUCCESS")
-    assert not {"layout", "manifest", "parts_table"} & said.keys() and said["plan"]
-    assert list(orphans(run.ledger, run.plan)) == []
 
 
 def test_with_read_back_an_etag_is_not_believed(tmp_path, monkeypatch):

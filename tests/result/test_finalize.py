@@ -14,12 +14,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers.small import SmallRun, read_json, small_run, success_of
+from helpers.small import SmallRun, small_run, success_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_raybatch.errors import CorruptRun, IncompleteRun
-from prefect_raybatch.ledger.layout import commit_path
+from prefect_raybatch.ledger.layout import RESULT_FOLDERS, commit_path
 from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.records import Commit, Piece, Receipt, Unit, digest
 from prefect_raybatch.result import parts
@@ -34,7 +34,7 @@ def finish(run: SmallRun, file_bytes: int = 1 << 20, compact: bool = True) -> Re
 
 def rows_of(run: SmallRun, kind: str) -> pa.Table:
     return pa.concat_tables(
-        pq.read_table(path) for path in sorted((run.root / run.plan.folders[kind]).iterdir())
+        pq.read_table(path) for path in sorted((run.root / RESULT_FOLDERS[kind]).iterdir())
     )
 
 
@@ -210,7 +210,7 @@ def test_any_run_comes_out_whole_and_in_order(
         finish(run, file_bytes)
     found = {}
     for kind in ("data", "quarantine"):
-        if (run.root / run.plan.folders[kind]).exists():
+        if (run.root / RESULT_FOLDERS[kind]).exists():
             found[kind] = rows_of(run, kind)["_row"].to_pylist()
     assert found.get("quarantine", []) == sorted(failed)
     assert found.get("data", []) == [i for i in range(rows) if i not in failed]
@@ -340,14 +340,6 @@ def test_without_compaction_a_manifest_names_the_pieces_in_input_order(tmp_path)
     assert [(p["shard"], p["start"]) for p in pieces] == [(0, 0), (1, 5), (2, 10), (2, 10), (3, 15)]
     named = [pq.read_table(tmp_path / "_raybatch/pieces" / p["piece"]) for p in pieces]
     assert sum(table.num_rows for table in named) == 20
-
-
-def test_in_a_run_of_format_1_the_manifest_is_json(tmp_path):
-    run = small_run(tmp_path, format=1)
-    run.commit_all({(2, 0)})
-    assert finish(run, compact=False).manifest is None
-    pieces = read_json(tmp_path / "_raybatch/manifest.json")["pieces"]
-    assert [(p["shard"], p["start"]) for p in pieces] == [(0, 0), (1, 5), (2, 10), (2, 10), (3, 15)]
 
 
 def test_a_sample_is_the_first_rows(tmp_path):

@@ -10,10 +10,8 @@ import pyarrow as pa
 import pytest
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.ledger.records import FORMAT, RUN_FORMATS
 from prefect_raybatch.result.row_sums import decode, encode, row_sums
 
-FIRST_FORMAT = [810242587, 1190717790, 369031192, 2653153037]  # by its first version
 HALVES = pa.list_(pa.float16(), 2)
 VALUES = {
     "text": pa.array(["a", "", None, "\u00e4"]),
@@ -40,17 +38,16 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("run_format", RUN_FORMATS)
 @pytest.mark.parametrize("name", VALUES)
-def test_each_value_has_a_sum_of_its_own_however_it_is_stored(name, run_format):
+def test_each_value_has_a_sum_of_its_own_however_it_is_stored(name):
     whole = pa.table({name: VALUES[name]})
-    sums = row_sums(whole, run_format)
+    sums = row_sums(whole)
     assert sums.dtype == np.uint32
     if name != "nothing":
         assert len(set(sums.tolist())) == (3 if name == "bool" else 4)
     cut = pa.concat_tables([whole.slice(0, 1), whole.slice(1, 2), whole.slice(3)])
-    assert row_sums(cut, run_format).tolist() == sums.tolist()
-    assert [row_sums(whole.slice(i, 1), run_format)[0] for i in range(4)] == sums.tolist()
+    assert row_sums(cut).tolist() == sums.tolist()
+    assert [row_sums(whole.slice(i, 1))[0] for i in range(4)] == sums.tolist()
 
 
 def broken(kind: pa.DataType, good: bool) -> pa.Array:
@@ -79,11 +76,8 @@ def broken(kind: pa.DataType, good: bool) -> pa.Array:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("run_format", RUN_FORMATS)
-def test_text_that_is_no_utf8_has_a_sum_and_its_neighbours_keep_theirs(kind, run_format):
-    bad, good = (
-        row_sums(pa.table({"c": broken(kind, good)}), run_format) for good in (False, True)
-    )
+def test_text_that_is_no_utf8_has_a_sum_and_its_neighbours_keep_theirs(kind):
+    bad, good = (row_sums(pa.table({"c": broken(kind, good)})) for good in (False, True))
     assert bad[1] != good[1]
     assert [bad[0], bad[2]] == [good[0], good[2]]
 
@@ -91,19 +85,10 @@ def test_text_that_is_no_utf8_has_a_sum_and_its_neighbours_keep_theirs(kind, run
 def test_encodings_do_not_matter_and_columns_do():
     table = pa.table({"a": ["x", None, "y", "x"], "b": ["x", "y", None, "z"]})
     coded = table.set_column(0, "a", table["a"].dictionary_encode())
-    assert row_sums(coded, FORMAT).tolist() == row_sums(table, FORMAT).tolist()
-    assert (
-        row_sums(table.rename_columns(["b", "a"]), FORMAT).tolist()
-        != row_sums(table, FORMAT).tolist()
-    )
+    assert row_sums(coded).tolist() == row_sums(table).tolist()
+    assert row_sums(table.rename_columns(["b", "a"])).tolist() != row_sums(table).tolist()
     swapped = pa.table({"a": table["b"], "b": table["a"]})
-    assert not (row_sums(swapped, FORMAT)[1:] == row_sums(table, FORMAT)[1:]).any()
-
-
-def test_lists_count_as_they_always_did_in_runs_of_the_first_format():
-    table = pa.table({"v": pa.array([[1.5, 2.0], [], None, [2.0, 1.5]], pa.list_(pa.float32()))})
-    assert row_sums(table, 1).tolist() == FIRST_FORMAT
-    assert not set(row_sums(table, 2)[[0, 3]].tolist()) & set(FIRST_FORMAT)
+    assert not (row_sums(swapped)[1:] == row_sums(table)[1:]).any()
 
 
 def test_parts_keep_rows_and_sums():

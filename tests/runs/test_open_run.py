@@ -17,7 +17,6 @@ from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.open_run import OpenRun
 from prefect_raybatch.storage import open_store
 
-KEPT = Path(__file__).parents[1] / "data/runs-0.1"
 ANSWERED = [n for n in range(20) if n not in FAILED]
 COLUMNS = ["id", "Company", "tags", "response", "_row"]
 
@@ -83,14 +82,6 @@ def test_only_files_that_success_names_are_read(run, tmp_path):
     (copy / "data/part-00000.parquet").unlink()
     with pytest.raises(CorruptRun, match=r"part-00000\.parquet.* is missing"):
         open_run(str(copy)).dataset()
-
-
-@pytest.mark.parametrize("kind", ["finished", "finished.r1"])
-def test_runs_of_the_earlier_layout_are_read(kind):
-    found = open_run(str(KEPT / kind))
-    assert found.dataset().count_rows() == found.report.good
-    assert found.quarantine().count_rows() == found.report.failed
-    assert found.report.quarantine_folder == "quarantine"
 
 
 def test_an_unfinished_run_says_what_to_do(tmp_path):

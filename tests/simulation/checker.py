@@ -109,12 +109,9 @@ def _numbers(
 
 
 def _manifest(files: Mapping[str, bytes], run: str) -> list[dict[str, Any]]:
-    """The pieces that are the result: a table that _SUCCESS names, in the first format JSON."""
-    name = json.loads(files[f"{run}/_SUCCESS"]).get("manifest")
-    if name is not None:
-        return table_of(files[f"{run}/_raybatch/{name}"])
-    pieces: list[dict[str, Any]] = json.loads(files[f"{run}/_raybatch/manifest.json"])["pieces"]
-    return pieces
+    """Return the pieces that are the result, from the table that _SUCCESS names."""
+    name = json.loads(files[f"{run}/_SUCCESS"])["manifest"]
+    return table_of(files[f"{run}/_raybatch/{name}"])
 
 
 def _of_pieces(

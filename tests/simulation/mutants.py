@@ -208,7 +208,7 @@ MUTANTS = (
         (
             Edit(
                 "result.reap:orphans",
-                "done, named = np.ones(plan.shards, bool), pieces_named(ledger, plan, success)",
+                "done, named = np.ones(plan.shards, bool), pieces_named(ledger.store, success)",
                 "done, there = np.ones(plan.shards, bool), ledger.listing(plan)\n"
                 "        named = {p.path for c in ledger.commits(plan, there) for p in c.pieces}",
             ),
@@ -281,8 +281,13 @@ MUTANTS = (
         "layout_own",
         "a finalizer does not take the layout that is there",
         (
-            Edit("result.survey:layout_of", "if plan.format > 1 and (", "if False and ("),
-            Edit("result.survey:layout_of", "if plan.format == 1:", "if True:"),
+            Edit(
+                "result.survey:layout_of",
+                "    if (there := read_layout(ledger, plan)) is not None:\n"
+                "        return _checked(there, found, row_number)\n"
+                "    made, spans = chosen_layout(ledger, plan, found, row_number, file_bytes)\n",
+                "    return chosen_layout(ledger, plan, found, row_number, file_bytes)\n",
+            ),
         ),
         quick=True,
     ),

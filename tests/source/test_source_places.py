@@ -153,11 +153,11 @@ def test_a_table_without_files_of_its_own_is_named_too(tmp_path):
 # --- runs -------------------------------------------------------------------------------------
 
 
-def run_directory(root: Path, finished: bool = True, quarantine: str = "_quarantine") -> Path:
+def run_directory(root: Path, finished: bool = True) -> Path:
     touch(root / "_raybatch/plan.json")
     parquet(root / "_raybatch/pieces/s0.parquet")
     parquet(root / "data/part-00000.parquet")
-    parquet(root / f"{quarantine}/part-00000.parquet")
+    parquet(root / "_quarantine/part-00000.parquet")
     if finished:
         touch(root / "_SUCCESS")
     return root
@@ -183,13 +183,6 @@ def test_a_whole_run_directory_mixes_answers_and_failures(tmp_path):
     refused(str(run / "_raybatch"), "records", f"{run}/data")
     refused(str(run / "_raybatch/pieces"), "records", f"{run}/data")
     assert len(names(f"{run}/*/*.parquet")) == 1  # the answers: a star does not stand for _
-
-
-def test_a_run_of_an_earlier_version_mixes_them_for_a_star_as_well(tmp_path):
-    run = run_directory(tmp_path / "out/monday", quarantine="quarantine")
-    for uri in (run, tmp_path / "out", f"{tmp_path}/out/**/*.parquet", f"{run}/*/*.parquet"):
-        refused(str(uri), str(run), f"{run}/data", "quarantine")
-    assert len(names(str(run / "quarantine"))) == 1
 
 
 # --- links ------------------------------------------------------------------------------------

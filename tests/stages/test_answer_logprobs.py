@@ -87,7 +87,6 @@ def test_postprocess_finds_them_under_their_name(tmp_path):
             {"sampling": {"logprobs": 1, "choice": ["a"]}, "output": {"probabilities": True}},
             "ask vLLM for different tokens; keep one",
         ),
-        ({"engine": {"stage": "ray.data.llm"}}, "sampling.logprobs: ray.data.llm does not tell"),
         ({"sampling": {"logprobs": 30}, "engine": {"max_logprobs": 25}}, "over the engine's 25"),
         ({"engine": {"task": "embed"}}, "sampling.logprobs: engine.task embed draws no tokens"),
     ],

@@ -180,7 +180,6 @@ def test_a_tokenizer_that_cannot_tell_them_apart_ends_the_run_before_an_engine_s
         ({}, "set sampling.choice"),
         ({"sampling": {"choice": ["a", "b"], "n": 2, "temperature": 1.0}}, "leave sampling.n out"),
         ({"sampling": {"choice": [str(i) for i in range(129)]}}, "at most 128 labels"),
-        ({"sampling": {"choice": ["a"]}, "engine": {"stage": "ray.data.llm"}}, "engine.stage"),
     ],
 )
 def test_what_probabilities_exclude(groups, said):

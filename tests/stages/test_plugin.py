@@ -12,11 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.small import MODEL
 
-from prefect_raybatch.cluster import ray_llm
-from prefect_raybatch.sizing.sizes import Pool
-from prefect_raybatch.stages.engine import EngineSpec
 from prefect_raybatch.stages.vllm import plugin as vllm_plugin
 
 ROOT = Path(__file__).parents[2]
@@ -138,23 +134,3 @@ def test_importing_it_is_cheap() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_the_engines_of_ray_data_llm_may_load_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-
-    class Enough(Exception):
-        pass
-
-    def config(**arguments: Any) -> None:
-        seen.append(arguments["runtime_env"])
-        raise Enough
-
-    fake = SimpleNamespace(build_processor=None, vLLMEngineProcessorConfig=config)
-    monkeypatch.setitem(sys.modules, "ray.data.llm", fake)
-    spec = EngineSpec(dict(MODEL), {}, {}, {"VLLM_PLUGINS": "a", "B": "c"})
-    with pytest.raises(Enough):
-        pool = Pool("cpu", (1, 1), 0, 1, "", 0, "", "")
-        ray_llm.through(None, spec, pool, {"num_cpus": 1}, 1, 1)  # type: ignore[arg-type]
-    assert seen == [{"env_vars": {"VLLM_PLUGINS": "a,prefect_raybatch", "B": "c"}}]
-    assert spec.env["VLLM_PLUGINS"] == "a"

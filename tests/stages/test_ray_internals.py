@@ -7,8 +7,6 @@ import importlib
 import pytest
 from helpers.contract import folder_of, imported, moved, version_of
 
-from prefect_raybatch.stages import ray_internals
-
 PACKAGE = folder_of("prefect_raybatch")
 RAY = version_of("ray")
 EXECUTION = "data/_internal/execution"
@@ -95,12 +93,6 @@ CONTRACT = {
     "dashboard/modules/dashboard_sdk.py": {
         "SubmissionClient": ["_do_request(method, endpoint)"],
     },
-    # ray.data.llm (cluster/ray_llm.py).
-    "llm/_internal/batch/stages/vllm_engine_stage.py": {
-        "": [ray_internals.RAY_LLM_STAGE, ray_internals.RAY_LLM_ACTOR],
-    },
-    "llm/_internal/batch/stages/base.py": {"StatefulStage": ["map_batches_kwargs"]},
-    "llm/_internal/batch/processor/base.py": {"Processor": ["get_stage_by_name(name)"]},
 }
 
 
@@ -123,11 +115,6 @@ def test_ray_still_has_what_we_import(module, name):
             importlib.import_module(f"{module}.{name}")
         except ImportError:
             pytest.fail(f"{RAY}: {module}.{name} is not there any more")
-
-
-def test_rows_that_failed_are_marked_by_this_column():
-    base = folder_of("ray") / "llm/_internal/batch/stages/base.py"
-    assert ray_internals.RAY_LLM_ERROR in base.read_text(encoding="utf-8"), RAY
 
 
 def test_a_pass_is_found_by_the_name_of_its_thread():

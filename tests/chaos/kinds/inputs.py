@@ -117,7 +117,7 @@ def old_format(t: Trial) -> None:
     begun(t)
     plan = t.place.read("_raybatch/plan.json")
     older = json.loads(plan)
-    version = t.rng.choice([0, "0.9", None])
+    version = t.rng.choice([0, 2, "0.9", None])
     if version is None:
         older.pop("format")
     else:
