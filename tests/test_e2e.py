@@ -132,7 +132,9 @@ class Story:
         self.succeeded.append(any(info.path == "_SUCCESS" for info in self.store.list("")))
 
     def report(self) -> dict[str, Any]:
-        return dict(json.loads(self.store.read("_raybatch/report.json")))
+        """The report as `raybatch run --json` prints it."""
+        report = json.loads(self.store.read("_raybatch/report.json"))
+        return {name: value for name, value in report.items() if name != "checksum"}
 
     def table(self, kind: str = "data", key: str = "k") -> pa.Table:
         store = open_store(f"s3://e2e/out/{key}", self.store_options)

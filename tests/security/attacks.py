@@ -561,12 +561,12 @@ ATTACKS = (
     _manifest("a variable of a file", container={"env": [{"valueFrom": {"fileKeyRef": {}}}]}),
     # The kubelet asks these from the node.
     *(
-        _manifest(f"{kind} asks a host", container={kind: {how: {"host": "169.254.169.254"}}})
+        _manifest(f"{kind} {how} of a host", container={kind: {how: {"host": "169.254.169.254"}}})
         for kind in ("livenessProbe", "readinessProbe", "startupProbe")
         for how in ("httpGet", "tcpSocket")
     ),
     *(
-        _manifest(f"{kind} asks a host", container={"lifecycle": {kind: {how: {"host": "a"}}}})
+        _manifest(f"{kind} {how} of a host", container={"lifecycle": {kind: {how: {"host": "a"}}}})
         for kind in ("postStart", "preStop")
         for how in ("httpGet", "tcpSocket")
     ),
