@@ -472,7 +472,7 @@ ATTACKS = (
     _target(
         r"without a plain host", format="sql", table="t", uri="postgresql://good.com#@evil.com/db"
     ),
-    _target(r"dialect", format="sql", table="t", uri="access://good.com/db"),
+    _target(r"of dialect access", format="sql", table="t", uri="access://good.com/db"),
     _target(r"may not write", format="sql", table="t", uri="duckdb:///md:evil"),
     _target(r"may not write", format="sql", table="t", uri="duckdb:///http://evil.com/x"),
     _target(r"host evil\.example\.com", format="iceberg", table="a.b", catalog=MERGED),

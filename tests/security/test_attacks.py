@@ -88,7 +88,7 @@ def test_the_table_holds_150_attacks_with_a_refusal_each() -> None:
     """A pattern that matches nearly every error would expect no refusal in particular."""
     titles = Counter(attack.title for attack in ATTACKS)
     assert len(titles) == len(ATTACKS) >= 150, titles.most_common(3)
-    assert all(len(re.sub(r"\W", "", attack.words)) > 7 for attack in ATTACKS)
+    assert not [a for a in ATTACKS if len(re.sub(r"\W", "", a.words)) <= 7]
     assert not [attack for attack in ATTACKS if re.search(attack.words, "this job is not valid")]
 
 
