@@ -346,7 +346,7 @@ def make_plan(
     plan = Plan(
         run_key=run_key,
         job_name=job.name,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=datetime.now(UTC).isoformat(timespec="milliseconds"),
         rows=rows,
         rows_per_shard=size,
         shards=len(starts) - 1,

@@ -104,7 +104,7 @@ def test_a_family_stays_while_a_retry_of_it_is_not_complete(out):
     (out / "one.r1" / SUCCESS).unlink()
     found = prune_runs(str(out), 1)
     assert set(found.removed) == {"two"}
-    assert found.kept["one"] == "one.r1 is unfinished"
+    assert found.kept["one"] == "one.r1 is not complete (unfinished)"
 
 
 def test_young_runs_and_other_jobs_stay(out):

@@ -58,7 +58,8 @@ def close(run: SmallRun, compact: bool = True) -> None:
     """Finishes a run of which all shards are committed, and removes its pieces."""
     size = max(p.bytes for s in range(4) for p in run.ledger.read_commit(run.plan, s).pieces)
     made = finalize(run.ledger, run.plan, run.shards, "_row", 2 * size - 1, compact)
-    run.ledger.succeed(success_of(run, made.parts, compact=compact))
+    success = success_of(run, made.parts, compact=compact)
+    run.ledger.succeed(replace(success, manifest=made.manifest))
     run.store.delete([info.path for info in orphans(run.ledger, run.plan)])
 
 

@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.engines import with_answers
 from helpers.small import (
-    MODEL,
     input_rows,
     job_dict,
     make_job,
@@ -23,7 +22,6 @@ from helpers.small import (
 from prefect_raybatch.cli import show
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.plan.fingerprint import fingerprint
 from prefect_raybatch.plan.plan import as_planned, check_against_schema, public_job
 from prefect_raybatch.plan.resolved import resolve
 from prefect_raybatch.result.finalize import finalize
@@ -97,12 +95,6 @@ def test_the_plan_keeps_the_schema_that_a_file_was_when_it_was_made(tmp_path):
     path.write_text(json.dumps({**SCHEMA, "title": "another"}))
     assert resolve(job).fingerprint != resolved.fingerprint
     assert as_planned(job, plan).output.answer_form == plan.parts["output.schema_model"]
-
-
-def test_a_job_without_the_new_fields_keeps_its_fingerprint():
-    parts = fingerprint(make_job(), MODEL)[1]
-    names = {"output.schema_model", "output.extras", "output.probabilities"}
-    assert not names & set(parts)
 
 
 @pytest.mark.parametrize(

@@ -221,9 +221,9 @@ MUTANTS = (
         (
             Edit(
                 "runs.finalize_run:_finalized",
-                "ledger.succeed(_success(plan, output, result, accepted))",
+                "ledger.succeed(_success(plan, output, result, made.accepted))",
                 "ledger.store.delete(i.path for i in list(store.list('_raybatch/pieces')))\n"
-                "    ledger.succeed(_success(plan, output, result, accepted))",
+                "    ledger.succeed(_success(plan, output, result, made.accepted))",
             ),
         ),
         quick=True,
