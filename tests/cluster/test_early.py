@@ -564,6 +564,12 @@ def notes(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "notes").read_text().splitlines()]
 
 
+def has_begun(folder: Path) -> bool:
+    """Whether an engine has noted its start: the file is there before its line is."""
+    path = folder / "notes"
+    return path.exists() and path.read_text().endswith("\n")
+
+
 def noted(folder: Path, **engine: Any) -> BatchJob:
     env = {"ENGINE_NOTES": str(folder / "notes")}
     given = {"model": "demo", "device": "cpu", "max_model_len": 256, "env": env}
@@ -682,7 +688,7 @@ def test_a_copy_that_fails_ends_the_engine_and_says_why(
     job = noted(tmp_path / "job")
 
     def failing(*given: Any) -> Any:
-        wait_for((tmp_path / "job/notes").exists, ENGINE_THERE)
+        wait_for(lambda: has_begun(tmp_path / "job"), ENGINE_THERE)
         raise SourceError("in.csv, line 7: wrong")
 
     monkeypatch.setattr(source, "snapshot", failing)
@@ -741,7 +747,7 @@ def test_no_engine_outlives_a_process_that_ends_while_it_copies(
     command = [sys.executable, "-c", ENDED, str(tmp_path / "job")]
     with subprocess.Popen(command, env=env, start_new_session=True) as process:
         try:
-            wait_for((tmp_path / "job/notes").exists, ENGINE_THERE)
+            wait_for(lambda: has_begun(tmp_path / "job"), ENGINE_THERE)
             (start,) = notes(tmp_path / "job")
             process.send_signal(number)
             assert process.wait(120) != 0
