@@ -14,6 +14,7 @@ import pytest
 from helpers.small import job_dict
 from pydantic import TypeAdapter, ValidationError
 
+from prefect_raybatch.demo import demo_model_path
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job import engine_values, vllm_fields
 from prefect_raybatch.job.batch_job import BatchJob
@@ -80,7 +81,8 @@ def test_what_vllm_takes_is_taken(given: dict[str, Any]) -> None:
 def test_vllms_own_defaults_are_right() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    defaults = {f.name: getattr(EngineArgs(), f.name) for f in dataclasses.fields(EngineArgs)}
+    made = EngineArgs(model=demo_model_path())  # offline, it looks for the default one on the disk
+    defaults = {f.name: getattr(made, f.name) for f in dataclasses.fields(EngineArgs)}
     plain = {name: value for name, value in defaults.items() if not dataclasses.is_dataclass(value)}
     assert len(plain) > 150
     plain.pop("prefix_cache_retention_interval")  # of a type of its own: unset
