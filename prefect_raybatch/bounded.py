@@ -26,7 +26,8 @@ class Question:
         self.under_way = False
 
     def __call__(self, work: Callable[[], Returned]) -> Returned:
-        """As `within`; `TimeoutError` at once while an earlier one is under way."""
+        """Call `work` as `within` does. Raise `TimeoutError` at once while an earlier call is under
+        way."""
         if self.under_way:
             raise TimeoutError("an earlier question is not answered yet")
         self.under_way = True
@@ -54,9 +55,9 @@ class _Stopped(BaseException):
 
 
 def within(seconds: float, work: Callable[[], Returned], stop: bool = False) -> Returned:
-    """What `work` returns or raises; `TimeoutError` when that takes longer. Then `work` is left
-    behind in a thread that holds up no exit; with `stop` an exception ends it, which works for
-    loops in Python and not for a call of a library that does not return."""
+    """Return what `work` returns, or raise what it raises. Raise `TimeoutError` when it takes
+    longer: then `work` goes on in a thread that holds up no exit. With `stop` an exception ends it,
+    which works for loops in Python and not for a call of a library that does not return."""
     found: list[Any] = []
     errors: list[BaseException] = []
 

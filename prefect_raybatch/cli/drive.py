@@ -119,8 +119,8 @@ def retry_rows(
 
 
 def with_keys(job: BatchJob) -> BatchJob:
-    """The job with keys from its blocks, that of its cluster as well. The flow gets the job without
-    them and loads them itself, since Prefect keeps a flow's parameters in clear."""
+    """Return the job with the keys of its blocks, its cluster's block included. The flow gets the
+    job without them and loads them itself, since Prefect stores a flow's parameters unencrypted."""
     blocks = (job.source.credentials_block, job.output.credentials_block, job.cluster.block)
     if not any(blocks):
         return job

@@ -104,14 +104,9 @@ class _Ray:
         try:
             with _sigterm_kept(), _quiet_start(not address):
                 self._lasting(lambda: _init(address, quiet))
-        except ClusterUnavailable:
+        except BaseException:
             put_back_auth(self._auth)
             raise
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            put_back_auth(self._auth)
-            raise InsufficientResources(
-                f"no Ray cluster answers at {address or 'this machine'}: {error}"
-            ) from None
 
     def end(self) -> None:
         import ray
@@ -159,10 +154,11 @@ class _Ray:
 
 
 def _init(address: str | None, options: dict[str, Any]) -> None:
-    """`ray.init`, tried again where a new local cluster is not up in the 30 s that Ray gives it,
+    """Call `ray.init`, and again where a new local cluster is not up in the 30 s that Ray gives it,
     which happens on a busy machine.
 
-    Raises `ClusterUnavailable` if no try succeeds.
+    Raise `ClusterUnavailable` if no try succeeds, and `InsufficientResources` where no cluster
+    answers.
     """
     import ray
 
@@ -170,6 +166,10 @@ def _init(address: str | None, options: dict[str, Any]) -> None:
         try:
             ray.init(address=address or "local", **options)
             return
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise InsufficientResources(
+                f"no Ray cluster answers at {address or 'this machine'}: {error}"
+            ) from None
         except Exception as error:
             if address or type(error) is not Exception:  # Ray has no class for this one
                 raise

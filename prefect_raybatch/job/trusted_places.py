@@ -204,7 +204,7 @@ def check_reach(job: BatchJob, policy: JobPolicy) -> None:
         _check_source(reach, uri)
     reach.catalog("source.catalog", source.catalog, writes=False)
     reach.options("source.options", source.options)
-    reach.block("source.credentials_block", source.credentials_block)
+    _check_blocks(reach, job)
     reach.private("source.web.allow_private", source.web.allow_private)
     if source.media_root is not None:
         reach.read("source.media_root", source.media_root)
@@ -222,7 +222,6 @@ def check_reach(job: BatchJob, policy: JobPolicy) -> None:
             reach.model(f"engine.adapters.{name}" if name else "engine.adapter", adapter)
     reach.write("output.uri", output.uri)
     reach.options("output.options", output.options)
-    reach.block("output.credentials_block", output.credentials_block)
     if job.reuse is not None and job.reuse != "latest":
         reach.read("reuse", job.reuse)
     for target in output.publish:
@@ -230,43 +229,42 @@ def check_reach(job: BatchJob, policy: JobPolicy) -> None:
     _check_cluster(reach, job)
 
 
+def _limited_reach() -> Reach | None:
+    """Return what a job may reach under the policy in force; None where that is everything."""
+    policy = policy_in_force()
+    return Reach(policy) if policy.limited else None
+
+
 def check_run_place(uri: str) -> None:
     """Raise `ConfigError` where the policy in force does not allow work in this run directory."""
-    policy = policy_in_force()
-    if policy.limited:
-        Reach(policy).write("run directory", uri)
+    if reach := _limited_reach():
+        reach.write("run directory", uri)
 
 
 def check_output_place(uri: str, options: Mapping[str, Any]) -> None:
     """Raise `ConfigError` where the policy in force does not allow to write to an output."""
-    policy = policy_in_force()
-    if policy.limited:
-        reach = Reach(policy)
+    if reach := _limited_reach():
         reach.write("output.uri", uri)
         reach.options("output.options", options)
 
 
 def check_run_read(uri: str) -> None:
     """Raise `ConfigError` where the policy in force does not allow to read this run directory."""
-    policy = policy_in_force()
-    if policy.limited:
-        Reach(policy).read("run directory", uri)
+    if reach := _limited_reach():
+        reach.read("run directory", uri)
 
 
 def check_store_options(field: str, options: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for store options that the policy in force does not allow: they say which
     host gets requests that are signed with this machine's keys."""
-    policy = policy_in_force()
-    if policy.limited:
-        Reach(policy).options(field, options)
+    if reach := _limited_reach():
+        reach.options(field, options)
 
 
 def check_links(uris: Sequence[str]) -> None:
     """Raise `ConfigError` for a file of a listing that a link leads to, out of the folders that the
     policy in force allows."""
-    policy = policy_in_force()
-    if policy.limited:
-        reach = Reach(policy)
+    if reach := _limited_reach():
         for uri in uris:
             if "://" not in uri and os.path.realpath(uri) != uri:
                 reach.read("source.uri", uri)
@@ -275,40 +273,33 @@ def check_links(uris: Sequence[str]) -> None:
 def check_table_files(uris: Iterable[str]) -> None:
     """Raise `ConfigError` for a file that a table names as one of its own, out of the folders that
     the policy in force allows."""
-    policy = policy_in_force()
-    if policy.limited:
-        reach = Reach(policy)
+    if reach := _limited_reach():
         for uri in uris:
             reach.read("source.uri", uri)
 
 
 def check_blocks(job: BatchJob) -> None:
     """Raise `ConfigError` for a saved Prefect block that the policy in force does not allow."""
-    policy = policy_in_force()
-    if policy.limited:
-        reach = Reach(policy)
-        reach.block("source.credentials_block", job.source.credentials_block)
-        reach.block("output.credentials_block", job.output.credentials_block)
-        reach.block("cluster.block", job.cluster.block)
+    if reach := _limited_reach():
+        _check_blocks(reach, job)
 
 
 def url_check(field: str) -> Callable[[str], None]:
     """Return a function that raises `ConfigError` for a URL whose host the policy in force does not
     allow. The policy stays that of now, whichever thread calls the function."""
-    policy = policy_in_force()
+    reach = _limited_reach()
 
     def check(url: str) -> None:
-        if policy.limited:
-            Reach(policy).connect_url(field, url)
+        if reach is not None:
+            reach.connect_url(field, url)
 
     return check
 
 
 def check_server(field: str, url: str) -> None:
     """Raise `ConfigError` where the policy in force does not allow a job server or address."""
-    policy = policy_in_force()
-    if policy.limited:
-        Reach(policy).connect_url(field, url if "://" in url else f"//{url}")
+    if reach := _limited_reach():
+        reach.connect_url(field, url if "://" in url else f"//{url}")
 
 
 def database_file(url: str) -> str | None:
@@ -348,9 +339,14 @@ def _check_target(reach: Reach, target: PublishTarget) -> None:
         reach.write(f"{field}.uri", target.uri)
 
 
+def _check_blocks(reach: Reach, job: BatchJob) -> None:
+    reach.block("source.credentials_block", job.source.credentials_block)
+    reach.block("output.credentials_block", job.output.credentials_block)
+    reach.block("cluster.block", job.cluster.block)
+
+
 def _check_cluster(reach: Reach, job: BatchJob) -> None:
     cluster = job.cluster
-    reach.block("cluster.block", cluster.block)
     access = cluster.access_if_loaded
     for address in {cluster.address, access and access.address} - {None, LOCAL, "auto"}:
         reach.connect_url("cluster.address", f"//{address}")

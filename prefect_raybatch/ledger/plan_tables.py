@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-FILES_SAY = (  # columns of the file table
-    *("uri", "size", "etag", "mtime_ns", "rows", "ctime_ns", "inode", "footer", "values"),
-)
+# Columns of the file table.
+FILES_SAY = ("uri", "size", "etag", "mtime_ns", "rows", "ctime_ns", "inode", "footer", "values")
 
 
 class Shards:

@@ -109,12 +109,10 @@ def with_checksum(record: bytes) -> bytes:
 
 def without_checksum(data: bytes, what: str) -> bytes:
     """Return the record that `with_checksum` was given. Raise `CorruptRun`, which names `what`, if
-    it was changed since. A record of a version that kept no checksum comes back as it is."""
-    if not data.startswith(_CHECKSUM):
-        return data
+    it was changed since."""
     end = len(_CHECKSUM) + _DIGITS
     record = b"{" + data[end + 2 :]
-    if digest(record).encode() != data[len(_CHECKSUM) : end]:
+    if not data.startswith(_CHECKSUM) or digest(record).encode() != data[len(_CHECKSUM) : end]:
         raise CorruptRun(f"{what} is not what was written")
     return record
 

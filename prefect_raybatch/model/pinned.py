@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.ledger.records import digest, dump
 from prefect_raybatch.model.context import own_context
-from prefect_raybatch.storage import Store, is_remote, open_store
+from prefect_raybatch.storage import FileInfo, Store, is_remote, open_store
 from prefect_raybatch.storage.node_cache import cached_folder
 
 log = logging.getLogger(__name__)
@@ -178,10 +178,10 @@ def _folder(path: Path) -> str:
 
 
 def _remote(source: str) -> str:
-    store = open_store(source)
-    if not any(file.path == "config.json" for file in store.list()):
+    files = list(open_store(source).list())
+    if not any(file.path == "config.json" for file in files):
         raise ConfigError(f"engine.model: {source} holds no config.json, so it is no model")
-    return digest(_listing(store))
+    return digest(_listing(files))
 
 
 def hub_commit(
@@ -241,24 +241,25 @@ def _fetch(source: str, identity: str) -> str:
 
     def fetch(folder: Path) -> bytes:
         store = open_store(source)
-        listing = _listing(store)
+        files = list(store.list())
+        listing = _listing(files)
         if digest(listing) != identity:
             raise ConfigError(
                 f"engine.model: {source} has other files than when the run was planned; put them "
                 "back, or start a new run key"
             )
-        _download(store, folder)
+        _download(store, files, folder)
         return listing
 
     return cached_folder("models", identity, fetch)
 
 
-def _listing(store: Store) -> bytes:
-    return dump(sorted([file.path, file.size, file.etag] for file in store.list()))
+def _listing(files: Iterable[FileInfo]) -> bytes:
+    return dump(sorted([file.path, file.size, file.etag] for file in files))
 
 
-def _download(store: Store, folder: Path) -> None:
-    for info in store.list():
+def _download(store: Store, files: Iterable[FileInfo], folder: Path) -> None:
+    for info in files:
         path = folder / info.path
         if ".." in path.parts or not path.is_relative_to(folder):
             raise ConfigError(f"engine.model: {store.uri} holds a file {info.path!r}; rename it")

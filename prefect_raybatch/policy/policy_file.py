@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -27,9 +26,10 @@ def read_policy(path: str) -> JobPolicy:
     """Return the policy that a file holds. Raises `ConfigError` naming file and field for what is
     no policy: a policy that says less than it seems to would be worse than none."""
     try:
-        if Path(path).stat().st_size > MAX_POLICY_BYTES:
+        data = read_regular_file(path, MAX_POLICY_BYTES + 1)
+        if len(data) > MAX_POLICY_BYTES:
             raise ConfigError(f"{path}: is too large to be a policy (over 1 MiB)")
-        value = yaml.safe_load(read_regular_file(path, MAX_POLICY_BYTES).decode())
+        value = yaml.safe_load(data.decode())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path}: the policy cannot be read: {error}; correct RAYBATCH_POLICY, or unset it for "

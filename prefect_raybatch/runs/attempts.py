@@ -124,7 +124,7 @@ def record_unplanned(
     and its key. Without a run key it is named as a run of this second would be."""
     key = run_key or key_for_start(job.name)
     try:
-        check_reach(job, policy_in_force())  # what a job from elsewhere may not write to is left
+        check_reach(job, policy_in_force())  # a refused job writes nothing, not even this record
         uri = filled_uri(job.output.uri, key, date_of_key(key) or today())
         return _record_unplanned(
             uri, job.output.options or None, job.source.uris, job.name, key, error, job

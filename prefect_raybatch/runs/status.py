@@ -32,7 +32,6 @@ from prefect_raybatch.ledger.precision import read_precision
 from prefect_raybatch.ledger.record_files import read_record
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.report import report as reports
-from prefect_raybatch.report.charts import charts
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.runs.costs import plain_price, with_cost
@@ -163,9 +162,8 @@ def state_of(uri: str, options: Mapping[str, Any] | None = None) -> str:
 
 
 def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
-    """The report of a run directory: the one that was written at its end, or, while there is none,
-    what the commits say now. Of the folder of a partial result
-    the one that was written with it."""
+    """Return the report of a run directory: the one that was written at its end or, before that,
+    what the commits say now. Of a partial result's folder, return the one written with it."""
     uri, name = split_partial(uri)
     store = open_store(uri, options)
     ledger = Ledger(store)
@@ -173,25 +171,22 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
     if name is not None:
         read_partial(store, plan, name)
         return RunReport.from_bytes(read_record(store, partial_path(name, PARTIAL_REPORT)))
-    final = load_report(store) if ledger.finished(plan) is not None else None
-    if final is not None and final.charts.cells:
-        return final
+    if ledger.finished(plan) is not None:
+        return load_report(store)
     tally, listing = Tally(), ledger.listing(plan)
     for commit in ledger.commits(plan, listing):
         tally.add(commit)
-    if final is None:
-        state, notes = state_name(False, bool(tally.shards)), of_whom(plan)
-        attempts = _attempts(ledger)
-        stop = _stop_of(attempts, listing.done)
-        notes += map(str, all_accepted(ledger))
-        notes += [f"stopped: {stop.line()}", *stop.lines()] if stop else []
-        made = reports.build(
-            store.uri, plan, tally, state, notes=notes, dashboard=last_dashboard(store)
-        )
-        made = replace(made, starts=starts_of(attempts), precision=read_precision(store))
-        made = replace(made, elapsed=round(attempts_seconds(ledger, plan), 1))
-        return with_cost(made, ledger, plan, BatchJob.from_dict(plan.job, "plan.json").cluster)
-    return replace(final, charts=charts(tally, plan.shards))
+    state, notes = state_name(False, bool(tally.shards)), of_whom(plan)
+    attempts = _attempts(ledger)
+    stop = _stop_of(attempts, listing.done)
+    notes += map(str, all_accepted(ledger))
+    notes += [f"stopped: {stop.line()}", *stop.lines()] if stop else []
+    made = reports.build(
+        store.uri, plan, tally, state, notes=notes, dashboard=last_dashboard(store)
+    )
+    made = replace(made, starts=starts_of(attempts), precision=read_precision(store))
+    made = replace(made, elapsed=round(attempts_seconds(ledger, plan), 1))
+    return with_cost(made, ledger, plan, BatchJob.from_dict(plan.job, "plan.json").cluster)
 
 
 def _attempts(ledger: Ledger) -> list[dict[str, Any]]:

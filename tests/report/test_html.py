@@ -164,25 +164,6 @@ def test_a_finished_run_has_the_page_beside_its_report(tmp_path):
     assert report_of(str(tmp_path)) == load_report(open_store(str(tmp_path)))
 
 
-def test_the_report_of_an_earlier_version_gets_its_plots_from_the_commits(tmp_path):
-    finished(tmp_path)
-    path = tmp_path / "_raybatch/report.json"
-    import json
-
-    old = json.loads(path.read_text(encoding="utf-8"))
-    for name in ("charts", "figures", "workers", "nodes", "dashboard"):
-        del old[name]
-    for stage in old["stages"]:
-        for name in ("mean_s", "slowest_s", "busiest"):
-            del stage[name]
-    del old["advice"], old["losses"], old["checksum"]
-    old["engine_deaths"] = 3
-    path.write_text(json.dumps(old), encoding="utf-8")
-    found = report_of(str(tmp_path))
-    assert found.state == "completed" and found.engine_deaths == 3 and len(found.parts) == 2
-    assert len(found.charts.cells) == 4
-
-
 @pytest.mark.parametrize("form", ["markdown", "html", "json"])
 def test_the_command_writes_what_is_asked_for(tmp_path, capsys, form):
     small_run(tmp_path / "run").commit(0)

@@ -96,13 +96,14 @@ class TableSource(ABC):
 def check_own_files(table: str, files: Iterable[str]) -> None:
     """Raise an error for a file that the table at `table` names as one of its own, and that the job
     may not read: a local one of a table elsewhere, or one that the policy in force refuses."""
-    for file in files:
-        if is_remote(table) and not is_remote(file):
-            raise SourceError(
-                f"source.uri: the table {table} names a local file, {file}, as one of its own; "
-                "read a copy of it that has all its files"
-            )
-        check_table_files([file])
+    named = list(files)
+    astray = next((file for file in named if is_remote(table) and not is_remote(file)), None)
+    if astray is not None:
+        raise SourceError(
+            f"source.uri: the table {table} names a local file, {astray}, as one of its own; read "
+            "a copy of it that has all its files"
+        )
+    check_table_files(named)
 
 
 @contextmanager
