@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache
@@ -27,6 +28,9 @@ from xdist.scheduler import LoadScopeScheduling
 for name, value in environ.BUSY.items():
     os.environ.setdefault(name, value)
 os.environ["PYTHONPATH"] = environ.python_path()
+# A cache of this session's own: what another version left in the user's must not decide a test.
+CACHE = tempfile.TemporaryDirectory(prefix="raybatch-cache-")
+os.environ["RAYBATCH_CACHE"] = CACHE.name
 os.environ["RAYBATCH_POLICY"] = str(Path(__file__).parent / "data" / "policy.yaml")
 # Processes that tests start keep what they compile: an engine start is half as dear.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

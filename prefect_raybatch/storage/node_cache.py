@@ -47,7 +47,9 @@ def cached_folder(kind: str, identity: str, fetch: Callable[[Path], FileListing]
         raise _unsafe(folder / f"{identity}.lock", error.strerror or str(error)) from None
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not os.path.lexists(target):
+        # A folder without its listing was not left by this version, and nothing proves its files.
+        if not (os.path.lexists(target) and os.path.lexists(listing_file)):
+            _remove(target)
             part = folder / f"{identity}.part"
             _remove(part)  # left by a process that was killed
             part.mkdir(mode=0o700)
@@ -119,10 +121,7 @@ def _check_entry(folder: Path, listing_file: Path, identity: str) -> None:
 
 
 def _listing_fault(listing_file: Path, identity: str) -> str | None:
-    try:
-        status = listing_file.lstat()
-    except FileNotFoundError:
-        return f"its listing {listing_file.name} is missing"
+    status = listing_file.lstat()
     if fault := _file_fault(status):
         return f"its listing {fault}"
     if status.st_size > MAX_LISTING_BYTES:

@@ -22,7 +22,7 @@ from helpers.browser import browser_page, expect, form_field, picture
 from helpers.prefect_server import Prefect
 from helpers.processes import below, held, running, title
 from helpers.ray_head import Head
-from playwright.sync_api import Page
+from playwright.sync_api import Locator, Page
 
 from prefect_raybatch.demo.customers import companies, write_customers
 from prefect_raybatch.job.batch_job import BatchJob
@@ -42,6 +42,7 @@ LABELS = ".schema-form-property__label"
 ROWS = 6_000
 MANY = 20_000  # a minute of work on a quiet machine, which cancelling cuts short
 CANCELLED = 120  # seconds until nothing is left of a run on a busy machine; 5 to 10 on a quiet one
+TERMINAL = {"COMPLETED", "FAILED", "CANCELLED", "CRASHED"}
 WORK = 600  # seconds for a run on a busy machine, which may need Prefect's retry of its start
 
 
@@ -96,15 +97,18 @@ def submit(page: Page) -> None:
     expect(taken.first).to_be_visible()
 
 
-def row_in_time(page: Page, text: str) -> None:
-    """Waits for a row of the live table, which its page shows as it was when it was opened."""
-    row = page.get_by_role("row", name=re.compile(text))
+def in_time(page: Page, shown: Locator) -> None:
+    """Waits for what an artifact says later: its page shows it as it was when it was opened."""
     for _ in range(30):
         with suppress(AssertionError):
-            expect(row).to_be_visible(timeout=2_000)
+            expect(shown.first).to_be_visible(timeout=2_000)
             return
         page.reload()
-    expect(row).to_be_visible()
+    expect(shown.first).to_be_visible()
+
+
+def row_in_time(page: Page, text: str) -> None:
+    in_time(page, page.get_by_role("row", name=re.compile(text)))
 
 
 def tab(page: Page, name: str) -> None:
@@ -163,8 +167,7 @@ def seen_at_work(page: Page, prefect: Prefect, run: str, tmp_path: Path) -> None
     row_in_time(page, "engines alive 1")
     picture(page, "live", tmp_path, 700)
     open_artifact(page, prefect, "raybatch-dev-progress")
-    shown = page.get_by_text(re.compile(r"Progress: [\d.]+"))
-    expect(shown.first).to_be_visible()
+    in_time(page, page.get_by_text(re.compile(r"Progress: (0\.\d*[1-9]|[1-9])")))
     (share,) = set(re.findall(r"Progress: ([\d.]+)", page.locator("body").inner_text()))
     assert 0 < float(share) < 100, "the run had ended: nothing was seen of its work"
     refused = prefect.until(
@@ -321,9 +324,10 @@ def test_the_form_asks_kubernetes_for_a_cluster_of_the_runs_own(
 
     def ended() -> Any:
         found = prefect.ask("flow_runs/filter", asked)
-        return [run for run in found if run["state_type"] == "FAILED"]
+        return [run for run in found if run["state_type"] in TERMINAL]
 
     (run,) = prefect.until(ended, WORK, "the end of the run that was submitted")
+    assert run["state_type"] == "FAILED", run["state"]
     job = BatchJob.from_dict(run["parameters"]["job"])
     assert job.cluster.kubernetes.model_dump(exclude_defaults=True) == {
         "image": "registry.example.com/raybatch:1.0",

@@ -764,7 +764,6 @@ PLANTED_CACHES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda place: _swap(_listing(place), place.parent / "elsewhere"),
         "its listing is no regular file",
     ),
-    "the listing is gone": (lambda place: _listing(place).unlink(), "listing .* is missing"),
 }
 
 # Texts that a terminal obeys, or that show in another order than they are read, by what they do.

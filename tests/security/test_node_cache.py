@@ -108,6 +108,18 @@ def test_an_entry_that_is_removed_is_fetched_again(adapter: Fetch, cache: Path) 
     assert adapter() == str(place) and place.is_dir()
 
 
+@pytest.mark.parametrize("kind", ["model", "adapter"])
+def test_an_entry_without_its_listing_is_fetched_again(
+    cache: Path, kind: str, request: pytest.FixtureRequest
+) -> None:
+    fetch: Fetch = request.getfixturevalue(kind)
+    place = Path(fetch())
+    (place / "planted.py").write_text("x")
+    place.with_name(f"{place.name}.files").unlink()  # as versions without listings left it
+    assert fetch() == str(place)
+    assert not (place / "planted.py").exists()
+
+
 def test_a_model_that_changed_since_the_plan_is_not_fetched(
     cache: Path, model: Fetch, tmp_path: Path
 ) -> None:
