@@ -124,7 +124,7 @@ def form_is_whole(schema: dict[str, Any]) -> None:
         "Output.schema_model": ["One", "Fields", "By default"],
         "Images.resize": ["Number", "Several", "By default"],
     }
-    assert fields["Limits.max_failed"]["type"] == "number"
+    assert fields["Limits.max_failed_fraction"]["type"] == "number"
     assert fields["Limits.max_failed_rows"]["type"] == "integer"
 
 
@@ -140,8 +140,8 @@ def test_the_server_takes_null_for_what_is_left_out_and_refuses_the_rest() -> No
         ("source", "limit", "ten"),
         ("source", "limit", 0),
         ("source", "columns", "Company"),
-        ("limits", "max_failed", "few"),
-        ("limits", "max_failed", -1),
+        ("limits", "max_failed_rows", "few"),
+        ("limits", "max_failed_rows", -1),
         ("cluster", "address", 1),
     ):
         wrong = {**parameters, "job": {**whole, group: {**whole[group], field: value}}}

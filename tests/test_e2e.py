@@ -240,8 +240,10 @@ def story(s3: S3Server, env: dict[str, str], tmp_path_factory: pytest.TempPathFa
     pq.write_table(input_table(), folder / "in.parquet", row_group_size=100)
     upload = open_store("s3://e2e/in", s3.options)
     upload.put("in.parquet", (folder / "in.parquet").read_bytes())
-    (folder / "job.yaml").write_text(yaml.safe_dump(job_dict({}, max_failed=3)))
-    (folder / "more.yaml").write_text(yaml.safe_dump(job_dict(CORE_APART, max_failed=0.02)))
+    (folder / "job.yaml").write_text(yaml.safe_dump(job_dict({}, max_failed_rows=3)))
+    (folder / "more.yaml").write_text(
+        yaml.safe_dump(job_dict(CORE_APART, max_failed_fraction=0.02))
+    )
     env, store = {**env, **s3.env}, open_store("s3://e2e/out/k", s3.options)
     over = call("run", "job.yaml", "--run-key", "k", "--no-prefect", env=env, cwd=folder)
     found = Story(folder, env, store, over, store_options=s3.options)
@@ -257,7 +259,7 @@ def story(s3: S3Server, env: dict[str, str], tmp_path_factory: pytest.TempPathFa
 def test_the_budget_holds_and_keeps_what_is_committed(story: Story) -> None:
     assert story.over.returncode == 1, story.over.stdout + story.over.stderr
     assert "ErrorBudgetExceeded" in story.over.stderr
-    assert "limits.max_failed 3" in story.over.stderr
+    assert "limits.max_failed_rows 3" in story.over.stderr
     assert "Traceback" not in story.over.stderr
     assert 0 < len(story.commits[0]) < SHARDS
 

@@ -149,7 +149,7 @@ def test_a_changed_job_is_refused_or_survives_yaml(data):
     whole = job_dict(
         sampling={"temperature": 0, "max_tokens": 5, "choice": ["a", "b"]},
         engine={"model": "demo", "env": {"A": "b"}},
-        limits={"max_failed": 0.1},
+        limits={"max_failed_fraction": 0.1},
     )
     changed = mutated(whole, data)
     try:

@@ -93,7 +93,6 @@ class Progress:
     shards: int
     tally: Tally = field(default_factory=Tally)
     resumed_shards: int = 0
-    resumed_rows: int = 0
     began: float = field(default_factory=time.time)
     core_deaths: int = 0
     process_deaths: int = 0
@@ -201,7 +200,6 @@ class Driver:
         self.progress.weighed = self._failed
         self.progress.recent.clear()
         self.progress.resumed_shards = self.progress.tally.shards
-        self.progress.resumed_rows = self.progress.done
         if not self.done.all():  # else there is nothing to stop, though the limit may be lower now
             self._check_budget([])
         return self.progress

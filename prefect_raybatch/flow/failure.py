@@ -175,11 +175,10 @@ def command_for(error: Exception, job: BatchJob | str, run_key: str | None, run:
 def _raised(job: BatchJob) -> dict[str, float]:
     """The limit of failed rows that the job has, twice as high: for a person to correct."""
     limits = job.limits
-    for name in ("max_failed", "max_failed_rows", "max_failed_fraction"):
-        value = getattr(limits, name)
-        if value:
-            most = value < 1 or name == "max_failed_fraction"
-            return {f"limits.{name}": min(1.0, 2 * value) if most else 2 * value}
+    if limits.max_failed_rows:
+        return {"limits.max_failed_rows": 2 * limits.max_failed_rows}
+    if limits.max_failed_fraction:
+        return {"limits.max_failed_fraction": min(1.0, 2 * limits.max_failed_fraction)}
     return {"limits.max_failed_fraction": 2 * MAX_FAILED}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import field_validator, model_validator
+from pydantic import field_validator
 
 from prefect_raybatch.job.checks import check_duration
 from prefect_raybatch.job.form import field
@@ -12,6 +12,7 @@ from prefect_raybatch.job.group import Group
 from prefect_raybatch.words import counted
 
 MAX_FAILED = 0.01  # of the planned rows, where a job sets no limit
+FAILED = ("max_failed_rows", "max_failed_fraction")  # the fields that bound the failed rows
 
 
 class Limits(Group):
@@ -99,17 +100,8 @@ class Limits(Group):
         ge=0,
         allow_inf_nan=False,
     )
-    max_failed: int | float | None = field(
-        11,
-        None,
-        title="Most failed rows, older form",
-        text="A count (10) or, below 1 with a decimal point, a fraction of the planned rows, "
-        "rounded down (0.01). In place of max_failed_fraction and max_failed_rows.",
-        ge=0,
-        allow_inf_nan=False,
-    )
     max_cost: float | None = field(
-        12,
+        11,
         None,
         title="Most that a run may cost",
         text="Of all its attempts, in the currency of cluster.price_per_gpu_hour; a run that "
@@ -119,7 +111,7 @@ class Limits(Group):
     )
 
     min_agreement: float = field(
-        13,
+        12,
         0.99,
         title="Least agreement",
         text="Share of the answers, shown with 95 % confidence, that must be the same for "
@@ -140,18 +132,9 @@ class Limits(Group):
     def _known_duration(cls, value: str | None) -> str | None:
         return check_duration(value)
 
-    @model_validator(mode="after")
-    def _one_limit(self) -> Limits:
-        if self.max_failed is not None:
-            for name in ("max_failed_rows", "max_failed_fraction"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"max_failed and {name} say the same; keep one")
-        return self
-
     def _limits(self) -> dict[str, float]:
-        """The fields that bound the failed rows, with their values."""
-        names = ("max_failed", "max_failed_rows", "max_failed_fraction")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        """Return the limits of failed rows that are set, else the default."""
+        given = {name: getattr(self, name) for name in FAILED if getattr(self, name) is not None}
         return given or {"max_failed_fraction": MAX_FAILED}
 
     def allowed(self, rows: int) -> int:
@@ -162,10 +145,11 @@ class Limits(Group):
         """
         allowed = []
         for name, value in self._limits().items():
-            share = _share(value, rows)
+            most = int(value)
             if name == "max_failed_fraction":
-                share = round(rows * value) if value in (0, 1) else min(max(1, share), rows - 1)
-            allowed.append(share)
+                share = _share(value, rows)
+                most = round(rows * value) if value in (0, 1) else min(max(1, share), rows - 1)
+            allowed.append(most)
         return min(allowed)
 
     def said(self, rows: int) -> str:

@@ -390,7 +390,6 @@ class Commits:
         self.seen = listing.done.copy()
         self.progress.recent.clear()
         self.progress.resumed_shards = self.progress.tally.shards
-        self.progress.resumed_rows = self.progress.done
 
     def look(self) -> bool:
         """Counts new commits; whether there are any."""

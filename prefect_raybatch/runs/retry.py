@@ -22,6 +22,7 @@ from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import LOCAL
 from prefect_raybatch.job.job_file import with_fields
+from prefect_raybatch.job.limits import FAILED
 from prefect_raybatch.job.run_words import with_dated_targets
 from prefect_raybatch.job.secrets import hide_path
 from prefect_raybatch.job.trusted_places import check_store_options
@@ -46,7 +47,6 @@ from prefect_raybatch.runs.run import Run, run_of
 from prefect_raybatch.storage import open_store
 
 Keys = Callable[[BatchJob], BatchJob]  # puts keys from credentials blocks into store options
-FAILED_LIMITS = ("max_failed", "max_failed_rows", "max_failed_fraction")
 # What a job says of where keys and rows are sent: a run directory, which others may write to, does
 # not decide it.
 FROM_OPERATOR = ("output.publish", "cluster.address", "cluster.job_server", "cluster.kubernetes")
@@ -119,7 +119,7 @@ def begin(asked: RetryRequest) -> Retry | Nothing:
     job = asked.job
     if not asked.limited:
         limits = job.limits.model_copy(
-            update={**dict.fromkeys(FAILED_LIMITS), "max_failed_rows": plan.rows}
+            update={**dict.fromkeys(FAILED), "max_failed_rows": plan.rows}
         )
         job = job.model_copy(update={"limits": limits})
     return Retry(job, run, asked.parent.key)
@@ -177,7 +177,7 @@ def retry_request(
     schema = decode_schema(parent.plan.input_schema)
     planning.check_against_schema(known.job, schema)
     check_targets_of(known.job, schema, family.next_key, later=True)
-    limited = {"limits", *(f"limits.{name}" for name in FAILED_LIMITS)} & set(overrides)
+    limited = {"limits", *(f"limits.{name}" for name in FAILED)} & set(overrides)
     return RetryRequest(family, parent, child, known, selection, going, bool(limited))
 
 

@@ -59,7 +59,7 @@ def job(which: str, **groups: dict[str, Any]) -> dict[str, Any]:
         "prompt": {"template": "{text}"},
         "sampling": {"temperature": 0, "max_tokens": 16},
         "engine": {"model": "demo", "max_model_len": 256, "num_cpus": 0.25},
-        "limits": {"max_failed": 0.0},
+        "limits": {"max_failed_rows": 0},
         "cluster": {"prepare": {"num_cpus": 1}, "finish": {"num_cpus": 0.15}},
     }
     if which != "fast":

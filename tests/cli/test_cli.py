@@ -62,7 +62,7 @@ def write_job(folder: Path, **groups: Any) -> Path:
     value = job_dict(
         source={"uri": str(folder / "in.parquet"), "rows_per_shard": 10},
         output={"uri": str(folder / "out")},
-        limits={"max_failed": 0.1},
+        limits={"max_failed_fraction": 0.1},
         **groups,
     )
     (folder / "job.yaml").write_text(yaml.safe_dump(value), encoding="utf-8")
@@ -135,7 +135,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Any:
 
 def test_a_run_over_its_budget_shows_which_rows_failed(local_ray, tmp_path, call):
     job = BatchJob.from_yaml(write_job(tmp_path))
-    more, job = job, job.model_copy(update={"limits": Limits(max_failed=0)})
+    more, job = job, job.model_copy(update={"limits": Limits(max_failed_rows=0)})
     run = plan_run(job, "key")
     seen: list[Progress] = []
     with pytest.raises(ErrorBudgetExceeded, match="row 13: engine: ValueError: refused"):
@@ -174,7 +174,7 @@ def test_a_finished_run_is_returned_and_not_run_again(made):
     again = plan_run(job, "key")
     assert again.finished and again.plan_hash == run.plan_hash
     progress = infer_run(job, again, engine=None)
-    assert progress.resumed_rows == ROWS and progress.passes == 0
+    assert progress.done == ROWS and progress.passes == 0
     path = Path(run.uri, "_raybatch/report.json")
     before = path.read_bytes()
     report = json.loads(finalize_run(job, again).to_bytes())
@@ -186,7 +186,7 @@ def test_rows_that_crash_the_engines_process_are_quarantined_alone(local_ray, tm
     """The actor exits without a word, as after a segmentation fault: no receipt says why."""
     value = yaml.safe_load(write_job(tmp_path).read_text())
     value["source"] |= {"limit": 6, "rows_per_shard": 1}
-    value["limits"] = {"engine_deaths": 1, "max_failed": 1}
+    value["limits"] = {"engine_deaths": 1, "max_failed_rows": 1}
     job = BatchJob.from_dict(value)
     run = plan_run(job, "key")
     progress = infer_run(job, run, engine=CrashingEngine)
@@ -207,7 +207,7 @@ def test_rows_whose_function_ends_or_hangs_its_worker_are_quarantined_alone(loca
         "source": {"uri": str(tmp_path / "whats.parquet"), "rows_per_shard": 4},
         "prompt": {"template": "{what}"},
         "output": {"uri": str(tmp_path / "out"), "postprocess": "helpers.functions:deadly"},
-        "limits": {"max_failed": 3, "function_seconds": 1},
+        "limits": {"max_failed_rows": 3, "function_seconds": 1},
     }
     job = BatchJob.from_dict(value)
     run = plan_run(job, "key")

@@ -122,7 +122,7 @@ def run_placed(
         source={"uri": str(folder / "in.parquet"), "rows_per_shard": 4},
         engine={"num_cpus": 0.5, "env": env, **engine},
         output={"uri": str(folder / "out")},
-        limits={"max_failed": 1},
+        limits={"max_failed_rows": 1},
     )
     run = plan_run(job, "key")
     progress = infer_run(job, run, engine=stage)
@@ -154,7 +154,7 @@ def passed_on(
             "env": {"PLACES": str(places), "ENGINES": str(engines)},
         },
         output={"uri": str(folder / name)},
-        limits={"max_failed": 1, "engine_deaths": 1},
+        limits={"max_failed_rows": 1, "engine_deaths": 1},
     )
     run = plan_run(job, "key")
     progress = infer_run(job, run, engine=PassedOnEngine)
@@ -220,7 +220,7 @@ def test_engines_follow_nodes_that_join_and_leave_in_the_middle_of_a_run(
             "env": {"PLACES": str(places)},
         },
         output={"uri": str(tmp_path / "out")},
-        limits={"max_failed": 1},
+        limits={"max_failed_rows": 1},
     )
     run = plan_run(job, "key")
     commits = Path(run.uri) / "_raybatch/commits"

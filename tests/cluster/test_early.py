@@ -74,7 +74,7 @@ def csv_job(folder: Path, **groups: Any) -> BatchJob:
         "source": {"uri": str(folder / "in.csv"), "rows_per_shard": 6},
         "engine": {"model": "demo", "device": "cpu", "max_model_len": 256},
         "output": {"uri": str(folder / "out")},
-        "limits": {"max_failed": 1},
+        "limits": {"max_failed_rows": 1},
     }
     return make_job(name=folder.name, **{**given, **groups})
 

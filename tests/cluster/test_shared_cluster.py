@@ -404,7 +404,7 @@ def job_in(folder: Path) -> BatchJob:
         name=folder.name,
         source={"uri": str(folder / "in.parquet"), "rows_per_shard": 6},
         output={"uri": str(folder / "out")},
-        limits={"max_failed": 1},
+        limits={"max_failed_rows": 1},
     )
 
 

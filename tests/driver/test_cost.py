@@ -168,7 +168,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def priced(nights: Nights, **limits: float) -> BatchJob:
     engine = {"device": "gpu", "replicas": 2, "max_model_len": 256, "engines_per_gpu": 1}
-    given = {"max_failed": 0, **limits}
+    given = {"max_failed_rows": 0, **limits}
     return nights.job(engine=engine, cluster=PRICED, limits=given, reuse=None)
 
 

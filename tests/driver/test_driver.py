@@ -31,7 +31,7 @@ from prefect_raybatch.result.finalize import finalize
 
 
 def driver_of(run: SmallRun, **kwargs: Any) -> Driver:
-    limits = Limits(**{"max_failed": 0.5, **kwargs.pop("limits", {})})
+    limits = Limits(**kwargs.pop("limits", {"max_failed_fraction": 0.5}))
     return Driver(run.plan, run.shards, run.ledger, limits, **kwargs)
 
 
@@ -66,7 +66,7 @@ def test_each_shard_is_sent_once_and_committed_once(tmp_path):
     assert passes.calls == [(tuple(run.whole(s) for s in range(5)), False)]
     assert (progress.done, progress.passes, progress.engine_deaths) == (22, 1, 0)
     assert seen == [5, 10, 15, 20, 22]
-    assert progress.resumed_rows == 0 and progress.seconds_left == 0
+    assert progress.resumed_shards == 0 and progress.seconds_left == 0
     check_whole(run)
 
 
@@ -76,9 +76,9 @@ def test_a_second_driver_sends_only_what_is_pending_and_counts_what_was_done(tmp
     passes = Passes(run)
     progress = drive(run, passes)
     assert [u.shard for u in passes.calls[0][0]] == [0, 1, 3]
-    assert (progress.resumed_shards, progress.resumed_rows, progress.done) == (1, 5, 20)
+    assert (progress.resumed_shards, progress.done) == (1, 20)
     idle = Passes(run)
-    assert drive(run, idle).resumed_rows == 20
+    assert drive(run, idle).done == 20
     assert idle.calls == []  # nothing pending: no pass, so no engine
 
 
@@ -152,7 +152,7 @@ def test_a_poison_row_is_cut_down_to_and_all_others_are_kept(tmp_path, poison, s
 def test_a_row_is_given_as_many_chances_as_the_limit_says(tmp_path, deaths):
     run = small_run(tmp_path, rows=20, per_shard=10)
     passes = Passes(run, poison={(1, 4)})
-    drive(run, passes, limits={"engine_deaths": deaths})
+    drive(run, passes, limits={"engine_deaths": deaths, "max_failed_fraction": 0.5})
     alone = [units for units, isolated in passes.calls if Unit(1, 4, 1) in units and isolated]
     assert len(alone) == deaths
     assert len(passes.quarantined) == 1
@@ -195,7 +195,7 @@ def test_rows_that_kill_are_found_where_each_pass_is_given_up_before_the_others(
     run = small_run(tmp_path, rows=80, per_shard=1)
     passes = GivesUp(run)
     passes.WELL = 24
-    progress = drive(run, passes, limits={"engine_deaths": 1})
+    progress = drive(run, passes, limits={"engine_deaths": 1, "max_failed_fraction": 0.5})
     assert progress.done == 80 and progress.tally.failed == 24
     alone = [len(units) for units, isolated in passes.calls if isolated]
     assert alone[:2] == [80, FEW_ALONE], "of the first no unit is blamed"
@@ -249,7 +249,7 @@ def test_what_an_earlier_attempt_left_may_be_nothing_but_rows_that_kill(tmp_path
     for shard in {0, 1, 2, 3} - {shard for shard, _ in poison}:
         run.commit(shard)
     passes = Passes(run, poison=poison)
-    progress = drive(run, passes, limits={"max_failed": 0.9})
+    progress = drive(run, passes, limits={"max_failed_fraction": 0.9})
     assert progress.done == 8
     assert {(u.shard, u.offset) for u, _ in passes.quarantined} == poison
     check_whole(run)
@@ -330,7 +330,7 @@ def test_what_was_lost_with_a_node_is_neither_cut_nor_blamed(tmp_path):
             gone = Receipt.of_lost(unit, "a", Loss("NodeLost", "a node of the cluster went"))
             yield gone if lost else run.receipt(unit)
 
-    progress = drive(run, passes, limits={"engine_deaths": 1})
+    progress = drive(run, passes, limits={"engine_deaths": 1, "max_failed_fraction": 0.5})
     assert calls[1:] == [((run.whole(2),), True)] * STRIKES
     assert (progress.done, progress.tally.failed) == (4, 0)
 
@@ -360,7 +360,7 @@ def test_of_a_shard_in_parts_each_is_lost_to_its_own_cause(tmp_path, last):
         return Passes(run).quarantine(unit, why)
 
     passes.quarantine = quarantine
-    progress = drive(run, passes, limits={"engine_deaths": 2})
+    progress = drive(run, passes, limits={"engine_deaths": 2, "max_failed_fraction": 0.5})
     assert (progress.done, progress.tally.failed) == (8, 1)
     assert quarantined == [(killer, "EngineDied")]
     # The first time both were among four rows; the unlucky one comes through at last.
@@ -382,7 +382,7 @@ def test_a_block_that_hung_is_cut_until_its_rows_fail_alone(tmp_path):
             else:
                 yield run.receipt(unit, found)
 
-    progress = drive(run, passes, limits={"max_failed": 5})
+    progress = drive(run, passes, limits={"max_failed_rows": 5})
     assert (progress.done, progress.tally.failed, progress.engine_deaths) == (40, 5, 0)
     check_whole(run)
 
@@ -414,7 +414,7 @@ def test_whatever_rows_kill_and_fail_the_rest_is_kept(
     poison = data.draw(st.sets(st.sampled_from(places), max_size=min(2, rows - 1)), "poison")
     failed = data.draw(st.sets(st.sampled_from(places), max_size=3), "failed") - poison
     passes = Passes(run, poison, failed, window=window)
-    progress = drive(run, passes, suspects=suspects, limits={"max_failed": rows})
+    progress = drive(run, passes, suspects=suspects, limits={"max_failed_fraction": 1.0})
     assert progress.done == rows
     found = {(c.shard, p) for c in commits(run) for p in c.failed.numbers.tolist()}
     assert found == poison | failed
@@ -439,9 +439,9 @@ def test_the_shard_that_would_cross_the_limit_is_not_committed(tmp_path):
     run = small_run(tmp_path)
     passes = Passes(run, failed={(0, 1), (1, 0), (1, 1)})
     with pytest.raises(ErrorBudgetExceeded) as caught:
-        drive(run, passes, limits={"max_failed": 2})
+        drive(run, passes, limits={"max_failed_rows": 2})
     text = str(caught.value)
-    assert "3 of 20 rows failed" in text and "limits.max_failed 2 (2 rows)" in text
+    assert "3 of 20 rows failed" in text and "limits.max_failed_rows 2 (2 rows)" in text
     assert "3 rows: engine: ValueError: refused" in text
     assert "1 of 4 shards is committed" in text
     assert "row 5: engine: ValueError: refused" in text  # of the shard that is not committed
@@ -454,7 +454,7 @@ def test_who_watches_is_told_of_the_failed_rows_that_are_not_committed(tmp_path)
     passes = Passes(run, failed={(1, p) for p in range(1, 50)})
     driver = driver_of(
         run,
-        limits={"max_failed": 0.1},
+        limits={"max_failed_fraction": 0.1},
         observe=lambda p: seen.append((p.done, p.tally.failed, p.held_back)),
         on_stop=stops.append,
     )
@@ -472,7 +472,7 @@ def test_who_watches_is_told_of_the_failed_rows_that_are_not_committed(tmp_path)
 def test_failed_rows_that_cannot_be_read_leave_the_error_as_it_is(tmp_path, monkeypatch):
     run = small_run(tmp_path)
     passes = Passes(run, failed={(0, 1)})
-    driver = driver_of(run, limits={"max_failed": 0})
+    driver = driver_of(run, limits={"max_failed_rows": 0})
     driver.resume()
     read = run.store.read
 
@@ -493,30 +493,33 @@ def test_a_note_without_a_readable_stop_has_none(stopped):
 
 def test_a_fraction_is_of_planned_rows_not_of_those_done(tmp_path):
     run = small_run(tmp_path)
-    assert drive(run, Passes(run, failed={(0, 1)}), limits={"max_failed": 0.05}).tally.failed == 1
+    assert (
+        drive(run, Passes(run, failed={(0, 1)}), limits={"max_failed_fraction": 0.05}).tally.failed
+        == 1
+    )
 
 
 def test_after_raising_the_limit_the_run_goes_on(tmp_path):
     run = small_run(tmp_path)
     bad = {(0, 1), (1, 0), (1, 1)}
     with pytest.raises(ErrorBudgetExceeded):
-        drive(run, Passes(run, failed=bad), limits={"max_failed": 2})
+        drive(run, Passes(run, failed=bad), limits={"max_failed_rows": 2})
     again = Passes(run, failed=bad)
-    assert drive(run, again, limits={"max_failed": 3}).tally.failed == 3
+    assert drive(run, again, limits={"max_failed_rows": 3}).tally.failed == 3
     assert [u.shard for u in again.calls[0][0]] == [1, 2, 3]
     check_whole(run)
 
 
 def test_a_run_with_all_its_shards_is_not_stopped_by_a_limit_lowered_since(tmp_path):
     run = small_run(tmp_path)
-    drive(run, Passes(run, failed={(0, 1), (1, 0)}), limits={"max_failed": 2})
-    assert drive(run, Passes(run), limits={"max_failed": 0}).tally.failed == 2
+    drive(run, Passes(run, failed={(0, 1), (1, 0)}), limits={"max_failed_rows": 2})
+    assert drive(run, Passes(run), limits={"max_failed_rows": 0}).tally.failed == 2
 
 
 def test_a_budget_crossed_before_is_told_before_anything_starts(tmp_path):
     run = small_run(tmp_path)
     run.commit(0, failed=[1, 2, 3])
-    driver = driver_of(run, limits={"max_failed": 2})
+    driver = driver_of(run, limits={"max_failed_rows": 2})
     with pytest.raises(ErrorBudgetExceeded, match="3 of 20 rows failed"):
         driver.resume()
 
@@ -524,7 +527,7 @@ def test_a_budget_crossed_before_is_told_before_anything_starts(tmp_path):
 def test_rows_that_kill_their_engine_count_as_failed(tmp_path):
     run = small_run(tmp_path)
     with pytest.raises(ErrorBudgetExceeded, match="EngineDied"):
-        drive(run, Passes(run, poison={(1, 1)}), limits={"max_failed": 0})
+        drive(run, Passes(run, poison={(1, 1)}), limits={"max_failed_rows": 0})
 
 
 # --- fatal receipts -----------------------------------------------------------------------------

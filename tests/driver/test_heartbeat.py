@@ -47,7 +47,7 @@ def test_counts_are_those_of_the_progress(tmp_path):
     run = small_run(tmp_path)
     seen: list[Counts] = []
     passes = Passes(run, failed={(1, 2)})
-    limits = Limits(max_failed=0.5)
+    limits = Limits(max_failed_fraction=0.5)
     driver = Driver(
         run.plan, run.shards, run.ledger, limits, lambda progress: seen.append(Counts.of(progress))
     )

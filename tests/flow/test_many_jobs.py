@@ -51,7 +51,7 @@ def job_in(folder: Path, name: str) -> BatchJob:
         name=name,
         source={"uri": str(source), "rows_per_shard": ROWS},
         output={"uri": str(folder / "out")},
-        limits={"max_failed": 1},
+        limits={"max_failed_rows": 1},
     )
 
 

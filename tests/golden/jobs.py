@@ -552,11 +552,6 @@ def _runs() -> Iterator[GoldenJob]:
         output={"postprocess": "golden.functions:split"},
     )
     yield made(
-        "run-limits-older",
-        "The older form of the limit on failed rows.",
-        limits={"max_failed": 2},
-    )
-    yield made(
         "run-prices",
         "Prices, and a limit on costs.",
         engine=LLAMA,

@@ -57,7 +57,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("source.uris", "x", ["source.uris", "did you mean 'uri'"]),
         ("prompt.templat", "x", ["prompt.templat", "did you mean 'template'"]),
         ("output.shema", {}, ["output.shema", "did you mean 'schema'"]),
-        ("limits.max_fail", 1, ["limits.max_fail", "did you mean 'max_failed'"]),
+        ("limits.max_fail", 1, ["limits.max_fail", "did you mean 'max_failed_"]),
         ("cluster.prepare.num_cpu", 1, ["cluster.prepare.num_cpu", "did you mean 'num_cpus'"]),
         ("output.zzzz", 1, ["output.zzzz", "remove it"]),
         ("engine.tensor_paralel_size", 2, ["engine", "did you mean 'tensor_parallel_size'"]),
@@ -154,13 +154,12 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("engine.replicas", 0, ["engine.replicas", "greater than 0"]),
         ("engine.replicas", 1.5, ["engine.replicas", "1.5"]),
         ("engine.device", "tpu", ["engine.device", "'gpu'", "'tpu'"]),
-        ("limits.max_failed", -0.1, ["limits.max_failed", "-0.1"]),
-        ("limits.max_failed", float("nan"), ["limits.max_failed"]),
-        ("limits.max_failed", float("inf"), ["limits.max_failed"]),
+        ("limits.max_failed_fraction", -0.1, ["limits.max_failed_fraction", "-0.1"]),
+        ("limits.max_failed_fraction", float("nan"), ["limits.max_failed_fraction"]),
+        ("limits.warn_failed", float("inf"), ["limits.warn_failed"]),
         ("limits.max_failed_rows", -1, ["limits.max_failed_rows", "-1"]),
         ("limits.max_failed_rows", 0.5, ["limits.max_failed_rows", "0.5"]),
         ("limits.max_failed_fraction", 1.5, ["limits.max_failed_fraction", "1.5"]),
-        ("limits", {"max_failed": 1, "max_failed_rows": 1}, ["max_failed_rows", "keep one"]),
         ("limits.engine_deaths", 0, ["limits.engine_deaths", "greater than 0"]),
         ("sampling.temperature", float("inf"), ["sampling.temperature"]),
         # figures that vLLM would refuse row by row, once its engines are up
@@ -294,25 +293,6 @@ def test_the_known_fields_are_those_of_the_installed_vllm():
 
 
 @pytest.mark.parametrize(
-    ("max_failed", "rows", "allowed"),
-    [
-        (0, 100, 0),
-        (0.0, 100, 0),
-        (0.01, 100, 1),
-        (0.01, 199, 1),
-        (0.999, 10, 9),
-        (3, 100, 3),
-        (1, 100, 1),
-        (7.0, 100, 7),
-        (0.29, 100, 29),
-        (0.07, 100, 7),
-    ],
-)
-def test_allowed_failures_by_the_older_field(max_failed, rows, allowed):
-    assert Limits(max_failed=max_failed).allowed(rows) == allowed
-
-
-@pytest.mark.parametrize(
     ("limits", "rows", "allowed"),
     [
         ({}, 20, 1),  # 1 % of 20 is less than a row: one bad row is still not the end
@@ -322,7 +302,9 @@ def test_allowed_failures_by_the_older_field(max_failed, rows, allowed):
         ({}, 1_000_000, 10_000),
         ({"max_failed_fraction": 0.0}, 1_000, 0),
         ({"max_failed_fraction": 0.001}, 20, 1),
+        ({"max_failed_fraction": 0.01}, 199, 1),
         ({"max_failed_fraction": 0.29}, 100, 29),
+        ({"max_failed_fraction": 0.07}, 100, 7),
         ({"max_failed_fraction": 1.0}, 20, 20),
         ({"max_failed_fraction": 0.99}, 20, 19),
         ({"max_failed_rows": 0}, 1_000, 0),
@@ -340,7 +322,6 @@ def test_allowed_failures(limits, rows, allowed):
     ("limits", "said"),
     [
         ({}, "limits.max_failed_fraction 0.01 (1 row) allows"),
-        ({"max_failed": 2}, "limits.max_failed 2 (2 rows) allows"),
         ({"max_failed_rows": 2}, "limits.max_failed_rows 2 (2 rows) allows"),
         ({"max_failed_fraction": 0.1}, "limits.max_failed_fraction 0.1 (2 rows) allows"),
         (
@@ -363,7 +344,7 @@ def full() -> dict[str, Any]:
         sampling={"temperature": 0.5, "choice": ["x", "y"], "top_p": 0.5},
         engine={"model": "owner/name", "replicas": 2, "gpu_memory_utilization": 0.5},
         output={"uri": "out", "postprocess": "m:f", "schema": {"a": "string"}, "file_mb": 1},
-        limits={"max_failed": 3},
+        limits={"max_failed_rows": 3},
         cluster={"prepare": {"num_cpus": 1.0, "memory": 5}},
     )
 

@@ -137,7 +137,7 @@ def test_a_run_goes_on_with_a_job_that_differs_and_tells_of_it(local_ray, tmp_pa
     job = make_job(
         source={"uri": str(tmp_path / "in.parquet"), "rows_per_shard": 10},
         output={"uri": str(tmp_path / "out")},
-        limits={"max_failed": 0.1},
+        limits={"max_failed_fraction": 0.1},
     )
     with pytest.raises(KeyboardInterrupt):
         infer_run(job, plan_run(job, "key"), stop, engine=FakeEngine)

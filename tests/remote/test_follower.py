@@ -144,7 +144,7 @@ def test_the_record_is_written_before_the_job_is_submitted(world: World) -> None
     world.head.gate = gate
     progress = world.follower().run_to_end()
     assert seen == [1] and world.head.started == [world.id(1)]
-    assert (progress.done, progress.resumed_rows, progress.engine_deaths) == (20, 0, 1)
+    assert (progress.done, progress.resumed_shards, progress.engine_deaths) == (20, 0, 1)
     assert world.attached == [world.id(1)]
     record = world.records.read(1)
     assert (record.id, record.flow_run, record.server) == (world.id(1), "flow", URL)
@@ -173,7 +173,7 @@ def test_progress_goes_on_from_the_commits_and_is_seen(world: World) -> None:
     follower.watch.observe = lambda progress: seen.append(progress.done)
     progress = follower.run_to_end()
     assert seen[0] == 5 and seen[-1] == 20 and seen == sorted(seen)
-    assert (progress.resumed_shards, progress.resumed_rows) == (1, 5)
+    assert progress.resumed_shards == 1
     assert progress.tally.good == 20
 
 
@@ -687,7 +687,7 @@ def test_a_record_that_was_changed_after_its_submit_is_not_run(
         {"engine": {"env": {"VLLM_LOGGING_LEVEL": "DEBUG"}}},
         {"output": {"uri": "o", "publish": [target]}},
         {"source": {"uri": "data/in.parquet", "options": {"endpoint_url": "http://evil"}}},
-        {"limits": {"max_failed": 10**6}},
+        {"limits": {"max_failed_rows": 10**6}},
     ):
         number = world.records.newest_number() + 1
         world.records.add(number, sendable(make_job(**group)), URL, None)

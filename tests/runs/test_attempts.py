@@ -98,7 +98,7 @@ def test_it_counts_as_a_run_for_nobody_and_is_resumed_under_its_key(nights):
 def test_a_run_that_failed_over_its_budget_is_failed_and_not_planned(nights):
     nights.write("a", "b", "c", "d", "e")
     nights.refuses = lambda prompt: True
-    job = nights.job(limits={"max_failed": 1}, reuse=None)
+    job = nights.job(limits={"max_failed_rows": 1}, reuse=None)
     with pytest.raises(ErrorBudgetExceeded):
         nights.night("n1", job)
     out = str(nights.folder / "out")

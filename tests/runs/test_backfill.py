@@ -45,7 +45,7 @@ def write_job(folder: Path, days: int = 4, missing: int | None = None, **groups:
             pq.write_table(table, folder / f"{day(number)}.parquet")
     source = {"uri": f"{folder}/{{run_date}}.parquet", "rows_per_shard": ROWS}
     value = job_dict(
-        **{"source": source, "output": {"uri": f"{folder}/out"}, "limits": {"max_failed": 1}}
+        **{"source": source, "output": {"uri": f"{folder}/out"}, "limits": {"max_failed_rows": 1}}
         | groups
     )
     (folder / "job.yaml").write_text(yaml.safe_dump(value), encoding="utf-8")

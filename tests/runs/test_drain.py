@@ -170,7 +170,7 @@ def job_in(folder: Path) -> BatchJob:
             "max_concurrent_batches": 2,
         },
         output={"uri": str(folder / "out")},
-        limits={"max_failed": 0.1},
+        limits={"max_failed_fraction": 0.1},
     )
 
 

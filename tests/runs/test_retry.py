@@ -276,9 +276,9 @@ def test_the_job_can_be_changed_by_field_or_whole(tmp_path):
 
 
 def test_all_rows_of_a_retry_may_fail_unless_a_limit_is_set(tmp_path):
-    run = first_run(tmp_path, limits={"max_failed": 1})
+    run = first_run(tmp_path, limits={"max_failed_rows": 1})
     assert planned(run.store.uri).job.limits.allowed(4) == 4
-    assert planned(run.store.uri, None, {"limits.max_failed": 2}).job.limits.allowed(4) == 2
+    assert planned(run.store.uri, None, {"limits.max_failed_rows": 2}).job.limits.allowed(4) == 2
 
 
 @pytest.mark.parametrize(

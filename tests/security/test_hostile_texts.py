@@ -225,7 +225,7 @@ def test_a_tuned_job_file_reads_as_it_is(text: str) -> None:
 
 
 def test_a_columns_name_adds_nothing_to_a_first_job_file() -> None:
-    name = "a\nlimits: {max_failed: 1.0}\n# \x1b[31m\u202e"
+    name = "a\nlimits: {max_failed_fraction: 1.0}\n# \x1b[31m\u202e"
     seen = SeenTable([SeenColumn(name, "string"), SeenColumn("b", "string")], {})
     text = job_text(seen, name="x", uri="in.csv", template="{b}", model="demo", output="out")
     assert "limits" not in yaml.safe_load(text) and not OBEYED.search(text)

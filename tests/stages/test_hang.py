@@ -316,7 +316,7 @@ def test_a_row_that_hangs_its_process_each_time_ends_in_quarantine(
         source={"uri": str(tmp_path / "in.parquet"), "rows_per_shard": 1},
         engine={"model": "demo", "max_model_len": 64, "num_cpus": 1},
         output={"uri": str(tmp_path / "out")},
-        limits={"max_failed": 1, "engine_deaths": 1, "hang_seconds": LIMIT},
+        limits={"max_failed_rows": 1, "engine_deaths": 1, "hang_seconds": LIMIT},
     )
     run = plan_run(job, "key")
     progress = infer_run(job, run, engine=HangsInProcess)

@@ -156,7 +156,7 @@ def poison_dies(t: Trial) -> None:
 
 def _poison(t: Trial, how: str) -> None:
     """It must end in quarantine after a bounded number of deaths, its neighbours answered."""
-    t.setup(rows=300, per_shard=25, limits={"max_failed": 2})
+    t.setup(rows=300, per_shard=25, limits={"max_failed_rows": 2})
     bad = t.rng.sample(range(300), t.rng.choice([1, 1, 2]))
     t.orders(**{how: [t.rows[i]["text"] for i in bad]})
     t.quarantined = dict.fromkeys(bad, "EngineDied")

@@ -22,7 +22,7 @@ def some(t: Trial, count: int | None = None) -> list[int]:
 def go(t: Trial, failed: dict[int, str], faults: int = 0, **groups: Any) -> None:
     """Runs to the end, in half of the trials with the driver killed on the way."""
     t.quarantined = failed
-    limits = {"max_failed": len(failed), **groups.pop("limits", {})}
+    limits = {"max_failed_rows": len(failed), **groups.pop("limits", {})}
     t.setup(limits=limits, **groups)
     t.fault(f"rows {sorted(failed) or 'none'} must fail", faults=faults)
     if t.rng.random() < 0.5:
