@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -90,7 +90,7 @@ def starts_engines(path: Path) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: turn(item.path))
+    items.sort(key=lambda item: (turn(item.path), not drives_ray(item.path)))
     for item in items:  # an engine alone takes a minute and more to start on a busy machine
         if starts_engines(item.path) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(WITH_ENGINES))
@@ -152,24 +152,64 @@ def ray_head() -> Iterator[Head]:
     """A Ray head of four CPUs with its job server; its workers can import the tests' helpers."""
     with start_head(4, PYTHONPATH=f"{ROOT}{os.pathsep}{environ.python_path()}") as head:
         yield head
+        DRIVER.close()
 
 
 @pytest.fixture(scope="module")
-def local_ray(ray_head: Head) -> Iterator[None]:
-    """This process as a driver of the shared head."""
-    import ray
+def local_ray(ray_head: Head) -> None:
+    """This process as a driver of the shared head, until a test's file does not ask for it: for
+    each driver Ray starts workers of its own, which is half a minute of a core."""
+    DRIVER.connect(ray_head)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")  # as the head
-        ray.init(
-            address=ray_head.address,
-            logging_level="error",
-            log_to_driver=False,
-        )
-        try:
-            yield
-        finally:
+
+@pytest.fixture
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of this process need no Ray, and take a tenth of a second."""
+    from helpers.here import instead_of_ray
+
+    instead_of_ray(monkeypatch)
+
+
+class RayDriver:
+    """This process's connection to a Ray head."""
+
+    def __init__(self) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.connected = False
+
+    def connect(self, head: Head) -> None:
+        import ray
+
+        if self.connected and ray.is_initialized():
+            return
+        self.patch.setenv("RAY_AUTH_MODE", "disabled")  # as the head
+        ray.init(address=head.address, logging_level="error", log_to_driver=False)
+        self.connected = True
+
+    def close(self) -> None:
+        import ray
+
+        if self.connected:
             ray.shutdown()
+            self.patch.undo()
+            self.connected = False
+
+
+DRIVER = RayDriver()
+
+
+@cache
+def drives_ray(path: Path) -> bool:
+    return re.search(r"\blocal_ray\b", path.read_text(encoding="utf-8")) is not None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or not drives_ray(nextitem.path):
+            DRIVER.close()
 
 
 @pytest.fixture(scope="session")

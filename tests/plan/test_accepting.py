@@ -127,7 +127,7 @@ def test_a_damaged_note_costs_what_it_said_alone(tmp_path, caplog):
     assert isinstance(told, Success) and told.accepted == (one,)
 
 
-def test_a_run_goes_on_with_a_job_that_differs_and_tells_of_it(local_ray, tmp_path, caplog):
+def test_a_run_goes_on_with_a_job_that_differs_and_tells_of_it(without_ray, tmp_path, caplog):
     def stop(progress: Progress) -> None:
         if progress.tally.shards == 2:
             raise KeyboardInterrupt

@@ -680,10 +680,10 @@ def test_run_on_the_key_of_a_child_continues_and_returns_it(tmp_path, call):
     assert numbers(tmp_path / "key.r1") == [4, 7, 11, 18]
 
 
-# --- with Ray, with Prefect, on S3 --------------------------------------------------------------
+# --- through the stages, with Prefect, on S3 ----------------------------------------------------
 
 
-def test_a_retry_through_the_real_pipeline(local_ray, tmp_path):
+def test_a_retry_through_the_stages(without_ray, tmp_path):
     run = first_run(tmp_path, {4: "EngineDied", FAILS: "ValueError", 18: "EngineDied"})
     one = planned(run.store.uri, None, {"source.rows_per_shard": 1})
     finalize_run(one.job, one.run, infer_run(one.job, one.run, engine=FakeEngine))
