@@ -193,6 +193,7 @@ def test_a_range_of_replicas_starts_with_its_fewest(gpu_cluster: None, tmp_path:
     assert found and all(len(gpus) == 2 for gpus in found)
 
 
+@pytest.mark.whole
 def test_engines_follow_nodes_that_join_and_leave_in_the_middle_of_a_run(
     gpu_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -288,6 +289,7 @@ def test_what_a_cluster_says_of_itself(gpu_cluster: None) -> None:
 # --- without a cluster --------------------------------------------------------------------------
 
 
+@pytest.mark.whole
 def test_an_engine_spans_nodes_and_gives_its_gpus_back_after_each_pass(
     second_node: None, tmp_path: Path
 ) -> None:

@@ -79,6 +79,7 @@ def starts(folder: Path) -> int:
     return len(list((folder / "notes").iterdir()))
 
 
+@pytest.mark.whole
 def test_a_run_goes_on_with_another_engine_once_ray_restarts_one_no_more(
     tmp_path: Path, local_ray: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -590,6 +590,7 @@ def slow_copy(monkeypatch: pytest.MonkeyPatch, until: Path) -> list[float]:
     return over
 
 
+@pytest.mark.whole
 def test_the_engine_starts_before_the_copy_is_over_and_nothing_else_changes(
     tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -663,6 +664,7 @@ print("over", over[0])
 
 
 @pytest.mark.timeout(700)
+@pytest.mark.whole
 def test_a_copy_on_a_cluster_and_engines_that_start_beside_it_share_its_cpus(
     tmp_path: Path,
 ) -> None:
@@ -699,6 +701,7 @@ def test_a_copy_that_fails_ends_the_engine_and_says_why(
     wait_for(lambda: not alive(start["pid"]), 30)
 
 
+@pytest.mark.whole
 def test_engines_that_are_not_the_plans_end_and_others_start(
     tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -738,7 +741,13 @@ with engines_early(NotedEngine):
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        *(pytest.param(n, marks=pytest.mark.whole) for n in (signal.SIGINT, signal.SIGTERM)),
+    ],
+)
 def test_no_engine_outlives_a_process_that_ends_while_it_copies(
     number: signal.Signals, tmp_path: Path
 ) -> None:

@@ -358,7 +358,9 @@ with ExitStack() as stack:
 """
 
 
-@pytest.mark.parametrize("started", ["early", "by another run"])
+@pytest.mark.parametrize(
+    "started", ["early", pytest.param("by another run", marks=pytest.mark.whole)]
+)
 def test_sigterm_ends_in_order_a_process_whose_ray_another_thread_started(started: str) -> None:
     """Ray takes care of the signal only where the main thread starts it."""
     command = [sys.executable, "-c", BESIDE, started]

@@ -68,7 +68,13 @@ def begun_by(prefect: Prefect, parameters: dict[str, Any]) -> dict[str, Any]:
     return ended(prefect, made["id"])
 
 
-@pytest.mark.parametrize("given", [{}, {"run_key": "monday"}, {"run_date": "2026-11-24"}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"run_date": "2026-11-24"},
+        *(pytest.param(one, marks=pytest.mark.whole) for one in ({}, {"run_key": "monday"})),
+    ],
+)
 def test_a_deployments_run_goes_on_with_its_own_parameters(
     given: dict[str, Any], deployed: Prefect, tmp_path: Path
 ) -> None:
@@ -85,6 +91,7 @@ def test_a_deployments_run_goes_on_with_its_own_parameters(
     assert shown_command(again["state"]["message"]) == command
 
 
+@pytest.mark.whole
 def test_a_run_whose_key_is_not_known_goes_on_as_the_same_night(
     deployed: Prefect, tmp_path: Path
 ) -> None:

@@ -639,6 +639,7 @@ def test_plots_say_what_is_in_work_and_wait_for_the_first_commit(tmp_path):
     assert "in work, about" not in picture(shown.image(replace(beat, engines={})) or "")
 
 
+@pytest.mark.whole
 def test_calls_of_a_steady_run_at_the_client(prefect_api, tmp_path, monkeypatch):
     """Everything that goes over HTTP while commits flow: artifacts, logs, states, events' kin."""
     seconds, calls, began = 14.0, [], list[float]()

@@ -62,6 +62,7 @@ def test_two_nights_ask_each_company_once(engine: Echo, tmp_path: Path) -> None:
     assert a_day_later(names) != names
 
 
+@pytest.mark.whole
 def test_the_second_job_reads_what_the_first_wrote(engine: Echo, tmp_path: Path) -> None:
     from chained import chained
 

@@ -82,6 +82,7 @@ def test_partitions_are_mapped_beside_another_job_that_is_submitted(tmp_path: Pa
         assert f"Run `{key}`" in str(one.data)
 
 
+@pytest.mark.whole
 def test_an_async_flow_awaits_several_and_calls_one(tmp_path: Path) -> None:
     jobs = [job_in(tmp_path, name) for name in ("alpha", "beta")]
 

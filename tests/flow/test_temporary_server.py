@@ -58,6 +58,7 @@ def server_of(script: subprocess.Popen[str]) -> psutil.Process:
     return psutil.Process(int(script.stdout.readline()))
 
 
+@pytest.mark.whole
 def test_the_server_ends_with_a_script_that_is_killed(script: subprocess.Popen[str]) -> None:
     server = server_of(script)
     script.kill()

@@ -65,7 +65,8 @@ class Beside:
         with self.lock:
             self.now += 1
             self.most = max(self.most, self.now)
-            self.clusters.add(ray.get_runtime_context().gcs_address)
+            if ray.is_initialized():
+                self.clusters.add(ray.get_runtime_context().gcs_address)
         try:
             time.sleep(0.2)
             return infer_run(job, run, observe, engine=FakeEngine)
@@ -106,7 +107,7 @@ def test_every_night_is_run_failed_ones_stop_no_other_and_done_ones_are_left(
 
 
 def test_the_flow_is_failed_until_all_are_complete_and_its_table_is_an_artifact(
-    prefect_api, local_ray, tmp_path, beside
+    prefect_api, without_ray, tmp_path, beside
 ):
     job = BatchJob.from_yaml(write_job(tmp_path, 3, missing=1, name="filled"))
     with pytest.raises(IncompleteRun, match=r"2 of 3 nights are complete(.|\n)*2026-11-01"):

@@ -321,6 +321,7 @@ def test_a_job_without_it_is_as_before():
     assert precision_tries(job.engine) == [] and with_precision(job, {}) is job
 
 
+@pytest.mark.whole
 def test_with_ray_the_run_is_asked_as_was_decided(local_ray, tmp_path):
     from prefect_raybatch.runs.finalize_run import finalize_run
     from prefect_raybatch.runs.infer_run import infer_run

@@ -302,6 +302,7 @@ def job(tmp_path: Path) -> BatchJob:
     )
 
 
+@pytest.mark.whole
 def test_trials_on_the_real_path_leave_nothing_behind(job, tmp_path, local_ray, monkeypatch):
     monkeypatch.setattr(tune, "axes", lambda job, have: {tune.MAX_NUM_SEQS: lambda v: [256]})
     fp8 = {"engine.quantization": "fp8"}

@@ -298,6 +298,7 @@ class HangsInProcess(EngineStage):
         return super().__call__(table)
 
 
+@pytest.mark.whole
 def test_a_row_that_hangs_its_process_each_time_ends_in_quarantine(
     tmp_path: Path, local_ray: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,7 @@ def test_engines_wait_for_the_stage_behind_them(local_ray: None, tmp_path: Path)
     assert ahead(held, LIMIT) <= LIMIT
 
 
+@pytest.mark.whole
 def test_they_wait_where_ray_starts_a_stage_against_all_limits(
     local_ray: None, tmp_path: Path
 ) -> None:
