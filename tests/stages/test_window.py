@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 import ray.data
 from ray.data import ActorPoolStrategy, DataContext
 from ray.data._internal.execution.backpressure_policy import (
