@@ -52,7 +52,7 @@ def call(*args: str, env: dict[str, str], cwd: Path) -> subprocess.CompletedProc
     )
 
 
-# --- one run: killed, hung, and whole in the end --------------------------------------------------
+# --- one run: killed, and whole in the end --------------------------------------------------------
 
 SHARDS = 30
 ROWS = SHARDS * ROWS_A_SHARD
@@ -87,15 +87,15 @@ def input_table() -> pa.Table:
 CORE_APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # a process of its own, to be stopped
 
 
-def job_dict() -> dict[str, Any]:
+def job_dict(folder: str) -> dict[str, Any]:
     return {
         "name": "industries",
-        "source": {"uri": "s3://e2e/in", "rows_per_shard": ROWS_A_SHARD},
+        "source": {"uri": f"{folder}/in", "rows_per_shard": ROWS_A_SHARD},
         "prompt": {"function": "e2e_functions:ask"},
         "sampling": {"temperature": 0, "max_tokens": 16, "choice": list(LABELS)},
         "engine": {"model": "demo", "max_model_len": 256, "env": CORE_APART},
         "output": {
-            "uri": "s3://e2e/out",
+            "uri": f"{folder}/out",
             "column": "industry",
             "postprocess": "e2e_functions:shape",
             "columns": ["id", "Company"],
@@ -115,8 +115,6 @@ class Story:
     outlived: list[psutil.Process] = field(default_factory=list)
     succeeded: list[bool] = field(default_factory=list)  # before the last attempt
     status: dict[str, Any] = field(default_factory=dict)
-    core: psutil.Process | None = None
-    core_parent: str = ""  # its command line
     log: str = ""
 
     def call(self, *args: str) -> subprocess.CompletedProcess[str]:
@@ -125,6 +123,16 @@ class Story:
     def at_work(self, process: subprocess.Popen[bytes]) -> None:
         log = (self.folder / "log.txt").read_text()
         assert process.poll() is None, f"the run ended before it was disturbed:\n{log[-3000:]}"
+
+    def ended(self, process: subprocess.Popen[bytes]) -> None:
+        """Waits for a process that is to end well."""
+        try:
+            code = process.wait(500)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        self.log = (self.folder / "log.txt").read_text()
+        assert code == 0, self.log[-3000:]
 
     def note(self) -> None:
         self.commits.append(commits(self.store))
@@ -210,43 +218,28 @@ def killed(story: Story, draw: random.Random) -> None:
     story.outlived = running(engines)
 
 
-def hung(story: Story) -> None:
-    """The rest of the run, triggered by a block; on the way an engine's core stops for ever."""
-    gate = gate_of(story, "hung", 2)
-    env = {**story.env, GATE: str(gate)}
-    process = start([sys.executable, "-c", TRIGGER, "job.yaml"], env, story.folder)
-    try:
-        titled = [p for p in engines_of(story, process) if "VLLM::EngineCore" in title(p)]
-        (story.core,) = (p for p in titled if p.ppid() not in {other.pid for other in titled})
-        story.core_parent = " ".join(story.core.parent().cmdline())
-        more_commits(story, process, 1)
-        story.core.suspend()
-        (gate / OPEN).touch()
-        code = process.wait(500)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    story.log = (story.folder / "log.txt").read_text()
-    assert code == 0, story.log[-3000:]
+def triggered(story: Story) -> None:
+    """The rest of the run, triggered by a block."""
+    process = start([sys.executable, "-c", TRIGGER, "job.yaml"], story.env, story.folder)
+    story.ended(process)
 
 
 @pytest.fixture(scope="module")
 def story(s3: S3Server, env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Story:
-    """A run on S3 whose first attempt is killed, and whose second is triggered by a saved block; in
-    it an engine hangs."""
+    """A run on S3 whose first attempt is killed, and whose second is triggered by a saved block."""
     print(f"RAYBATCH_SEED={SEED}")
     folder = tmp_path_factory.mktemp("story")
     pq.write_table(input_table(), folder / "in.parquet", row_group_size=100)
     upload = open_store("s3://e2e/in", s3.options)
     upload.put("in.parquet", (folder / "in.parquet").read_bytes())
-    (folder / "job.yaml").write_text(yaml.safe_dump(job_dict()))
+    (folder / "job.yaml").write_text(yaml.safe_dump(job_dict("s3://e2e")))
     env, store = {**env, **s3.env}, open_store("s3://e2e/out/k", s3.options)
     found = Story(folder, env, store, store_options=s3.options)
     found.note()
     killed(found, random.Random(SEED))
     found.note()
     found.status = json.loads(found.call("status", store.uri, "--json").stdout)
-    hung(found)
+    triggered(found)
     found.commits.append(commits(store))
     return found
 
@@ -269,16 +262,6 @@ def test_the_status_counts_what_the_killed_run_committed(story: Story) -> None:
 
 def test_only_what_was_not_committed_ran_again(story: Story) -> None:
     assert story.report()["resumed_shards"] == len(story.commits[1])
-
-
-def test_a_core_that_is_stopped_for_ever_is_ended_and_its_rows_run_again(story: Story) -> None:
-    assert story.core is not None and not story.core.is_running()
-    assert f"EngineDied: hung: no step returned for {HANG} s" in story.log
-    assert story.report()["engine_deaths"] >= 1
-
-
-def test_a_core_comes_from_the_server_that_has_imported_vllm(story: Story) -> None:
-    assert "multiprocessing.forkserver" in story.core_parent
 
 
 def test_every_row_is_there_once_and_answered_right(story: Story) -> None:
@@ -331,6 +314,31 @@ def test_another_job_is_refused_with_the_difference(story: Story) -> None:
     assert other.returncode == 2
     assert "sampling.max_tokens: 16 -> 99" in other.stderr
     assert "starting engines" not in other.stderr
+
+
+@pytest.mark.whole
+def test_a_core_that_is_stopped_for_ever_is_ended_and_its_rows_run_again(
+    tmp_path: Path, env: dict[str, str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    pq.write_table(input_table(), tmp_path / "in/in.parquet")
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job_dict(str(tmp_path))))
+    found = Story(tmp_path, env, open_store(f"{tmp_path}/out/k"))
+    found.note()
+    gate = gate_of(found, "gate", 1)
+    command = [str(BIN / "raybatch"), "run", "job.yaml", "--run-key", "k", "--no-prefect"]
+    process = start(command, {**env, GATE: str(gate)}, tmp_path)
+    titled = [p for p in engines_of(found, process) if "VLLM::EngineCore" in title(p)]
+    (core,) = (p for p in titled if p.ppid() not in {other.pid for other in titled})
+    assert "multiprocessing.forkserver" in " ".join(core.parent().cmdline())  # has vLLM imported
+    more_commits(found, process, 1)
+    core.suspend()
+    (gate / OPEN).touch()
+    found.ended(process)
+    assert not core.is_running()
+    assert f"EngineDied: hung: no step returned for {HANG} s" in found.log
+    assert found.report()["engine_deaths"] >= 1
+    assert found.report()["good"] == ROWS - len(FAILED) - len(LEFT_OUT)
 
 
 # --- in flows -------------------------------------------------------------------------------------
