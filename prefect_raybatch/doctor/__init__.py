@@ -37,20 +37,21 @@ __all__ = ["CHECKS", "Finding", "Patient", "examine"]
 Check = Callable[[Patient], Iterable[Finding]]
 
 # What is looked at, in the order shown, how many seconds it may take, and what to do about an
-# error that it raises.
+# error that it raises. Servers that hang are given up after seconds by the check itself; the rest
+# of the time is for imports, which take turns on a busy machine.
 CHECKS: Mapping[str, tuple[Check, float, str]] = {
     "versions": (check_versions, 10, "install this package again"),
     "packages": (check_packages, 30, "install this package again"),
     "policy": (check_policy, 30, "correct the job, or the file that RAYBATCH_POLICY names"),
-    "Prefect API": (check_prefect, 20, "correct PREFECT_API_URL (prefect config view)"),
+    "Prefect API": (check_prefect, 75, "correct PREFECT_API_URL (prefect config view)"),
     "cluster": (check_cluster, 75, "a larger cluster, or smaller numbers in engine and cluster"),
     "GPUs": (check_gpus, 10, "reload NVIDIA's driver, or restart the machine"),
     "engine": (check_engine, 120, "install this package and its extra for CPUs again"),
     "output": (check_output, 30, "correct output.uri, output.options or output.credentials_block"),
     "source": (check_source, 30, "correct source.uri, its options, or the columns the job names"),
     "model": (check_model, 30, "correct engine.model or engine.revision; HF_TOKEN for a gated one"),
-    "functions": (check_functions, 20, "correct prompt.function or output.postprocess"),
-    "clock": (check_clock, 20, "mend what the other findings name first"),
+    "functions": (check_functions, 75, "correct prompt.function or output.postprocess"),
+    "clock": (check_clock, 75, "mend what the other findings name first"),
     "shared memory": (check_shm, 5, "mount /dev/shm"),
     "Ray's token": (check_token, 5, "chmod 600 ~/.ray/auth_token"),
     "open files": (check_files, 5, "ulimit -n 65536"),
