@@ -12,7 +12,7 @@ from prefect_raybatch.job.group import Group
 from prefect_raybatch.words import counted
 
 MAX_FAILED = 0.01  # of the planned rows, where a job sets no limit
-FAILED = ("max_failed_rows", "max_failed_fraction")  # the fields that bound the failed rows
+FAILED_LIMITS = ("max_failed_rows", "max_failed_fraction")  # the fields that bound the failed rows
 
 
 class Limits(Group):
@@ -134,7 +134,9 @@ class Limits(Group):
 
     def _limits(self) -> dict[str, float]:
         """Return the limits of failed rows that are set, else the default."""
-        given = {name: getattr(self, name) for name in FAILED if getattr(self, name) is not None}
+        given = {
+            name: getattr(self, name) for name in FAILED_LIMITS if getattr(self, name) is not None
+        }
         return given or {"max_failed_fraction": MAX_FAILED}
 
     def allowed(self, rows: int) -> int:

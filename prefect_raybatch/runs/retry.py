@@ -22,7 +22,7 @@ from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import LOCAL
 from prefect_raybatch.job.job_file import with_fields
-from prefect_raybatch.job.limits import FAILED
+from prefect_raybatch.job.limits import FAILED_LIMITS
 from prefect_raybatch.job.run_words import with_dated_targets
 from prefect_raybatch.job.secrets import hide_path
 from prefect_raybatch.job.trusted_places import check_store_options
@@ -119,7 +119,7 @@ def begin(asked: RetryRequest) -> Retry | Nothing:
     job = asked.job
     if not asked.limited:
         limits = job.limits.model_copy(
-            update={**dict.fromkeys(FAILED), "max_failed_rows": plan.rows}
+            update={**dict.fromkeys(FAILED_LIMITS), "max_failed_rows": plan.rows}
         )
         job = job.model_copy(update={"limits": limits})
     return Retry(job, run, asked.parent.key)
@@ -177,7 +177,7 @@ def retry_request(
     schema = decode_schema(parent.plan.input_schema)
     planning.check_against_schema(known.job, schema)
     check_targets_of(known.job, schema, family.next_key, later=True)
-    limited = {"limits", *(f"limits.{name}" for name in FAILED)} & set(overrides)
+    limited = {"limits", *(f"limits.{name}" for name in FAILED_LIMITS)} & set(overrides)
     return RetryRequest(family, parent, child, known, selection, going, bool(limited))
 
 
