@@ -56,8 +56,9 @@ class _Stopped(BaseException):
 
 def within(seconds: float, work: Callable[[], Returned], stop: bool = False) -> Returned:
     """Return what `work` returns, or raise what it raises. Raise `TimeoutError` when it takes
-    longer: then `work` goes on in a thread that holds up no exit. With `stop` an exception ends it,
-    which works for loops in Python and not for a call of a library that does not return."""
+    longer: then `work` goes on in a thread that does not keep the process from exiting. With `stop`
+    an exception is raised in that thread, which ends a loop in Python but not a call into a library
+    that does not return."""
     found: list[Any] = []
     errors: list[BaseException] = []
 

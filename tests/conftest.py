@@ -28,7 +28,8 @@ from xdist.scheduler import LoadScopeScheduling
 for name, value in environ.BUSY.items():
     os.environ.setdefault(name, value)
 os.environ["PYTHONPATH"] = environ.python_path()
-# A cache of this session's own: what another version left in the user's must not decide a test.
+# Models and adapters are cached apart: what another version left in the user's own cache must not
+# decide a test.
 CACHE = tempfile.TemporaryDirectory(prefix="raybatch-cache-")
 os.environ["RAYBATCH_CACHE"] = CACHE.name
 os.environ["RAYBATCH_POLICY"] = str(Path(__file__).parent / "data" / "policy.yaml")
@@ -152,50 +153,25 @@ def ray_head() -> Iterator[Head]:
     """A Ray head of four CPUs with its job server; its workers can import the tests' helpers."""
     with start_head(4, PYTHONPATH=f"{ROOT}{os.pathsep}{environ.python_path()}") as head:
         yield head
-        DRIVER.close()
+        AS_DRIVER.close()
 
 
 @pytest.fixture(scope="module")
 def local_ray(ray_head: Head) -> None:
-    """This process as a driver of the shared head, until a test's file does not ask for it: for
-    each driver Ray starts workers of its own, which is half a minute of a core."""
-    DRIVER.connect(ray_head)
+    """Make this process a driver of the shared head, until a test comes whose file does not ask for
+    that: for each driver Ray starts workers of its own, which takes half a minute of a core."""
+    import ray
+
+    if not ray.is_initialized():
+        patch = AS_DRIVER.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # as the head
+        ray.init(address=ray_head.address, logging_level="error", log_to_driver=False)
+        AS_DRIVER.callback(ray.shutdown)
+    address = ray.get_runtime_context().gcs_address  # by the machine's name for itself
+    assert address.rpartition(":")[2] == ray_head.address.rpartition(":")[2]
 
 
-@pytest.fixture
-def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of this process need no Ray, and take a tenth of a second."""
-    from helpers.here import instead_of_ray
-
-    instead_of_ray(monkeypatch)
-
-
-class RayDriver:
-    """This process's connection to a Ray head."""
-
-    def __init__(self) -> None:
-        self.patch = pytest.MonkeyPatch()
-        self.connected = False
-
-    def connect(self, head: Head) -> None:
-        import ray
-
-        if self.connected and ray.is_initialized():
-            return
-        self.patch.setenv("RAY_AUTH_MODE", "disabled")  # as the head
-        ray.init(address=head.address, logging_level="error", log_to_driver=False)
-        self.connected = True
-
-    def close(self) -> None:
-        import ray
-
-        if self.connected:
-            ray.shutdown()
-            self.patch.undo()
-            self.connected = False
-
-
-DRIVER = RayDriver()
+AS_DRIVER = ExitStack()  # closed when this process is to be no driver of Ray any more
 
 
 @cache
@@ -209,7 +185,15 @@ def pytest_runtest_protocol(nextitem: pytest.Item | None) -> Generator[None, obj
         return (yield)
     finally:
         if nextitem is None or not drives_ray(nextitem.path):
-            DRIVER.close()
+            AS_DRIVER.close()
+
+
+@pytest.fixture
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of this process need no Ray, and take a tenth of a second."""
+    from helpers.without_ray import instead_of_ray
+
+    instead_of_ray(monkeypatch)
 
 
 @pytest.fixture(scope="session")

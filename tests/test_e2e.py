@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,11 +128,7 @@ class Story:
 
     def ended(self, process: subprocess.Popen[bytes]) -> None:
         """Waits for a process that is to end well."""
-        try:
-            code = process.wait(500)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait(500)
         self.log = (self.folder / "log.txt").read_text()
         assert code == 0, self.log[-3000:]
 
@@ -165,6 +163,17 @@ def start(command: list[str], env: dict[str, str], cwd: Path) -> subprocess.Pope
         return subprocess.Popen(
             command, env=env, cwd=cwd, stdout=log, stderr=log, start_new_session=True
         )
+
+
+@contextmanager
+def started(story: Story, command: list[str], **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    """As `start`; whatever happens, nothing of it is left after the block."""
+    process = start(command, {**story.env, **env}, story.folder)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def committed(story: Story) -> int:
@@ -220,8 +229,9 @@ def killed(story: Story, draw: random.Random) -> None:
 
 def triggered(story: Story) -> None:
     """The rest of the run, triggered by a block."""
-    process = start([sys.executable, "-c", TRIGGER, "job.yaml"], story.env, story.folder)
-    story.ended(process)
+    command = [sys.executable, "-c", TRIGGER, "job.yaml"]
+    with started(story, command) as process:
+        story.ended(process)
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +309,7 @@ def test_the_block_that_was_triggered_fetches_the_report(story: Story) -> None:
 def test_each_attempt_says_how_long_its_engines_took_to_start(story: Story) -> None:
     starts = story.report()["starts"]
     told = {"cluster", "workers", "imports", "weights", "graphs"}
-    assert starts and all(told <= set(one["seconds"]) for one in starts)  # cores here and apart
+    assert starts and all(told <= set(one["seconds"]) for one in starts)
 
 
 def test_a_finished_run_is_told_and_not_run_again(story: Story) -> None:
@@ -327,14 +337,14 @@ def test_a_core_that_is_stopped_for_ever_is_ended_and_its_rows_run_again(
     found.note()
     gate = gate_of(found, "gate", 1)
     command = [str(BIN / "raybatch"), "run", "job.yaml", "--run-key", "k", "--no-prefect"]
-    process = start(command, {**env, GATE: str(gate)}, tmp_path)
-    titled = [p for p in engines_of(found, process) if "VLLM::EngineCore" in title(p)]
-    (core,) = (p for p in titled if p.ppid() not in {other.pid for other in titled})
-    assert "multiprocessing.forkserver" in " ".join(core.parent().cmdline())  # has vLLM imported
-    more_commits(found, process, 1)
-    core.suspend()
-    (gate / OPEN).touch()
-    found.ended(process)
+    with started(found, command, **{GATE: str(gate)}) as process:
+        titled = [p for p in engines_of(found, process) if "VLLM::EngineCore" in title(p)]
+        (core,) = (p for p in titled if p.ppid() not in {other.pid for other in titled})
+        assert "multiprocessing.forkserver" in " ".join(core.parent().cmdline())  # imported vLLM
+        more_commits(found, process, 1)
+        core.suspend()
+        (gate / OPEN).touch()
+        found.ended(process)
     assert not core.is_running()
     assert f"EngineDied: hung: no step returned for {HANG} s" in found.log
     assert found.report()["engine_deaths"] >= 1

@@ -45,7 +45,7 @@ LEVEL_LINE = b"Set ray log level from environment variable"
 
 @dataclass(frozen=True)
 class Needs:
-    """What a job takes while it runs: engines, and at least one task of each CPU stage."""
+    """The CPUs and GPUs that a run needs: its engines and one task of each CPU stage."""
 
     cpus: float
     gpus: float
@@ -325,7 +325,7 @@ def local_cpus(job: BatchJob) -> int:
 
 
 def capacity() -> Capacity:
-    """Of the cluster this process is connected to."""
+    """Return what the cluster has that this process is connected to."""
     import ray
 
     total = ray.cluster_resources()
@@ -346,9 +346,9 @@ def capacity() -> Capacity:
 
 
 def glance(job: BatchJob) -> Capacity | None:
-    """What can be told of the job's cluster without joining it: all of one that this process is in,
-    this machine where the run starts one itself, the pods that are asked for where it makes one on
-    Kubernetes; None for one that is elsewhere."""
+    """Return what the job's cluster has, without joining it: the cluster that this process is in,
+    this machine where the run will start one, or the pods that it will ask Kubernetes for. None for
+    a cluster elsewhere."""
     made = job.cluster.access.kubernetes
     if made is not None:
         return to_be_made(pod_groups(made), job.engine)
@@ -361,7 +361,7 @@ def glance(job: BatchJob) -> Capacity | None:
 
 
 def this_machine(job: BatchJob) -> Capacity:
-    """What a cluster would have that is started here for the job."""
+    """Return what a cluster that is started on this machine for the job would have."""
     cards, _ = nvml.gpus_here()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -385,7 +385,7 @@ def _measured() -> int:
 
 
 def dashboard_url() -> str:
-    """URL of the dashboard of the cluster this process is connected to; "" where there is none."""
+    """Return the URL of the dashboard of the cluster that this process is in; "" without one."""
     from prefect_raybatch.stages.ray_internals import dashboard_address
 
     url = dashboard_address()

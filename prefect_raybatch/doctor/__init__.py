@@ -37,8 +37,8 @@ __all__ = ["CHECKS", "Finding", "Patient", "examine"]
 Check = Callable[[Patient], Iterable[Finding]]
 
 # What is looked at, in the order shown, how many seconds it may take, and what to do about an
-# error that it raises. Servers that hang are given up after seconds by the check itself; the rest
-# of the time is for imports, which take turns on a busy machine.
+# error that it raises. A check gives up on a server that hangs after a few seconds; most of the
+# time allowed is for imports, which take turns on a busy machine.
 CHECKS: Mapping[str, tuple[Check, float, str]] = {
     "versions": (check_versions, 10, "install this package again"),
     "packages": (check_packages, 30, "install this package again"),

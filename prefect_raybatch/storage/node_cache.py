@@ -47,7 +47,7 @@ def cached_folder(kind: str, identity: str, fetch: Callable[[Path], FileListing]
         raise _unsafe(folder / f"{identity}.lock", error.strerror or str(error)) from None
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # A folder without its listing was not left by this version, and nothing proves its files.
+        # An earlier version left folders without a listing, whose files nothing proves.
         if not (os.path.lexists(target) and os.path.lexists(listing_file)):
             _remove(target)
             part = folder / f"{identity}.part"

@@ -35,6 +35,7 @@ from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ErrorBudgetExceeded, IncompleteRun, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.remote import follower
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.finalize_run import finalize_run
@@ -152,6 +153,16 @@ def test_a_run_over_its_budget_shows_which_rows_failed(local_ray, tmp_path, call
     # An attempt that goes on takes its place.
     infer_run(more, run, engine=FakeEngine)
     assert status(run.uri).stopped is None
+
+
+def test_the_command_ends_with_1_over_the_budget_and_keeps_what_is_committed(
+    without_ray: None, tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower, "infer_run", partial(infer_run, engine=FakeEngine))
+    limits = ("--set", "limits.max_failed_fraction=null", "--set", "limits.max_failed_rows=0")
+    code, _, err = call("run", write_job(tmp_path), "--run-key", "k", "--no-prefect", *limits)
+    assert code == 1 and "ErrorBudgetExceeded" in err and "limits.max_failed_rows 0" in err
+    assert 0 < status(f"{tmp_path}/out/k").committed < ROWS // 10
 
 
 # --- the run itself -----------------------------------------------------------------------------

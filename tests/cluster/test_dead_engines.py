@@ -71,7 +71,7 @@ def job_in(folder: Path, lives: str, **limits: Any) -> BatchJob:
             "env": env,
         },
         output={"uri": str(folder / "out")},
-        limits={"max_failed_fraction": 1.0, **limits},
+        limits={"max_failed_rows": 1, **limits},
     )
 
 

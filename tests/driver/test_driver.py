@@ -493,10 +493,8 @@ def test_a_note_without_a_readable_stop_has_none(stopped):
 
 def test_a_fraction_is_of_planned_rows_not_of_those_done(tmp_path):
     run = small_run(tmp_path)
-    assert (
-        drive(run, Passes(run, failed={(0, 1)}), limits={"max_failed_fraction": 0.05}).tally.failed
-        == 1
-    )
+    progress = drive(run, Passes(run, failed={(0, 1)}), limits={"max_failed_fraction": 0.05})
+    assert progress.tally.failed == 1
 
 
 def test_after_raising_the_limit_the_run_goes_on(tmp_path):

@@ -97,10 +97,10 @@ def check_own_files(table: str, files: Iterable[str]) -> None:
     """Raise an error for a file that the table at `table` names as one of its own, and that the job
     may not read: a local one of a table elsewhere, or one that the policy in force refuses."""
     named = list(files)
-    astray = next((file for file in named if is_remote(table) and not is_remote(file)), None)
-    if astray is not None:
+    local = next((file for file in named if not is_remote(file)), None)
+    if local is not None and is_remote(table):
         raise SourceError(
-            f"source.uri: the table {table} names a local file, {astray}, as one of its own; read "
+            f"source.uri: the table {table} names a local file, {local}, as one of its own; read "
             "a copy of it that has all its files"
         )
     check_table_files(named)
