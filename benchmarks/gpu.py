@@ -430,6 +430,7 @@ def _packed(job: Any, run: Any) -> int:
     """Engines on a GPU, as they were chosen."""
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.cluster import sizes as sized
+    from prefect_raybatch.job.size_spec import size_spec
     from prefect_raybatch.ledger.ledger import Ledger
     from prefect_raybatch.storage import open_store
 
@@ -437,7 +438,7 @@ def _packed(job: Any, run: Any) -> int:
     plan = ledger.load_plan()
     if plan is None:
         raise SystemExit("the plan is gone")
-    return sized.for_attempt(job, plan, ledger, cluster.capacity()).pool.engines_per_gpu
+    return sized.for_attempt(size_spec(job), plan, cluster.capacity()).pool.engines_per_gpu
 
 
 PEERS = {

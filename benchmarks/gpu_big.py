@@ -297,11 +297,12 @@ def expected(job: Any, plan: Any, ledger: Any) -> dict[str, Any]:
     """What sizing expects one of an engine's GPUs to hold, in GiB."""
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.cluster import sizes as sized
+    from prefect_raybatch.job.size_spec import size_spec
     from prefect_raybatch.sizing.fit import Fit
 
     have = cluster.capacity()
-    size = sized.for_attempt(job, plan, ledger, have)
-    model, _ = sized.model_sizes(job.engine, plan.model, have)
+    size = sized.for_attempt(size_spec(job), plan, have)
+    model, _ = sized.model_sizes(size_spec(job), plan.model, have)
     told = {"max_num_seqs": size.max_num_seqs, "engines_a_gpu": size.pool.engines_per_gpu}
     if model is None or not size.pool.gpu_bytes:
         return told

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import math
 import random
 import sys
 from collections import deque
@@ -28,13 +29,16 @@ import numpy as np
 from gpu import DIMENSIONS
 
 from prefect_raybatch import BatchJob
+from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.model.memory import Model, describe
 from prefect_raybatch.plan.plan import shard_starts, shard_work
 from prefect_raybatch.sizing import cost
 from prefect_raybatch.sizing.cards import CARDS
 from prefect_raybatch.sizing.roofline import work_of
 from prefect_raybatch.sizing.shards import (
-    choose_rows_per_shard,
+    MOST_ROWS,
+    SHARDS,
+    SHARDS_A_WORKER,
     concurrent_batches,
     longest_first,
 )
@@ -235,13 +239,12 @@ def sizes(work: Work, gpus: int, before: bool) -> Sizing:
         }
     )
     have, count = imagined(CARD.name, gpus, 16 * gpus), len(work.rows)
-    size = sizes_of(job, count, work.row_bytes, have, describe(LLAMA_8B, {}))
+    size = sizes_of(size_spec(job), count, work.row_bytes, have, describe(LLAMA_8B, {}))
     if not before:
         return size
-    rows, _ = choose_rows_per_shard(
-        job.source, 256, rows=count, row_bytes=work.row_bytes, engines=size.pool.engines
-    )
-    concurrent = concurrent_batches(job.engine, rows, size.max_num_seqs)
+    each = SHARDS_A_WORKER if size.pool.engines > 1 else SHARDS
+    rows = min(max(math.ceil(count / (size.pool.engines * each)), 256), MOST_ROWS, count)
+    concurrent = concurrent_batches(None, rows, size.max_num_seqs)
     return replace(size, rows_per_shard=rows, concurrent=concurrent)
 
 

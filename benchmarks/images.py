@@ -104,6 +104,7 @@ def job_of(args: argparse.Namespace, model: str, data: str, out: str) -> Any:
 def peer_ours(args: argparse.Namespace, model: str, data: str) -> dict[str, Any]:
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.cluster import sizes as sized
+    from prefect_raybatch.job.size_spec import size_spec
     from prefect_raybatch.ledger.ledger import Ledger
     from prefect_raybatch.runs.finalize_run import finalize_run
     from prefect_raybatch.runs.infer_run import infer_run
@@ -124,7 +125,7 @@ def peer_ours(args: argparse.Namespace, model: str, data: str) -> dict[str, Any]
         plan = ledger.load_plan()
         if plan is None:
             raise SystemExit("the plan is gone")
-        size = sized.for_attempt(job, plan, ledger, cluster.capacity())
+        size = sized.for_attempt(size_spec(job), plan, cluster.capacity())
         chosen = size.arguments.vllm()
         sums = progress.tally.stats.to_dict()
         return {

@@ -49,6 +49,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.job.size_spec import size_spec
 
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -371,7 +372,7 @@ def sized(args: argparse.Namespace, job: Any) -> tuple[Any, Any]:
     have = glance(job)
     if have is None or (args.device == "gpu" and not have.gpus):
         raise SystemExit("no GPU here; --device cpu runs the bundled model on the CPU")
-    size = sizes_of(job, 100_000, 100.0, have, model if args.device == "gpu" else None)
+    size = sizes_of(size_spec(job), 100_000, 100.0, have, model if args.device == "gpu" else None)
     return model, engine_spec(job, pinned, size)
 
 

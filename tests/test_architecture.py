@@ -27,6 +27,7 @@ FLOORS = [
     "nvml",
     "demo",
     "policy",
+    "spec",
     "job",
     "storage",
     "ledger",

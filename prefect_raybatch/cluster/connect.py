@@ -34,6 +34,7 @@ from prefect_raybatch.job.cluster_access import ClusterAccess
 from prefect_raybatch.job.ray_cluster import pod_groups
 from prefect_raybatch.sizing.cards import card
 from prefect_raybatch.sizing.sizes import Capacity, Pool, pool_for, rooms, to_be_made
+from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
@@ -243,7 +244,7 @@ def started_early(job: BatchJob) -> Iterator[None]:
 
 @contextmanager
 def admitted(
-    job: BatchJob,
+    spec: SizeSpec,
     have: Capacity,
     pool: Pool | None,
     user: User,
@@ -255,7 +256,7 @@ def admitted(
     most = {"CPU": have.cpus, "GPU": have.gpus}
     takes = dict(most)
     if pool is not None:  # as many engines as it may come to, or they would starve the others
-        cpus = pool.engines * job.engine.num_cpus + _stage_cpus(job.cluster)
+        cpus = pool.engines * spec.cpus + spec.stage_cpus
         takes = {"CPU": min(cpus, have.cpus), "GPU": min(pool.gpus[1], have.gpus)}
     engines = 0 if pool is None else pool.engines
     with SHARED.admitted(user, takes, most, kind, engines) as lease:
@@ -321,7 +322,8 @@ def _quiet_start(local: bool) -> Iterator[None]:
 def local_cpus(job: BatchJob) -> int:
     """Logical CPUs of a local cluster: the machine's, but never fewer than the job's stages take,
     since Ray would wait for ever for the missing one (a pool of actors can hold them all)."""
-    return max(os.cpu_count() or 1, math.ceil(_stage_cpus(job.cluster) + job.engine.num_cpus))
+    stage_cpus = job.cluster.prepare.num_cpus + job.cluster.finish.num_cpus
+    return max(os.cpu_count() or 1, math.ceil(stage_cpus + job.engine.num_cpus))
 
 
 def capacity() -> Capacity:
@@ -351,7 +353,7 @@ def glance(job: BatchJob) -> Capacity | None:
     a cluster elsewhere."""
     made = job.cluster.access.kubernetes
     if made is not None:
-        return to_be_made(pod_groups(made), job.engine)
+        return to_be_made(pod_groups(made), job.engine.accelerator_type)
     if job.cluster.access.remote:
         return None
     with SHARED.visited() as there:
@@ -470,33 +472,32 @@ def actor_deaths(kind: str) -> dict[str, tuple[int, str]]:
     return found
 
 
-def needs(job: BatchJob, pool: Pool) -> Needs:
-    """What the job takes at least while it runs with that pool of engines."""
-    cpus = pool.fewest * job.engine.num_cpus + _stage_cpus(job.cluster)
+def needs(spec: SizeSpec, pool: Pool) -> Needs:
+    """Return what a run takes at least while it works with that pool of engines."""
+    cpus = pool.fewest * spec.cpus + spec.stage_cpus
     return Needs(cpus, pool.gpus[0], pool.device)
 
 
-def check_fit(job: BatchJob, have: Capacity, pool: Pool | None = None) -> Needs:
-    """Raises `InsufficientResources` before an engine starts if the cluster can never hold it."""
-    pool = pool or pool_for(job, have)
-    want, engine = needs(job, pool), job.engine
+def check_fit(spec: SizeSpec, have: Capacity, pool: Pool | None = None) -> Needs:
+    """Raise `InsufficientResources` before an engine starts if the cluster can never hold it."""
+    pool = pool or pool_for(spec, have)
+    want = needs(spec, pool)
     short = []
-    parallel = f"tensor_parallel_size {engine.tensor_parallel_size} * pipeline_parallel_size "
-    parallel += f"{engine.pipeline_parallel_size}"
+    parallel = f"tensor_parallel_size {spec.tensor} * pipeline_parallel_size {spec.pipeline}"
     replicas = counted(pool.replicas[0], "replica")
     if want.gpus > have.gpus:
         short.append(
             f"{counted(want.gpus, 'GPU')} ({replicas} * {parallel}) of {have.gpus:g}; "
             "lower engine.replicas or engine.tensor_parallel_size, or set engine.device: cpu"
         )
-    elif want.gpus and rooms(engine, have) < pool.replicas[0]:
+    elif want.gpus and rooms(spec, have) < pool.replicas[0]:
         short.append(
-            f"{counted(engine.gpus_per_replica, 'GPU')} on one node for each of {replicas} "
+            f"{counted(spec.gpus_per_replica, 'GPU')} on one node for each of {replicas} "
             f"({parallel}), where the nodes have {_list(have.gpus_by_node)}: an engine cannot span "
             "nodes; lower engine.replicas, tensor_parallel_size or pipeline_parallel_size, or set "
             "engine.distributed_executor_backend: ray"
         )
-    kind = engine.accelerator_type
+    kind = spec.accelerator
     if want.gpus and kind and kind not in have.accelerators:
         short.append(
             f"accelerator {kind}, where the cluster has {', '.join(have.accelerators) or 'none'}; "
@@ -516,7 +517,3 @@ def check_fit(job: BatchJob, have: Capacity, pool: Pool | None = None) -> Needs:
 
 def _list(gpus: tuple[float, ...]) -> str:
     return ", ".join(f"{count:g}" for count in gpus) or "none"
-
-
-def _stage_cpus(cluster: Cluster) -> float:
-    return cluster.prepare.num_cpus + cluster.finish.num_cpus

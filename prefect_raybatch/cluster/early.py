@@ -28,9 +28,11 @@ from prefect_raybatch.cluster.warm import IDLE_SECONDS, EarlyHosts, WarmKind
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.precision import precision_tries
+from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.sizing import sizes as sizing
 from prefect_raybatch.sizing.prices import gpu_price
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
+from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
@@ -123,11 +125,12 @@ def early_plan(
     from prefect_raybatch.cluster.pipeline import spec_of, warm_kind_of
 
     more = {"engine": engine} if engine else {}
-    known, unknown = sized.model_sizes(job.engine, model, have)
+    spec = size_spec(job)
+    known, unknown = sized.model_sizes(spec, model, have)
     rows = guess.rows or sizing.ASSUMED_GPUS
 
-    def sizes_by(row_bytes: float, job: BatchJob = job) -> Sizing:
-        return sizing.sizes_of(job, rows, row_bytes, have, known, unknown)
+    def sizes_by(row_bytes: float, spec: SizeSpec = spec) -> Sizing:
+        return sizing.sizes_of(spec, rows, row_bytes, have, known, unknown)
 
     def kind_of(size: Sizing) -> WarmKind | None:
         return warm_kind_of(job, model, size, **more)
@@ -135,7 +138,7 @@ def early_plan(
     own = {row_bytes: sizes_by(row_bytes) for row_bytes in guess.row_bytes}
     usual = list(own)[len(own) // 2]
     for shape in dict.fromkeys(map(EngineShape.of, (own[usual], *own.values()))):
-        near = {b: near_sizes(job, partial(sizes_by, b), size, shape) for b, size in own.items()}
+        near = {b: near_sizes(spec, partial(sizes_by, b), size, shape) for b, size in own.items()}
         sizes = [near[b] or size for b, size in own.items()]
         if len({kind_of(size) for size in sizes}) == len({s.pool.replicas for s in sizes}) == 1:
             break
@@ -148,10 +151,10 @@ def early_plan(
     if size.pool.fewest > 1 and fewest < SHARDS_AN_ENGINE * size.pool.fewest:
         return "how many of them there are may follow from the number of shards"
     spare, cpus = spare_cpus(job, have), _cpus(job, have)
-    wanted = size.pool.fewest * job.engine.num_cpus
+    wanted = size.pool.fewest * spec.cpus
     if wanted + spare > cpus:
         return f"they would take {wanted:g} of {cpus:g} CPUs, and the copy needs {spare:g}"
-    cluster.check_fit(job, have, size.pool)
+    cluster.check_fit(spec, have, size.pool)
     gpus = size.pool.gpus_a_replica / size.pool.engines_per_gpu
     return EarlyPlan(kind, spec_of(job, model, size), size.pool.fewest, gpus)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from prefect_raybatch.cluster.warm import WarmKind
 from prefect_raybatch.errors import ConfigError, InsufficientResources
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.sizing.sizes import Sizing
+from prefect_raybatch.spec.sizes import SizeSpec
 
 log = logging.getLogger(__name__)
 
@@ -42,20 +42,19 @@ class EngineShape:
         each = round(1 / gpus) if 0 < gpus < 1 else 1
         return cls(each, arguments["max_num_seqs"], arguments["max_num_batched_tokens"])
 
-    def named_in(self, job: BatchJob) -> BatchJob:
-        """The job with this shape where it leaves it open."""
-        engine, named = job.engine, asdict(self)
-        update = {name: to for name, to in named.items() if getattr(engine, name) in ("auto", None)}
-        return job.model_copy(update={"engine": engine.model_copy(update=update)})
+    def asked_in(self, spec: SizeSpec) -> SizeSpec:
+        """Return what a run asks for, with this shape where it asks for none."""
+        free = {name: to for name, to in asdict(self).items() if getattr(spec, name) is None}
+        return replace(spec, **free)
 
 
 def near_sizes(
-    job: BatchJob, ask: Callable[[BatchJob], Sizing], own: Sizing, shape: EngineShape
+    spec: SizeSpec, ask: Callable[[SizeSpec], Sizing], own: Sizing, shape: EngineShape
 ) -> Sizing | None:
     """The sizes of a run with engines of that shape, where these reach 98 % of the rate of its
-    `own` by the model of costs, and its rows fit into them; `ask` gives the sizes of a job."""
+    `own` by the model of costs, and its rows fit into them; `ask` gives the sizes of a spec."""
     try:
-        found = ask(shape.named_in(job))
+        found = ask(shape.asked_in(spec))
     except (ConfigError, InsufficientResources):  # so many do not fit
         return None
     same = EngineShape.of(found) == shape and found.pool.replicas == own.pool.replicas
@@ -63,8 +62,8 @@ def near_sizes(
 
 
 def nearest_up(
-    job: BatchJob,
-    ask: Callable[[BatchJob], Sizing],
+    spec: SizeSpec,
+    ask: Callable[[SizeSpec], Sizing],
     own: Sizing,
     kind_of: Callable[[Sizing], WarmKind | None],
     up: Iterable[WarmKind],
@@ -76,7 +75,7 @@ def nearest_up(
         return own, kind
     for other in waiting:
         shape = EngineShape.of_kind(other)
-        found = near_sizes(job, ask, own, shape) if shape else None
+        found = near_sizes(spec, ask, own, shape) if shape else None
         if found is not None and kind_of(found) == other:
             log.info(
                 "engines that are up are used, for about %.0f%% of the rate of the run's own: they "

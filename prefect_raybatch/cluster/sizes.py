@@ -9,39 +9,38 @@ from typing import Any
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.engine import Engine
-from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.model import adapters, memory
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing import sizes as sizing
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
+from prefect_raybatch.spec.sizes import SizeSpec
 
 
 def engines_to_plan_for(job: BatchJob) -> int:
-    """Engines that the shards of a new plan are cut for."""
-    return sizing.expected_engines(job, cluster.glance(job))
+    """Return how many engines the shards of a new plan are cut for."""
+    return sizing.expected_engines(size_spec(job), cluster.glance(job))
 
 
-def for_attempt(job: BatchJob, plan: Plan, ledger: Ledger, have: Capacity) -> Sizing:
-    """The sizes of an attempt at a planned run."""
-    model, unknown = model_sizes(job.engine, plan.model, have)
+def for_attempt(spec: SizeSpec, plan: Plan, have: Capacity) -> Sizing:
+    """Return the sizes of an attempt at a planned run."""
+    model, unknown = model_sizes(spec, plan.model, have)
     return sizing.sizes_of(
-        job, plan.rows, plan.row_bytes, have, model, unknown, planned=plan.rows_per_shard
+        spec, plan.rows, plan.row_bytes, have, model, unknown, planned=plan.rows_per_shard
     )
 
 
 def model_sizes(
-    engine: Engine, model: Mapping[str, Any], have: Capacity
+    spec: SizeSpec, model: Mapping[str, Any], have: Capacity
 ) -> tuple[memory.Model | None, str]:
-    """What the model takes of a GPU, or why that is not known; a CPU has no use for it."""
-    if sizing.device(engine, have.gpus) == "cpu":
+    """Return what the model takes of a GPU, or why that is not known; a CPU has no use for it."""
+    if spec.device_for(have.gpus) == "cpu":
         return None, ""
     try:
         config, stored = models.read_config(model)
-        given = engine.model_extra or {}
-        room = adapters.arguments(model.get("adapters") or {}, given)
-        return memory.describe(config, {**given, **room}, stored), ""
+        room = adapters.arguments(model.get("adapters") or {}, spec.given)
+        return memory.describe(config, {**spec.given, **room}, stored), ""
     except ConfigError as error:
         return None, str(error)
 
@@ -54,14 +53,14 @@ def ask(job: BatchJob) -> tuple[Capacity, list[str]]:
             with cluster.connected(job) as capacity:
                 return capacity, []
         except InsufficientResources as error:
-            return sizing.assumed(job.engine), [f"{error}; the sizes are for an assumed one"]
-    return cluster.glance(job) or sizing.assumed(job.engine), []
+            return sizing.assumed(size_spec(job)), [f"{error}; the sizes are for an assumed one"]
+    return cluster.glance(job) or sizing.assumed(size_spec(job)), []
 
 
-def checked_needs(job: BatchJob, have: Capacity, size: Sizing, wrong: list[str]) -> dict[str, Any]:
+def checked_needs(spec: SizeSpec, have: Capacity, size: Sizing, wrong: list[str]) -> dict[str, Any]:
     if not have.assumed:
         try:
-            cluster.check_fit(job, have, size.pool)
+            cluster.check_fit(spec, have, size.pool)
         except InsufficientResources as error:
             wrong.append(str(error))
-    return asdict(cluster.needs(job, size.pool))
+    return asdict(cluster.needs(spec, size.pool))

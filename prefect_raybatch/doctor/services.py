@@ -24,6 +24,7 @@ from prefect_raybatch.errors import PrefectUnavailable, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster_access import ClusterAccess
 from prefect_raybatch.job.kubernetes import Kubernetes
+from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.kuberay.api import KubeApi
 from prefect_raybatch.sizing.sizes import Capacity, pool_for
 from prefect_raybatch.storage.redirects import open_without_redirects, redirect_text
@@ -152,7 +153,7 @@ def check_cluster(patient: Patient) -> Iterator[Finding]:
     text = f"{address}: {', '.join(counted(number, kind) for number, kind in kinds)}"
     yield passed("cluster", f"{text}; Ray {metadata.version('ray')} and Python as here")
     if patient.job:
-        cluster.check_fit(patient.job, have)
+        cluster.check_fit(size_spec(patient.job), have)
 
 
 def _local(job: BatchJob | None) -> Finding:
@@ -172,7 +173,8 @@ def _local(job: BatchJob | None) -> Finding:
 
 def _cpus_needed(job: BatchJob) -> float:
     have = Capacity(0, 0, 1, "this machine")
-    return cluster.needs(job, pool_for(job, have)).cpus
+    spec = size_spec(job)
+    return cluster.needs(spec, pool_for(spec, have)).cpus
 
 
 def _join(job: BatchJob) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from prefect_raybatch.flow.events import LiveEvents, RunEvents
 from prefect_raybatch.harmless import link, markdown_text
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
+from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.report import plots
 from prefect_raybatch.report.charts import charts
@@ -193,8 +194,9 @@ class Page(Listener):
         engines = 0 if beat.phase == ENDED else alive(beat.engines)
         a_shard = max(1, round(self.run.rows / max(1, self.run.shards)))
         tally = self.progress.tally
-        seqs = sequences_seen(self.job.engine, tally.stats.figures()) or SEQUENCES
-        working = engines * concurrent_batches(self.job.engine, a_shard, seqs)
+        spec = size_spec(self.job)
+        seqs = sequences_seen(spec.max_num_seqs, tally.stats.figures()) or SEQUENCES
+        working = engines * concurrent_batches(spec.max_concurrent_batches, a_shard, seqs)
         return plots.live(charts(tally, self.progress.shards), working)
 
     @property

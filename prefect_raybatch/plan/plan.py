@@ -19,13 +19,14 @@ from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES, Output
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.sampling import UNWRITTEN
 from prefect_raybatch.job.secrets import catalog_place, hide_argument, is_masked, recorded
+from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.ledger.many_uris import bounded_job, bounded_parts, too_many, uris_table
 from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shards_table
 from prefect_raybatch.ledger.records import QUARANTINE, InputFile, Plan, digest
 from prefect_raybatch.plan.resolved import Resolved
 from prefect_raybatch.plan.taken_by_vllm import check_taken_by_vllm
-from prefect_raybatch.sizing.shards import bytes_a_shard, choose_rows_per_shard
-from prefect_raybatch.sizing.sizes import expected_engines, row_tokens
+from prefect_raybatch.sizing.shards import choose_rows_per_shard
+from prefect_raybatch.sizing.sizes import expected_engines
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -323,16 +324,9 @@ def make_plan(
     """
     job, retry = with_free_names(resolved.job, schema.names), resolved.retry
     rows = sum(file.rows for file in files)
-    engines = engines or expected_engines(job, None)
-    size = choose_rows_per_shard(
-        job.source,
-        job.engine.batch_size,
-        rows=rows,
-        row_bytes=row_bytes,
-        engines=engines,
-        most_bytes=bytes_a_shard(job.prompt),
-        row_tokens=row_tokens(job, row_bytes),
-    )[0]
+    spec = size_spec(job)
+    engines = engines or expected_engines(spec, None)
+    size, _ = choose_rows_per_shard(spec, rows=rows, row_bytes=row_bytes, engines=engines)
     starts = shard_starts(rows, size)
     kept = public_job(job)
     uris = kept["source"]["uri"]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
+from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.report.records import Advice, RunReport
 from prefect_raybatch.sizing.shards import SEQUENCES, sequences_seen
 from prefect_raybatch.words import counted
@@ -53,7 +54,7 @@ def memory(report: RunReport, job: BatchJob) -> Advice | None:
     tokens = job.engine.max_num_batched_tokens or USUAL_TOKENS
     change = f"engine.max_num_batched_tokens: {max(2048, tokens // 2)}"
     if tokens <= 2048:
-        seqs = sequences_seen(job.engine, report.figures) or SEQUENCES
+        seqs = _most_sequences(report, job) or SEQUENCES
         change = f"engine.max_num_seqs: {max(1, seqs // 2)}"
     times = sum(number for _, number in found)
     return Advice(
@@ -90,7 +91,7 @@ def deadline(report: RunReport, job: BatchJob) -> Advice | None:
 def starved(report: RunReport, job: BatchJob) -> Advice | None:
     """Engines wait for rows: the CPU stages are too slow, or too few shards are in flight."""
     running, waiting = report.figures.get("running"), report.figures.get("waiting")
-    full = sequences_seen(job.engine, report.figures)
+    full = _most_sequences(report, job)
     if running is None or waiting is None or not full or not _long_enough(report, full):
         return None
     if running >= FULL * full or waiting >= 1:
@@ -120,7 +121,7 @@ def starved(report: RunReport, job: BatchJob) -> Advice | None:
 def idle_gpu(report: RunReport, job: BatchJob) -> Advice | None:
     """The GPU waits although its engine is full: Python on one core holds it back."""
     gpu, running = report.figures.get("gpu"), report.figures.get("running")
-    full = sequences_seen(job.engine, report.figures)
+    full = _most_sequences(report, job)
     if gpu is None or running is None or not full or not _long_enough(report, full):
         return None
     if gpu >= BUSY_GPU or running < FULL * full:
@@ -169,7 +170,10 @@ def tail(report: RunReport, job: BatchJob) -> Advice | None:
 def full_cache(report: RunReport, job: BatchJob) -> Advice | None:
     """Sequences wait because the KV cache is full."""
     cache, running = report.figures.get("kv_cache"), report.figures.get("running")
-    waiting, full = report.figures.get("waiting"), sequences_seen(job.engine, report.figures)
+    waiting, full = (
+        report.figures.get("waiting"),
+        _most_sequences(report, job),
+    )
     if cache is None or running is None or not waiting or not full:
         return None
     if cache < FULL_CACHE or running >= FULL * full:
@@ -255,6 +259,10 @@ RULES: tuple[Callable[[RunReport, BatchJob], Advice | None], ...] = (
     too_long,
     cut_off,
 )
+
+
+def _most_sequences(report: RunReport, job: BatchJob) -> int | None:
+    return sequences_seen(size_spec(job).max_num_seqs, report.figures)
 
 
 def _engines(report: RunReport) -> int:

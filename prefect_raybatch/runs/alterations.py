@@ -19,8 +19,8 @@ from prefect_raybatch.job import tasks
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.early_stop import choice_of
 from prefect_raybatch.job.engine import Engine
+from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.ledger.precision import PrecisionTry
-from prefect_raybatch.sizing import sizes as sizing
 from prefect_raybatch.sizing.agreement import confidence_of_each, sample_size
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def alterations(job: BatchJob, have: Capacity, experts: int) -> list[dict[str, A
     if tasks.pools(engine.task):
         return []
     found: list[dict[str, Any]] = []
-    on_gpu = sizing.device(engine, have.gpus) == "gpu"
+    on_gpu = size_spec(job).device_for(have.gpus) == "gpu"
     if on_gpu and "quantization" not in extra:
         found.append({"engine.quantization": "fp8"})
     longer = job.drawn.max_tokens >= LEAST_ANSWER and not choice_of(job.sampling.given())

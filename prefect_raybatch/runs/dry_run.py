@@ -11,6 +11,7 @@ from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job import tasks
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.ray_cluster import check_made_cluster
+from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.ledger.increments import RowCounts
 from prefect_raybatch.model import chat_template
 from prefect_raybatch.model import check as model_check
@@ -121,13 +122,14 @@ def dry_run(
     rows = sum(file.rows for file in found.files)
     row_bytes = image_bytes.row_bytes(job, model, found, read=not snapshot)
     have, wrong = (what_if, []) if what_if else sized.ask(job)
-    known, unknown = sized.model_sizes(job.engine, model, have)
-    expected = sizes.expected_engines(job, what_if) if what_if else sized.engines_to_plan_for(job)
+    spec = size_spec(job)
+    known, unknown = sized.model_sizes(spec, model, have)
+    expected = sizes.expected_engines(spec, what_if) if what_if else sized.engines_to_plan_for(job)
     try:
-        size = sizes.sizes_of(job, rows, row_bytes, have, known, unknown, expected=expected)
+        size = sizes.sizes_of(spec, rows, row_bytes, have, known, unknown, expected=expected)
     except (ConfigError, InsufficientResources) as error:
         wrong.append(str(error))
-        size = sizes.sizes_of(job, rows, row_bytes, have, expected=expected)
+        size = sizes.sizes_of(spec, rows, row_bytes, have, expected=expected)
     if note := planning.alike_note(job):
         size = replace(size, warnings=(note, *size.warnings))
     wrong += size.problems
@@ -135,7 +137,7 @@ def dry_run(
         trial_rows(job, rows)
     except ConfigError as error:
         wrong.append(str(error))
-    needs = sized.checked_needs(job, have, size, wrong)
+    needs = sized.checked_needs(spec, have, size, wrong)
     reuse = reuse_plan(resolved, found, snapshot, run_key) if job.keeps_answers else None
     return DryRun(
         job=job.name,

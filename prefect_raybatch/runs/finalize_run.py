@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from prefect_raybatch.driver import metrics
 from prefect_raybatch.errors import CorruptRun, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.output import Output
+from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.ledger.accepted import Accepted, all_accepted
 from prefect_raybatch.ledger.increments import (
     OF_ROWS,
@@ -46,6 +46,7 @@ from prefect_raybatch.sizing.shards import (
     sequences_seen,
 )
 from prefect_raybatch.sizing.sizes import certain_engines
+from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.storage import Store, open_store
 from prefect_raybatch.words import counted
 
@@ -121,7 +122,7 @@ def completed_report(
         "completed",
         parts,
         resumed_shards=progress.resumed_shards if progress else 0,
-        notes=(*_notes(job.engine, plan, tally), *of_whom(plan), *map(str, accepted)),
+        notes=(*_notes(size_spec(job), plan, tally), *of_whom(plan), *map(str, accepted)),
         engine_deaths=progress.engine_deaths if progress else 0,
         losses=progress.losses if progress else None,
         dashboard=last_dashboard(store),
@@ -241,16 +242,16 @@ def _success(plan: Plan, output: Output, result: Result, accepted: tuple[Accepte
     )
 
 
-def _notes(engine: Engine, plan: Plan, tally: Tally) -> list[str]:
-    seqs = sequences_seen(engine, tally.stats.figures()) or SEQUENCES
-    concurrent = concurrent_batches(engine, plan.rows_per_shard, seqs)
+def _notes(spec: SizeSpec, plan: Plan, tally: Tally) -> list[str]:
+    seqs = sequences_seen(spec.max_num_seqs, tally.stats.figures()) or SEQUENCES
+    concurrent = concurrent_batches(spec.max_concurrent_batches, plan.rows_per_shard, seqs)
     shards = f"rows a shard: {plan.rows_per_shard:,} (the run's plan)"
     hints = [str(hint) for hint in (plan.context or {}).get("hints", ())]
     found = problems(
         rows=plan.rows,
         rows_per_shard=plan.rows_per_shard,
         concurrent=concurrent,
-        engines=certain_engines(engine),
+        engines=certain_engines(spec),
         seqs=seqs,
     )
     return [shards, *found, *hints]

@@ -21,6 +21,7 @@ from prefect_raybatch.installed import code_version
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.precision import precision_tries, with_precision
+from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.accepted import accepted_note
@@ -34,6 +35,7 @@ from prefect_raybatch.runs.planned_by import compare_code
 from prefect_raybatch.runs.precision import decided_job
 from prefect_raybatch.runs.run import Run, load_run, run_of, who
 from prefect_raybatch.sizing.prices import gpu_price
+from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.storage import open_store
 
 if TYPE_CHECKING:
@@ -225,7 +227,7 @@ class _Attempt:
             place_answers(self.store, self.plan, self.increment, known, user.waits)
         elif precision_tries(self.job.engine):
             job = with_precision(self.job, {})
-            stored = sized.for_attempt(job, self.plan, self.ledger, capacity)
+            stored = sized.for_attempt(size_spec(job), self.plan, capacity)
             self.monitor.meter = meter_for(self.job, capacity, stored.pool, self.spent)
             with_what = (self.plan, self.shards, self.ledger, capacity, user, self.name)
             halted = partial(_halted, user, self.monitor)
@@ -239,25 +241,26 @@ class _Attempt:
         from prefect_raybatch.cluster.pipeline import Pipeline, warm_kind_of
 
         more: dict[str, Any] = {"engine": self.engine} if self.engine else {}
-        needed = without_engine(self.job) if self.looks_up else self.job
+        spec = size_spec(self.job)
+        spec = spec.without_engine() if self.looks_up else spec
 
-        def sizes(job: BatchJob) -> Sizing:
-            return sized.for_attempt(job, self.plan, self.ledger, capacity)
+        def sizes(spec: SizeSpec) -> Sizing:
+            return sized.for_attempt(spec, self.plan, capacity)
 
         def kind_of(size: Sizing) -> WarmKind | None:
             return warm_kind_of(self.job, self.plan.model, size, **more)
 
-        size, kind = sizes(needed), None
+        size, kind = sizes(spec), None
         if not self.looks_up:
-            size, kind = nearest_up(needed, sizes, size, kind_of, cluster.SHARED.warm.kinds)
-        cluster.check_fit(needed, capacity, size.pool)
+            size, kind = nearest_up(spec, sizes, size, kind_of, cluster.SHARED.warm.kinds)
+        cluster.check_fit(spec, capacity, size.pool)
         for warning in () if self.looks_up else size.warnings:
             log.warning(warning)
         early = engines_begun(kind, size.pool.engines_for(self.plan.shards - self.committed)[0])
-        meter = meter_for(needed, capacity, size.pool, self.spent)
+        meter = meter_for(self.job, capacity, size.pool, self.spent)
         self.monitor.meter = meter.after(self.monitor.meter, early.gpu_seconds)
         check_cost(self.job.limits, self.monitor.meter.whole, self.plan.shards, self.committed)
-        warm = stack.enter_context(cluster.admitted(needed, capacity, size.pool, user, kind))
+        warm = stack.enter_context(cluster.admitted(spec, capacity, size.pool, user, kind))
         if self.increment is not None and not self.looks_up:  # what a report reckons savings by
             self.whoami.note(gpus=size.pool.gpus[1])
         return Pipeline(
@@ -302,13 +305,6 @@ def meter_for(job: BatchJob, capacity: Capacity, pool: Pool, spent: Spent) -> Co
             )
         log.warning("no costs are counted: %s", price.why)
     return CostMeter(price.hour, pool.gpus_a_replica / pool.engines_per_gpu, pool.fewest, spent)
-
-
-def without_engine(job: BatchJob) -> BatchJob:
-    """The job as sizes are resolved for a run that asks nothing: no GPU is needed for it."""
-    update: dict[str, Any] = {"device": "cpu", "replicas": 1, "engines_per_gpu": 1}
-    update |= {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "num_cpus": 0.1}
-    return job.model_copy(update={"engine": job.engine.model_copy(update=update)})
 
 
 def _interruptible(pipeline: Pipeline, monitor: Monitor, user: User, limits: Limits) -> RunPass:

@@ -16,6 +16,7 @@ from prefect_raybatch.job import tasks
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.ray_cluster import check_made_cluster
+from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger import increments
 from prefect_raybatch.ledger.accepted import Accepted
@@ -282,6 +283,6 @@ def _warn_of_cost(job: BatchJob, plan: Plan) -> None:
 
     increment = increments.increment_of(plan)
     rows = plan.rows if increment is None else increment.counts.asked
-    found = estimate(job, cluster.glance(job) or assumed(job.engine), rows)
+    found = estimate(job, cluster.glance(job) or assumed(size_spec(job)), rows)
     if found is not None and found.warning:
         log.warning("%s", found.warning)

@@ -26,6 +26,7 @@ from prefect_raybatch.errors import (
 from prefect_raybatch.job import tasks
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.precision import precision_tries, with_precision
+from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.ledger.increments import TakenPrecision, asks_ledger, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards, decode_schema
@@ -249,12 +250,12 @@ class SampleBench:
         from prefect_raybatch.cluster import connect as cluster
         from prefect_raybatch.cluster.trial_actor import trial_on_worker
 
-        job = one_engine(job)
-        size = sized.for_attempt(job, self.plan, self.ledger, self.have)
-        cluster.check_fit(job, self.have, size.pool)
+        job, spec = greedy(job), size_spec(job).with_one_engine()
+        size = sized.for_attempt(spec, self.plan, self.have)
+        cluster.check_fit(spec, self.have, size.pool)
         stages, resources, engine = self._stages(job, size)
         with ExitStack() as stack:
-            stack.enter_context(cluster.admitted(job, self.have, size.pool, self.user))
+            stack.enter_context(cluster.admitted(spec, self.have, size.pool, self.user))
             stack.callback(self.user.waits, "")
             self.user.waits(f"a sample of the rows is asked first, {why}")
             gpus = size.pool.gpus_a_replica if size.pool.device == "gpu" else 0
@@ -303,13 +304,12 @@ def _deciding(arguments: Mapping[str, str]) -> str:
     return f"to decide on the precision ({settings_text(arguments)})"
 
 
-def one_engine(job: BatchJob) -> BatchJob:
-    """The job with one engine, which draws its answers greedily, one a row."""
-    engine = job.engine.model_copy(update={"replicas": 1, "engines_per_gpu": 1})
+def greedy(job: BatchJob) -> BatchJob:
+    """Return the job with its answers drawn greedily, one a row."""
     sampling = job.sampling.model_copy(update={"temperature": 0.0})
     if sampling.model_extra is not None:
         sampling.model_extra.pop("n", None)
-    return job.model_copy(update={"engine": engine, "sampling": sampling})
+    return job.model_copy(update={"sampling": sampling})
 
 
 def drawn_rows(shards: Shards, rows: int, sample: int, seed: str) -> dict[int, list[int]]:

@@ -22,10 +22,11 @@ from prefect_raybatch.errors import (
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import LOCAL, Cluster
 from prefect_raybatch.job.precision import with_precision
+from prefect_raybatch.job.size_spec import size_spec
+from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
-    from prefect_raybatch.job.engine import Engine
     from prefect_raybatch.ledger.ledger import Ledger
     from prefect_raybatch.ledger.plan_tables import Shards
     from prefect_raybatch.ledger.records import Plan
@@ -108,14 +109,14 @@ def _preview(job: BatchJob, answers: bool, made: type | None) -> Preview:
     clock = _Clock()
     have = cluster.this_machine(job)
     if answers:
-        _check_here(job.engine, have)
+        _check_here(size_spec(job), have)
     run = plan_run(job, PREVIEW_KEY)
     store = run_store(job.output, PREVIEW_KEY)
     ledger = Ledger(store)
     plan, shards = load_run(ledger, run)
     job = planning.as_planned(job, plan)
     schema = decode_schema(plan.input_schema)
-    size = sized.for_attempt(job, plan, ledger, have)
+    size = sized.for_attempt(size_spec(job), plan, have)
     attempt = uuid.uuid4().hex
     pipeline = Pipeline(job, plan, shards, store, attempt, size, job.source.options or {})
     clock.took("plan")
@@ -157,12 +158,10 @@ def _preview(job: BatchJob, answers: bool, made: type | None) -> Preview:
     return replace(found, answers=tuple(kinds["data"]), failed=tuple(kinds["quarantine"]))
 
 
-def _check_here(engine: Engine, have: Capacity) -> None:
-    """Raises `InsufficientResources` where an engine takes more GPUs than this machine has."""
-    from prefect_raybatch.sizing.sizes import device
-
-    takes = engine.gpus_per_replica
-    if device(engine, have.gpus) == "gpu" and takes > have.gpus:
+def _check_here(spec: SizeSpec, have: Capacity) -> None:
+    """Raise `InsufficientResources` where an engine takes more GPUs than this machine has."""
+    takes = spec.gpus_per_replica
+    if spec.device_for(have.gpus) == "gpu" and takes > have.gpus:
         raise InsufficientResources(
             f"an engine takes {counted(takes, 'GPU')}, and this machine, where a preview asks it, "
             f"has {have.gpus:g}; do it where the GPUs are, or add --no-answers"

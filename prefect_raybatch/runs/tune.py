@@ -21,6 +21,7 @@ from prefect_raybatch.harmless import visible
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.precision import with_precision
+from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.job.yaml_text import visible_yaml
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.precision import PrecisionTry
@@ -36,7 +37,6 @@ from prefect_raybatch.runs.dry_run import dry_run
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.precision import SampleBench
 from prefect_raybatch.runs.run import Run, load_run
-from prefect_raybatch.sizing import sizes as sizing
 from prefect_raybatch.storage import Store, join, open_store
 from prefect_raybatch.words import counted
 
@@ -117,7 +117,7 @@ def tune(
         user = User(f"tuning of {job.name}")
         # The whole cluster: beside another run a trial would measure that one as well.
         with cluster.connected(job, user) as have:
-            with cluster.admitted(job, have, None, user):
+            with cluster.admitted(size_spec(job), have, None, user):
                 bench = Bench(sampled[0], run, store, have, trial_seconds, engine)
                 starts = bench.starts()
                 options = alterations(job, have, _experts(resolved))
@@ -298,7 +298,7 @@ class Bench:
 
     def starts(self) -> dict[str, Any]:
         """What the job's own fields come to, those that are automatic included."""
-        size = sized.for_attempt(self.job, self.plan, self.ledger, self.have)
+        size = sized.for_attempt(size_spec(self.job), self.plan, self.have)
         return {
             ENGINES: size.pool.engines_per_gpu,
             REPLICAS: size.pool.replicas[1],
@@ -318,8 +318,9 @@ class Bench:
         from prefect_raybatch.cluster.pipeline import Pipeline
 
         job = changed(self.job, changes)
-        size = sized.for_attempt(job, self.plan, self.ledger, self.have)
-        cluster.check_fit(job, self.have, size.pool)
+        spec = size_spec(job)
+        size = sized.for_attempt(spec, self.plan, self.have)
+        cluster.check_fit(spec, self.have, size.pool)
         more: dict[str, Any] = {"engine": self.engine} if self.engine else {}
         pipeline = Pipeline(
             job,
@@ -430,7 +431,7 @@ def axes(job: BatchJob, have: Any) -> dict[str, Callable[[Any], list[Any]]]:
         return lambda value: [v for v in (value * 2, value // 2) if least <= v <= most]
 
     axes: dict[str, Callable[[Any], list[Any]]] = {}
-    if sizing.device(job.engine, have.gpus) == "gpu":
+    if size_spec(job).device_for(have.gpus) == "gpu":
         if job.engine.gpus_per_replica == 1:
             axes[ENGINES] = lambda value: [v for v in (value + 1, value - 1) if 1 <= v <= 8]
         axes[MAX_NUM_SEQS] = twice_or_half(64, 4096)

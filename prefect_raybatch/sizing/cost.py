@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefect_raybatch.job.early_stop import choice_of, label_cap, labels_cut_short, may_ask_rest
-from prefect_raybatch.job.prompt import Prompt
-from prefect_raybatch.job.sampling import Sampling
 from prefect_raybatch.model.memory import CACHE_BLOCK, Model
 from prefect_raybatch.sizing.cards import Card
 from prefect_raybatch.sizing.roofline import work_of
+from prefect_raybatch.spec.sizes import RowSpec
 
 # Seconds of Python a row of a short answer on the engine's core: three engines of a 0.5B.
 HOST_SECONDS = 0.47e-3
@@ -47,6 +45,17 @@ class Tokens:
     why: str
     form: bool = False
 
+    @classmethod
+    def of(cls, row: RowSpec, row_bytes: float) -> Tokens:
+        """Return those of a row of `row_bytes` bytes: of its input columns, or of its images as
+        they are prepared."""
+        shared = row.shared_characters / CHARACTERS
+        own = row_bytes / (IMAGE_TOKEN_BYTES if row.images else CHARACTERS)
+        own += row.own_characters / CHARACTERS + MARKUP
+        if not row.caches:
+            shared, own = 0.0, shared + own
+        return cls(round(shared), round(own), row.out, row.out_why, row.form)
+
     @property
     def typical(self) -> int:
         return self.shared + self.own + (self.out or 0)
@@ -61,47 +70,6 @@ class Tokens:
         is `times` as long: what all begin with has one length."""
         own = self.shared - self.kept_once + times * (self.own + (self.out or 0))
         return -(-own // CACHE_BLOCK) * CACHE_BLOCK
-
-
-FIRST_AND_REST = 2  # tokens of an answer whose first one is asked for: few leave several labels
-
-
-def tokens(
-    prompt: Prompt, sampling: Sampling, row_bytes: float, early: str = "off", caches: bool = True
-) -> Tokens:
-    """Of a row of `row_bytes` bytes: of input columns, or of its images as they are prepared;
-    `early`: how much is asked for of a label (`engine.early_stop`); `caches`: what all prompts
-    begin with is computed once, and kept once."""
-    first, _, rest = (prompt.template or "").partition("{")
-    shared = (len(prompt.system or "") + len(first)) / CHARACTERS
-    own = row_bytes / (IMAGE_TOKEN_BYTES if prompt.images.used else CHARACTERS)
-    own += len(rest) / CHARACTERS + MARKUP
-    if not caches:
-        shared, own = 0.0, shared + own
-    extra = sampling.model_extra or {}
-    form = bool(sampling.choice or extra.get("structured_outputs"))
-    return Tokens(round(shared), round(own), *_most_out(prompt, sampling, early), form)
-
-
-def _most_out(prompt: Prompt, sampling: Sampling, early: str) -> tuple[int | None, str]:
-    extra = sampling.model_extra or {}
-    given = sampling.given()
-    choice = choice_of(given)
-    answers = int(extra.get("n") or 1)
-    most = sampling.max_tokens
-    if choice:
-        # Tokens of one character are rare, so that half as many as characters is a safe bound.
-        most = min(most, max(len(str(label)) for label in choice) // 2 + 1)
-        labels = labels_cut_short(given) if early != "off" else None
-        cap = label_cap(labels) if labels else most
-        if early == "first_token" and may_ask_rest(given) and min(cap, most) > FIRST_AND_REST:
-            return FIRST_AND_REST, "the first token of a choice, and what it leaves open"
-        if cap < most:
-            return cap * answers, "what decides between the choices"
-        return most * answers, "the longest choice"
-    if prompt.function:
-        return None, "prompt.function may ask for answers of any length"
-    return most * answers, "sampling.max_tokens"
 
 
 def gpu_seconds(model: Model, card: Card, row: Tokens, seqs: int) -> float:

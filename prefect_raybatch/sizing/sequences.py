@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model.memory import share
@@ -58,7 +57,7 @@ def best_sequences(
 
 def choose_max_num_seqs(
     *,
-    asked: int | Literal["auto"],
+    asked: int | None,
     fit: Fit | None,
     card: Card | None,
     row: Tokens,
@@ -66,13 +65,14 @@ def choose_max_num_seqs(
     engines_per_gpu: int,
     step: int | None = None,
 ) -> tuple[int, str]:
-    """(max_num_seqs, why): as `asked`, or for `auto` 256, and 512 or 1,024 where that brings 0.5 %
-    by the model of costs and the KV cache is likely to hold so many rows of the typical length.
+    """Return max_num_seqs and why: as `asked`, or by default 256, and 512 or 1,024 where that
+    brings 0.5 % by the model of costs and the KV cache is likely to hold so many rows of the
+    typical length.
     `fit` and `card` are None on a CPU and where model or GPU are not known; `longest` are the
     tokens of an answer of which nothing else is known. `step` are the tokens of a step where the
     job says them; vLLM takes no more sequences, each of which has a token in it.
     """
-    if asked != "auto":
+    if asked is not None:
         return asked, "engine.max_num_seqs"
     seqs, why = _chosen(fit, card, row, longest, engines_per_gpu)
     if step is not None and step < seqs:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from prefect_raybatch.job.engine import Engine
-from prefect_raybatch.job.prompt import Prompt
-from prefect_raybatch.job.source import Source
+from prefect_raybatch.sizing.cost import Tokens
+from prefect_raybatch.spec.sizes import RowSpec, SizeSpec
 from prefect_raybatch.words import counted
 
 SHARDS = 8  # shards for an engine alone: progress and resume are that fine
@@ -21,43 +20,38 @@ OUT_WEIGHT = 2  # a token out takes the GPU what about two of a prompt take
 MOST_ROWS = 4000  # a shard takes seconds, and 10 million rows are 2,500 commits
 SEQUENCES = 256  # max_num_seqs of an engine where nothing says that more of them pay
 MOST_BYTES = 128 << 20  # uncompressed input bytes a shard, so that a block stays one block
-
-
 IMAGE_BYTES = 256 << 20  # the same of rows whose images are prepared: mostly these
 
 
-def bytes_a_shard(prompt: Prompt) -> int:
-    """The most bytes that a shard is planned to have in memory."""
-    return IMAGE_BYTES if prompt.images.used else MOST_BYTES
+def row_tokens(row: RowSpec, row_bytes: float) -> float:
+    """Return the tokens that a row of so many bytes keeps an engine busy with: those of its prompt
+    that are not cached, and twice those of its answer."""
+    tokens = Tokens.of(row, row_bytes)
+    return tokens.own + OUT_WEIGHT * (row.longest if row.out is None else row.out)
 
 
 def choose_rows_per_shard(
-    source: Source,
-    batch_size: int,
-    *,
-    rows: int,
-    row_bytes: float,
-    engines: int,
-    most_bytes: int = MOST_BYTES,
-    row_tokens: float = 0.0,
+    spec: SizeSpec, *, rows: int, row_bytes: float, engines: int
 ) -> tuple[int, str]:
-    """(rows a shard, why).
+    """Return the rows of a shard, and why so many.
 
     rows / (engines * 16), or rows / 8 for an engine alone, not under `batch_size` (smaller blocks
-    starve the engine) nor over 4,000 rows or `most_bytes`. Under `batch_size` where rows of
-    `row_tokens` (prompt that is not cached, and twice the answer) are long: with few rows in all,
-    engines would end with one shard each that others wait for. Source of the formula: Ray Data
-    LLM's sizing guide asks for at least 2 to 4 partitions a worker and blocks no smaller than the
-    batch; with more, engines wait less for each other at the end.
+    starve the engine) nor over 4,000 rows or 128 MiB (256 MiB of images). Under `batch_size` where
+    rows have many tokens: with few rows in all, engines would end with one shard each that others
+    wait for. Source of the formula: Ray Data LLM's sizing guide asks for at least 2 to 4 partitions
+    a worker and blocks no smaller than the batch; with more, engines wait less for each other at
+    the end.
     """
-    if source.rows_per_shard:
-        return min(source.rows_per_shard, max(rows, 1)), "source.rows_per_shard"
+    if spec.rows_per_shard:
+        return min(spec.rows_per_shard, max(rows, 1)), "source.rows_per_shard"
     each = SHARDS_A_WORKER if engines > 1 else SHARDS
     wanted = math.ceil(rows / (engines * each))
-    least, least_why = batch_size, f"engine.batch_size {batch_size}"
-    enough = max(LEAST_ROWS, math.ceil(LEAST_TOKENS / max(row_tokens, 1.0)))
-    if enough < batch_size:
-        least, least_why = enough, f"{enough} of about {row_tokens:,.0f} tokens"
+    least, least_why = spec.batch_size, f"engine.batch_size {spec.batch_size}"
+    tokens = row_tokens(spec.row, row_bytes)
+    enough = max(LEAST_ROWS, math.ceil(LEAST_TOKENS / max(tokens, 1.0)))
+    if enough < spec.batch_size:
+        least, least_why = enough, f"{enough} of about {tokens:,.0f} tokens"
+    most_bytes = IMAGE_BYTES if spec.row.images else MOST_BYTES
     by_bytes = max(1, int(most_bytes / max(row_bytes, 1.0)))
     chosen = min(max(wanted, least), MOST_ROWS, by_bytes, max(rows, 1))
     why = f"{counted(rows, 'row')} / ({counted(engines, 'engine')} * {counted(each, 'shard')})"
@@ -79,19 +73,23 @@ def longest_first(works: Sequence[float]) -> list[int]:
     return sorted(range(len(works)), key=lambda number: -steps[number])
 
 
-def sequences_seen(engine: Engine, figures: Mapping[str, float]) -> int | None:
-    """max_num_seqs as the job has it, or as engines told it in a run's figures; None: not known."""
-    if engine.max_num_seqs != "auto":
-        return engine.max_num_seqs
+def sequences_seen(asked: int | None, figures: Mapping[str, float]) -> int | None:
+    """Return max_num_seqs as it was `asked`, or as engines told it in a run's figures; None where
+    it is not known."""
+    if asked is not None:
+        return asked
     return round(figures.get("sequences", 0.0)) or None
 
 
-def concurrent_batches(engine: Engine, rows_per_shard: int, seqs: int, uneven: bool = False) -> int:
-    """Shards in flight in an engine: set, or so many that rows in flight cover `seqs`
-    (max_num_seqs) beside the one being filled, at least 2 (the tail of one overlaps the head of the
-    next). Twice that where answers are of `uneven` lengths: a shard is held by its longest."""
-    if engine.max_concurrent_batches:
-        return engine.max_concurrent_batches
+def concurrent_batches(
+    asked: int | None, rows_per_shard: int, seqs: int, uneven: bool = False
+) -> int:
+    """Return the shards in flight in an engine: as `asked`, or so many that rows in flight cover
+    `seqs` (max_num_seqs) beside the one being filled, at least 2 (the tail of one overlaps the head
+    of the next). Twice that where answers are of `uneven` lengths: a shard is held by its longest.
+    """
+    if asked:
+        return asked
     return max(2, math.ceil((2 if uneven else 1) * seqs / rows_per_shard) + 1)
 
 

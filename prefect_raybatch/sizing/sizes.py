@@ -1,4 +1,4 @@
-"""Job, cluster and model to every size of a run, each with its reason. Pure.
+"""Every size of a run, each with its reason, by what was asked, the cluster and the model. Pure.
 
 What `raybatch plan` prints and what the pipeline and the engines are given is this one `Sizing`.
 """
@@ -10,11 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.early_stop import may_stop_early
-from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.ray_cluster import PodGroup
-from prefect_raybatch.job.tasks import pools
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, packed
 from prefect_raybatch.sizing import cost, sequences
@@ -31,13 +27,12 @@ from prefect_raybatch.sizing.fit import (
 )
 from prefect_raybatch.sizing.roofline import Work, work_of
 from prefect_raybatch.sizing.shards import (
-    OUT_WEIGHT,
     SEQUENCES,
-    bytes_a_shard,
     choose_rows_per_shard,
     concurrent_batches,
     problems,
 )
+from prefect_raybatch.spec.sizes import SizeSpec
 
 BATCHED = {"cpu": (4096,), "gpu": (16384, 8192, 4096, 2048)}  # tokens a step, the first that fits
 ASSUMED_GPUS = 8  # of a cluster that cannot be asked yet: a large node
@@ -144,29 +139,25 @@ class Sizing:
         return value
 
 
-def expected_engines(job: BatchJob, have: Capacity | None) -> int:
-    """Engines to cut the shards for, before a cluster is there to say; None: nothing is known."""
-    engine = job.engine
+def expected_engines(spec: SizeSpec, have: Capacity | None) -> int:
+    """Return how many engines to cut the shards for before a cluster can say, or without a word of
+    it (None)."""
     gpus = have.gpus if have else ASSUMED_GPUS
-    gpu = device(engine, gpus) == "gpu"
+    gpu = spec.device_for(gpus) == "gpu"
     each = 1
-    if gpu and engine.gpus_per_replica == 1:
-        row = _row(job, 0)
-        short = row.out is not None and row.out <= packing.SHORT
-        packed_most = packing.MOST_POOLING if pools(engine.task) else ASSUMED_PACKED
-        each = packed_most if short else 1
-        if engine.engines_per_gpu != "auto":
-            each = engine.engines_per_gpu
-    if engine.replicas == "auto":
-        return each * (max(1, int(gpus // engine.gpus_per_replica)) if gpu else 1)
-    return each * (engine.replicas if isinstance(engine.replicas, int) else engine.replicas[1])
+    if gpu and spec.gpus_per_replica == 1:
+        short = spec.row.out is not None and spec.row.out <= packing.SHORT
+        packed_most = packing.MOST_POOLING if spec.pools else ASSUMED_PACKED
+        each = spec.engines_per_gpu or (packed_most if short else 1)
+    if spec.replicas is None:
+        return each * (max(1, int(gpus // spec.gpus_per_replica)) if gpu else 1)
+    return each * spec.replicas[1]
 
 
-def certain_engines(engine: Engine) -> int:
-    """The engines of which the job itself is certain."""
-    asked, each = engine.replicas, engine.engines_per_gpu
-    replicas = asked if isinstance(asked, int) else 1 if asked == "auto" else asked[0]
-    return int(replicas * (each if isinstance(each, int) and engine.device == "gpu" else 1))
+def certain_engines(spec: SizeSpec) -> int:
+    """Return the engines that what was asked for makes certain."""
+    each = spec.engines_per_gpu if spec.device == "gpu" else None
+    return (spec.replicas[0] if spec.replicas else 1) * (each or 1)
 
 
 def imagined(kind: str | None, gpus: int | None, cpus: int | None) -> Capacity:
@@ -180,20 +171,20 @@ def imagined(kind: str | None, gpus: int | None, cpus: int | None) -> Capacity:
     return Capacity(cpus, count, len(nodes) or 1, "nowhere: what if", tuple(nodes), kinds, each)
 
 
-def assumed(engine: Engine) -> Capacity:
+def assumed(spec: SizeSpec) -> Capacity:
     """A cluster that cannot be asked from here: what the job itself says of it."""
-    kinds = (engine.accelerator_type,) if engine.accelerator_type else ()
-    gpus = 0.0 if engine.device == "cpu" else float(ASSUMED_GPUS)
+    kinds = (spec.accelerator,) if spec.accelerator else ()
+    gpus = 0.0 if spec.device == "cpu" else float(ASSUMED_GPUS)
     nodes = (gpus,) if gpus else ()
     return Capacity(
         ASSUMED_CPUS * (gpus or 1), gpus, 1, "not asked", nodes, kinds, ASSUMED_CPUS, assumed=True
     )
 
 
-def to_be_made(groups: Sequence[PodGroup], engine: Engine) -> Capacity:
+def to_be_made(groups: Sequence[PodGroup], accelerator: str | None) -> Capacity:
     """A cluster of these pods, which a run makes for itself; which GPUs they hold, only the job may
     tell."""
-    kinds = (engine.accelerator_type,) if engine.accelerator_type else ()
+    kinds = (accelerator,) if accelerator else ()
     pods = [group for group in groups for _ in range(group.pods)]
     with_gpus = [pod for pod in pods if pod.gpus]
     return Capacity(
@@ -210,13 +201,6 @@ def to_be_made(groups: Sequence[PodGroup], engine: Engine) -> Capacity:
 # --- engines ------------------------------------------------------------------------------------
 
 
-def device(engine: Engine, gpus: float) -> str:
-    """cpu or gpu, as the job says or as the cluster has."""
-    if engine.device != "auto":
-        return engine.device
-    return "gpu" if gpus >= 1 else "cpu"
-
-
 def gpu_of(accelerator: str | None, have: Capacity) -> EngineGpu:
     """The one that the job asks for or the cluster's only kind."""
     kinds = [accelerator] if accelerator else list(have.accelerators)
@@ -228,7 +212,7 @@ def gpu_of(accelerator: str | None, have: Capacity) -> EngineGpu:
 
 
 def choose_pool(
-    engine: Engine,
+    spec: SizeSpec,
     have: Capacity,
     *,
     model: Model | None,
@@ -239,11 +223,11 @@ def choose_pool(
     length: int | None,
 ) -> Pool:
     """The engines of the run on that cluster; `unknown` says why the model's size is not known."""
-    kind = device(engine, have.gpus)
-    replicas, why = _replicas(engine, have, kind)
-    if kind == "cpu":
+    device = spec.device_for(have.gpus)
+    replicas, why = _replicas(spec, have, device)
+    if device == "cpu":
         return Pool(
-            device=kind,
+            device=device,
             replicas=replicas,
             gpus_a_replica=0,
             engines_per_gpu=1,
@@ -252,26 +236,26 @@ def choose_pool(
             replicas_why=why,
             packing_why="on a CPU replicas count engines",
         )
-    if engine.engines_per_gpu == "auto":
+    if spec.engines_per_gpu is None:
         each, packed_why = packing.choose_engines_per_gpu(
             model=model,
             gpu=gpu,
             cpus_a_gpu=have.cpus_a_gpu,
-            cpus_an_engine=engine.num_cpus,
+            cpus_an_engine=spec.cpus,
             arguments=arguments,
             row=row,
             length=length,
-            pools=pools(engine.task),
-            sequences=sequences.TRIED if engine.max_num_seqs == "auto" else (engine.max_num_seqs,),
+            pools=spec.pools,
+            sequences=(spec.max_num_seqs,) if spec.max_num_seqs else sequences.TRIED,
         )
         if model is None and unknown:
             packed_why = f"{packed_why} ({unknown})"
     else:
-        each, packed_why = engine.engines_per_gpu, "engine.engines_per_gpu"
+        each, packed_why = spec.engines_per_gpu, "engine.engines_per_gpu"
     return Pool(
-        device=kind,
+        device=device,
         replicas=replicas,
-        gpus_a_replica=engine.gpus_per_replica,
+        gpus_a_replica=spec.gpus_per_replica,
         engines_per_gpu=each,
         kind=gpu.name,
         gpu_bytes=gpu.memory,
@@ -280,69 +264,50 @@ def choose_pool(
     )
 
 
-def pool_for(job: BatchJob, have: Capacity) -> Pool:
+def pool_for(spec: SizeSpec, have: Capacity) -> Pool:
     """The engines of a run whose model and rows are not known yet."""
     return choose_pool(
-        job.engine,
+        spec,
         have,
         model=None,
         unknown="",
-        gpu=gpu_of(job.engine.accelerator_type, have),
-        arguments=_asked(job.engine, device(job.engine, have.gpus)),
-        row=_row(job, 0),
+        gpu=gpu_of(spec.accelerator, have),
+        arguments=_asked(spec, spec.device_for(have.gpus)),
+        row=Tokens.of(spec.row, 0),
         length=None,
     )
 
 
-def _replicas(engine: Engine, have: Capacity, kind: str) -> tuple[tuple[int, int], str]:
-    asked = engine.replicas
-    if isinstance(asked, int):
-        return (asked, asked), "engine.replicas"
-    if isinstance(asked, list):
-        return (asked[0], asked[1]), "engine.replicas: as many as the cluster gives room for"
-    if kind == "cpu":
+def _replicas(spec: SizeSpec, have: Capacity, device: str) -> tuple[tuple[int, int], str]:
+    if spec.replicas is not None:
+        fewest, most = spec.replicas
+        why = "" if fewest == most else ": as many as the cluster gives room for"
+        return spec.replicas, f"engine.replicas{why}"
+    if device == "cpu":
         return (1, 1), "one engine on a CPU, unless engine.replicas says more"
-    each = engine.gpus_per_replica
-    count = max(1, rooms(engine, have))
+    each = spec.gpus_per_replica
+    count = max(1, rooms(spec, have))
     return (count, count), f"all {have.gpus:g} GPUs / {each} GPUs a replica"
 
 
-def rooms(engine: Engine, have: Capacity) -> int:
+def rooms(spec: SizeSpec, have: Capacity) -> int:
     """Copies of the model that the cluster's GPUs have room for."""
-    each, nodes = engine.gpus_per_replica, have.gpus_by_node or (have.gpus,)
-    if engine.spans_nodes:
+    each, nodes = spec.gpus_per_replica, have.gpus_by_node or (have.gpus,)
+    if spec.spans_nodes:
         return int(sum(map(int, nodes)) // each)
     # Such an engine is one actor, so that all its GPUs are on one node.
     return sum(int(gpus // each) for gpus in nodes)
 
 
-def _row(job: BatchJob, row_bytes: float) -> Tokens:
-    """The tokens of a row of so many bytes."""
-    engine = job.engine
-    more = engine.model_extra or {}
-    early = not job.output.parsed_columns and may_stop_early(more)
-    way = engine.early_stop if early else "off"
-    caches = more.get("enable_prefix_caching") is not False
-    return cost.tokens(job.prompt, job.drawn, row_bytes, way, caches)
-
-
-def row_tokens(job: BatchJob, row_bytes: float) -> float:
-    """The tokens that a row of so many bytes keeps an engine busy with, those of its answer
-    weighed."""
-    row = _row(job, row_bytes)
-    out = row.out if row.out is not None else job.drawn.max_tokens
-    return row.own + OUT_WEIGHT * out
-
-
-def _asked(engine: Engine, kind: str) -> EngineArguments:
+def _asked(spec: SizeSpec, device: str) -> EngineArguments:
     """What the job gives, and the most of what follows from a GPU's memory."""
     return EngineArguments(
-        tensor_parallel_size=engine.tensor_parallel_size,
-        pipeline_parallel_size=engine.pipeline_parallel_size,
-        max_num_seqs=SEQUENCES if engine.max_num_seqs == "auto" else engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens or BATCHED[kind][0],
-        max_model_len=engine.context,
-        more=engine.model_extra or {},
+        tensor_parallel_size=spec.tensor,
+        pipeline_parallel_size=spec.pipeline,
+        max_num_seqs=spec.max_num_seqs or SEQUENCES,
+        max_num_batched_tokens=spec.max_num_batched_tokens or BATCHED[device][0],
+        max_model_len=spec.context,
+        more=spec.given,
     )
 
 
@@ -350,7 +315,7 @@ def _asked(engine: Engine, kind: str) -> EngineArguments:
 
 
 def sizes_of(
-    job: BatchJob,
+    spec: SizeSpec,
     rows: int,
     row_bytes: float,
     have: Capacity,
@@ -365,13 +330,12 @@ def sizes_of(
     follow from `expected` engines. Raises `InsufficientResources` or `ConfigError` when the model
     does not fit on its GPUs, or not so often.
     """
-    engine = job.engine
-    gpu = gpu_of(engine.accelerator_type, have)
-    row = _row(job, row_bytes)
-    length = engine.context or (model.context if model else None)
-    arguments = _asked(engine, device(engine, have.gpus))
+    gpu = gpu_of(spec.accelerator, have)
+    row = Tokens.of(spec.row, row_bytes)
+    length = spec.context or (model.context if model else None)
+    arguments = _asked(spec, spec.device_for(have.gpus))
     pool = choose_pool(
-        engine,
+        spec,
         have,
         model=model,
         unknown=unknown,
@@ -384,45 +348,39 @@ def sizes_of(
     if pool.device == "gpu" and model and pool.gpu_bytes:
         fit = Fit(model, arguments, pool.gpu_bytes, length or 0)
     seqs, seqs_why = sequences.choose_max_num_seqs(
-        asked=engine.max_num_seqs,
+        asked=spec.max_num_seqs,
         fit=fit,
         card=gpu.card,
         row=row,
-        longest=job.drawn.max_tokens,
+        longest=spec.row.longest,
         engines_per_gpu=pool.engines_per_gpu,
-        step=engine.max_num_batched_tokens,
+        step=spec.max_num_batched_tokens,
     )
     arguments, share, rate = replace(arguments, max_num_seqs=seqs), {}, 0.0
-    warnings = over_pcie(engine.tensor_parallel_size, pool.kind)
+    warnings = over_pcie(spec.tensor, pool.kind)
     if pool.device == "gpu":
-        warnings += over_network(engine.tensor_parallel_size, max(have.gpus_by_node, default=0))
+        warnings += over_network(spec.tensor, max(have.gpus_by_node, default=0))
     if fit is not None:
         fit = fit.asking(max_num_seqs=seqs)
-        check_memory(replace(fit, gpu_bytes=max(gpu.most, gpu.memory)), engine.model, pool.kind)
+        check_memory(replace(fit, gpu_bytes=max(gpu.most, gpu.memory)), spec.model, pool.kind)
         if pool.engines_per_gpu > 1:
             share = packed(fit.model, arguments, pool.gpu_bytes, pool.engines_per_gpu)
         else:
-            if not engine.max_num_batched_tokens:
+            if not spec.max_num_batched_tokens:
                 batched = step_tokens(fit, row, BATCHED["gpu"])
                 fit = fit.asking(max_num_batched_tokens=batched)
             warnings += cramped(fit, row)
             arguments = fit.arguments
-        rate = _rate(fit, gpu.card, row, pool.engines_per_gpu, job.drawn.max_tokens)
+        rate = _rate(fit, gpu.card, row, pool.engines_per_gpu, spec.row.longest)
     chosen, why = choose_rows_per_shard(
-        job.source,
-        engine.batch_size,
-        rows=rows,
-        row_bytes=row_bytes,
-        engines=expected or pool.engines,
-        most_bytes=bytes_a_shard(job.prompt),
-        row_tokens=row_tokens(job, row_bytes),
+        spec, rows=rows, row_bytes=row_bytes, engines=expected or pool.engines
     )
     if planned:
         chosen, why = planned, "the run's plan"
     uneven = row.out is None or row.out > packing.SHORT
-    concurrent = concurrent_batches(engine, chosen, seqs, uneven)
+    concurrent = concurrent_batches(spec.max_concurrent_batches, chosen, seqs, uneven)
     shards = math.ceil(rows / chosen)
-    known = certain_engines(engine) if have.assumed else pool.engines
+    known = certain_engines(spec) if have.assumed else pool.engines
     idle = problems(
         rows=rows, rows_per_shard=chosen, concurrent=concurrent, engines=known, seqs=seqs
     )

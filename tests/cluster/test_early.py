@@ -33,6 +33,7 @@ from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.cluster.warm import IDLE_SECONDS, WarmEngines
 from prefect_raybatch.errors import InsufficientResources, SourceError
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.model.memory import describe
 from prefect_raybatch.plan.plan import as_planned
@@ -515,7 +516,7 @@ def test_what_is_started_is_what_the_planned_run_starts(
     plan = ledger.load_plan()
     assert plan is not None and isinstance(found, early.EarlyPlan), found
     planned = as_planned(job, plan)
-    size = sized.for_attempt(planned, plan, ledger, CPUS)
+    size = sized.for_attempt(size_spec(planned), plan, CPUS)
     assert found.kind == warm_kind_of(planned, plan.model, size)
     assert found.engines == size.pool.fewest
 

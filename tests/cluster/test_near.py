@@ -17,8 +17,10 @@ from prefect_raybatch.cluster.near import EngineShape, near_sizes, nearest_up
 from prefect_raybatch.cluster.pipeline import warm_kind_of
 from prefect_raybatch.cluster.warm import WarmKind
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.model.memory import describe
 from prefect_raybatch.sizing.sizes import Capacity, Sizing, imagined, sizes_of
+from prefect_raybatch.spec.sizes import SizeSpec
 
 H200 = imagined("H200", 1, 16)
 LONG = {"max_tokens": 512}
@@ -29,7 +31,11 @@ def job_of(sampling: dict[str, Any] | None = None, **engine: Any) -> BatchJob:
 
 
 def sizes(job: BatchJob, row_bytes: float = 300.0, have: Capacity = H200) -> Sizing:
-    return sizes_of(job, 1_000_000, row_bytes, have, describe(LLAMA_8B, {}))
+    return sizes_asked(size_spec(job), row_bytes, have)
+
+
+def sizes_asked(spec: SizeSpec, row_bytes: float = 300.0, have: Capacity = H200) -> Sizing:
+    return sizes_of(spec, 1_000_000, row_bytes, have, describe(LLAMA_8B, {}))
 
 
 def kind_of(job: BatchJob, size: Sizing) -> WarmKind | None:
@@ -40,8 +46,8 @@ def taken(job: BatchJob, up: Sizing, row_bytes: float = 300.0) -> Sizing:
     """The sizes of a run where engines of these are up."""
     waiting = kind_of(job, up)
     assert waiting is not None
-    ask = partial(sizes, row_bytes=row_bytes)
-    found, kind = nearest_up(job, ask, ask(job), partial(kind_of, job), [waiting])
+    ask, spec = partial(sizes_asked, row_bytes=row_bytes), size_spec(job)
+    found, kind = nearest_up(spec, ask, ask(spec), partial(kind_of, job), [waiting])
     assert kind == kind_of(job, found)
     return found
 
@@ -67,7 +73,9 @@ def test_what_the_job_names_is_what_it_gets() -> None:
     short = {"max_tokens": 24}
     named = job_of(short, max_num_seqs=512)
     assert taken(named, sizes(job_of(short))) == sizes(named)
-    near = near_sizes(named, sizes, sizes(named), EngineShape.of(sizes(job_of(short))))
+    near = near_sizes(
+        size_spec(named), sizes_asked, sizes(named), EngineShape.of(sizes(job_of(short)))
+    )
     assert near is None
 
 
@@ -81,12 +89,12 @@ def test_rows_that_their_kv_cache_would_not_hold_keep_engines_of_their_own() -> 
 
 def test_where_nothing_is_known_of_the_model_only_the_same_will_do() -> None:
     job = job_of()
-    own = sizes_of(job, 1000, 300.0, H200, None)
+    own = sizes_of(size_spec(job), 1000, 300.0, H200, None)
     assert own.rate == 0.0
     up = kind_of(job, sizes(job))
     assert up is not None
     ask = partial(sizes_of, rows=1000, row_bytes=300.0, have=H200, model=None)
-    assert nearest_up(job, ask, own, partial(kind_of, job), [up])[0] == own
+    assert nearest_up(size_spec(job), ask, own, partial(kind_of, job), [up])[0] == own
 
 
 @pytest.mark.parametrize("kind", ["H200", "L4"])
@@ -108,7 +116,7 @@ def test_what_starts_beside_the_copy_is_taken_once_the_rows_are_known(
             continue
         begun += 1
         for row_bytes in guess.row_bytes:
-            ask = partial(sizes, row_bytes=row_bytes, have=have)
-            _, its = nearest_up(job, ask, ask(job), partial(kind_of, job), [plan.kind])
+            ask, spec = partial(sizes_asked, row_bytes=row_bytes, have=have), size_spec(job)
+            _, its = nearest_up(spec, ask, ask(spec), partial(kind_of, job), [plan.kind])
             assert its == plan.kind, (usual, row_bytes)
     assert begun >= 16, "of 24 lengths"

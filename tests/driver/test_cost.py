@@ -18,6 +18,7 @@ from prefect_raybatch.driver.monitor import ASK_ENGINES, Monitor
 from prefect_raybatch.errors import ConfigError, CostExceeded
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.ledger.layout import heartbeat_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
@@ -74,7 +75,7 @@ def test_a_limit_without_a_price_is_refused_with_what_to_set():
     unpriced = {"price_by_card": {"L4": 0.6}}
     job = make_job(cluster=unpriced, limits={"max_cost": 5}, engine={"device": "gpu"})
     with pytest.raises(ConfigError, match="price_by_card has no price of H100"):
-        meter_for(job, H100S, pool_for(job, H100S), Spent())
+        meter_for(job, H100S, pool_for(size_spec(job), H100S), Spent())
 
 
 # --- the meter ----------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster_access import ClusterAccess
 from prefect_raybatch.job.precision import precision_tries, with_precision
+from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.increments import OF_ROWS, begin_asks, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
@@ -44,10 +45,10 @@ from prefect_raybatch.plan.plan import as_planned, settled
 from prefect_raybatch.plan.resolved import resolve
 from prefect_raybatch.plan.row_keys import RowKeys
 from prefect_raybatch.runs.increment import job_of_asks
-from prefect_raybatch.runs.infer_run import without_engine
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.sizing.sizes import Capacity, expected_engines
 from prefect_raybatch.source import Inventory
+from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.stages.engine import EngineSpec, EngineStage
 from prefect_raybatch.stages.raw_answers import AnswerFiles
 from prefect_raybatch.stages.result_columns import result_columns
@@ -105,7 +106,7 @@ def _recorded(golden: GoldenJob) -> dict[str, Any]:
             "keys": _keys(job, plan, ledger),
             "result": dict(result_columns(as_planned(job, plan))),
             "expected_engines": {
-                name: expected_engines(job, have) for name, have in CLUSTERS.items()
+                name: expected_engines(size_spec(job), have) for name, have in CLUSTERS.items()
             },
             "clusters": {
                 name: plain(_on_cluster(job, plan, ledger, have)) for name, have in CLUSTERS.items()
@@ -225,23 +226,23 @@ def _on_cluster(job: BatchJob, plan: Plan, ledger: Ledger, have: Capacity) -> di
         made["asks"] = _phase(as_planned(job_of_asks(job), asks_plan), asks_plan, asks, have)
     if increment.ledger == OF_ROWS:
         given = with_precision(given, {})
-        made["rows"] = _phase(given, plan, ledger, have, without_engine(given))
+        made["rows"] = _phase(given, plan, ledger, have, size_spec(given).without_engine())
     return made
 
 
 def _phase(
-    job: BatchJob, plan: Plan, ledger: Ledger, have: Capacity, needed: BatchJob | None = None
+    job: BatchJob, plan: Plan, ledger: Ledger, have: Capacity, spec: SizeSpec | None = None
 ) -> dict[str, Any]:
-    """Sizes, engines and stages of one ledger; `needed` is the job that its sizes are for."""
-    needed = needed or job
+    """Sizes, engines and stages of one ledger; the sizes are for `spec` where it is given."""
+    spec = spec or size_spec(job)
     try:
-        size = sized.for_attempt(needed, plan, ledger, have)
+        size = sized.for_attempt(spec, plan, have)
     except RayBatchError as error:
         return {"refused": _refusal(error)}
     made: dict[str, Any] = {"sizing": size.to_dict(), "rate": size.rate}
-    made["needs"] = connect.needs(needed, size.pool)
+    made["needs"] = connect.needs(spec, size.pool)
     try:
-        connect.check_fit(needed, have, size.pool)
+        connect.check_fit(spec, have, size.pool)
     except RayBatchError as error:
         made["does_not_fit"] = _refusal(error)
     pipeline = Pipeline(

@@ -17,6 +17,7 @@ from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.cluster.pipeline import Pipeline
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.plan.keying import keying_of
 from prefect_raybatch.plan.row_keys import RowKeys
@@ -86,7 +87,7 @@ def test_each_stage_is_sent_the_secrets_that_it_needs_alone(tmp_path, kind):
     store = run_store(job.output, "k")
     ledger = Ledger(store)
     plan, shards = load_run(ledger, run)
-    size = sized.for_attempt(job, plan, ledger, cluster.this_machine(job))
+    size = sized.for_attempt(size_spec(job), plan, cluster.this_machine(job))
     pipeline = Pipeline(job, plan, shards, store, "a", size, job.source.options)
     prepare, spec, finish = pipeline.stages(False)
     assert planted(prepare) == [] and planted(finish) == []

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from prefect_raybatch.cluster.connect import check_fit
 from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.prompt import Prompt
-from prefect_raybatch.job.sampling import Sampling
-from prefect_raybatch.job.source import Source
+from prefect_raybatch.job.size_spec import row_spec, size_spec
 from prefect_raybatch.model.arguments import USABLE, EngineArguments
 from prefect_raybatch.model.memory import Model, describe
 from prefect_raybatch.sizing import cost
@@ -28,6 +26,7 @@ from prefect_raybatch.sizing.shards import (
     MOST_ROWS,
     choose_rows_per_shard,
     concurrent_batches,
+    row_tokens,
 )
 from prefect_raybatch.sizing.sizes import Capacity, Sizing, expected_engines, imagined, sizes_of
 
@@ -63,7 +62,7 @@ def sized(
         prompt=prompt or {"template": "What is {Company}?", "system": "Be short. " * 30},
     )
     model = describe(config, job.engine.model_extra or {}) if config else None
-    return sizes_of(job, rows, row_bytes, have, model)
+    return sizes_of(size_spec(job), rows, row_bytes, have, model)
 
 
 # --- rows a shard -------------------------------------------------------------------------------
@@ -88,14 +87,14 @@ def sized(
 def test_rows_a_shard(rows, row_bytes, engines, engine, source, chosen, why):
     job = make_job(engine=engine, source={"uri": "in", **source})
     found, reason = choose_rows_per_shard(
-        job.source, job.engine.batch_size, rows=rows, row_bytes=row_bytes, engines=engines
+        size_spec(job), rows=rows, row_bytes=row_bytes, engines=engines
     )
     assert found == chosen
     assert why in reason
 
 
 @pytest.mark.parametrize(
-    ("row_tokens", "rows", "engines", "chosen", "why"),
+    ("tokens", "rows", "engines", "chosen", "why"),
     [
         (60, 1000, 4, 256, "at least engine.batch_size 256"),
         (1964, 1000, 4, 34, "at least 34 of about 1,964 tokens"),
@@ -105,10 +104,10 @@ def test_rows_a_shard(rows, row_bytes, engines, engine, source, chosen, why):
         (1e6, 100, 4, 16, "at least 16 of"),
     ],
 )
-def test_long_rows_make_smaller_shards(row_tokens, rows, engines, chosen, why):
-    found, reason = choose_rows_per_shard(
-        Source(uri="in"), 256, rows=rows, row_bytes=50, engines=engines, row_tokens=row_tokens
-    )
+def test_long_rows_make_smaller_shards(tokens, rows, engines, chosen, why):
+    spec = size_spec(make_job(sampling={"max_tokens": 16}))
+    row_bytes = 4 * (tokens - row_tokens(spec.row, 0))
+    found, reason = choose_rows_per_shard(spec, rows=rows, row_bytes=row_bytes, engines=engines)
     assert found == chosen and why in reason
 
 
@@ -119,9 +118,8 @@ def test_a_short_run_of_long_rows_leaves_no_engine_with_the_last_shard():
 
 
 def test_shards_that_their_longest_row_holds_leave_room_for_others():
-    job = make_job()
-    assert concurrent_batches(job.engine, 100, 256) == 4
-    assert concurrent_batches(job.engine, 100, 256, uneven=True) == 7
+    assert concurrent_batches(None, 100, 256) == 4
+    assert concurrent_batches(None, 100, 256, uneven=True) == 7
     assert sized(sampling=LONG).concurrent_why.startswith("ceil(2 * 1024 / ")
     assert sized(sampling=SHORT).concurrent_why.startswith("ceil(1024 / ")
 
@@ -135,7 +133,7 @@ def test_shards_that_their_longest_row_holds_leave_room_for_others():
 def test_rows_a_shard_stay_in_bounds(rows, row_bytes, engines, batch):
     job = make_job(engine={"batch_size": batch})
     chosen, _ = choose_rows_per_shard(
-        job.source, job.engine.batch_size, rows=rows, row_bytes=row_bytes, engines=engines
+        size_spec(job), rows=rows, row_bytes=row_bytes, engines=engines
     )
     assert 1 <= chosen <= min(rows, MOST_ROWS)
     assert chosen == 1 or chosen * row_bytes <= MOST_BYTES
@@ -144,10 +142,10 @@ def test_rows_a_shard_stay_in_bounds(rows, row_bytes, engines, batch):
 @given(rows=st.integers(1, 5000), seqs=st.integers(1, 2000))
 def test_by_default_enough_shards_are_in_flight_to_saturate(rows, seqs):
     job = make_job(engine={"max_num_seqs": seqs})
-    calls = concurrent_batches(job.engine, rows, seqs)
+    calls = concurrent_batches(None, rows, seqs)
     assert calls >= 2
     assert (calls - 1) * rows >= seqs  # one more is being filled
-    assert sizes_of(job, rows, 1.0, NO_GPU, planned=rows).saturated
+    assert sizes_of(size_spec(job), rows, 1.0, NO_GPU, planned=rows).saturated
 
 
 def test_starving_and_idle_engines_are_told_with_the_remedy():
@@ -155,7 +153,7 @@ def test_starving_and_idle_engines_are_told_with_the_remedy():
         engine={"max_num_seqs": 256, "max_concurrent_batches": 2, "replicas": 8},
         source={"uri": "in", "rows_per_shard": 100},
     )
-    found = sizes_of(job, 1000, 50, NO_GPU)
+    found = sizes_of(size_spec(job), 1000, 50, NO_GPU)
     assert (found.shards, found.pool.engines, found.shards_a_worker) == (10, 8, 1.25)
     assert not found.saturated
     text = "\n".join(found.problems)
@@ -164,14 +162,14 @@ def test_starving_and_idle_engines_are_told_with_the_remedy():
     better = job.model_copy(
         update={"engine": job.engine.model_copy(update={"max_concurrent_batches": 3})}
     )
-    assert sizes_of(better, 1000, 50, NO_GPU).saturated  # the remedy helps
+    assert sizes_of(size_spec(better), 1000, 50, NO_GPU).saturated  # the remedy helps
 
 
 @pytest.mark.parametrize("planned", [None, 1])
 @pytest.mark.parametrize("seqs", [1, 256])
 def test_a_run_of_one_row_needs_no_advice(seqs, planned):
     job = make_job(engine={"max_num_seqs": seqs, "max_concurrent_batches": 1})
-    found = sizes_of(job, 1, 50, NO_GPU, planned=planned)
+    found = sizes_of(size_spec(job), 1, 50, NO_GPU, planned=planned)
     assert found.saturated and (found.shards, found.rows_per_shard) == (1, 1)
     assert not found.problems
 
@@ -188,7 +186,8 @@ def test_a_run_of_one_row_needs_no_advice(seqs, planned):
 )
 def test_advice_for_small_runs_can_be_followed(rows, replicas, per_shard, advice):
     source = {"uri": "in", "rows_per_shard": per_shard}
-    found = sizes_of(make_job(engine={"replicas": replicas}, source=source), rows, 50, NO_GPU)
+    job = make_job(engine={"replicas": replicas}, source=source)
+    found = sizes_of(size_spec(job), rows, 50, NO_GPU)
     assert list(found.problems) == ([advice] if advice else [])
 
 
@@ -209,7 +208,8 @@ def test_advice_for_small_runs_can_be_followed(rows, replicas, per_shard, advice
     ],
 )
 def test_shards_are_cut_for_the_engines_to_be_expected(engine, sampling, have, engines):
-    assert expected_engines(make_job(engine=engine, sampling=sampling), have) == engines
+    job = make_job(engine=engine, sampling=sampling)
+    assert expected_engines(size_spec(job), have) == engines
 
 
 def test_a_pass_over_few_shards_starts_no_engine_that_would_have_none():
@@ -307,7 +307,7 @@ def test_a_small_model_that_embeds_is_not_packed_as_one_that_writes():
     assert "2 at most where no tokens are drawn" in found.pool.packing_why
     assert sized(LLAMA_8B, **embeds, row_bytes=8000).pool.engines_per_gpu == 1
     job = make_job(engine={"task": "embed"}, prompt={"template": "{Company}"})
-    assert expected_engines(job, None) == 16
+    assert expected_engines(size_spec(job), None) == 16
 
 
 def test_a_function_may_ask_for_long_answers_unless_the_choices_are_given():
@@ -460,7 +460,7 @@ def test_replicas_are_copies_of_the_model_by_gpus(engine, have, replicas, engine
     assert (pool.fewest, pool.engines) == engines
     assert pool.gpus == gpus
     job = make_job(engine=engine, sampling=SHORT)
-    want = check_fit(job, have, pool)
+    want = check_fit(size_spec(job), have, pool)
     assert (want.gpus, want.cpus) == (gpus[0], engines[0] + 0.75)
 
 
@@ -492,15 +492,15 @@ def test_replicas_are_copies_of_the_model_by_gpus(engine, have, replicas, engine
 def test_a_cluster_that_is_too_small_is_named_with_what_is_short(engine, have, said):
     job = make_job(engine=engine, sampling=SHORT)
     with pytest.raises(InsufficientResources) as raised:
-        check_fit(job, have)
+        check_fit(size_spec(job), have)
     assert said in str(raised.value)
 
 
 def test_what_needs_a_range_of_replicas_needs_its_fewest():
     pool = sized(have=imagined("H200", 8, 128), replicas=[2, 50]).pool
-    assert check_fit(make_job(), imagined("H200", 2, 9), pool).gpus == 2
+    assert check_fit(size_spec(make_job()), imagined("H200", 2, 9), pool).gpus == 2
     with pytest.raises(InsufficientResources, match=r"2 GPUs .* of 1"):
-        check_fit(make_job(), ONE, pool)
+        check_fit(size_spec(make_job()), ONE, pool)
 
 
 @pytest.mark.parametrize(
@@ -527,9 +527,9 @@ def test_with_rays_backend_an_engine_may_span_nodes(engine, gpus_by_node, replic
         16 * sum(gpus_by_node), sum(gpus_by_node), len(gpus_by_node), "x", gpus_by_node, ("H200",)
     )
     job = make_job(engine={**engine, "distributed_executor_backend": "ray"})
-    found = sizes_of(job, 10_000, 50, have)
+    found = sizes_of(size_spec(job), 10_000, 50, have)
     assert found.pool.replicas == (replicas, replicas)
-    check_fit(job, have, found.pool)
+    check_fit(size_spec(job), have, found.pool)
     assert bool(found.warnings) == bool(warned) and warned in "".join(found.warnings)
 
 
@@ -702,7 +702,7 @@ def test_engines_that_the_job_asks_for_and_that_do_not_fit_are_refused_before_th
 
 
 def shown(job: BatchJob, have: Capacity, model: Model | None) -> dict[str, tuple[str, str]]:
-    size = sizes_of(job, 100_000, ROW, have, model)
+    size = sizes_of(size_spec(job), 100_000, ROW, have, model)
     return {f.name: (f.value, f.why) for f in figures(job, have, size, model)}
 
 
@@ -761,10 +761,11 @@ def test_the_kv_cache_shown_counts_weights_that_stay_in_the_nodes_memory():
 
 def test_prepared_images_are_counted_as_their_tokens_and_not_as_text():
     """Of 600 KB a row, which as text would be 150,000 tokens."""
-    sampling = Sampling(max_tokens=32)
-    text = cost.tokens(Prompt(template="Describe: {text}"), sampling, 600_000)
-    shown = Prompt(template="Describe it.", images={"columns": ["photo"]})
-    image = cost.tokens(shown, sampling, 600_000)
+    shown = {"template": "Describe it.", "images": {"columns": ["photo"]}}
+    text, image = (
+        cost.Tokens.of(row_spec(make_job(sampling={"max_tokens": 32}, prompt=prompt)), 600_000)
+        for prompt in ({"template": "Describe: {text}"}, shown)
+    )
     assert text.own > 150_000
     assert 60 < image.own < 80 and image.typical < 128
 
@@ -781,13 +782,13 @@ def test_answers_with_a_form_are_sized_alike_wherever_the_job_names_the_form(tmp
     have, model = imagined("H100", 1, 16), describe(LLAMA_8B, {})
     sizes, tokens = [], []
     for job in map(BatchJob.from_dict, jobs):
-        tokens.append(cost.tokens(job.prompt, job.drawn, 1000.0))
-        size = sizes_of(job, 100_000, 1000.0, have, model)
+        tokens.append(cost.Tokens.of(row_spec(job), 1000.0))
+        size = sizes_of(size_spec(job), 100_000, 1000.0, have, model)
         sizes.append((size.pool, size.max_num_seqs, size.rate))
     assert all(one.form for one in tokens) and all(one == tokens[0] for one in tokens)
     assert all(one == sizes[0] for one in sizes)
-    bare = sizes_of(plain, 100_000, 1000.0, have, model)
-    assert bare.rate > sizes[0][2] and not cost.tokens(plain.prompt, plain.drawn, 1.0).form
+    bare = sizes_of(size_spec(plain), 100_000, 1000.0, have, model)
+    assert bare.rate > sizes[0][2] and not row_spec(plain).form
     choices = [{"choice": ["a", "b"]}, {"structured_outputs": {"choice": ["a", "b"]}}]
     one, other = (BatchJob.from_dict(job_dict(sampling=fields)) for fields in choices)
-    assert cost.tokens(one.prompt, one.drawn, 9.0) == cost.tokens(other.prompt, other.drawn, 9.0)
+    assert row_spec(one) == row_spec(other)

@@ -21,6 +21,7 @@ from prefect_raybatch.job.answer_schema import (
     schema_sampling_fields,
     schema_text,
 )
+from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing import sizes
@@ -222,7 +223,7 @@ def test_an_answer_has_its_form_behind_the_thinking(engine, model, words, tmp_pa
         engine={"model": model, "device": "cpu"},
     )
     pinned, parsing = models.pin(job.engine), Parsing.of(job)
-    size = sizes.sizes_of(job, len(PROMPTS), 50.0, sizes.assumed(job.engine))
+    size = sizes.sizes_of(size_spec(job), len(PROMPTS), 50.0, sizes.assumed(size_spec(job)))
     spec = engine_spec(job, pinned, size)
     assert spec.arguments["reasoning_parser"] == "qwen3"
     table = tag(pa.table({"a": list(PROMPTS)}), Unit(0, 0, len(PROMPTS)))

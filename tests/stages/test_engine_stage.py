@@ -28,6 +28,7 @@ from prefect_raybatch import demo
 from prefect_raybatch.errors import StoreUnavailable
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.engine import Engine
+from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import adapters
@@ -521,7 +522,7 @@ def test_the_environment_is_set_before_the_engine_starts(started, monkeypatch):
 
 
 def spec_of(job: BatchJob, gpus: int = 0) -> EngineSpec:
-    size = sizes_of(job, 1000, 50, Capacity(16, gpus, 1, "here"))
+    size = sizes_of(size_spec(job), 1000, 50, Capacity(16, gpus, 1, "here"))
     return engine_spec(job, dict(MODEL), size)
 
 

@@ -26,6 +26,7 @@ from helpers.small import input_rows, make_job
 from prefect_raybatch.cluster.pipeline import Pipeline
 from prefect_raybatch.errors import EngineStartError
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.infer_run import infer_run
@@ -271,7 +272,7 @@ def test_a_process_that_holds_the_hung_core_ends_itself_and_says_where_it_hung()
 
 
 def test_the_time_allowed_is_the_jobs() -> None:
-    size = sizes_of(make_job(), 100, 50, Capacity(16, 0, 1, "here"))
+    size = sizes_of(size_spec(make_job()), 100, 50, Capacity(16, 0, 1, "here"))
     for given, seconds in (({}, 600), ({"hang_seconds": 42}, 42)):
         assert engine_spec(make_job(limits=given), {}, size).hang_seconds == seconds
     for never in (0, None):

@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 from helpers import tiny_models
 from helpers.small import make_job, receipts
 
+from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing import sizes
@@ -48,7 +49,7 @@ class Real:
         model = models.pin(job.engine)
         task = Pooling.of(job, model)
         assert task is not None
-        size = sizes.sizes_of(job, len(FIRST), 50.0, sizes.assumed(job.engine))
+        size = sizes.sizes_of(size_spec(job), len(FIRST), 50.0, sizes.assumed(size_spec(job)))
         spec = engine_spec(job, model, size, task=task)
         if self.stage is None:
             self.stage = EngineStage(spec)

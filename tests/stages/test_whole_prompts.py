@@ -9,6 +9,7 @@ from helpers.small import make_job
 
 from prefect_raybatch.demo import demo_model_path
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing import sizes
 from prefect_raybatch.stages.engine import EngineSpec, engine_spec
@@ -58,7 +59,8 @@ def test_what_the_job_gives_is_kept_or_refused():
 def spec_of(**groups: Any) -> EngineSpec:
     job = make_job(**groups)
     pinned = models.pin(job.engine)
-    return engine_spec(job, pinned, sizes.sizes_of(job, 40, 50.0, sizes.assumed(job.engine)))
+    spec = size_spec(job)
+    return engine_spec(job, pinned, sizes.sizes_of(spec, 40, 50.0, sizes.assumed(spec)))
 
 
 def test_a_job_without_a_length_has_the_models():

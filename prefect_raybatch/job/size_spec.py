@@ -1,0 +1,87 @@
+"""Compiles what the sizes of a run follow from out of its job."""
+
+from __future__ import annotations
+
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.early_stop import (
+    choice_of,
+    label_cap,
+    labels_cut_short,
+    may_ask_rest,
+    may_stop_early,
+)
+from prefect_raybatch.job.tasks import pools
+from prefect_raybatch.spec.sizes import RowSpec, SizeSpec
+
+FIRST_AND_REST = 2  # tokens of an answer whose first one is asked for: few leave several labels
+
+
+def size_spec(job: BatchJob) -> SizeSpec:
+    """Return the sizes that a job asks for. A context length of `auto` must be settled before."""
+    engine, replicas = job.engine, job.engine.replicas
+    if isinstance(replicas, int):
+        replicas = [replicas, replicas]
+    return SizeSpec(
+        model=engine.model,
+        device=engine.device,
+        replicas=None if replicas == "auto" else (replicas[0], replicas[1]),
+        tensor=engine.tensor_parallel_size,
+        pipeline=engine.pipeline_parallel_size,
+        engines_per_gpu=None if engine.engines_per_gpu == "auto" else engine.engines_per_gpu,
+        max_num_seqs=None if engine.max_num_seqs == "auto" else engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_concurrent_batches=engine.max_concurrent_batches,
+        rows_per_shard=job.source.rows_per_shard,
+        batch_size=engine.batch_size,
+        context=engine.context,
+        accelerator=engine.accelerator_type,
+        spans_nodes=engine.spans_nodes,
+        pools=pools(engine.task),
+        cpus=engine.num_cpus,
+        stage_cpus=job.cluster.prepare.num_cpus + job.cluster.finish.num_cpus,
+        given=engine.model_extra or {},
+        row=row_spec(job),
+    )
+
+
+def row_spec(job: BatchJob) -> RowSpec:
+    prompt, fields = job.prompt, job.drawn.given()
+    begin, _, rest = (prompt.template or "").partition("{")
+    out, why = _most_out(job)
+    return RowSpec(
+        shared_characters=len(prompt.system or "") + len(begin),
+        own_characters=len(rest),
+        images=prompt.images.used,
+        caches=(job.engine.model_extra or {}).get("enable_prefix_caching") is not False,
+        form=bool(fields.get("choice") or fields.get("structured_outputs")),
+        out=out,
+        out_why=why,
+        longest=job.drawn.max_tokens,
+    )
+
+
+def _most_out(job: BatchJob) -> tuple[int | None, str]:
+    """Return the most tokens of an answer, and why; None where nothing in the job bounds them."""
+    sampling, fields = job.drawn, job.drawn.given()
+    answers = int((sampling.model_extra or {}).get("n") or 1)
+    labels = choice_of(fields)
+    if labels:
+        # Tokens of one character are rare, so that half as many as characters is a safe bound.
+        longest = max(len(str(label)) for label in labels) // 2 + 1
+        return _most_of_label(job, min(sampling.max_tokens, longest), answers)
+    if job.prompt.function:
+        return None, "prompt.function may ask for answers of any length"
+    return sampling.max_tokens * answers, "sampling.max_tokens"
+
+
+def _most_of_label(job: BatchJob, longest: int, answers: int) -> tuple[int, str]:
+    fields, early = job.drawn.given(), job.engine.early_stop
+    if job.output.parsed_columns or not may_stop_early(job.engine.model_extra or {}):
+        early = "off"
+    labels = labels_cut_short(fields) if early != "off" else None
+    cap = label_cap(labels) if labels else longest
+    if early == "first_token" and may_ask_rest(fields) and min(cap, longest) > FIRST_AND_REST:
+        return FIRST_AND_REST, "the first token of a choice, and what it leaves open"
+    if cap < longest:
+        return cap * answers, "what decides between the choices"
+    return longest * answers, "the longest choice"

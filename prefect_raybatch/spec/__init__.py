@@ -1,0 +1,1 @@
+"""What a run does, as plain data: made of a validated job once, and never edited afterwards."""

@@ -1,0 +1,78 @@
+"""What every size of a run follows from, beside its rows, its model and its cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSpec:
+    """What the tokens of a row follow from, beside the bytes of its columns.
+
+    `shared_characters` begin every prompt (the system prompt, and the template up to its first
+    column); `own_characters` are the rest of the template. `caches`: vLLM's prefix cache computes
+    what prompts share once. `form`: answers follow a grammar. `out` are the most tokens of an
+    answer for which `out_why` is the reason, None where a function of the user decides; then
+    `longest`, which is `sampling.max_tokens`, bounds it.
+    """
+
+    shared_characters: int
+    own_characters: int
+    images: bool
+    caches: bool
+    form: bool
+    out: int | None
+    out_why: str
+    longest: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeSpec:
+    """The sizes that a job asks for; None where they are to be chosen.
+
+    `replicas` are the fewest and the most copies of the model. `tensor` and `pipeline` are the GPUs
+    that share each layer, and the layers. `context` is the context length in tokens, None for the
+    model's own. `given` are the other vLLM arguments of the job, `model` its name in messages.
+    `cpus` are the logical CPUs of an engine, `stage_cpus` those of one task of each CPU stage.
+    """
+
+    model: str
+    device: Literal["auto", "gpu", "cpu"]
+    replicas: tuple[int, int] | None
+    tensor: int
+    pipeline: int
+    engines_per_gpu: int | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    max_concurrent_batches: int | None
+    rows_per_shard: int | None
+    batch_size: int
+    context: int | None
+    accelerator: str | None
+    spans_nodes: bool
+    pools: bool
+    cpus: float
+    stage_cpus: float
+    given: Mapping[str, Any]
+    row: RowSpec
+
+    @property
+    def gpus_per_replica(self) -> int:
+        return self.tensor * self.pipeline
+
+    def device_for(self, gpus: float) -> Literal["gpu", "cpu"]:
+        """Return where engines run in a cluster of so many GPUs."""
+        if self.device != "auto":
+            return self.device
+        return "gpu" if gpus >= 1 else "cpu"
+
+    def with_one_engine(self) -> SizeSpec:
+        """Return the sizes of a trial: one engine, alone on its GPUs."""
+        return replace(self, replicas=(1, 1), engines_per_gpu=1)
+
+    def without_engine(self) -> SizeSpec:
+        """Return the sizes of a run that asks nothing: no GPU, and hardly a CPU for lookups."""
+        alone = replace(self.with_one_engine(), device="cpu", tensor=1, pipeline=1)
+        return replace(alone, cpus=0.1)
