@@ -266,7 +266,7 @@ def test_no_assert_guards_anything():
 # few fields of a job is given these.
 JOB_IMPORTERS = """
     cli: commands drive mending outputs
-    cluster: connect early lookups near pipeline side_by_side sizes
+    cluster: connect early lookups pipeline side_by_side sizes
     doctor: __init__ finding services
     flow: assets blocks.cluster blocks.job continuing failure flows job_flow nights page tasks
     model: chat_template
@@ -278,7 +278,7 @@ JOB_IMPORTERS = """
     runs: alterations attempts backfill dry_run earlier estimate finalize_run first_job increment
     runs: infer_run partial_run plan_run precision preview publish_run restore_answers retry run
     runs: status tune
-    sizing: agreement explain prices sizes
+    sizing: agreement explain prices
     stages: engine images.rows label_probabilities parsing pooling result_columns
 """
 
