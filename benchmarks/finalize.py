@@ -50,14 +50,14 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     import pyarrow.parquet as pq
     from helpers.engines import with_answers
     from helpers.small import make_job
+    from helpers.specs import finish_stage, new_plan_of
 
+    from prefect_raybatch.compile.resolved import Resolved
     from prefect_raybatch.ledger.layout import piece_path
     from prefect_raybatch.ledger.ledger import Ledger
     from prefect_raybatch.ledger.records import InputFile, Receipt, Unit
-    from prefect_raybatch.plan.plan import make_plan
-    from prefect_raybatch.plan.resolved import Resolved
     from prefect_raybatch.stages.block import tag
-    from prefect_raybatch.stages.finish import RECEIPT, Finish
+    from prefect_raybatch.stages.finish import RECEIPT
     from prefect_raybatch.storage import open_store
 
     rng = np.random.default_rng(7)
@@ -84,11 +84,11 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     job = make_job(source=source, output=output)
     files = [InputFile("in.parquet", 1000, None, 1, shards * ROWS)]
     schema = rows(0).schema
-    plan, tables = make_plan(Resolved.of(job, MODEL), "key", files, schema, 50.0, snapshot=False)
+    plan, tables = new_plan_of(Resolved.of(job, MODEL), "key", files, schema, 50.0, snapshot=False)
     store = open_store(args.uri, options(args))
     ledger = Ledger(store)
     ledger.create_plan(plan, tables)
-    finish = Finish(job.output, dict(MODEL), store, "attempt")
+    finish = finish_stage(job.output, dict(MODEL), store, "attempt")
     arrow = 0
     for shard in range(shards):
         table = tag(rows(shard * ROWS), Unit(shard, 0, ROWS))
@@ -120,8 +120,8 @@ def finalize(args: argparse.Namespace) -> dict[str, Any]:
         workers_for = side_by_side.workers_for
 
         @contextmanager
-        def workers(job: Any, size: int) -> Iterator[int]:
-            with workers_for(job, 1 << 40) as found:
+        def workers(cluster: Any, size: int) -> Iterator[int]:
+            with workers_for(cluster, 1 << 40) as found:
                 yield max(2, found)
 
         side_by_side.workers_for = workers

@@ -29,6 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from images_memory import Watch
 
+from prefect_raybatch.compile.job import compile_job, model_request
 from prefect_raybatch.plan.joining import Join
 from prefect_raybatch.stages.messages import ChatRequest
 from prefect_raybatch.stages.request_key import Keying, context_of
@@ -132,9 +133,10 @@ def tabled(rows: int, cpus: int) -> dict[str, Any]:
                 "reuse": "latest",
             }
         )
-        model = pinned.pin(job.engine)
-        keying, _ = keying_of(job, model)
-        made = RowKeys.of(job, model, source.inventory(job.source), None, keying)
+        model = pinned.pin(model_request(job.engine))
+        spec = compile_job(job)
+        keying, _ = keying_of(spec, model)
+        made = RowKeys.of(spec, model, source.inventory(spec.read), None, keying)
         watch = Watch()
         if cpus:
             import ray
@@ -145,7 +147,7 @@ def tabled(rows: int, cpus: int) -> dict[str, Any]:
         before = resource.getrusage(resource.RUSAGE_SELF)
         began = time.perf_counter()
         with Join(rows, rows) as join:
-            made.add_to(join)
+            made.add_to(join, spec.cluster)
             keys_s, busy = time.perf_counter() - began, workers_cpu_s() - idle
             after = resource.getrusage(resource.RUSAGE_SELF)
             for start in range(0, rows, GROUP):

@@ -274,13 +274,14 @@ def drive(args: argparse.Namespace, steps: Steps) -> None:
     def build(units: Any, isolated: bool) -> Iterator[Any]:
         with steps.step("import Ray"):
             from prefect_raybatch.cluster.pipeline import Pipeline
-            from prefect_raybatch.job.size_spec import size_spec
+            from prefect_raybatch.compile.job import compile_planned
             from prefect_raybatch.sizing.sizes import Capacity, sizes_of
             from prefect_raybatch.stages.read import ShardDatasource
         with steps.step("read tasks") as counts:
             have = Capacity(16, 0, 1, "nowhere")
-            size = sizes_of(size_spec(job), plan.rows, 0, have, planned=plan.rows_per_shard)
-            pipeline = Pipeline(job, plan, shards, store, "attempt", size, {}, shuffle="attempt")
+            spec = compile_planned(job, plan)
+            size = sizes_of(spec.sizes, plan.rows, 0, have, planned=plan.rows_per_shard)
+            pipeline = Pipeline(spec, plan, shards, store, "attempt", size, shuffle="attempt")
             datasource = ShardDatasource(pipeline.reader, pipeline.read_tasks(units, False))
             counts["units"], counts["tasks"] = len(units), len(datasource.get_read_tasks(1))
         raise _Enough

@@ -35,6 +35,7 @@ def copied(uri: str, folder: Path) -> dict[str, Any]:
     import pyarrow.json
     import pyarrow.parquet  # noqa: F401
 
+    from prefect_raybatch.compile.job import read_spec
     from prefect_raybatch.job.source import Source
     from prefect_raybatch.source import snapshot
     from prefect_raybatch.storage import open_store
@@ -42,7 +43,7 @@ def copied(uri: str, folder: Path) -> dict[str, Any]:
     store = open_store(str(folder))
     imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     before, began = cpu(), time.perf_counter()
-    made = snapshot(Source(uri=uri), store, "bench")
+    made = snapshot(read_spec(Source(uri=uri)), store, "bench")
     seconds = time.perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {

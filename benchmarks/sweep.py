@@ -48,8 +48,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from prefect_raybatch.compile.job import compile_job, model_request
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.job.size_spec import size_spec
 
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -364,16 +364,17 @@ def sized(args: argparse.Namespace, job: Any) -> tuple[Any, Any]:
     from prefect_raybatch.model import memory
     from prefect_raybatch.model import pinned as models
     from prefect_raybatch.sizing.sizes import sizes_of
-    from prefect_raybatch.stages.engine import engine_spec
+    from prefect_raybatch.stages.engine import engine_launch
 
-    pinned = models.pin(job.engine)
+    spec = compile_job(job)
+    pinned = models.pin(spec.engine.model)
     config, stored = models.read_config(pinned)
-    model = memory.describe(config, job.engine.model_extra or {}, stored)
-    have = glance(job)
+    model = memory.describe(config, spec.sizes.given, stored)
+    have = glance(spec.cluster)
     if have is None or (args.device == "gpu" and not have.gpus):
         raise SystemExit("no GPU here; --device cpu runs the bundled model on the CPU")
-    size = sizes_of(size_spec(job), 100_000, 100.0, have, model if args.device == "gpu" else None)
-    return model, engine_spec(job, pinned, size)
+    size = sizes_of(spec.sizes, 100_000, 100.0, have, model if args.device == "gpu" else None)
+    return model, engine_launch(spec, pinned, size)
 
 
 @contextlib.contextmanager
@@ -693,7 +694,7 @@ def sized_model(args: argparse.Namespace) -> tuple[Any, Any]:
     from prefect_raybatch.model import memory
     from prefect_raybatch.model import pinned as models
 
-    pinned = models.pin(job_of(args, Arrangement(1, 256)).engine)
+    pinned = models.pin(model_request(job_of(args, Arrangement(1, 256)).engine))
     config, stored = models.read_config(pinned)
     return memory.describe(config, {}, stored), pinned
 

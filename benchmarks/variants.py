@@ -12,7 +12,7 @@ from prefect_raybatch import BatchJob
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.cluster.pipeline import Pipeline
-from prefect_raybatch.job.size_spec import size_spec
+from prefect_raybatch.compile.job import compile_planned
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Receipt, Unit
 from prefect_raybatch.runs.infer_run import infer_run
@@ -36,10 +36,11 @@ def without_commits(job: BatchJob) -> list[Receipt]:
     ledger = Ledger(open_store(run.uri))
     plan, shards = load_run(ledger, run)
     units = [Unit(i, 0, shards[i].rows) for i in range(plan.shards)]
-    with cluster.connected(job) as have:
-        size = sized.for_attempt(size_spec(job), plan, have)
-        cluster.check_fit(size_spec(job), have, size.pool)
-        pipeline = Pipeline(job, plan, shards, ledger.store, "bench", size, {})
+    spec = compile_planned(job, plan)
+    with cluster.connected(spec.cluster) as have:
+        size = sized.for_attempt(spec.sizes, plan, have)
+        cluster.check_fit(spec.sizes, have, size.pool)
+        pipeline = Pipeline(spec, plan, shards, ledger.store, "bench", size)
         pipeline.finish = type(pipeline.finish)(
             **{**pipeline.finish.__dict__, "store": Nowhere(run.uri)}
         )

@@ -20,9 +20,10 @@ from pydantic_core import PydanticUndefined
 
 from prefect_raybatch import errors
 from prefect_raybatch.cli.commands import app
+from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.driver.metrics import COMPLETED_METRIC, COUNTERS, GAUGES
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.plan.fingerprint import FREE_ENGINE_ARGUMENTS
+from prefect_raybatch.job.counted_fields import FREE_ENGINE_ARGUMENTS
 from prefect_raybatch.remote.follower import OUTPUT_ENV
 from prefect_raybatch.stages.vllm.forking import FIRST_VARIABLE
 from prefect_raybatch.stages.vllm.last_words import PLACE as LAST_WORDS
@@ -165,7 +166,7 @@ def test_the_page_says_which_engine_arguments_reach_the_cpu_stages() -> None:
     both, _, engine_only = rest.partition(" only.")[0].partition(";")
     reach, stay = re.findall(r"`(\w+)`", both), re.findall(r"`(\w+)`", engine_only)
     job = BatchJob.from_dict({**SMALL, "engine": dict.fromkeys([*reach, *stay], "x")})
-    assert reach and set(with_tokenizer({}, job.engine)) == set(reach)
+    assert reach and set(with_tokenizer({}, model_request(job.engine))) == set(reach)
 
 
 def sources() -> str:

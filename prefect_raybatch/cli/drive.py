@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from prefect_raybatch.cli.show import TerminalProgress
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.early import engines_early
+from prefect_raybatch.compile.job import cluster_spec
+from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.run_words import date_of_key, run_words, with_run_words
-from prefect_raybatch.plan.resolved import resolve
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.attempts import (
     FINALIZING,
@@ -147,7 +148,7 @@ def run_flow(
 
     check_api()
     # After the imports, which would only take turns with Ray's.
-    with tasks.observed_by(show), cluster.started_early(job):
+    with tasks.observed_by(show), cluster.started_early(cluster_spec(job)):
         return flow.called(getattr(flow, name), *arguments, **more)
 
 

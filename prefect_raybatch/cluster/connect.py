@@ -28,12 +28,12 @@ from prefect_raybatch.cluster.tokens import check_token_file, keep_token_private
 from prefect_raybatch.cluster.warm import IDLE_SECONDS, WarmEngines, WarmKind, WarmLease
 from prefect_raybatch.cluster.warm_hosts import RayHosts
 from prefect_raybatch.errors import ClusterUnavailable, ConfigError, InsufficientResources
-from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.cluster import LOCAL, Cluster
+from prefect_raybatch.job.cluster import LOCAL
 from prefect_raybatch.job.cluster_access import ClusterAccess
 from prefect_raybatch.job.ray_cluster import pod_groups
 from prefect_raybatch.sizing.cards import card
 from prefect_raybatch.sizing.sizes import Capacity, Pool, pool_for, rooms, to_be_made
+from prefect_raybatch.spec.cluster import ClusterSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.words import counted
 
@@ -53,7 +53,7 @@ class Needs:
     device: str
 
 
-def address_of(cluster: Cluster) -> str | None:
+def address_of(cluster: ClusterSpec) -> str | None:
     """The cluster a job would use; None when one is started here, or made for its runs."""
     if cluster.access.kubernetes is not None:
         return None
@@ -212,33 +212,33 @@ def warm_engines(idle_seconds: float = IDLE_SECONDS) -> Iterator[None]:
 
 
 @contextmanager
-def connected(job: BatchJob, user: User | None = None) -> Iterator[Capacity]:
-    """A connection to the job's cluster for the block, shared by all runs of this process; the last
-    one out stops it, and only what was started here.
+def connected(cluster: ClusterSpec, user: User | None = None) -> Iterator[Capacity]:
+    """A connection to the cluster of a run for the block, shared by all runs of this process; the
+    last one out stops it, and only what was started here.
 
     Raises `ClusterUnavailable` with the address when no cluster answers, `ConfigError` while runs
     of this process are in another cluster, and where Ray's token is missing or wrong.
     """
-    if job.cluster.access.kubernetes is not None:
+    if cluster.access.kubernetes is not None:
         raise ConfigError(
             "cluster.kubernetes makes a cluster for a run alone; for this, name one that is there "
             "in cluster.address, or leave both out"
         )
-    RAY.access = job.cluster.access
+    RAY.access = cluster.access
     end_by_sigterm()
-    with SHARED.joined(user or User(job.name), address_of(job.cluster), local_cpus(job)):
+    with SHARED.joined(user or User(cluster.name), address_of(cluster), local_cpus(cluster)):
         yield capacity()
 
 
 @contextmanager
-def started_early(job: BatchJob) -> Iterator[None]:
-    """Starts a local cluster for the job's run while the block gets that run under way; nothing
+def started_early(cluster: ClusterSpec) -> Iterator[None]:
+    """Starts a local cluster for a run while the block gets that run under way; nothing
     where the cluster is elsewhere."""
-    if job.cluster.access.remote or address_of(job.cluster):
+    if cluster.access.remote or address_of(cluster):
         yield
         return
     end_by_sigterm()
-    with SHARED.started_early(None, local_cpus(job)):
+    with SHARED.started_early(None, local_cpus(cluster)):
         yield
 
 
@@ -319,11 +319,11 @@ def _quiet_start(local: bool) -> Iterator[None]:
                     os.write(2, line)
 
 
-def local_cpus(job: BatchJob) -> int:
-    """Logical CPUs of a local cluster: the machine's, but never fewer than the job's stages take,
-    since Ray would wait for ever for the missing one (a pool of actors can hold them all)."""
-    stage_cpus = job.cluster.prepare.num_cpus + job.cluster.finish.num_cpus
-    return max(os.cpu_count() or 1, math.ceil(stage_cpus + job.engine.num_cpus))
+def local_cpus(cluster: ClusterSpec) -> int:
+    """Return the logical CPUs of a local cluster: the machine's, but never fewer than the stages
+    take, since Ray would wait for ever for the missing one (a pool of actors can hold them all)."""
+    stage_cpus = cluster.prepare.num_cpus + cluster.finish.num_cpus
+    return max(os.cpu_count() or 1, math.ceil(stage_cpus + cluster.engine_cpus))
 
 
 def capacity() -> Capacity:
@@ -347,28 +347,28 @@ def capacity() -> Capacity:
     )
 
 
-def glance(job: BatchJob) -> Capacity | None:
-    """Return what the job's cluster has, without joining it: the cluster that this process is in,
+def glance(cluster: ClusterSpec) -> Capacity | None:
+    """Return what a cluster has, without joining it: the cluster that this process is in,
     this machine where the run will start one, or the pods that it will ask Kubernetes for. None for
     a cluster elsewhere."""
-    made = job.cluster.access.kubernetes
+    made = cluster.access.kubernetes
     if made is not None:
-        return to_be_made(pod_groups(made), job.engine.accelerator_type)
-    if job.cluster.access.remote:
+        return to_be_made(pod_groups(made), cluster.accelerator)
+    if cluster.access.remote:
         return None
     with SHARED.visited() as there:
         if there:
             return capacity()
-    return None if address_of(job.cluster) else this_machine(job)
+    return None if address_of(cluster) else this_machine(cluster)
 
 
-def this_machine(job: BatchJob) -> Capacity:
-    """Return what a cluster that is started on this machine for the job would have."""
+def this_machine(cluster: ClusterSpec) -> Capacity:
+    """Return what a cluster that is started on this machine would have."""
     cards, _ = nvml.gpus_here()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         cards = cards[: len([name for name in visible.split(",") if name.strip()])]
-    cpus, count = local_cpus(job), len(cards)
+    cpus, count = local_cpus(cluster), len(cards)
     return Capacity(
         cpus,
         count,

@@ -26,12 +26,11 @@ from prefect_raybatch.cluster.near import EngineShape, near_sizes
 from prefect_raybatch.cluster.sharing import END_SECONDS, User
 from prefect_raybatch.cluster.warm import IDLE_SECONDS, EarlyHosts, WarmKind
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.precision import precision_tries
-from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.sizing import sizes as sizing
 from prefect_raybatch.sizing.prices import gpu_price
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
+from prefect_raybatch.spec.cluster import ClusterSpec
+from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.words import counted
 
@@ -73,10 +72,10 @@ class Guess:
 
 @dataclass(frozen=True)
 class EarlyPlan:
-    """The engines that a run is certain to start, so many, each made by `spec`."""
+    """The engines that a run is certain to start, so many, each started by `launch`."""
 
     kind: WarmKind
-    spec: Any
+    launch: Any
     engines: int
     gpus_an_engine: float
 
@@ -93,27 +92,26 @@ class Begun:
 # --- whether ------------------------------------------------------------------------------------
 
 
-def why_late(job: BatchJob) -> str:
-    """Why a job's engines can only start once its input is copied, by the job alone; "" where
-    nothing in it says so."""
-    engine = job.engine
-    if job.cluster.access.remote:
+def why_late(spec: RunSpec) -> str:
+    """Return why the engines of a run can only start once its input is copied, by its job alone;
+    "" where nothing in it says so."""
+    if spec.cluster.access.remote:
         return "they are in a cluster that this process is not in"
-    if engine.max_model_len == "auto":
+    if spec.engine.model.context_auto:
         return "engine.max_model_len: auto follows from the rows"
-    if precision_tries(engine):
+    if spec.engine.tries:
         return "a sample of the rows decides on fp8"
-    if job.keeps_answers:
+    if spec.reuse.keeps:
         return "which rows are asked follows from the answers that are there"
-    if engine.spans_nodes:
+    if spec.sizes.spans_nodes:
         return "engines that span nodes are no single actors"
-    if isinstance(engine.replicas, list):
+    if spec.sizes.replicas is not None and spec.sizes.replicas[0] != spec.sizes.replicas[1]:
         return "engine.replicas is a range, which grows by the rows that wait"
     return ""
 
 
 def early_plan(
-    job: BatchJob,
+    spec: RunSpec,
     model: Mapping[str, Any],
     have: Capacity,
     guess: Guess,
@@ -122,23 +120,23 @@ def early_plan(
     """The engines that a run starts on that cluster whatever its rows are, by what can be guessed
     of these; or why that is not certain. Raises `InsufficientResources` and `ConfigError` where
     the run will."""
-    from prefect_raybatch.cluster.pipeline import spec_of, warm_kind_of
+    from prefect_raybatch.cluster.pipeline import launch_of, warm_kind_of
 
     more = {"engine": engine} if engine else {}
-    spec = size_spec(job)
-    known, unknown = sized.model_sizes(spec, model, have)
+    asked = spec.sizes
+    known, unknown = sized.model_sizes(asked, model, have)
     rows = guess.rows or sizing.ASSUMED_GPUS
 
-    def sizes_by(row_bytes: float, spec: SizeSpec = spec) -> Sizing:
-        return sizing.sizes_of(spec, rows, row_bytes, have, known, unknown)
+    def sizes_by(row_bytes: float, asked: SizeSpec = asked) -> Sizing:
+        return sizing.sizes_of(asked, rows, row_bytes, have, known, unknown)
 
     def kind_of(size: Sizing) -> WarmKind | None:
-        return warm_kind_of(job, model, size, **more)
+        return warm_kind_of(spec, model, size, **more)
 
     own = {row_bytes: sizes_by(row_bytes) for row_bytes in guess.row_bytes}
     usual = list(own)[len(own) // 2]
     for shape in dict.fromkeys(map(EngineShape.of, (own[usual], *own.values()))):
-        near = {b: near_sizes(spec, partial(sizes_by, b), size, shape) for b, size in own.items()}
+        near = {b: near_sizes(asked, partial(sizes_by, b), size, shape) for b, size in own.items()}
         sizes = [near[b] or size for b, size in own.items()]
         if len({kind_of(size) for size in sizes}) == len({s.pool.replicas for s in sizes}) == 1:
             break
@@ -150,13 +148,13 @@ def early_plan(
     fewest = min(its.shards for its in sizes)
     if size.pool.fewest > 1 and fewest < SHARDS_AN_ENGINE * size.pool.fewest:
         return "how many of them there are may follow from the number of shards"
-    spare, cpus = spare_cpus(job, have), _cpus(job, have)
-    wanted = size.pool.fewest * spec.cpus
+    spare, cpus = spare_cpus(spec.cluster, have), _cpus(spec.cluster, have)
+    wanted = size.pool.fewest * asked.cpus
     if wanted + spare > cpus:
         return f"they would take {wanted:g} of {cpus:g} CPUs, and the copy needs {spare:g}"
-    cluster.check_fit(spec, have, size.pool)
+    cluster.check_fit(asked, have, size.pool)
     gpus = size.pool.gpus_a_replica / size.pool.engines_per_gpu
-    return EarlyPlan(kind, spec_of(job, model, size), size.pool.fewest, gpus)
+    return EarlyPlan(kind, launch_of(spec, model, size), size.pool.fewest, gpus)
 
 
 def _differing(own: Mapping[float, Sizing]) -> str:
@@ -166,26 +164,26 @@ def _differing(own: Mapping[float, Sizing]) -> str:
     return f" ({'; '.join(told)}: name them)".replace("'", "") if told else ""
 
 
-def _cpus(job: BatchJob, have: Capacity) -> float:
+def _cpus(where: ClusterSpec, have: Capacity) -> float:
     """CPUs to share among engines and copy. A local cluster may count more than there are."""
-    local = cluster.address_of(job.cluster) is None
+    local = cluster.address_of(where) is None
     return min(have.cpus, float(os.cpu_count() or 1)) if local else have.cpus
 
 
-def spare_cpus(job: BatchJob, have: Capacity) -> float:
+def spare_cpus(where: ClusterSpec, have: Capacity) -> float:
     """CPUs that are left to the copy: one, and of a cluster on which it works a part."""
-    if cluster.address_of(job.cluster) is None:
+    if cluster.address_of(where) is None:
         return 1.0
     return max(1.0, math.floor(COPY_SHARE * have.cpus))
 
 
-def guessed(job: BatchJob) -> Guess:
-    """What the beginning of a job's input tells. Raises as `source.peek`."""
+def guessed(spec: RunSpec) -> Guess:
+    """Return what the beginning of the input tells. Raises as `source.peek`."""
     from prefect_raybatch import source
 
-    if source.detect_format(job.source) == "sql":  # a look would ask the database once more
+    if source.detect_format(spec.read) == "sql":  # a look would ask the database once more
         return Guess(0, ANY_ROW)
-    return Guess.of(source.peek(job.source), job.prompt.images.used)
+    return Guess.of(source.peek(spec.read), spec.prompt.images is not None)
 
 
 # --- the start ----------------------------------------------------------------------------------
@@ -215,17 +213,17 @@ class EarlyStart:
         self._spent = 0.0
         self._most = math.inf  # GPU-seconds that limits.max_cost allows
 
-    def begin(self, job: BatchJob, model: Callable[[], Mapping[str, Any]]) -> None:
+    def begin(self, spec: RunSpec, model: Callable[[], Mapping[str, Any]]) -> None:
         """Starts them, unless something speaks against it; returns at once. `model` gives the
         pinned one. Called again, as a plan is that is tried again, it goes on."""
         if self.thread is not None or self.closed:
             return
-        if why := why_late(job):
+        if why := why_late(spec):
             log.info("engines start once the input is copied: %s", why)
             return
         cluster.end_by_sigterm()
         self.thread = threading.Thread(
-            target=self._main, args=(job, model), name="raybatch-engines", daemon=True
+            target=self._main, args=(spec, model), name="raybatch-engines", daemon=True
         )
         self.thread.start()
 
@@ -266,18 +264,18 @@ class EarlyStart:
         if self.thread is not None:
             self.thread.join(END_SECONDS)
 
-    def _main(self, job: BatchJob, model: Callable[[], Mapping[str, Any]]) -> None:
+    def _main(self, spec: RunSpec, model: Callable[[], Mapping[str, Any]]) -> None:
         try:
-            guess = guessed(job)
+            guess = guessed(spec)
             if guess.rows and guess.whole < WORTH_BYTES:
                 log.debug("engines start once the input is copied, which takes no time")
                 return
             pinned = model()
             if self.closed:
                 return
-            with cluster.connected(job, self._user) as have:
-                found = early_plan(job, pinned, have, guess, self.engine)
-                why = found if isinstance(found, str) else self._started(job, found, have)
+            with cluster.connected(spec.cluster, self._user) as have:
+                found = early_plan(spec, pinned, have, guess, self.engine)
+                why = found if isinstance(found, str) else self._started(spec, found, have)
                 if why:
                     log.info("engines start once the input is copied: %s", why)
                     return
@@ -287,25 +285,25 @@ class EarlyStart:
         except Exception as error:
             log.warning("engines were not started early: %s: %s", type(error).__name__, error)
 
-    def _started(self, job: BatchJob, plan: EarlyPlan, have: Capacity) -> str:
+    def _started(self, spec: RunSpec, plan: EarlyPlan, have: Capacity) -> str:
         """Why they were not started; "" where they were."""
         from prefect_raybatch.stages.ray_internals import tell_start
 
-        spec = replace(
-            plan.spec, untaken=True, attempt=self.name, tell=partial(tell_start, self.name)
+        launch = replace(
+            plan.launch, untaken=True, attempt=self.name, tell=partial(tell_start, self.name)
         )
-        if (most := job.limits.max_cost) is not None and plan.gpus_an_engine:
-            price = gpu_price(job, have).hour
+        if (most := spec.limits.max_cost) is not None and plan.gpus_an_engine:
+            price = gpu_price(spec.cluster, have).hour
             if price is None:
                 return "limits.max_cost has no price to count by"
             self._most = most / price * _HOUR
-        total = {"CPU": _cpus(job, have), "GPU": have.gpus}
+        total = {"CPU": _cpus(spec.cluster, have), "GPU": have.gpus}
         with self._lock:
             if self.closed:
                 return "it is"
             # What the copy has already need not be free.
-            spare = {"CPU": max(0.0, spare_cpus(job, have) - self._copies)}
-            hosts = cluster.SHARED.begin_early(plan.kind, spec, plan.engines, total, spare)
+            spare = {"CPU": max(0.0, spare_cpus(spec.cluster, have) - self._copies)}
+            hosts = cluster.SHARED.begin_early(plan.kind, launch, plan.engines, total, spare)
             if hosts is None:
                 return "other engines or tasks are in their room, or such engines are up"
             self.plan, self.hosts = plan, hosts
@@ -380,10 +378,10 @@ def current_early() -> EarlyStart | None:
     return _EARLY.get()
 
 
-def begin_early(job: BatchJob, model: Callable[[], Mapping[str, Any]]) -> None:
-    """The job's input is copied from now on."""
+def begin_early(spec: RunSpec, model: Callable[[], Mapping[str, Any]]) -> None:
+    """The input of the run is copied from now on."""
     if (early := current_early()) is not None:
-        early.begin(job, model)
+        early.begin(spec, model)
 
 
 def engines_begun(kind: WarmKind | None, most: int) -> Begun:

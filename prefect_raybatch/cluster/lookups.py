@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.job import tasks
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.increments import (
     PLACES_ROWS,
     Increment,
@@ -50,11 +48,13 @@ class Known:
     asked_bytes: int = 0
 
 
-def known_answers(job: BatchJob, increment: Increment, store: Store) -> Known:
-    """Of the run at `store`, whose asks are finished; `CorruptRun` where they are not, or where a
-    file is not what was written."""
+def known_answers(pools: bool, increment: Increment, store: Store) -> Known:
+    """Return the answers of the run at `store`, vectors where its task `pools`.
+
+    Raises `CorruptRun` where its asks are not finished, or a file is not what was written.
+    """
     success = _finished_asks(store, increment)
-    raw = raw_names(job)
+    raw = raw_names(pools)
     with _repairable(store):
         reused = [NamedFile(p.path, p.rows, p.sha256) for p in increment.reused]
         return Known(
@@ -65,21 +65,22 @@ def known_answers(job: BatchJob, increment: Increment, store: Store) -> Known:
         )
 
 
-def raw_names(job: BatchJob) -> tuple[str, ...]:
-    """The columns of its raw answers."""
-    return tuple((POOLED if tasks.pools(job.engine.task) else RAW).names)
+def raw_names(pools: bool) -> tuple[str, ...]:
+    """Return the columns of raw answers, or of vectors where a task `pools`."""
+    return tuple((POOLED if pools else RAW).names)
 
 
 def look_up(
-    job: BatchJob,
+    pools: bool,
     plan: Plan,
     increment: Increment,
     store: Store,
     prepare: Prepare,
     keying: Keying,
 ) -> LookUp:
-    """For the run at `store`, whose asks are finished; `CorruptRun` where they are not."""
-    known = known_answers(job, increment, store)
+    """Return the stage for the run at `store`, whose task `pools` or not; `CorruptRun` where its
+    asks are not finished."""
+    known = known_answers(pools, increment, store)
     by_row = _by_row(store, plan)
     tables = [NamedFile(table_path(n), PLACES_ROWS, hash_in_name(n)) for n in increment.places]
     with _repairable(store):
@@ -87,8 +88,8 @@ def look_up(
     parsing = prepare.parsing
     flags = {
         REASONING_OPEN: parsing is not None and parsing.reasoning is not None,
-        FORMED: bool(job.prompt.function) or has_form(job.asked()),
-        TRUNCATED: job.prompt.on_too_long != "quarantine",
+        FORMED: bool(prepare.prompt.function) or has_form(prepare.sampling.fields),
+        TRUNCATED: prepare.prompt.on_too_long != "quarantine",
     }
     told: tuple[str, ...] = ("kind", "at")
     if prepare.images is not None:
@@ -101,10 +102,10 @@ def look_up(
         reused=known.reused,
         asked=known.asked,
         failed=known.failed,
-        by_row=None if by_row is None else AnswerFiles(store, by_row, raw_names(job)),
+        by_row=None if by_row is None else AnswerFiles(store, by_row, raw_names(pools)),
         rows_per_shard=plan.rows_per_shard,
         optional=tuple(name for name, wanted in flags.items() if wanted),
-        pools=tasks.pools(job.engine.task),
+        pools=pools,
     )
 
 

@@ -27,9 +27,7 @@ from prefect_raybatch.cluster.spanning import SpanningGroups
 from prefect_raybatch.cluster.warm import WarmKind, WarmLease
 from prefect_raybatch.cluster.warm_actors import Deaths, EngineHost, Forwarder, warm_kind
 from prefect_raybatch.errors import EngineFailure, SourceError
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import Stage
-from prefect_raybatch.job.early_stop import choice_of
 from prefect_raybatch.ledger.drains import Draining
 from prefect_raybatch.ledger.failures import (
     ENGINES_DIED,
@@ -45,15 +43,15 @@ from prefect_raybatch.ledger.records import Plan, Receipt, Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing.sizes import Sizing
 from prefect_raybatch.source.find import check_planned
-from prefect_raybatch.stages.answer_logprobs import most_told
+from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.stages.block import Failure, is_lost
 from prefect_raybatch.stages.calls.calling import Calls
-from prefect_raybatch.stages.engine import EngineSpec, EngineStage, engine_spec
+from prefect_raybatch.stages.engine import EngineLaunch, EngineStage, engine_launch
 from prefect_raybatch.stages.finish import RECEIPT, Finish
 from prefect_raybatch.stages.finish_raw import RawFinish
 from prefect_raybatch.stages.images.rows import row_images
 from prefect_raybatch.stages.lookup import LookUp
-from prefect_raybatch.stages.parsing import Parsing
 from prefect_raybatch.stages.pooling import Pooling
 from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.stages.ray_internals import (
@@ -96,19 +94,18 @@ DETAIL = 300  # characters of what Ray says of a process's end
 class Pipeline:
     """The stages of one attempt, bound to a plan. `store` is rooted at the run directory.
 
-    `size` is what was resolved for the cluster; `input_options` are the s3fs options of an input
-    read in place; `shuffle` (any text) decides the order of the shards; `on_pass` is called before
-    the engines of a pass start; `warm` are engines that outlast the run; `early` is the name under
-    which such as were started before the run tell of their start.
+    `size` is what was resolved for the cluster; `shuffle` (any text) decides the order of the
+    shards; `on_pass` is called before the engines of a pass start; `warm` are engines that outlast
+    the run; `early` is the name under which such as were started before the run tell of their
+    start.
     """
 
-    job: BatchJob
+    spec: RunSpec
     plan: Plan
     shards: Shards
     store: Store
     attempt: str
     size: Sizing
-    input_options: dict[str, Any]
     shuffle: str | None = None
     engine: type = EngineStage
     on_pass: Callable[[], None] = lambda: None
@@ -123,35 +120,21 @@ class Pipeline:
         self._passes = 0
         self._questions = {name: Question(ANSWER) for name in ("nodes", "forget")}
         files = ledger.files(self.plan)
-        check_planned(files, self.job.source, self.plan.snapshot)
+        check_planned(files, self.spec.read, self.plan.snapshot)
         self.reader = ShardReader(
             files,
             decode_schema(self.plan.input_schema),
             self.store if self.plan.snapshot else None,
-            {} if self.plan.snapshot else self.input_options,
+            {} if self.plan.snapshot else dict(self.spec.read.options),
             done=self._done,
         )
-        self.model = models.with_tokenizer(self.plan.model, self.job.engine)
-        sampling = self.job.sampling
-        self.task = Pooling.of(self.job, self.model)
+        self.model = models.with_tokenizer(self.plan.model, self.spec.engine.model)
+        self.task = Pooling.of(self.spec, self.model)
         self.increment = increment_of(self.plan)
-        output = self.job.output.for_workers()
-        if self.job.prompt.images.used:
-            names = decode_schema(self.plan.input_schema).names
-            output = output.model_copy(update={"columns": self.job.kept(names)})
         asks = self.increment is not None and self.increment.ledger == OF_ASKS
         made = RawFinish if asks else partial(finish_of, self.task)
         self.finish: Finish = made(
-            output,
-            self.model,
-            self.store,
-            self.attempt,
-            bool((sampling.model_extra or {}).get("skip_special_tokens", True)),
-            int((sampling.model_extra or {}).get("n") or 1),
-            parsing=Parsing.of(self.job),
-            logprobs=most_told(sampling),
-            choices=tuple(choice_of(sampling.given()) or ()),
-            form=(sampling.model_extra or {}).get("structured_outputs"),
+            self.spec.finish, self.spec.sampling, self.model, self.store, self.attempt
         )
 
     def __call__(self, units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:
@@ -258,73 +241,73 @@ class Pipeline:
                 )
             return self._dataset(units, isolated, forwarded)
 
-    def stages(self, isolated: bool) -> tuple[Prepare | LookUp, EngineSpec | None, Finish]:
+    def stages(self, isolated: bool) -> tuple[Prepare | LookUp, EngineLaunch | None, Finish]:
         """What a block goes through: the stage after reading, what engines are told, and finish.
         A run whose answers are all there has no engine: it looks them up."""
-        limits = self.job.limits
+        spec, limits = self.spec, self.spec.limits
         model = dict(self.plan.model)
         tell = partial(tell_start, self.attempt)
-        spec = engine_spec(self.job, model, self.size, self._done, self.attempt, self.task, tell)
+        launch = engine_launch(spec, model, self.size, self._done, self.attempt, self.task, tell)
         if self.warm is None:  # else the engine's actor looks, which has more than one run
-            spec = replace(spec, leaving=node_is_leaving)
+            launch = replace(launch, leaving=node_is_leaving)
         increment = self.increment
         calls = Calls(limits.function_seconds or None, isolated, limits.engine_deaths)
         prepare = prepare_of(
             self.task,
-            self.job.prompt,
+            spec.prompt,
+            spec.sampling,
             self.model,
-            self.job.engine.context,
-            self.job.drawn.max_tokens,
+            spec.engine.model.context,
             calls=calls,
-            sampling=self.job.asked(),
-            fixed_form=self.job.fixed_form,
-            images=row_images(self.job, spec.arguments, self.input_options),
-            parsing=self.finish.parsing,
+            images=row_images(spec.prompt, launch.arguments, dict(spec.read.options)),
+            parsing=spec.finish.parsing,
         )
         finish = replace(self.finish, calls=calls)
         if increment is None:
-            return prepare, spec, finish
+            return prepare, launch, finish
         pinned = model.get("adapters") or {}
-        keying = Keying.under(increment.context, pinned, self.job.prompt.adapter_column)
+        keying = Keying.under(increment.context, pinned, spec.prompt.adapter_column)
         if increment.ledger == OF_ASKS:
             if prepare.images is not None:  # their digests are part of the keys
                 prepare = replace(prepare, images=replace(prepare.images, digests=True))
-            return replace(prepare, keying=keying), spec, finish
-        return look_up(self.job, self.plan, increment, self.store, prepare, keying), None, finish
+            return replace(prepare, keying=keying), launch, finish
+        pools = spec.engine.model.pools
+        return look_up(pools, self.plan, increment, self.store, prepare, keying), None, finish
 
     def _dataset(
         self, units: Sequence[Unit], isolated: bool, forwarded: Sequence[Any] = ()
     ) -> Dataset:
-        first, spec, finish = self.stages(isolated)
+        first, launch, finish = self.stages(isolated)
+        takes = self.spec.cluster
         prepared = (
             ShardDatasource(self.reader, self.read_tasks(units, isolated))
-            .dataset(**_resources(self.job.cluster.prepare), ray_remote_args=ONCE)
-            .map_batches(first, **_batches(), **_stage(self.job.cluster.prepare))
+            .dataset(**_resources(takes.prepare), ray_remote_args=ONCE)
+            .map_batches(first, **_batches(), **_stage(takes.prepare))
         )
-        if spec is None:
-            return prepared.map_batches(finish, **_batches(), **_stage(self.job.cluster.finish))
+        if launch is None:
+            return prepared.map_batches(finish, **_batches(), **_stage(takes.finish))
         if not forwarded:
             stage: type = self.engine
-            given: list[Any] = [spec]
-            placed = self._placed(resources_of(self.job, self.size))
+            given: list[Any] = [launch]
+            placed = self._placed(resources_of(self.spec.sizes, self.size))
         else:
             deaths = Deaths(
                 1 + ENGINE_RESTARTS, (1 + ENGINE_RESTARTS) * (DEATHS_ALONE if isolated else 1)
             )
-            stage, given = Forwarder, [spec, *forwarded, node_is_leaving, deaths, restarts_of]
+            stage, given = Forwarder, [launch, *forwarded, node_is_leaving, deaths, restarts_of]
             placed = {"num_cpus": 0, "max_restarts": ENGINE_RESTARTS, "max_task_retries": 0}
         pool = self._pool(len(units), isolated)
         made = {"fn_constructor_args": given, "compute": pool}
         answered = map_actors(prepared, stage, **made, **_batches(), **placed)
-        return answered.map_batches(finish, **_batches(), **_stage(self.job.cluster.finish))
+        return answered.map_batches(finish, **_batches(), **_stage(takes.finish))
 
     def _placed(self, resources: dict[str, Any]) -> dict[str, Any]:
         """The resources of an engine's actor, in a group of its own where it may span nodes."""
-        engine = self.job.engine
-        if not (engine.spans_nodes and self.size.pool.device == "gpu"):
+        sizes = self.spec.sizes
+        if not (sizes.spans_nodes and self.size.pool.device == "gpu"):
             return resources
-        kind = engine.accelerator_type
-        self._spanning = SpanningGroups(engine.gpus_per_replica, engine.num_cpus, kind)
+        kind = sizes.accelerator
+        self._spanning = SpanningGroups(sizes.gpus_per_replica, sizes.cpus, kind)
         kept = {k: v for k, v in resources.items() if k not in ("num_gpus", "accelerator_type")}
         return {**kept, "ray_remote_args_fn": self._spanning}
 
@@ -381,7 +364,7 @@ class Pipeline:
         if is_lost(table):
             raise SourceError(f"shard {unit.shard}: the row that kills its engine cannot be read")
         failure = Failure("engine", why.kind, why.message[:500])
-        return self.finish.failed(unit, table, failure, self.job.limits.engine_deaths)
+        return self.finish.failed(unit, table, failure, self.spec.limits.engine_deaths)
 
     def read_tasks(self, units: Sequence[Unit], isolated: bool) -> list[Task]:
         # The first driver goes in order, the longest shards first, so that no engine ends the run
@@ -409,7 +392,7 @@ class Pipeline:
 
     def engine_resources(self) -> dict[str, Any]:
         """What Ray sets aside for each engine, and how often it starts one again."""
-        return resources_of(self.job, self.size)
+        return resources_of(self.spec.sizes, self.size)
 
 
 class Missing:
@@ -431,11 +414,10 @@ class Missing:
         return [unit for units in self._of.values() for unit in units]
 
 
-def resources_of(job: BatchJob, size: Sizing) -> dict[str, Any]:
-    """What Ray sets aside for each engine of a job, and how often it starts one again."""
-    engine = job.engine
+def resources_of(spec: SizeSpec, size: Sizing) -> dict[str, Any]:
+    """Return what Ray sets aside for each engine, and how often it starts one again."""
     resources: dict[str, Any] = {
-        "num_cpus": engine.num_cpus,
+        "num_cpus": spec.cpus,
         # Ray would retry for ever (15 engine deaths in 80 s on one poison row): a task that
         # died is not retried by Ray, and the driver runs what is missing alone.
         "max_restarts": ENGINE_RESTARTS,
@@ -443,29 +425,29 @@ def resources_of(job: BatchJob, size: Sizing) -> dict[str, Any]:
     }
     if size.pool.device == "gpu":
         # Rounded down to what Ray counts in, so that all of them fit.
-        whole = engine.gpus_per_replica / size.pool.engines_per_gpu
+        whole = spec.gpus_per_replica / size.pool.engines_per_gpu
         resources["num_gpus"] = math.floor(whole * 1000) / 1000
-        if engine.accelerator_type:
-            resources["accelerator_type"] = engine.accelerator_type
+        if spec.accelerator:
+            resources["accelerator_type"] = spec.accelerator
     return resources
 
 
 def warm_kind_of(
-    job: BatchJob, model: Mapping[str, Any], size: Sizing, engine: type = EngineStage
+    spec: RunSpec, model: Mapping[str, Any], size: Sizing, engine: type = EngineStage
 ) -> WarmKind | None:
     """Return what the engines of a run with that (pinned) model are, or None where they cannot wait
     for another run: their GPUs may be on several nodes, or their number grows and shrinks."""
     fewest, most = size.pool.replicas
-    if job.engine.spans_nodes or fewest != most:
+    if spec.sizes.spans_nodes or fewest != most:
         return None
-    spec = spec_of(job, model, size)
-    return warm_kind(engine, spec, resources_of(job, size), size.concurrent)
+    launch = launch_of(spec, model, size)
+    return warm_kind(engine, launch, resources_of(spec.sizes, size), size.concurrent)
 
 
-def spec_of(job: BatchJob, model: Mapping[str, Any], size: Sizing, **more: Any) -> EngineSpec:
-    """What an engine of a job with that (pinned) model is started with."""
-    task = Pooling.of(job, models.with_tokenizer(model, job.engine))
-    return replace(engine_spec(job, dict(model), size, task=task), **more)
+def launch_of(spec: RunSpec, model: Mapping[str, Any], size: Sizing, **more: Any) -> EngineLaunch:
+    """Return what an engine of a run with that (pinned) model is started with."""
+    task = Pooling.of(spec, models.with_tokenizer(model, spec.engine.model))
+    return replace(engine_launch(spec, dict(model), size, task=task), **more)
 
 
 def _threshold(size: Sizing, isolated: bool) -> float:

@@ -13,9 +13,9 @@ from prefect_raybatch.cluster.connect import SHARED, address_of, capacity, conne
 from prefect_raybatch.cluster.early import current_early
 from prefect_raybatch.cluster.sharing import User
 from prefect_raybatch.errors import ClusterUnavailable, RayBatchError
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.source.cuts import Everywhere
 from prefect_raybatch.source.side_copies import in_threads
+from prefect_raybatch.spec.cluster import ClusterSpec
 from prefect_raybatch.storage.ahead import Item, Value
 from prefect_raybatch.words import counted
 
@@ -29,14 +29,14 @@ TASK_RETRIES = 3  # of an item whose worker or node dies; what the work itself r
 
 
 @contextmanager
-def copying_for(job: BatchJob, size: int, reachable: bool) -> Iterator[Everywhere]:
-    """Where `size` bytes of input are copied: on the cluster that the job names, if there is enough
+def copying_for(cluster: ClusterSpec, size: int, reachable: bool) -> Iterator[Everywhere]:
+    """Where `size` bytes of input are copied: on a `cluster` elsewhere, if there is enough
     to copy and all of it is `reachable` from there, else in threads of this process, which a
     cluster started here could not better."""
     workers = 0
     with ExitStack() as stack:
-        if reachable and address_of(job.cluster) is not None:
-            workers = stack.enter_context(workers_for(job, size, "snapshot"))
+        if reachable and address_of(cluster) is not None:
+            workers = stack.enter_context(workers_for(cluster, size, "snapshot"))
         if workers > 1:
             log.info("the input is copied on %s", counted(workers, "CPU"))
             early = current_early()
@@ -61,7 +61,7 @@ def _numbered(work: Callable[[Any], Any], item: tuple[int, Any]) -> tuple[int, A
 
 
 @contextmanager
-def workers_for(job: BatchJob, size: int, made: str = "result") -> Iterator[int]:
+def workers_for(cluster: ClusterSpec, size: int, made: str = "result") -> Iterator[int]:
     """How many CPUs there are to work on `size` bytes side by side; 0 where it is done here.
 
     `made` is what is worked on, for the logs and for who shares a cluster. For the block the
@@ -74,11 +74,11 @@ def workers_for(job: BatchJob, size: int, made: str = "result") -> Iterator[int]
     with ExitStack() as stack:
         workers = 0
         # With a job server the cluster is elsewhere, and only its jobs work there.
-        if size >= WORTH_A_START and not job.cluster.access.remote:
+        if size >= WORTH_A_START and not cluster.access.remote:
             try:
-                found = stack.enter_context(connected(job, User(f"{job.name}: {made}")))
+                found = stack.enter_context(connected(cluster, User(f"{cluster.name}: {made}")))
                 # A cluster of our own may count more CPUs than there are.
-                here = address_of(job.cluster) is None
+                here = address_of(cluster) is None
                 workers = int(min(found.cpus, os.cpu_count() or 1) if here else found.cpus)
             except ClusterUnavailable as error:
                 log.warning("the %s is made by this process alone: %s", made, error)

@@ -8,19 +8,18 @@ from typing import Any
 
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.errors import ConfigError, InsufficientResources
-from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.model import adapters, memory
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing import sizes as sizing
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
+from prefect_raybatch.spec.cluster import ClusterSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 
 
-def engines_to_plan_for(job: BatchJob) -> int:
+def engines_to_plan_for(spec: SizeSpec, where: ClusterSpec) -> int:
     """Return how many engines the shards of a new plan are cut for."""
-    return sizing.expected_engines(size_spec(job), cluster.glance(job))
+    return sizing.expected_engines(spec, cluster.glance(where))
 
 
 def for_attempt(spec: SizeSpec, plan: Plan, have: Capacity) -> Sizing:
@@ -45,16 +44,16 @@ def model_sizes(
         return None, str(error)
 
 
-def ask(job: BatchJob) -> tuple[Capacity, list[str]]:
-    """What the job's cluster has; an assumption where it cannot be asked, and what is wrong where
-    it should have answered."""
-    if cluster.address_of(job.cluster):
+def ask(spec: SizeSpec, where: ClusterSpec) -> tuple[Capacity, list[str]]:
+    """Return what a cluster has, and what is wrong: an assumption where it cannot be asked, or does
+    not answer."""
+    if cluster.address_of(where):
         try:
-            with cluster.connected(job) as capacity:
+            with cluster.connected(where) as capacity:
                 return capacity, []
         except InsufficientResources as error:
-            return sizing.assumed(size_spec(job)), [f"{error}; the sizes are for an assumed one"]
-    return cluster.glance(job) or sizing.assumed(size_spec(job)), []
+            return sizing.assumed(spec), [f"{error}; the sizes are for an assumed one"]
+    return cluster.glance(where) or sizing.assumed(spec), []
 
 
 def checked_needs(spec: SizeSpec, have: Capacity, size: Sizing, wrong: list[str]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from prefect_raybatch.ledger.failures import (
 )
 from prefect_raybatch.ledger.records import digest
 from prefect_raybatch.stages.block import lost_all, passes_by
-from prefect_raybatch.stages.engine import GIVEN_BACK, EngineSpec
+from prefect_raybatch.stages.engine import GIVEN_BACK, EngineLaunch
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ HOST_CALLS = 64  # blocks at least, so that runs that differ in these alone shar
 
 
 def warm_kind(
-    engine: type, spec: EngineSpec, resources: dict[str, Any], calls: int
+    engine: type, spec: EngineLaunch, resources: dict[str, Any], calls: int
 ) -> WarmKind | None:
     """What an engine of this spec and with these `resources` of Ray's is, where it can go from one
     run to another; None where it cannot: a logits processor of the user's may keep a state."""
@@ -93,7 +93,7 @@ class EngineHost:
             self._token, self._by = token, by
             return True
 
-    def begin(self, token: str, spec: EngineSpec) -> None:
+    def begin(self, token: str, spec: EngineLaunch) -> None:
         """Works for that pass; returns when the engine is up, or refuses to be."""
         with self._begins:
             if self._ready == token:
@@ -169,7 +169,7 @@ class Forwarder:
 
     def __init__(
         self,
-        spec: EngineSpec,
+        spec: EngineLaunch,
         hosts: Sequence[Any],
         token: str,
         kind: WarmKind,

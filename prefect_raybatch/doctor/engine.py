@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from prefect_raybatch import demo, nvml
+from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
 from prefect_raybatch.exits import exit_text
 from prefect_raybatch.model import pinned as models
@@ -32,7 +33,7 @@ def check_engine(patient: Patient) -> Iterator[Finding]:
     if (engine and engine.device == "gpu") or not _on_cpu(engine.device if engine else "auto"):
         return
     arguments = {**ARGUMENTS, "model": demo.demo_model_path()}
-    if engine and (dtype := models.cpu_dtype(engine)) is not None:
+    if engine and (dtype := models.cpu_dtype(model_request(engine))) is not None:
         arguments["dtype"] = dtype
     yield _answer(arguments, engine.env if engine else {})
 

@@ -17,6 +17,7 @@ from packaging.version import Version
 
 from prefect_raybatch import installed, nvml
 from prefect_raybatch.cluster.tokens import open_token_mode
+from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.nvml import GIB
@@ -128,7 +129,9 @@ def check_gpus(patient: Patient) -> Iterator[Finding]:
         return
     if trouble:
         yield warned("GPUs", trouble, "reload or reinstall NVIDIA's driver if GPUs are to be used")
-    yield _cpu(in_float32=engine is not None and models.cpu_dtype(engine) == "float32")
+    yield _cpu(
+        in_float32=engine is not None and models.cpu_dtype(model_request(engine)) == "float32"
+    )
 
 
 def _cpu(in_float32: bool) -> Finding:

@@ -6,8 +6,10 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+from prefect_raybatch.compile.job import compile_job, model_request, read_spec
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
 from prefect_raybatch.errors import ConfigError, StoreError, UnsafeStore
 from prefect_raybatch.job.functions import load_function
@@ -66,11 +68,12 @@ def check_source(patient: Patient) -> Iterator[Finding]:
         return
     from prefect_raybatch import source
 
-    if source.needs_snapshot(job.source):
-        found = source.peek(job.source)
+    read = read_spec(job.source)
+    if source.needs_snapshot(read):
+        found = source.peek(read)
     else:  # the first file with rows is enough here; the plan reads every footer
-        found = source.inventory(job.source.model_copy(update={"limit": 1}))
-    planning.check_against_schema(job, found.schema)
+        found = source.inventory(replace(read, limit=1))
+    planning.check_against_schema(compile_job(job, found.schema.names), found.schema)
     columns = ", ".join(found.schema.names)
     yield passed("source", f"{found.format}, columns {columns[:200]}")
 
@@ -79,8 +82,8 @@ def check_model(patient: Patient) -> Iterator[Finding]:
     """Whether the model is there and whole, or can be had."""
     if patient.job is None:
         return
-    engine = patient.job.engine
-    found = models.pin(engine)  # raises ConfigError with what to do
+    request = model_request(patient.job.engine)
+    found = models.pin(request)  # raises ConfigError with what to do
     source = str(found["source"])
     if found["revision"]:
         yield passed("model", f"{source} at {found['revision']}")
@@ -93,8 +96,7 @@ def check_model(patient: Patient) -> Iterator[Finding]:
         files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
         index = (folder / INDEX).read_bytes() if INDEX in files else b"{}"
     missing = _missing(files, index)
-    extra = engine.model_extra or {}
-    if extra.get("tokenizer"):
+    if request.given.get("tokenizer"):
         missing = [name for name in missing if name != TOKENIZERS[0]]
     if missing:
         yield failed(

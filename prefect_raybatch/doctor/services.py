@@ -19,12 +19,13 @@ from prefect_raybatch.bounded import within
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.reach import silent, token_refusal
 from prefect_raybatch.cluster.tokens import token_missing, token_sent, token_wrong
+from prefect_raybatch.compile.job import cluster_spec
+from prefect_raybatch.compile.sizes import size_spec
 from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
 from prefect_raybatch.errors import PrefectUnavailable, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster_access import ClusterAccess
 from prefect_raybatch.job.kubernetes import Kubernetes
-from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.kuberay.api import KubeApi
 from prefect_raybatch.sizing.sizes import Capacity, pool_for
 from prefect_raybatch.storage.redirects import open_without_redirects, redirect_text
@@ -40,11 +41,12 @@ JOIN_CLUSTER = """
 import json, sys
 from dataclasses import asdict
 from prefect_raybatch.cluster.connect import connected
+from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 job = BatchJob.from_dict(json.loads(sys.stdin.read()))
 try:
-    with connected(job) as have:
+    with connected(cluster_spec(job)) as have:
         print(json.dumps({"have": asdict(have)}))
 except RayBatchError as error:
     print(json.dumps({"error": str(error)}))
@@ -132,7 +134,7 @@ def check_cluster(patient: Patient) -> Iterator[Finding]:
     if access.job_server:
         yield job_server(access)
         return
-    address = cluster.address_of(job.cluster)
+    address = cluster.address_of(cluster_spec(job))
     if address is None:
         yield _local(patient.job)
         return
@@ -181,7 +183,7 @@ def _join(job: BatchJob) -> dict[str, Any]:
     token = job.cluster.access.token
     env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {}
     value = job.to_dict()
-    at = {"address": cluster.address_of(job.cluster), "block": None}
+    at = {"address": cluster.address_of(cluster_spec(job)), "block": None}
     value["cluster"] = {**value.get("cluster", {}), **at}
     try:
         done = subprocess.run(
@@ -193,7 +195,7 @@ def _join(job: BatchJob) -> dict[str, Any]:
             timeout=CLUSTER_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        address = cluster.address_of(job.cluster)
+        address = cluster.address_of(cluster_spec(job))
         return {"error": f"{address} listens but could not be joined within {CLUSTER_SECONDS:g} s"}
     lines = done.stdout.splitlines()
     if done.returncode or not lines:

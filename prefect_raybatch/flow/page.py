@@ -12,6 +12,7 @@ from uuid import UUID
 from prefect import get_run_logger
 from prefect.artifacts import Artifact, ImageArtifact, MarkdownArtifact, ProgressArtifact
 
+from prefect_raybatch.compile.sizes import size_spec
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import (
     COSTS,
@@ -33,7 +34,6 @@ from prefect_raybatch.flow.events import LiveEvents, RunEvents
 from prefect_raybatch.harmless import link, markdown_text
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
-from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.report import plots
 from prefect_raybatch.report.charts import charts

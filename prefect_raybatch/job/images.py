@@ -13,7 +13,6 @@ MOST_PIXELS = 178_956_970  # above these Pillow refuses whatever it is asked
 ASPECT = 200  # of one side to the other, from which on models refuse an image
 UNKNOWN = (512, 512)  # the size that an image is taken for where none is set
 DIGESTS_COLUMN = "image_digests"  # of output.extras
-MODALITIES = ("video", "audio")  # what a model may take too, and no request of ours holds
 
 
 class Images(Group):
@@ -105,16 +104,3 @@ class Images(Group):
     def most(self) -> int:
         """Images a row may have."""
         return self.per_row or 1
-
-    def pixels(self, size: tuple[int, int]) -> int:
-        """Those of an image of that width and height when a model is given it."""
-        if isinstance(self.resize, list):
-            size = (self.resize[0], self.resize[1])
-        elif self.resize is not None and max(size) > self.resize:
-            width, height = (max(1, side * self.resize // max(size)) for side in size)
-            size = (width, height)
-        return size[0] * size[1]
-
-    def limits(self) -> dict[str, int]:
-        """vLLM's limit_mm_per_prompt."""
-        return {"image": self.most, **dict.fromkeys(MODALITIES, 0)}

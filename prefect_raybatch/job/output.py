@@ -219,11 +219,6 @@ class Output(Group):
     def _tool_parser(cls, value: str | None) -> str | None:
         return chat.check_parser(value, vllm_fields.tool_parsers())
 
-    def for_workers(self) -> Output:
-        """What workers need of it: without keys, and without the places that a finished result is
-        published to, which may hold some."""
-        return self.model_copy(update={"options": {}, "credentials_block": None, "publish": []})
-
     @property
     def parsed_columns(self) -> dict[str, str]:
         """Columns that parsers fill beside the answer's, by the field that names them."""
@@ -272,17 +267,6 @@ class Output(Group):
         if isinstance(value, str) and value.lstrip().startswith("{"):
             return value
         return None if value is None else answer_schema.schema_text(value)
-
-    def resolved(self) -> Output:
-        """With the text of the schema that a file or class means now; `ConfigError` for one that
-        cannot be had, or that no engine would take."""
-        if self.schema_model is None:
-            return self
-        return self.with_form(answer_schema.schema_text(self.schema_model))
-
-    def with_form(self, text: str | None) -> Output:
-        """With that text as the schema of each answer."""
-        return self if text is None else self.model_copy(update={"schema_model": text})
 
     @property
     def fails_cut_off(self) -> bool:

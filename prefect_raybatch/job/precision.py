@@ -4,7 +4,7 @@ it is once that is decided."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.job import tasks
 from prefect_raybatch.job.engine import Engine
@@ -25,6 +25,13 @@ def precision_tries(engine: Engine) -> list[dict[str, str]]:
         return []
     together = dict.fromkeys(asked, "fp8")
     return [together, *({name: "fp8"} for name in asked if len(asked) > 1)]
+
+
+def without_tries(engine: Engine) -> dict[str, Any]:
+    """Return the vLLM arguments of an engine, without those that are to be decided."""
+    undecided = {name for tried in precision_tries(engine) for name in tried}
+    given = engine.model_extra or {}
+    return {name: value for name, value in given.items() if name not in undecided}
 
 
 def with_precision(job: BatchJob, decided: Mapping[str, str]) -> BatchJob:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from prefect_raybatch.job.batch_job import BatchJob
-    from prefect_raybatch.job.prompt import Prompt
 
 TaskName = Literal["generate", "embed", "classify", "score"]
 VectorType = Literal["float32", "float16"]
@@ -22,11 +21,6 @@ OF_A_TEXT = ("schema_model", "probabilities", "reasoning_parser", "tool_parser")
 def pools(task: str) -> bool:
     """Whether a task is one of vLLM's pooling runner: one step, no tokens out."""
     return task != "generate"
-
-
-def paired(prompt: Prompt) -> bool:
-    """Whether a row may give two texts."""
-    return prompt.second is not None or prompt.function is not None
 
 
 def check_task(job: BatchJob) -> None:
@@ -101,12 +95,6 @@ def _set(group: Any) -> list[str]:
     """The fields of a group that are not as they are by default."""
     usual = type(group)().model_dump()
     return [name for name, value in group.model_dump().items() if value != usual.get(name)]
-
-
-def added_columns(job: BatchJob) -> list[str]:
-    """The result's columns with what the model answered, without a postprocess function."""
-    column = job.output.column
-    return [column, probabilities(column)] if job.engine.task == "classify" else [column]
 
 
 def probabilities(column: str) -> str:

@@ -42,9 +42,9 @@ def bounded_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
     return {**parts, URI_PART: {"count": len(uris), "sha256": digest(dump(uris))}}
 
 
-def bounded_job(job: dict[str, Any]) -> dict[str, Any]:
+def bounded_job(job: Mapping[str, Any]) -> dict[str, Any]:
     """A job as a plan holds it."""
     source = job.get("source", {})
     if not too_many(source.get("uri")):
-        return job
+        return dict(job)
     return {**job, "source": {**source, "uri": source["uri"][:FIRST_URIS]}}

@@ -9,6 +9,7 @@ from prefect_raybatch.errors import PlanMismatch
 from prefect_raybatch.job.secrets import masked
 from prefect_raybatch.ledger.many_uris import bounded_parts
 from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.spec.identity import Identity
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -29,26 +30,25 @@ def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple
 
 def check_same(
     plan: Plan,
-    found: str,
-    parts: Mapping[str, Any],
+    own: Identity,
     where: str,
     left_out: Collection[str] = (),
 ) -> None:
     """Raises `PlanMismatch` with a readable difference when the run belongs to another job.
     Differences in the fields `left_out` are taken on by a person, and make it no other."""
-    if plan.fingerprint == found:
+    if plan.fingerprint == own.fingerprint:
         return
-    differences = differing(plan.parts, parts)
+    differences = differing(plan.parts, own.parts)
     lines = [
         f"{key}: {before} -> {after}"
         for key, (before, after) in differences.items()
         if key not in left_out
     ]
-    hidden = any(masked(parts.get("engine", {}), "engine"))
+    hidden = any(masked(own.parts.get("engine", {}), "engine"))
     if differences and not lines and not hidden:
         return
     if not lines:  # then it is what both hide
-        fields = ", ".join(masked(parts.get("engine", {}), "engine")) or "a field"
+        fields = ", ".join(masked(own.parts.get("engine", {}), "engine")) or "a field"
         lines = [f"{fields}: hidden, and another value than before"]
     raise PlanMismatch(
         f"{where} was made by a job that gives other answers, so it cannot be continued:\n  "

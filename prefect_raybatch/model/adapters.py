@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.ledger.records import digest, dump
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.context import text_part
+from prefect_raybatch.spec.model import ModelRequest
 from prefect_raybatch.storage import Store, is_remote, open_store
 from prefect_raybatch.storage.node_cache import cached_folder
 
@@ -32,25 +32,25 @@ HUB_SCHEME = "hf://"  # before a Hugging Face name, which may also stand alone: 
 FROM_HIDDEN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
-def named(engine: Engine) -> dict[str, str]:
+def named(request: ModelRequest) -> dict[str, str]:
     """The job's adapters by name, in the order of their names; one for all rows is called ''."""
-    if engine.adapter is not None:
-        return {"": engine.adapter}
-    return dict(sorted(engine.adapters.items()))
+    if request.adapter is not None:
+        return {"": request.adapter}
+    return dict(sorted(request.adapters.items()))
 
 
-def identities(engine: Engine) -> dict[str, str]:
+def identities(request: ModelRequest) -> dict[str, str]:
     """What the fingerprint counts of each: its content, or its Hugging Face name as written."""
     return {
         name: source if _is_name(source) else _identity(_field(name), source)
-        for name, source in named(engine).items()
+        for name, source in named(request).items()
     }
 
 
-def pin_adapters(engine: Engine) -> dict[str, dict[str, Any]]:
+def pin_adapters(request: ModelRequest) -> dict[str, dict[str, Any]]:
     """{name: {source, revision, identity, rank}} of the job's adapters, as a plan keeps it."""
     made = {}
-    for name, source in named(engine).items():
+    for name, source in named(request).items():
         revision = None
         if _is_name(source):
             source, _, wanted = source.removeprefix(HUB_SCHEME).partition("@")
@@ -79,7 +79,7 @@ def arguments(pinned: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any])
 
 
 def check_adapters_fit(
-    engine: Engine, pinned: Mapping[str, Any], config: Mapping[str, Any]
+    request: ModelRequest, pinned: Mapping[str, Any], config: Mapping[str, Any]
 ) -> None:
     """Raises `ConfigError` for an adapter that was not made for this model, by its tensors, or that
     vLLM does not load; where only the name of its model differs that is a warning."""
@@ -92,15 +92,15 @@ def check_adapters_fit(
                 raise ConfigError(f"{field}: {adapter['source']} has {wrong}, which vLLM lacks")
         if said.get("bias") not in (None, "none"):
             raise ConfigError(f"{field}: {adapter['source']} trains biases, which vLLM lacks")
-        _check_tensors(field, engine.model, adapter, text)
+        _check_tensors(field, request.name, adapter, text)
         base = str(said.get("base_model_name_or_path") or "")
-        if base and Path(base).name != Path(engine.model).name:
+        if base and Path(base).name != Path(request.name).name:
             log.warning(
                 "%s: %s was made for %s, and engine.model is %s; its tensors fit",
                 field,
                 adapter["source"],
                 base,
-                engine.model,
+                request.name,
             )
 
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.bounded import read_regular_file, within
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.chat import is_template_text
 from prefect_raybatch.job.checks import nearest
-from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.model import pinned as models
+from prefect_raybatch.spec.model import ModelRequest
+from prefect_raybatch.spec.prompt import PromptSpec
 from prefect_raybatch.storage import Store, is_remote, join, open_store
 
 if TYPE_CHECKING:
@@ -26,29 +26,26 @@ MAX_TEMPLATE_BYTES = 1 << 20
 MAX_TOKENIZER_BYTES = 16 << 20
 
 
-def with_text(job: BatchJob) -> BatchJob:
-    """The job with the text of its chat template in place of a file's name; `ConfigError` for a
-    file that cannot be read, or that is no template."""
-    given = job.prompt.chat_template
-    if given is None:
-        return job
+def template_text(given: str) -> str:
+    """Return the text of a chat template, which `given` is or names the file of.
+
+    Raises `ConfigError` for a file that cannot be read, or that is no template.
+    """
     text = given if is_template_text(given) else _read(given)
     _parsed(text, "prompt.chat_template" if text == given else f"prompt.chat_template: {given}")
-    prompt = job.prompt.model_copy(update={"chat_template": text})
-    return job.model_copy(update={"prompt": prompt})
+    return text
 
 
-def check_template(job: BatchJob, model: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` where the chat template, the job's or the model's, does not know what
+def check_template(prompt: PromptSpec, request: ModelRequest, model: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` where the chat template, the job's or the model's, does not know what
     the job gives it. `model` is what `pinned.pin` gives; of one that is not in a folder nothing is
     known here."""
-    prompt = job.prompt
     fields = needing(prompt)
     where = "prompt.chat_template"
     text = prompt.chat_template
     if text is None and (fields or not is_remote(str(model["source"]))):
         where = f"the chat template of {model['source']}"
-        text = _of_model(job, model)
+        text = _of_model(prompt, request, model)
     if text:
         _check_ends(text, where, prompt)
     if text is None or not fields:
@@ -72,13 +69,13 @@ def check_template(job: BatchJob, model: Mapping[str, Any]) -> None:
             )
 
 
-def _check_ends(text: str, where: str, prompt: Prompt) -> None:
+def _check_ends(text: str, where: str, prompt: PromptSpec) -> None:
     """Raise `ConfigError` for a chat template that does not end for two short messages."""
     import jinja2
 
     def render() -> None:
         content: Any = "u"
-        if prompt.images.used:
+        if prompt.images is not None:
             content = [{"type": "image"}, {"type": "text", "text": "u"}]
         messages = [{"role": "system", "content": "s"}, {"role": "user", "content": content}]
         # As transformers calls it; what else a template wants to know is undefined in it.
@@ -105,7 +102,7 @@ def _check_ends(text: str, where: str, prompt: Prompt) -> None:
         return
 
 
-def needing(prompt: Prompt) -> tuple[str, ...]:
+def needing(prompt: PromptSpec) -> tuple[str, ...]:
     """The fields of a job that only a chat template can follow."""
     fields = {
         "messages": prompt.messages,
@@ -148,9 +145,9 @@ def _read(name: str) -> str:
         raise ConfigError(f"prompt.chat_template: {name!r} is no text: {error}") from None
 
 
-def _of_model(job: BatchJob, model: Mapping[str, Any]) -> str | None:
+def _of_model(prompt: PromptSpec, request: ModelRequest, model: Mapping[str, Any]) -> str | None:
     """The model's own chat template; "" where its files hold none, None where they are not here."""
-    extra, source = job.engine.model_extra or {}, str(model["source"])
+    extra, source = request.given, str(model["source"])
     if extra.get("tokenizer"):
         if is_remote(extra["tokenizer"]) or not Path(extra["tokenizer"]).is_dir():
             return None
@@ -159,9 +156,9 @@ def _of_model(job: BatchJob, model: Mapping[str, Any]) -> str | None:
         store = models.store_of(model)
     else:
         return None
-    if job.prompt.images.used and (text := _of_processor(store)):
+    if prompt.images is not None and (text := _of_processor(store)):
         return text
-    return _stored(store, bool(job.prompt.tools))
+    return _stored(store, bool(prompt.tools))
 
 
 def _of_processor(store: Store) -> str | None:

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.engine import Engine
-from prefect_raybatch.job.images import Images
-from prefect_raybatch.job.sampling import Sampling
-from prefect_raybatch.job.tasks import pools
 from prefect_raybatch.model import adapters, media, tasks
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.context import longest_context, own_context, text_part
+from prefect_raybatch.spec.model import ModelRequest
+from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.sampling import SamplingSpec
 from prefect_raybatch.storage import Store, is_remote
 
 LONGER_ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # vLLM lets a longer context through then
@@ -33,62 +32,56 @@ TOKENIZER = (
 )
 
 
-def check(
-    engine: Engine,
-    sampling: Sampling,
-    model: Mapping[str, Any],
-    files: bool = True,
-    paired: bool = True,
-    images: Images | None = None,
-) -> None:
-    """Raises `ConfigError` for a model that cannot do the job's task, does not take its `images`,
+def check(spec: RunSpec, model: Mapping[str, Any], files: bool = True) -> None:
+    """Raise `ConfigError` for a model that cannot do the run's task, does not take its images,
     lacks weights or tokenizer, has files that were cut off, whose context has no room for the
-    answer, or that has not the token ids of `sampling`.
+    answer, or that has not the token ids of sampling fields.
 
     `model` is what `pinned.pin` gives. Of a Hugging Face name config.json alone is looked at;
-    so of any model without `files`, as for a cluster that is only imagined. `paired`: a row gives
-    two texts.
+    so of any model without `files`, as for a cluster that is only imagined.
     """
-    source = str(model["source"])
+    request, source = spec.engine.model, str(model["source"])
     config, _ = models.read_config(model)
-    tasks.check_can(engine, source, config, paired)
-    if images is not None:
-        media.check_takes(engine, images, source, config)
-    _check_length(engine, config)
-    if not pools(engine.task):
-        _check_room(engine, sampling, config)
-        _check_vocabulary(engine, sampling, config)
-    if found := adapters.pin_adapters(engine) if files else {}:
-        adapters.check_adapters_fit(engine, found, config)
+    tasks.check_can(request, source, config, spec.prompt.paired)
+    if spec.prompt.images is not None:
+        media.check_takes(request, spec.prompt.images, source, config)
+    _check_length(request, config)
+    if not request.pools:
+        _check_room(request, spec.sampling.max_tokens, config)
+        _check_vocabulary(request, spec.sampling, config)
+    if found := adapters.pin_adapters(request) if files else {}:
+        adapters.check_adapters_fit(request, found, config)
     if not files:
         return
     if source == models.DEMO or is_remote(source) or Path(source).is_dir():
-        _check_files(engine, source, models.store_of(model))
+        _check_files(request, source, models.store_of(model))
 
 
-def _check_room(engine: Engine, sampling: Sampling, config: Mapping[str, Any]) -> None:
-    if engine.max_model_len == "auto":  # follows from the rows and leaves room for the answer
+def _check_room(request: ModelRequest, max_tokens: int, config: Mapping[str, Any]) -> None:
+    if request.context_auto:  # follows from the rows and leaves room for the answer
         return
-    context, said = engine.context, "engine.max_model_len"
+    context, said = request.context, "engine.max_model_len"
     if context is None:
         context, said = own_context(config), "by the model's config.json"
     if context is None:
         return
-    if sampling.max_tokens >= context:
+    if max_tokens >= context:
         raise ConfigError(
-            f"sampling.max_tokens: {sampling.max_tokens:,} leave no room for a prompt, as prompt "
+            f"sampling.max_tokens: {max_tokens:,} leave no room for a prompt, as prompt "
             f"and answer together have {context:,} tokens ({said}); lower it"
         )
 
 
-def _check_vocabulary(engine: Engine, sampling: Sampling, config: Mapping[str, Any]) -> None:
+def _check_vocabulary(
+    request: ModelRequest, sampling: SamplingSpec, config: Mapping[str, Any]
+) -> None:
     """`ConfigError` for token ids that the model has not, with which vLLM refuses every row."""
     tokens = text_part(config).get("vocab_size")
-    if not isinstance(tokens, int) or "hf_overrides" in (engine.model_extra or {}):
+    if not isinstance(tokens, int) or "hf_overrides" in request.given:
         return
-    given = sampling.model_extra or {}
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-        outside = [token for token in map(int, given.get(name) or ()) if not 0 <= token < tokens]
+        ids = map(int, sampling.fields.get(name) or ())
+        outside = [token for token in ids if not 0 <= token < tokens]
         if outside:
             raise ConfigError(
                 f"sampling.{name}: the model has no token {outside[0]:,}; its ids go from 0 to "
@@ -96,21 +89,21 @@ def _check_vocabulary(engine: Engine, sampling: Sampling, config: Mapping[str, A
             )
 
 
-def _check_length(engine: Engine, config: Mapping[str, Any]) -> None:
+def _check_length(request: ModelRequest, config: Mapping[str, Any]) -> None:
     """`ConfigError` for a context that vLLM refuses, where that can be told from config.json."""
-    if "hf_overrides" in (engine.model_extra or {}) or engine.context is None:
+    if "hf_overrides" in request.given or request.context is None:
         return
-    allowed = {**os.environ, **engine.env}.get(LONGER_ALLOWED, "0")
+    allowed = {**os.environ, **request.env}.get(LONGER_ALLOWED, "0")
     longest = longest_context(config)
-    if longest is not None and engine.context > longest and allowed in ("", "0"):
+    if longest is not None and request.context > longest and allowed in ("", "0"):
         raise ConfigError(
-            f"engine.max_model_len: {engine.context:,} is more than the {longest:,} tokens that "
+            f"engine.max_model_len: {request.context:,} is more than the {longest:,} tokens that "
             "the model takes by its config.json; lower it, or leave it out for all that it takes"
         )
 
 
-def _check_files(engine: Engine, source: str, store: Store) -> None:
-    extra = engine.model_extra or {}
+def _check_files(request: ModelRequest, source: str, store: Store) -> None:
+    extra = request.given
     sizes = {file.path: file.size for file in store.list(recursive=False)}
     weights = {name for name in sizes if name.endswith(models.WEIGHTS)}
     if extra.get("load_format") in FROM_FILES:

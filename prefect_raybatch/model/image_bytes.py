@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.tasks import overridden
+from prefect_raybatch.spec.model import ModelRequest
 from prefect_raybatch.storage import is_remote
 
 CHANNELS = 3
@@ -24,18 +24,18 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def image_bytes(
-    engine: Engine, model: Mapping[str, Any], pixels: float, processor: Mapping[str, Any]
+    request: ModelRequest, model: Mapping[str, Any], pixels: float, processor: Mapping[str, Any]
 ) -> float:
     """About the bytes of one image that has so many pixels when the model is given it."""
     config, _ = models.read_config(model)
-    config = overridden(engine, config)
+    config = overridden(request, config)
     inner = config.get("text_config")
     kind = config.get("dtype") or config.get("torch_dtype")
     kind = kind or (inner.get("dtype") if isinstance(inner, Mapping) else None)
-    asked = (engine.model_extra or {}).get("dtype")
+    asked = request.given.get("dtype")
     kind = kind if asked in (None, "auto") else asked
     wide = kind in ("float32", "float")
-    given = (engine.model_extra or {}).get("mm_processor_kwargs")
+    given = request.given.get("mm_processor_kwargs")
     merged = {**processor, **(given if isinstance(given, Mapping) else {})}
     return made_pixels(pixels, merged) * CHANNELS * (4 if wide else 2)
 

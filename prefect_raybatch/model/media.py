@@ -7,17 +7,17 @@ from typing import Any
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job import vllm_fields
-from prefect_raybatch.job.engine import Engine
-from prefect_raybatch.job.images import Images
 from prefect_raybatch.model.tasks import architectures, overridden
+from prefect_raybatch.spec.model import ModelRequest
+from prefect_raybatch.spec.prompt import ImageSpec
 
 
-def check_takes(engine: Engine, images: Images, source: str, config: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for a model that takes text alone, or fewer images a request than a row
+def check_takes(
+    request: ModelRequest, images: ImageSpec, source: str, config: Mapping[str, Any]
+) -> None:
+    """Raise `ConfigError` for a model that takes text alone, or fewer images a request than a row
     may have. Silent about a model that the installed vLLM does not tell of."""
-    if not images.used:
-        return
-    names = architectures(overridden(engine, config))
+    names = architectures(overridden(request, config))
     shown = f"engine.model: {source} is {', '.join(names)}, which takes"
     if any(name in (vllm_fields.text_models() or ()) for name in names):
         raise ConfigError(

@@ -11,9 +11,9 @@ from typing import Any
 from prefect_raybatch import demo
 from prefect_raybatch.bounded import read_regular_file, within
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.ledger.records import digest, dump
 from prefect_raybatch.model.context import own_context
+from prefect_raybatch.spec.model import ModelRequest
 from prefect_raybatch.storage import FileInfo, Store, is_remote, open_store
 from prefect_raybatch.storage.node_cache import cached_folder
 
@@ -26,14 +26,14 @@ HUB = 3.0  # seconds for an answer of Hugging Face
 HASHED_BYTES = 1 << 20  # bytes hashed at each end of a weight file: whole files would take minutes
 
 
-def pin(engine: Engine) -> dict[str, Any]:
+def pin(request: ModelRequest) -> dict[str, Any]:
     """{source, revision, identity}: what the plan pins.
 
     A folder's identity is a hash over file names, sizes and (sampled) contents. A Hugging Face
     name is pinned to the commit that `revision` points to now. Raises `ConfigError` when there is
     no such model.
     """
-    source = engine.model
+    source = request.name
     if source == DEMO:
         return {"source": DEMO, "revision": None, "identity": _folder(Path(demo.demo_model_path()))}
     if is_remote(source):
@@ -47,15 +47,15 @@ def pin(engine: Engine) -> dict[str, Any]:
         raise ConfigError(
             f"engine.model: {source!r} is no folder here and no Hugging Face name (owner/name)"
         )
-    revision = hub_commit(source, engine.revision)
+    revision = hub_commit(source, request.revision)
     return {"source": source, "revision": revision, "identity": f"{source}@{revision}"}
 
 
-def cpu_dtype(engine: Engine) -> str | None:
+def cpu_dtype(request: ModelRequest) -> str | None:
     """What the model is computed in on a CPU; None where that is left to vLLM, which takes what it
     is stored in."""
-    said = (engine.model_extra or {}).get("dtype")
-    return said or (demo.CPU_DTYPE if engine.model == DEMO else None)
+    said = request.given.get("dtype")
+    return said or (demo.CPU_DTYPE if request.name == DEMO else None)
 
 
 def local_path(model: dict[str, Any]) -> str:
@@ -80,9 +80,9 @@ def tokenizer_place(model: dict[str, Any]) -> tuple[str, str | None, bool]:
     return local_path(model), model.get("revision"), trust
 
 
-def with_tokenizer(model: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
+def with_tokenizer(model: Mapping[str, Any], request: ModelRequest) -> dict[str, Any]:
     """The plan's model and the engine arguments that choose another tokenizer for it."""
-    extra = engine.model_extra or {}
+    extra = request.given
     names = ("tokenizer", "tokenizer_revision", "trust_remote_code")
     return {**model, **{name: extra[name] for name in names if extra.get(name)}}
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job import vllm_fields
-from prefect_raybatch.job.engine import Engine
+from prefect_raybatch.spec.model import ModelRequest
 
 # Endings that vLLM takes for models that pool, not generate (`_SUFFIX_TO_DEFAULTS`).
 CLASSIFIES = ("ForSequenceClassification", "ClassificationModel")
@@ -22,9 +22,9 @@ EMBEDS = ("ForTextEncoding", "EmbeddingModel", "ForMaskedLM")
 PoolingTask = Literal["embed", "classify"]
 
 
-def overridden(engine: Engine, config: Mapping[str, Any]) -> dict[str, Any]:
+def overridden(request: ModelRequest, config: Mapping[str, Any]) -> dict[str, Any]:
     """config.json as vLLM sees it, with engine.hf_overrides."""
-    extra = (engine.model_extra or {}).get("hf_overrides")
+    extra = request.given.get("hf_overrides")
     return {**config, **(extra if isinstance(extra, Mapping) else {})}
 
 
@@ -34,20 +34,20 @@ def architectures(config: Mapping[str, Any]) -> list[str]:
     return [str(name) for name in named] if isinstance(named, list) else []
 
 
-def asked(engine: Engine, config: Mapping[str, Any]) -> PoolingTask:
+def asked(request: ModelRequest, config: Mapping[str, Any]) -> PoolingTask:
     """vLLM's task for a job that pools: a score is one of a classifier of pairs, or the cosine of
     two vectors."""
-    if engine.task != "score":
-        return "classify" if engine.task == "classify" else "embed"
-    return "classify" if _classifies(engine, overridden(engine, config)) else "embed"
+    if request.task != "score":
+        return "classify" if request.task == "classify" else "embed"
+    return "classify" if _classifies(request, overridden(request, config)) else "embed"
 
 
-def labels(engine: Engine, config: Mapping[str, Any]) -> list[str]:
+def labels(request: ModelRequest, config: Mapping[str, Any]) -> list[str]:
     """The names of the model's labels, in the order of their numbers; as transformers has it,
     LABEL_0 and on where they have none, and two of them where nothing is said. Those of a model
     that generates, made a classifier by `classifier_from_token`, are these tokens; of two of them
     vLLM makes one score."""
-    config = overridden(engine, config)
+    config = overridden(request, config)
     tokens, method = config.get("classifier_from_token"), config.get("method")
     if isinstance(tokens, list) and (config.get("is_original_qwen3_reranker") or method):
         two_way = method in (None, "from_2_way_softmax")
@@ -63,12 +63,14 @@ def labels(engine: Engine, config: Mapping[str, Any]) -> list[str]:
     return [f"LABEL_{number}" for number in range(count if isinstance(count, int) else 2)]
 
 
-def check_can(engine: Engine, source: str, config: Mapping[str, Any], paired: bool = True) -> None:
+def check_can(
+    request: ModelRequest, source: str, config: Mapping[str, Any], paired: bool = True
+) -> None:
     """Raises `ConfigError` for a model that cannot do the job's task; `paired` says that a row
     gives two texts."""
-    config = overridden(engine, config)
-    if engine.task == "generate":
-        _check_generates(engine, source, config)
+    config = overridden(request, config)
+    if request.task == "generate":
+        _check_generates(request, source, config)
         return
     names = architectures(config)
     shown = f"engine.model: {source} is {', '.join(names)}, which"
@@ -77,30 +79,30 @@ def check_can(engine: Engine, source: str, config: Mapping[str, Any], paired: bo
     if any(name.endswith(NOT_A_TEXT) for name in names):
         raise ConfigError(
             f"{shown} gives a value for each token or is not asked in text; name a model that "
-            f"can {engine.task}"
+            f"can {request.task}"
         )
-    classifies = _classifies(engine, config)
-    if engine.task == "embed" and classifies:
+    classifies = _classifies(request, config)
+    if request.task == "embed" and classifies:
         raise ConfigError(
             f"{shown} classifies; set engine.task to classify, or to score for pairs, or name a "
             "model that embeds"
         )
-    if engine.task == "classify":
-        _check_labels(engine, shown, source, config, classifies)
-    if engine.task == "score" and classifies and len(labels(engine, config)) != 1:
+    if request.task == "classify":
+        _check_labels(request, shown, source, config, classifies)
+    if request.task == "score" and classifies and len(labels(request, config)) != 1:
         raise ConfigError(
-            f"{shown} has {len(labels(engine, config))} labels, and a score is of one; set "
+            f"{shown} has {len(labels(request, config))} labels, and a score is of one; set "
             "engine.task to classify"
         )
-    if engine.task == "score" and not classifies and not paired:
+    if request.task == "score" and not classifies and not paired:
         raise ConfigError(
             f"{shown} embeds, so that a score is the cosine of two texts; write the other one into "
             "prompt.second"
         )
 
 
-def _check_generates(engine: Engine, source: str, config: Mapping[str, Any]) -> None:
-    extra = engine.model_extra or {}
+def _check_generates(request: ModelRequest, source: str, config: Mapping[str, Any]) -> None:
+    extra = request.given
     if extra.get("runner") not in (None, "auto", "generate"):
         raise ConfigError(
             f"engine.runner: {extra['runner']!r} gives no text; leave it out, and set engine.task "
@@ -120,8 +122,8 @@ def _check_generates(engine: Engine, source: str, config: Mapping[str, Any]) -> 
         )
 
 
-def _classifies(engine: Engine, config: Mapping[str, Any]) -> bool:
-    if (engine.model_extra or {}).get("convert") == "classify":
+def _classifies(request: ModelRequest, config: Mapping[str, Any]) -> bool:
+    if request.given.get("convert") == "classify":
         return True
     known = vllm_fields.classifying_models() or ()
     names = architectures(config)
@@ -129,14 +131,14 @@ def _classifies(engine: Engine, config: Mapping[str, Any]) -> bool:
 
 
 def _check_labels(
-    engine: Engine, shown: str, source: str, config: Mapping[str, Any], classifies: bool
+    request: ModelRequest, shown: str, source: str, config: Mapping[str, Any], classifies: bool
 ) -> None:
     if not classifies:
         raise ConfigError(
             f"{shown} does not classify; name a model whose architecture ends in "
             "ForSequenceClassification, or set engine.task to embed"
         )
-    names = labels(engine, config)
+    names = labels(request, config)
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import nearest
+from prefect_raybatch.job.counted_fields import FINGERPRINTED
 from prefect_raybatch.ledger.accepted import Accepted
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.same_job import check_same, differing
-from prefect_raybatch.plan.fingerprint import FINGERPRINTED
+from prefect_raybatch.spec.identity import Identity
 
 _ROWS = "it decides which rows the run has, which its plan has fixed"
 _COLUMNS = "it decides the columns of the result, which is one table"
@@ -38,8 +38,7 @@ VECTOR_TASKS = ("embed", "classify")
 
 def check_acceptable(
     plan: Plan,
-    found: str,
-    parts: Mapping[str, Any],
+    own: Identity,
     where: str,
     fields: Sequence[str],
     by: str,
@@ -50,17 +49,17 @@ def check_acceptable(
     Raises `ConfigError` for a name that no field has, and for a difference that nobody may take on;
     `PlanMismatch` for the differences that are left.
     """
-    differences = differing(plan.parts, parts)
-    known = {*FINGERPRINTED, *differing({}, plan.parts), *differing({}, parts)}
+    differences = differing(plan.parts, own.parts)
+    known = {*FINGERPRINTED, *differing({}, plan.parts), *differing({}, own.parts)}
     for name in fields:
         if name not in known:
             raise ConfigError(f"accept: no field is called {name!r}{nearest(name, known)}")
         if name in differences:
             _check_field(plan, name, differences[name])
-    if not fields or plan.fingerprint == found:
-        check_same(plan, found, parts, where)
+    if not fields or plan.fingerprint == own.fingerprint:
+        check_same(plan, own, where)
         return ()
-    check_same(plan, found, parts, where, left_out=fields)
+    check_same(plan, own, where, left_out=fields)
     now = round(time.time(), 3)
     wanted = [name for name in dict.fromkeys(fields) if name in differences]
     return tuple(Accepted(name, *differences[name], by, now) for name in wanted)

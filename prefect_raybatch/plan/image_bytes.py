@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.images import UNKNOWN
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model.image_bytes import image_bytes, processor_of
 from prefect_raybatch.source import Inventory
+from prefect_raybatch.spec.read import ReadSpec
+from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.storage import Store
 
 ROWS_A_LOOK, IMAGE_LOOKS = 8, 3  # rows looked at in each of so many places
 
 
 def row_bytes(
-    job: BatchJob,
+    spec: RunSpec,
     model: Mapping[str, Any],
     found: Inventory,
     store: Store | None = None,
@@ -26,30 +27,32 @@ def row_bytes(
 
     `store` is the run's where the files are its snapshot. Unless `read`, no row is looked at.
     """
-    images = job.prompt.images
-    if not images.used:
+    images, request = spec.prompt.images, spec.engine.model
+    if images is None:
         return found.row_bytes
     processor = processor_of(model)
     per_row: list[float] = []
-    if read and images.columns and not isinstance(images.resize, list):
-        for sizes in _sizes(job, found, store):
-            each = (image_bytes(job.engine, model, images.pixels(s), processor) for s in sizes)
+    if read and images.columns and not isinstance(images.resize, tuple):
+        for sizes in _sizes(images.columns, spec.read, found, store):
+            each = (image_bytes(request, model, images.pixels(s), processor) for s in sizes)
             per_row.append(sum(each))
     if per_row:
         return max(found.row_bytes, sum(per_row) / len(per_row))
-    one = image_bytes(job.engine, model, images.pixels(UNKNOWN), processor)
+    one = image_bytes(request, model, images.pixels(UNKNOWN), processor)
     return max(found.row_bytes, one * images.most)
 
 
-def _sizes(job: BatchJob, found: Inventory, store: Store | None) -> Iterator[list[tuple[int, int]]]:
+def _sizes(
+    columns: Sequence[str], read: ReadSpec, found: Inventory, store: Store | None
+) -> Iterator[list[tuple[int, int]]]:
     """Width and height of the images of a few rows that hold them, as far as they can be told."""
     from prefect_raybatch.stages.block import Failure, is_lost, rows_of
     from prefect_raybatch.stages.images.decode import size_of
     from prefect_raybatch.stages.read import ShardReader
 
-    names = job.prompt.images.columns
+    names = list(columns)
     schema = found.schema.empty_table().select(names).schema
-    reader = ShardReader(found.files, schema, store, job.source.options)
+    reader = ShardReader(found.files, schema, store, dict(read.options))
     starts = sorted(
         {
             place * max(0, reader.rows - ROWS_A_LOOK) // (IMAGE_LOOKS - 1)

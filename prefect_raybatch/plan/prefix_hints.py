@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from prefect_raybatch.job import tasks
-from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.spec.prompt import PromptSpec
+from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.words import counted
 
 MOST_FIELDS = 8  # of a template: each set of them is counted
@@ -39,11 +39,11 @@ class TemplateCells:
     values: Sequence[tuple[Any, ...]]
 
     @classmethod
-    def of(cls, job: BatchJob, rows: Sequence[dict[str, Any]]) -> TemplateCells | None:
+    def of(cls, prompt: PromptSpec, rows: Sequence[dict[str, Any]]) -> TemplateCells | None:
         """None where prompts are not made of a template's fields, or begin with images."""
-        if job.prompt.template is None or job.prompt.images.used or len(rows) < LEAST_SAMPLED:
+        if prompt.template is None or prompt.images is not None or len(rows) < LEAST_SAMPLED:
             return None
-        parts = list(string.Formatter().parse(job.prompt.template))
+        parts = list(string.Formatter().parse(prompt.template))
         fields = tuple(name for _, name, _, _ in parts if name is not None)
         if not fields or len(set(fields)) < len(fields) or len(fields) > MOST_FIELDS:
             return None
@@ -52,7 +52,7 @@ class TemplateCells:
         means = (np.mean([len(str(row[i])) for row in values]) for i in range(len(fields)))
         sizes = tuple(a + float(b) for a, b in zip(literals, means, strict=True))
         tail = sum(len(text) for text, name, _, _ in parts if name is None)
-        return cls(fields, sizes, (float(len(job.prompt.system or "")), float(tail)), values)
+        return cls(fields, sizes, (float(len(prompt.system or "")), float(tail)), values)
 
     def shared(self, rows: int) -> tuple[float, float, tuple[str, ...]]:
         """Of so many rows taken at random, the share of their prompts that need not be computed
@@ -100,20 +100,20 @@ def distinct_of(seen: Counter[Any], rows: int) -> float:
 
 
 def prefix_hints(
-    job: BatchJob, rows: int, sampled: Sequence[dict[str, Any]], tokens: float
+    spec: RunSpec, rows: int, sampled: Sequence[dict[str, Any]], tokens: float
 ) -> tuple[str, ...]:
     """A line for each change that would share more, for an input of `rows` rows; `tokens` are those
     of a mean prompt."""
-    if tasks.pools(job.engine.task) or job.engine.order == "input":
+    if spec.engine.model.pools or not spec.engine.sort:
         return ()
-    cells = TemplateCells.of(job, sampled)
+    cells = TemplateCells.of(spec.prompt, sampled)
     if cells is None:
         return ()
-    shard = min(rows, job.source.rows_per_shard or USUAL_SHARD)
-    reach = rows if job.asks_apart else shard
+    shard = min(rows, spec.sizes.rows_per_shard or USUAL_SHARD)
+    reach = rows if spec.reuse.asks_apart else shard
     now, best, order = cells.shared(reach)
     far, far_best, _ = cells.shared(rows)
-    where = "over the run" if job.asks_apart else f"in a shard of {counted(shard, 'row')}"
+    where = "over the run" if spec.reuse.asks_apart else f"in a shard of {counted(shard, 'row')}"
     made = []
 
     def told(before: float, after: float) -> str:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.errors import ConfigError, SourceError
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import template_fields
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.memory import CACHE_BLOCK
 from prefect_raybatch.plan.prefix_hints import prefix_hints
+from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 
@@ -85,7 +85,7 @@ class PromptLengths:
 
 
 def of_files(
-    job: BatchJob,
+    spec: RunSpec,
     model: Mapping[str, Any],
     found: Inventory,
     store: Store | None = None,
@@ -95,29 +95,29 @@ def of_files(
     snapshot. Raises `SourceError` for what cannot be read, `ConfigError` where no row makes a
     prompt."""
     rows = sum(file.rows for file in found.files)
-    return measure(job, model, _spread(job, found, store, sample), sample, rows=rows)
+    return measure(spec, model, _spread(spec, found, store, sample), sample, rows=rows)
 
 
-def of_heads(job: BatchJob, model: Mapping[str, Any], sample: int = SAMPLE_ROWS) -> PromptLengths:
+def of_heads(spec: RunSpec, model: Mapping[str, Any], sample: int = SAMPLE_ROWS) -> PromptLengths:
     """Of CSV or JSON Lines without copying them: of the first block of up to 16 files."""
     from prefect_raybatch import source
 
-    heads = list(source.heads(job.source, HEADS))
+    heads = list(source.heads(spec.read, HEADS))
     each = -(-sample // max(1, len(heads)))
-    return measure(job, model, (b for head in heads for b in _thinned(*head, each)), sample)
+    return measure(spec, model, (b for head in heads for b in _thinned(*head, each)), sample)
 
 
-def _spread(job: BatchJob, found: Inventory, store: Store | None, sample: int) -> Iterator[Block]:
+def _spread(spec: RunSpec, found: Inventory, store: Store | None, sample: int) -> Iterator[Block]:
     import numpy as np
 
     from prefect_raybatch.stages.block import is_lost, losses
     from prefect_raybatch.stages.read import ShardReader
 
     schema = found.schema
-    if not job.prompt.function:  # no other columns are needed
-        wanted = set(job.prompt.columns) or {schema.names[0]}
+    if not spec.prompt.function:  # no other columns are needed
+        wanted = set(spec.prompt.columns) or {schema.names[0]}
         schema = schema.empty_table().select([n for n in schema.names if n in wanted]).schema
-    reader = ShardReader(found.files, schema, store, job.source.options)
+    reader = ShardReader(found.files, schema, store, dict(spec.read.options))
     starts = np.cumsum([0, *(file.rows for file in found.files)])
     units = [(Unit(i, 0, n), at) for i, (at, n) in enumerate(places(reader.rows, sample))]
     # In no order, so that a sample that is cut short is spread over the input as well.
@@ -162,7 +162,7 @@ class _Seen:
 
 
 def measure(
-    job: BatchJob,
+    spec: RunSpec,
     model: Mapping[str, Any],
     blocks: Iterable[Block],
     sample: int = SAMPLE_ROWS,
@@ -175,25 +175,24 @@ def measure(
     from prefect_raybatch.stages.pooling import Pooling
     from prefect_raybatch.stages.texts import prepare_of
 
-    pinned = models.with_tokenizer(model, job.engine)
-    limits = job.limits
+    pinned = models.with_tokenizer(model, spec.engine.model)
+    limits = spec.limits
     # Apart: a function that ends its process would end the driver, here and at each new try.
     calls = Calls(limits.function_seconds or None, apart=True, deaths=limits.engine_deaths)
     prepare = prepare_of(
-        Pooling.of(job, pinned),
-        job.prompt,
+        Pooling.of(spec, pinned),
+        spec.prompt,
+        spec.sampling,
         pinned,
         None,
         calls=calls,
-        sampling=job.asked(),
-        fixed_form=job.fixed_form,
     )
     began = time.monotonic()
     looked: float | None = None
     seen = _Seen()
-    fields = template_fields(job.prompt.template) if job.prompt.template else ()
+    fields = template_fields(spec.prompt.template) if spec.prompt.template else ()
     for uri, start, table in blocks:
-        _look(seen, prepare, job.drawn.max_tokens, uri, start, table, fields)
+        _look(seen, prepare, spec.sampling.max_tokens, uri, start, table, fields)
         # The first block loads the reader and the tokenizer, which says nothing about the others.
         looked = time.monotonic() if looked is None else looked
         if len(seen.sizes) + len(seen.failures) >= sample or time.monotonic() - looked >= seconds:
@@ -204,9 +203,9 @@ def measure(
             f"none of {counted(len(seen.failures), 'sampled row')} made a prompt, so their "
             f"length cannot be told{first}"
         )
-    made = _summary(job, pinned, seen, time.monotonic() - began)
+    made = _summary(spec, pinned, seen, time.monotonic() - began)
     tokens = sum(seen.sizes) / len(seen.sizes)
-    return replace(made, hints=prefix_hints(job, rows or len(seen.sizes), seen.values, tokens))
+    return replace(made, hints=prefix_hints(spec, rows or len(seen.sizes), seen.values, tokens))
 
 
 def _look(
@@ -246,22 +245,21 @@ def _look(
         seen.values += table.select(fields).to_pylist()
 
 
-def _summary(job: BatchJob, model: dict[str, Any], seen: _Seen, seconds: float) -> PromptLengths:
+def _summary(spec: RunSpec, model: dict[str, Any], seen: _Seen, seconds: float) -> PromptLengths:
     import numpy as np
 
     sizes = np.array(seen.sizes)
     median, p90, p99 = (int(np.quantile(sizes, q, method="inverted_cdf")) for q in (0.5, 0.9, 0.99))
     most = int(sizes.max())
-    length, why = choose_max_model_len(
-        job.engine.max_model_len_percentile, seen.needs, _models_own(model)
-    )
+    share = spec.engine.model.context_share
+    length, why = choose_max_model_len(share, seen.needs, _models_own(model))
     over = float((sizes >= length).mean())
     notes = []
     if most > FAR * p99:
         notes.append(
             f"the longest prompt sampled has {most:,} tokens, over {FAR} times the 99th percentile "
             f"({p99:,}); prompts of engine.max_model_len tokens or more are "
-            f"{'quarantined' if job.prompt.on_too_long == 'quarantine' else 'cut'} "
+            f"{'quarantined' if spec.prompt.on_too_long == 'quarantine' else 'cut'} "
             "(prompt.on_too_long)"
         )
     return PromptLengths(

@@ -13,12 +13,13 @@ import numpy as np
 import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.plan.joining import PACKED_KEY, Join
 from prefect_raybatch.plan.prefix_order import RANK, compared_text, dealt_out, sort_text
 from prefect_raybatch.source import Inventory
+from prefect_raybatch.spec.cluster import ClusterSpec
+from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.block import (
     DIGESTS_TYPE,
     Failure,
@@ -70,8 +71,8 @@ class RowKeys:
     """The rows of the input, read as far as requests are made of them. Made on the driver; called
     on any worker with the number of a row, it makes the keys of the `rows_a_task` from there on.
 
-    It is sent to workers, so it holds what they need and no more: of the job's keys only those by
-    which the input is read."""
+    It is sent to workers, so it holds what they need and no more: of keys only those by which the
+    input is read."""
 
     reader: ShardReader
     prepare: Prepare
@@ -83,7 +84,7 @@ class RowKeys:
     @classmethod
     def of(
         cls,
-        job: BatchJob,
+        spec: RunSpec,
         model: dict[str, Any],
         found: Inventory,
         store: Store | None,
@@ -94,28 +95,27 @@ class RowKeys:
         `ordered` the requests are to be asked in the order of their prompts."""
         from prefect_raybatch.stages.read import ShardReader
 
-        schema, images = found.schema, job.prompt.images
-        if not job.prompt.function:  # no other columns are needed
-            wanted = {*job.prompt.columns, *images.columns} or {schema.names[0]}
+        schema, prompt = found.schema, spec.prompt
+        if not prompt.function:  # no other columns are needed
+            wanted = {*prompt.columns, *prompt.image_columns} or {schema.names[0]}
             schema = pa.schema([field for field in schema if field.name in wanted])
-        limits = job.limits
+        limits = spec.limits
         # Apart: a function that ends its process would end the driver, here and at each new try.
         calls = Calls(limits.function_seconds or None, apart=True, deaths=limits.engine_deaths)
-        told = models.with_tokenizer(model, job.engine)
+        told = models.with_tokenizer(model, spec.engine.model)
+        keys = dict(spec.read.options)
         prepare = prepare_of(
-            Pooling.of(job, told),
-            job.prompt,
+            Pooling.of(spec, told),
+            prompt,
+            spec.sampling,
             told,
-            job.engine.context,
+            spec.engine.model.context,
             calls=calls,
-            sampling=job.asked(),
-            fixed_form=job.fixed_form,
-            images=row_images(job, {}, job.source.options, digests_alone=True),
+            images=row_images(prompt, {}, keys, digests_alone=True),
         )
-        options = job.source.options if store is None else {}
-        reader = ShardReader(found.files, schema, store, options)
+        reader = ShardReader(found.files, schema, store, keys if store is None else {})
         chunk = max(1, min(KEYED_AT_ONCE, int(BYTES_AT_ONCE / max(1.0, found.row_bytes))))
-        rows = ROWS_A_TASK_IMAGES if images.used else ROWS_A_TASK
+        rows = ROWS_A_TASK if prompt.images is None else ROWS_A_TASK_IMAGES
         made = cls(reader, prepare, keying, chunk, rows)
         return replace(made, reference=made.first_text()) if ordered else made
 
@@ -128,9 +128,9 @@ class RowKeys:
         """Whether the answers are vectors."""
         return isinstance(self.prepare, PrepareTexts)
 
-    def add_to(self, join: Join, job: BatchJob, alone: bool = False) -> None:
-        """Makes all keys, on the workers of the job's cluster where there are enough rows; `alone`
-        in this process, which has the files.
+    def add_to(self, join: Join, cluster: ClusterSpec, alone: bool = False) -> None:
+        """Makes all keys, on the workers of a `cluster` where there are enough rows; `alone` in
+        this process, which has the files.
 
         Raises `SourceError` for rows that cannot be read, `ConfigError` for a function that cannot
         be called, `StoreUnavailable` while many images cannot be had.
@@ -139,7 +139,7 @@ class RowKeys:
 
         starts = range(0, self.rows, self.rows_a_task)
         effort = KEYED_ROW + (FETCHED_IMAGE if self.prepare.images is not None else 0)
-        at_work = workers_for(job, self.rows * effort, "plan of what is reused")
+        at_work = workers_for(cluster, self.rows * effort, "plan of what is reused")
         with nullcontext(0) if alone else at_work as workers:
             if workers > 1 and len(starts) > 1:
                 log.info("keys of rows are made on %s", counted(workers, "CPU"))

@@ -6,31 +6,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import tasks
-from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.early_stop import choice_of
-from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.engine_values import wrong_values
-from prefect_raybatch.job.precision import with_precision
 from prefect_raybatch.job.structured_outputs import (
     check_backend,
     check_form_parses,
     check_form_shape,
     check_labels_held,
 )
+from prefect_raybatch.spec.finish import ParsingSpec
+from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.sizes import SizeSpec
 
 
-def check_taken_by_vllm(job: BatchJob) -> None:
-    """`ConfigError` for what would end each engine as it starts, or fail each row in it."""
-    engine = with_precision(job, {}).engine.model_extra or {}
+def check_taken_by_vllm(spec: RunSpec) -> None:
+    """Raise `ConfigError` for what would end each engine as it starts, or fail each row in it."""
+    engine, sampling = spec.engine.model.given, spec.sampling
     if (wrong := wrong_values(engine)) is not None:
         raise ConfigError(wrong)
-    if not tasks.pools(job.engine.task):
-        _check_step(job.engine)
-    sampling, forms = job.sampling.model_extra or {}, engine.get("structured_outputs_config")
-    if sampling.get("thinking_token_budget") is not None:
-        _check_thinking(job, engine)
-    form = sampling.get("structured_outputs")
+    if not spec.engine.model.pools:
+        _check_step(spec.sizes)
+    if sampling.fields.get("thinking_token_budget") is not None:
+        _check_thinking(spec.finish.parsing, engine)
+    form, forms = sampling.form, engine.get("structured_outputs_config")
     try:
         check_backend(forms)
     except ValueError as error:
@@ -38,23 +35,23 @@ def check_taken_by_vllm(job: BatchJob) -> None:
     try:
         check_form_shape(form)
         check_form_parses(form, forms)
-        where = "choice" if job.sampling.choice else "structured_outputs.choice"
-        check_labels_held(choice_of(job.sampling.given()) or (), where, forms)
+        where = "choice" if sampling.fields.get("choice") else "structured_outputs.choice"
+        check_labels_held(sampling.choices, where, forms)
     except ValueError as error:
         raise ConfigError(f"sampling.{error}") from None
 
 
-def _check_step(engine: Engine) -> None:
-    sequences, step = engine.max_num_seqs, engine.max_num_batched_tokens
-    if step is not None and sequences != "auto" and sequences > step:
+def _check_step(sizes: SizeSpec) -> None:
+    sequences, step = sizes.max_num_seqs, sizes.max_num_batched_tokens
+    if step is not None and sequences is not None and sequences > step:
         raise ConfigError(
             f"engine.max_num_batched_tokens: a step of {step:,} tokens has none for some of "
             f"{sequences:,} sequences (engine.max_num_seqs); raise it, or lower that"
         )
 
 
-def _check_thinking(job: BatchJob, engine: Mapping[str, Any]) -> None:
-    parsers = [job.output.reasoning_parser]
+def _check_thinking(parsing: ParsingSpec | None, engine: Mapping[str, Any]) -> None:
+    parsers = [parsing and parsing.reasoning]
     for told in (engine, engine.get("reasoning_config"), engine.get("structured_outputs_config")):
         if isinstance(told, Mapping):
             parsers += [told.get("reasoning_parser"), told.get("reasoning_start_str")]

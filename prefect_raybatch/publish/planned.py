@@ -9,11 +9,10 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.answer_types import columns_of
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.ledger.records import Unit
-from prefect_raybatch.plan.plan import with_free_names
 from prefect_raybatch.publish.publish import check_publish, check_unique
+from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.result_columns import result_types
 from prefect_raybatch.storage import Store
 
@@ -24,14 +23,14 @@ READ_ROWS = 100_000  # of the input, held at a time
 
 
 def check_targets_of(
-    job: BatchJob,
+    spec: RunSpec,
     given: pa.Schema,
     run_key: str = "RUN_KEY",
     found: Inventory | None = None,
     store: Store | None = None,
     later: bool = False,
 ) -> tuple[str, ...]:
-    """A line for each target of the job, whose input has the columns `given`.
+    """Return a line for each target of the run, whose input has the columns `given`.
 
     `found` is the whole input, of which the columns are read that a target takes no null in, or
     merges by; `store` is the run's where they are its snapshot. `later`: the input is not at hand
@@ -40,14 +39,12 @@ def check_targets_of(
     keep or that does not fit the table there, a place that cannot be written to, a key that is not
     unique; `PublishFailed` for a target that does not answer.
     """
-    if not job.output.publish:
+    targets, keys = spec.output.targets, dict(spec.output.options)
+    if not targets:
         return ()
-    job = with_free_names(job, given.names)
-    known, whole = result_types(job, given)
-    columns = _InputColumns(job, given, found, store, later)
-    return tuple(
-        check_publish(job.output.publish, run_key, job.output.options, known, whole, columns.check)
-    )
+    known, whole = result_types(spec, given)
+    columns = _InputColumns(spec, given, found, store, later)
+    return tuple(check_publish(targets, run_key, keys, known, whole, columns.check))
 
 
 class _InputColumns:
@@ -55,22 +52,22 @@ class _InputColumns:
 
     def __init__(
         self,
-        job: BatchJob,
+        spec: RunSpec,
         given: pa.Schema,
         found: Inventory | None,
         store: Store | None,
         later: bool,
     ) -> None:
-        self._job, self._given, self._found, self._store = job, given, found, store
+        self._spec, self._given, self._found, self._store = spec, given, found, store
         self._later = later
-        self._kept = {name for name in job.kept(given.names) if name in given.names}
+        self._kept = {name for name in spec.finish.kept(given.names) if name in given.names}
 
     def check(self, target: PublishTarget, never_null: Sequence[str]) -> None:
         """`ConfigError` for a null where the table takes none, and for a key that is not unique.
 
         Postprocess may leave out the rows concerned, so with it this is seen at the end only.
         """
-        if self._job.output.postprocess is not None:
+        if self._spec.finish.postprocess is not None:
             return
         self._check_answers(target, never_null)
         strict = [n for n in never_null if n in self._kept and n not in target.key]
@@ -95,7 +92,7 @@ class _InputColumns:
             check_unique(target, values.select(key), "the input")
 
     def _check_answers(self, target: PublishTarget, never_null: Sequence[str]) -> None:
-        form = self._job.output.answer_form
+        form = self._spec.finish.schema
         for name, shape in (columns_of(form) if form is not None else {}).items():
             if name in never_null and shape.nullable:
                 raise _may_be_null(target, name, "the schema of the answers lets it be")
@@ -105,7 +102,7 @@ class _InputColumns:
         from prefect_raybatch.stages.read import ShardReader
 
         schema = pa.schema([self._given.field(name) for name in dict.fromkeys(names)])
-        reader = ShardReader(found.files, schema, self._store, self._job.source.options)
+        reader = ShardReader(found.files, schema, self._store, dict(self._spec.read.options))
         starts = range(0, reader.rows, READ_ROWS)
         units = [(Unit(i, 0, min(READ_ROWS, reader.rows - at)), at) for i, at in enumerate(starts)]
         for task in reader.tasks(units, 1):

@@ -19,6 +19,9 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from prefect_raybatch.compile.fingerprint import LOOKED_UP, answer_fields, shown_parts
+from prefect_raybatch.compile.job import model_request
+from prefect_raybatch.compile.public_job import public_job
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.secrets import (
@@ -29,14 +32,13 @@ from prefect_raybatch.job.secrets import (
     hide_options,
     masked,
 )
+from prefect_raybatch.job.texts import with_answer_schema, with_template_text
 from prefect_raybatch.ledger.accepted import Accepted, accepted_in, accepted_note
 from prefect_raybatch.ledger.layout import JOB_NAME, JOBS, job_end_path, job_path
 from prefect_raybatch.ledger.many_uris import bounded_parts
 from prefect_raybatch.ledger.record_files import put_record, put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import Plan, digest, dump, load
 from prefect_raybatch.ledger.same_job import differing
-from prefect_raybatch.plan.fingerprint import LOOKED_UP, answer_fields, shown_parts
-from prefect_raybatch.plan.plan import public_job
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.storage import Store
 
@@ -210,14 +212,11 @@ def check_recorded_job(job: BatchJob, accepted: Iterable[Accepted], plan: Plan, 
 def _with_planned_texts(job: BatchJob, plan: Plan) -> BatchJob:
     """Return the job with the chat template and the schema whose texts the plan holds, since the
     files that the job names may be elsewhere."""
-    prompt, output = job.prompt, job.output
     template = plan.parts.get("prompt.chat_template")
-    if prompt.chat_template is not None and isinstance(template, str):
-        prompt = prompt.model_copy(update={"chat_template": template})
-    if output.schema_model is not None:
-        # A class that the job names is not imported: the policy has not been asked about it.
-        output = output.with_form(plan.parts.get("output.schema_model") or "{}")
-    return job.model_copy(update={"prompt": prompt, "output": output})
+    if job.prompt.chat_template is not None and isinstance(template, str):
+        job = with_template_text(job, template)
+    # A class that the job names is not imported: the policy has not been asked about it.
+    return with_answer_schema(job, plan.parts.get("output.schema_model") or "{}")
 
 
 def _accepted(run: Run | None) -> dict[str, Any]:
@@ -252,8 +251,8 @@ def sendable(job: BatchJob) -> dict[str, Any]:
     _refuse("engine.env", hide_env(job.engine.env), f"set it {nodes}")
     if job.engine.env:
         value.setdefault("engine", {})["env"] = dict(job.engine.env)
-    extra = job.engine.model_extra or {}
-    hidden = {name: hide_argument(item, name) for name, item in extra.items()}
+    arguments = model_request(job.engine).given
+    hidden = {name: hide_argument(item, name) for name, item in arguments.items()}
     _refuse("engine", hidden, f"set HF_TOKEN or the like {nodes}")
     return value
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
-from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.report.records import Advice, RunReport
 from prefect_raybatch.sizing.shards import SEQUENCES, sequences_seen
+from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.words import counted
 
 # Where each comes from, and which are chosen and not measured: docs/tuning.md, "Advice".
@@ -37,12 +36,12 @@ MOST_BANDWIDTH = 0.6
 LONG_TAIL = 0.1  # of the engines' time, in which some have no rows left
 
 
-def advise(report: RunReport, job: BatchJob) -> tuple[Advice, ...]:
+def advise(report: RunReport, spec: RunSpec) -> tuple[Advice, ...]:
     """Advice on `report`, the most pressing first."""
-    return tuple(advice for rule in RULES for advice in [rule(report, job)] if advice)
+    return tuple(advice for rule in RULES for advice in [rule(report, spec)] if advice)
 
 
-def memory(report: RunReport, job: BatchJob) -> Advice | None:
+def memory(report: RunReport, spec: RunSpec) -> Advice | None:
     """Engines died for want of memory."""
     found = [
         (reason, number)
@@ -51,10 +50,10 @@ def memory(report: RunReport, job: BatchJob) -> Advice | None:
     ]
     if not found:
         return None
-    tokens = job.engine.max_num_batched_tokens or USUAL_TOKENS
+    tokens = spec.sizes.max_num_batched_tokens or USUAL_TOKENS
     change = f"engine.max_num_batched_tokens: {max(2048, tokens // 2)}"
     if tokens <= 2048:
-        seqs = _most_sequences(report, job) or SEQUENCES
+        seqs = _most_sequences(report, spec) or SEQUENCES
         change = f"engine.max_num_seqs: {max(1, seqs // 2)}"
     times = sum(number for _, number in found)
     return Advice(
@@ -66,11 +65,11 @@ def memory(report: RunReport, job: BatchJob) -> Advice | None:
     )
 
 
-def deadline(report: RunReport, job: BatchJob) -> Advice | None:
+def deadline(report: RunReport, spec: RunSpec) -> Advice | None:
     """The run took longer than it may."""
-    if not job.limits.deadline or not report.workers:
+    if not spec.limits.deadline or not report.workers:
         return None
-    allowed = seconds_of(job.limits.deadline)
+    allowed = seconds_of(spec.limits.deadline)
     taken = max(report.elapsed, report.seconds)
     if taken <= allowed:
         return None
@@ -81,17 +80,17 @@ def deadline(report: RunReport, job: BatchJob) -> Advice | None:
         change = f"{counted(need, 'engine')} instead of {engines} (engine.replicas in proportion)"
     return Advice(
         DEADLINE_MISSED,
-        f"it took {taken:,.0f} s where limits.deadline {job.limits.deadline} allows "
+        f"it took {taken:,.0f} s where limits.deadline {spec.limits.deadline} allows "
         f"{allowed:,.0f} s: {report.seconds:,.0f} s of work, with {counted(engines, 'engine')} at "
         f"{report.rows_per_s / engines:,.1f} rows/s, and {beside:,.0f} s of starts and waits",
         change,
     )
 
 
-def starved(report: RunReport, job: BatchJob) -> Advice | None:
+def starved(report: RunReport, spec: RunSpec) -> Advice | None:
     """Engines wait for rows: the CPU stages are too slow, or too few shards are in flight."""
     running, waiting = report.figures.get("running"), report.figures.get("waiting")
-    full = _most_sequences(report, job)
+    full = _most_sequences(report, spec)
     if running is None or waiting is None or not full or not _long_enough(report, full):
         return None
     if running >= FULL * full or waiting >= 1:
@@ -109,7 +108,7 @@ def starved(report: RunReport, job: BatchJob) -> Advice | None:
     at_once = work[slowest] / report.seconds
     group = "finish" if slowest == "finish" else "prepare"
     change = f"cluster.{group}.concurrency: {math.ceil(2 * at_once) + 1}"
-    if job.prompt.function and slowest == "prepare":
+    if spec.prompt.function and slowest == "prepare":
         change += ", with CPUs for it; or a faster prompt.function"
     return Advice(
         f"engines are starved by {slowest}",
@@ -118,10 +117,10 @@ def starved(report: RunReport, job: BatchJob) -> Advice | None:
     )
 
 
-def idle_gpu(report: RunReport, job: BatchJob) -> Advice | None:
+def idle_gpu(report: RunReport, spec: RunSpec) -> Advice | None:
     """The GPU waits although its engine is full: Python on one core holds it back."""
     gpu, running = report.figures.get("gpu"), report.figures.get("running")
-    full = _most_sequences(report, job)
+    full = _most_sequences(report, spec)
     if gpu is None or running is None or not full or not _long_enough(report, full):
         return None
     if gpu >= BUSY_GPU or running < FULL * full:
@@ -135,16 +134,16 @@ def idle_gpu(report: RunReport, job: BatchJob) -> Advice | None:
     )
 
 
-def gpu_limit(report: RunReport, job: BatchJob) -> Advice | None:
+def gpu_limit(report: RunReport, spec: RunSpec) -> Advice | None:
     """The GPU does about what it can: settings bring no more."""
     mfu, mbu = report.roofline.get("mfu"), report.roofline.get("mbu")
     if mfu is None or mbu is None or (mfu < MOST_FLOPS and mbu < MOST_BANDWIDTH):
         return None
     bound = "arithmetic" if mfu >= MOST_FLOPS else "memory bandwidth"
     less = ["shorter prompts", "more of them shared (the same text first)"]
-    if mbu >= MOST_BANDWIDTH or job.sampling.max_tokens > 1:
+    if mbu >= MOST_BANDWIDTH or spec.sampling.max_tokens > 1:
         less.append("shorter answers")
-    if not (job.engine.model_extra or {}).get("quantization"):
+    if not _quantized(spec):
         less.append("fewer bits a weight (engine.quantization: try-fp8)")
     return Advice(
         "the GPU is the limit",
@@ -154,10 +153,10 @@ def gpu_limit(report: RunReport, job: BatchJob) -> Advice | None:
     )
 
 
-def tail(report: RunReport, job: BatchJob) -> Advice | None:
+def tail(report: RunReport, spec: RunSpec) -> Advice | None:
     """Engines had no rows left while others went on."""
     share = report.roofline.get("idle_tail")
-    if share is None or share < LONG_TAIL or _engines(report) < 2 or uneven(report, job):
+    if share is None or share < LONG_TAIL or _engines(report) < 2 or uneven(report, spec):
         return None
     rows = max(1, math.ceil(report.rows / _engines(report) / 32))
     return Advice(
@@ -167,12 +166,12 @@ def tail(report: RunReport, job: BatchJob) -> Advice | None:
     )
 
 
-def full_cache(report: RunReport, job: BatchJob) -> Advice | None:
+def full_cache(report: RunReport, spec: RunSpec) -> Advice | None:
     """Sequences wait because the KV cache is full."""
     cache, running = report.figures.get("kv_cache"), report.figures.get("running")
     waiting, full = (
         report.figures.get("waiting"),
-        _most_sequences(report, job),
+        _most_sequences(report, spec),
     )
     if cache is None or running is None or not waiting or not full:
         return None
@@ -187,7 +186,7 @@ def full_cache(report: RunReport, job: BatchJob) -> Advice | None:
     )
 
 
-def uneven(report: RunReport, job: BatchJob) -> Advice | None:
+def uneven(report: RunReport, spec: RunSpec) -> Advice | None:
     """Some engines did much more than others."""
     engine = next((s for s in report.stages if s.name == "engine"), None)
     if engine is None or engine.busiest is None or len(report.workers) < 2:
@@ -209,10 +208,10 @@ def uneven(report: RunReport, job: BatchJob) -> Advice | None:
     return Advice("engines are uneven", evidence, f"source.rows_per_shard: {rows} for the next run")
 
 
-def cut_off(report: RunReport, job: BatchJob) -> Advice | None:
+def cut_off(report: RunReport, spec: RunSpec) -> Advice | None:
     """Answers that ended at max_tokens."""
     number = report.tokens.get("cut_off", 0.0)
-    most = 2 * job.sampling.max_tokens
+    most = 2 * spec.sampling.max_tokens
     failed = report.failed_with("AnswerCutOff")
     if failed:
         return failed_answers(report, failed, most)
@@ -221,7 +220,7 @@ def cut_off(report: RunReport, job: BatchJob) -> Advice | None:
     return Advice(
         "answers are cut off",
         f"{number:,.0f} of {report.good:,} answers ended at sampling.max_tokens "
-        f"{job.sampling.max_tokens}",
+        f"{spec.sampling.max_tokens}",
         f"sampling.max_tokens: {most}",
     )
 
@@ -234,7 +233,7 @@ def failed_answers(report: RunReport, failed: int, most: int) -> Advice:
     )
 
 
-def too_long(report: RunReport, job: BatchJob) -> Advice | None:
+def too_long(report: RunReport, spec: RunSpec) -> Advice | None:
     """Rows that did not fit the model's context as it was set."""
     number = report.failed_with("PromptTooLong")
     if not report.rows or number < max(1, TOO_LONG * report.rows):
@@ -242,12 +241,12 @@ def too_long(report: RunReport, job: BatchJob) -> Advice | None:
     return Advice(
         "prompts are too long",
         f"{number:,} of {report.rows:,} rows failed with PromptTooLong at engine.max_model_len "
-        f"{job.engine.max_model_len or 'of the model'}",
+        f"{spec.engine.model.context or 'of the model'}",
         "a higher engine.max_model_len, then raybatch retry-failed --error PromptTooLong",
     )
 
 
-RULES: tuple[Callable[[RunReport, BatchJob], Advice | None], ...] = (
+RULES: tuple[Callable[[RunReport, RunSpec], Advice | None], ...] = (
     memory,
     deadline,
     starved,
@@ -261,8 +260,14 @@ RULES: tuple[Callable[[RunReport, BatchJob], Advice | None], ...] = (
 )
 
 
-def _most_sequences(report: RunReport, job: BatchJob) -> int | None:
-    return sequences_seen(size_spec(job).max_num_seqs, report.figures)
+def _most_sequences(report: RunReport, spec: RunSpec) -> int | None:
+    return sequences_seen(spec.sizes.max_num_seqs, report.figures)
+
+
+def _quantized(spec: RunSpec) -> bool:
+    """Whether the weights have fewer bits than the model is stored in, or a trial decides on it."""
+    tried = any("quantization" in settings for settings in spec.engine.tries)
+    return tried or bool(spec.engine.model.given.get("quantization"))
 
 
 def _engines(report: RunReport) -> int:

@@ -15,13 +15,10 @@ from prefect_raybatch.errors import (
     EngineStartError,
     InsufficientResources,
 )
-from prefect_raybatch.job import tasks
-from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.early_stop import choice_of
-from prefect_raybatch.job.engine import Engine
-from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.ledger.precision import PrecisionTry
 from prefect_raybatch.sizing.agreement import confidence_of_each, sample_size
+from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.sizes import SizeSpec
 
 if TYPE_CHECKING:
     from prefect_raybatch.runs.precision import SampleBench
@@ -40,60 +37,60 @@ SUFFIX = {"method": "suffix", "num_speculative_tokens": 8}
 SUFFIX_PACKAGE = "arctic_inference"  # that vLLM takes its suffix trees from
 
 
-def alterations(job: BatchJob, have: Capacity, experts: int) -> list[dict[str, Any]]:
+def alterations(spec: RunSpec, have: Capacity, experts: int) -> list[dict[str, Any]]:
     """Changes to try one by one, each {field: value}. `experts`: of a layer of the model, 0 of a
     dense one."""
-    engine = job.engine
-    extra = engine.model_extra or {}
-    if tasks.pools(engine.task):
+    given, sizes = spec.engine.model.given, spec.sizes
+    if spec.engine.model.pools:
         return []
     found: list[dict[str, Any]] = []
-    on_gpu = size_spec(job).device_for(have.gpus) == "gpu"
-    if on_gpu and "quantization" not in extra:
+    on_gpu = sizes.device_for(have.gpus) == "gpu"
+    decided = "quantization" in given or any("quantization" in t for t in spec.engine.tries)
+    if on_gpu and not decided:
         found.append({"engine.quantization": "fp8"})
-    longer = job.drawn.max_tokens >= LEAST_ANSWER and not choice_of(job.sampling.given())
-    if longer and "speculative_config" not in extra and not job.prompt.images.used:
+    longer = spec.sampling.max_tokens >= LEAST_ANSWER and not spec.sampling.choices
+    if longer and "speculative_config" not in given and spec.prompt.images is None:
         found.append({"engine.speculative_config": NGRAM})
         if importlib.util.find_spec(SUFFIX_PACKAGE) is not None:
             found.append({"engine.speculative_config": SUFFIX})
     if on_gpu and experts:
         most = int(max(have.gpus_by_node, default=have.gpus))
         for times in (2, 4):
-            size = times * engine.tensor_parallel_size
-            if size <= most and size * engine.pipeline_parallel_size <= have.gpus:
-                found.append(_wider(engine, times))
+            size = times * sizes.tensor
+            if size <= most and size * sizes.pipeline <= have.gpus:
+                found.append(_wider(sizes, times))
     return found
 
 
-def _wider(engine: Engine, times: int) -> dict[str, Any]:
+def _wider(sizes: SizeSpec, times: int) -> dict[str, Any]:
     """Engines over `times` as many GPUs: so many fewer copies where the job says how many, at least
     one, and one on a GPU, since the best so far may be several."""
-    copies = engine.replicas
     changes: dict[str, Any] = {
-        "engine.tensor_parallel_size": times * engine.tensor_parallel_size,
+        "engine.tensor_parallel_size": times * sizes.tensor,
         "engine.engines_per_gpu": 1,
     }
-    if isinstance(copies, list):
-        changes["engine.replicas"] = [max(1, number // times) for number in copies]
-    elif copies != "auto":
-        changes["engine.replicas"] = max(1, copies // times)
+    if sizes.replicas is not None:
+        fewest, most = (max(1, number // times) for number in sizes.replicas)
+        fixed = sizes.replicas[0] == sizes.replicas[1]
+        changes["engine.replicas"] = fewest if fixed else [fewest, most]
     return changes
 
 
-def sampled_rows(job: BatchJob, rows: int, tries: int) -> int:
-    """How many of `rows` rows are asked both ways where so many changes are compared."""
-    return min(rows, sample_size(job.limits.min_agreement, confidence_of_each(tries)))
+def sampled_rows(least: float, rows: int, tries: int) -> int:
+    """Return how many of `rows` rows are asked both ways where so many changes are compared, so
+    that they show an agreement of `least`."""
+    return min(rows, sample_size(least, confidence_of_each(tries)))
 
 
 def agreements(
     bench: SampleBench,
     tried: Sequence[Mapping[str, Any]],
-    changed: Callable[[BatchJob, Mapping[str, Any]], BatchJob],
+    changed: Callable[[Mapping[str, Any]], RunSpec],
 ) -> Iterator[PrecisionTry]:
     """What each of `tried` changes in the sampled answers, against the job without them. Of what
     cannot be compared the `error` says why."""
     try:
-        with bench.asking(bench.job, "how far answers agree") as ask:
+        with bench.asking(bench.spec, "how far answers agree") as ask:
             plain = ask(False)
     except (ConfigError, EngineStartError, EngineFailure, InsufficientResources) as error:
         log.warning("the job as it is cannot be compared with: %s", error)
@@ -102,8 +99,7 @@ def agreements(
         return
     confidence = confidence_of_each(len(tried))
     for changes in tried:
-        job = changed(bench.job, changes)
-        yield bench.tried(job, _texts(changes), plain, confidence)
+        yield bench.tried(changed(changes), _texts(changes), plain, confidence)
 
 
 def _texts(changes: Mapping[str, Any]) -> dict[str, str]:

@@ -12,13 +12,14 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
 
+from prefect_raybatch.compile.job import cluster_spec
+from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.errors import ConfigError, JobStopped, RayBatchError, is_transient
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.run_words import places_are_dated
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.same_job import check_same
-from prefect_raybatch.plan.resolved import resolve
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.listing import COMPLETED, line_of
@@ -89,7 +90,7 @@ def _planned(job: BatchJob, day: date) -> NightRun:
     try:
         if plan is not None:
             resolved = resolve(filled)
-            check_same(plan, resolved.fingerprint, resolved.parts, night.run)
+            check_same(plan, resolved.identity, night.run)
         report = load_report(root.sub(key))
     except RayBatchError as error:
         return _failed(night, error, None)
@@ -184,14 +185,15 @@ def _one(run_night: Callable[[NightRun], RunReport], night: NightRun) -> NightRu
 def _held(job: BatchJob) -> Iterator[Callable[[], None]]:
     """Holds the cluster of all nights, so that one that is started here is started once, and the
     engines between two nights; gives what stops the runs that are in it."""
-    if job.cluster.access.remote:  # the runs are jobs of their own
+    where = cluster_spec(job)
+    if where.access.remote:  # the runs are jobs of their own
         yield lambda: None
         return
     from prefect_raybatch.cluster.connect import SHARED, connected
     from prefect_raybatch.cluster.sharing import User
 
     keeper = User(f"back-fill of {job.name}")
-    with SHARED.kept_warm(), connected(job, keeper):
+    with SHARED.kept_warm(), connected(where, keeper):
         yield lambda: SHARED.stop_all(but=keeper)
 
 

@@ -5,28 +5,28 @@ from __future__ import annotations
 from dataclasses import replace
 
 from prefect_raybatch.driver.cost import HOUR, Spent, spent_on
-from prefect_raybatch.job.cluster import Cluster
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.spec.cluster import Prices
 
 
-def plain_price(cluster: Cluster) -> float | None:
-    """The price of a GPU-hour, where it is the same on every card."""
-    return None if cluster.price_by_card else cluster.price_per_gpu_hour
+def plain_price(prices: Prices) -> float | None:
+    """Return the price of a GPU-hour, where it is the same on every card."""
+    return None if prices.by_card else prices.hour
 
 
 def with_cost(
     report: RunReport,
     ledger: Ledger,
     plan: Plan,
-    cluster: Cluster | None = None,
+    prices: Prices | None = None,
     asks: RunReport | None = None,
 ) -> RunReport:
     """The report with its costs; `asks` is that of the asks of a run that reuses, by which its
     engines are known. Without a price it tells GPU-hours alone."""
     spent = spent_on(ledger, plan)
-    price = plain_price(cluster) if cluster is not None else None
+    price = plain_price(prices) if prices is not None else None
     found = _costs(report, asks or report, spent, price)
     rounded = {name: float(f"{value:.8g}") for name, value in found.items()}
     return replace(report, cost=rounded)

@@ -7,27 +7,29 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.compile.job import read_spec
+from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.errors import ConfigError, InsufficientResources
-from prefect_raybatch.job import tasks
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.ray_cluster import check_made_cluster
-from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.ledger.increments import RowCounts
-from prefect_raybatch.model import chat_template
-from prefect_raybatch.model import check as model_check
 from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.prompt_lengths import PromptLengths
-from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.runs.estimate import CostEstimate, estimate
-from prefect_raybatch.runs.plan_run import check_places, check_schema_names, length_of_job
+from prefect_raybatch.runs.plan_run import (
+    check_pinned_model,
+    check_places,
+    check_schema_names,
+    length_of_spec,
+)
 from prefect_raybatch.sizing import sizes
 from prefect_raybatch.sizing.agreement import trial_rows
 from prefect_raybatch.sizing.explain import Figure, figures
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
-from prefect_raybatch.stages.label_probabilities import check_labels
+from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.result_columns import result_columns
 from prefect_raybatch.storage import join, open_store
 
@@ -90,55 +92,50 @@ def dry_run(
     check_places(job.source, job.output)
     check_schema_names(job.output)
     check_made_cluster(job)
-    snapshot = source.needs_snapshot(job.source)
-    found = source.peek(job.source) if snapshot else source.inventory(job.source)
-    planning.check_against_schema(job, found.schema)
-    job = planning.with_free_names(job, found.schema.names)
+    read = read_spec(job.source)
+    snapshot = source.needs_snapshot(read)
+    found = source.peek(read) if snapshot else source.inventory(read)
+    spec = resolved.compile(found.schema.names)
+    planning.check_against_schema(spec, found.schema)
     whole = None if snapshot else found
-    publish = check_targets_of(job, found.schema, run_key or "RUN_KEY", whole, later=snapshot)
+    publish = check_targets_of(spec, found.schema, run_key or "RUN_KEY", whole, later=snapshot)
     resolved = resolved.pinned()
     model = resolved.model
-    model_check.check(
-        job.engine,
-        job.sampling,
-        model,
-        files=what_if is None,
-        paired=tasks.paired(job.prompt),
-        images=job.prompt.images,
-    )
-    chat_template.check_template(job, model)
-    check_labels(job, model)
+    check_pinned_model(spec, model, files=what_if is None)
     tokens = None
-    if sample or job.engine.max_model_len == "auto":
+    if sample or spec.engine.model.context_auto:
         sample = sample or counting.SAMPLE_ROWS
         tokens = (
-            counting.of_heads(job, model, sample)
+            counting.of_heads(spec, model, sample)
             if snapshot
-            else counting.of_files(job, model, found, sample=sample)
+            else counting.of_files(spec, model, found, sample=sample)
         )
-        tokens = length_of_job(job, run_key, tokens)
-        job = planning.settled(job, tokens.context())
-        resolved = replace(resolved, job=planning.settled(resolved.job, tokens.context()))
+        tokens = length_of_spec(spec, run_key, tokens)
+        if spec.engine.model.context_auto:
+            spec = spec.decide(context=tokens.max_model_len)
     rows = sum(file.rows for file in found.files)
-    row_bytes = image_bytes.row_bytes(job, model, found, read=not snapshot)
-    have, wrong = (what_if, []) if what_if else sized.ask(job)
-    spec = size_spec(job)
-    known, unknown = sized.model_sizes(spec, model, have)
-    expected = sizes.expected_engines(spec, what_if) if what_if else sized.engines_to_plan_for(job)
+    row_bytes = image_bytes.row_bytes(spec, model, found, read=not snapshot)
+    asked = spec.sizes
+    have, wrong = (what_if, []) if what_if else sized.ask(asked, spec.cluster)
+    known, unknown = sized.model_sizes(asked, model, have)
+    if what_if:
+        expected = sizes.expected_engines(asked, what_if)
+    else:
+        expected = sized.engines_to_plan_for(asked, spec.cluster)
     try:
-        size = sizes.sizes_of(spec, rows, row_bytes, have, known, unknown, expected=expected)
+        size = sizes.sizes_of(asked, rows, row_bytes, have, known, unknown, expected=expected)
     except (ConfigError, InsufficientResources) as error:
         wrong.append(str(error))
-        size = sizes.sizes_of(spec, rows, row_bytes, have, expected=expected)
-    if note := planning.alike_note(job):
+        size = sizes.sizes_of(asked, rows, row_bytes, have, expected=expected)
+    if note := planning.alike_note(spec):
         size = replace(size, warnings=(note, *size.warnings))
     wrong += size.problems
     try:
-        trial_rows(job, rows)
+        trial_rows(spec.engine.tries, spec.limits.min_agreement, rows)
     except ConfigError as error:
         wrong.append(str(error))
-    needs = sized.checked_needs(spec, have, size, wrong)
-    reuse = reuse_plan(resolved, found, snapshot, run_key) if job.keeps_answers else None
+    needs = sized.checked_needs(asked, have, size, wrong)
+    reuse = reuse_plan(resolved, spec, found, snapshot, run_key) if spec.reuse.keeps else None
     return DryRun(
         job=job.name,
         rows=rows,
@@ -146,25 +143,25 @@ def dry_run(
         format=found.format,
         sizing=size,
         columns=tuple(found.schema.names),
-        result=result_columns(job),
+        result=result_columns(spec),
         model=model,
         run=join(job.output.uri, run_key or f"{job.name}-..."),
         needs=needs,
         have=asdict(have),
-        figures=tuple(figures(job, have, size, known)),
+        figures=tuple(figures(spec, have, size, known)),
         problems=tuple(wrong),
         tokens=tokens,
         table=found.table,
         publish=publish,
         types=tuple(str(found.schema.field(name).type) for name in found.schema.names),
         reuse=reuse,
-        cost=estimate(job, have, rows if reuse is None else reuse.counts.asked),
+        cost=estimate(spec, have, rows if reuse is None else reuse.counts.asked),
         rows_guessed=found.guessed,
     )
 
 
 def reuse_plan(
-    resolved: Resolved, found: Inventory, copied: bool, run_key: str | None
+    resolved: Resolved, spec: RunSpec, found: Inventory, copied: bool, run_key: str | None
 ) -> ReusePlan:
     """What the job would take over, told by all its rows: what is to be copied is copied to TMPDIR
     and removed again."""
@@ -177,6 +174,6 @@ def reuse_plan(
         store = None
         if copied:
             store = open_store(folder)
-            found = source.snapshot(resolved.job.source, store, "plan")
-        with worked_out(resolved, found, store, run_key, alone=copied) as worked:
+            found = source.snapshot(spec.read, store, "plan")
+        with worked_out(resolved, spec, found, store, run_key, alone=copied) as worked:
             return ReusePlan(worked.counts, worked.earlier.runs, worked.earlier.differs)

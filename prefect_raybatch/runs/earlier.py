@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, NoSuchRun
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.run_words import start_of_key
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.family import Family, Member, load_family, place
@@ -28,6 +27,7 @@ from prefect_raybatch.ledger.same_job import difference
 from prefect_raybatch.plan.prompt_lengths import PromptLengths
 from prefect_raybatch.result.rows import reading_parquet
 from prefect_raybatch.runs.run import run_keys
+from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.raw_answers import KEY_COLUMN
 from prefect_raybatch.stages.request_key import KEY_TYPE
 from prefect_raybatch.storage import Store, open_store
@@ -111,7 +111,7 @@ class Earlier:
 
 
 def find_earlier(
-    job: BatchJob,
+    spec: RunSpec,
     run_key: str | None,
     context: str,
     parts: dict[str, Any],
@@ -120,7 +120,7 @@ def find_earlier(
     """Return the runs that `reuse` names, without those in `skipped` (URIs), whose answers are
     damaged. Raise `ConfigError` for a run that is not there, is not finished, or keeps no answers;
     `latest` without such a run is no error."""
-    held = _held_answers(job, run_key, skipped)
+    held = _held_answers(spec, run_key, skipped)
     if held is None:
         return Earlier()
     first = held[0][1]
@@ -131,11 +131,12 @@ def find_earlier(
 
 
 def with_earlier_length(
-    job: BatchJob, run_key: str | None, measured: PromptLengths
+    spec: RunSpec, run_key: str | None, measured: PromptLengths
 ) -> PromptLengths:
-    """The context length that `auto` comes to: that of the run whose answers are taken over, while
-    tonight's prompts fit into it. Another length is another context, under which all is asked."""
-    held = _held_answers(job, run_key)
+    """Return the context length that `auto` comes to: that of the run whose answers are taken over,
+    while tonight's prompts fit into it. Another length is another context, under which all is
+    asked."""
+    held = _held_answers(spec, run_key)
     before = held[0][1].parts.get("engine.max_model_len") if held is not None else None
     if not isinstance(before, int) or before <= measured.max_model_len:
         return measured
@@ -143,16 +144,16 @@ def with_earlier_length(
     return replace(measured, max_model_len=before, why=why)
 
 
-def _held_answers(job: BatchJob, run_key: str | None, skipped: Collection[str] = ()) -> Held | None:
+def _held_answers(spec: RunSpec, run_key: str | None, skipped: Collection[str] = ()) -> Held | None:
     """Return what the run that `reuse` names and its retries keep, or None without such a run."""
-    if job.reuse is None:
+    if spec.reuse.run is None:
         return None
-    options = job.output.options or None
-    if job.reuse == LATEST:
-        root = open_store(job.output.uri, options)
-        keys = _newest_first(root, job.name, run_key)
+    options = dict(spec.output.options) or None
+    if spec.reuse.run == LATEST:
+        root = open_store(spec.output.uri, options)
+        keys = _newest_first(root, spec.name, run_key)
     else:
-        root, key = place(job.reuse, options)
+        root, key = place(spec.reuse.run, options)
         keys = [_follow_forks(root, key)]
     for key in keys:
         try:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefect_raybatch.errors import CorruptRun, RayBatchError
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.listing import COMPLETED, list_runs
 from prefect_raybatch.sizing.prices import gpu_price
 from prefect_raybatch.sizing.sizes import Capacity
+from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.words import counted, money
 
@@ -40,15 +40,15 @@ class CostEstimate:
         )
 
 
-def estimate(job: BatchJob, have: Capacity, rows: int) -> CostEstimate | None:
-    """What asking `rows` rows may cost; None of a job without prices. Never raises."""
-    if not job.cluster.priced:
+def estimate(spec: RunSpec, have: Capacity, rows: int) -> CostEstimate | None:
+    """Return what asking `rows` rows may cost; None without prices. Never raises."""
+    if not spec.cluster.prices:
         return None
-    price = gpu_price(job, have)
+    price = gpu_price(spec.cluster, have)
     if price.hour is None:
         return CostEstimate(rows, why=price.why)
     try:
-        known = _last_known(job.output.uri, job.output.options, job.name)
+        known = _last_known(spec.output.uri, spec.output.options, spec.name)
     except RayBatchError as error:
         return CostEstimate(rows, why=f"earlier runs cannot be read: {error}")
     if known is None:
@@ -56,7 +56,7 @@ def estimate(job: BatchJob, have: Capacity, rows: int) -> CostEstimate | None:
     by, hours_a_row = known
     hours = rows * hours_a_row
     found = CostEstimate(rows, round(hours * price.hour, 6), round(hours, 6), by)
-    most = job.limits.max_cost
+    most = spec.limits.max_cost
     if most is None or hours * price.hour <= most:
         return found
     text = f"limits.max_cost {money(most)} may end the run before it is whole: {found.line()}"

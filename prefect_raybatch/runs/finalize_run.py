@@ -10,11 +10,10 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
+from prefect_raybatch.compile.job import compile_planned
 from prefect_raybatch.driver import metrics
 from prefect_raybatch.errors import CorruptRun, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.output import Output
-from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.ledger.accepted import Accepted, all_accepted
 from prefect_raybatch.ledger.increments import (
     OF_ROWS,
@@ -29,7 +28,6 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.published import all_published
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
-from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.advice import advise
 from prefect_raybatch.report.records import RunReport, put_report, read_report
@@ -46,12 +44,15 @@ from prefect_raybatch.sizing.shards import (
     sequences_seen,
 )
 from prefect_raybatch.sizing.sizes import certain_engines
+from prefect_raybatch.spec.cluster import ClusterSpec
+from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.storage import Store, open_store
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
     from prefect_raybatch.driver.driver import Progress
+    from prefect_raybatch.ledger.plan_tables import Shards
     from prefect_raybatch.ledger.records import Part
     from prefect_raybatch.result.finalize import Result
     from prefect_raybatch.result.parts import PartTask
@@ -65,47 +66,47 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
 
     Raises `IncompleteRun` while shards are missing, `CorruptRun` when coverage does not hold.
     """
-    report = _finalized(job, run, progress)
+    ledger = Ledger(open_store(run.uri, job.output.options or None))
+    plan, shards = load_run(ledger, run)
+    report = finalize_spec(compile_planned(job, plan), ledger, plan, shards, progress)
     metrics.completed(report.job, run.run_key)
     return report
 
 
-def _finalized(job: BatchJob, run: Run, progress: Progress | None) -> RunReport:
+def finalize_spec(
+    spec: RunSpec, ledger: Ledger, plan: Plan, shards: Shards, progress: Progress | None = None
+) -> RunReport:
+    """Write the result and `_SUCCESS` of a planned run; see `finalize_run`."""
     from prefect_raybatch.result.finalize import finalize
 
-    store = open_store(run.uri, job.output.options or None)
-    ledger = Ledger(store)
-    plan, shards = load_run(ledger, run)
-    job = planning.as_planned(job, plan)
-    # The layout is the plan's, so that any two finalizers write the same files.
-    output = BatchJob.from_dict(plan.job, "plan.json").output
+    layout = spec.output.layout
     if ledger.finished(plan) is not None:
-        return _end(ledger, plan, output.compact)
+        return _end(ledger, plan, layout.compact)
     try:
         result = finalize(
             ledger,
             plan,
             shards,
-            output.row_number,
-            output.file_mb << 20,
-            output.compact,
-            output.read_back,
-            partial(write_parts, job),
+            spec.finish.row_number,
+            layout.file_bytes,
+            layout.compact,
+            layout.read_back,
+            partial(write_parts, spec.cluster),
         )
     except CorruptRun:
         if ledger.finished(plan) is None:
             raise
         return _end(ledger, plan, True)  # another finalizer was done first and tidied up
-    made = completed_report(job, ledger, plan, result.tally, result.parts, progress)
+    made = completed_report(spec, ledger, plan, result.tally, result.parts, progress)
     if ledger.finished(plan) is not None:
         return _end(ledger, plan, True)  # the report is the other finalizer's too
-    put_reports(store, made)
-    ledger.succeed(_success(plan, output, result, made.accepted))
+    put_reports(ledger.store, made)
+    ledger.succeed(_success(spec, plan, result, made.accepted))
     return _end(ledger, plan, True)
 
 
 def completed_report(
-    job: BatchJob,
+    spec: RunSpec,
     ledger: Ledger,
     plan: Plan,
     tally: Tally,
@@ -122,20 +123,21 @@ def completed_report(
         "completed",
         parts,
         resumed_shards=progress.resumed_shards if progress else 0,
-        notes=(*_notes(size_spec(job), plan, tally), *of_whom(plan), *map(str, accepted)),
+        notes=(*_notes(spec.sizes, plan, tally), *of_whom(plan), *map(str, accepted)),
         engine_deaths=progress.engine_deaths if progress else 0,
         losses=progress.losses if progress else None,
         dashboard=last_dashboard(store),
     )
     starts = read_starts(ledger)
     made = replace(made, elapsed=round(attempts_seconds(ledger, plan), 1))
-    made = replace(made, advice=advise(made, job), accepted=accepted, starts=starts)
+    made = replace(made, advice=advise(made, spec), accepted=accepted, starts=starts)
     made = replace(made, precision=precision_of(store))
     increment = increment_of(plan)
     if increment is not None and increment.ledger == OF_ROWS:
-        days = job.output.keep_answers if job.keeps_answers else 0.0  # only to put rows in order
+        # Answers that were only asked apart to put rows in order are of no use to later runs.
+        days = spec.reuse.keep_days if spec.reuse.keeps else 0.0
         made = with_reuse(made, ledger, plan, increment, tally, days)
-    return with_cost(made, ledger, plan, job.cluster, _report_of_asks(store, increment))
+    return with_cost(made, ledger, plan, spec.cluster.prices, _report_of_asks(store, increment))
 
 
 def report_again(ledger: Ledger, plan: Plan, parts: Sequence[Part]) -> RunReport:
@@ -143,9 +145,9 @@ def report_again(ledger: Ledger, plan: Plan, parts: Sequence[Part]) -> RunReport
     alone knew."""
     from prefect_raybatch.result.survey import survey
 
-    job = planning.as_planned(BatchJob.from_dict(plan.job, "plan.json"), plan)
+    spec = compile_planned(BatchJob.from_dict(plan.job, "plan.json"), plan)
     tally = survey(ledger, plan, ledger.shards(plan), pieces=False).tally
-    return completed_report(job, ledger, plan, tally, parts)
+    return completed_report(spec, ledger, plan, tally, parts)
 
 
 def put_reports(store: Store, report: RunReport) -> None:
@@ -161,13 +163,14 @@ def _report_of_asks(store: Store, increment: Increment | None) -> RunReport | No
 
 
 def write_parts(
-    job: BatchJob, write: Callable[[PartTask], Part], tasks: Iterator[PartTask], size: int
+    cluster: ClusterSpec, write: Callable[[PartTask], Part], tasks: Iterator[PartTask], size: int
 ) -> Iterator[Part]:
-    """On the workers of the job's cluster where there is enough to write, else here."""
+    """Write the files of a result, on the workers of the cluster where there is enough to write,
+    else here."""
     from prefect_raybatch.cluster.side_by_side import TASKS_A_CPU, side_by_side, workers_for
     from prefect_raybatch.result.finalize import one_by_one
 
-    with workers_for(job, size) as workers:
+    with workers_for(cluster, size) as workers:
         if workers > 1:
             log.info("the result is written on %s", counted(workers, "CPU"))
             yield from side_by_side(write, tasks, TASKS_A_CPU * workers)
@@ -225,15 +228,15 @@ def with_reuse(
     return replace(report, reuse={**saved, **more})
 
 
-def _success(plan: Plan, output: Output, result: Result, accepted: tuple[Accepted, ...]) -> Success:
+def _success(spec: RunSpec, plan: Plan, result: Result, accepted: tuple[Accepted, ...]) -> Success:
     return Success(
         rows=plan.rows,
         data=result.tally.good,
         quarantine=result.tally.failed,
         skipped=result.tally.skipped,
         parts=tuple(result.parts),
-        compact=output.compact,
-        row_number=output.row_number,
+        compact=spec.output.layout.compact,
+        row_number=spec.finish.row_number,
         finished=time.time(),
         plan=plan.hash,
         layout=result.layout,

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from prefect_raybatch.compile.job import read_spec
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.harmless import clean
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.job.yaml_text import visible_yaml
 from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.spec.options import HiddenOptions
 
 if TYPE_CHECKING:
     from prefect_raybatch.source import Inventory
@@ -51,15 +53,15 @@ def seen_table(uri: str, options: dict[str, Any] | None = None) -> SeenTable:
     from prefect_raybatch import source
 
     job = BatchJob.from_dict(_fields("first", uri, "-", "demo", "out"))
-    given = job.source.model_copy(update={"options": options or {}})
+    given = replace(read_spec(job.source), options=HiddenOptions(options))
     csv, guessed = source.seen_csv(given)
-    given = given.model_copy(update={"csv": Csv(**csv)})
+    given = replace(given, csv=Csv(**csv))
     if source.needs_snapshot(given):
         schema = source.peek(given).schema
         rows = next((table for _, table in source.heads(given, 1)), schema.empty_table())
     else:
         found = source.inventory(given)
-        schema, rows = found.schema, _first_rows(found, given.options)
+        schema, rows = found.schema, _first_rows(found, dict(given.options))
     columns = [SeenColumn(f.name, str(f.type), _mean_length(rows, f)) for f in schema]
     return SeenTable(columns, csv, guessed)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.compile.public_job import public_job
+from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.job import tasks
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.increments import (
     OF_ASKS,
     OF_ROWS,
@@ -36,9 +36,7 @@ from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan.joining import Join
 from prefect_raybatch.plan.keying import keying_of
 from prefect_raybatch.plan.plan import make_plan
-from prefect_raybatch.plan.plan import settled as settled_job
 from prefect_raybatch.plan.prefix_order import MOST_ORDERED
-from prefect_raybatch.plan.resolved import Resolved
 from prefect_raybatch.plan.row_keys import RowKeys
 from prefect_raybatch.runs.earlier import (
     ANSWERS_A_BATCH,
@@ -51,6 +49,8 @@ from prefect_raybatch.runs.earlier import (
 )
 from prefect_raybatch.runs.precision import taken_precision
 from prefect_raybatch.source import Inventory, snapshot_tables
+from prefect_raybatch.spec.reuse import ReuseSpec
+from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.raw_answers import NUMBER, ORIGIN, POOLED, RAW
 from prefect_raybatch.stages.request_key import Keying
 from prefect_raybatch.storage import Store, open_store
@@ -62,6 +62,7 @@ PLACES_A_GROUP = 1 << 16  # rows of a table of places that are read together
 
 def increment_for(
     resolved: Resolved,
+    spec: RunSpec,
     found: Inventory,
     store: Store,
     attempt: str,
@@ -73,14 +74,13 @@ def increment_for(
     """`Plan.increment` of a new run in `store`, with all that it names written. `copied`: the
     input's files are a snapshot there; `context`: what `auto` came to. As `worked_out`."""
     rows = store if copied else None
-    settled = replace(resolved, job=settled_job(resolved.job, context))
     skipped: set[str] = set()
     while True:
         try:
             with worked_out(
-                settled, found, rows, run_key, earlier, in_order=True, skipped=skipped
+                resolved, spec, found, rows, run_key, earlier, in_order=True, skipped=skipped
             ) as worked:
-                return planned(worked, resolved, store, attempt, context).to_dict()
+                return planned(worked, resolved, spec, store, attempt, context).to_dict()
         except DamagedAnswers as error:  # found while answers were copied: join without that run
             _skip(error, skipped)
 
@@ -109,6 +109,7 @@ class Worked:
 @contextmanager
 def worked_out(
     resolved: Resolved,
+    spec: RunSpec,
     found: Inventory,
     store: Store | None,
     run_key: str | None = None,
@@ -125,19 +126,19 @@ def worked_out(
     Raises `ConfigError` for a `reuse` that names no such run, `SourceError` for what cannot be
     read.
     """
-    job, model = resolved.job, resolved.with_adapters()
-    keying, parts = keying_of(job, model)
-    ordered = in_order and _in_prompt_order(job, sum(file.rows for file in found.files))
-    rows = RowKeys.of(job, model, found, store, keying, ordered)
+    model = resolved.with_adapters()
+    keying, parts = keying_of(spec, model)
+    ordered = in_order and _in_prompt_order(spec, sum(file.rows for file in found.files))
+    rows = RowKeys.of(spec, model, found, store, keying, ordered)
     skipped = set() if skipped is None else skipped
 
     def known_runs() -> Earlier:
-        return find_earlier(job, run_key, keying.context, parts, skipped)
+        return find_earlier(spec, run_key, keying.context, parts, skipped)
 
     with ExitStack() as stack:
         known, join = _begun_join(known_runs if earlier else Earlier, rows.rows, ordered, skipped)
         stack.push(join)
-        rows.add_to(join, job, alone)
+        rows.add_to(join, spec.cluster, alone)
         join.run()
         yield Worked(keying, parts, known, join, rows)
 
@@ -165,15 +166,16 @@ def _begun_join(
             return known, join
 
 
-def _in_prompt_order(job: BatchJob, rows: int) -> bool:
+def _in_prompt_order(spec: RunSpec, rows: int) -> bool:
     """Whether requests of this run that begin alike are asked one after the other."""
-    pools = tasks.pools(job.engine.task)  # from one pass over each text: encoders keep no cache
-    return job.engine.order != "input" and rows <= MOST_ORDERED and not pools
+    pools = spec.engine.model.pools  # from one pass over each text: encoders keep no cache
+    return spec.engine.sort and rows <= MOST_ORDERED and not pools
 
 
 def planned(
     worked: Worked,
     resolved: Resolved,
+    spec: RunSpec,
     store: Store,
     attempt: str,
     context: dict[str, Any] | None = None,
@@ -183,10 +185,10 @@ def planned(
     is there."""
     join, earlier = worked.join, worked.earlier
     reused = _copy_answers(worked, store, attempt)
-    precision = _precision(resolved, earlier)
+    precision = _precision(resolved, spec, earlier)
     asks = None
     if join.asked:
-        asks = _plan_asks(worked, resolved, store, attempt, context, precision)
+        asks = _plan_asks(worked, resolved, spec, store, attempt, context, precision)
     counts = join.counts
     log.info(
         "reuse: %d rows take over answers, %d share another row's, %d are asked",
@@ -209,13 +211,13 @@ def planned(
     )
 
 
-def _precision(resolved: Resolved, earlier: Earlier) -> TakenPrecision | None:
-    job, retry = resolved.job, resolved.retry
-    root = open_store(job.output.uri, job.output.options or None) if retry else None
+def _precision(resolved: Resolved, spec: RunSpec, earlier: Earlier) -> TakenPrecision | None:
+    retry, output = resolved.identity.retry, spec.output
+    root = open_store(output.uri, dict(output.options) or None) if retry else None
     parent = root.sub(retry["parent"]) if root is not None and retry else None
     stores = [store for store, _ in earlier.held]
     try:
-        return taken_precision(job, stores, parent)
+        return taken_precision(spec.engine.tries, stores, parent)
     except CorruptRun as error:
         if parent is not None or not stores:
             raise
@@ -294,6 +296,7 @@ def _with_origin(table: pa.Table, run_key: str, schema: pa.Schema) -> pa.Table:
 def _plan_asks(
     worked: Worked,
     resolved: Resolved,
+    spec: RunSpec,
     store: Store,
     attempt: str,
     context: dict[str, Any] | None,
@@ -306,15 +309,18 @@ def _plan_asks(
     found = snapshot_tables(lambda: worked.rows.asked(join), ledger.store, attempt)
     weights = to_parquet(pa.table({"rows": pa.array(join.weights())}))
     name = f"weights-{digest(weights)[:16]}.parquet"
-    job = job_of_asks(resolved.job)
+    asks = asks_of(spec)
     plan, named = make_plan(
-        replace(resolved, job=job),
+        asks,
+        resolved.identity,
+        resolved.with_adapters(),
+        _asks_job(public_job(resolved.job)),
         "asks",
         found.files,
         found.schema,
-        image_bytes.row_bytes(job, resolved.model, found, ledger.store),
+        image_bytes.row_bytes(asks, resolved.model, found, ledger.store),
         snapshot=True,
-        engines=sized.engines_to_plan_for(job),
+        engines=sized.engines_to_plan_for(asks.sizes, asks.cluster),
         context=context,
         increment=Increment(
             ledger=OF_ASKS,
@@ -330,13 +336,20 @@ def _plan_asks(
     return replace(plan, parent=None)  # of a retry, the run itself has it
 
 
-def job_of_asks(job: BatchJob) -> BatchJob:
-    """The job whose answers are raw: what finish would make of them is left to the run itself."""
-    output = job.output.model_copy(
-        update={
-            **dict.fromkeys(("postprocess", "output_schema", "keep_answers")),
-            **{"columns": [], "extras": [], "publish": []},
-            **{"row_number": NUMBER, "compact": True},
-        }
+def asks_of(spec: RunSpec) -> RunSpec:
+    """Return what a run does that asks the distinct requests of `spec`. Its answers are raw: what
+    finish would make of them is left to the run itself."""
+    finish = replace(
+        spec.finish, columns=(), row_number=NUMBER, postprocess=None, types=None, extras=()
     )
-    return job.model_copy(update={"output": output, "reuse": None})
+    output = replace(spec.output, targets=(), layout=replace(spec.output.layout, compact=True))
+    reuse = ReuseSpec(run=None, keep_days=None, keeps=False, ordered=spec.reuse.ordered)
+    return replace(spec, finish=finish, output=output, reuse=reuse)
+
+
+def _asks_job(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a public job as the plan of its asks keeps it (`asks_of`)."""
+    by_default = ("postprocess", "schema", "keep_answers", "extras", "publish", "row_number")
+    output = {n: value for n, value in job["output"].items() if n not in (*by_default, "compact")}
+    made = {name: value for name, value in job.items() if name != "reuse"}
+    return {**made, "output": {**output, "columns": []}}

@@ -14,14 +14,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.compile.job import compile_planned
 from prefect_raybatch.driver.cost import CostMeter, Spent, check_cost, spent_on
 from prefect_raybatch.driver.stops import Stop
 from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.installed import code_version
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import Limits
-from prefect_raybatch.job.precision import precision_tries, with_precision
-from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.accepted import accepted_note
@@ -29,12 +28,12 @@ from prefect_raybatch.ledger.drains import Draining
 from prefect_raybatch.ledger.increments import OF_ROWS, begin_asks, increment_of, waiting_rows
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
-from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.runs.attempts import INFERENCE, recorded_attempt
 from prefect_raybatch.runs.planned_by import compare_code
-from prefect_raybatch.runs.precision import decided_job
+from prefect_raybatch.runs.precision import decided_precision
 from prefect_raybatch.runs.run import Run, load_run, run_of, who
 from prefect_raybatch.sizing.prices import gpu_price
+from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.storage import open_store
 
@@ -68,11 +67,11 @@ def infer_run(
     plan, _ = load_run(ledger, run)
     begin = ledger.finished(plan) is None
     with recorded_attempt(store, job, run.run_key, INFERENCE, begin):
-        return _infer(job, run, ledger, plan, observe, engine)
+        return _infer(compile_planned(job, plan), run, ledger, plan, observe, engine)
 
 
 def _infer(
-    job: BatchJob,
+    spec: RunSpec,
     run: Run,
     ledger: Ledger,
     plan: Plan,
@@ -82,35 +81,35 @@ def _infer(
     """Infer and commit the pending shards; what a run that reuses asks first goes first."""
     store, increment = ledger.store, increment_of(plan)
     if increment is None or ledger.finished(plan) is not None:
-        return _attempt(job, run, observe, engine)
+        return _attempt(spec, run, observe, engine)
     begun = begin_asks(store, increment)
     if begun is None:
-        return _attempt(job, run, observe, engine)
+        return _attempt(spec, run, observe, engine)
     from prefect_raybatch.driver.driver import OtherLedger
 
     first = OtherLedger(begun[1].rows, begun[1].shards)
     if begun[0].finished(begun[1]) is not None:
-        return _attempt(job, run, observe, engine, before=first)
+        return _attempt(spec, run, observe, engine, before=first)
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.cluster.sharing import User
-    from prefect_raybatch.runs.finalize_run import finalize_run
-    from prefect_raybatch.runs.increment import job_of_asks
+    from prefect_raybatch.runs.finalize_run import finalize_spec
+    from prefect_raybatch.runs.increment import asks_of
 
     # Asked first: a run of its own, of which only this one knows. The cluster is held over both,
     # so that one that is started here is started once.
-    user, part = User(job.name), job_of_asks(job)
-    with cluster.connected(job, user) as capacity:
+    user, part = User(spec.name), asks_of(spec)
+    with cluster.connected(spec.cluster, user) as capacity:
         asks = replace(run_of(begun[0].store, begun[1], begun[0]), probed=run.probed)
         log.info("asking %d requests first, in %s", asks.rows, asks.uri)
         held, later = (user, capacity), OtherLedger(run.rows, run.shards)
         asked = _attempt(part, asks, observe, engine, held, later=later)
-        finalize_run(part, asks, asked)
+        finalize_spec(part, begun[0], begun[1], begun[0].shards(begun[1]), asked)
         before = replace(first, failed=asked.failed)
-        return _attempt(job, run, observe, engine, held, before=before)
+        return _attempt(spec, run, observe, engine, held, before=before)
 
 
 def _attempt(
-    job: BatchJob,
+    spec: RunSpec,
     run: Run,
     observe: Callable[[Progress], None],
     engine: type | None,
@@ -120,7 +119,7 @@ def _attempt(
 ) -> Progress:
     """One attempt at the pending shards of one ledger; `held`: in a cluster that is held already,
     by this user of it; `before`, `later`: what the run's other ledger has to do."""
-    attempt = _Attempt(job, run, observe, engine)
+    attempt = _Attempt(spec, run, observe, engine)
     progress = attempt.driver.progress
     progress.before = before or progress.before
     progress.later = later or progress.later
@@ -131,11 +130,11 @@ def _attempt(
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.cluster.sharing import User
 
-    user, capacity = held or (User(job.name), None)
+    user, capacity = held or (User(spec.name), None)
     user.waits = attempt.monitor.held
     with ExitStack() as stack:
         stack.enter_context(attempt.monitor)
-        capacity = capacity or stack.enter_context(cluster.connected(job, user))
+        capacity = capacity or stack.enter_context(cluster.connected(spec.cluster, user))
         attempt.joined()
         attempt.decide(user, capacity)
         pipeline = attempt.pipeline(stack, user, capacity)
@@ -146,7 +145,7 @@ def _attempt(
         stack.callback(pipeline.forget)
         stack.callback(monitor.note_start)
         stack.callback(monitor.look_at_deaths)
-        run_pass = _interruptible(pipeline, monitor, user, attempt.job.limits)
+        run_pass = _interruptible(pipeline, monitor, user, spec.limits)
         suspects = pipeline.size.pool.engines * (1 + pipeline.size.concurrent)
         return attempt.driver.run(run_pass, pipeline.quarantine, suspects)
 
@@ -157,7 +156,7 @@ class _Attempt:
 
     def __init__(
         self,
-        job: BatchJob,
+        spec: RunSpec,
         run: Run,
         observe: Callable[[Progress], None],
         engine: type | None,
@@ -165,18 +164,17 @@ class _Attempt:
         from prefect_raybatch.driver.driver import Driver
         from prefect_raybatch.driver.monitor import Monitor
 
-        self.run, self.engine = run, engine
-        self.store = open_store(run.uri, job.output.options or None)
+        self.spec, self.run, self.engine = spec, run, engine
+        self.store = open_store(run.uri, dict(spec.output.options) or None)
         self.ledger = Ledger(self.store)
         plan, self.shards = load_run(self.ledger, run)
-        self.job = planning.as_planned(job, plan)
         self.increment = increment_of(plan)
         self.looks_up = self.increment is not None and self.increment.ledger == OF_ROWS
         self.plan = plan if run.model is None else plan.with_model(run.model)
         self.name = uuid.uuid4().hex
         who_drives = {**_whoami(self.plan), **accepted_note(run.accepted)}
         self.whoami = Whoami(self.ledger, self.name, who_drives)
-        limits = self.job.limits
+        limits = spec.limits
         self.monitor = Monitor(self.name, self.plan, self.store, limits, observe)
         self.monitor.on_started = partial(_note_start, self.whoami)
         waiting = None
@@ -201,7 +199,7 @@ class _Attempt:
     def check(self) -> None:
         """What may speak against it before the cluster is joined; then it is noted."""
         self.spent = spent_on(self.ledger, self.plan)
-        check_cost(self.job.limits, self.spent.at(None), self.plan.shards, self.committed)
+        check_cost(self.spec.limits, self.spent.at(None), self.plan.shards, self.committed)
         self.monitor(self.driver.progress)
         if not self.run.probed:  # the plan is an earlier attempt's: what that found may differ now
             self.store.probe()
@@ -216,22 +214,22 @@ class _Attempt:
             log.info("Ray's dashboard: %s", self.monitor.dashboard)
 
     def decide(self, user: User, capacity: Capacity) -> None:
-        """What the job leaves open until it is in the cluster: where the answers of rows lie that
+        """What is open until the run is in the cluster: where the answers of rows lie that
         are looked up, and the precision that engines are started with."""
         if self.increment is not None and self.looks_up:
             from prefect_raybatch.cluster.lookups import known_answers
             from prefect_raybatch.runs.answers_by_row import place_answers
 
-            self.job = with_precision(self.job, {})  # its asks have decided
-            known = known_answers(self.job, self.increment, self.store)
+            known = known_answers(self.spec.engine.model.pools, self.increment, self.store)
             place_answers(self.store, self.plan, self.increment, known, user.waits)
-        elif precision_tries(self.job.engine):
-            job = with_precision(self.job, {})
-            stored = sized.for_attempt(size_spec(job), self.plan, capacity)
-            self.monitor.meter = meter_for(self.job, capacity, stored.pool, self.spent)
+        elif self.spec.engine.tries:
+            stored = sized.for_attempt(self.spec.sizes, self.plan, capacity)
+            self.monitor.meter = meter_for(self.spec, capacity, stored.pool, self.spent)
             with_what = (self.plan, self.shards, self.ledger, capacity, user, self.name)
             halted = partial(_halted, user, self.monitor)
-            self.job = decided_job(self.job, *with_what, self.engine, self.monitor.meter, halted)
+            meter = self.monitor.meter
+            found = decided_precision(self.spec, *with_what, self.engine, meter, halted)
+            self.spec = self.spec.decide(precision=found)
 
     def pipeline(self, stack: ExitStack, user: User, capacity: Capacity) -> Pipeline:
         """The stages in their sizes, once the cluster has room for them, which `stack` holds."""
@@ -241,36 +239,34 @@ class _Attempt:
         from prefect_raybatch.cluster.pipeline import Pipeline, warm_kind_of
 
         more: dict[str, Any] = {"engine": self.engine} if self.engine else {}
-        spec = size_spec(self.job)
-        spec = spec.without_engine() if self.looks_up else spec
+        asked = self.spec.sizes.without_engine() if self.looks_up else self.spec.sizes
 
-        def sizes(spec: SizeSpec) -> Sizing:
-            return sized.for_attempt(spec, self.plan, capacity)
+        def sizes(asked: SizeSpec) -> Sizing:
+            return sized.for_attempt(asked, self.plan, capacity)
 
         def kind_of(size: Sizing) -> WarmKind | None:
-            return warm_kind_of(self.job, self.plan.model, size, **more)
+            return warm_kind_of(self.spec, self.plan.model, size, **more)
 
-        size, kind = sizes(spec), None
+        size, kind = sizes(asked), None
         if not self.looks_up:
-            size, kind = nearest_up(spec, sizes, size, kind_of, cluster.SHARED.warm.kinds)
-        cluster.check_fit(spec, capacity, size.pool)
+            size, kind = nearest_up(asked, sizes, size, kind_of, cluster.SHARED.warm.kinds)
+        cluster.check_fit(asked, capacity, size.pool)
         for warning in () if self.looks_up else size.warnings:
             log.warning(warning)
         early = engines_begun(kind, size.pool.engines_for(self.plan.shards - self.committed)[0])
-        meter = meter_for(self.job, capacity, size.pool, self.spent)
+        meter = meter_for(self.spec, capacity, size.pool, self.spent)
         self.monitor.meter = meter.after(self.monitor.meter, early.gpu_seconds)
-        check_cost(self.job.limits, self.monitor.meter.whole, self.plan.shards, self.committed)
-        warm = stack.enter_context(cluster.admitted(spec, capacity, size.pool, user, kind))
+        check_cost(self.spec.limits, self.monitor.meter.whole, self.plan.shards, self.committed)
+        warm = stack.enter_context(cluster.admitted(asked, capacity, size.pool, user, kind))
         if self.increment is not None and not self.looks_up:  # what a report reckons savings by
             self.whoami.note(gpus=size.pool.gpus[1])
         return Pipeline(
-            self.job,
+            self.spec,
             self.plan,
             self.shards,
             self.store,
             self.name,
             size,
-            dict(self.job.source.options),
             # Another attempt may be alive. Ours is noted before we look, so that of two that start
             # at the same moment one at least sees the other.
             shuffle=self.name if len(self.ledger.attempts()) > 1 else None,
@@ -293,12 +289,12 @@ class Whoami:
             self.ledger.note_attempt(self.attempt, self.known)
 
 
-def meter_for(job: BatchJob, capacity: Capacity, pool: Pool, spent: Spent) -> CostMeter:
+def meter_for(spec: RunSpec, capacity: Capacity, pool: Pool, spent: Spent) -> CostMeter:
     """Counts what an attempt with that pool costs, beside what was spent before. Raises
     `ConfigError` where a limit on costs is set and no price is known."""
-    price = gpu_price(job, capacity)
+    price = gpu_price(spec.cluster, capacity)
     if price.hour is None and pool.gpus[1] and price.why:
-        if job.limits.max_cost is not None:
+        if spec.limits.max_cost is not None:
             raise ConfigError(
                 f"limits.max_cost: {price.why}; name it there, or set cluster.price_per_gpu_hour "
                 "for all others"

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from prefect_raybatch.compile.job import cluster_spec, compile_planned
 from prefect_raybatch.errors import ConfigError, CorruptRun, IncompleteRun
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.trusted_places import check_run_place
@@ -73,15 +74,16 @@ def finalize_partial(
             f"{store.uri}: all {plan.shards} shards are committed, so nothing is missing: raybatch "
             "finalize without --partial writes the whole result"
         )
-    planned = BatchJob.from_dict(plan.job, "plan.json")
-    output, name = planned.output, new_partial_name()
+    spec = compile_planned(BatchJob.from_dict(plan.job, "plan.json"), plan)
+    cluster = spec.cluster if job is None else cluster_spec(job)
+    layout, row_number, name = spec.output.layout, spec.finish.row_number, new_partial_name()
     try:
         found = survey_committed(ledger, plan, shards, listing)
         parts = finalize_committed(
-            *(ledger, plan, shards, found, output.row_number, output.file_mb << 20),
+            *(ledger, plan, shards, found, row_number, layout.file_bytes),
             partial_path(name),
-            output.read_back,
-            partial(write_parts, job or planned),
+            layout.read_back,
+            partial(write_parts, cluster),
         )
     except CorruptRun:
         _check_open(ledger, plan)
@@ -102,7 +104,7 @@ def finalize_partial(
         skipped=tally.skipped,
         missing=missing,
         parts=tuple(parts),
-        row_number=output.row_number,
+        row_number=row_number,
     )
     where = f"{store.uri}/{partial_path(name)}"
     accepted = all_accepted(ledger)

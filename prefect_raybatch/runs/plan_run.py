@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.compile.job import cluster_spec, read_spec
+from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import tasks
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.ray_cluster import check_made_cluster
-from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger import increments
 from prefect_raybatch.ledger.accepted import Accepted
@@ -30,7 +30,6 @@ from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.accepting import check_acceptable, of_model
 from prefect_raybatch.plan.prefix_order import MOST_ORDERED
-from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.runs.attempts import PLANNING, recorded_attempt
 from prefect_raybatch.runs.estimate import estimate
@@ -38,6 +37,7 @@ from prefect_raybatch.runs.planned_by import note_planner
 from prefect_raybatch.runs.run import Run, run_of, run_store, who
 from prefect_raybatch.sizing.agreement import trial_rows
 from prefect_raybatch.sizing.sizes import assumed
+from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.label_probabilities import check_labels
 from prefect_raybatch.storage import Store, is_remote, join
 
@@ -115,10 +115,11 @@ def precheck(job: BatchJob | Resolved, store: Store, accept: Sequence[str] = ())
     job = resolved.job
     check_places(job.source, job.output)
     check_schema_names(job.output)
-    access = job.cluster.access
+    where = cluster_spec(job)
+    access = where.access
     check_made_cluster(job)
     if not access.remote:
-        if address := cluster.address_of(job.cluster):
+        if address := cluster.address_of(where):
             check_reachable(address, access)
         else:
             check_temp_folder()
@@ -129,13 +130,14 @@ def precheck(job: BatchJob | Resolved, store: Store, accept: Sequence[str] = ())
         return resolved
     if resolved.known is not None:
         resolved = _checked(resolved)
-    if source.needs_snapshot(job.source):
-        schema = source.peek(job.source).schema
+    read = read_spec(job.source)
+    if source.needs_snapshot(read):
+        schema = source.peek(read).schema
     else:  # the first file with rows is enough here; the plan reads every footer
-        first = job.source.model_copy(update={"limit": 1})
-        schema = source.inventory(first).schema
-    planning.check_against_schema(job, schema)
-    check_targets_of(job, schema, later=True)
+        schema = source.inventory(replace(read, limit=1)).schema
+    spec = resolved.compile(schema.names)
+    planning.check_against_schema(spec, schema)
+    check_targets_of(spec, schema, later=True)
     return resolved
 
 
@@ -176,48 +178,50 @@ def _check_same(
     """`PlanMismatch` unless the plan is this job's, but for what `accept` names: that. The input of
     a run that retries failed rows is what it took, whatever the job reads."""
     own = resolved.retrying(plan.parts.get("retry"))
-    return check_acceptable(plan, own.fingerprint, own.parts, where, accept, who())
+    return check_acceptable(plan, own.identity, where, accept, who())
 
 
 def _checked(resolved: Resolved) -> Resolved:
     """Its model can be loaded and answers, as far as the files tell; looks at them once."""
     if not resolved.checked:
-        job = resolved.job
-        paired = tasks.paired(job.prompt)
-        images = job.prompt.images
-        model_check.check(job.engine, job.sampling, resolved.model, paired=paired, images=images)
-        chat_template.check_template(job, resolved.model)
-        check_labels(job, resolved.model)
+        check_pinned_model(resolved.compile(), resolved.model)
     return replace(resolved, checked=True)
 
 
-def increment_of_job(
-    resolved: Resolved, found: Inventory, *args: Any, **more: Any
+def check_pinned_model(spec: RunSpec, model: Mapping[str, Any], files: bool = True) -> None:
+    """Raise `ConfigError` where a pinned model cannot do what a run asks of it, as far as its files
+    tell; without `files` by its config.json and its chat template alone."""
+    model_check.check(spec, model, files)
+    chat_template.check_template(spec.prompt, spec.engine.model, model)
+    check_labels(spec.sampling.labels, spec.engine.model, model)
+
+
+def increment_of_spec(
+    resolved: Resolved, spec: RunSpec, found: Inventory, *args: Any, **more: Any
 ) -> dict[str, Any] | None:
-    """As `increment.increment_for`, which is imported only for a job whose answers are asked
+    """As `increment.increment_for`, which is imported only for a run whose answers are asked
     apart from its rows."""
-    job = resolved.job
-    if not job.asks_apart:
+    if not spec.reuse.asks_apart:
         return None
     rows = sum(file.rows for file in found.files)
-    if rows > MOST_ORDERED and not job.keeps_answers:
+    if rows > MOST_ORDERED and not spec.reuse.keeps:
         log.warning("engine.order: run is left out: %d rows are more than %d", rows, MOST_ORDERED)
         return None
     from prefect_raybatch.runs.increment import increment_for
 
-    return increment_for(resolved, found, *args, **more)
+    return increment_for(resolved, spec, found, *args, **more)
 
 
-def length_of_job(
-    job: BatchJob, run_key: str | None, measured: counting.PromptLengths
+def length_of_spec(
+    spec: RunSpec, run_key: str | None, measured: counting.PromptLengths
 ) -> counting.PromptLengths:
-    """What an `auto` context length comes to, as `measured` or, for a job that reuses, as the run
-    has it whose answers are taken over."""
-    if not job.keeps_answers:
+    """Return what an `auto` context length comes to, as `measured` or, for a run that reuses, as
+    the run has it whose answers are taken over."""
+    if not spec.reuse.keeps:
         return measured
     from prefect_raybatch.runs.earlier import with_earlier_length
 
-    return with_earlier_length(job, run_key, measured)
+    return with_earlier_length(spec, run_key, measured)
 
 
 def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) -> Plan:
@@ -225,50 +229,52 @@ def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
     from prefect_raybatch.cluster.early import begin_early
     from prefect_raybatch.cluster.side_by_side import copying_for
 
-    job, attempt = resolved.job, uuid.uuid4().hex
-    copied = dataset is not None or source.needs_snapshot(job.source)
+    early, attempt = resolved.compile(), uuid.uuid4().hex
+    read, copying = early.read, partial(copying_for, early.cluster)
+    copied = dataset is not None or source.needs_snapshot(read)
     if copied and dataset is None:
-        begin_early(job, resolved.with_adapters)
+        begin_early(early, resolved.with_adapters)
     if dataset is not None:
-        given = job.source
         found = source.snapshot_dataset(
-            dataset, ledger.store, attempt, given.limit, given.columns, partial(copying_for, job)
+            dataset, ledger.store, attempt, read.limit, read.columns, copying
         )
     elif copied:
-        found = source.snapshot(job.source, ledger.store, attempt, partial(copying_for, job))
+        found = source.snapshot(read, ledger.store, attempt, copying)
     else:
-        found = source.inventory(job.source)
-    planning.check_against_schema(job, found.schema)
-    trial_rows(job, sum(file.rows for file in found.files))
-    if note := planning.alike_note(job):
+        found = source.inventory(read)
+    spec, rows = resolved.compile(found.schema.names), sum(file.rows for file in found.files)
+    planning.check_against_schema(spec, found.schema)
+    trial_rows(spec.engine.tries, spec.limits.min_agreement, rows)
+    if note := planning.alike_note(spec):
         log.warning("%s", note)
-    snapshot = ledger.store if copied else None
-    for line in check_targets_of(job, found.schema, run_key, found, snapshot):
+    store = ledger.store if copied else None
+    for line in check_targets_of(spec, found.schema, run_key, found, store):
         log.info("to publish: %s", line)
     context = None
-    if job.engine.max_model_len == "auto":
-        store = ledger.store if copied else None
-        tokens = length_of_job(job, run_key, counting.of_files(job, resolved.model, found, store))
+    if spec.engine.model.context_auto:
+        measured = counting.of_files(spec, resolved.model, found, store)
+        tokens = length_of_spec(spec, run_key, measured)
         log.info("engine.max_model_len auto: %d (%s)", tokens.max_model_len, tokens.why)
         for note in (*tokens.notes, *tokens.hints):
             log.warning("%s", note)
         context = tokens.context()
-    plan, tables = planning.make_plan(
-        resolved,
+        spec = spec.decide(context=tokens.max_model_len)
+    plan, tables = resolved.new_plan(
+        spec,
         run_key,
         found.files,
         found.schema,
-        image_bytes.row_bytes(job, resolved.model, found, ledger.store if copied else None),
+        image_bytes.row_bytes(spec, resolved.model, found, store),
         snapshot=copied,
-        engines=sized.engines_to_plan_for(job),
+        engines=sized.engines_to_plan_for(spec.sizes, spec.cluster),
         context=context,
         table=found.table,
-        increment=increment_of_job(
-            resolved, found, ledger.store, attempt, copied, run_key, context=context
+        increment=increment_of_spec(
+            *(resolved, spec, found, ledger.store, attempt, copied, run_key), context=context
         ),
         weights=found.weights,
     )
-    _warn_of_cost(job, plan)
+    _warn_of_cost(spec, plan)
     made = ledger.create_plan(plan, tables)
     if copied:
         source.forget_copied(ledger.store, attempt, {file.uri for file in ledger.files(made)})
@@ -276,13 +282,13 @@ def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
     return made
 
 
-def _warn_of_cost(job: BatchJob, plan: Plan) -> None:
-    if job.limits.max_cost is None:
+def _warn_of_cost(spec: RunSpec, plan: Plan) -> None:
+    if spec.limits.max_cost is None:
         return
     from prefect_raybatch.cluster import connect as cluster
 
     increment = increments.increment_of(plan)
     rows = plan.rows if increment is None else increment.counts.asked
-    found = estimate(job, cluster.glance(job) or assumed(size_spec(job)), rows)
+    found = estimate(spec, cluster.glance(spec.cluster) or assumed(spec.sizes), rows)
     if found is not None and found.warning:
         log.warning("%s", found.warning)

@@ -23,10 +23,6 @@ from prefect_raybatch.errors import (
     InsufficientResources,
     RayBatchError,
 )
-from prefect_raybatch.job import tasks
-from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.precision import precision_tries, with_precision
-from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.ledger.increments import TakenPrecision, asks_ledger, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards, decode_schema
@@ -40,6 +36,8 @@ from prefect_raybatch.ledger.precision import (
 from prefect_raybatch.ledger.records import Plan, Unit
 from prefect_raybatch.report.report import settings_text
 from prefect_raybatch.sizing.agreement import confidence_of_each, lower_bound, trial_rows
+from prefect_raybatch.spec.output import OutputSpec
+from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.storage import Store, open_store
 from prefect_raybatch.words import counted
 
@@ -55,8 +53,8 @@ SHARDS_SAMPLED = 64  # that the sampled rows are drawn from: each is read whole
 KEPT_ROWS, KEPT_TEXT = 20, 500  # rows that disagree which are kept, and characters of an answer
 
 
-def decided_job(
-    job: BatchJob,
+def decided_precision(
+    spec: RunSpec,
     plan: Plan,
     shards: Shards,
     ledger: Ledger,
@@ -66,8 +64,9 @@ def decided_job(
     engine: type | None = None,
     meter: CostMeter | None = None,
     halted: Callable[[], RayBatchError | None] | None = None,
-) -> BatchJob:
-    """The job in the precision that its run has decided on; decides where that is still open.
+) -> Mapping[str, str]:
+    """Return the engine arguments of the precision that a run has decided on; decide where that is
+    still open.
 
     A run that retries rows of another takes over its decision, and so does one that takes over
     answers: those of two precisions do not mix. `meter` counts what the trial's engines hold, and
@@ -75,8 +74,6 @@ def decided_job(
     is there, `ConfigError` where the rows cannot show what is asked for, `EngineStartError` and
     `EngineFailure` where the model as it is stored does not work.
     """
-    if not precision_tries(job.engine):
-        return job
     note = read_precision(ledger.store)
     if note is None:
         if ledger.committed(plan).any():
@@ -85,14 +82,14 @@ def decided_job(
                 "they were asked (precision.json) is missing; put it back, or run the job under a "
                 "new run key"
             )
-        note = _of_parent(job, plan) or _of_plan(plan)
+        note = _of_parent(spec.output, plan) or _of_plan(plan)
         if note is None:
-            bench = SampleBench(job, plan, shards, ledger, have, user, attempt, engine)
+            bench = SampleBench(spec, plan, shards, ledger, have, user, attempt, engine)
             bench.meter, bench.halted = meter or bench.meter, halted or bench.halted
             note = bench.decide()
         note = note_precision(ledger.store, note)
     log.info("precision: %s", said(note))
-    return with_precision(job, note.decided)
+    return note.decided
 
 
 def said(note: PrecisionNote) -> str:
@@ -111,11 +108,11 @@ def said(note: PrecisionNote) -> str:
     return f"{settings_text(note.decided)}; {'; '.join(told)} ({least})"
 
 
-def _of_parent(job: BatchJob, plan: Plan) -> PrecisionNote | None:
+def _of_parent(output: OutputSpec, plan: Plan) -> PrecisionNote | None:
     """The decision of the run whose failed rows this one retries."""
     if plan.parent is None:
         return None
-    root = open_store(job.output.uri, job.output.options or None)
+    root = open_store(output.uri, dict(output.options) or None)
     found = read_precision(root.sub(plan.parent))
     return None if found is None else replace(found, by=plan.parent, tries=(), itself=None)
 
@@ -137,15 +134,16 @@ def precision_of(store: Store) -> PrecisionNote | None:
 
 
 def taken_precision(
-    job: BatchJob, earlier: Sequence[Store], parent: Store | None
+    tries: Sequence[Mapping[str, str]], earlier: Sequence[Store], parent: Store | None
 ) -> TakenPrecision | None:
-    """What the plan of a run keeps that takes answers over from `earlier` runs, the first one that
-    was named first, or asks again what failed in `parent`; None where it is to decide itself.
+    """Return what the plan of a run keeps that leaves its precision to `tries`, and that takes
+    answers over from `earlier` runs, the first one that was named first, or asks again what failed
+    in `parent`; None where it is to decide itself.
 
     Raises `CorruptRun` where their decision is missing.
     """
     stores = [parent] if parent is not None else list(earlier)
-    if not precision_tries(job.engine) or not stores:
+    if not tries or not stores:
         return None
     for store in stores:
         if (found := precision_of(store)) is not None:
@@ -165,7 +163,7 @@ class SampleBench:
 
     def __init__(
         self,
-        job: BatchJob,
+        spec: RunSpec,
         plan: Plan,
         shards: Shards,
         ledger: Ledger,
@@ -175,34 +173,35 @@ class SampleBench:
         engine: type | None,
         rows: int | None = None,
     ):
-        self.job, self.plan, self.shards, self.ledger = job, plan, shards, ledger
+        self.spec, self.plan, self.shards, self.ledger = spec, plan, shards, ledger
         self.have, self.user, self.attempt, self.engine = have, user, attempt, engine
         self.meter = CostMeter()
         self.halted: Callable[[], RayBatchError | None] = user.halted
-        rows = trial_rows(job, plan.rows) if rows is None else rows
+        if rows is None:
+            rows = trial_rows(spec.engine.tries, spec.limits.min_agreement, plan.rows)
         self.sample = drawn_rows(shards, plan.rows, rows, plan.hash)
 
     def decide(self) -> PrecisionNote:
         """Tries one after the other until one holds."""
         began = time.monotonic()
-        tries = precision_tries(self.job.engine)
+        tries, least = self.spec.engine.tries, self.spec.limits.min_agreement
         rows = sum(map(len, self.sample.values()))
         log.info("precision: %s are asked both ways before the run begins", counted(rows, "row"))
-        with self.asking(with_precision(self.job, {}), _deciding({})) as ask:
+        with self.asking(self.spec.decide(precision={}), _deciding({})) as ask:
             stored, again = ask(False), ask(True)
         both, same, _ = _compared(stored, again)
         confidence = confidence_of_each(len(tries))
         made: list[PrecisionTry] = []
         decided: Mapping[str, str] = {}
         for tried in tries:
-            job = with_precision(self.job, tried)
-            made.append(self.tried(job, tried, stored, confidence))
-            if made[-1].bound >= self.job.limits.min_agreement:
+            spec = self.spec.decide(precision=tried)
+            made.append(self.tried(spec, tried, stored, confidence))
+            if made[-1].bound >= least:
                 decided = tried
                 break
         return PrecisionNote(
             decided=dict(decided),
-            min_agreement=self.job.limits.min_agreement,
+            min_agreement=least,
             tries=tuple(made),
             by=self.attempt,
             itself=round(same / both, 6) if both else None,
@@ -211,15 +210,15 @@ class SampleBench:
 
     def tried(
         self,
-        job: BatchJob,
+        spec: RunSpec,
         tried: Mapping[str, str],
         stored: Mapping[Row, RowOutcome],
         confidence: float,
     ) -> PrecisionTry:
-        """How far the answers to `job`, which is the run's with `tried`, agree with `stored`."""
+        """How far the answers to `spec`, which is the run's with `tried`, agree with `stored`."""
         began = time.monotonic()
         try:
-            with self.asking(job, _deciding(tried)) as ask:
+            with self.asking(spec, _deciding(tried)) as ask:
                 found = ask(False)
         except (ConfigError, EngineStartError, EngineFailure, InsufficientResources) as error:
             log.warning("precision: %s does not work here: %s", settings_text(tried), error)
@@ -245,33 +244,34 @@ class SampleBench:
         return self.shards[row[0]].start + row[1]
 
     @contextmanager
-    def asking(self, job: BatchJob, why: str) -> Iterator[AskSample]:
-        """An engine of a job that is the run's but for its engine, alone on its GPUs."""
+    def asking(self, spec: RunSpec, why: str) -> Iterator[AskSample]:
+        """An engine of a run that is this one but for its engine, alone on its GPUs."""
         from prefect_raybatch.cluster import connect as cluster
         from prefect_raybatch.cluster.trial_actor import trial_on_worker
 
-        job, spec = greedy(job), size_spec(job).with_one_engine()
-        size = sized.for_attempt(spec, self.plan, self.have)
-        cluster.check_fit(spec, self.have, size.pool)
-        stages, resources, engine = self._stages(job, size)
+        sizes = spec.sizes.with_one_engine()
+        spec = replace(spec, sampling=spec.sampling.greedy(), sizes=sizes)
+        size = sized.for_attempt(sizes, self.plan, self.have)
+        cluster.check_fit(sizes, self.have, size.pool)
+        stages, resources, engine = self._stages(spec, size)
         with ExitStack() as stack:
-            stack.enter_context(cluster.admitted(spec, self.have, size.pool, self.user))
+            stack.enter_context(cluster.admitted(sizes, self.have, size.pool, self.user))
             stack.callback(self.user.waits, "")
             self.user.waits(f"a sample of the rows is asked first, {why}")
             gpus = size.pool.gpus_a_replica if size.pool.device == "gpu" else 0
             stack.enter_context(self.meter.holding(gpus))
             yield stack.enter_context(trial_on_worker(engine, stages, resources, self.halted))
 
-    def _stages(self, job: BatchJob, size: Any) -> tuple[TrialStages, dict[str, Any], type]:
+    def _stages(self, spec: RunSpec, size: Any) -> tuple[TrialStages, dict[str, Any], type]:
         from prefect_raybatch.cluster.pipeline import Pipeline
         from prefect_raybatch.stages.read import ShardReader
         from prefect_raybatch.stages.trial import TrialStages
 
-        store, options = self.ledger.store, dict(job.source.options)
+        store, options = self.ledger.store, dict(spec.read.options)
         more: dict[str, Any] = {"engine": self.engine} if self.engine else {}
-        pipeline = Pipeline(job, self.plan, self.shards, store, self.attempt, size, options, **more)
-        prepare, spec, finish = pipeline.stages(False)
-        if spec is None:
+        pipeline = Pipeline(spec, self.plan, self.shards, store, self.attempt, size, **more)
+        prepare, launch, finish = pipeline.stages(False)
+        if launch is None:
             raise RayBatchError("a run that asks nothing tries no precision")
         reader = ShardReader(
             self.ledger.files(self.plan),
@@ -284,32 +284,25 @@ class SampleBench:
             held = self.shards[shard]
             (task,) = reader.tasks([(Unit(shard, 0, held.rows), held.start)])
             read.append((reader.bind(task), positions))
-        output = finish.output.model_copy(
-            update={"postprocess": None, "output_schema": None, "columns": [], "extras": []}
+        answer = replace(
+            finish.spec, postprocess=None, types=None, columns=(), extras=(), probabilities=False
         )
-        output = output.model_copy(update={"probabilities": False})
+        finish = replace(finish, spec=answer, sampling=replace(finish.sampling, logprobs=None))
+        model, parsing = spec.engine.model, answer.parsing
         stages = TrialStages(
             read=read,
             prepare=prepare,
-            spec=replace(spec, done=None),
-            finish=replace(finish, output=output, logprobs=None),
+            spec=replace(launch, done=None),
+            finish=finish,
             # Thinking goes many ways to one answer.
-            ignored=(output.reasoning_column,),
-            pooled=(job.engine.task, output.column) if tasks.pools(job.engine.task) else None,
+            ignored=() if parsing is None else (parsing.reasoning_column,),
+            pooled=(model.task, answer.column) if model.pools else None,
         )
         return stages, pipeline.engine_resources(), pipeline.engine
 
 
 def _deciding(arguments: Mapping[str, str]) -> str:
     return f"to decide on the precision ({settings_text(arguments)})"
-
-
-def greedy(job: BatchJob) -> BatchJob:
-    """Return the job with its answers drawn greedily, one a row."""
-    sampling = job.sampling.model_copy(update={"temperature": 0.0})
-    if sampling.model_extra is not None:
-        sampling.model_extra.pop("n", None)
-    return job.model_copy(update={"sampling": sampling})
 
 
 def drawn_rows(shards: Shards, rows: int, sample: int, seed: str) -> dict[int, list[int]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from prefect_raybatch.compile.job import compile_job, compile_planned
 from prefect_raybatch.errors import (
     ConfigError,
     CorruptRun,
@@ -22,7 +23,6 @@ from prefect_raybatch.errors import (
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import LOCAL, Cluster
 from prefect_raybatch.job.precision import with_precision
-from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.words import counted
 
@@ -101,28 +101,27 @@ def _preview(job: BatchJob, answers: bool, made: type | None) -> Preview:
     from prefect_raybatch.ledger.ledger import Ledger
     from prefect_raybatch.ledger.plan_tables import decode_schema
     from prefect_raybatch.ledger.records import Unit
-    from prefect_raybatch.plan import plan as planning
     from prefect_raybatch.runs.plan_run import plan_run
     from prefect_raybatch.runs.run import load_run, run_store
     from prefect_raybatch.stages.block import is_lost, losses
 
     clock = _Clock()
-    have = cluster.this_machine(job)
+    early = compile_job(job)
+    have = cluster.this_machine(early.cluster)
     if answers:
-        _check_here(size_spec(job), have)
+        _check_here(early.sizes, have)
     run = plan_run(job, PREVIEW_KEY)
     store = run_store(job.output, PREVIEW_KEY)
     ledger = Ledger(store)
     plan, shards = load_run(ledger, run)
-    job = planning.as_planned(job, plan)
+    spec = compile_planned(job, plan)
     schema = decode_schema(plan.input_schema)
-    size = sized.for_attempt(size_spec(job), plan, have)
-    attempt = uuid.uuid4().hex
-    pipeline = Pipeline(job, plan, shards, store, attempt, size, job.source.options or {})
+    size = sized.for_attempt(spec.sizes, plan, have)
+    pipeline = Pipeline(spec, plan, shards, store, uuid.uuid4().hex, size)
     clock.took("plan")
     units = [Unit(shard, 0, shards[shard].rows) for shard in range(plan.shards)]
     read = [t for task in pipeline.read_tasks(units, False) for t in pipeline.reader.read(task)]
-    prepare, spec, finish = pipeline.stages(False)
+    prepare, launch, finish = pipeline.stages(False)
     prepared = []
     for table in read:
         if is_lost(table):
@@ -132,18 +131,18 @@ def _preview(job: BatchJob, answers: bool, made: type | None) -> Preview:
     found = Preview(
         job=job.name,
         columns=tuple((name, str(schema.field(name).type)) for name in schema.names),
-        asked=tuple(name for name in job.prompt.columns if name in schema.names),
+        asked=tuple(name for name in spec.prompt.columns if name in schema.names),
         prompts=tuple(p for table in prepared for p in _prompts(pipeline.model, table)),
         answers=(),
         failed=(),
         seconds=clock.seconds,
     )
-    if not answers or spec is None:
+    if not answers or launch is None:
         return found
     # No bars of files that are read, in the midst of what is shown.
     quiet = {"use_tqdm_on_load": False}
-    spec = replace(spec, arguments={**quiet, **spec.arguments})
-    engine = (made or pipeline.engine)(spec)
+    launch = replace(launch, arguments={**quiet, **launch.arguments})
+    engine = (made or pipeline.engine)(launch)
     clock.took("engine's start")
     tables = [engine(table) for table in prepared]
     clock.took("answers")

@@ -18,6 +18,8 @@ import numpy as np
 import pyarrow as pa
 
 from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.compile.public_job import public_job
+from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import LOCAL
@@ -39,10 +41,9 @@ from prefect_raybatch.ledger.row_numbers import among, numbers_table
 from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as tokens
-from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.result.rows import quarantine_of
-from prefect_raybatch.runs.plan_run import check_schema_names, increment_of_job
+from prefect_raybatch.runs.plan_run import check_schema_names, increment_of_spec
 from prefect_raybatch.runs.run import Run, run_of
 from prefect_raybatch.storage import open_store
 
@@ -164,7 +165,7 @@ def retry_request(
     known = resolve(keys(child), selection)
     going = None
     for member in family.children(key):
-        if member.plan.fingerprint == known.fingerprint and (
+        if member.plan.fingerprint == known.identity.fingerprint and (
             member.summary is None or _missing_targets(member)
         ):
             going = member  # the newest
@@ -175,8 +176,9 @@ def retry_request(
         _check_operators(parent, overrides)
     check_schema_names(known.job.output)
     schema = decode_schema(parent.plan.input_schema)
-    planning.check_against_schema(known.job, schema)
-    check_targets_of(known.job, schema, family.next_key, later=True)
+    spec = known.compile(schema.names)
+    planning.check_against_schema(spec, schema)
+    check_targets_of(spec, schema, family.next_key, later=True)
     limited = {"limits", *(f"limits.{name}" for name in FAILED_LIMITS)} & set(overrides)
     return RetryRequest(family, parent, child, known, selection, going, bool(limited))
 
@@ -263,7 +265,7 @@ def _job(parent: Member, root: str, overrides: Mapping[str, Any], job: BatchJob 
             raise ConfigError(f"{name} cannot be set for a retry: {FIXED_BY_PARENT}")
     told = f"the job of {parent.key}" if job is None else "the job given"
     if job is None:
-        value = planning.public_job(BatchJob.from_dict(parent.plan.job, told))
+        value = public_job(BatchJob.from_dict(parent.plan.job, told))
     else:
         value = job.to_dict()
     made = BatchJob.from_dict(with_fields(value, overrides), told)
@@ -292,27 +294,27 @@ def _new_child(asked: RetryRequest) -> tuple[Ledger, Plan] | Nothing:
     if not len(numbers):
         return _all_taken(family, parent, rows.takers())
     resolved = _as_parent(asked.known, parent.plan)
-    job = resolved.job
+    spec = resolved.compile(found.schema.names)
     context = None
-    if job.engine.max_model_len == "auto":  # these are other rows, often the long ones
-        lengths = tokens.of_files(job, resolved.model, found, ledger.store)
-        context = lengths.context()
+    if spec.engine.model.context_auto:  # these are other rows, often the long ones
+        lengths = tokens.of_files(spec, resolved.model, found, ledger.store)
         before = (parent.plan.context or {}).get("max_model_len", 0)
-        if job.keeps_answers and before > lengths.max_model_len:  # so that its answers are reused
-            context = replace(lengths, max_model_len=before).context()
-    plan, tables = planning.make_plan(
-        resolved,
+        if spec.reuse.keeps and before > lengths.max_model_len:  # so that its answers are reused
+            lengths = replace(lengths, max_model_len=before)
+        context, spec = lengths.context(), spec.decide(context=lengths.max_model_len)
+    plan, tables = resolved.new_plan(
+        spec,
         family.next_key,
         found.files,
         found.schema,
-        image_bytes.row_bytes(job, resolved.model, found, ledger.store),
+        image_bytes.row_bytes(spec, resolved.model, found, ledger.store),
         snapshot=True,
         numbers=numbers_table(numbers),
-        engines=sized.engines_to_plan_for(job),
+        engines=sized.engines_to_plan_for(spec.sizes, spec.cluster),
         context=context,
         # Failures are not stored, so there is nothing that these rows could take over.
-        increment=increment_of_job(
-            *(resolved, found, ledger.store, attempt, True, family.next_key),
+        increment=increment_of_spec(
+            *(resolved, spec, found, ledger.store, attempt, True, family.next_key),
             earlier=False,
             context=context,
         ),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time
 from typing import Any
 
+from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.errors import (
     CorruptRun,
     CredentialsUnusable,
@@ -32,7 +33,6 @@ from prefect_raybatch.ledger.accepted import Accepted
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Plan
-from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.storage import Store, join, open_store
 
@@ -79,7 +79,7 @@ def default_run_key(job: BatchJob | Resolved, scheduled: datetime | None = None)
             plan = ledger.load_plan()
             if plan is None or plan.run_key != key:  # none, or another run's copy
                 continue
-            if plan.fingerprint != resolved.fingerprint:
+            if plan.fingerprint != resolved.identity.fingerprint:
                 continue
             if ledger.finished(plan) is not None:
                 continue

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from prefect_raybatch.compile.job import prices_of
 from prefect_raybatch.driver.cost import HOUR, spent_on
 from prefect_raybatch.driver.stops import Stop
 from prefect_raybatch.errors import CorruptRun
@@ -38,6 +39,7 @@ from prefect_raybatch.runs.costs import plain_price, with_cost
 from prefect_raybatch.runs.finalize_run import last_dashboard, load_report, of_whom
 from prefect_raybatch.runs.run import PARTIAL_STATE, state_name
 from prefect_raybatch.runs.starts import attempts_seconds, starts_of
+from prefect_raybatch.spec.cluster import Prices
 from prefect_raybatch.storage import Store, open_store
 
 if TYPE_CHECKING:
@@ -106,7 +108,7 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
     later = follow_forks(ledger, plan)[0]
     beats = () if finished else tuple(_beats(store, attempts))
     spent = spent_on(ledger, plan)
-    cost = spent.at(plain_price(BatchJob.from_dict(plan.job, "plan.json").cluster))
+    cost = spent.at(plain_price(_prices(plan)))
     return Status(
         run=store.uri,
         run_key=plan.run_key,
@@ -186,7 +188,12 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
     )
     made = replace(made, starts=starts_of(attempts), precision=read_precision(store))
     made = replace(made, elapsed=round(attempts_seconds(ledger, plan), 1))
-    return with_cost(made, ledger, plan, BatchJob.from_dict(plan.job, "plan.json").cluster)
+    return with_cost(made, ledger, plan, _prices(plan))
+
+
+def _prices(plan: Plan) -> Prices:
+    """Return the prices of GPUs that the job of a run names."""
+    return prices_of(BatchJob.from_dict(plan.job, "plan.json").cluster)
 
 
 def _attempts(ledger: Ledger) -> list[dict[str, Any]]:

@@ -16,20 +16,18 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.compile.job import compile_planned, read_spec
+from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.harmless import visible
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import with_fields
-from prefect_raybatch.job.precision import with_precision
-from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.job.yaml_text import visible_yaml
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.precision import PrecisionTry
 from prefect_raybatch.ledger.records import Receipt, Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.memory import experts_of
-from prefect_raybatch.plan.plan import as_planned
-from prefect_raybatch.plan.resolved import Resolved, resolve
 from prefect_raybatch.report.advice import SPARE
 from prefect_raybatch.report.report import duration
 from prefect_raybatch.runs.alterations import agreements, alterations, sampled_rows
@@ -37,6 +35,8 @@ from prefect_raybatch.runs.dry_run import dry_run
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.precision import SampleBench
 from prefect_raybatch.runs.run import Run, load_run
+from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.storage import Store, join, open_store
 from prefect_raybatch.words import counted
 
@@ -116,13 +116,14 @@ def tune(
     try:
         user = User(f"tuning of {job.name}")
         # The whole cluster: beside another run a trial would measure that one as well.
-        with cluster.connected(job, user) as have:
-            with cluster.admitted(size_spec(job), have, None, user):
+        spec = resolved.compile()
+        with cluster.connected(spec.cluster, user) as have:
+            with cluster.admitted(spec.sizes, have, None, user):
                 bench = Bench(sampled[0], run, store, have, trial_seconds, engine)
-                starts = bench.starts()
-                options = alterations(job, have, _experts(resolved))
+                starts, moves = bench.starts(), axes(spec.sizes, have)
+                options = alterations(spec, have, _experts(resolved))
                 began, kept = time.monotonic(), len(options)
-                trials = list(search(starts, axes(job, have), bench, 60 * minutes, observe, kept))
+                trials = list(search(starts, moves, bench, 60 * minutes, observe, kept))
                 ends = ends_at(began, trials[0], 60 * minutes)
                 trials += altered(trials, options, bench, ends, observe)
             trials = bench.compared(trials, user)
@@ -277,8 +278,14 @@ class Bench:
         self.engine = engine
         self.ledger = Ledger(store)
         self.plan, self.shards = load_run(self.ledger, run)
-        # As the model is stored: another precision may change answers, and no trial does.
-        self.job = with_precision(as_planned(job, self.plan), {})
+        self.job = job
+        self.spec = self.changed({})
+
+    def changed(self, changes: Mapping[str, Any]) -> RunSpec:
+        """Return what the run does with fields such as engine.max_num_seqs changed, in the
+        precision that the model is stored in: another may change answers, and no trial does."""
+        job = altered_job(self.job, changes)
+        return compile_planned(job, self.plan).decide(precision={})
 
     def compared(self, trials: Sequence[Trial], user: User) -> list[Trial]:
         """The trials; those that may alter answers and were faster than all others with how far
@@ -287,18 +294,19 @@ class Bench:
         faster = [t for t in trials if t.may_alter and t.rows_per_s > BETTER * plain]
         if not faster:
             return list(trials)
-        rows = sampled_rows(self.job, self.plan.rows, len(faster))
+        least = self.spec.limits.min_agreement
+        rows = sampled_rows(least, self.plan.rows, len(faster))
         bench = SampleBench(
-            *(self.job, self.plan, self.shards, self.ledger, self.have, user),
+            *(self.spec, self.plan, self.shards, self.ledger, self.have, user),
             *(uuid.uuid4().hex, self.engine, rows),
         )
-        made = agreements(bench, [trial.changes for trial in faster], changed)
+        made = agreements(bench, [trial.changes for trial in faster], self.changed)
         found = {id(t): replace(t, agreement=a) for t, a in zip(faster, made, strict=True)}
         return [found.get(id(trial), trial) for trial in trials]
 
     def starts(self) -> dict[str, Any]:
         """What the job's own fields come to, those that are automatic included."""
-        size = sized.for_attempt(size_spec(self.job), self.plan, self.have)
+        size = sized.for_attempt(self.spec.sizes, self.plan, self.have)
         return {
             ENGINES: size.pool.engines_per_gpu,
             REPLICAS: size.pool.replicas[1],
@@ -317,19 +325,17 @@ class Bench:
         from prefect_raybatch.cluster import connect as cluster
         from prefect_raybatch.cluster.pipeline import Pipeline
 
-        job = changed(self.job, changes)
-        spec = size_spec(job)
-        size = sized.for_attempt(spec, self.plan, self.have)
-        cluster.check_fit(spec, self.have, size.pool)
+        spec = self.changed(changes)
+        size = sized.for_attempt(spec.sizes, self.plan, self.have)
+        cluster.check_fit(spec.sizes, self.have, size.pool)
         more: dict[str, Any] = {"engine": self.engine} if self.engine else {}
         pipeline = Pipeline(
-            job,
+            spec,
             self.plan,
             self.shards,
             self.store,
             uuid.uuid4().hex,
             size,
-            dict(job.source.options),
             **more,
         )
         began = time.time()
@@ -389,7 +395,7 @@ def steady(receipts: list[Receipt]) -> tuple[float, int]:
     return rows / max(span, 1e-6), rows
 
 
-def changed(job: BatchJob, changes: Mapping[str, Any]) -> BatchJob:
+def altered_job(job: BatchJob, changes: Mapping[str, Any]) -> BatchJob:
     """The job with fields such as engine.max_num_seqs changed."""
     if not changes:
         return job
@@ -406,7 +412,7 @@ def _sampled(job: BatchJob, key: str) -> tuple[BatchJob, str]:
 
     rows = job.source.rows_per_shard or job.engine.batch_size
     reads: dict[str, Any] = {"rows_per_shard": min(rows, job.engine.batch_size)}
-    if source.needs_snapshot(job.source):
+    if source.needs_snapshot(read_spec(job.source)):
         reads["limit"] = min(job.source.limit or COPIED_ROWS, COPIED_ROWS)
     # Rows are asked as they come: nothing is taken over, kept or put in another order.
     where = {"uri": join(job.output.uri, FOLDER), "keep_answers": None}
@@ -424,21 +430,20 @@ def _sampled(job: BatchJob, key: str) -> tuple[BatchJob, str]:
     )
 
 
-def axes(job: BatchJob, have: Any) -> dict[str, Callable[[Any], list[Any]]]:
+def axes(sizes: SizeSpec, have: Any) -> dict[str, Callable[[Any], list[Any]]]:
     """Which fields are moved, and from a value where to."""
 
     def twice_or_half(least: int, most: int) -> Callable[[Any], list[Any]]:
         return lambda value: [v for v in (value * 2, value // 2) if least <= v <= most]
 
     axes: dict[str, Callable[[Any], list[Any]]] = {}
-    if size_spec(job).device_for(have.gpus) == "gpu":
-        if job.engine.gpus_per_replica == 1:
+    if sizes.device_for(have.gpus) == "gpu":
+        if sizes.gpus_per_replica == 1:
             axes[ENGINES] = lambda value: [v for v in (value + 1, value - 1) if 1 <= v <= 8]
         axes[MAX_NUM_SEQS] = twice_or_half(64, 4096)
         axes[MAX_NUM_BATCHED_TOKENS] = twice_or_half(4096, 65536)
     else:
-        room = have.cpus - job.cluster.prepare.num_cpus - job.cluster.finish.num_cpus
-        most = int(room / job.engine.num_cpus)
+        most = int((have.cpus - sizes.stage_cpus) / sizes.cpus)
         axes[REPLICAS] = lambda value: [v for v in (value + 1,) if v <= most]
         axes[MAX_NUM_SEQS] = twice_or_half(32, 512)
     return axes

@@ -9,12 +9,12 @@ Biometrika 26, 1934): the share for which so many agreements, or more, have the 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.precision import TRY_FP8, precision_tries
+from prefect_raybatch.job.precision import TRY_FP8
 from prefect_raybatch.words import counted
 
 CONFIDENCE = 0.95  # over all that is tried together: what is tried more often must show more
@@ -62,17 +62,19 @@ def sample_size(least: float, confidence: float) -> int:
     return max(min(rows, MOST_SAMPLE), must, LEAST_SAMPLE)
 
 
-def trial_rows(job: BatchJob, rows: int) -> int:
-    """Rows of a run of `rows` that are asked both ways; 0 where the job tries nothing. Raises
-    `ConfigError` where not even all rows could show what is asked for."""
-    tries = len(precision_tries(job.engine))
+def trial_rows(tries: Sequence[Mapping[str, str]], least: float, rows: int) -> int:
+    """Return how many of the `rows` of a run are asked in both precisions; 0 without `tries`.
+
+    `least` is the share of the answers that must agree (limits.min_agreement). Raises `ConfigError`
+    where not even all rows could show that.
+    """
     if not tries:
         return 0
-    least, confidence = job.limits.min_agreement, confidence_of_each(tries)
+    confidence = confidence_of_each(len(tries))
     need = least_sample(least, confidence)
     if rows < need:
         shown = lower_bound(rows, rows, confidence)
-        field = next(iter(precision_tries(job.engine)[0]))
+        field = next(iter(tries[0]))
         raise ConfigError(
             f"limits.min_agreement: {least} cannot be shown by {counted(rows, 'row')}: if all "
             f"answers were alike, that would show {shown:.4f}, and {least} takes {need:,} rows. "

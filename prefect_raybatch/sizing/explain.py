@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.cluster import Cluster
-from prefect_raybatch.job.engine import Engine
-from prefect_raybatch.job.precision import TRY_FP8, precision_tries
+from prefect_raybatch.job.precision import TRY_FP8
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, gib
 from prefect_raybatch.sizing.agreement import CONFIDENCE, confidence_of_each, sample_size
 from prefect_raybatch.sizing.fit import Fit
 from prefect_raybatch.sizing.sizes import BATCHED, Capacity, Sizing
+from prefect_raybatch.spec.cluster import ClusterSpec
+from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.words import counted
 
 
@@ -25,21 +26,22 @@ class Figure:
     why: str
 
 
-def figures(job: BatchJob, have: Capacity, size: Sizing, model: Model | None) -> list[Figure]:
-    """All of them, in the order in which they follow from each other."""
-    rows = Figure("rows a shard", f"{size.rows_per_shard:,}", size.rows_why)
-    engine, cluster = job.engine, job.cluster
-    stages = _stage_figures(engine, cluster, have, size)
-    return [*_engine_figures(engine, have, size, model), *_precision(job), rows, *stages]
+def figures(spec: RunSpec, have: Capacity, size: Sizing, model: Model | None) -> list[Figure]:
+    """Return all of them, in the order in which they follow from each other."""
+    return [
+        *_engine_figures(spec, have, size, model),
+        *_precision(spec),
+        Figure("rows a shard", f"{size.rows_per_shard:,}", size.rows_why),
+        *_stage_figures(spec.sizes, spec.cluster, have, size),
+    ]
 
 
-def _precision(job: BatchJob) -> list[Figure]:
-    """What a trial will decide; nothing where the job leaves nothing to it."""
-    tries = precision_tries(job.engine)
+def _precision(spec: RunSpec) -> list[Figure]:
+    """Return what a trial will decide; nothing where the job leaves nothing to it."""
+    tries, limits = spec.engine.tries, spec.limits
     if not tries:
         return []
-    limits, confidence = job.limits, confidence_of_each(len(tries))
-    rows = sample_size(limits.min_agreement, confidence)
+    rows = sample_size(limits.min_agreement, confidence_of_each(len(tries)))
     why = (
         f"{TRY_FP8}: before the first commit up to {rows:,} sampled rows are asked as the model is "
         f"stored and in fp8, which is taken if {limits.min_agreement:.4g} of the answers are the "
@@ -49,18 +51,17 @@ def _precision(job: BatchJob) -> list[Figure]:
 
 
 def _engine_figures(
-    engine: Engine, have: Capacity, size: Sizing, model: Model | None
+    spec: RunSpec, have: Capacity, size: Sizing, model: Model | None
 ) -> list[Figure]:
-    pool, arguments = size.pool, size.arguments
+    asked, pool, arguments = spec.sizes, size.pool, size.arguments
     gpu = pool.device == "gpu"
     where = f"the cluster has {counted(have.gpus, 'GPU')}"
     found = [
-        Figure("device", pool.device, "engine.device" if engine.device != "auto" else where),
+        Figure("device", pool.device, "engine.device" if asked.device != "auto" else where),
         Figure("replicas", _span(pool.replicas), pool.replicas_why),
     ]
     if gpu:
-        tensor, pipeline = engine.tensor_parallel_size, engine.pipeline_parallel_size
-        parallel = f"tensor {tensor} * pipeline {pipeline}"
+        parallel = f"tensor {asked.tensor} * pipeline {asked.pipeline}"
         found += [
             Figure("GPUs", _span(pool.gpus), f"replicas * {parallel}"),
             Figure("engines a GPU", str(pool.engines_per_gpu), pool.packing_why),
@@ -69,7 +70,7 @@ def _engine_figures(
     step = f"{BATCHED[pool.device][0]} on a {pool.device.upper()}"
     if batched != BATCHED[pool.device][0]:
         step += ", fewer where that would take too much of the KV cache"
-    if engine.max_num_batched_tokens:
+    if asked.max_num_batched_tokens:
         step = "engine.max_num_batched_tokens"
     found += [
         Figure("engines", _span((pool.fewest, pool.engines)), "replicas * engines a GPU"),
@@ -78,17 +79,19 @@ def _engine_figures(
         Figure(
             "max_model_len",
             str(size.length or "the model's"),
-            "engine.max_model_len" if engine.max_model_len else "the model's config.json",
+            "engine.max_model_len"
+            if asked.context or spec.engine.model.context_auto
+            else "the model's config.json",
         ),
-        _kv_figure(engine, size, model),
+        _kv_figure(spec.engine.model.env, size, model),
     ]
     return found
 
 
-def _kv_figure(engine: Engine, size: Sizing, model: Model | None) -> Figure:
+def _kv_figure(env: Mapping[str, str], size: Sizing, model: Model | None) -> Figure:
     pool, name = size.pool, "KV cache an engine"
     if pool.device == "cpu":
-        space = engine.env.get("VLLM_CPU_KVCACHE_SPACE", "1")
+        space = env.get("VLLM_CPU_KVCACHE_SPACE", "1")
         return Figure(name, f"{space} GiB", "VLLM_CPU_KVCACHE_SPACE, 1 unless set")
     given = EngineArguments.of({**size.arguments.vllm(), **size.share})
     if model is None or not pool.gpu_bytes:
@@ -105,18 +108,20 @@ def _kv_figure(engine: Engine, size: Sizing, model: Model | None) -> Figure:
     return Figure(name, gib(fit.cache), why if given.kv_cache_bytes else f"{why}; vLLM measures it")
 
 
-def _stage_figures(engine: Engine, cluster: Cluster, have: Capacity, size: Sizing) -> list[Figure]:
+def _stage_figures(
+    asked: SizeSpec, cluster: ClusterSpec, have: Capacity, size: Sizing
+) -> list[Figure]:
     calls = size.concurrent
     rule = size.concurrent_why
-    taken = size.pool.fewest * engine.num_cpus
+    taken = size.pool.fewest * asked.cpus
     engines = counted(size.pool.engines, "engine")
     free = max(0.0, have.cpus - taken)
     found = [
-        Figure("batch_size", str(engine.batch_size), "engine.batch_size: least rows a shard"),
+        Figure("batch_size", str(asked.batch_size), "engine.batch_size: least rows a shard"),
         Figure(
             "max_concurrent_batches",
             str(calls),
-            "engine.max_concurrent_batches" if engine.max_concurrent_batches else rule,
+            "engine.max_concurrent_batches" if asked.max_concurrent_batches else rule,
         ),
         Figure("tasks in flight an engine", str(calls + 1), "one more waits at its door"),
         Figure(

@@ -8,15 +8,15 @@ from collections.abc import Collection, Iterable, Mapping
 import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, SourceError
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.sql_types import arrow_type
 from prefect_raybatch.source.arrow_types import cast_exactly
 from prefect_raybatch.source.hive import Values, path_types
+from prefect_raybatch.spec.read import ReadSpec
 
 TYPED = ("csv", "jsonl")  # formats without types of their own
 
 
-def typed_columns(kind: str, source: Source, files: Iterable[Values]) -> dict[str, pa.DataType]:
+def typed_columns(kind: str, source: ReadSpec, files: Iterable[Values]) -> dict[str, pa.DataType]:
     """Return the types of the columns in paths, and of those columns of files that source.types
     names.
 

@@ -13,13 +13,13 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, SourceError
 from prefect_raybatch.job.checks import is_web
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.trusted_places import check_links, url_check
 from prefect_raybatch.ledger.layout import RESULT_FOLDERS
 from prefect_raybatch.ledger.records import InputFile
 from prefect_raybatch.source.globs import hidden, matches
 from prefect_raybatch.source.hive import Values, path_values
 from prefect_raybatch.source.places import OPENED, Places, look, mark, saved_dataset
+from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.storage import (
     FileInfo,
     Store,
@@ -123,7 +123,7 @@ def input_file(uri: str, info: FileInfo, rows: int) -> InputFile:
     return InputFile(uri=uri, size=info.size, etag=info.etag, mtime_ns=info.mtime_ns, rows=rows)
 
 
-def detect_format(source: Source) -> str:
+def detect_format(source: ReadSpec) -> str:
     """`source.format`, or what the folder of a table shows, or by the endings of the files.
 
     Raises SourceError when nothing is found, for a mixture and for unknown endings, and the
@@ -135,13 +135,13 @@ def detect_format(source: Source) -> str:
     return find(source)[0]
 
 
-def needs_snapshot(source: Source) -> bool:
+def needs_snapshot(source: ReadSpec) -> bool:
     """Whether `source` is read through a Parquet snapshot. Raises as `detect_format`."""
     in_place = source.filter is None and not any(map(is_web, source.uris))
     return not in_place or detect_format(source) != "parquet"
 
 
-def table_format(source: Source) -> str | None:
+def table_format(source: ReadSpec) -> str | None:
     """The table format of `source`: as it is named, or of a table's folder by what lies in it;
     None where files are to be read. Raises the store's errors, and ConfigError where files
     are to have a version."""
@@ -160,7 +160,7 @@ def table_format(source: Source) -> str | None:
     return found
 
 
-def _by_look(source: Source) -> str | None:
+def _by_look(source: ReadSpec) -> str | None:
     if len(source.uris) != 1 or is_web(source.uris[0]):
         return None
     root, pattern = _as_it_stands(source.uris[0], source.options)
@@ -174,7 +174,7 @@ def _is_folder(root: str, given: str) -> bool:
     return given.endswith("/") if is_remote(root) else os.path.isdir(root)
 
 
-def find(source: Source) -> tuple[str, list[File]]:
+def find(source: ReadSpec) -> tuple[str, list[File]]:
     """The format of `source` and its files, by name. Raises as `detect_format`."""
     kind, files = _choose(source, _list(source))
     _refuse_names(files)
@@ -182,7 +182,7 @@ def find(source: Source) -> tuple[str, list[File]]:
     return kind, files
 
 
-def _list(source: Source) -> list[File]:
+def _list(source: ReadSpec) -> list[File]:
     """All files of `source`, by name.
 
     Raises SourceError when an entry gives none, or gives what is not to be read by itself.
@@ -217,7 +217,7 @@ def _add(found: dict[str, File], files: Sequence[File], given: str) -> None:
             )
 
 
-def _by_web(given: str, source: Source) -> File:
+def _by_web(given: str, source: ReadSpec) -> File:
     """The file at a URL, which is asked for it. Raises SourceError, StoreUnavailable."""
     headers = source.options.get("headers") or {}
     if not isinstance(headers, Mapping):
@@ -276,7 +276,7 @@ def reaches(given: str, output: str) -> bool:
     return any(matches(path, pattern.split("/")) for path in results)
 
 
-def check_planned(files: Sequence[InputFile], source: Source, snapshot: bool) -> None:
+def check_planned(files: Sequence[InputFile], source: ReadSpec, snapshot: bool) -> None:
     """Raise CorruptRun for a file of a plan that is not among what the job's source.uri names, or,
     of a `snapshot`, not in the run directory: a plan may have been forged, and what it names is
     read with the rights of whoever goes on with the run."""
@@ -325,7 +325,7 @@ def _nothing(given: str) -> str:
     return f"source.uri: {given!r} does not exist; check the path (and the bucket)"
 
 
-def _as_it_stands(given: str, options: dict[str, Any]) -> tuple[str, str | None]:
+def _as_it_stands(given: str, options: Mapping[str, Any]) -> tuple[str, str | None]:
     """Root and pattern as `split_glob`, but a name with brackets that exists means itself.
 
     `*` and `?` match the names they stand in as well, so only brackets can hide a file.
@@ -339,7 +339,7 @@ def _as_it_stands(given: str, options: dict[str, Any]) -> tuple[str, str | None]
     return root, "/".join(parts) or None
 
 
-def _exists(root: str, name: str, options: dict[str, Any]) -> bool:
+def _exists(root: str, name: str, options: Mapping[str, Any]) -> bool:
     if not is_remote(root):
         return os.path.exists(join(root, name))
     store = open_store(root, options, links=True)
@@ -350,7 +350,7 @@ def _exists(root: str, name: str, options: dict[str, Any]) -> bool:
 
 
 def _expand(
-    root: str, pattern: str | None, given: str, options: dict[str, Any], places: Places
+    root: str, pattern: str | None, given: str, options: Mapping[str, Any], places: Places
 ) -> Iterator[File]:
     """The files one entry of source.uri stands for; tells `places` what the listing shows."""
     parts = pattern.split("/") if pattern else []
@@ -384,7 +384,7 @@ def ending(name: str) -> tuple[str | None, str | None]:
     return found, compression
 
 
-def _choose(source: Source, files: list[File]) -> tuple[str, list[File]]:
+def _choose(source: ReadSpec, files: list[File]) -> tuple[str, list[File]]:
     """The format and the files of it; what `_list` found in folders may be left out."""
     if source.format != "auto":
         chosen = [f for f in files if _may_be_read(f, source.format)]

@@ -11,7 +11,6 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.errors import RayBatchError, SourceError
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.source.arrow_types import check_carried, plain_type
 from prefect_raybatch.source.bounds import (
@@ -27,6 +26,7 @@ from prefect_raybatch.source.find import File, Inventory, Weights, find, some
 from prefect_raybatch.source.hive import Values, agrees, differs
 from prefect_raybatch.source.int96 import open_parquet
 from prefect_raybatch.source.streams import one_line
+from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.storage import footer_digest, is_remote, read_ahead
 
 BATCH_ROWS = 16_384  # decoded at a time, fewer where rows are large
@@ -40,7 +40,7 @@ def batch_rows(row_bytes: float) -> int:
     return max(1, min(BATCH_ROWS, int(BATCH_BYTES / max(row_bytes, 1.0))))
 
 
-def inventory(source: Source) -> Inventory:
+def inventory(source: ReadSpec) -> Inventory:
     """Parquet files as they lie, from their footers; `limit` and `columns` of `source` apply.
 
     Footers are read by FOOTER_THREADS threads; files past the limit are dropped and theirs not

@@ -7,7 +7,7 @@ run's hold answers and failures, and are whole once `_SUCCESS` stands beside the
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -86,7 +86,7 @@ def saved_dataset(store: Store) -> bool:
 class Places:
     """What folders are, by their URI: as listings show it, or looked at once."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
         self._kinds: dict[str, str | None] = {}
         self._found: dict[str, tuple[tuple[str, str], ...]] = {}

@@ -15,7 +15,6 @@ import pyarrow as pa
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
 from prefect_raybatch.installed import code_version
 from prefect_raybatch.job.checks import is_web
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.records import dump
 from prefect_raybatch.source import cuts, side_copies, streams
 from prefect_raybatch.source.arrow_types import written
@@ -45,6 +44,7 @@ from prefect_raybatch.source.side_copies import (
 )
 from prefect_raybatch.source.snapshot_writer import conform
 from prefect_raybatch.source.tables import copying
+from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.storage import FileInfo, Store, is_remote, read_ahead
 from prefect_raybatch.words import counted
 
@@ -55,7 +55,7 @@ GUESS_FILES = 8  # of which the first block is looked at before they are copied
 
 
 def snapshot(
-    source: Source, run_store: Store, attempt: str, everywhere: Everywheres | None = None
+    source: ReadSpec, run_store: Store, attempt: str, everywhere: Everywheres | None = None
 ) -> Inventory:
     """Copy a table, or files that are no Parquet, to it, under `_raybatch/input/ATTEMPT-UUID/`.
 
@@ -108,7 +108,7 @@ def snapshot(
     return replace(made, table=_by_web(kind, files))
 
 
-def _found(source: Source) -> tuple[str, list[File]]:
+def _found(source: ReadSpec) -> tuple[str, list[File]]:
     """As `find`. Raises SourceError for a file without a byte, too."""
     kind, files = find(source)
     for file in files:
@@ -134,7 +134,7 @@ def in_this_process(size: int, remote: bool) -> Iterator[Everywhere]:
 def _side_by_side(
     kind: str,
     files: Sequence[File],
-    reads: Source,
+    reads: ReadSpec,
     types: Mapping[str, pa.DataType],
     copier: ShareCopier,
     known: dict[str, None],
@@ -168,7 +168,7 @@ def _side_by_side(
 
 
 def _guess(
-    kind: str, files: Sequence[File], reads: Source, types: Mapping[str, pa.DataType]
+    kind: str, files: Sequence[File], reads: ReadSpec, types: Mapping[str, pa.DataType]
 ) -> dict[str, pa.DataType]:
     """Types of columns by the first blocks of some files; what does not go together ends it."""
     shape = _shape(kind, reads.columns, types)
@@ -182,7 +182,7 @@ def _guess(
     return shape.columns
 
 
-def peek(source: Source) -> Inventory:
+def peek(source: ReadSpec) -> Inventory:
     """What `snapshot` would give, guessed from the first block of the first file with rows; writes
     nothing.
 
@@ -228,7 +228,7 @@ def peek(source: Source) -> Inventory:
     return Inventory(tuple(chosen), schema, row_bytes, kind, guessed=not whole and left != 0)
 
 
-def seen_csv(source: Source) -> tuple[dict[str, Any], bool]:
+def seen_csv(source: ReadSpec) -> tuple[dict[str, Any], bool]:
     """What `source.csv` has to say for the first file of a source to be read, and whether the
     encoding is a guess; nothing where it is no CSV. Raises as `detect_format`."""
     if table_format(source) is None:
@@ -238,7 +238,7 @@ def seen_csv(source: Source) -> tuple[dict[str, Any], bool]:
     return {}, False
 
 
-def heads(source: Source, most: int) -> Iterator[tuple[str, pa.Table]]:
+def heads(source: ReadSpec, most: int) -> Iterator[tuple[str, pa.Table]]:
     """(uri, first block) of up to `most` files, spread over all, with types as `peek` guesses
     them, each file by itself. Writes nothing. Raises as `peek`; a file without rows is left out.
     """
@@ -260,7 +260,7 @@ def heads(source: Source, most: int) -> Iterator[tuple[str, pa.Table]]:
             yield file.uri, conform(table, schema if wanted is None else wanted.schema(schema))
 
 
-def _reads(source: Source) -> tuple[Source, Chosen | None]:
+def _reads(source: ReadSpec) -> tuple[ReadSpec, Chosen | None]:
     """The source with the columns of its filter beside those that are written, and what of that
     is written."""
     if source.filter is None:
@@ -269,7 +269,7 @@ def _reads(source: Source) -> tuple[Source, Chosen | None]:
     if source.columns is None:
         return source, Chosen(filter)
     more = list(dict.fromkeys([*source.columns, *filter.columns]))
-    return source.model_copy(update={"columns": more}), Chosen(filter, source.columns)
+    return replace(source, columns=tuple(more)), Chosen(filter, source.columns)
 
 
 def _fitting(kind: str, wanted: Chosen | None, table: pa.Table, schema: pa.Schema) -> pa.Table:
@@ -312,7 +312,7 @@ def _stored_row_bytes(kind: str, file: File) -> float:
 def _tables(
     kind: str,
     file: File,
-    source: Source,
+    source: ReadSpec,
     known: dict[str, None],
     types: Mapping[str, pa.DataType],
     pushed: Filter | None = None,
@@ -350,10 +350,12 @@ def _typing(kind: str, types: Collection[str]) -> tuple[bool, bool, frozenset[st
     return kind == "csv", kind in ("csv", "jsonl"), frozenset(types)
 
 
-def _read_as(kind: str, source: Source, types: Mapping[str, pa.DataType]) -> str:
+def _read_as(kind: str, source: ReadSpec, types: Mapping[str, pa.DataType]) -> str:
     """What a copy of the same bytes follows from besides: how they are read, and by which code."""
     named = sorted((name, str(found)) for name, found in types.items())
-    return dump([code_version(), kind, source.model_dump(mode="json"), named]).decode()
+    chosen = [source.uris, source.columns, source.limit, source.filter]
+    csv = source.csv.model_dump(mode="json")
+    return dump([code_version(), kind, chosen, csv, dict(source.types), named]).decode()
 
 
 def _shape(kind: str, columns: Sequence[str] | None, types: Collection[str]) -> Shape:

@@ -17,9 +17,9 @@ from typing import Any, cast
 import pyarrow as pa
 
 from prefect_raybatch.job.early_stop import choice_of
+from prefect_raybatch.spec.finish import ParsingSpec
 from prefect_raybatch.stages.block import ANSWERS, REASONING_OPEN, TEXTS, Failure, Tokenizer
 from prefect_raybatch.stages.decided import grammar_bytes
-from prefect_raybatch.stages.parsing import Parsing
 from prefect_raybatch.stages.schema_check import AnswerMisfit, SchemaCheck
 from prefect_raybatch.stages.typed_answers import MAX_ANSWER, MAX_REASON, NOT_VALID
 
@@ -77,7 +77,7 @@ class Spelling:
     tokens spell: tokenizers drop blanks in front, and special tokens may be part of a grammar."""
 
     def __init__(
-        self, table: pa.Table, parsing: Parsing | None, tokenizer: Callable[[], Tokenizer]
+        self, table: pa.Table, parsing: ParsingSpec | None, tokenizer: Callable[[], Tokenizer]
     ) -> None:
         self._table, self._parsing, self._tokenizer = table, parsing, tokenizer
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.job.sampling import Sampling
 from prefect_raybatch.stages.block import Tokenizer
 
 Step = Mapping[int, float]  # the chosen token first, then the most probable ones
@@ -16,13 +15,6 @@ _TOKEN = [("token", pa.string()), ("id", pa.int32()), ("logprob", pa.float32())]
 _STEP = pa.struct([("id", pa.int32()), ("logprob", pa.float32())])
 # Of each answer and each of its tokens: that token, and behind it the most probable ones.
 STEPS_TYPE = pa.list_(pa.list_(pa.list_(_STEP)))
-
-
-def most_told(sampling: Sampling) -> int | None:
-    """How many of the most probable tokens are told beside each that was chosen; None where
-    nothing is."""
-    value = (sampling.model_extra or {}).get("logprobs")
-    return None if value is None else int(value)
 
 
 def logprobs_type(most: int, answers: int) -> pa.DataType:

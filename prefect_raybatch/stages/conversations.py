@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from prefect_raybatch.job.prompt import Prompt
+from prefect_raybatch.spec.prompt import PromptSpec
 from prefect_raybatch.stages.block import Messages
 from prefect_raybatch.stages.messages import ChatRequest
 
@@ -18,7 +18,7 @@ from prefect_raybatch.stages.messages import ChatRequest
 class Conversation:
     """Makes requests of rows whose conversation stands in a column."""
 
-    def __init__(self, prompt: Prompt):
+    def __init__(self, prompt: PromptSpec):
         self.column = prompt.messages or ""
         self.system = [{"role": "system", "content": prompt.system}] if prompt.system else []
         self.continued = prompt.continue_final_message

@@ -16,16 +16,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.job.early_stop import label_cap, labels_cut_short, may_ask_rest
+from prefect_raybatch.spec.engine import EarlyStop
 
 if TYPE_CHECKING:
     from prefect_raybatch.stages.vllm.stepper import Completion, Request
 
 log = logging.getLogger(__name__)
 
-EarlyStop = Literal["decided", "first_token", "off"]
 Ask = Callable[[Sequence["Request"]], list["Completion"]]
 
 

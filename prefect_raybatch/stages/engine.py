@@ -23,7 +23,6 @@ import pyarrow as pa
 from prefect_raybatch import installed
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.answer_schema import schema_engine_fields
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.early_stop import may_stop_early
 from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss
 from prefect_raybatch.model import adapters
@@ -32,6 +31,8 @@ from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import KV_CACHE_BYTES, describe, packed
 from prefect_raybatch.sizing.roofline import Work
 from prefect_raybatch.sizing.sizes import Sizing
+from prefect_raybatch.spec.engine import EarlyStop
+from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages import pooling
 from prefect_raybatch.stages.adapted import Adapted, Adapter
 from prefect_raybatch.stages.answer_logprobs import STEPS_TYPE, steps_of
@@ -61,7 +62,7 @@ from prefect_raybatch.stages.block import (
     timed,
     units_of,
 )
-from prefect_raybatch.stages.decided import EarlyStop, EarlyStopping, grammar_bytes
+from prefect_raybatch.stages.decided import EarlyStopping, grammar_bytes
 from prefect_raybatch.stages.label_probabilities import LabelTokens
 from prefect_raybatch.stages.load import Sampler
 from prefect_raybatch.stages.meter import Meter
@@ -99,7 +100,7 @@ GIVEN_BACK = Loss("NodeLeaves", "given back before it was begun, since its node 
 
 
 @dataclass(frozen=True)
-class EngineSpec:
+class EngineLaunch:
     """All an engine actor needs. `arguments` are vLLM's EngineArgs without the model;
     `engines_per_gpu` above 1 means that this one may take only its share of the GPU: the arguments
     in `share`, chosen for a GPU of `gpu_bytes` (0: not known, so the engine looks itself); `done`
@@ -135,37 +136,30 @@ class EngineSpec:
     untaken: bool = False
 
 
-def engine_spec(
-    job: BatchJob,
+def engine_launch(
+    spec: RunSpec,
     model: dict[str, Any],
     size: Sizing,
     done: Callable[[int], bool] | None = None,
     attempt: str = "",
     task: pooling.Pooling | None = None,
     tell: phases.TellStart | None = None,
-) -> EngineSpec:
-    """Every sizing argument set on purpose: through Ray, vLLM's own defaults starve a GPU."""
-    cpu = size.pool.device == "cpu"
-    arguments = {**(CPU_DEFAULTS if cpu else GPU_DEFAULTS), **size.arguments.vllm()}
-    if cpu and (dtype := models.cpu_dtype(job.engine)) is not None:
-        arguments["dtype"] = dtype
-    if job.prompt.images.used:
-        limits = {"limit_mm_per_prompt": job.prompt.images.limits()}
-        arguments = {**arguments, **multimodal.WITH_IMAGES, **limits}
-    arguments = schema_engine_fields(arguments, job.output.answer_form)
-    sampling, output = job.asked() if task is None else dict(task.fields), job.output
-    asks = has_form(sampling) or sampling.get("thinking_token_budget") or job.prompt.function
-    if output.reasoning_parser and asks:
-        # The form is of the answer, and thinking comes before it. A function may ask for either.
-        arguments.setdefault("reasoning_parser", output.reasoning_parser)
-    if output.parsed_columns:  # the marks that parsers look for may be special tokens
+) -> EngineLaunch:
+    """Return everything that one engine of the pinned `model` is started with.
+
+    Every sizing argument is set on purpose: through Ray, vLLM's own defaults starve a GPU.
+    """
+    cpu, request = size.pool.device == "cpu", spec.engine.model
+    sampling = dict(spec.sampling.fields if task is None else task.fields)
+    if spec.finish.parsing is not None:  # the marks that parsers look for may be special tokens
         sampling["skip_special_tokens"] = False
+    arguments = _arguments(spec, size, sampling)
     if task is not None:
-        arguments = task.engine_arguments(arguments, job.engine.model_extra or ())
-    arguments |= adapters.arguments(model.get("adapters") or {}, job.engine.model_extra or {})
+        arguments = task.engine_arguments(arguments, request.given)
+    arguments |= adapters.arguments(model.get("adapters") or {}, request.given)
     if cpu and task is None:
-        given = {TOKENS_A_STEP: job.engine.max_num_batched_tokens, **(job.engine.model_extra or {})}
-        rows_may = job.prompt.function is not None
+        given = {TOKENS_A_STEP: spec.sizes.max_num_batched_tokens, **request.given}
+        rows_may = spec.prompt.function is not None
         arguments = with_whole_prompts(
             arguments, given, sampling, rows_may, lambda: size.length or models.own_length(model)
         )
@@ -174,32 +168,50 @@ def engine_spec(
         # own and wait there for GPUs which the engine's actor already holds.
         arguments.setdefault("distributed_executor_backend", "mp")
     ours = {k: os.environ.get(k, v) for k, v in CPU_ENV.items()} if cpu else {}
-    return EngineSpec(
-        model=models.with_tokenizer(model, job.engine),
+    return EngineLaunch(
+        model=models.with_tokenizer(model, request),
         sampling=sampling,
         arguments=arguments,
-        env={**ours, **job.engine.env},
+        env={**ours, **request.env},
         engines_per_gpu=size.pool.engines_per_gpu,
         gpu_bytes=size.pool.gpu_bytes,
         share=size.share,
         done=done,
-        sort=job.engine.order != "input",
+        sort=spec.engine.sort,
         # A logits processor of the user's may keep a state, or count.
-        merge=job.engine.deduplicate and not arguments.get("logits_processors"),
-        hang_seconds=job.limits.hang_seconds or None,
+        merge=spec.engine.merge and not arguments.get("logits_processors"),
+        hang_seconds=spec.limits.hang_seconds or None,
         attempt=attempt,
         adapted=Adapted(
-            job.prompt.adapter_column,
+            spec.prompt.adapter_column,
             model.get("adapters") or {},
-            null=job.prompt.on_null == "empty",
+            null=spec.prompt.on_null == "empty",
             alone=not cpu,
         ),
-        labels=tuple(job.sampling.choice or ()) if job.output.probabilities else (),
-        early_stop=job.engine.early_stop if may_stop_early(arguments) else "off",
+        labels=spec.sampling.labels,
+        early_stop=spec.engine.early_stop if may_stop_early(arguments) else "off",
         encodes=task is not None and task.encodes,
         tell=tell,
         work=size.work,
     )
+
+
+def _arguments(spec: RunSpec, size: Sizing, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return vLLM's engine arguments that follow from the run and its sizes."""
+    cpu = size.pool.device == "cpu"
+    arguments = {**(CPU_DEFAULTS if cpu else GPU_DEFAULTS), **size.arguments.vllm()}
+    if cpu and (dtype := models.cpu_dtype(spec.engine.model)) is not None:
+        arguments["dtype"] = dtype
+    if spec.prompt.images is not None:
+        limits = {"limit_mm_per_prompt": spec.prompt.images.limits()}
+        arguments = {**arguments, **multimodal.WITH_IMAGES, **limits}
+    arguments = schema_engine_fields(arguments, spec.finish.schema)
+    reasoning = spec.finish.parsing and spec.finish.parsing.reasoning
+    asks = has_form(sampling) or sampling.get("thinking_token_budget") or spec.prompt.function
+    if reasoning and asks:
+        # The form is of the answer, and thinking comes before it. A function may ask for either.
+        arguments.setdefault("reasoning_parser", reasoning)
+    return arguments
 
 
 class EngineStage:
@@ -220,7 +232,7 @@ class EngineStage:
     _teller: phases.StartTeller | None = None
     _meter = Meter(None)
 
-    def __init__(self, spec: EngineSpec):
+    def __init__(self, spec: EngineLaunch):
         self._lock = threading.Lock()
         self.engine: SteppedEngine | None = None
         self._numbers = {}
@@ -232,7 +244,7 @@ class EngineStage:
         # still being read.
         self.ready()
 
-    def _bind(self, spec: EngineSpec) -> None:
+    def _bind(self, spec: EngineLaunch) -> None:
         """All that is of one run."""
         self.spec, self._id = spec, uuid.uuid4().hex
         self._meter = Meter(spec.work)
@@ -242,7 +254,7 @@ class EngineStage:
         self._left = self._note.left()
         self._early = EarlyStopping(spec.early_stop, self._token_bytes)
 
-    def take_over(self, spec: EngineSpec) -> None:
+    def take_over(self, spec: EngineLaunch) -> None:
         """Works for another run from now on, with the engine that is up; `spec` differs from the
         one before in nothing that the engine was started with. No block may be inside.
 

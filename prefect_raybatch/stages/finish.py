@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.installed import code_version
 from prefect_raybatch.job.images import DIGESTS_COLUMN
-from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES, Output
+from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.failures import COUNTED_BY, FailureKey, Loss
 from prefect_raybatch.ledger.increments import ASKED, MERGED_ROW, REUSED
@@ -36,6 +36,8 @@ from prefect_raybatch.ledger.record_texts import PieceKind
 from prefect_raybatch.ledger.records import Piece, Receipt, Unit, digest
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.model import pinned as models
+from prefect_raybatch.spec.finish import FinishSpec, ParsingSpec
+from prefect_raybatch.spec.sampling import SamplingSpec
 from prefect_raybatch.stages.answer_counts import (
     MOST_COUNTED_LABELS,
     label_counts,
@@ -75,7 +77,7 @@ from prefect_raybatch.stages.block import (
 from prefect_raybatch.stages.calls.apart import NoChild
 from prefect_raybatch.stages.calls.calling import HERE, Calls
 from prefect_raybatch.stages.load import figures_of
-from prefect_raybatch.stages.parsing import Parsers, Parsing
+from prefect_raybatch.stages.parsing import Parsers, parsed_types
 from prefect_raybatch.stages.result_columns import declared_schema, extra_type
 from prefect_raybatch.stages.typed_answers import MAX_ANSWER, reader_of
 from prefect_raybatch.storage import Store, put_proved
@@ -89,23 +91,20 @@ CUT_OFF = "AnswerCutOff"
 class Finish:
     """The stage as a function of one block; `store` is rooted at the run directory.
 
-    `skip_special_tokens` and `logprobs` are the sampling fields of these names; `answers` how many
-    a row has (n); `choices` are the labels that sampling.choice allows; `calls`: how the user's
-    function is called; `parsing`: which parsers take the answers apart; `form` is the job's
-    sampling.structured_outputs, with which answers are compared.
+    `model` is the plan's pinned model; `calls`: how the user's function is called.
     """
 
-    output: Output
+    spec: FinishSpec
+    sampling: SamplingSpec
     model: dict[str, Any]
     store: Store
     attempt: str
-    skip_special_tokens: bool = True
-    answers: int = 1
     calls: Calls = HERE
-    parsing: Parsing | None = None
-    logprobs: int | None = None
-    choices: tuple[str, ...] = ()
-    form: dict[str, Any] | None = None
+
+    @property
+    def several(self) -> bool:
+        """Whether a row has a list of answers."""
+        return self.sampling.answers > 1
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """One row a shard found in the block: its receipt, as JSON."""
@@ -135,7 +134,7 @@ class Finish:
     def _write(self, shard: int, table: pa.Table, began: float) -> Receipt:
         outcome = self._outcome(table)
         names = input_columns(table)
-        kept = names if self.output.columns is None else self.output.columns
+        kept = self.spec.kept(names)
         positions = table[POSITION].to_numpy()
         pieces = []
         good = [i for i, o in enumerate(outcome) if isinstance(o, dict)]
@@ -196,22 +195,22 @@ class Finish:
         texts = self._texts(table)
         errors = self._errors(table, texts)
         answers = self._answers(table, errors, texts)
-        if self.output.postprocess is None:
+        if self.spec.postprocess is None:
             return [Failure(**e) if e else a for e, a in zip(errors, answers, strict=True)]
         names = input_columns(table)
         rows = rows_of(table, names)
         finish = table[FINISH].to_pylist()
         chances: list[dict[str, Any]] = [{} for _ in finish]
-        if self.output.probabilities:
+        if self.spec.probabilities:
             chances = [{PROBABILITIES: dict(c or ())} for c in table[CHANCES].to_pylist()]
-        if self.logprobs is not None:
+        if self.sampling.logprobs is not None:
             chances = [{LOGPROBS: told} for told in self._told(table)]
-        kept = names if self.output.columns is None else self.output.columns
-        taken = {POSITION, self.output.row_number, *kept, *self.output.extras}
-        taken |= {PROBABILITIES} if self.output.probabilities else set()
-        taken |= {LOGPROBS} if self.logprobs is not None else set()
+        kept = self.spec.kept(names)
+        taken = {POSITION, self.spec.row_number, *kept, *self.spec.extras}
+        taken |= {PROBABILITIES} if self.spec.probabilities else set()
+        taken |= {LOGPROBS} if self.sampling.logprobs is not None else set()
         made = []
-        with self.calls.function(self.output.postprocess, "output.postprocess") as function:
+        with self.calls.function(self.spec.postprocess, "output.postprocess") as function:
             for e, row, a, f, c in zip(errors, rows, answers, finish, chances, strict=True):
                 answer = {**(a or {}), "finish_reason": f, **c}
                 made.append(Failure(**e) if e else postprocessed(function, row, answer, taken))
@@ -222,16 +221,16 @@ class Finish:
     ) -> list[dict[str, Any]]:
         """Each row's answer by column; a text that does not parse, or fit the schema, puts its row
         into `errors`."""
-        column = self.output.column
+        column = self.spec.column
         beside: list[dict[str, Any]] = [{} for _ in texts]
-        if self.parsing is not None:
-            parsers = Parsers(self.parsing, self._tokenizer())
-            texts, beside = parsers.take_apart(table, texts, errors, self.answers > 1)
-        if (form := self.output.answer_form) is None:
+        if self.spec.parsing is not None:
+            parsers = self._parsers(self.spec.parsing)
+            texts, beside = parsers.take_apart(table, texts, errors, self.several)
+        if (form := self.spec.schema) is None:
             texts = self._compared(table, texts, errors)
             return [{column: text, **more} for text, more in zip(texts, beside, strict=True)]
         reader, made = reader_of(form), []
-        several = self.answers > 1
+        several = self.several
         for i, text in enumerate(texts):
             answers = [] if errors[i] else list(text) if several else [text]
             found = [reader.read(answer or "") for answer in answers]
@@ -240,8 +239,8 @@ class Finish:
             parsed = [one[0] for one in found if not isinstance(one, Failure)]
             rows = [one[1] for one in found if not isinstance(one, Failure)]
             if several:
-                own: dict[str, Any] = {column: parsed if self.output.postprocess else rows}
-            elif self.output.postprocess:
+                own: dict[str, Any] = {column: parsed if self.spec.postprocess else rows}
+            elif self.spec.postprocess:
                 own = {column: parsed[0] if parsed else None}
             else:
                 own = rows[0] if rows else {}
@@ -253,23 +252,27 @@ class Finish:
     ) -> list[Any]:
         """The texts, labels as they are written in the choice; one that does not have the form it
         had to have puts its row into `errors`, unless it was cut off and the job keeps such."""
-        job = {"choice": self.choices} if self.choices else {"structured_outputs": self.form}
-        has_form = bool(self.choices or self.form)
+        job = (
+            {"choice": self.sampling.choices}
+            if self.sampling.choices
+            else {"structured_outputs": self.sampling.form}
+        )
+        has_form = bool(self.sampling.choices or self.sampling.form)
         if not has_form and OWN_FORM not in table.column_names:
             return texts
         usual = json.dumps(job)
         own = table[OWN_FORM].to_pylist() if OWN_FORM in table.column_names else [None] * len(texts)
-        spelling = Spelling(table, self.parsing, self._tokenizer)
+        spelling = Spelling(table, self.spec.parsing, self._tokenizer)
         reasons, several = table[FINISH].to_pylist(), table[ENDS].to_pylist()
         made = list(texts)
         for i, text in enumerate(texts):
             form = None if errors[i] else form_of(usual, own[i])
             if form is None:
                 continue
-            answers = list(text or ()) if self.answers > 1 else [text]
+            answers = list(text or ()) if self.several else [text]
             ends = several[i] or [reasons[i]] * len(answers)
             for k, (answer, end) in enumerate(zip(answers, ends, strict=True)):
-                if end == "length" and self.output.on_cut_off == "keep":
+                if end == "length" and self.spec.keeps_cut_off:
                     continue
                 fitting, why = spelling.fitted(form, answer, i, k)
                 if why is None:
@@ -281,13 +284,17 @@ class Finish:
                     else not_of_form(form, why, answer or "")
                 ).to_dict()
                 break
-            made[i] = answers if self.answers > 1 else answers[0]
+            made[i] = answers if self.several else answers[0]
         return made
 
     def _told(self, table: pa.Table) -> list[Any]:
         """Of each row, what the column of sampling.logprobs holds."""
         rows = table[STEPS].to_pylist() if STEPS in table.column_names else [None] * table.num_rows
-        return logprobs_told(rows, self.logprobs or 0, self.answers > 1, self._tokenizer())
+        return logprobs_told(rows, self.sampling.logprobs or 0, self.several, self._tokenizer())
+
+    def _parsers(self, parsing: ParsingSpec) -> Parsers:
+        keep_special = not self.sampling.skip_special_tokens
+        return Parsers(parsing, self._tokenizer(), keep_special)
 
     def _tokenizer(self) -> Tokenizer:
         return load_tokenizer(*models.tokenizer_place(self.model))
@@ -295,7 +302,7 @@ class Finish:
     def _errors(self, table: pa.Table, texts: list[Any]) -> list[dict[str, str] | None]:
         """Why each row failed before this stage, or because its answer is not whole."""
         errors: list[dict[str, str] | None] = table[ERROR].to_pylist()
-        if not self.output.fails_cut_off:
+        if not self.spec.fails_cut_off:
             return errors
         answers = table[ANSWERS].to_pylist()
         for i, reason in enumerate(table[FINISH].to_pylist()):
@@ -306,7 +313,7 @@ class Finish:
     def _cut_off(self, text: object, tokens: int) -> Failure:
         # Equal in the COUNTED_BY characters by which failures are counted, whatever the answer is.
         text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
-        kept = ", or set output.on_cut_off: keep" if self.output.schema_model is None else ""
+        kept = ", or set output.on_cut_off: keep" if self.spec.schema is None else ""
         return Failure(
             "engine",
             CUT_OFF,
@@ -320,14 +327,14 @@ class Finish:
         answers = table[ANSWERS].to_pylist()
         todo = [i for i, a in enumerate(answers) if a is not None and ready[i] is None]
         if todo:
-            tokenizer, skip = self._tokenizer(), self.skip_special_tokens
+            tokenizer, skip = self._tokenizer(), self.sampling.skip_special_tokens
             flat = [ids for i in todo for ids in answers[i]]
-            if self.parsing is not None:  # their marks may be special tokens
-                flat, skip = list(map(Parsers(self.parsing, tokenizer).visible, flat)), False
+            if self.spec.parsing is not None:  # their marks may be special tokens
+                flat, skip = list(map(self._parsers(self.spec.parsing).visible, flat)), False
             texts = iter(tokenizer.batch_decode(flat, skip_special_tokens=skip))
             for i in todo:
                 ready[i] = [next(texts) for _ in answers[i]]
-        return [t if t is None or self.answers > 1 else t[0] for t in ready]
+        return [t if t is None or self.several else t[0] for t in ready]
 
     def _result(
         self, table: pa.Table, outcome: list[Any], good: list[int]
@@ -360,10 +367,10 @@ class Finish:
     def _extras(self, table: pa.Table, good: list[int]) -> list[tuple[pa.Field, pa.Array]]:
         """The columns that tell about the answers of the good rows."""
         made = []
-        for name in self.output.extras:
+        for name in self.spec.extras:
             if name == "finish_reason":
                 values = table[FINISH].to_pylist()
-                if self.answers > 1:  # a row that asked for one has no list
+                if self.several:  # a row that asked for one has no list
                     several = table[ENDS].to_pylist()
                     values = [s or [v] for s, v in zip(several, values, strict=True)]
             elif name == DIGESTS_COLUMN:
@@ -372,29 +379,32 @@ class Finish:
                 values = table[PROMPT_TOKENS].to_pylist()
             else:
                 counts = [[len(ids) for ids in a or ()] for a in table[ANSWERS].to_pylist()]
-                values = counts if self.answers > 1 else [sum(c) for c in counts]
-            kind = extra_type(name, self.answers)
+                values = counts if self.several else [sum(c) for c in counts]
+            kind = extra_type(name, self.sampling.answers)
             made.append((pa.field(name, kind), pa.array([values[i] for i in good], kind)))
-        if self.output.probabilities:
+        if self.spec.probabilities:
             values = table[CHANCES].combine_chunks().take(pa.array(good))
             made.append((pa.field(PROBABILITIES, PROBABILITIES_TYPE), values))
-        if self.logprobs is not None:
-            kind, every = logprobs_type(self.logprobs, self.answers), self._told(table)
+        if self.sampling.logprobs is not None:
+            kind, every = (
+                logprobs_type(self.sampling.logprobs, self.sampling.answers),
+                self._told(table),
+            )
             made.append((pa.field(LOGPROBS, kind), pa.array([every[i] for i in good], kind)))
         return made
 
     def _schema(self, rows: list[dict[str, Any]]) -> pa.Schema:
         """Types of the output columns: declared, or fixed once for the run by its first shard."""
-        if self.output.postprocess is None:
-            form, several = self.output.answer_form, self.answers > 1
+        if self.spec.postprocess is None:
+            form, several = self.spec.schema, self.several
             record = pa.struct(list(reader_of(form).schema)) if form is not None else pa.string()
-            columns = [(self.output.column, record)] if several or form is None else []
-            columns += self.parsing.types() if self.parsing is not None else []
+            columns = [(self.spec.column, record)] if several or form is None else []
+            columns += parsed_types(self.spec.parsing) if self.spec.parsing is not None else []
             beside = [pa.field(n, pa.list_(k) if several else k) for n, k in columns]
             alone = reader_of(form).schema if form is not None and not several else ()
             return pa.schema([*alone, *beside])
-        if self.output.output_schema is not None:
-            return declared_schema(self.output.output_schema)
+        if self.spec.types is not None:
+            return declared_schema(self.spec.types)
         try:
             return _read_schema(self.store)
         except FileNotFoundError:
@@ -419,15 +429,15 @@ class Finish:
     def _counts(self, table: pa.Table, outcome: Sequence[Any]) -> dict[str, float]:
         """What is counted of the answers of rows that did not fail."""
         well = [i for i, made in enumerate(outcome) if not isinstance(made, Failure)]
-        if 0 < len(self.choices) <= MOST_COUNTED_LABELS and self.output.answer_form is None:
-            column = self.output.column
-            if self.output.postprocess is None:
+        if 0 < len(self.sampling.choices) <= MOST_COUNTED_LABELS and self.spec.schema is None:
+            column = self.spec.column
+            if self.spec.postprocess is None:
                 given = [outcome[i][column] for i in well]
             else:  # labels are short, so that making their texts again costs little
                 texts = self._texts(table)
                 given = [texts[i] for i in well]
-            flat = [text for one in given for text in (one if self.answers > 1 else [one])]
-            return label_counts(flat, self.choices)
+            flat = [text for one in given for text in (one if self.several else [one])]
+            return label_counts(flat, self.sampling.choices)
         answers, reasons = table[ANSWERS].to_pylist(), table[FINISH].to_pylist()
         return length_counts([answers[i] or () for i in well], [reasons[i] for i in well])
 

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.model.pinned import DEMO, tokenizer_place, with_tokenizer
+from prefect_raybatch.spec.model import ModelRequest
 from prefect_raybatch.stages.block import Tokenizer, load_tokenizer
 
 ANCHOR = "\n"  # behind it a label is cut into tokens as it is at the start of an answer
@@ -130,15 +130,15 @@ class LabelTokens:
         ]
 
 
-def check_labels(job: BatchJob, model: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for labels that cannot be told apart, where the tokenizer lies here;
+def check_labels(labels: Sequence[str], asked: ModelRequest, pinned: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for labels that cannot be told apart, where the tokenizer lies here;
     else the engine says it before its first row."""
-    if not job.output.probabilities:
+    if not labels:
         return
-    source = str(model.get("tokenizer") or model["source"])
+    source = str(pinned.get("tokenizer") or pinned["source"])
     if source == DEMO or Path(source).is_dir():
-        place = tokenizer_place(with_tokenizer(model, job.engine))
-        LabelTokens.of(load_tokenizer(*place), job.sampling.choice or ())
+        place = tokenizer_place(with_tokenizer(pinned, asked))
+        LabelTokens.of(load_tokenizer(*place), labels)
 
 
 def _path(tokenizer: Tokenizer, label: str) -> tuple[int, ...]:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.structured_outputs import with_schema_text
+from prefect_raybatch.spec.prompt import PromptSpec
 from prefect_raybatch.stages.block import Failure, Messages, copied
 from prefect_raybatch.stages.calls.apart import NoChild
 
@@ -68,7 +68,7 @@ class Filler:
     """Fill the template from a row's texts (`cell_text`). Only texts are put in: no attribute of a
     value is reachable."""
 
-    def __init__(self, template: str, prompt: Prompt):
+    def __init__(self, template: str, prompt: PromptSpec):
         self.parts = _joined(string.Formatter().parse(template))
         self.system = [{"role": "system", "content": prompt.system}] if prompt.system else []
         self.empty = prompt.on_null == "empty"

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.spec.finish import ParsingSpec
 from prefect_raybatch.stages.block import (
     ANSWERS,
     POSITION,
@@ -32,70 +31,41 @@ if TYPE_CHECKING:
 CALL_TYPE = pa.struct([("id", pa.string()), ("name", pa.string()), ("arguments", pa.string())])
 
 
-@dataclass(frozen=True)
-class Parsing:
-    """The parsers of a job by vLLM's names, the columns they fill, and what they are told: the
-    `arguments` of the chat template and the `tools`. `skip_special_tokens` is the sampling field:
-    parsers see these tokens, columns do not."""
+def parsed_types(parsing: ParsingSpec) -> list[tuple[str, pa.DataType]]:
+    """Return the names and types of the columns that parsers fill."""
+    columns: list[tuple[str, pa.DataType]] = []
+    if parsing.reasoning:
+        columns.append((parsing.reasoning_column, pa.string()))
+    if parsing.tool:
+        columns.append((parsing.tool_calls_column, pa.list_(CALL_TYPE)))
+    return columns
 
-    reasoning: str | None = None
-    tool: str | None = None
-    reasoning_column: str = "reasoning"
-    tool_calls_column: str = "tool_calls"
-    arguments: dict[str, Any] = field(default_factory=dict)
-    tools: Sequence[dict[str, Any]] | None = None
-    skip_special_tokens: bool = True
 
-    @classmethod
-    def of(cls, job: BatchJob) -> Parsing | None:
-        """None where the job names no parser."""
-        output, prompt = job.output, job.prompt
-        if not output.reasoning_parser and not output.tool_parser:
-            return None
-        skip = (job.sampling.model_extra or {}).get("skip_special_tokens", True)
-        return cls(
-            output.reasoning_parser,
-            output.tool_parser,
-            output.reasoning_column,
-            output.tool_calls_column,
-            prompt.chat_template_kwargs,
-            prompt.tools,
-            bool(skip),
-        )
-
-    def types(self) -> list[tuple[str, pa.DataType]]:
-        """Names and types of the columns."""
-        columns = []
-        if self.reasoning:
-            columns.append((self.reasoning_column, pa.string()))
-        if self.tool:
-            columns.append((self.tool_calls_column, pa.list_(CALL_TYPE)))
-        return columns
-
-    def reasoning_parser(self, tokenizer: Any) -> ReasoningParser:
-        """The parser that tells of a prompt whether its thinking has ended."""
-        if self.reasoning is None:
-            raise ConfigError("output.reasoning_parser is not set")
-        quick = internals.quick_tokenizer(tokenizer)
-        try:
-            return internals.reasoning_parser(self.reasoning, quick, self.arguments)
-        except (RuntimeError, ValueError) as error:  # its marks are no tokens of the model
-            raise ConfigError(
-                f"output.reasoning_parser: {self.reasoning} does not fit the model's tokenizer: "
-                f"{error}"
-            ) from None
+def reasoning_parser_for(parsing: ParsingSpec, tokenizer: Any) -> ReasoningParser:
+    """Return the parser that tells of a prompt whether its thinking has ended."""
+    if parsing.reasoning is None:
+        raise ConfigError("output.reasoning_parser is not set")
+    quick = internals.quick_tokenizer(tokenizer)
+    try:
+        return internals.reasoning_parser(parsing.reasoning, quick, parsing.arguments)
+    except (RuntimeError, ValueError) as error:  # its marks are no tokens of the model
+        raise ConfigError(
+            f"output.reasoning_parser: {parsing.reasoning} does not fit the model's tokenizer: "
+            f"{error}"
+        ) from None
 
 
 class Parsers:
-    """The parsers in a process that finishes answers."""
+    """The parsers in a process that finishes answers. Parsers see special tokens; columns do not
+    hold them, unless `keep_special`."""
 
-    def __init__(self, parsing: Parsing, tokenizer: Tokenizer):
+    def __init__(self, parsing: ParsingSpec, tokenizer: Tokenizer, keep_special: bool = False):
         self.parsing = parsing
         self.tokenizer: Any = tokenizer
         self.special = set(tokenizer.all_special_ids)
         words = sorted(filter(None, tokenizer.all_special_tokens), key=len, reverse=True)
         known = "|".join(map(re.escape, words))
-        self._words = re.compile(known) if known and parsing.skip_special_tokens else None
+        self._words = re.compile(known) if known and not keep_special else None
 
     def visible(self, ids: Sequence[int]) -> Sequence[int]:
         """An answer without the token that ended it, as vLLM shows it to its parsers."""

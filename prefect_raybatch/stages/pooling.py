@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from prefect_raybatch.job import tasks as job_tasks
 from prefect_raybatch.job import vllm_fields
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model import tasks
 from prefect_raybatch.model.context import own_context
+from prefect_raybatch.spec.model import ModelRequest
+from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.block import Failure
 from prefect_raybatch.stages.order import arrange
 
@@ -35,7 +35,7 @@ class Texts(Enum):
 
 @dataclass(frozen=True)
 class Pooling:
-    """How a job's task is asked of its model. `fields` go to vLLM with each row;
+    """How a task is asked of its model. `fields` go to vLLM with each row;
     an encoder (`encodes`) takes a prompt in one step, which must have room for `longest` tokens;
     `labels` are the model's, where it classifies."""
 
@@ -47,24 +47,27 @@ class Pooling:
     labels: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, job: BatchJob, model: Mapping[str, Any]) -> Pooling | None:
-        """By the model's config.json; None for a job that generates text."""
-        if not job_tasks.pools(job.engine.task):
+    def of(cls, spec: RunSpec, pinned: Mapping[str, Any]) -> Pooling | None:
+        """Return how the pinned model is asked, by its config.json; None for text."""
+        model = spec.engine.model
+        if not model.pools:
             return None
-        config, _ = models.read_config(model)
-        asked = tasks.asked(job.engine, config)
+        config, _ = models.read_config(pinned)
+        asked = tasks.asked(model, config)
         texts = Texts.ONE
-        if job.engine.task == "score":
+        if model.task == "score" and spec.prompt.paired:
             texts = Texts.PAIR if asked == "classify" else Texts.TWO
-            if not job_tasks.paired(job.prompt):
-                texts = Texts.ONE
+        encodes = _encodes(model, config)
+        longest = 0
+        if encodes and not spec.sizes.max_num_batched_tokens:
+            longest = model.context or own_context(config) or 0
         return cls(
-            task=job.engine.task,
+            task=model.task,
             texts=texts,
-            fields={**job_tasks.pooling_fields(job), "task": asked},
-            encodes=_encodes(job, config),
-            longest=_longest(job, config) if _encodes(job, config) else 0,
-            labels=tuple(tasks.labels(job.engine, config)) if asked == "classify" else (),
+            fields={**spec.sampling.pooling, "task": asked},
+            encodes=encodes,
+            longest=longest,
+            labels=tuple(tasks.labels(model, config)) if asked == "classify" else (),
         )
 
     def engine_arguments(self, sized: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
@@ -77,9 +80,9 @@ class Pooling:
         return made
 
 
-def _encodes(job: BatchJob, config: Mapping[str, Any]) -> bool:
+def _encodes(model: ModelRequest, config: Mapping[str, Any]) -> bool:
     """Whether a model is an encoder, by the decoders' names: it takes a prompt in one step."""
-    names = tasks.architectures(tasks.overridden(job.engine, config))
+    names = tasks.architectures(tasks.overridden(model, config))
     decoders = vllm_fields.generating_models() or ()
     stems = {name.removesuffix("ForCausalLM") for name in decoders if "ForCausalLM" in name}
     return not any(name in decoders or _stem(name) in stems for name in names)
@@ -88,11 +91,6 @@ def _encodes(job: BatchJob, config: Mapping[str, Any]) -> bool:
 def _stem(name: str) -> str:
     """Qwen3 of Qwen3ForSequenceClassification, Llama of LlamaModel."""
     return name.partition("For")[0].removesuffix("Model").removesuffix("Embedding")
-
-
-def _longest(job: BatchJob, config: Mapping[str, Any]) -> int:
-    length = job.engine.context or own_context(config)
-    return length if length is not None and not job.engine.max_num_batched_tokens else 0
 
 
 def ask_pairs(

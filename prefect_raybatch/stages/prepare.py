@@ -8,15 +8,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
 
 from prefect_raybatch.job.checks import template_fields
-from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.model import pinned as models
+from prefect_raybatch.spec.finish import ParsingSpec
+from prefect_raybatch.spec.prompt import PromptSpec
+from prefect_raybatch.spec.sampling import SamplingSpec
 from prefect_raybatch.stages.answer_forms import own_form
 from prefect_raybatch.stages.block import (
     DIGESTS,
@@ -46,7 +48,7 @@ from prefect_raybatch.stages.cell_text import cell_texts
 from prefect_raybatch.stages.conversations import Conversation, documents_of
 from prefect_raybatch.stages.images.rows import Digests, RowImages
 from prefect_raybatch.stages.messages import ChatRequest, Filler, from_function, guarded
-from prefect_raybatch.stages.parsing import Parsing
+from prefect_raybatch.stages.parsing import reasoning_parser_for
 from prefect_raybatch.stages.request_key import KEY, Keying
 from prefect_raybatch.stages.row_sampling import check_own, has_form
 from prefect_raybatch.stages.tokens import (
@@ -71,22 +73,19 @@ class Prepare:
     """The stage as a function of one block; made on the driver, run on any worker.
 
     `model` is the plan's pinned model, `max_model_len` in tokens (None: the model's own).
-    `max_tokens` is the room that a prompt which is cut leaves for its answer. `calls`: how the
-    user's function is called. `sampling`: the job's fields that are set, which a row's own are
-    checked against; with `fixed_form`, a field that needs one form for all, it may set none. With a
-    reasoning parser in `parsing`, prompts that leave the thinking open are marked.
-    `images`: where a row's images come from; None for text alone. `keying`: makes the keys of
-    requests that must come out as the block's column of keys says.
+    `sampling` is what a row's own fields are checked against; a prompt that is cut leaves room for
+    an answer of its `max_tokens`. `calls`: how the user's function is called. With a reasoning
+    parser in `parsing`, prompts that leave the thinking open are marked. `images`: where a row's
+    images come from; None for text alone. `keying`: makes the keys of requests that must come out
+    as the block's column of keys says.
     """
 
-    prompt: Prompt
+    prompt: PromptSpec
+    sampling: SamplingSpec
     model: dict[str, Any]
     max_model_len: int | None
-    max_tokens: int = 1
     calls: Calls = HERE
-    sampling: dict[str, Any] = field(default_factory=dict)
-    fixed_form: str | None = None
-    parsing: Parsing | None = None
+    parsing: ParsingSpec | None = None
     images: RowImages | None = None
     keying: Keying | None = None
 
@@ -127,9 +126,9 @@ class Prepare:
             table = table.append_column(MM, pa.array(sent, MM_TYPE))
             if self.images.digests:
                 table = table.append_column(DIGESTS, pa.array(digests, DIGESTS_TYPE))
-        if self.prompt.function or has_form(self.sampling):
+        if self.prompt.function or has_form(self.sampling.fields):
             own = [r.sampling if isinstance(r, ChatRequest) else None for r in requests]
-            form = [has_form(self.sampling, given) for given in own]
+            form = [has_form(self.sampling.fields, given) for given in own]
             table = table.append_column(FORMED, pa.array(form, pa.bool_()))
         if self.prompt.function:
             table = with_own_forms(table, requests)
@@ -211,7 +210,7 @@ class Prepare:
 
     def _reasoning_open(
         self,
-        parsing: Parsing,
+        parsing: ParsingSpec,
         requests: Sequence[ChatRequest | Failure],
         tokens: Sequence[TokenIds | Failure],
         form: Sequence[bool],
@@ -219,7 +218,8 @@ class Prepare:
         """Whether each row's answer may begin with thinking: the text that the chat template puts
         after the last message decides. A row whose answer has a form goes by the whole prompt, as
         vLLM does when it decides from where on the form counts."""
-        parser, tokenizer = parsing.reasoning_parser(self._tokenizer()), self._tokenizer()
+        tokenizer = self._tokenizer()
+        parser = reasoning_parser_for(parsing, tokenizer)
         chat = Chat.of(self.prompt)
         tails: Sequence[TokenIds | None] = [None for _ in tokens]
         if self.images is None:
@@ -244,7 +244,7 @@ class Prepare:
             return tokens
         if not limit or self.prompt.on_too_long == "quarantine":
             return fitting_tokens(tokens, limit)
-        room = limit - request.answer(self.max_tokens)
+        room = limit - request.answer(self.sampling.max_tokens)
         room = room if room > 0 else limit - 1
         if len(tokens) <= room:
             return fitting_tokens(tokens, limit)
@@ -257,7 +257,7 @@ class Prepare:
         return fitting_tokens(tokens, limit) if cut is None else cut
 
     def _own(self, fields: dict[str, Any]) -> None:
-        check_own(fields, self.sampling, self.fixed_form)
+        check_own(fields, self.sampling.fields, self.sampling.fixed_form)
 
     def _requests(self, table: pa.Table) -> list[ChatRequest | Failure]:
         made = self._asked(table)

@@ -2,75 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pyarrow as pa
 
-from prefect_raybatch.job import tasks
 from prefect_raybatch.job.answer_types import columns_of
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES
-from prefect_raybatch.job.sampling import Sampling
-from prefect_raybatch.stages.answer_logprobs import logprobs_type, most_told
+from prefect_raybatch.job.tasks import TaskName, pools, probabilities
+from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.stages.answer_logprobs import logprobs_type
 from prefect_raybatch.stages.block import DIGESTS_TYPE, PROBABILITIES_TYPE
 
 LATER = "type fixed by the first shard"
 CALLS = "list<item: struct<id: string, name: string, arguments: string>>"
 
 
-def answers_of(sampling: Sampling) -> int:
-    """How many answers a row has (n)."""
-    return int((sampling.model_extra or {}).get("n") or 1)
+def answer_columns(column: str, task: TaskName) -> list[str]:
+    """Return the columns with what the model answered, of an answer column of that name."""
+    return [column, probabilities(column)] if task == "classify" else [column]
 
 
-def result_columns(job: BatchJob) -> tuple[tuple[str, str], ...]:
-    """(name, type in words) of each column that is not the input's."""
-    output, answers = job.output, answers_of(job.sampling)
+def result_columns(spec: RunSpec) -> tuple[tuple[str, str], ...]:
+    """Return (name, type in words) of each column that is not the input's."""
+    output, answers = spec.finish, spec.sampling.answers
+    task = spec.engine.model.task
     if output.postprocess is not None:
-        given = (output.output_schema or {}).items()
+        given = (output.types or {}).items()
         made = [(name, kind) for name, kind in given]
         made = made or [(f"what {output.postprocess} returns", LATER)]
-    elif tasks.pools(job.engine.task):
-        made = _pooled(job)
-    elif (form := output.answer_form) is not None:
-        made = _typed(form)
+    elif pools(task):
+        made = _pooled(output.column, task, output.vector_type)
+    elif output.schema is not None:
+        made = _typed(output.schema)
         if answers > 1:
             record = ", ".join(f"{name}: {kind}" for name, kind in made)
             made = [(output.column, f"list<item: struct<{record}>>")]
     else:
         made = [(output.column, "list<item: string>" if answers > 1 else "string")]
-    if output.postprocess is None:
+    if output.postprocess is None and output.parsing is not None:
         kinds = {"output.reasoning_column": "string", "output.tool_calls_column": CALLS}
-        for field, name in output.parsed_columns.items():
+        for field, name in output.parsing.columns.items():
             made.append((name, f"list<item: {kinds[field]}>" if answers > 1 else kinds[field]))
     made += [(name, str(extra_type(name, answers))) for name in output.extras]
     if output.probabilities:
         made.append((PROBABILITIES, str(PROBABILITIES_TYPE)))
-    if (most := most_told(job.sampling)) is not None:
-        made.append((LOGPROBS, str(logprobs_type(most, answers))))
+    if spec.sampling.logprobs is not None:
+        made.append((LOGPROBS, str(logprobs_type(spec.sampling.logprobs, answers))))
     return (*made, (output.row_number, "int64"))
 
 
-def result_types(job: BatchJob, given: pa.Schema) -> tuple[pa.Schema, bool]:
-    """(the result's columns whose types are known before a run, whether these are all); `given` are
-    the input's."""
-    output, answers, known = job.output, answers_of(job.sampling), True
-    fields = [given.field(name) for name in job.kept(given.names) if name in given.names]
+def result_types(spec: RunSpec, given: pa.Schema) -> tuple[pa.Schema, bool]:
+    """Return (the result's columns whose types are known before a run, whether these are all);
+    `given` are the input's."""
+    output, answers, known = spec.finish, spec.sampling.answers, True
+    task = spec.engine.model.task
+    fields = [given.field(name) for name in output.kept(given.names) if name in given.names]
     text = pa.list_(pa.string()) if answers > 1 else pa.string()
     if output.postprocess is not None:
-        fields += list(declared_schema(output.output_schema or {}))
-        known = output.output_schema is not None
-    elif (form := output.answer_form) is not None:
-        fields += [shape.field(name) for name, shape in columns_of(form).items()]
-    elif job.engine.task == "embed":
+        fields += list(declared_schema(output.types or {}))
+        known = output.types is not None
+    elif output.schema is not None:
+        fields += [shape.field(name) for name, shape in columns_of(output.schema).items()]
+    elif task == "embed":
         number = pa.float16() if output.vector_type == "float16" else pa.float32()
         fields.append(pa.field(output.column, pa.list_(number)))
-    elif job.engine.task == "generate":
+    elif task == "generate":
         fields.append(pa.field(output.column, text))
     else:
         known = False
-    if (output.postprocess is None and output.parsed_columns) or most_told(
-        job.sampling
-    ) is not None:
+    parsed = output.postprocess is None and output.parsing is not None
+    if parsed or spec.sampling.logprobs is not None:
         known = False
     fields += [pa.field(name, extra_type(name, answers)) for name in output.extras]
     if output.probabilities:
@@ -78,7 +80,7 @@ def result_types(job: BatchJob, given: pa.Schema) -> tuple[pa.Schema, bool]:
     return pa.schema([*fields, (output.row_number, pa.int64())]), known
 
 
-def declared_schema(schema: dict[str, str]) -> pa.Schema:
+def declared_schema(schema: Mapping[str, str]) -> pa.Schema:
     """`output.schema` as an Arrow schema; ValueError names the type that Arrow does not know."""
     fields = []
     for name, kind in schema.items():
@@ -99,14 +101,14 @@ def _typed(form: str) -> list[tuple[str, str]]:
     return made
 
 
-def _pooled(job: BatchJob) -> list[tuple[str, str]]:
+def _pooled(column: str, task: TaskName, vector_type: str) -> list[tuple[str, str]]:
     """Of a task that pools; sizes and labels are the model's."""
     kinds = {
-        "embed": [f"fixed_size_list<item: {job.output.vector_type}>"],
+        "embed": [f"fixed_size_list<item: {vector_type}>"],
         "classify": ["string", "struct with the probability of each label, float32"],
         "score": ["float32"],
     }
-    return list(zip(tasks.added_columns(job), kinds[job.engine.task], strict=True))
+    return list(zip(answer_columns(column, task), kinds[task], strict=True))
 
 
 def extra_type(name: str, answers: int) -> pa.DataType:

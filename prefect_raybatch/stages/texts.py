@@ -134,7 +134,7 @@ class PrepareTexts(Prepare):
         first = self._requests(table)
         if self.texts is Texts.ONE:
             return [r if isinstance(r, Failure) else (r,) for r in first]
-        other = self.prompt.model_copy(update={"template": self.prompt.second})
+        other = replace(self.prompt, template=self.prompt.second)
         second = replace(self, prompt=other)._requests(table)
         return [_both(a, b) for a, b in zip(first, second, strict=True)]
 

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from prefect_raybatch.bounded import within
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.model import chat_template
+from prefect_raybatch.spec.prompt import PromptSpec
 from prefect_raybatch.stages.block import Failure, Messages, Tokenizer
 from prefect_raybatch.stages.messages import ChatRequest
 from prefect_raybatch.stages.row_text import (
@@ -53,7 +53,7 @@ class Chat:
 
     template: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    tools: Sequence[dict[str, Any]] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
     prefill: str = ""
     continued: bool = False
     fields: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class Chat:
     asked: bool = True
 
     @classmethod
-    def of(cls, prompt: Prompt) -> Chat:
+    def of(cls, prompt: PromptSpec) -> Chat:
         return cls(
             prompt.chat_template,
             prompt.chat_template_kwargs,

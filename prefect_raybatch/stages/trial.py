@@ -17,7 +17,7 @@ from prefect_raybatch.errors import EngineFailure, EngineStartError, SourceError
 from prefect_raybatch.ledger.layout import POSITION, piece_path
 from prefect_raybatch.ledger.records import Receipt
 from prefect_raybatch.stages.block import ERROR, PARAMS, is_lost, losses
-from prefect_raybatch.stages.engine import EngineSpec
+from prefect_raybatch.stages.engine import EngineLaunch
 from prefect_raybatch.stages.finish import RECEIPT, Finish
 from prefect_raybatch.stages.raw_answers import VECTOR_COLUMN
 from prefect_raybatch.storage import Store, open_store
@@ -42,7 +42,7 @@ class TrialStages:
 
     read: Sequence[tuple[Read, Sequence[int]]]
     prepare: Callable[[pa.Table], pa.Table]
-    spec: EngineSpec
+    spec: EngineLaunch
     finish: Finish
     ignored: tuple[str, ...] = ()
     pooled: tuple[str, str] | None = None

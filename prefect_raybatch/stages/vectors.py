@@ -31,13 +31,13 @@ class FinishVectors(Finish):
         made: list[Any] = [
             Failure(**e) if e else self._answer(v) for e, v in zip(errors, vectors, strict=True)
         ]
-        if self.output.postprocess is None:
+        if self.spec.postprocess is None:
             return made
         names = input_columns(table)
         rows = rows_of(table, names)
-        kept = names if self.output.columns is None else self.output.columns
-        taken = {POSITION, self.output.row_number, *kept}
-        with self.calls.function(self.output.postprocess, "output.postprocess") as function:
+        kept = self.spec.kept(names)
+        taken = {POSITION, self.spec.row_number, *kept}
+        with self.calls.function(self.spec.postprocess, "output.postprocess") as function:
             for i, answer in enumerate(made):
                 if not isinstance(answer, Failure):
                     plain = {name: _plain(value) for name, value in answer.items()}
@@ -55,7 +55,7 @@ class FinishVectors(Finish):
 
     def _answer(self, vector: np.ndarray) -> dict[str, Any] | Failure:
         """The columns of a row, by its vector."""
-        name = self.output.column
+        name = self.spec.column
         if self.task == "score":
             return {name: float(vector[0])}
         if self.task == "classify":
@@ -69,7 +69,7 @@ class FinishVectors(Finish):
             shares = dict(zip(self.labels, vector.tolist(), strict=True))
             return {name: self.labels[int(vector.argmax())], probabilities(name): shares}
         with np.errstate(over="ignore"):
-            kept = vector.astype(SMALL[self.output.vector_type])
+            kept = vector.astype(SMALL[self.spec.vector_type])
         if not np.isfinite(kept).all():
             return Failure(
                 "postprocess",
@@ -82,16 +82,16 @@ class FinishVectors(Finish):
     def _result(
         self, table: pa.Table, outcome: list[Any], good: list[int]
     ) -> tuple[list[tuple[pa.Field, pa.Array]], dict[int, Failure]]:
-        if self.task != "embed" or self.output.postprocess is not None:
+        if self.task != "embed" or self.spec.postprocess is not None:
             return super()._result(table, outcome, good)
-        rows = np.stack([outcome[i][self.output.column] for i in good])
+        rows = np.stack([outcome[i][self.spec.column] for i in good])
         array = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
-        return [(pa.field(self.output.column, array.type), array)], {}
+        return [(pa.field(self.spec.column, array.type), array)], {}
 
     def _schema(self, rows: list[dict[str, Any]]) -> pa.Schema:
-        if self.output.postprocess is not None:
+        if self.spec.postprocess is not None:
             return super()._schema(rows)
-        name = self.output.column
+        name = self.spec.column
         if self.task == "score":
             return pa.schema([(name, pa.float32())])
         shares = pa.struct([(label, pa.float32()) for label in self.labels])

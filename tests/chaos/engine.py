@@ -24,7 +24,7 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.stages.block import ERROR, POSITION, SHARD, passes_by
-from prefect_raybatch.stages.engine import EngineSpec, EngineStage
+from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.stages.vllm.canary import CANARY_PROMPT
 from prefect_raybatch.stages.vllm.stepper import Completion, EngineDied
 
@@ -69,7 +69,7 @@ def well_rows(table: pa.Table) -> Rows:
 class FastEngine(EngineStage):
     """The engine stage with a `Fast` in place of vLLM, which answers by position."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineLaunch) -> None:
         super().__init__(replace(spec, sort=False, merge=False))
 
     def start(self) -> None:

@@ -29,13 +29,14 @@ from helpers.spanning import SpanningEngine
 from prefect_raybatch import warm_engines
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.compile.job import cluster_spec, compile_job
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.sizing.sizes import Capacity
 from prefect_raybatch.stages.block import passes_by, units_of
-from prefect_raybatch.stages.engine import EngineSpec, EngineStage
+from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 
 GPUS = 2
 ROWS = 48
@@ -45,7 +46,7 @@ class PlacedEngine(FakeEngine):
     """Notes its GPUs, and waits for `TOGETHER` engines to be there: one after the other would never
     be."""
 
-    def __init__(self, spec: EngineSpec):
+    def __init__(self, spec: EngineLaunch):
         import ray
 
         super().__init__(spec)
@@ -282,8 +283,9 @@ def test_what_a_cluster_says_of_itself(gpu_cluster: None) -> None:
     have = cluster.capacity()
     assert (have.cpus, have.gpus, have.gpus_by_node) == (5, GPUS, (GPUS,))
     assert have.cpus_a_gpu == pytest.approx(5 / GPUS)
-    assert cluster.glance(make_job()) == have
-    assert sized.engines_to_plan_for(make_job(sampling={"max_tokens": 999})) == GPUS
+    assert cluster.glance(cluster_spec(make_job())) == have
+    spec = compile_job(make_job(sampling={"max_tokens": 999}))
+    assert sized.engines_to_plan_for(spec.sizes, spec.cluster) == GPUS
 
 
 # --- without a cluster --------------------------------------------------------------------------
@@ -328,26 +330,28 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_a_machine_with_gpus_is_seen_without_starting_ray(alone: pytest.MonkeyPatch) -> None:
     show(alone, Card("NVIDIA H200", 143771), Card("NVIDIA H200", 143771))
-    have = cluster.glance(make_job())
+    have = cluster.glance(cluster_spec(make_job()))
     assert have and (have.gpus, have.accelerators) == (2, ("H200",))
     assert have.gpu_bytes == 143771 << 20
     assert have.cpus_a_gpu == have.cpus / 2
     alone.setenv("CUDA_VISIBLE_DEVICES", "1")
-    one = cluster.glance(make_job())
+    one = cluster.glance(cluster_spec(make_job()))
     assert one and one.gpus == 1
     show(alone, Card(error=pynvml.NVML_ERROR_NO_PERMISSION))  # cut into parts
-    assert cluster.glance(make_job()).gpus == 0
+    assert cluster.glance(cluster_spec(make_job())).gpus == 0
 
 
 def test_a_cluster_elsewhere_is_not_asked_when_a_plan_is_made(alone: pytest.MonkeyPatch) -> None:
     show(alone, Card())
-    assert cluster.glance(make_job(cluster={"address": "head:6379"})) is None
-    assert cluster.glance(make_job(cluster={"job_server": "http://head:8265"})) is None
+    assert cluster.glance(cluster_spec(make_job(cluster={"address": "head:6379"}))) is None
+    assert (
+        cluster.glance(cluster_spec(make_job(cluster={"job_server": "http://head:8265"}))) is None
+    )
     alone.setenv("RAY_ADDRESS", "head:6379")
-    assert cluster.glance(make_job()) is None
+    assert cluster.glance(cluster_spec(make_job())) is None
     here = make_job(cluster={"address": "local"})  # whatever the environment says
-    assert cluster.address_of(here.cluster) is None
-    found = cluster.glance(here)
+    assert cluster.address_of(cluster_spec(here)) is None
+    found = cluster.glance(cluster_spec(here))
     assert found and found.gpus == 1 and not here.cluster.elsewhere
 
 
@@ -364,7 +368,7 @@ def test_rays_line_about_its_log_level_stays_out_of_a_terminal(
     alone.setattr("ray.shutdown", lambda: None)
     alone.setattr(cluster, "capacity", lambda: Capacity(1, 0, 1, "here"))
     alone.setattr(os, "isatty", lambda fd: terminal)
-    with cluster.connected(make_job()):
+    with cluster.connected(cluster_spec(make_job())):
         os.write(2, b"after it\n")
     said = capfd.readouterr().err
     assert ("logging.cc" in said) is not terminal

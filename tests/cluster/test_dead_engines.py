@@ -22,7 +22,7 @@ from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.stages.block import passes_by
-from prefect_raybatch.stages.engine import EngineSpec
+from prefect_raybatch.stages.engine import EngineLaunch
 from prefect_raybatch.storage import open_store
 
 ROWS = 60
@@ -38,7 +38,7 @@ class MortalEngine(FineEngine):
     """Lives as the next word in LIVES says: `start` dies as it starts, `work` with its first block,
     a number with the block after so many; `well` never dies."""
 
-    def __init__(self, spec: EngineSpec):
+    def __init__(self, spec: EngineLaunch):
         super().__init__(spec)
         folder = Path(spec.env["NOTES"])
         words = spec.env[LIVES].split()

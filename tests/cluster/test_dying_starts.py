@@ -20,7 +20,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.records import Receipt
 from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.plan_run import plan_run
-from prefect_raybatch.stages.engine import EngineSpec
+from prefect_raybatch.stages.engine import EngineLaunch
 
 STARTS = 4  # of an engine: one, and three more that Ray makes of it
 
@@ -32,7 +32,7 @@ def dies() -> None:
 class DyingEngine(FineEngine):
     """Notes its process and dies as it starts."""
 
-    def __init__(self, spec: EngineSpec):
+    def __init__(self, spec: EngineLaunch):
         super().__init__(spec)
         (Path(spec.env["NOTES"]) / str(os.getpid())).touch()
         dies()

@@ -31,13 +31,12 @@ from prefect_raybatch.cluster.early import EarlyStart, Guess, early_plan, engine
 from prefect_raybatch.cluster.pipeline import warm_kind_of
 from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.cluster.warm import IDLE_SECONDS, WarmEngines
+from prefect_raybatch.compile.job import compile_job, compile_planned
+from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.errors import InsufficientResources, SourceError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.model.memory import describe
-from prefect_raybatch.plan.plan import as_planned
-from prefect_raybatch.plan.resolved import resolve
 from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.plan_run import plan_run
@@ -99,12 +98,12 @@ def csv_job(folder: Path, **groups: Any) -> BatchJob:
     ],
 )
 def test_a_job_tells_by_itself_why_its_engines_start_late(groups: Any, why: str) -> None:
-    told = why_late(make_job(**groups))
+    told = why_late(compile_job(make_job(**groups)))
     assert why in told and bool(why) == bool(told)
 
 
 def planned(have: Capacity = CPUS, guess: Guess = GUESS, **engine: Any) -> Any:
-    return early_plan(make_job(engine={"model": "demo", **engine}), MODEL, have, guess)
+    return early_plan(compile_job(make_job(engine={"model": "demo", **engine})), MODEL, have, guess)
 
 
 def test_an_engine_on_a_cpu_is_certain_whatever_the_rows_are() -> None:
@@ -128,7 +127,7 @@ def test_a_copy_on_a_cluster_keeps_half_of_it() -> None:
     def planned_on(replicas: int) -> Any:
         engine = {"model": "demo", "device": "cpu", "replicas": replicas}
         job = make_job(engine=engine, cluster={"address": "head:6379"})
-        return early_plan(job, MODEL, replace(CPUS, cpus=16.0), GUESS)
+        return early_plan(compile_job(job), MODEL, replace(CPUS, cpus=16.0), GUESS)
 
     assert planned_on(8).engines == 8
     assert "take 9 of 16 CPUs, and the copy needs 8" in planned_on(9)
@@ -228,7 +227,7 @@ def begun(ray: FakeRay, tmp_path: Path) -> Iterator[tuple[EarlyStart, BatchJob]]
     job = csv_job(tmp_path / "job")
     with engines_early() as found:
         found.clock = Clock()
-        found.begin(job, lambda: MODEL)
+        found.begin(compile_job(job), lambda: MODEL)
         wait_for(lambda: found.hosts is not None)
         yield found, job
 
@@ -267,7 +266,7 @@ def test_engines_are_kept_for_the_next_run_where_somebody_does(
     with cluster.SHARED.kept_warm():
         assert taken(found)[1] == [0] and not hosts.ended
         with engines_early() as other:  # the next run's would be a second one
-            other.begin(job, lambda: MODEL)
+            other.begin(compile_job(job), lambda: MODEL)
             assert other.thread is not None
             other.thread.join(10)
         assert taken(found)[1] == [0]
@@ -313,7 +312,7 @@ def test_a_limit_on_costs_ends_them_while_the_input_is_copied(
     cost = {"limits": {"max_cost": 10.0}, "cluster": {"price_per_gpu_hour": 3600.0}}
     with engines_early() as found:
         found.clock = clock
-        found.begin(csv_job(tmp_path / "job", **cost), lambda: MODEL)
+        found.begin(compile_job(csv_job(tmp_path / "job", **cost)), lambda: MODEL)
         wait_for(lambda: found.hosts is not None)
         clock.now = 19.0
         time.sleep(0.1)
@@ -338,7 +337,7 @@ def test_nothing_starts_early_that_a_limit_on_costs_cannot_count(
     monkeypatch.setattr(cluster, "capacity", lambda: replace(CPUS, accelerators=("T4",)))
     cost = {"limits": {"max_cost": 10.0}, "cluster": {"price_by_card": {"L4": 0.6}}}
     with engines_early() as found:
-        found.begin(csv_job(tmp_path / "job", **cost), lambda: MODEL)
+        found.begin(compile_job(csv_job(tmp_path / "job", **cost)), lambda: MODEL)
         assert found.thread is not None
         found.thread.join(10)
         assert not hosts.made
@@ -349,7 +348,7 @@ def test_what_is_planned_for_nothing_ends_with_the_block_at_once(
 ) -> None:
     def failing() -> None:
         with engines_early() as found:
-            found.begin(csv_job(tmp_path / "job"), lambda: MODEL)
+            found.begin(compile_job(csv_job(tmp_path / "job")), lambda: MODEL)
             wait_for(lambda: found.hosts is not None)
             hosts.starting = {0}
             raise SourceError("line 7")
@@ -374,7 +373,7 @@ def test_an_engine_that_is_up_waits_only_so_long_for_the_copy(
     hosts.starting, clock = {0}, Clock()
     with engines_early() as found:
         found.clock = clock
-        found.begin(csv_job(tmp_path / "job"), lambda: MODEL)
+        found.begin(compile_job(csv_job(tmp_path / "job")), lambda: MODEL)
         wait_for(lambda: found.hosts is not None)
         clock.now = 5000.0
         time.sleep(0.1)
@@ -427,7 +426,7 @@ def test_nothing_starts_in_the_room_of_other_runs(
             waits.start()
             assert told.wait(10)
         with engines_early() as found:
-            found.begin(csv_job(tmp_path / "job"), lambda: MODEL)
+            found.begin(compile_job(csv_job(tmp_path / "job")), lambda: MODEL)
             assert found.thread is not None
             found.thread.join(10)
             assert not hosts.made
@@ -443,7 +442,7 @@ def test_the_copy_leaves_engines_their_room_until_they_have_it(
     job = csv_job(tmp_path / "job", cluster={"address": "head:6379"})
     with engines_early() as found:
         assert found.copy_room(4) is None
-        found.begin(job, pinned)
+        found.begin(compile_job(job), pinned)
         assert found.copy_room(4) == 2 and found.copy_room(1) == 1
         assert found.copy_room(4) == 2
         hosts.free["CPU"] = 2.0
@@ -451,7 +450,7 @@ def test_the_copy_leaves_engines_their_room_until_they_have_it(
         wait_for(lambda: found.hosts is not None)
         assert found.copy_room(4) is None and hosts.made == [0]
     with engines_early() as found:
-        found.begin(csv_job(tmp_path / "other", engine={"replicas": [1, 4]}), pinned)
+        found.begin(compile_job(csv_job(tmp_path / "other", engine={"replicas": [1, 4]})), pinned)
         assert found.copy_room(4) is None
 
 
@@ -460,7 +459,7 @@ def test_a_small_input_starts_nothing(
 ) -> None:
     monkeypatch.setattr(early, "WORTH_BYTES", 1 << 20)
     with engines_early() as found:
-        found.begin(csv_job(tmp_path / "job"), lambda: MODEL)
+        found.begin(compile_job(csv_job(tmp_path / "job")), lambda: MODEL)
         assert found.thread is not None
         found.thread.join(10)
     assert not ray.made
@@ -482,7 +481,7 @@ def test_a_process_that_is_told_to_end_can_end_its_engines(
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with engines_early() as found:
-            found.begin(csv_job(tmp_path / "job"), lambda: MODEL)
+            found.begin(compile_job(csv_job(tmp_path / "job")), lambda: MODEL)
         with pytest.raises(SystemExit):
             signal.raise_signal(signal.SIGTERM)
     finally:
@@ -510,14 +509,15 @@ def test_what_is_started_is_what_the_planned_run_starts(
         groups["output"] = {**groups["output"], "uri": str(tmp_path / "job/out")}
     job = csv_job(tmp_path / "job", **groups)
     resolved = resolve(job)
-    found = early_plan(resolved.job, resolved.with_adapters(), CPUS, early.guessed(job))
+    asked = resolved.compile()
+    found = early_plan(asked, resolved.with_adapters(), CPUS, early.guessed(asked))
     run = plan_run(job, "key")
     ledger = Ledger(open_store(run.uri))
     plan = ledger.load_plan()
     assert plan is not None and isinstance(found, early.EarlyPlan), found
-    planned = as_planned(job, plan)
-    size = sized.for_attempt(size_spec(planned), plan, CPUS)
-    assert found.kind == warm_kind_of(planned, plan.model, size)
+    spec = compile_planned(job, plan)
+    size = sized.for_attempt(spec.sizes, plan, CPUS)
+    assert found.kind == warm_kind_of(spec, plan.model, size)
     assert found.engines == size.pool.fewest
 
 
@@ -526,7 +526,7 @@ def test_a_run_that_is_there_first_starts_its_own(
 ) -> None:
     gate, pinned = held_model()
     with engines_early() as found:
-        found.begin(csv_job(tmp_path / "job"), pinned)
+        found.begin(compile_job(csv_job(tmp_path / "job")), pinned)
         assert found.settle(None, 1) == early.Begun()
         gate.set()
     assert not hosts.made and not ray.made
@@ -540,7 +540,7 @@ def test_a_cluster_that_does_not_answer_is_the_runs_to_tell_of(
 
     monkeypatch.setattr(ray, "start", away)
     with engines_early() as found:
-        found.begin(csv_job(tmp_path / "job"), lambda: MODEL)
+        found.begin(compile_job(csv_job(tmp_path / "job")), lambda: MODEL)
         assert found.thread is not None
         found.thread.join(10)
         with pytest.raises(InsufficientResources), cluster.SHARED.joined(User("a"), None, 2):
@@ -652,8 +652,8 @@ def timed(*given):
     over.append(time.time())
     return made
 
-def reached(job, size, reachable, real=side_by_side.copying_for):
-    return real(job, size, True)  # the cluster is on this machine, whose disk it reads
+def reached(cluster, size, reachable, real=side_by_side.copying_for):
+    return real(cluster, size, True)  # the cluster is on this machine, whose disk it reads
 
 source.snapshot, side_by_side._numbered, side_by_side.copying_for = timed, slowly, reached
 with engines_early(NotedEngine):

@@ -16,8 +16,9 @@ from prefect_raybatch.cluster.early import EarlyPlan, Guess, early_plan
 from prefect_raybatch.cluster.near import EngineShape, near_sizes, nearest_up
 from prefect_raybatch.cluster.pipeline import warm_kind_of
 from prefect_raybatch.cluster.warm import WarmKind
+from prefect_raybatch.compile.job import compile_job
+from prefect_raybatch.compile.sizes import size_spec
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.model.memory import describe
 from prefect_raybatch.sizing.sizes import Capacity, Sizing, imagined, sizes_of
 from prefect_raybatch.spec.sizes import SizeSpec
@@ -39,7 +40,7 @@ def sizes_asked(spec: SizeSpec, row_bytes: float = 300.0, have: Capacity = H200)
 
 
 def kind_of(job: BatchJob, size: Sizing) -> WarmKind | None:
-    return warm_kind_of(job, MODEL, size)
+    return warm_kind_of(compile_job(job), MODEL, size)
 
 
 def taken(job: BatchJob, up: Sizing, row_bytes: float = 300.0) -> Sizing:
@@ -110,7 +111,7 @@ def test_what_starts_beside_the_copy_is_taken_once_the_rows_are_known(
     job, have, begun = job_of(sampling), imagined(kind, 1, 16), 0
     for usual in (40.0 * 1.3**n for n in range(24)):
         guess = Guess(1_000_000, tuple(usual * part for part in (0.67, 0.82, 1.0, 1.22, 1.5)))
-        plan = early_plan(job, MODEL, have, guess)
+        plan = early_plan(compile_job(job), MODEL, have, guess)
         if not isinstance(plan, EarlyPlan):
             assert "follows from the length of rows" in plan
             continue

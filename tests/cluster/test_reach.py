@@ -26,6 +26,7 @@ from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import pipeline as passes
 from prefect_raybatch.cluster import reach
 from prefect_raybatch.cluster.sharing import User
+from prefect_raybatch.compile.job import cluster_spec, compile_job
 from prefect_raybatch.errors import ClusterUnavailable, ConfigError, InsufficientResources
 from prefect_raybatch.job.cluster_access import ClusterAccess
 from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss
@@ -124,7 +125,7 @@ def test_ray_is_not_asked_where_nobody_answers(monkeypatch: pytest.MonkeyPatch) 
     job = make_job(cluster={"address": closed_address()})
     with (
         pytest.raises(InsufficientResources, match="Connection refused"),
-        cluster.connected(job, User("nightly")),
+        cluster.connected(cluster_spec(job), User("nightly")),
     ):
         pass
 
@@ -228,7 +229,7 @@ def test_a_head_that_hangs_holds_up_no_pass_and_blames_no_row(
 
     run = small_run(tmp_path)
     size: Any = None
-    pipeline = passes.Pipeline(run.job, run.plan, run.shards, run.store, "a", size, {})
+    pipeline = passes.Pipeline(compile_job(run.job), run.plan, run.shards, run.store, "a", size, {})
     died = Receipt.of_lost(run.whole(0), "a", Loss(ENGINE_DIED, "killed"))
     monkeypatch.setattr("ray.nodes", hang if hangs == "before" else list)
     monkeypatch.setattr(passes, "forget_starts", hang if hangs == "before" else len)

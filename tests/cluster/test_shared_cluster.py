@@ -23,6 +23,7 @@ from helpers.small import make_job
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.cluster.warm import WarmEngines
+from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import (
     ClusterUnavailable,
@@ -336,23 +337,24 @@ import sys, threading, time
 from contextlib import ExitStack
 from helpers.small import make_job
 from prefect_raybatch.cluster import connect as cluster
+from prefect_raybatch.compile.job import cluster_spec
 
 def hold():
-    with cluster.connected(make_job()):
+    with cluster.connected(cluster_spec(make_job())):
         time.sleep(600)
 
 with ExitStack() as stack:
     stack.callback(print, "ended in order", flush=True)
     stack.callback(time.sleep, 4)  # Ray's C++ side ended it by SIGABRT after 3 s
     if sys.argv[1] == "early":
-        stack.enter_context(cluster.started_early(make_job()))
+        stack.enter_context(cluster.started_early(cluster_spec(make_job())))
     else:
         threading.Thread(target=hold, daemon=True).start()
     until = time.monotonic() + 120
     while not cluster.is_joined() and time.monotonic() < until:
         time.sleep(0.1)
     if sys.argv[1] != "early":
-        stack.enter_context(cluster.connected(make_job(name="second")))
+        stack.enter_context(cluster.connected(cluster_spec(make_job(name="second"))))
     print(cluster.is_joined(), flush=True)
     time.sleep(600)
 """
@@ -456,7 +458,7 @@ def test_a_cluster_that_does_not_start_leaves_rays_tokens_as_they_were(
     monkeypatch.setattr(ray, "init", init)
     with (
         pytest.raises(InsufficientResources, match="did not start"),
-        cluster.connected(make_job(name="a")),
+        cluster.connected(cluster_spec(make_job(name="a"))),
     ):
         pass
     assert os.environ.get("RAY_AUTH_MODE") == before
@@ -479,12 +481,12 @@ def test_a_cluster_that_is_late_is_started_again(
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(cluster, "capacity", lambda: Capacity(1, 0, 1, "here"))
     if late < cluster.START_TRIES:
-        with cluster.connected(make_job(name="a")):
+        with cluster.connected(cluster_spec(make_job(name="a"))):
             pass
     else:
         with (
             pytest.raises(ClusterUnavailable, match="timed out") as caught,
-            cluster.connected(make_job(name="a")),
+            cluster.connected(cluster_spec(make_job(name="a"))),
         ):
             pass
         assert caught.value.transient
@@ -589,5 +591,5 @@ def test_nothing_starts_here_for_a_cluster_elsewhere(
     job = job_in(tmp_path / "job")
     for place in ({"address": "10.0.0.1:6379"}, {"job_server": "http://head:8265"}):
         given = job.model_copy(update={"cluster": job.cluster.model_copy(update=place)})
-        with cluster.started_early(given):
+        with cluster.started_early(cluster_spec(given)):
             pass

@@ -15,11 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.small import SmallRun, make_job, small_run
+from helpers.specs import reads
 
 from prefect_raybatch.cluster import side_by_side as module
 from prefect_raybatch.cluster.side_by_side import copying_for, side_by_side, workers_for
+from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.errors import ClusterUnavailable, CorruptRun, SourceError
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.layout import PART_NOTES
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Part
@@ -135,8 +136,10 @@ def test_an_input_copied_on_a_cluster_is_the_one_copied_here(local_ray, tmp_path
     job = make_job(cluster={"address": "auto"})
     found = []
     for name, reachable in (("away", True), ("here", False)):
-        place, given = open_store(str(tmp_path / name)), Source(uri=str(tmp_path / "in"))
-        used = partial(lambda reached, size, remote: copying_for(job, size, reached), reachable)
+        place, given = open_store(str(tmp_path / name)), reads(uri=str(tmp_path / "in"))
+        used = partial(
+            lambda reached, size, remote: copying_for(cluster_spec(job), size, reached), reachable
+        )
         made = snapshot(given, place, "attempt", used)
         assert len(made.files) == 6
         found.append(pa.concat_tables(pq.read_table(f"{place.uri}/{f.uri}") for f in made.files))
@@ -207,12 +210,12 @@ def test_small_results_and_those_without_a_cluster_are_written_here(monkeypatch)
 
     monkeypatch.setattr(module, "connected", away)
     monkeypatch.setattr(module, "SHARED", Outside())
-    with workers_for(make_job(), (1 << 30) - 1) as workers:
+    with workers_for(cluster_spec(make_job()), (1 << 30) - 1) as workers:
         assert workers == 0 and not asked
     served = make_job(cluster={"job_server": "http://10.0.0.1:8265"})
-    with workers_for(served, 1 << 40) as workers:
+    with workers_for(cluster_spec(served), 1 << 40) as workers:
         assert workers == 0 and not asked
-    with workers_for(make_job(), 1 << 30) as workers:
+    with workers_for(cluster_spec(make_job()), 1 << 30) as workers:
         assert workers == 0 and asked == ["connected"]
 
 

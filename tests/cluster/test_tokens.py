@@ -14,6 +14,7 @@ from helpers.ray_head import Head, start_head
 from helpers.small import make_job
 
 from prefect_raybatch.cluster.connect import connected
+from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.doctor import services
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
@@ -24,13 +25,14 @@ TOKEN, OTHER = "0123456789abcdef" * 3, "f" * 48
 WITH_TOKEN = """
 import json, sys
 from prefect_raybatch.cluster.connect import connected
+from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.job.cluster_access import ClusterAccess
 from helpers.small import make_job
 import os
 job = make_job(cluster={"block": "ray-cluster/locked"})
 access = ClusterAccess(sys.argv[1], token=sys.stdin.read(), block="ray-cluster/locked")
 job = job.model_copy(update={"cluster": job.cluster.with_access(access)})
-with connected(job) as have:
+with connected(cluster_spec(job)) as have:
     import ray
     one = ray.get(ray.remote(num_cpus=0)(lambda: 1).remote())
 left = {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH")}
@@ -60,7 +62,7 @@ def reached(access: ClusterAccess) -> BatchJob:
 def test_a_cluster_by_address_is_joined_with_the_token_of_its_block(locked: Head) -> None:
     def refused(token: str | None) -> str:
         access = ClusterAccess(locked.address, token=token, block="ray-cluster/locked")
-        with pytest.raises(ConfigError) as found, connected(reached(access)):
+        with pytest.raises(ConfigError) as found, connected(cluster_spec(reached(access))):
             pass
         return str(found.value)
 

@@ -24,7 +24,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.stages.adapted import Adapted
 from prefect_raybatch.stages.block import is_lost, losses
-from prefect_raybatch.stages.engine import EngineSpec, EngineStage
+from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 
 MOST = Deaths(starting=4, in_a_row=8)
 KIND = WarmKind("a", EngineStage, {}, 8, {"CPU": 1.0, "GPU": 1.0})
@@ -286,10 +286,10 @@ def test_the_block_ends_what_a_run_that_failed_has_left(
 
 # --- what an engine is ----------------------------------------------------------------------------
 
-SPEC = EngineSpec(dict(MODEL), {"temperature": 0.0}, {"max_num_seqs": 8}, env={"A": "1"})
+SPEC = EngineLaunch(dict(MODEL), {"temperature": 0.0}, {"max_num_seqs": 8}, env={"A": "1"})
 
 
-def kind_of(spec: EngineSpec = SPEC, engine: type = EngineStage, **more: Any) -> WarmKind | None:
+def kind_of(spec: EngineLaunch = SPEC, engine: type = EngineStage, **more: Any) -> WarmKind | None:
     given = {"resources": {"num_cpus": 1, "num_gpus": 0.5}, "calls": 4, **more}
     return warm_kind(engine, spec, given["resources"], given["calls"])
 
@@ -357,10 +357,10 @@ class Stage:
 
     gate: threading.Event | None = None
 
-    def __init__(self, spec: EngineSpec):
+    def __init__(self, spec: EngineLaunch):
         self.specs, self.closed = [spec.attempt], False
 
-    def take_over(self, spec: EngineSpec) -> None:
+    def take_over(self, spec: EngineLaunch) -> None:
         self.specs.append(spec.attempt)
 
     def close(self) -> None:
@@ -410,7 +410,7 @@ def test_blocks_of_a_run_that_was_stopped_do_not_work_beside_the_next_ones(
 
 def test_a_stage_that_cannot_be_passed_on_is_made_anew() -> None:
     class Plain:
-        def __init__(self, spec: EngineSpec):
+        def __init__(self, spec: EngineLaunch):
             self.spec = spec
 
     host = EngineHost(Plain)
@@ -443,7 +443,7 @@ class MortalHost(EngineHost):
         super().__init__(Stage)
         self.restarts, self.starting, self.kills = 2, starting, set(kills)
 
-    def begin(self, token: str, spec: EngineSpec) -> None:
+    def begin(self, token: str, spec: EngineLaunch) -> None:
         if self.starting:
             self.starting -= 1
             self.die()

@@ -10,6 +10,8 @@ from helpers.heard import Heard
 from helpers.nights import Nights
 from helpers.small import job_dict, make_job, small_run
 
+from prefect_raybatch.compile.job import cluster_spec, compile_job, prices_of
+from prefect_raybatch.compile.sizes import size_spec
 from prefect_raybatch.driver import monitor as watching
 from prefect_raybatch.driver.cost import CostMeter, Spent, check_cost, spent_on
 from prefect_raybatch.driver.driver import Progress
@@ -18,7 +20,6 @@ from prefect_raybatch.driver.monitor import ASK_ENGINES, Monitor
 from prefect_raybatch.errors import ConfigError, CostExceeded
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import Limits
-from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.ledger.layout import heartbeat_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
@@ -55,7 +56,7 @@ PRICED = {"price_per_gpu_hour": 3600.0}  # 1 a GPU-second
     ],
 )
 def test_the_price_of_a_card(cluster, cards, price):
-    found = gpu_price(make_job(cluster=cluster), replace(H100S, accelerators=cards))
+    found = gpu_price(cluster_spec(make_job(cluster=cluster)), replace(H100S, accelerators=cards))
     assert found.hour == price
     assert bool(found.why) == (price is None and bool(cluster))
 
@@ -63,7 +64,7 @@ def test_the_price_of_a_card(cluster, cards, price):
 def test_a_job_says_which_of_the_cards_its_engines_take():
     prices = {"price_by_card": {"L4": 0.6, "H100": 4.0}}
     job = make_job(cluster=prices, engine={"accelerator_type": "L4"})
-    assert gpu_price(job, replace(H100S, accelerators=("H100", "L4"))).hour == 0.6
+    assert gpu_price(cluster_spec(job), replace(H100S, accelerators=("H100", "L4"))).hour == 0.6
 
 
 def test_a_limit_without_a_price_is_refused_with_what_to_set():
@@ -75,7 +76,7 @@ def test_a_limit_without_a_price_is_refused_with_what_to_set():
     unpriced = {"price_by_card": {"L4": 0.6}}
     job = make_job(cluster=unpriced, limits={"max_cost": 5}, engine={"device": "gpu"})
     with pytest.raises(ConfigError, match="price_by_card has no price of H100"):
-        meter_for(job, H100S, pool_for(size_spec(job), H100S), Spent())
+        meter_for(compile_job(job), H100S, pool_for(size_spec(job), H100S), Spent())
 
 
 # --- the meter ----------------------------------------------------------------------------------
@@ -202,14 +203,16 @@ def test_a_run_stops_at_its_limit_is_resumed_and_reports_what_it_cost(tmp_path, 
     assert status(run.uri).cost == pytest.approx(report.cost["total"], rel=1e-4)
 
     # The next night is estimated by this one.
-    found = estimate(job, H100S, 400)
+    found = estimate(compile_job(job), H100S, 400)
     assert found.by == "monday" and found.cost == pytest.approx(10 * report.cost["total"], rel=1e-3)
     small = priced(nights, max_cost=found.cost / 2)
-    assert "may end the run before it is whole" in (estimate(small, H100S, 400).warning or "")
+    assert "may end the run before it is whole" in (
+        estimate(compile_job(small), H100S, 400).warning or ""
+    )
     elsewhere = small.model_copy(
         update={"output": small.output.model_copy(update={"uri": str(tmp_path / "new")})}
     )
-    assert "no earlier run" in estimate(elsewhere, H100S, 400).why
+    assert "no earlier run" in estimate(compile_job(elsewhere), H100S, 400).why
 
 
 def test_what_reuse_has_saved_is_told_in_money(tmp_path, gpus):
@@ -224,12 +227,14 @@ def test_what_reuse_has_saved_is_told_in_money(tmp_path, gpus):
     assert first.cost["total"] > 0 and second.reuse["reused"] == 8
     ledger = Ledger(open_store(first.run))
     plan = need_plan(ledger)
-    ten = with_cost(replace(first, reuse={"saved_seconds": 10.0}), ledger, plan, job.cluster)
+    ten = with_cost(
+        replace(first, reuse={"saved_seconds": 10.0}), ledger, plan, prices_of(job.cluster)
+    )
     assert ten.cost["saved_by_reuse"] == pytest.approx(10.0, rel=0.02)  # 1 a second
     # of a night that started no engine, or for moments only
     again = Ledger(open_store(second.run))
     more = replace(second, reuse={**second.reuse, "saved_seconds": 10.0})
-    more = with_cost(more, again, need_plan(again), job.cluster)
+    more = with_cost(more, again, need_plan(again), prices_of(job.cluster))
     assert more.cost["saved_by_reuse"] == pytest.approx(10.0, rel=0.02)
     spent = spent_on(ledger, plan)
     assert spent.cost == pytest.approx(first.cost["total"], rel=1e-4)

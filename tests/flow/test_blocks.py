@@ -25,6 +25,7 @@ from pydantic import SecretStr, ValidationError
 from s3server import S3Server
 
 from prefect_raybatch import BatchJob
+from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError
 from prefect_raybatch.flow import tasks
 from prefect_raybatch.flow.blocks import (
@@ -375,7 +376,7 @@ def test_secrets_reach_the_process_by_its_environment_only(
 @pytest.fixture
 def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BatchJob:
     """A job whose run `key` is done: running it again returns its report and starts no engine."""
-    monkeypatch.setattr("helpers.small.MODEL", models.pin(make_job().engine))
+    monkeypatch.setattr("helpers.small.MODEL", models.pin(model_request(make_job().engine)))
     run = small_run(tmp_path / "out" / "key", output={"uri": str(tmp_path / "out")})
     run.commit_all()
     made = Run(run.store.uri, "key", run.plan.hash, run.plan.rows, run.plan.shards, False)

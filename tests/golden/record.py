@@ -21,6 +21,7 @@ from unittest import mock
 
 import pyarrow as pa
 from helpers.hosts import FakeHosts
+from helpers.specs import PLAIN, prompt_of, reads, sampling_of
 from pydantic import BaseModel
 
 from prefect_raybatch import source
@@ -30,26 +31,27 @@ from prefect_raybatch.cluster.pipeline import Pipeline, resources_of, warm_kind_
 from prefect_raybatch.cluster.sharing import Shared
 from prefect_raybatch.cluster.warm import WarmEngines
 from prefect_raybatch.cluster.warm_actors import warm_kind
+from prefect_raybatch.compile.job import compile_planned, finish_spec
+from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster_access import ClusterAccess
-from prefect_raybatch.job.precision import precision_tries, with_precision
-from prefect_raybatch.job.size_spec import size_spec
-from prefect_raybatch.job.source import Source
+from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.ledger.increments import OF_ROWS, begin_asks, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.records import Plan, load
 from prefect_raybatch.plan.keying import keying_of
-from prefect_raybatch.plan.plan import as_planned, settled
-from prefect_raybatch.plan.resolved import resolve
 from prefect_raybatch.plan.row_keys import RowKeys
-from prefect_raybatch.runs.increment import job_of_asks
+from prefect_raybatch.runs.increment import asks_of
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.sizing.sizes import Capacity, expected_engines
 from prefect_raybatch.source import Inventory
+from prefect_raybatch.spec.finish import FinishSpec
+from prefect_raybatch.spec.read import ReadSpec
+from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
-from prefect_raybatch.stages.engine import EngineSpec, EngineStage
+from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.stages.raw_answers import AnswerFiles
 from prefect_raybatch.stages.result_columns import result_columns
 from prefect_raybatch.storage import Store, open_store
@@ -99,17 +101,19 @@ def _recorded(golden: GoldenJob) -> dict[str, Any]:
         plan = ledger.load_plan()
         if plan is None:
             raise RuntimeError(f"{run.uri} has no plan")
+        spec = compile_planned(job, plan)
         made: dict[str, Any] = {
             "plan": _plan_record(plan),
             "files": [_file(file) for file in ledger.files(plan)],
             "shards": [ledger.shards(plan)[shard].rows for shard in range(plan.shards)],
-            "keys": _keys(job, plan, ledger),
-            "result": dict(result_columns(as_planned(job, plan))),
+            "keys": _keys(resolve(job).compile(), plan, ledger),
+            "result": dict(result_columns(spec)),
             "expected_engines": {
-                name: expected_engines(size_spec(job), have) for name, have in CLUSTERS.items()
+                name: expected_engines(spec.sizes, have) for name, have in CLUSTERS.items()
             },
             "clusters": {
-                name: plain(_on_cluster(job, plan, ledger, have)) for name, have in CLUSTERS.items()
+                name: plain(_on_cluster(spec, plan, ledger, have))
+                for name, have in CLUSTERS.items()
             },
         }
     made["on_all_clusters"] = _lifted(made["clusters"])
@@ -137,14 +141,14 @@ def _outside(golden: GoldenJob) -> Iterator[Any]:
     yield mock.patch.object(LocalStore, "probe", lambda store: None)
     shared = Shared(_NoRay(), WarmEngines(FakeHosts()))  # type: ignore[arg-type]
     yield mock.patch.object(connect, "SHARED", shared)
-    yield mock.patch.object(connect, "this_machine", lambda job: CLUSTERS["cpu"])
+    yield mock.patch.object(connect, "this_machine", lambda cluster: CLUSTERS["cpu"])
     if golden.remote:
         yield mock.patch.object(source, "needs_snapshot", lambda given: True)
         yield mock.patch.object(source, "snapshot", partial(_snapshot_of_csv, source.snapshot))
 
 
-def _snapshot_of_csv(snapshot: Any, given: Source, *args: Any, **more: Any) -> Inventory:
-    found: Inventory = snapshot(Source(uri="data/rows.csv"), *args, **more)
+def _snapshot_of_csv(snapshot: Any, given: ReadSpec, *args: Any, **more: Any) -> Inventory:
+    found: Inventory = snapshot(reads(uri="data/rows.csv"), *args, **more)
     return found
 
 
@@ -173,9 +177,10 @@ def _file(file: Any) -> dict[str, Any]:
     return {"uri": file.uri, "rows": file.rows, "values": dict(file.values)}
 
 
-def _keys(job: BatchJob, plan: Plan, ledger: Ledger) -> dict[str, Any]:
+def _keys(given: RunSpec, plan: Plan, ledger: Ledger) -> dict[str, Any]:
     """What requests are known by, and the keys of the first rows."""
-    given = settled(resolve(job).job, plan.context)
+    if plan.context is not None:
+        given = given.decide(context=plan.context["max_model_len"])
     keying, parts = keying_of(given, plan.model)
     made = {
         "context": keying.context,
@@ -208,48 +213,43 @@ def _keys(job: BatchJob, plan: Plan, ledger: Ledger) -> dict[str, Any]:
 # --- a cluster ----------------------------------------------------------------------------------
 
 
-def _on_cluster(job: BatchJob, plan: Plan, ledger: Ledger, have: Capacity) -> dict[str, Any]:
+def _on_cluster(spec: RunSpec, plan: Plan, ledger: Ledger, have: Capacity) -> dict[str, Any]:
     """What each phase of the run is on that cluster."""
     increment = increment_of(plan)
-    given = as_planned(job, plan)
     if increment is None:
-        made = {"rows": _phase(with_precision(given, {}), plan, ledger, have)}
-        tries = precision_tries(given.engine)
-        for tried in tries:
+        made = {"rows": _phase(spec.decide(precision={}), plan, ledger, have)}
+        for tried in spec.engine.tries:
             name = ", ".join(f"{field} {value}" for field, value in tried.items())
-            made[name] = _phase(with_precision(given, tried), plan, ledger, have)
+            made[name] = _phase(spec.decide(precision=tried), plan, ledger, have)
         return made
     made = {}
     begun = begin_asks(ledger.store, increment)
     if begun is not None:
         asks, asks_plan = begun
-        made["asks"] = _phase(as_planned(job_of_asks(job), asks_plan), asks_plan, asks, have)
+        made["asks"] = _phase(asks_of(spec), asks_plan, asks, have)
     if increment.ledger == OF_ROWS:
-        given = with_precision(given, {})
-        made["rows"] = _phase(given, plan, ledger, have, size_spec(given).without_engine())
+        made["rows"] = _phase(spec, plan, ledger, have, spec.sizes.without_engine())
     return made
 
 
 def _phase(
-    job: BatchJob, plan: Plan, ledger: Ledger, have: Capacity, spec: SizeSpec | None = None
+    spec: RunSpec, plan: Plan, ledger: Ledger, have: Capacity, sizes: SizeSpec | None = None
 ) -> dict[str, Any]:
-    """Sizes, engines and stages of one ledger; the sizes are for `spec` where it is given."""
-    spec = spec or size_spec(job)
+    """Sizes, engines and stages of one ledger; the sizes are for `sizes` where it is given."""
+    sizes = sizes or spec.sizes
     try:
-        size = sized.for_attempt(spec, plan, have)
+        size = sized.for_attempt(sizes, plan, have)
     except RayBatchError as error:
         return {"refused": _refusal(error)}
     made: dict[str, Any] = {"sizing": size.to_dict(), "rate": size.rate}
-    made["needs"] = connect.needs(spec, size.pool)
+    made["needs"] = connect.needs(sizes, size.pool)
     try:
-        connect.check_fit(spec, have, size.pool)
+        connect.check_fit(sizes, have, size.pool)
     except RayBatchError as error:
         made["does_not_fit"] = _refusal(error)
-    pipeline = Pipeline(
-        job, plan, ledger.shards(plan), ledger.store, "attempt", size, dict(job.source.options)
-    )
+    pipeline = Pipeline(spec, plan, ledger.shards(plan), ledger.store, "attempt", size)
     with _no_answers(ledger.store):
-        first, spec, finish = pipeline.stages(isolated=False)
+        first, launch, finish = pipeline.stages(isolated=False)
         alone, _, alone_finish = pipeline.stages(isolated=True)
     reader = pipeline.reader
     made["reader"] = {
@@ -259,10 +259,10 @@ def _phase(
     }
     made |= {"first": first, "finish": finish}
     made["alone"] = {"first": _changes(first, alone), "finish": _changes(finish, alone_finish)}
-    if spec is not None:
-        made["engine"] = spec
+    if launch is not None:
+        made["engine"] = launch
         made["resources"] = pipeline.engine_resources()
-        made["warm"] = _warm(job, plan, size, spec)
+        made["warm"] = _warm(spec, plan, size, launch)
     return made
 
 
@@ -275,20 +275,20 @@ def _no_answers(store: Store) -> Iterator[None]:
         yield
 
 
-def _warm(job: BatchJob, plan: Plan, size: Any, spec: EngineSpec) -> dict[str, Any] | None:
+def _warm(spec: RunSpec, plan: Plan, size: Any, launch: EngineLaunch) -> dict[str, Any] | None:
     """What makes an engine the one that another run can take over; `key` is over canonical places.
 
     Raises ValueError if the engine of a run and the kind that is looked for differ.
     """
-    kind = warm_kind_of(job, plan.model, size)
+    kind = warm_kind_of(spec, plan.model, size)
     if kind is None:
         return None
-    resources = resources_of(job, size)
-    own = warm_kind(EngineStage, spec, resources, size.concurrent)
+    resources = resources_of(spec.sizes, size)
+    own = warm_kind(EngineStage, launch, resources, size.concurrent)
     if own != kind:
-        raise ValueError(f"{job.name}: its engines are not the kind that warm_kind_of names")
-    model = canonical(dict(spec.model), Path.cwd())
-    own = warm_kind(EngineStage, replace(spec, model=model), resources, size.concurrent)
+        raise ValueError(f"{spec.name}: its engines are not the kind that warm_kind_of names")
+    model = canonical(dict(launch.model), Path.cwd())
+    own = warm_kind(EngineStage, replace(launch, model=model), resources, size.concurrent)
     return {
         "key": own and own.key,
         "calls": kind.calls,
@@ -384,11 +384,20 @@ def plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no value that the corpus can hold: {value!r}")
 
 
+# Specs have no defaults: what they hold of a job that sets nothing is left out.
+USUAL: dict[type, Any] = {
+    type(part): part for part in (prompt_of(Prompt(template="")), sampling_of())
+}
+USUAL[FinishSpec] = finish_spec(PLAIN)
+
+
 def _fields(value: Any) -> dict[str, Any]:
     made = {}
     for field in fields(value):
         given = getattr(value, field.name)
         usual = field.default
+        if type(value) in USUAL:
+            usual = getattr(USUAL[type(value)], field.name)
         if field.default_factory is not MISSING:
             usual = field.default_factory()
         if usual is MISSING or type(given) is not type(usual) or given != usual:

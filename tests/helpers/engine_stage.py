@@ -24,10 +24,10 @@ from prefect_raybatch.stages.block import (
     losses,
     tag,
 )
-from prefect_raybatch.stages.engine import EngineSpec, EngineStage
+from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.stages.vllm import stepper
 
-SPEC = EngineSpec(dict(MODEL), {"temperature": 0.0, "max_tokens": 4}, {"max_num_seqs": 8})
+SPEC = EngineLaunch(dict(MODEL), {"temperature": 0.0, "max_tokens": 4}, {"max_num_seqs": 8})
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def started(
     """The stage over engines that do, one after the other, what is given; closed in the end."""
     made: list[EngineStage] = []
 
-    def make(*plan: Any, spec: EngineSpec = SPEC) -> tuple[EngineStage, Factory]:
+    def make(*plan: Any, spec: EngineLaunch = SPEC) -> tuple[EngineStage, Factory]:
         factory = Factory(*plan)
         monkeypatch.setattr(stepper, "SteppedEngine", factory)
         monkeypatch.setattr(stage, "PAUSE", 0)

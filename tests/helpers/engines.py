@@ -26,7 +26,7 @@ from prefect_raybatch.stages.block import (
     lost_all,
     passes_by,
 )
-from prefect_raybatch.stages.engine import EngineSpec, EngineStage
+from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.stages.vllm.stepper import Completion, Request
 
 HIDDEN = 256  # of the bundled model
@@ -38,7 +38,7 @@ class FakeEngine:
 
     FAILS = FAILS
 
-    def __init__(self, spec: EngineSpec):
+    def __init__(self, spec: EngineLaunch):
         self.spec = spec
 
     def __call__(self, table: pa.Table) -> pa.Table:
@@ -56,11 +56,11 @@ class FakeEngine:
 class NotedEngine(FakeEngine):
     """Notes in the file $ENGINE_NOTES when it is started, and when another run takes it over."""
 
-    def __init__(self, spec: EngineSpec):
+    def __init__(self, spec: EngineLaunch):
         super().__init__(spec)
         self.note("started")
 
-    def take_over(self, spec: EngineSpec) -> None:
+    def take_over(self, spec: EngineLaunch) -> None:
         self.spec = spec
         self.note("taken over")
 
@@ -92,7 +92,7 @@ def with_answers(
 
 class _Answering(EngineStage):
     def __init__(self, engine: Stepped, sampling: dict[str, Any] | None = None):
-        self.spec, self.engine = EngineSpec({}, sampling or {}, {}), engine
+        self.spec, self.engine = EngineLaunch({}, sampling or {}, {}), engine
 
     def ready(self) -> Stepped:
         return self.engine
@@ -152,7 +152,7 @@ class VectorEngine(EngineStage):
     """The engine stage of a task that pools: a prompt's vector is its length and its adapter's
     number."""
 
-    def __init__(self, spec: EngineSpec):
+    def __init__(self, spec: EngineLaunch):
         self.spec, self._adapters = spec, spec.adapted.here()
 
     def ready(self) -> Any:
@@ -186,7 +186,7 @@ class FineEngine(FakeEngine):
 class NoEngine:
     """Nobody may start it."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineLaunch) -> None:
         raise AssertionError("an engine was started")
 
 
@@ -206,7 +206,7 @@ class PassedOnEngine(CrashingEngine):
     """Goes from one run to the next; notes each start and each run in the folder `PLACES` of its
     environment, and answers nothing before `ENGINES` of them have started."""
 
-    def __init__(self, spec: EngineSpec):
+    def __init__(self, spec: EngineLaunch):
         super().__init__(spec)
         self._note("start")
 
@@ -217,7 +217,7 @@ class PassedOnEngine(CrashingEngine):
             time.sleep(0.05)
         return super().__call__(table)
 
-    def take_over(self, spec: EngineSpec) -> None:
+    def take_over(self, spec: EngineLaunch) -> None:
         self.spec = spec
         self._note("next")
 
@@ -233,7 +233,7 @@ class Fp8Engine(FakeEngine):
     FAILS = -1
     NOTES, EVERY, REFUSES = "FP8_NOTES", "FP8_EVERY", "FP8_REFUSES"
 
-    def __init__(self, spec: EngineSpec):
+    def __init__(self, spec: EngineLaunch):
         super().__init__(spec)
         self.fp8 = spec.arguments.get("quantization") == "fp8"
         self.kv = spec.arguments.get("kv_cache_dtype") == "fp8"

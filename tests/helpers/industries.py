@@ -18,7 +18,7 @@ from prefect_raybatch.ledger.records import Receipt
 from prefect_raybatch.model.pinned import tokenizer_place
 from prefect_raybatch.runs import preview
 from prefect_raybatch.stages.block import ERROR, TOKENS, load_tokenizer
-from prefect_raybatch.stages.engine import EngineSpec
+from prefect_raybatch.stages.engine import EngineLaunch
 
 from .engines import with_answers
 from .nights import Nights
@@ -56,7 +56,7 @@ class Industries(Nights):
 class Shown:
     """Takes the engine stage's place in a preview."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineLaunch) -> None:
         self.tokenizer = load_tokenizer(*tokenizer_place(spec.model))
 
     def __call__(self, table: pa.Table) -> pa.Table:

@@ -36,7 +36,7 @@ from prefect_raybatch.stages.block import (
     load_tokenizer,
     passes_by,
 )
-from prefect_raybatch.stages.engine import EngineSpec, EngineStage
+from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.stages.vllm.stepper import Completion, Request
 
 from .engines import Stepped, with_answers
@@ -186,7 +186,7 @@ class InThisProcess(pipeline.Pipeline):
 
 class _Pooling(EngineStage):
     def __init__(self, engine: Stepped, fields: dict[str, Any]) -> None:
-        self.spec, self.engine = EngineSpec({}, fields, {}), engine
+        self.spec, self.engine = EngineLaunch({}, fields, {}), engine
 
     def ready(self) -> Any:
         return self.engine

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from helpers.specs import finish_stage
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.layout import RESULT_FOLDERS
 from prefect_raybatch.ledger.ledger import Ledger
@@ -22,7 +23,6 @@ from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.retry import Retry, plan_retry
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.stages.block import Failure, tag
-from prefect_raybatch.stages.finish import Finish
 from prefect_raybatch.storage import open_store
 
 from .engines import with_answers
@@ -76,7 +76,7 @@ def commit(
         Failure("engine", failed[i], "refused").to_dict() if i in failed else None for i in ids
     ]
     block = with_answers(tag(rows, Unit(shard, 0, len(ids))), errors, [f"{text} {i}" for i in ids])
-    (receipt,) = receipts(Finish(job.output, dict(MODEL), ledger.store, "a")(block))
+    (receipt,) = receipts(finish_stage(job.output, dict(MODEL), ledger.store, "a")(block))
     plan = ledger.load_plan()
     assert plan is not None
     ledger.commit(plan, len(ids), [receipt])

@@ -10,14 +10,14 @@ from typing import Any
 
 import pyarrow as pa
 
+from helpers.specs import finish_stage, new_plan_of
+from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Commit, InputFile, Part, Plan, Receipt, Unit
 from prefect_raybatch.ledger.success import Success
-from prefect_raybatch.plan.plan import make_plan
-from prefect_raybatch.plan.resolved import Resolved
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.records import put_report
 from prefect_raybatch.report.tally import Tally
@@ -70,7 +70,7 @@ class SmallRun:
     job: BatchJob
 
     def finish(self, attempt: str = "attempt-a") -> Finish:
-        return Finish(self.job.output, dict(MODEL), self.store, attempt)
+        return finish_stage(self.job.output, dict(MODEL), self.store, attempt)
 
     def block(self, unit: Unit, failed: Iterable[int] = (), text: str = "answer") -> pa.Table:
         """What the engine hands to finish for `unit`; `failed` positions failed in the engine."""
@@ -112,7 +112,7 @@ def small_run(
     job = make_job(**groups)
     files = [InputFile("data/in.parquet", 1000, None, 1, rows)]
     schema = input_rows(0, 1).schema
-    plan, tables = make_plan(Resolved.of(job, MODEL), key, files, schema, 50.0, snapshot=False)
+    plan, tables = new_plan_of(Resolved.of(job, MODEL), key, files, schema, 50.0, snapshot=False)
     store = open_store(str(root))
     ledger = Ledger(store)
     plan = ledger.create_plan(plan, tables)

@@ -14,13 +14,13 @@ import pyarrow as pa
 from helpers.engines import FakeEngine
 from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss
 from prefect_raybatch.stages.block import lost_all
-from prefect_raybatch.stages.engine import EngineSpec
+from prefect_raybatch.stages.engine import EngineLaunch
 
 
 class SpanningEngine(FakeEngine):
     """Starts a worker in each bundle and notes their nodes. The first block it gets is lost."""
 
-    def __init__(self, spec: EngineSpec):
+    def __init__(self, spec: EngineLaunch):
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from helpers.specs import reads
 from prefect_raybatch.errors import SourceError
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.source import Inventory, peek, snapshot
 from prefect_raybatch.storage import open_store
 
@@ -76,7 +76,7 @@ def companies(start: int, rows: int) -> pa.Table:
 
 def copied(tmp_path: Path, uri: Any, **fields: Any) -> tuple[Inventory, pa.Table]:
     """A snapshot of a source, and its rows."""
-    made = snapshot(Source(uri=uri, **fields), open_store(str(tmp_path / "run")), "attempt")
+    made = snapshot(reads(uri=uri, **fields), open_store(str(tmp_path / "run")), "attempt")
     rows = pa.concat_tables([pq.read_table(tmp_path / "run" / file.uri) for file in made.files])
     assert rows.schema.equals(made.schema)
     return made, rows
@@ -85,7 +85,7 @@ def copied(tmp_path: Path, uri: Any, **fields: Any) -> tuple[Inventory, pa.Table
 def refused(uri: Any, *words: str, error: type[Exception] = SourceError, **fields: Any) -> str:
     """What is said of a source before a row of it is copied."""
     with pytest.raises(error) as caught:
-        peek(Source(uri=uri, **fields))
+        peek(reads(uri=uri, **fields))
     for word in words:
         assert word in str(caught.value), str(caught.value)
     return str(caught.value)

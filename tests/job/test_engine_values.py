@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import pyarrow as pa
 import pytest
 from helpers.small import job_dict
+from helpers.specs import check_columns
 from pydantic import TypeAdapter, ValidationError
 
 from prefect_raybatch.demo import demo_model_path
@@ -19,7 +20,6 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job import engine_values, vllm_fields
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.engine_values import wrong_values
-from prefect_raybatch.plan.plan import check_against_schema
 
 PROBES: list[Any] = [
     *(True, 0, 1, 2, -1, -2, 10**6, 0.5, 1.5, "0", "0.5", "x", "auto", "true", "none"),
@@ -170,7 +170,7 @@ def test_a_type_that_is_written_in_another_way_is_not_told(
 def test_what_is_yet_to_be_decided_is_no_wrong_value() -> None:
     engine = {"kv_cache_dtype": "try-fp8", "quantization": "try-fp8", "dtype": "half"}
     schema = pa.schema([("Company", pa.string())])
-    check_against_schema(BatchJob.from_dict(job_dict(engine=engine)), schema)
+    check_columns(BatchJob.from_dict(job_dict(engine=engine)), schema)
 
 
 def test_a_job_with_a_wrong_value_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 
+from prefect_raybatch.compile.fingerprint import fingerprint
+from prefect_raybatch.compile.public_job import public_job
 from prefect_raybatch.errors import ConfigError, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.secrets import MASK
-from prefect_raybatch.plan.fingerprint import fingerprint
-from prefect_raybatch.plan.plan import public_job
 from prefect_raybatch.remote.records import sendable
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.run import run_store
@@ -277,7 +277,7 @@ def test_engine_arguments_that_hold_keys_are_hidden_and_still_count(tmp_path):
 
     shown = shown_everywhere(job(PLANTED), tmp_path)
     assert PLANTED not in shown and "enforce_eager" in shown and '"concurrency": 4' in shown
-    assert fingerprint(job(PLANTED))[0] != fingerprint(job("other"))[0]
+    assert fingerprint(job(PLANTED)).fingerprint != fingerprint(job("other")).fingerprint
     with pytest.raises(PlanMismatch) as caught:
         plan_run(job("PLANTEDother0008"), "k")
     assert "PLANTED" not in str(caught.value) and "model_loader_extra_config" in str(caught.value)
@@ -297,17 +297,17 @@ def test_what_is_asked_of_the_model_is_never_hidden(tmp_path):
     assert value["prompt"]["template"] == asked["prompt"]["template"]
     assert asked["sampling"].items() <= value["sampling"].items()
     assert BatchJob.from_dict(value) == job
-    assert asked["sampling"].items() <= fingerprint(job)[1]["sampling"].items()
+    assert asked["sampling"].items() <= fingerprint(job).parts["sampling"].items()
 
 
 def test_hiding_changes_no_fingerprint(tmp_path):
     """A run goes on though its keys are others; these are the fingerprints of format 3."""
     plain = make_job()
     keys = {"env": {"DB_PWD": PLANTED}, "hf_token": PLANTED}
-    assert fingerprint(make_job(engine=keys))[0] == fingerprint(plain)[0]
+    assert fingerprint(make_job(engine=keys)).fingerprint == fingerprint(plain).fingerprint
     loader = {"model_loader_extra_config": {"access_key": "k", "concurrency": 4}}
-    assert fingerprint(plain)[0].startswith("e0a52cd438e59027")
-    assert fingerprint(make_job(engine=loader))[0].startswith("cb1d5197dcad2236")
+    assert fingerprint(plain).fingerprint.startswith("e0a52cd438e59027")
+    assert fingerprint(make_job(engine=loader)).fingerprint.startswith("cb1d5197dcad2236")
 
 
 @pytest.mark.parametrize("group", ["source", "output", "engine"])

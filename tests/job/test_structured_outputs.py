@@ -12,6 +12,7 @@ import pytest
 from helpers.small import job_dict, make_job
 
 from prefect_raybatch import demo
+from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.answer_schema import schema_text
 from prefect_raybatch.job.answer_types import columns_of
@@ -143,7 +144,7 @@ def test_other_parsers_are_not_asked() -> None:
 def test_a_backend_that_vllm_cannot_load_is_refused_before_an_engine_starts() -> None:
     config = {"structured_outputs_config": {"backend": "lm-format-enforcer"}}
     with pytest.raises(ConfigError, match=r"engine\.structured_outputs_config: .*leave backend"):
-        check_taken_by_vllm(make_job(engine=config))
+        check_taken_by_vllm(compile_job(make_job(engine=config)))
     with pytest.raises(ImportError):  # else the refusal can go
         importlib.import_module("lmformatenforcer.integrations.vllm")
 
@@ -205,7 +206,7 @@ def test_outlines_cannot_hold_a_label_that_another_one_begins_with() -> None:
     sampling = {"structured_outputs": {"choice": labels}}
     job = job_dict(sampling=sampling, engine={"structured_outputs_config": {"backend": "outlines"}})
     with pytest.raises(ConfigError, match=r"sampling.structured_outputs.choice: label"):
-        check_taken_by_vllm(BatchJob.from_dict(job))
+        check_taken_by_vllm(compile_job(BatchJob.from_dict(job)))
 
 
 @pytest.mark.parametrize(
@@ -303,20 +304,21 @@ def test_the_fields_are_vllms() -> None:
 
 def test_a_job_with_such_a_form_is_refused_by_its_plan() -> None:
     import pyarrow as pa
+    from helpers.specs import check_columns
 
     from prefect_raybatch.errors import ConfigError
     from prefect_raybatch.job.batch_job import BatchJob
-    from prefect_raybatch.plan.plan import check_against_schema
 
     schema = pa.schema([("Company", pa.string())])
     for form, said in (({"regex": "("}, "cannot make a grammar"), ({"regex": 5}, "be a text")):
         job = BatchJob.from_dict(job_dict(sampling={"structured_outputs": form}))
         with pytest.raises(ConfigError, match=rf"^sampling\.structured_outputs\.regex.*{said}"):
-            check_against_schema(job, schema)
+            check_columns(job, schema)
     form, engine = {"regex": r"\p{L}+"}, {"structured_outputs_config": {"backend": "xgrammar"}}
-    check_against_schema(
-        BatchJob.from_dict(job_dict(sampling={"structured_outputs": form})), schema
+    check_columns(
+        BatchJob.from_dict(job_dict(sampling={"structured_outputs": form})),
+        schema,
     )
     job = BatchJob.from_dict(job_dict(sampling={"structured_outputs": form}, engine=engine))
     with pytest.raises(ConfigError, match="Unicode"):
-        check_against_schema(job, schema)
+        check_columns(job, schema)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from helpers.small import MODEL, make_job
 
+from prefect_raybatch.compile.fingerprint import fingerprint
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import tasks
-from prefect_raybatch.plan.fingerprint import fingerprint
+from prefect_raybatch.stages.result_columns import answer_columns
 
 EMBED: dict[str, Any] = {"engine": {"task": "embed"}}
 
@@ -63,10 +63,9 @@ def test_the_task_counts_and_how_it_answers():
         make_job(engine={"task": "score"}, prompt={"template": "{Company}", "second": "a"}),
         make_job(engine={"task": "score"}, prompt={"template": "{Company}", "second": "b"}),
     ]
-    assert len({fingerprint(job, MODEL)[0] for job in jobs}) == len(jobs)
+    assert len({fingerprint(job, MODEL).fingerprint for job in jobs}) == len(jobs)
 
 
 def test_columns_of_a_task():
-    assert tasks.added_columns(make_job(**EMBED)) == ["response"]
-    classify = make_job(engine={"task": "classify"})
-    assert tasks.added_columns(classify) == ["response", "response_probabilities"]
+    assert answer_columns("response", "embed") == ["response"]
+    assert answer_columns("response", "classify") == ["response", "response_probabilities"]

@@ -14,6 +14,9 @@ from helpers.small import make_job
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefect_raybatch.compile.fingerprint import fingerprint
+from prefect_raybatch.compile.job import cluster_spec
+from prefect_raybatch.compile.sizes import size_spec
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.kubernetes import GPU, Kubernetes, quantity
 from prefect_raybatch.job.ray_cluster import PodGroup, check_shape, pod_groups
@@ -24,7 +27,6 @@ from prefect_raybatch.kuberay.manifest import (
     ray_cluster,
     spec_hash,
 )
-from prefect_raybatch.plan.fingerprint import fingerprint
 from prefect_raybatch.remote.records import sendable
 
 ROOT = Path(__file__).parents[2]
@@ -308,10 +310,13 @@ def test_sizes_are_for_the_pods_that_are_asked_for() -> None:
 
     shape = {"image": "r/b:1", "workers": 3, "gpus_per_worker": 2, "worker_cpu": "12500m"}
     job = make_job(cluster={"kubernetes": shape}, engine={"replicas": "auto", "engines_per_gpu": 1})
-    have = glance(job)
+    have = glance(cluster_spec(job))
     assert have is not None and not have.assumed and have.gpus_by_node == (2.0, 2.0, 2.0)
     assert (have.gpus, have.nodes, have.cpus, have.cpus_a_gpu) == (6.0, 4, 41.0, 6.5)
-    assert ask(job) == (have, []) and engines_to_plan_for(job) == 6
+    assert (
+        ask(size_spec(job), cluster_spec(job)) == (have, [])
+        and engines_to_plan_for(size_spec(job), cluster_spec(job)) == 6
+    )
 
 
 def test_pods_of_a_manifest_have_what_ray_is_told_or_their_containers_may_take() -> None:

@@ -20,10 +20,12 @@ from helpers.small import (
     small_run,
     success_of,
 )
+from helpers.specs import new_plan_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_raybatch.cluster import connect as cluster
+from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.driver.driver import Driver
 from prefect_raybatch.errors import CorruptRun, PlanMismatch, UnsafeStore
 from prefect_raybatch.job.limits import Limits
@@ -32,8 +34,6 @@ from prefect_raybatch.ledger.ledger import Coverage, Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.positions import Positions, disjoint
 from prefect_raybatch.ledger.records import InputFile, Receipt, Unit
-from prefect_raybatch.plan.plan import make_plan
-from prefect_raybatch.plan.resolved import Resolved
 from prefect_raybatch.remote.records import JobRecords
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.infer_run import infer_run
@@ -47,7 +47,7 @@ WRITERS = 16
 def plan_of(**groups):
     files = [InputFile("in.parquet", 10, None, 1, 20)]
     job = make_job(**groups)
-    return make_plan(
+    return new_plan_of(
         Resolved.of(job, MODEL), "key", files, input_rows(0, 1).schema, 50.0, snapshot=False
     )
 

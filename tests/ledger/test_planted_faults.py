@@ -16,11 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.small import SmallRun, read_json, small_run
+from helpers.specs import reads
 from s3server import S3Server, proxy
 
 from prefect_raybatch import source
 from prefect_raybatch.errors import CorruptRun, RayBatchError, is_transient
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.family import load_family
 from prefect_raybatch.ledger.layout import COMMITS, commit_path, row_sums_path
 from prefect_raybatch.ledger.ledger import Ledger
@@ -303,7 +303,7 @@ def test_a_snapshot_kept_badly_is_no_plan_s(tmp_path, damage):
     (tmp_path / "in.csv").write_text("id\n" + "\n".join(map(str, range(1000))))
     store = Spoils(tmp_path / "run", "input/", damage, 99)
     with pytest.raises(RayBatchError, match="input/") as caught:
-        source.snapshot(Source(uri=str(tmp_path / "in.csv")), store, "a")
+        source.snapshot(reads(uri=str(tmp_path / "in.csv")), store, "a")
     assert is_transient(caught.value)
 
 

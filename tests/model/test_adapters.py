@@ -11,9 +11,10 @@ import pytest
 from helpers import tiny_models
 from helpers.small import MODEL, make_job
 
+from prefect_raybatch.compile.fingerprint import fingerprint
+from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model import adapters
-from prefect_raybatch.plan.fingerprint import fingerprint
 
 CONFIG: dict[str, Any] = {
     "hidden_size": 16,
@@ -52,14 +53,14 @@ def test_rows_must_know_their_adapter(groups, said):
 def test_the_content_counts_and_not_the_place(folder, tmp_path):
     same = tiny_models.lora(tmp_path / "copy", "demo", CONFIG)
     other = tiny_models.lora(tmp_path / "other", "demo", CONFIG, seed=2)
-    prints = [fingerprint(job(adapter=str(f)), MODEL)[0] for f in (folder, same, other)]
+    prints = [fingerprint(job(adapter=str(f)), MODEL).fingerprint for f in (folder, same, other)]
     assert prints[0] == prints[1] != prints[2]
-    assert "engine.adapters" not in fingerprint(job(), MODEL)[1]
+    assert "engine.adapters" not in fingerprint(job(), MODEL).parts
 
 
 def test_a_node_keeps_its_own_copy_of_what_was_pinned(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("RAYBATCH_CACHE", str(tmp_path / "cache"))
-    pinned = adapters.pin_adapters(job(adapter=str(folder)).engine)[""]
+    pinned = adapters.pin_adapters(model_request(job(adapter=str(folder)).engine))[""]
     assert (pinned["source"], pinned["rank"]) == (str(folder), 4)
     own = Path(adapters.adapter_path(pinned))
     before = (own / adapters.ADAPTER_WEIGHTS).read_bytes()
@@ -71,7 +72,7 @@ def test_a_node_keeps_its_own_copy_of_what_was_pinned(folder, tmp_path, monkeypa
 
 
 def test_vllm_makes_room_for_them(folder):
-    pinned = adapters.pin_adapters(job(adapter=str(folder)).engine)
+    pinned = adapters.pin_adapters(model_request(job(adapter=str(folder)).engine))
     room = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 8}
     assert adapters.arguments(pinned, {}) == room
     many = {str(i): {"rank": i} for i in range(1, 41)}
@@ -93,9 +94,15 @@ def test_vllm_makes_room_for_them(folder):
 )
 def test_an_adapter_of_another_model_is_told_by_its_tensors(folder, change, said):
     engine = job(adapter=str(folder)).engine
-    adapters.check_adapters_fit(engine, adapters.pin_adapters(engine), CONFIG)
+    adapters.check_adapters_fit(
+        model_request(engine), adapters.pin_adapters(model_request(engine)), CONFIG
+    )
     with pytest.raises(ConfigError) as refused:
-        adapters.check_adapters_fit(engine, adapters.pin_adapters(engine), {**CONFIG, **change})
+        adapters.check_adapters_fit(
+            model_request(engine),
+            adapters.pin_adapters(model_request(engine)),
+            {**CONFIG, **change},
+        )
     assert "was made for another model than demo" in str(refused.value)
     assert said in str(refused.value)
 
@@ -103,7 +110,9 @@ def test_an_adapter_of_another_model_is_told_by_its_tensors(folder, change, said
 def test_another_name_of_the_model_is_a_warning(folder, caplog):
     engine = job(adapter=str(tiny_models.lora(folder, "someone/else", CONFIG))).engine
     with caplog.at_level(logging.WARNING):
-        adapters.check_adapters_fit(engine, adapters.pin_adapters(engine), CONFIG)
+        adapters.check_adapters_fit(
+            model_request(engine), adapters.pin_adapters(model_request(engine)), CONFIG
+        )
     assert "was made for someone/else, and engine.model is demo" in caplog.text
 
 
@@ -122,18 +131,22 @@ def test_what_vllm_does_not_load_is_refused(folder, change, said):
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}), encoding="utf-8")
     engine = job(adapter=str(folder)).engine
     with pytest.raises(ConfigError) as refused:
-        adapters.check_adapters_fit(engine, adapters.pin_adapters(engine), CONFIG)
+        adapters.check_adapters_fit(
+            model_request(engine), adapters.pin_adapters(model_request(engine)), CONFIG
+        )
     assert said in str(refused.value)
 
 
 def test_no_adapter_there(folder, tmp_path):
     with pytest.raises(ConfigError, match="is no folder here"):
-        adapters.pin_adapters(job(adapter=str(tmp_path / "gone")).engine)
+        adapters.pin_adapters(model_request(job(adapter=str(tmp_path / "gone")).engine))
     (folder / adapters.ADAPTER_WEIGHTS).unlink()
     with pytest.raises(ConfigError, match=r"holds no adapter_model\.safetensors"):
-        adapters.pin_adapters(job(adapter=str(folder)).engine)
+        adapters.pin_adapters(model_request(job(adapter=str(folder)).engine))
     tiny_models.lora(folder, "demo", CONFIG)
     (folder / adapters.ADAPTER_WEIGHTS).write_bytes(b"version https://git-lfs")
     engine = job(adapter=str(folder)).engine
     with pytest.raises(ConfigError, match="is no safetensors file"):
-        adapters.check_adapters_fit(engine, adapters.pin_adapters(engine), CONFIG)
+        adapters.check_adapters_fit(
+            model_request(engine), adapters.pin_adapters(model_request(engine)), CONFIG
+        )

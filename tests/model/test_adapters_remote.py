@@ -15,6 +15,7 @@ from helpers.hub import COMMIT, OLD, hub
 from helpers.small import make_job
 from s3server import S3Server
 
+from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model import adapters
 from prefect_raybatch.storage import open_store
@@ -45,16 +46,16 @@ def test_an_adapter_on_s3_is_pinned_by_what_lies_there(s3, folder, tmp_path, mon
     for name, value in s3.env.items():
         monkeypatch.setenv(name, value)
     engine = make_job(engine={"adapter": upload(s3, folder)}).engine
-    pinned = adapters.pin_adapters(engine)
-    adapters.check_adapters_fit(engine, pinned, CONFIG)
+    pinned = adapters.pin_adapters(model_request(engine))
+    adapters.check_adapters_fit(model_request(engine), pinned, CONFIG)
     with pytest.raises(ConfigError, match="was made for another model than demo"):
-        adapters.check_adapters_fit(engine, pinned, {**CONFIG, "hidden_size": 8})
+        adapters.check_adapters_fit(model_request(engine), pinned, {**CONFIG, "hidden_size": 8})
     here = Path(adapters.adapter_path(pinned[""]))
     for name in adapters.ADAPTER_FILES:
         assert (here / name).read_bytes() == (folder / name).read_bytes()
-    assert adapters.identities(engine) == {"": pinned[""]["identity"]}
+    assert adapters.identities(model_request(engine)) == {"": pinned[""]["identity"]}
     upload(s3, tiny_models.lora(tmp_path / "other", "demo", CONFIG, seed=2))
-    assert adapters.identities(engine) != {"": pinned[""]["identity"]}
+    assert adapters.identities(model_request(engine)) != {"": pinned[""]["identity"]}
     assert Path(adapters.adapter_path(pinned[""])) == here  # this node has what was pinned
     monkeypatch.setenv("RAYBATCH_CACHE", str(tmp_path / "another"))
     with pytest.raises(ConfigError, match="another one than when the run was planned"):
@@ -64,14 +65,15 @@ def test_an_adapter_on_s3_is_pinned_by_what_lies_there(s3, folder, tmp_path, mon
 FETCH = """
 import json, sys
 from helpers.small import make_job
+from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model import adapters
 config, made = json.loads(sys.argv[1]), []
 for source in sys.argv[2:]:
     engine = make_job(engine={"adapter": source}).engine
     try:
-        pinned = adapters.pin_adapters(engine)
-        adapters.check_adapters_fit(engine, pinned, config)
+        pinned = adapters.pin_adapters(model_request(engine))
+        adapters.check_adapters_fit(model_request(engine), pinned, config)
         path = adapters.adapter_path(pinned[""]) if config["hidden_size"] == 16 else ""
         made.append([pinned[""], path])
     except ConfigError as error:

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from helpers.small import make_job
+from helpers.specs import check_template_of
 from helpers.thinking import TEMPLATE, WEATHER
 
+from prefect_raybatch.compile.job import compile_planned
+from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model import chat_template
-from prefect_raybatch.plan.plan import as_planned
-from prefect_raybatch.plan.resolved import resolve
 
 TOOLS = {"template": "{Company}", "tools": [WEATHER]}
 
@@ -30,7 +31,7 @@ def folder(root: Path, **files: Any) -> dict[str, Any]:
 
 def refused(prompt: dict[str, Any], model: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
-        chat_template.check_template(make_job(prompt=prompt), model)
+        check_template_of(make_job(prompt=prompt), model)
     return str(caught.value)
 
 
@@ -47,11 +48,11 @@ def test_a_files_text_counts_and_not_its_name(tmp_path):
         for given in (str(one), str(other), TEMPLATE)
     ]
     resolved = [resolve(job) for job in jobs]
-    assert len({r.fingerprint for r in resolved}) == 1
+    assert len({r.identity.fingerprint for r in resolved}) == 1
     assert resolved[0].job.prompt.chat_template == TEMPLATE
-    assert resolved[0].parts["prompt.chat_template"] == TEMPLATE
+    assert resolved[0].identity.parts["prompt.chat_template"] == TEMPLATE
     one.write_text(TEMPLATE + " ")
-    assert resolve(jobs[0]).fingerprint != resolved[0].fingerprint
+    assert resolve(jobs[0]).identity.fingerprint != resolved[0].identity.fingerprint
 
 
 def test_where_a_run_works_the_file_need_not_be(tmp_path):
@@ -59,7 +60,7 @@ def test_where_a_run_works_the_file_need_not_be(tmp_path):
 
     run = small_run(tmp_path, prompt={"template": "{Company}", "chat_template": TEMPLATE})
     elsewhere = make_job(prompt={"template": "{Company}", "chat_template": "only/there.jinja"})
-    assert as_planned(elsewhere, run.plan).prompt.chat_template == TEMPLATE
+    assert compile_planned(elsewhere, run.plan).prompt.chat_template == TEMPLATE
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_tools_and_documents_that_a_template_would_lose_are_refused(tmp_path):
     plain = folder(tmp_path / "m", chat_template__jinja="{{ messages }}")
     assert "prompt.tools: the chat template of" in refused(TOOLS, plain)
     assert "prompt.documents" in refused({"template": "{Company}", "documents": "d"}, plain)
-    chat_template.check_template(make_job(prompt={**TOOLS, "chat_template": TEMPLATE}), plain)
+    check_template_of(make_job(prompt={**TOOLS, "chat_template": TEMPLATE}), plain)
 
 
 def test_a_misspelt_argument_is_named_with_the_nearest(tmp_path):
@@ -107,17 +108,15 @@ def test_a_misspelt_argument_is_named_with_the_nearest(tmp_path):
     prompt = {"template": "{Company}", "chat_template_kwargs": {"enable_thinkin": False}}
     assert "did you mean 'enable_thinking'" in refused(prompt, model)
     prompt["chat_template_kwargs"] = {"enable_thinking": False}
-    chat_template.check_template(make_job(prompt=prompt), model)
+    check_template_of(make_job(prompt=prompt), model)
 
 
 def test_a_model_without_chat_template_is_told_by_the_field_that_helps(tmp_path):
     model = folder(tmp_path / "m", tokenizer_config__json={})
     said = refused({"messages": "chat"}, model)
     assert "prompt.messages" in said and "set prompt.chat_template" in said
-    chat_template.check_template(make_job(), model)  # a plain prompt goes without, as ever
-    chat_template.check_template(
-        make_job(prompt={"messages": "c", "chat_template": TEMPLATE}), model
-    )
+    check_template_of(make_job(), model)  # a plain prompt goes without, as ever
+    check_template_of(make_job(prompt={"messages": "c", "chat_template": TEMPLATE}), model)
 
 
 def test_of_several_templates_the_one_for_tools_is_taken(tmp_path):
@@ -125,7 +124,7 @@ def test_of_several_templates_the_one_for_tools_is_taken(tmp_path):
         {"name": "default", "template": "{{x}}"},
         {"name": "tool_use", "template": "{{tools}}"},
     ]
-    chat_template.check_template(
+    check_template_of(
         make_job(prompt=TOOLS),
         folder(tmp_path / "m", tokenizer_config__json={"chat_template": several}),
     )
@@ -133,7 +132,7 @@ def test_of_several_templates_the_one_for_tools_is_taken(tmp_path):
 
 def test_of_a_model_that_is_not_here_nothing_is_known():
     model = {"source": "owner/name", "revision": "abc", "identity": "owner/name@abc"}
-    chat_template.check_template(make_job(prompt=TOOLS), model)
+    check_template_of(make_job(prompt=TOOLS), model)
 
 
 ENDLESS = (
@@ -158,7 +157,7 @@ def test_a_template_that_does_not_end_is_refused_when_the_run_is_planned(
         monkeypatch.setattr(chat_template, "TEMPLATE_SECONDS", 1.0)
     job = make_job(prompt={"template": "{a}", "chat_template": template})
     with pytest.raises(ConfigError, match=rf"^prompt.chat_template: .*{said}"):
-        chat_template.check_template(job, {"source": "demo", "revision": None})
+        check_template_of(job, {"source": "demo", "revision": None})
 
 
 def test_a_models_own_template_that_does_not_end_is_refused(monkeypatch, tmp_path):
@@ -168,13 +167,13 @@ def test_a_models_own_template_that_does_not_end_is_refused(monkeypatch, tmp_pat
     (tmp_path / "tokenizer.json").write_text("{}")
     job = make_job(engine={"model": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"^the chat template of .*takes it over 1 s"):
-        chat_template.check_template(job, {"source": str(tmp_path), "revision": None})
+        check_template_of(job, {"source": str(tmp_path), "revision": None})
 
 
 def test_templates_that_raise_or_need_transformers_are_left_to_the_rows():
     for text in ("{{ raise_exception('no system') }}", "{{ messages | tojson }}", "{{ 'a' * 20 }}"):
         job = make_job(prompt={"template": "{a}", "chat_template": text})
-        chat_template.check_template(job, {"source": "demo", "revision": None})
+        check_template_of(job, {"source": "demo", "revision": None})
 
 
 ENDLESS_FOR_IMAGES = (
@@ -194,6 +193,6 @@ def test_a_template_that_does_not_end_for_images_is_refused(monkeypatch, tmp_pat
     prompt = {"template": "{a}", "images": {"columns": ["b"]}}
     job = make_job(prompt=prompt, engine={"model": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"^the chat template of .*takes it over 1 s"):
-        chat_template.check_template(job, model)
+        check_template_of(job, model)
     text = make_job(prompt={"template": "{a}"}, engine={"model": str(tmp_path)})
-    chat_template.check_template(text, model)  # which it does not reach
+    check_template_of(text, model)  # which it does not reach

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from helpers.small import make_job
 
+from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model.check import check
 from prefect_raybatch.model.context import longest_context, own_context
@@ -130,7 +131,7 @@ def test_a_context_that_no_engine_takes_is_refused_by_the_plan(
 
     def look(**engine: Any) -> None:
         job = make_job(engine={"model": str(tmp_path), "task": task, **engine})
-        check(job.engine, job.sampling, model, files=False)
+        check(compile_job(job), model, files=False)
 
     look(max_model_len=512)
     with pytest.raises(ConfigError, match=r"max_model_len: 8,192 is more than the 512 tokens"):

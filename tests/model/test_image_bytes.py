@@ -11,8 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.small import make_job
+from helpers.specs import images_of
 from PIL import Image
 
+from prefect_raybatch.compile.job import compile_job
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.images import Images
 from prefect_raybatch.model.image_bytes import made_pixels, processor_of
 from prefect_raybatch.plan.image_bytes import row_bytes
@@ -56,7 +59,7 @@ def test_each_family_makes_another_size_of_an_image(processor, pixels, made):
     ],
 )
 def test_an_image_is_as_large_as_the_job_says(resize, size, pixels):
-    assert Images(columns=["a"], resize=resize).pixels(size) == pixels
+    assert images_of(Images(columns=["a"], resize=resize)).pixels(size) == pixels
 
 
 def photo(width: int, height: int) -> bytes:
@@ -92,22 +95,26 @@ def job(tmp_path: Path, model: dict[str, Any], images: list[Any], **given: Any) 
 def test_what_stands_in_the_rows_is_looked_at(tmp_path, model):
     images = [photo(1000, 500) if n % 2 else photo(200, 100) for n in range(100)]
     images[0] = b"<html>"
-    made = row_bytes(asked := job(tmp_path, model, images), model, inventory(asked.source))
+    made = row_bytes(
+        asked := compile_job(job(tmp_path, model, images)), model, inventory(asked.read)
+    )
     assert 2.5e6 < made < 4e6  # 12 bytes a pixel of 260,000 in the mean
-    asked = job(tmp_path, model, images, resize=[225, 225])
-    assert row_bytes(asked, model, inventory(asked.source)) == 12 * 225 * 225
-    asked = job(tmp_path, model, ["https://there/a.png"] * 100)
-    assert row_bytes(asked, model, inventory(asked.source)) == 12 * 512 * 512
+    asked = compile_job(job(tmp_path, model, images, resize=[225, 225]))
+    assert row_bytes(asked, model, inventory(asked.read)) == 12 * 225 * 225
+    asked = compile_job(job(tmp_path, model, ["https://there/a.png"] * 100))
+    assert row_bytes(asked, model, inventory(asked.read)) == 12 * 512 * 512
     many = [[photo(100, 100)] * 3] * 20
-    asked = job(tmp_path, model, many, per_row=9)
-    assert row_bytes(asked, model, inventory(asked.source)) == 3 * 12 * 10_000
+    asked = compile_job(job(tmp_path, model, many, per_row=9))
+    assert row_bytes(asked, model, inventory(asked.read)) == 3 * 12 * 10_000
 
 
 def test_a_wide_type_takes_twice_as_much(tmp_path, model):
-    asked = job(tmp_path, model, [photo(100, 100)] * 9)
-    assert row_bytes(asked, model, inventory(asked.source)) == 12 * 10_000
-    asked.engine.model_extra["dtype"] = "float32"
-    assert row_bytes(asked, model, inventory(asked.source)) == 24 * 10_000
+    asked = compile_job(job(tmp_path, model, [photo(100, 100)] * 9))
+    assert row_bytes(asked, model, inventory(asked.read)) == 12 * 10_000
+    given = job(tmp_path, model, [photo(100, 100)] * 9).to_dict()
+    given["engine"]["dtype"] = "float32"
+    asked = compile_job(BatchJob.from_dict(given))
+    assert row_bytes(asked, model, inventory(asked.read)) == 24 * 10_000
 
 
 def test_a_processor_may_stand_in_another_file(tmp_path, model):
@@ -122,8 +129,8 @@ def test_a_processor_may_stand_in_another_file(tmp_path, model):
 def test_the_plan_cuts_shards_by_what_is_prepared(tmp_path, model):
     folder = Path(model["source"])
     (folder / "model.safetensors").write_bytes(b"")
-    asked = job(tmp_path, model, [photo(100, 100)] * 5000, resize=[225, 225])
-    asked.engine.model_extra["load_format"] = "dummy"
+    given = job(tmp_path, model, [photo(100, 100)] * 5000, resize=[225, 225]).to_dict()
+    given["engine"]["load_format"] = "dummy"
     (folder / "tokenizer.json").write_text("{}")
-    told = dry_run(asked)
+    told = dry_run(BatchJob.from_dict(given))
     assert told.sizing.rows_per_shard == 441 and "256 MiB" in told.sizing.rows_why

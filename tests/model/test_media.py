@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 from helpers.small import make_job
+from helpers.specs import images_of
 
+from prefect_raybatch.compile.job import compile_job, model_request
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job import vllm_fields
 from prefect_raybatch.job.batch_job import BatchJob
@@ -25,7 +27,12 @@ def job(per_row: int = 1, **engine: Any) -> BatchJob:
 
 def refused(name: str, asked: BatchJob) -> str:
     with pytest.raises(ConfigError) as error:
-        media.check_takes(asked.engine, asked.prompt.images, "m", {"architectures": [name]})
+        media.check_takes(
+            model_request(asked.engine),
+            images_of(asked.prompt.images),
+            "m",
+            {"architectures": [name]},
+        )
     return str(error.value)
 
 
@@ -62,14 +69,14 @@ def test_a_model_of_sounds_is_refused():
 def test_models_that_take_them_pass(name, count):
     asked = job(count)
     config = {"architectures": [name]} if name else {}
-    media.check_takes(asked.engine, asked.prompt.images, "m", config)
+    media.check_takes(model_request(asked.engine), images_of(asked.prompt.images), "m", config)
 
 
 def test_the_class_that_overrides_the_models_own_counts():
     overrides = {"architectures": [MANY]}
     asked = job(2, hf_overrides=overrides)
     config = {"architectures": ["LlamaForCausalLM"]}
-    media.check_takes(asked.engine, asked.prompt.images, "m", config)
+    media.check_takes(model_request(asked.engine), images_of(asked.prompt.images), "m", config)
 
 
 def test_it_is_told_when_the_model_is_checked(tmp_path):
@@ -77,7 +84,5 @@ def test_it_is_told_when_the_model_is_checked(tmp_path):
     asked = job(model=str(tmp_path))
     model = {"source": str(tmp_path), "revision": None}
     with pytest.raises(ConfigError, match="text alone"):
-        model_check.check(
-            asked.engine, asked.sampling, model, files=False, images=asked.prompt.images
-        )
-    model_check.check(make_job().engine, asked.sampling, model, files=False)
+        model_check.check(compile_job(asked), model, files=False)
+    model_check.check(compile_job(make_job()), model, files=False)

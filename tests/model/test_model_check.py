@@ -11,6 +11,7 @@ import pytest
 from helpers.small import job_dict
 
 from prefect_raybatch import demo
+from prefect_raybatch.compile.job import compile_job, model_request
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job import vllm_fields
 from prefect_raybatch.job.batch_job import BatchJob
@@ -59,14 +60,14 @@ def edit(folder: Path, **fields: Any) -> Path:
 
 def test_the_bundled_model_passes_in_a_folder_of_its_own(folder: Path) -> None:
     job = BatchJob.from_dict(job_dict(engine={"model": str(folder)}))
-    model_check.check(job.engine, job.sampling, models.pin(job.engine))
+    model_check.check(compile_job(job), models.pin(model_request(job.engine)))
 
 
 def test_no_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     assert "holds no weights" in refused(folder)
     job = BatchJob.from_dict(job_dict(engine={"model": str(folder), "load_format": "dummy"}))
-    model_check.check(job.engine, job.sampling, models.pin(job.engine))  # needs none
+    model_check.check(compile_job(job), models.pin(model_request(job.engine)))  # needs none
 
 
 def test_weights_cut_off(folder: Path) -> None:
@@ -96,7 +97,7 @@ def test_no_tokenizer(folder: Path, tmp_path: Path) -> None:
     assert "holds no tokenizer" in refused(folder) and "engine.tokenizer" in refused(folder)
     other = {"model": str(folder), "tokenizer": demo.demo_model_path()}
     job = BatchJob.from_dict(job_dict(engine=other))
-    model_check.check(job.engine, job.sampling, models.pin(job.engine))
+    model_check.check(compile_job(job), models.pin(model_request(job.engine)))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_a_runner_that_pools(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["ChatGLMModel", "GPT2LMHeadModel", "NewestForCausalLM"])
 def test_generating_models_pass(folder: Path, name: str) -> None:
     job = BatchJob.from_dict(job_dict(engine={"model": str(edit(folder, architectures=[name]))}))
-    model_check.check(job.engine, job.sampling, models.pin(job.engine))
+    model_check.check(compile_job(job), models.pin(model_request(job.engine)))
 
 
 def test_vllms_own_lists_are_read() -> None:

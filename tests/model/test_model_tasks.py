@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from helpers.small import make_job
 
+from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.model import tasks
@@ -34,7 +35,7 @@ def engine(task: str, **more: Any) -> Engine:
     ],
 )
 def test_a_model_that_can(task, config):
-    tasks.check_can(engine(task), "m", config)
+    tasks.check_can(model_request(engine(task)), "m", config)
 
 
 @pytest.mark.parametrize(
@@ -54,30 +55,36 @@ def test_a_model_that_can(task, config):
 )
 def test_a_model_that_cannot_is_told(task, config, said):
     with pytest.raises(ConfigError) as refused:
-        tasks.check_can(engine(task), "m", config)
+        tasks.check_can(model_request(engine(task)), "m", config)
     assert said in str(refused.value)
 
 
 def test_a_score_by_two_vectors_needs_two_texts():
     with pytest.raises(ConfigError, match=r"prompt\.second"):
-        tasks.check_can(engine("score"), "m", BERT, paired=False)
-    tasks.check_can(engine("score"), "m", CROSS, paired=False)  # its template holds both
+        tasks.check_can(model_request(engine("score")), "m", BERT, paired=False)
+    tasks.check_can(
+        model_request(engine("score")), "m", CROSS, paired=False
+    )  # its template holds both
 
 
 def test_what_is_asked_of_a_model_follows_from_task_and_classes():
-    assert tasks.asked(engine("embed"), BERT) == "embed"
-    assert tasks.asked(engine("classify"), CLASSIFIER) == "classify"
-    assert tasks.asked(engine("score"), BERT) == "embed"
-    assert tasks.asked(engine("score"), CROSS) == "classify"
+    assert tasks.asked(model_request(engine("embed")), BERT) == "embed"
+    assert tasks.asked(model_request(engine("classify")), CLASSIFIER) == "classify"
+    assert tasks.asked(model_request(engine("score")), BERT) == "embed"
+    assert tasks.asked(model_request(engine("score")), CROSS) == "classify"
     overrides = {"architectures": ["Qwen3ForSequenceClassification"]}
-    assert tasks.asked(engine("score", hf_overrides=overrides), LLAMA) == "classify"
+    assert tasks.asked(model_request(engine("score", hf_overrides=overrides)), LLAMA) == "classify"
 
 
 def test_labels_are_in_the_order_of_their_numbers():
     ten = {"id2label": {str(i): f"l{i}" for i in reversed(range(11))}}
-    assert tasks.labels(engine("classify"), ten) == [f"l{i}" for i in range(11)]
-    assert tasks.labels(engine("classify"), {"num_labels": 3}) == ["LABEL_0", "LABEL_1", "LABEL_2"]
-    assert tasks.labels(engine("classify"), {}) == ["LABEL_0", "LABEL_1"]
+    assert tasks.labels(model_request(engine("classify")), ten) == [f"l{i}" for i in range(11)]
+    assert tasks.labels(model_request(engine("classify")), {"num_labels": 3}) == [
+        "LABEL_0",
+        "LABEL_1",
+        "LABEL_2",
+    ]
+    assert tasks.labels(model_request(engine("classify")), {}) == ["LABEL_0", "LABEL_1"]
 
 
 RERANKER = {
@@ -89,14 +96,18 @@ RERANKER = {
 
 def test_a_model_that_generates_scores_by_the_tokens_that_it_would_answer():
     own = {"architectures": ["Qwen3ForCausalLM"]}
-    tasks.check_can(engine("score", hf_overrides=RERANKER), "m", own, paired=False)
-    assert tasks.labels(engine("score", hf_overrides=RERANKER), own) == ["LABEL_0"]
+    tasks.check_can(model_request(engine("score", hf_overrides=RERANKER)), "m", own, paired=False)
+    assert tasks.labels(model_request(engine("score", hf_overrides=RERANKER)), own) == ["LABEL_0"]
     three = {
         "architectures": ["LlamaForSequenceClassification"],
         "classifier_from_token": ["bad", "fine", "good"],
         "method": "no_post_processing",
     }
-    tasks.check_can(engine("classify", hf_overrides=three), "m", own)
-    assert tasks.labels(engine("classify", hf_overrides=three), own) == ["bad", "fine", "good"]
+    tasks.check_can(model_request(engine("classify", hf_overrides=three)), "m", own)
+    assert tasks.labels(model_request(engine("classify", hf_overrides=three)), own) == [
+        "bad",
+        "fine",
+        "good",
+    ]
     with pytest.raises(ConfigError, match="has 3 labels, and a score is of one"):
-        tasks.check_can(engine("score", hf_overrides=three), "m", own)
+        tasks.check_can(model_request(engine("score", hf_overrides=three)), "m", own)

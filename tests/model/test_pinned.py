@@ -40,7 +40,8 @@ class Slow:
 
 models.open_store = lambda uri: Slow()
 from prefect_raybatch.job.engine import Engine
-found = models.local_path(models.pin(Engine(model="s3://bucket/model")))
+from prefect_raybatch.compile.job import model_request
+found = models.local_path(models.pin(model_request(Engine(model="s3://bucket/model"))))
 print(found, sorted(os.listdir(found)))
 """
 
@@ -165,12 +166,13 @@ import logging, time
 from huggingface_hub import HfApi, hf_hub_download
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.job.batch_job import Engine
 models.HUB = 1.0  # second for an answer, of which two may be waited for
 
 def look_up():
     try:
-        found = models.pin(Engine(model="owner/name"))
+        found = models.pin(model_request(Engine(model="owner/name")))
         return [found["revision"], models.read_config(found)[0]["model_type"]]
     except ConfigError as error:
         return [error]

@@ -12,6 +12,7 @@ from helpers.engines import FakeEngine
 from helpers.retries import end, first_run
 from helpers.small import MODEL, make_job, small_run
 
+from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError, PlanMismatch
 from prefect_raybatch.harmless import markdown_text
@@ -21,7 +22,6 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.plan.accepting import check_acceptable, of_model
-from prefect_raybatch.plan.resolved import Resolved
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import markdown
 from prefect_raybatch.result.verify import verify
@@ -34,7 +34,7 @@ from prefect_raybatch.storage import open_store
 def taken(plan: Plan, fields: list[str], **groups: object) -> list[str]:
     groups.setdefault("source", {"uri": "data/in.parquet", "rows_per_shard": 5})
     other = Resolved.of(make_job(**groups), MODEL)
-    found = check_acceptable(plan, other.fingerprint, other.parts, "RUN", fields, "me@here")
+    found = check_acceptable(plan, other.identity, "RUN", fields, "me@here")
     return [str(one) for one in found]
 
 

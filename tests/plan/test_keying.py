@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from helpers.small import MODEL, make_job
 
+from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.plan.keying import keying_of
 
 
 def context(job: BatchJob, **model: Any) -> str:
-    return keying_of(job, {**MODEL, **model})[0].context
+    return keying_of(compile_job(job), {**MODEL, **model})[0].context
 
 
 @pytest.mark.parametrize(
@@ -62,5 +63,5 @@ def test_the_model_counts_by_its_content() -> None:
 
 def test_what_is_told_of_it_holds_no_keys() -> None:
     given = {"hf_overrides": {"token": "hunter2secret"}}
-    _, told = keying_of(make_job(engine=given), MODEL)
+    _, told = keying_of(compile_job(make_job(engine=given)), MODEL)
     assert "hunter2secret" not in str(told)

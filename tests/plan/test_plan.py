@@ -14,12 +14,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.small import MODEL, job_dict, make_job
+from helpers.specs import check_columns, new_plan_of
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from prefect_raybatch.compile.fingerprint import fingerprint
+from prefect_raybatch.compile.public_job import public_job
+from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.counted_fields import FINGERPRINTED, FREE, FREE_ENGINE_ARGUMENTS
 from prefect_raybatch.ledger.plan_tables import (
     Shards,
     decode_schema,
@@ -32,20 +37,10 @@ from prefect_raybatch.ledger.plan_tables import (
 )
 from prefect_raybatch.ledger.records import QUARANTINE, InputFile, dump
 from prefect_raybatch.ledger.same_job import check_same, difference
-from prefect_raybatch.plan.fingerprint import (
-    FINGERPRINTED,
-    FREE,
-    FREE_ENGINE_ARGUMENTS,
-    fingerprint,
-)
 from prefect_raybatch.plan.plan import (
-    check_against_schema,
-    make_plan,
-    public_job,
     shard_starts,
     shard_work,
 )
-from prefect_raybatch.plan.resolved import Resolved
 
 # --- shards -------------------------------------------------------------------------------------
 
@@ -392,8 +387,8 @@ def test_each_field_is_tried_below():
 @pytest.mark.parametrize("path", CHANGED)
 def test_a_field_changes_the_fingerprint_as_its_table_says(path):
     needs = NEEDS.get(path, {})
-    before = fingerprint(job_with(**needs), MODEL)[0]
-    after = fingerprint(job_with(**{**needs, path: CHANGED[path]}), MODEL)[0]
+    before = fingerprint(job_with(**needs), MODEL).fingerprint
+    after = fingerprint(job_with(**{**needs, path: CHANGED[path]}), MODEL).fingerprint
     name = path.removeprefix("engine.")
     if path in leaves(BatchJob):
         free = listed(path, FREE)
@@ -405,7 +400,7 @@ def test_a_field_changes_the_fingerprint_as_its_table_says(path):
 def test_only_a_job_that_fails_cut_off_answers_is_another_job_by_it():
     plain = fingerprint(job_with(), MODEL)
     assert fingerprint(job_with(**{"output.on_cut_off": "keep"}), MODEL) == plain
-    assert plain[1]["output.on_cut_off"] is None
+    assert plain.parts["output.on_cut_off"] is None
 
 
 def test_the_fingerprint_of_the_same_job_is_the_same_in_another_process_and_order():
@@ -414,7 +409,7 @@ def test_the_fingerprint_of_the_same_job_is_the_same_in_another_process_and_orde
     first = fingerprint(BatchJob.from_dict(value), MODEL)
     second = fingerprint(BatchJob.from_dict(dict(reversed(turned.items()))), dict(MODEL))
     assert first == second
-    assert len(first[0]) == 64
+    assert len(first.fingerprint) == 64
 
 
 def test_one_file_and_a_list_of_it_are_the_same_input():
@@ -425,10 +420,14 @@ def test_one_file_and_a_list_of_it_are_the_same_input():
 def test_the_contents_of_a_local_model_count_and_the_commit_of_a_hub_name_does_not():
     job = make_job()
     other = {**MODEL, "identity": "1" * 64}
-    assert fingerprint(job, MODEL)[0] != fingerprint(job, other)[0]
+    assert fingerprint(job, MODEL).fingerprint != fingerprint(job, other).fingerprint
     hub = {"source": "owner/name", "revision": "abc", "identity": "owner/name@abc"}
     later = {"source": "owner/name", "revision": "def", "identity": "owner/name@def"}
-    assert fingerprint(job, hub)[0] == fingerprint(job, later)[0] == fingerprint(job, None)[0]
+    assert (
+        fingerprint(job, hub).fingerprint
+        == fingerprint(job, later).fingerprint
+        == fingerprint(job, None).fingerprint
+    )
 
 
 def test_the_source_of_a_user_function_counts(tmp_path, monkeypatch):
@@ -439,8 +438,10 @@ def test_the_source_of_a_user_function_counts(tmp_path, monkeypatch):
     before = fingerprint(job)
     module.write_text("def ask(row):\n    return helper()\n\ndef helper():\n    return 'b'\n")
     after = fingerprint(job)
-    assert before[0] != after[0]  # a helper beside the function decides answers too
-    assert difference(before[1], after[1])[0].startswith("prompt.function.source: ")
+    assert (
+        before.fingerprint != after.fingerprint
+    )  # a helper beside the function decides answers too
+    assert difference(before.parts, after.parts)[0].startswith("prompt.function.source: ")
 
 
 @pytest.mark.parametrize(
@@ -484,11 +485,11 @@ def test_a_module_that_fails_on_import_is_told_in_a_line(code, reason, line, tmp
 
 
 def test_the_difference_names_each_field_once():
-    old = fingerprint(make_job(sampling={"seed": 1}), MODEL)[1]
+    old = fingerprint(make_job(sampling={"seed": 1}), MODEL).parts
     job = make_job(
         sampling={"max_tokens": 99}, prompt={"template": "x" * 1000}, engine={"dtype": "half"}
     )
-    lines = difference(old, fingerprint(job, MODEL)[1])
+    lines = difference(old, fingerprint(job, MODEL).parts)
     assert "sampling.max_tokens: 16 -> 99" in lines
     assert "sampling.seed: 1 -> None" in lines
     assert "engine.dtype: None -> 'half'" in lines
@@ -499,13 +500,13 @@ def test_the_difference_names_each_field_once():
 
 def test_a_mismatch_says_where_what_and_the_remedy():
     job = make_job()
-    plan, _ = make_plan(
+    plan, _ = new_plan_of(
         Resolved.of(job, MODEL), "k", [InputFile("a", 1, None, 1, 5)], SCHEMA, 10.0, False
     )
-    check_same(plan, *fingerprint(job, MODEL), "/run")
+    check_same(plan, fingerprint(job, MODEL), "/run")
     other = fingerprint(make_job(prompt={"template": "Other {Company}"}), MODEL)
     with pytest.raises(PlanMismatch) as caught:
-        check_same(plan, *other, "/run")
+        check_same(plan, other, "/run")
     text = str(caught.value)
     assert "/run" in text and "--run-key" in text
     assert "prompt.template: 'What is {Company}?' -> 'Other {Company}'" in text
@@ -515,7 +516,7 @@ def test_a_mismatch_says_where_what_and_the_remedy():
 def test_batch_invariant_kernels_make_another_job_where_they_are_on(value, counts):
     plain = fingerprint(job_with(), MODEL)
     found = fingerprint(job_with(**{"engine.env": {"VLLM_BATCH_INVARIANT": value}}), MODEL)
-    assert (found[0] != plain[0]) is counts
+    assert (found.fingerprint != plain.fingerprint) is counts
     assert fingerprint(job_with(**{"engine.env": {"OMP_NUM_THREADS": "2"}}), MODEL) == plain
 
 
@@ -527,13 +528,13 @@ SCHEMA = pa.schema([("id", pa.int64()), ("Company", pa.string()), ("Country", pa
 def test_a_plan_names_its_tables_by_their_hash_and_reads_back():
     files = [InputFile("a", 1, None, 1, 7), InputFile("b", 1, None, 1, 0)]
     job = make_job(source={"uri": "in", "rows_per_shard": 3})
-    plan, tables = make_plan(Resolved.of(job, MODEL), "k", files, SCHEMA, 10.0, snapshot=True)
+    plan, tables = new_plan_of(Resolved.of(job, MODEL), "k", files, SCHEMA, 10.0, snapshot=True)
     assert (plan.rows, plan.rows_per_shard, plan.shards, plan.snapshot) == (7, 3, 3, True)
     assert set(tables) == {plan.shards_table, plan.files_table}
     assert read_shards(tables[plan.shards_table]).starts.tolist() == [0, 3, 6, 7]
     assert read_files(tables[plan.files_table]) == tuple(files)
     assert decode_schema(plan.input_schema).equals(SCHEMA)
-    again, same = make_plan(Resolved.of(job, MODEL), "k", files, SCHEMA, 10.0, snapshot=True)
+    again, same = new_plan_of(Resolved.of(job, MODEL), "k", files, SCHEMA, 10.0, snapshot=True)
     assert same == tables and again.fingerprint == plan.fingerprint
 
 
@@ -543,7 +544,7 @@ def test_secrets_stay_out_of_the_run_directory():
         output={"uri": "s3://b/o", "options": {"token": "SECRET-3"}},
         engine={"env": {"HF_TOKEN": "SECRET-4"}, "hf_token": "SECRET-5"},
     )
-    plan, tables = make_plan(
+    plan, tables = new_plan_of(
         Resolved.of(job, MODEL), "k", [InputFile("a", 1, None, 1, 5)], SCHEMA, 1.0, False
     )
     assert b"SECRET" not in plan.to_bytes() + b"".join(tables.values())
@@ -611,7 +612,7 @@ def test_secrets_stay_out_of_the_run_directory():
 )
 def test_columns_that_do_not_fit_the_input_are_named(groups, said):
     with pytest.raises(ConfigError) as caught:
-        check_against_schema(make_job(**groups), SCHEMA)
+        check_columns(make_job(**groups), SCHEMA)
     for word in said:
         assert word in str(caught.value)
 
@@ -620,27 +621,27 @@ def test_columns_that_do_not_fit_the_input_are_named(groups, said):
 def test_what_no_result_holds_is_refused_for_a_new_run_and_no_job_of_before(name):
     job = make_job(sampling={name: [5]})  # a run that began with it is read and continued
     with pytest.raises(ConfigError, match=rf"sampling\.{name} is not supported"):
-        check_against_schema(job, SCHEMA)
+        check_columns(job, SCHEMA)
 
 
 def test_a_budget_of_thinking_needs_to_know_how_a_model_thinks():
     sampling = {"thinking_token_budget": 64}
     with pytest.raises(ConfigError, match=r"sampling\.thinking_token_budget: .*reasoning_parser"):
-        check_against_schema(make_job(sampling=sampling), SCHEMA)
+        check_columns(make_job(sampling=sampling), SCHEMA)
     for engine in (
         {"reasoning_parser": "qwen3"},
         {"reasoning_config": {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}},
         {"structured_outputs_config": {"reasoning_parser": "qwen3"}},
     ):
-        check_against_schema(make_job(sampling=sampling, engine=engine), SCHEMA)
+        check_columns(make_job(sampling=sampling, engine=engine), SCHEMA)
 
 
 def test_a_step_that_holds_fewer_tokens_than_there_are_sequences():
     engine = {"max_num_seqs": 64, "max_num_batched_tokens": 63}
     with pytest.raises(ConfigError, match=r"engine\.max_num_batched_tokens: a step of 63 tokens"):
-        check_against_schema(make_job(engine=engine), SCHEMA)
-    check_against_schema(make_job(engine={**engine, "max_num_seqs": 63}), SCHEMA)
-    check_against_schema(make_job(engine={**engine, "max_num_seqs": "auto"}), SCHEMA)
+        check_columns(make_job(engine=engine), SCHEMA)
+    check_columns(make_job(engine={**engine, "max_num_seqs": 63}), SCHEMA)
+    check_columns(make_job(engine={**engine, "max_num_seqs": "auto"}), SCHEMA)
 
 
 @pytest.mark.parametrize(
@@ -654,7 +655,7 @@ def test_a_step_that_holds_fewer_tokens_than_there_are_sequences():
     ],
 )
 def test_columns_that_fit(output):
-    check_against_schema(make_job(output=output), SCHEMA)
+    check_columns(make_job(output=output), SCHEMA)
 
 
 CHATS = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -681,10 +682,10 @@ CHATS = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 def test_columns_of_conversations_and_documents_can_hold_such(prompt, kind, said):
     schema = pa.schema([("id", pa.int64()), ("chat", kind)])
     if said is None:
-        check_against_schema(make_job(prompt=prompt), schema)
+        check_columns(make_job(prompt=prompt), schema)
         return
     with pytest.raises(ConfigError) as caught:
-        check_against_schema(make_job(prompt=prompt), schema)
+        check_columns(make_job(prompt=prompt), schema)
     assert said in str(caught.value)
 
 
@@ -692,6 +693,6 @@ def test_the_columns_of_parsers_are_named_where_they_meet_the_inputs():
     schema = pa.schema([("Company", pa.string()), ("reasoning", pa.string())])
     output = {"uri": "o", "reasoning_parser": "qwen3", "tool_parser": "hermes"}
     with pytest.raises(ConfigError, match=r"'reasoning' is already.*output\.reasoning_column"):
-        check_against_schema(make_job(output=output), schema)
-    check_against_schema(make_job(output={**output, "reasoning_column": "thought"}), schema)
-    check_against_schema(make_job(output={"uri": "o"}), schema)
+        check_columns(make_job(output=output), schema)
+    check_columns(make_job(output={**output, "reasoning_column": "thought"}), schema)
+    check_columns(make_job(output={"uri": "o"}), schema)

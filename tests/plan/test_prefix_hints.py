@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from helpers.small import make_job
 
+from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.plan.prefix_hints import TemplateCells, distinct_of, prefix_hints
 
 
@@ -56,7 +57,7 @@ def shared_plainly(rows: list[dict[str, Any]], template: str) -> float:
 def test_the_share_of_each_order_is_that_of_its_prompts() -> None:
     rows = reviews(20_000, 700)
     template = "Review: {review}\nProduct: {product}\nStars: {stars}\nAnswer:"
-    cells = TemplateCells.of(job_of(template), rows[:2000])
+    cells = TemplateCells.of(compile_job(job_of(template)).prompt, rows[:2000])
     assert cells is not None
     now, best, order = cells.shared(20_000)
     assert order == ("product", "stars", "review")
@@ -67,7 +68,7 @@ def test_the_share_of_each_order_is_that_of_its_prompts() -> None:
 
 def test_hints_say_what_would_share_more_and_by_how_much() -> None:
     rows = reviews(2000, 3000)
-    (order,) = prefix_hints(job_of("{review} of {product}"), 10**6, rows, 100.0)
+    (order,) = prefix_hints(compile_job(job_of("{review} of {product}")), 10**6, rows, 100.0)
     assert order.startswith("prompt.template: with its fields in the order {product}, {review} ")
     assert "of a prompt's 100 tokens in place of 0%" in order and "shard of 4,000 rows" in order
     assert ", with engine.order: run 7" in order
@@ -76,11 +77,13 @@ def test_hints_say_what_would_share_more_and_by_how_much() -> None:
 def test_rows_that_lie_apart_are_told_of_the_order_over_the_run() -> None:
     rows = reviews(2000, 3000)
     job = job_of("{product}: {review}")
-    (hint,) = prefix_hints(job, 10**6, rows, 100.0)
+    (hint,) = prefix_hints(compile_job(job), 10**6, rows, 100.0)
     assert hint.startswith("engine.order: run would share about 7")
     for engine in ({"order": "run"}, {"order": "input"}):
         quiet = job_of("{product}: {review}", engine=engine)
-        assert not prefix_hints(quiet, 10**6, rows, 100.0)
-    assert not prefix_hints(job_of("{review}"), 10**6, rows, 100.0)
-    assert not prefix_hints(job, 10**6, rows[:50], 100.0)  # too few to tell
-    assert not prefix_hints(job, 10**6, reviews(2000, 20), 100.0)  # a shard has many of each
+        assert not prefix_hints(compile_job(quiet), 10**6, rows, 100.0)
+    assert not prefix_hints(compile_job(job_of("{review}")), 10**6, rows, 100.0)
+    assert not prefix_hints(compile_job(job), 10**6, rows[:50], 100.0)  # too few to tell
+    assert not prefix_hints(
+        compile_job(job), 10**6, reviews(2000, 20), 100.0
+    )  # a shard has many of each

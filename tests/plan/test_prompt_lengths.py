@@ -10,19 +10,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.small import MODEL, make_job
+from helpers.specs import prepare_stage
 from typer.testing import CliRunner
 
 from prefect_raybatch import source
 from prefect_raybatch.cli.commands import app
+from prefect_raybatch.compile.job import compile_job, compile_planned, read_spec
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.plan import prompt_lengths as tokens
-from prefect_raybatch.plan.plan import settled
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.run import run_store
-from prefect_raybatch.stages.prepare import Prepare
 
 TEMPLATE = "{Text}"
 
@@ -43,12 +43,14 @@ def write(folder: Path, texts: list[str | None], name: str = "a.parquet") -> Non
 
 def sizes_of(job: BatchJob, texts: list[str]) -> list[int]:
     """Lengths as the prepare stage makes them."""
-    made = Prepare(job.prompt, dict(MODEL), None).prompts(pa.table({"Text": texts}))[1]
+    made = prepare_stage(job.prompt, dict(MODEL), None).prompts(pa.table({"Text": texts}))[1]
     return [len(ids) for ids in made]
 
 
 def measured(job: BatchJob, **named: Any) -> tokens.PromptLengths:
-    return tokens.of_files(job, MODEL, source.inventory(job.source), **named)
+    return tokens.of_files(
+        compile_job(job), MODEL, source.inventory(read_spec(job.source)), **named
+    )
 
 
 # --- the sample ---------------------------------------------------------------------------------
@@ -95,7 +97,7 @@ def test_a_sample_ends_when_its_time_is_over():
             yield "file", i, pa.table({"Text": [f"row {i}"]})
 
     job = make_job(prompt={"template": TEMPLATE})
-    assert tokens.measure(job, MODEL, blocks(), seconds=0).rows == 1
+    assert tokens.measure(compile_job(job), MODEL, blocks(), seconds=0).rows == 1
 
 
 def _by_row(found: tokens.PromptLengths) -> list[tokens.PromptExample]:
@@ -110,7 +112,9 @@ def test_rows_that_make_no_prompt_are_counted_and_nothing_but_such_is_an_error(t
     assert all(one.tokens in (found.least, found.most) for one in found.examples)
     assert all(text in one.text for one, text in zip(_by_row(found), "ab", strict=True))
     with pytest.raises(ConfigError, match=r"none of 1 sampled row made a prompt.*is null"):
-        tokens.measure(job_for(tmp_path), MODEL, [("f", 0, pa.table({"Text": [None]}))])
+        tokens.measure(
+            compile_job(job_for(tmp_path)), MODEL, [("f", 0, pa.table({"Text": [None]}))]
+        )
 
 
 def test_shared_prefixes_count_in_whole_blocks(tmp_path):
@@ -128,7 +132,7 @@ def test_csv_is_looked_at_without_a_copy(tmp_path):
         rows = "\n".join(f"{i},text {name} {i}" for i in range(200))
         (tmp_path / "in" / f"{name}.csv").write_text(f"id,Text\n{rows}\n")
     job = job_for(tmp_path)
-    found = tokens.of_heads(job, MODEL, sample=100)
+    found = tokens.of_heads(compile_job(job), MODEL, sample=100)
     assert 100 <= found.rows <= 150
     assert not (tmp_path / "out").exists()
 
@@ -165,8 +169,7 @@ def test_the_plan_keeps_what_auto_came_to(tmp_path):
     plan = ledger.load_plan()
     assert plan is not None and plan.context is not None
     assert plan.context["max_model_len"] == 64 and plan.context["rows"] == 100
-    length = settled(job, plan.context).engine.context
-    assert length == 64
+    assert compile_planned(job, plan).engine.model.context == 64
     # The input may have grown: what is quarantined is decided once.
     write(tmp_path, ["word " * 700] * 100)
     assert plan_run(job, "key") == first
@@ -180,9 +183,9 @@ def test_a_plan_without_auto_keeps_the_bytes_it_always_had(tmp_path):
     plan_run(job, "key")
     plan = Ledger(run_store(job.output, "key")).load_plan()
     assert plan is not None and plan.context is None
-    assert settled(job, None) is job
+    assert compile_planned(job, plan) == compile_job(job, ["Text"])
     with pytest.raises(CorruptRun, match="auto"):
-        settled(auto(), None)
+        compile_planned(auto(), plan)
 
 
 @pytest.mark.parametrize("context", [{}, {"max_model_len": 0}, {"max_model_len": "64"}, [64]])

@@ -16,8 +16,9 @@ from ray import cloudpickle
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.cluster.pipeline import Pipeline
+from prefect_raybatch.compile.job import cluster_spec, compile_job, read_spec
+from prefect_raybatch.compile.sizes import size_spec
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.plan.keying import keying_of
 from prefect_raybatch.plan.row_keys import RowKeys
@@ -73,8 +74,8 @@ def planted(value: object) -> list[str]:
 def test_the_keys_of_rows_are_made_without_the_jobs_secrets(tmp_path, kind):
     job = secret_job(tmp_path)
     store = open_store(str(tmp_path)) if kind == "csv" else None  # its rows are a snapshot
-    keying, _ = keying_of(job, MODEL)
-    rows = RowKeys.of(job, MODEL, inventory(job.source), store, keying)
+    keying, _ = keying_of(compile_job(job), MODEL)
+    rows = RowKeys.of(compile_job(job), MODEL, inventory(read_spec(job.source)), store, keying)
     assert planted(rows) == ([INPUT] if store is None else [])
     assert not any(isinstance(value, BatchJob) for value in vars(rows).values())
 
@@ -83,12 +84,13 @@ def test_the_keys_of_rows_are_made_without_the_jobs_secrets(tmp_path, kind):
 def test_each_stage_is_sent_the_secrets_that_it_needs_alone(tmp_path, kind):
     job = secret_job(tmp_path, kind)
     # A plan would look at the places that the result is published to.
-    run = plan_run(job.model_copy(update={"output": job.output.for_workers()}), "k")
+    unpublished = job.output.model_copy(update={"publish": []})
+    run = plan_run(job.model_copy(update={"output": unpublished}), "k")
     store = run_store(job.output, "k")
     ledger = Ledger(store)
     plan, shards = load_run(ledger, run)
-    size = sized.for_attempt(size_spec(job), plan, cluster.this_machine(job))
-    pipeline = Pipeline(job, plan, shards, store, "a", size, job.source.options)
+    size = sized.for_attempt(size_spec(job), plan, cluster.this_machine(cluster_spec(job)))
+    pipeline = Pipeline(compile_job(job), plan, shards, store, "a", size)
     prepare, spec, finish = pipeline.stages(False)
     assert planted(prepare) == [] and planted(finish) == []
     assert planted(pipeline.reader) == ([INPUT] if kind == "parquet" else [])

@@ -18,6 +18,7 @@ from helpers.small import read_json
 from helpers.targets import TARGETS, catalog
 from pyiceberg.catalog import load_catalog
 
+from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.publish.planned import check_targets_of
@@ -354,7 +355,10 @@ def test_two_targets_that_write_the_same_place_are_refused_at_plan(name, run, tm
     (tmp_path / "link").symlink_to(tmp_path / "place")
     first, second = same_places(tmp_path)[name]
     job = job_of(run, {**first, "name": "a"}, {**second, "name": "b"})
-    for work in (lambda: check_targets_of(job, INPUT), lambda: publish_run(job, str(run))):
+    for work in (
+        lambda: check_targets_of(compile_job(job), INPUT),
+        lambda: publish_run(job, str(run)),
+    ):
         with pytest.raises(ConfigError, match=r"targets 'a' and 'b' .*\. (Remove|Give)"):
             work()
     assert not list((tmp_path / "place").iterdir())

@@ -19,6 +19,7 @@ from helpers.retries import FAILED, first_run, retried
 from helpers.small import make_job, read_json
 from helpers.targets import published_rows
 
+from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.errors import ConfigError, PublishFailed
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.publish import PublishTarget
@@ -276,7 +277,10 @@ def test_keys_that_are_wrong_end_it_at_once_and_are_not_shown(server, run, monke
     job, columns = job_of(run, target(server, "denied")), pa.schema([("id", pa.int64())])
 
     def refused(job: BatchJob, *words: str, kind: type[Exception] = ConfigError) -> None:
-        for work in (lambda: publish_run(job, str(run)), lambda: check_targets_of(job, columns)):
+        for work in (
+            lambda: publish_run(job, str(run)),
+            lambda: check_targets_of(compile_job(job), columns),
+        ):
             with pytest.raises(kind) as caught:
                 work()
             for word in words:
@@ -295,7 +299,7 @@ def test_keys_that_are_wrong_end_it_at_once_and_are_not_shown(server, run, monke
     with pytest.raises(PublishFailed, match=r"whole; mend .* again: raybatch publish"):
         publish_run(job_of(run, away), str(run))
     with pytest.raises(PublishFailed, match="Mend the cause and run the same command again"):
-        check_targets_of(job_of(run, away), columns)  # there is no result yet
+        check_targets_of(compile_job(job_of(run, away)), columns)  # there is no result yet
 
 
 def test_a_user_who_may_not_write_and_a_row_that_does_not_fit(server, run):
@@ -356,7 +360,10 @@ def test_a_table_of_the_databases_own_types_takes_what_they_mean(server, run):
     columns = pa.schema([("id", pa.int64()), ("Company", pa.string())])
     columns = columns.append(pa.field("tags", pa.list_(pa.string())))
     said = "'response' is int64 in the table there and string in the result"
-    for work in (lambda: check_targets_of(wrong, columns), lambda: publish_run(wrong, str(run))):
+    for work in (
+        lambda: check_targets_of(compile_job(wrong), columns),
+        lambda: publish_run(wrong, str(run)),
+    ):
         with pytest.raises(ConfigError, match=said):
             work()
     assert rows_of(server, "wrong") == {}

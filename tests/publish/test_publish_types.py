@@ -19,6 +19,7 @@ from helpers.small import make_job
 from helpers.targets import TARGETS, catalog, iceberg, published_rows
 from pyiceberg.catalog import load_catalog
 
+from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.errors import ConfigError, PublishFailed
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.publish.planned import check_targets_of
@@ -153,7 +154,7 @@ def test_a_target_that_changed_since_it_was_published_to_is_told_by_column(forma
     given = pa.schema([("id", pa.int64()), ("Company", pa.string())])
     output = {"uri": str(tmp_path / "out"), "publish": [target], "column": "answer"}
     with pytest.raises(ConfigError, match=r"no column '(id|Company|answer)'"):
-        check_targets_of(make_job(output=output), given)
+        check_targets_of(compile_job(make_job(output=output)), given)
     sink = open_sink(PublishTarget.model_validate(target), "key", {})
     with pytest.raises(ConfigError, match="'answer'"):
         sink.publish(published_rows(table, "q" * 64), lambda step: None)
@@ -284,13 +285,13 @@ def test_a_plan_checks_the_columns_that_it_knows(tmp_path):
     given = pa.schema([("id", pa.int64()), ("Company", pa.string())])
     job = make_job(output={"uri": str(tmp_path / "out"), "publish": [target]})
     with pytest.raises(ConfigError, match=r"no column 'Id' \(columns: id, Company, response, _row"):
-        check_targets_of(job, given)
+        check_targets_of(compile_job(job), given)
     output = {"uri": "out", "publish": [target], "postprocess": "helpers.functions:shout"}
-    (line,) = check_targets_of(make_job(output=output), given)  # it may return one
+    (line,) = check_targets_of(compile_job(make_job(output=output)), given)  # it may return one
     assert line == f"delta: {tmp_path}/delta is made when it is published to"
     job = make_job(output={**output, "schema": {"Id": "int64", "vector": "halffloat"}})
     with pytest.raises(ConfigError, match="column 'vector'"):
-        check_targets_of(job, given)
+        check_targets_of(compile_job(job), given)
 
 
 # --- what is missing ----------------------------------------------------------------------------

@@ -11,9 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable, Schema, write_deltalake
 from helpers.small import make_job
+from helpers.specs import reads
 from helpers.targets import TARGETS, published_rows
 from sqlalchemy.exc import OperationalError
 
+from prefect_raybatch.compile.job import compile_job, read_spec
 from prefect_raybatch.errors import ConfigError, PublishFailed
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.publish.planned import check_targets_of
@@ -50,7 +52,7 @@ def test_columns_that_are_one_to_the_target_are_refused(make, system, tmp_path):
         plan(texts("Name", "name"), make(tmp_path))
     job = make_job(output={"uri": str(tmp_path), "publish": [make(tmp_path)]})
     with pytest.raises(ConfigError, match="columns 'Response' and 'response'"):
-        check_targets_of(job, texts("id", "Company", "Response"))
+        check_targets_of(compile_job(job), texts("id", "Company", "Response"))
 
 
 @pytest.mark.parametrize("format", ["iceberg", "lance", "parquet", "jsonl"])
@@ -130,15 +132,15 @@ def test_a_null_that_a_delta_table_does_not_take_is_found_in_the_input(tmp_path)
         job = make_job(
             source={"uri": str(place)}, output={"uri": str(tmp_path), "publish": [target]}
         )
-        found = inventory(job.source)
+        found = inventory(read_spec(job.source))
         if not nulls:
-            (line,) = check_targets_of(job, found.schema, "key", found)
+            (line,) = check_targets_of(compile_job(job), found.schema, "key", found)
             assert "its columns fit" in line
             continue
         with pytest.raises(ConfigError, match=r"'id' is never null in the table .* 1 rows of the"):
-            check_targets_of(job, found.schema, "key", found)
+            check_targets_of(compile_job(job), found.schema, "key", found)
     with pytest.raises(ConfigError, match=r"'id' is never null .*the input may be"):
-        check_targets_of(job, found.schema)
+        check_targets_of(compile_job(job), found.schema)
 
 
 def test_a_key_that_is_not_unique_or_null_is_found_in_the_input(tmp_path):
@@ -149,9 +151,9 @@ def test_a_key_that_is_not_unique_or_null_is_found_in_the_input(tmp_path):
         job = make_job(
             source={"uri": str(place)}, output={"uri": str(tmp_path), "publish": [target]}
         )
-        found = inventory(job.source)
+        found = inventory(read_spec(job.source))
         with pytest.raises(ConfigError, match=said):
-            check_targets_of(job, found.schema, "key", found)
+            check_targets_of(compile_job(job), found.schema, "key", found)
 
 
 def test_a_merge_into_a_delta_table_that_takes_appends_alone_is_refused(tmp_path):
@@ -235,7 +237,6 @@ def test_duckdb_without_its_dialect_is_told_how_to_install_it(monkeypatch, tmp_p
 def test_duckdb_is_published_to_and_read(tmp_path):
     import duckdb as base
 
-    from prefect_raybatch.job.source import Source
     from prefect_raybatch.source.tables.sql import open_sql
 
     table = pa.table({"_row": [1, 2], "Name": ["x", None], "at": [1.5, 2.5]})
@@ -253,7 +254,7 @@ def test_duckdb_is_published_to_and_read(tmp_path):
     assert (count, rows) == ([(4,)], [(1, "x", 1.5), (2, None, 2.5)])
     publish(table, duckdb(tmp_path), "p" * 64)  # the table is empty
     uri = f"duckdb:///{tmp_path}/rows.duckdb"
-    found = open_sql(Source(uri=uri, format="sql", query="select * from answers order by _row"))
+    found = open_sql(reads(uri=uri, format="sql", query="select * from answers order by _row"))
     assert pa.Table.from_batches(found.batches(None, None)).to_pylist() == table.to_pylist()
     found.close()
 

@@ -23,6 +23,7 @@ from helpers.small import SmallRun, make_job, small_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import ENDED, INFERRING, STARTING, UNHEARD, Beat, Listener
 from prefect_raybatch.errors import (
@@ -928,10 +929,10 @@ def test_ray_does_not_keep_prefects_place_for_sigterm(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cluster, "capacity", lambda: cluster.Capacity(1, 0, 1, "here"))
     before = signal.signal(signal.SIGTERM, theirs)
     try:
-        with cluster.connected(make_job()):
+        with cluster.connected(cluster_spec(make_job())):
             assert signal.getsignal(signal.SIGTERM) is theirs
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        with cluster.connected(make_job()):
+        with cluster.connected(cluster_spec(make_job())):
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # Ray's cleans up
     finally:
         signal.signal(signal.SIGTERM, before)

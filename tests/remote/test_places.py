@@ -11,6 +11,7 @@ from helpers.kube_server import KubeServer
 from helpers.small import make_job, small_run
 
 from prefect_raybatch.cluster.connect import connected, glance
+from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import MAKING, Beat, Listener
 from prefect_raybatch.errors import (
@@ -196,7 +197,10 @@ def test_what_needs_a_cluster_that_is_there_says_so(
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.1.2.3:6379")  # of whom the job does not speak
     job = world.job()
-    have = glance(job)  # of the pods that it asks for
+    have = glance(cluster_spec(job))  # of the pods that it asks for
     assert have is not None and have.address == "made by cluster.kubernetes"
-    with pytest.raises(ConfigError, match="makes a cluster for a run alone"), connected(job):
+    with (
+        pytest.raises(ConfigError, match="makes a cluster for a run alone"),
+        connected(cluster_spec(job)),
+    ):
         pass

@@ -10,6 +10,7 @@ import pytest
 from helpers.reports import COMMIT
 from helpers.small import make_job, small_run
 
+from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.failures import FailureKey
@@ -83,11 +84,11 @@ ROOFLINE = {  # of a second of an engine with rows
 
 def test_a_gpu_at_its_limit_is_told_that_only_less_work_helps(tmp_path):
     done = report(tmp_path, [shard(n, **ROOFLINE) for n in range(20)])
-    found = only(advise(done, job()))
+    found = only(advise(done, compile_job(job())))
     assert found.about == "the GPU is the limit"
     assert "70% of its FLOPs and 33% of its memory bandwidth" in found.evidence
     assert "engine.quantization" in found.change and "arithmetic" in found.evidence
-    fp8 = only(advise(done, job(engine={"quantization": "fp8"})))
+    fp8 = only(advise(done, compile_job(job(engine={"quantization": "fp8"}))))
     assert "engine.quantization" not in fp8.change
     table = {row["engine"]: row[""] for row in engine_table(done)}
     assert table["FLOPs of the GPU's peak (MFU)"] == "70%"
@@ -99,14 +100,18 @@ def test_a_gpu_at_its_limit_is_told_that_only_less_work_helps(tmp_path):
 
 def test_a_gpu_bound_by_its_memory_is_told_so(tmp_path):
     slow = {**ROOFLINE, "flops": 1e13, "moved_bytes": 2.4e12}
-    found = only(advise(report(tmp_path, [shard(n, **slow) for n in range(20)]), job()))
+    found = only(
+        advise(report(tmp_path, [shard(n, **slow) for n in range(20)]), compile_job(job()))
+    )
     assert "memory bandwidth is what no setting" in found.evidence
     assert "shorter answers" in found.change
 
 
 def test_a_gpu_below_its_limit_and_an_unknown_one_say_nothing(tmp_path):
     below = {**ROOFLINE, "flops": 0.3e15}
-    assert advise(report(tmp_path, [shard(n, **below) for n in range(20)]), job()) == ()
+    assert (
+        advise(report(tmp_path, [shard(n, **below) for n in range(20)]), compile_job(job())) == ()
+    )
     unknown = report(tmp_path, [shard(n) for n in range(20)])
     assert unknown.roofline == {} and "roofline" not in unknown.to_dict()
     assert not any("peak" in row["engine"] for row in engine_table(unknown))
@@ -116,30 +121,32 @@ def test_a_long_tail_is_told_with_smaller_shards(tmp_path):
     some = {**ROOFLINE, "up_s": 5.0, "peak_flops": 5e15, "peak_bytes": 15e12}
     commits = [shard(n, "a:1", 500, **some) for n in range(20)]
     commits += [shard(n, "a:2", 600, **some) for n in range(14)]
-    found = only(advise(report(tmp_path, commits), job()))
+    found = only(advise(report(tmp_path, commits), compile_job(job())))
     assert found.about == "engines stood idle at the end"
     assert found.change.startswith("source.rows_per_shard: ")
 
 
 def test_a_run_that_is_well_gets_none(tmp_path):
     commits = [shard(n, f"a:{n % 2}") for n in range(20)]
-    assert advise(report(tmp_path, commits), job(limits={"deadline": "1h"})) == ()
+    assert advise(report(tmp_path, commits), compile_job(job(limits={"deadline": "1h"}))) == ()
 
 
 def test_what_is_not_known_says_nothing(tmp_path):
     bare = [replace(shard(n), stats=ShardStats(rows=500, started=n, ended=n + 9)) for n in range(9)]
-    assert advise(report(tmp_path, [replace(c, where={}) for c in bare]), job()) == ()
+    assert advise(report(tmp_path, [replace(c, where={}) for c in bare]), compile_job(job())) == ()
 
 
 def test_a_gpu_that_waits_for_its_host(tmp_path):
-    found = only(advise(report(tmp_path, [shard(n, gpu=0.45) for n in range(20)]), job()))
+    found = only(
+        advise(report(tmp_path, [shard(n, gpu=0.45) for n in range(20)]), compile_job(job()))
+    )
     assert found.about == "the GPU is not used enough"
     assert "45%" in found.evidence and "engines_per_gpu" in found.change
 
 
 def test_an_engine_that_is_starved_by_prepare(tmp_path):
     slow = [shard(n, prepare_s=12.0, running=40, waiting=0, gpu=0.3) for n in range(20)]
-    found = only(advise(report(tmp_path, slow), job()))
+    found = only(advise(report(tmp_path, slow), compile_job(job())))
     assert found.about == "engines are starved by prepare"
     assert "40 of 256" in found.evidence and "240 s in all" in found.evidence
     assert found.change.startswith("cluster.prepare.concurrency: ")
@@ -147,31 +154,31 @@ def test_an_engine_that_is_starved_by_prepare(tmp_path):
 
 def test_an_engine_that_is_sent_too_little(tmp_path):
     few = [shard(n, running=40, waiting=0, gpu=0.3) for n in range(20)]
-    found = only(advise(report(tmp_path, few), job()))
+    found = only(advise(report(tmp_path, few), compile_job(job())))
     assert found.about == "engines are not full"
     assert found.change == "engine.max_concurrent_batches: 4"
 
 
 def test_a_run_too_short_for_its_engines_to_fill_gets_no_advice_on_that(tmp_path):
     few = [shard(n, running=40, waiting=0, gpu=0.3, rows=100) for n in range(10)]
-    assert advise(report(tmp_path, few), job()) == ()
+    assert advise(report(tmp_path, few), compile_job(job())) == ()
 
 
 def test_engines_out_of_memory(tmp_path):
     losses = {"EngineDied: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB": 3}
     made = report(tmp_path, [shard(n) for n in range(20)], engine_deaths=1, losses=losses)
-    found = only(advise(made, job()))
+    found = only(advise(made, compile_job(job())))
     assert "3 shards" in found.evidence and "CUDA out of memory" in found.evidence
     assert found.change == "engine.max_num_batched_tokens: 8192"
     small = job(engine={"max_num_batched_tokens": 2048})
-    assert only(advise(made, small)).change == "engine.max_num_seqs: 128"
+    assert only(advise(made, compile_job(small))).change == "engine.max_num_seqs: 128"
     other = replace(made, losses={"EngineDied: Segmentation fault": 3})
-    assert advise(other, job()) == ()
+    assert advise(other, compile_job(job())) == ()
 
 
 def test_a_full_cache(tmp_path):
     made = report(tmp_path, [shard(n, kv_cache=0.98, running=90) for n in range(20)])
-    found = only(advise(made, job()))
+    found = only(advise(made, compile_job(job())))
     assert found.about == "the KV cache is full" and "98%" in found.evidence
 
 
@@ -181,7 +188,7 @@ def test_a_full_cache(tmp_path):
 )
 def test_engines_that_are_uneven(tmp_path, shares, change):
     made = report(tmp_path, [shard(n, f"a:{e}") for e, m in enumerate(shares) for n in range(m)])
-    found = only(advise(made, job()))
+    found = only(advise(made, compile_job(job())))
     assert found.about == "engines are uneven"
     assert "2.00 times the mean" in found.evidence and found.change.startswith(change)
 
@@ -195,11 +202,11 @@ def attempts(*made: tuple[str, list[str]]) -> list[Commit]:
 def test_engines_are_compared_with_those_of_their_own_attempt(tmp_path):
     """A resumed run has other engines, which did fewer rows because fewer were left."""
     even = attempts(("first", ["a:1", "a:2"] * 8), ("second", ["a:3", "a:4"] * 2))
-    assert advise(report(tmp_path, even), job()) == ()
+    assert advise(report(tmp_path, even), compile_job(job())) == ()
     # In containers the second attempt's processes may have the first one's numbers.
     again = attempts(("first", ["a:1", "a:2"] * 6), ("second", ["a:1"] * 4))
     made = report(tmp_path, again)
-    assert advise(made, job()) == ()
+    assert advise(made, compile_job(job())) == ()
     assert [(one.name, one.shards) for one in made.workers] == [("a:1", 6), ("a:2", 6)]
     assert "engines | 2 (1 more in other attempts)" in markdown(made)
 
@@ -208,7 +215,7 @@ def test_engines_that_are_uneven_in_one_attempt_are_told(tmp_path):
     made = report(
         tmp_path, attempts(("first", ["a:3"] * 2), ("second", ["a:1"] * 12 + ["a:2"] * 4))
     )
-    found = only(advise(made, job()))
+    found = only(advise(made, compile_job(job())))
     assert found.about == "engines are uneven"
     assert "1.50 times the mean" in found.evidence and "8.0 shards an engine" in found.evidence
     assert made.nodes[0].engines == 2  # at one time
@@ -216,14 +223,14 @@ def test_engines_that_are_uneven_in_one_attempt_are_told(tmp_path):
 
 def test_engines_of_another_attempt_do_not_count_for_the_deadline(tmp_path):
     made = report(tmp_path, attempts(("first", ["a:1", "a:2"] * 8), ("second", ["a:3", "a:4"] * 2)))
-    found = only(advise(made, job(limits={"deadline": "1m"})))
+    found = only(advise(made, compile_job(job(limits={"deadline": "1m"}))))
     assert "with 2 engines" in found.evidence and found.change.startswith("4 engines instead of 2")
 
 
 def test_a_deadline_that_was_missed(tmp_path):
     made = report(tmp_path, [shard(n, f"a:{n % 2}") for n in range(20)])
     assert made.seconds == 105
-    found = only(advise(made, job(limits={"deadline": "1m"})))
+    found = only(advise(made, compile_job(job(limits={"deadline": "1m"}))))
     assert "105 s of work" in found.evidence and "with 2 engines" in found.evidence
     assert found.change.startswith("4 engines instead of 2")
 
@@ -231,18 +238,18 @@ def test_a_deadline_that_was_missed(tmp_path):
 def test_starts_and_waits_count_for_a_deadline_and_engines_do_not_shorten_them(tmp_path):
     made = report(tmp_path, [shard(n, f"a:{n % 2}") for n in range(20)])
     made = replace(made, elapsed=165.0)
-    assert advise(made, job(limits={"deadline": "3m"})) == ()
-    found = only(advise(made, job(limits={"deadline": "2m"})))
+    assert advise(made, compile_job(job(limits={"deadline": "3m"}))) == ()
+    found = only(advise(made, compile_job(job(limits={"deadline": "2m"}))))
     told = "it took 165 s where limits.deadline 2m allows 120 s: 105 s of work, with 2 engines"
     assert found.evidence.startswith(told) and found.evidence.endswith("60 s of starts and waits")
     assert found.change.startswith("4 engines instead of 2")  # 60 s are left for the work
-    found = only(advise(made, job(limits={"deadline": "1m"})))
+    found = only(advise(made, compile_job(job(limits={"deadline": "1m"}))))
     assert found.change == "a limits.deadline above the 60 s that starts and waits take"
 
 
 def test_answers_that_are_cut_off(tmp_path):
     made = report(tmp_path, [shard(n, cut_off=20) for n in range(20)])
-    found = only(advise(made, job(sampling={"max_tokens": 16})))
+    found = only(advise(made, compile_job(job(sampling={"max_tokens": 16}))))
     assert found.change == "sampling.max_tokens: 32" and "400 of 10,000" in found.evidence
 
 
@@ -250,7 +257,7 @@ def test_failed_answers_that_were_cut_off(tmp_path):
     key = FailureKey("engine", "AnswerCutOff", "the answer was cut off")
     failed = replace(shard(0, cut_off=1), failures={key: 1})
     made = report(tmp_path, [failed, *(shard(n) for n in range(1, 20))])
-    found = only(advise(made, job(output={"uri": "o", "on_cut_off": "fail"})))
+    found = only(advise(made, compile_job(job(output={"uri": "o", "on_cut_off": "fail"}))))
     assert "1 of 10,000 rows failed" in found.evidence
     assert "retry-failed --error AnswerCutOff --set sampling.max_tokens=32" in found.change
 
@@ -258,13 +265,13 @@ def test_failed_answers_that_were_cut_off(tmp_path):
 def test_prompts_that_are_too_long(tmp_path):
     failed = replace(shard(0), failures={FailureKey("prepare", "PromptTooLong", "300 tokens"): 12})
     made = report(tmp_path, [failed, *(shard(n) for n in range(1, 20))])
-    found = only(advise(made, job(engine={"max_model_len": 256})))
+    found = only(advise(made, compile_job(job(engine={"max_model_len": 256}))))
     assert "12 of 10,000" in found.evidence and "256" in found.evidence
 
 
 def test_it_stands_in_the_report_and_survives_its_file(tmp_path):
     made = report(tmp_path, [shard(n, gpu=0.45) for n in range(20)])
-    made = replace(made, advice=advise(made, job()))
+    made = replace(made, advice=advise(made, compile_job(job())))
     assert RunReport.from_bytes(made.to_bytes()) == made
     page = markdown(made)
     assert "## Advice" in page and "the GPU is not used enough" in page

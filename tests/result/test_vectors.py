@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.small import MODEL, SmallRun, receipts, small_run, success_of
+from helpers.specs import finish_stage
 
 from prefect_raybatch.result.finalize import finalize
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.stages.block import VECTOR
 from prefect_raybatch.stages.pooling import Pooling, RowAnswer, Texts, column, without_misfits
-from prefect_raybatch.stages.vectors import finish_of
 from prefect_raybatch.stages.vllm.stepper import Completion
 from prefect_raybatch.storage import open_store
 
@@ -34,7 +34,9 @@ def commit(run: SmallRun, task: Pooling, shard: int) -> None:
     found = without_misfits(answers)
     bad = [i for i, _, completion in found if completion.error]
     table = run.block(unit, failed=bad).append_column(VECTOR, column(unit.rows, found))
-    (receipt,) = receipts(finish_of(task, run.job.output, dict(MODEL), run.store, "a")(table))
+    (receipt,) = receipts(
+        finish_stage(run.job.output, dict(MODEL), run.store, "a", task=task)(table)
+    )
     assert receipt.lost is None, receipt.lost
     assert run.ledger.commit(run.plan, run.shards[shard].rows, [receipt])
 

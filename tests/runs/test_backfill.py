@@ -22,6 +22,7 @@ from helpers.small import job_dict
 
 from prefect_raybatch import BatchJob
 from prefect_raybatch.cluster.connect import SHARED
+from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.errors import ConfigError, IncompleteRun
 from prefect_raybatch.flow.flows import backfill_job
 from prefect_raybatch.remote import follower
@@ -181,7 +182,7 @@ def test_one_cluster_is_held_and_its_runs_are_stopped_with_it(tmp_path, monkeypa
         from prefect_raybatch.cluster.sharing import User
 
         user = User("a run")
-        with connected(job, user):
+        with connected(cluster_spec(job), user):
             ended.set()
             assert user.stopped.wait(20)
             error = user.halted()

@@ -9,25 +9,32 @@ import pytest
 from helpers.nights import Nights
 from helpers.small import make_job
 
+from prefect_raybatch.compile.job import finish_spec
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.plan.plan import with_free_names
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.dry_run import dry_run
 from prefect_raybatch.runs.retry import Retry, plan_retry
 from prefect_raybatch.storage import open_store
 
 
+def named(job: BatchJob, *columns: str) -> tuple[str, str]:
+    """The names of the row number and of the answer, for an input with these columns."""
+    made = finish_spec(job, columns)
+    return made.row_number, made.column
+
+
 def test_names_by_default_give_way_and_chosen_ones_do_not() -> None:
     job = make_job()
-    assert with_free_names(job, ["Company"]) is job
-    output = with_free_names(job, ["Company", "_row", "response", "response_2"]).output
-    assert (output.row_number, output.column) == ("_row_2", "response_3")
+    assert named(job, "Company") == ("_row", "response")
+    both = named(job, "Company", "_row", "response", "response_2")
+    assert both == ("_row_2", "response_3")
     left_out = make_job(output={"uri": "out", "columns": ["Company"]})
-    assert with_free_names(left_out, ["Company", "_row", "response"]) is left_out
+    assert named(left_out, "Company", "_row", "response") == ("_row", "response")
     chosen = make_job(output={"uri": "out", "column": "said", "row_number": "n"})
-    assert with_free_names(chosen, ["Company", "said", "n"]) is chosen
+    assert named(chosen, "Company", "said", "n") == ("n", "said")
     made = make_job(output={"uri": "out", "postprocess": "helpers.functions:shout"})
-    assert with_free_names(made, ["Company", "response"]) is made
+    assert named(made, "Company", "response") == ("_row", "response")
 
 
 @pytest.mark.parametrize("reuse", [None, "latest"])

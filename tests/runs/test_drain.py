@@ -36,7 +36,7 @@ from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.status import status
 from prefect_raybatch.stages.block import passes_by, units_of
-from prefect_raybatch.stages.engine import EngineSpec, EngineStage
+from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.storage import open_store
 
 ROWS = 60
@@ -130,7 +130,7 @@ def test_only_what_is_not_complete_is_drained(tmp_path, capsys):
 class HeldEngine(FakeEngine):
     """Answers three blocks, and the others once it has seen that the run is to be drained."""
 
-    def __init__(self, spec: EngineSpec):
+    def __init__(self, spec: EngineLaunch):
         super().__init__(spec)
         self.free, self.lock = FREE, threading.Lock()
 

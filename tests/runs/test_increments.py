@@ -15,13 +15,13 @@ import pytest
 from helpers.nights import Killed, Nights, words
 
 from prefect_raybatch.cluster import side_by_side
+from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import Beat, Counts
 from prefect_raybatch.errors import ConfigError, ErrorBudgetExceeded
 from prefect_raybatch.ledger.increments import read_answers
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.plan import prefix_order, row_keys
-from prefect_raybatch.plan.resolved import resolve
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs import answers_by_row
@@ -475,7 +475,10 @@ def test_rows_are_asked_in_the_order_of_the_run_s_prompts(nights: Nights) -> Non
     texts = [f"about shop {shop} item {item}" for item in range(4) for shop in "cab"]
     nights.write(*texts, "about shop a item 0", None)
     plain = nights.job(reuse=None)
-    assert resolve(plain).pinned().fingerprint == resolve(ordered(nights)).pinned().fingerprint
+    assert (
+        resolve(plain).pinned().identity.fingerprint
+        == resolve(ordered(nights)).pinned().identity.fingerprint
+    )
     nights.night("plain", plain)
     assert [words(p)[11] for p in nights.asked] == list("cab") * 4 + ["a"]
     nights.asked.clear()

@@ -16,6 +16,7 @@ from s3server import S3Server
 
 from prefect_raybatch import open_run
 from prefect_raybatch.cli.commands import main
+from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.errors import (
     ConfigError,
     CorruptRun,
@@ -27,7 +28,6 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.family import place
 from prefect_raybatch.ledger.layout import PLAN, PRUNED, SUCCESS
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.plan.resolved import Resolved
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify_chain import verify_chain
 from prefect_raybatch.runs.listing import latest_complete, list_runs
@@ -36,6 +36,7 @@ from prefect_raybatch.runs.partial_run import finalize_whole
 from prefect_raybatch.runs.prune import prune_runs
 from prefect_raybatch.runs.repair import repair_run
 from prefect_raybatch.runs.run import default_run_key
+from prefect_raybatch.spec.identity import Identity
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.storage.local import LocalStore
 
@@ -198,7 +199,7 @@ def test_a_copied_unfinished_run_is_not_continued_in_place_of_its_original(out):
     plan = Ledger(open_store(str(out / "open"))).load_plan()
     job = BatchJob.from_dict({**plan.job, "output": {**plan.job["output"], "uri": str(out)}})
     resolved = Resolved.of(job, plan.model)
-    found = replace(resolved, fingerprint=plan.fingerprint, parts=plan.parts)
+    found = replace(resolved, identity=Identity(plan.fingerprint, plan.parts))
     assert default_run_key(found) == "open"
 
 

@@ -17,22 +17,22 @@ from helpers.small import input_rows, job_dict, make_job
 
 from prefect_raybatch.cluster import connect, trial_actor
 from prefect_raybatch.cluster.sharing import User
+from prefect_raybatch.compile.fingerprint import fingerprint
+from prefect_raybatch.compile.job import compile_job, compile_planned
 from prefect_raybatch.driver.cost import CostMeter
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.precision import precision_tries, with_precision
 from prefect_raybatch.ledger.layout import PRECISION
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.precision import note_precision, read_precision
 from prefect_raybatch.ledger.records import Plan
-from prefect_raybatch.plan.fingerprint import fingerprint
 from prefect_raybatch.report.html import html
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import markdown
 from prefect_raybatch.runs.dry_run import dry_run
 from prefect_raybatch.runs.plan_run import plan_run
-from prefect_raybatch.runs.precision import decided_job, drawn_rows, said
+from prefect_raybatch.runs.precision import decided_precision, drawn_rows, said
 from prefect_raybatch.runs.retry import Retry, plan_retry
 from prefect_raybatch.runs.run import load_run
 from prefect_raybatch.sizing.sizes import Capacity
@@ -58,13 +58,22 @@ class Small:
     def store(self) -> Store:
         return self.ledger.store
 
-    def decide(self, engine_stage: type = Fp8Engine, **env: str) -> BatchJob:
+    def decide(self, engine_stage: type = Fp8Engine, **env: str) -> dict[str, str]:
+        """The engine arguments that are decided on."""
         engine = self.job.engine.model_copy(update={"env": {**self.job.engine.env, **env}})
         job = self.job.model_copy(update={"engine": engine})
         user = User("trial", self.said.append)
-        return decided_job(
-            job, self.plan, self.shards, self.ledger, CPUS, user, "attempt", engine_stage
+        found = decided_precision(
+            compile_planned(job, self.plan),
+            self.plan,
+            self.shards,
+            self.ledger,
+            CPUS,
+            user,
+            "attempt",
+            engine_stage,
         )
+        return dict(found)
 
     @property
     def engines(self) -> list[str]:
@@ -108,7 +117,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sm
 def test_answers_that_agree_are_asked_in_fp8(planned):
     run = planned()
     job = run.decide()
-    assert job.engine.model_extra == {"quantization": "fp8"}
+    assert job == {"quantization": "fp8"}
     assert run.engines == ["- -", "fp8 -"]
     about = "a sample of the rows is asked first, to decide on the precision ({})".format
     as_stored = about("the model as it is stored")
@@ -124,7 +133,7 @@ def test_answers_that_agree_are_asked_in_fp8(planned):
 def test_answers_that_differ_are_asked_as_the_model_is_stored(planned):
     run = planned()
     job = run.decide(**{Fp8Engine.EVERY: "50"})
-    assert job.engine.model_extra == {}
+    assert job == {}
     note = read_precision(run.store)
     assert note is not None and note.decided == {}
     (one,) = note.tries
@@ -138,12 +147,12 @@ def test_answers_that_differ_are_asked_as_the_model_is_stored(planned):
 def test_less_may_be_asked_for(planned):
     run = planned(limits={"min_agreement": 0.95})
     # of a sample at most one answer differs: too many for the default
-    assert run.decide(**{Fp8Engine.EVERY: str(ROWS)}).engine.model_extra == {"quantization": "fp8"}
+    assert run.decide(**{Fp8Engine.EVERY: str(ROWS)}) == {"quantization": "fp8"}
 
 
 def test_what_does_not_start_is_not_taken_and_told(planned):
     run = planned()
-    assert run.decide(**{Fp8Engine.REFUSES: "1"}).engine.model_extra == {}
+    assert run.decide(**{Fp8Engine.REFUSES: "1"}) == {}
     note = read_precision(run.store)
     assert note is not None and "no kernel for fp8" in note.tries[0].error
     assert "did not work: EngineStartError: no kernel for fp8" in said(note)
@@ -155,7 +164,7 @@ def test_what_fails_together_is_tried_apart(planned):
         limits={"min_agreement": 0.98},
     )
     job = run.decide(**{Fp8Engine.EVERY: "20"})  # the weights are to blame
-    assert job.engine.model_extra == {"kv_cache_dtype": "fp8"}
+    assert job == {"kv_cache_dtype": "fp8"}
     assert run.engines == ["- -", "fp8 fp8", "fp8 -", "- fp8"]
     note = read_precision(run.store)
     assert note is not None and {one.confidence for one in note.tries} == {0.983333}
@@ -166,7 +175,7 @@ def test_a_decision_is_made_once_and_taken_by_all_who_come_later(planned):
     run.decide()
     made = run.engines
     # fp8 would not agree any more, and no engine is asked
-    assert run.decide(**{Fp8Engine.EVERY: "2"}).engine.model_extra == {"quantization": "fp8"}
+    assert run.decide(**{Fp8Engine.EVERY: "2"}) == {"quantization": "fp8"}
     assert run.engines == made
     first = read_precision(run.store)
     assert first is not None
@@ -190,7 +199,7 @@ def test_a_retry_takes_its_parents_decision(planned):
     child = Ledger(open_store(str(run.folder / "out")).sub("k.r1"))
     plan = replace(run.plan, run_key="k.r1", parent="k", rows=2, numbers_table="n.parquet")
     retry = replace(run, plan=plan, ledger=child)
-    assert retry.decide(**{Fp8Engine.EVERY: "2"}).engine.model_extra == {"quantization": "fp8"}
+    assert retry.decide(**{Fp8Engine.EVERY: "2"}) == {"quantization": "fp8"}
     note = read_precision(child.store)
     assert run.engines == made and note is not None and note.by == "k"
     assert said(note) == "quantization: fp8, as run k decided"
@@ -202,7 +211,7 @@ def test_a_run_is_not_resumed_in_another_precision(planned):
         with pytest.raises(PlanMismatch, match=r"engine\.quantization: 'try-fp8' ->"):
             plan_run(job_of(run.folder, other), "k")
     same = job_of(run.folder, {"quantization": "try-fp8"}, limits={"min_agreement": 0.9})
-    assert fingerprint(same)[0] == fingerprint(run.job)[0]
+    assert fingerprint(same).fingerprint == fingerprint(run.job).fingerprint
 
 
 def test_too_few_rows_fail_the_plan_and_the_dry_run(planned, tmp_path):
@@ -228,7 +237,8 @@ def test_rows_that_set_their_own_sampling_are_asked_greedily(planned):
             super().__init__(spec)
             asked.append(spec.sampling)
 
-    decided_job(run.job, run.plan, run.shards, run.ledger, CPUS, User("t"), "a", Noting)
+    spec = compile_planned(run.job, run.plan)
+    decided_precision(spec, run.plan, run.shards, run.ledger, CPUS, User("t"), "a", Noting)
     assert asked[0] == {"temperature": 0.0, "max_tokens": 8} == asked[1]
     assert run.job.sampling.temperature == 0.8  # and the run draws as it says
 
@@ -257,7 +267,7 @@ def test_vectors_and_scores_agree_where_they_are_near(planned, task):
     prompt = {"template": "{Company} {id}", "second": "{id}" if task == "score" else None}
     engine = {"quantization": "try-fp8", "task": task, "max_model_len": 128}
     run = planned(240, engine=engine, limits={"min_agreement": 0.95}, prompt=prompt)  # all of them
-    assert run.decide(Fp8Vectors, **{Fp8Vectors.EVERY: "9"}).engine.model_extra == {}
+    assert run.decide(Fp8Vectors, **{Fp8Vectors.EVERY: "9"}) == {}
     note = read_precision(run.store)
     assert note is not None and note.itself == 1.0
     (one,) = note.tries
@@ -269,7 +279,7 @@ def test_vectors_and_scores_agree_where_they_are_near(planned, task):
 
 def test_vectors_of_which_few_are_turned_are_asked_in_fp8(planned):
     run = planned(engine={"quantization": "try-fp8", "task": "embed", "max_model_len": 128})
-    assert run.decide(Fp8Vectors).engine.model_extra == {"quantization": "fp8"}
+    assert run.decide(Fp8Vectors) == {"quantization": "fp8"}
 
 
 def test_raw_answers_of_tasks_that_pool_are_compared_as_finished_ones_are():
@@ -318,7 +328,8 @@ def test_jobs_that_cannot_be_compared_are_refused(change, told):
 
 def test_a_job_without_it_is_as_before():
     job = make_job(engine={"quantization": "fp8"})
-    assert precision_tries(job.engine) == [] and with_precision(job, {}) is job
+    spec = compile_job(job)
+    assert spec.engine.tries == () and spec.engine.model.given == {"quantization": "fp8"}
 
 
 @pytest.mark.whole
@@ -363,7 +374,9 @@ def test_a_trial_counts_as_cost_while_its_engines_hold_gpus(planned, monkeypatch
     meter = Meter(3600.0)
     user = User("trial", run.said.append)
     known = (run.plan, run.shards, run.ledger, gpus, user, "attempt", Fp8Engine)
-    assert decided_job(job, *known, meter).engine.model_extra == {"quantization": "fp8"}
+    assert decided_precision(compile_planned(job, run.plan), *known, meter) == {
+        "quantization": "fp8"
+    }
     assert held == [1.0, 1.0] and meter.gpu_seconds >= 20.0
     meter.see(99.0, {})
     assert meter.gpus == 0.0

@@ -19,7 +19,9 @@ from helpers.command_line import called
 from helpers.engines import FAILS, FakeEngine
 from helpers.retries import commit, end, first_run, numbers, retried, work
 from helpers.small import job_dict, make_job, read_json, small_run
+from helpers.specs import new_plan_of
 
+from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.failures import FailureKey
@@ -27,8 +29,6 @@ from prefect_raybatch.ledger.family import load_family, place
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan, digest
 from prefect_raybatch.ledger.row_numbers import RowNumbers, name_rows, numbers_table, read_numbers
-from prefect_raybatch.plan.plan import make_plan
-from prefect_raybatch.plan.resolved import Resolved
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.result.verify_chain import ChainVerdict, verify_chain
@@ -512,7 +512,7 @@ def plant(root: Path, key: str, parent: str, rows: list[int]) -> None:
     from prefect_raybatch.ledger.plan_tables import decode_schema
 
     found = source.snapshot_tables(lambda: iter([("here", table)]), ledger.store, "a")
-    plan, tables = make_plan(
+    plan, tables = new_plan_of(
         Resolved.of(job, first.model, {"parent": parent, "errors": None}),
         key, found.files, decode_schema(first.input_schema), 9.0, snapshot=True,
         numbers=numbers_table(np.array(rows, np.int64)),

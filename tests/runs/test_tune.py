@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cli import show
+from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.failures import Loss
@@ -240,7 +241,7 @@ def test_which_changes_are_tried_follows_from_job_and_cluster(monkeypatch):
     cpus = Capacity(8, 0, 1, "here")
 
     def names(have: Capacity, experts: int = 0, **groups: Any) -> list[Any]:
-        found = alterations.alterations(make_job(**groups), have, experts)
+        found = alterations.alterations(compile_job(make_job(**groups)), have, experts)
         return [change for one in found for change in one.items()]
 
     long = {"sampling": {"max_tokens": 64}}
@@ -266,8 +267,8 @@ def test_which_changes_are_tried_follows_from_job_and_cluster(monkeypatch):
     assert names(gpus, 8, engine={"task": "embed"}) == []
     # On top of a best that packs engines each is still a job.
     packed = {"engine.engines_per_gpu": 2, "engine.max_num_seqs": 512}
-    for option in alterations.alterations(make_job(**long), gpus, 8):
-        engine_of = tune.changed(make_job(**long), {**packed, **option}).engine
+    for option in alterations.alterations(compile_job(make_job(**long)), gpus, 8):
+        engine_of = tune.altered_job(make_job(**long), {**packed, **option}).engine
         assert engine_of.engines_per_gpu == (1 if tensor in option else 2)
     assert experts_of({"text_config": {"num_local_experts": 8}}) == 8 and experts_of({}) == 0
 

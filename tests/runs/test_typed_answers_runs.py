@@ -18,12 +18,14 @@ from helpers.small import (
     small_run,
     success_of,
 )
+from helpers.specs import check_columns
 
 from prefect_raybatch.cli import show
+from prefect_raybatch.compile.job import compile_planned
+from prefect_raybatch.compile.public_job import public_job
+from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.plan.plan import as_planned, check_against_schema, public_job
-from prefect_raybatch.plan.resolved import resolve
 from prefect_raybatch.result.finalize import finalize
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.dry_run import dry_run
@@ -84,17 +86,20 @@ def test_the_plan_keeps_the_schema_that_a_file_was_when_it_was_made(tmp_path):
     path.write_text(json.dumps(SCHEMA))
     job = make_job(output=output(tmp_path, schema_model=str(path)))
     resolved = resolve(job)
-    text = resolved.parts["output.schema_model"]
+    text = resolved.identity.parts["output.schema_model"]
     assert list(json.loads(text)["properties"]) == list(SCHEMA["properties"])
-    assert resolved.fingerprint == resolve(make_job(output=output(tmp_path))).fingerprint
+    assert (
+        resolved.identity.fingerprint
+        == resolve(make_job(output=output(tmp_path))).identity.fingerprint
+    )
     plan = small_run(tmp_path / "run", output=output(tmp_path)).plan
     # Records sort the names in them; what a job means by it stays.
     kept = json.dumps(public_job(resolved.job), sort_keys=True)
     again = BatchJob.from_dict(json.loads(kept))
     assert again.output.answer_form == text
     path.write_text(json.dumps({**SCHEMA, "title": "another"}))
-    assert resolve(job).fingerprint != resolved.fingerprint
-    assert as_planned(job, plan).output.answer_form == plan.parts["output.schema_model"]
+    assert resolve(job).identity.fingerprint != resolved.identity.fingerprint
+    assert compile_planned(job, plan).finish.schema == plan.parts["output.schema_model"]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +115,7 @@ def test_columns_that_would_be_written_twice_are_named(tmp_path, fields, name):
     names = ["id", "Company", "zip", "finish", "prompt_tokens"]
     job = make_job(output=output(tmp_path, **fields))
     with pytest.raises(ConfigError) as caught:
-        check_against_schema(job, pa.schema([(name, pa.string()) for name in names]))
+        check_columns(job, pa.schema([(name, pa.string()) for name in names]))
     assert f"output: column {name or 'finish_reason'!r}" in str(caught.value)
 
 

@@ -27,18 +27,18 @@ from attacks import (
 )
 from helpers.policies import set_policy
 from helpers.small import make_job, small_run
+from helpers.specs import check_template_of, reads
 from urllib3.util import parse_url
 
+from prefect_raybatch.compile.fingerprint import fingerprint
+from prefect_raybatch.compile.public_job import public_job
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.job.secrets import hide_users, recorded
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.job.trusted_places import Reach
 from prefect_raybatch.model import chat_template
-from prefect_raybatch.plan.fingerprint import fingerprint
-from prefect_raybatch.plan.plan import public_job
 from prefect_raybatch.policy.in_force import operator_policy, owner_policy, under
 from prefect_raybatch.policy.policy import JobPolicy
 from prefect_raybatch.remote.records import sendable
@@ -97,7 +97,7 @@ def test_a_bomb_is_refused_by_what_it_declares(tmp_path: Path, name: str) -> Non
     BOMBS[name](tmp_path / "a.arrow")
     words = r"a\.arrow: says that [\d,]+ bytes or more come out.*RAYBATCH_MAX_EXPANSION"
     with pytest.raises(SourceError, match=words):
-        peek(Source(uri=str(tmp_path / "a.arrow")))
+        peek(reads(uri=str(tmp_path / "a.arrow")))
 
 
 @pytest.mark.parametrize("name", ENDLESS_TEMPLATES)
@@ -110,7 +110,7 @@ def test_a_template_without_end_is_refused(
     (tmp_path / "tokenizer.json").write_text("{}")
     job = make_job(prompt={"template": "{a}", **prompt}, engine={"model": str(tmp_path)})
     with pytest.raises(ConfigError, match=words):
-        chat_template.check_template(job, {"source": str(tmp_path), "revision": None})
+        check_template_of(job, {"source": str(tmp_path), "revision": None})
 
 
 def test_a_plain_job_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +191,7 @@ def test_addresses_of_the_internet(address: str) -> None:
 def test_reading_makes_no_sqlite_file(tmp_path: Path, uri: str) -> None:
     sqlite3.connect(tmp_path / "there.db").close()
     before = sorted(tmp_path.iterdir())
-    source = Source(uri=uri.replace("{folder}", str(tmp_path)), query="SELECT 1 AS a")
+    source = reads(uri=uri.replace("{folder}", str(tmp_path)), query="SELECT 1 AS a")
     with pytest.raises(RayBatchError, match=r"no database file|mode=rw"):
         peek(source)
     assert sorted(tmp_path.iterdir()) == before
@@ -208,9 +208,7 @@ def test_reading_makes_no_sqlite_file(tmp_path: Path, uri: str) -> None:
 def test_a_query_opens_no_other_file(tmp_path: Path, query: str) -> None:
     with sqlite3.connect(tmp_path / "a.db") as base:
         base.execute("CREATE TABLE t (a)")
-    source = Source(
-        uri=f"sqlite:///{tmp_path}/a.db", query=query.replace("{folder}", str(tmp_path))
-    )
+    source = reads(uri=f"sqlite:///{tmp_path}/a.db", query=query.replace("{folder}", str(tmp_path)))
     with pytest.raises(RayBatchError):
         peek(source)
     assert not (tmp_path / "new.db").exists()
@@ -268,7 +266,7 @@ def test_a_token_in_a_path_is_in_no_record_of_a_run(tmp_path: Path, token: str, 
     assert token not in json.dumps(public_job(job)) and token not in shown_url(url)
     assert BatchJob.from_dict(run.plan.job).name == "nightly"
     other = json.loads(json.dumps(source).replace(token, "another"))
-    assert fingerprint(job)[0] != fingerprint(make_job(source=other))[0]
+    assert fingerprint(job).fingerprint != fingerprint(make_job(source=other)).fingerprint
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.policies import set_policy
+from helpers.specs import reads
 
+from prefect_raybatch.compile.job import read_spec
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.records import InputFile
@@ -19,6 +21,7 @@ from prefect_raybatch.policy.in_force import operator_policy, under
 from prefect_raybatch.source import peek
 from prefect_raybatch.source.find import check_planned
 from prefect_raybatch.source.tables.copying import head_of
+from prefect_raybatch.spec.read import ReadSpec
 
 OURS, SECRET = (pa.table({"Company": [text]}) for text in ("ours", "secret"))
 
@@ -104,13 +107,13 @@ def test_a_table_brings_in_no_file_of_another_folder(
     source = Source.model_validate({"uri": make(tmp_path), "format": kind})
     set_policy(monkeypatch, tmp_path, read=["in"])
     with under(operator_policy()), pytest.raises(ConfigError, match=r"may not read"):
-        read(source)
+        read(read_spec(source))
     set_policy(monkeypatch, tmp_path, read=["in", "secret"])
     with under(operator_policy()):
-        assert read(source) == ["secret"]
+        assert read(read_spec(source)) == ["secret"]
 
 
-def read(source: Source) -> list[str]:
+def read(source: ReadSpec) -> list[str]:
     peek(source)
     ((_, rows),) = head_of(str(source.format), source)
     return list(rows["Company"].to_pylist())
@@ -121,7 +124,7 @@ def test_a_forged_plan_reads_through_no_link(
 ) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in/link").symlink_to("/etc")
-    source = Source(uri=f"{tmp_path}/in")
+    source = reads(uri=f"{tmp_path}/in")
     file = InputFile(uri=f"{tmp_path}/in/link/passwd", size=1, etag=None, mtime_ns=1, rows=1)
     set_policy(monkeypatch, tmp_path, read=["in"])
     with under(operator_policy()), pytest.raises(ConfigError, match="may not read"):

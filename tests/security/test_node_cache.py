@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from attacks import PLANTED_CACHES
 
+from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.model import adapters
@@ -35,7 +36,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fetch:
     (tmp_path / "store/config.json").write_text("{}")
     (tmp_path / "store/sub/model.safetensors").write_bytes(b"w" * 1000)
     monkeypatch.setattr(models, "open_store", lambda _: open_store(str(tmp_path / "store")))
-    pinned = models.pin(Engine(model="s3://bucket/model"))
+    pinned = models.pin(model_request(Engine(model="s3://bucket/model")))
     return lambda: models.local_path(pinned)
 
 
@@ -45,7 +46,7 @@ def adapter(tmp_path: Path) -> Fetch:
     for name in adapters.ADAPTER_FILES:
         (tmp_path / "lora" / name).write_text("{}")
     source = str(tmp_path / "lora")
-    identity = adapters.identities(Engine(model="demo", adapter=source))[""]
+    identity = adapters.identities(model_request(Engine(model="demo", adapter=source)))[""]
     return lambda: adapters.adapter_path({"source": source, "identity": identity})
 
 
@@ -145,7 +146,7 @@ def test_a_file_of_a_bucket_stays_below_its_folder(
             return [FileInfo(path, 1, "a", None) for path in ("../../x", "config.json")]
 
     monkeypatch.setattr(models, "open_store", lambda _: Hostile())
-    pinned = models.pin(Engine(model="s3://bucket/model"))
+    pinned = models.pin(model_request(Engine(model="s3://bucket/model")))
     with pytest.raises(ConfigError, match=r"holds a file '\.\./\.\./x'"):
         models.local_path(pinned)
     assert not (tmp_path / "cache/x").exists()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from attacks import PLANTED_FILES
-from helpers.small import make_job, small_run
+from helpers.small import small_run
 
 from prefect_raybatch.errors import ConfigError, RayBatchError, StoreError
 from prefect_raybatch.job.answer_schema import schema_text
@@ -71,9 +71,7 @@ def test_no_file_that_a_job_names_is_waited_for(tmp_path: Path, kind: str) -> No
     place = tmp_path / "planted.json"
     PLANTED_FILES[kind](place)
     readers: dict[str, Callable[[str], Any]] = {
-        "chat template": lambda name: chat_template.with_text(
-            make_job(prompt={"template": "{a}", "chat_template": name})
-        ),
+        "chat template": chat_template.template_text,
         "schema": schema_text,
         "manifest": lambda name: given_manifest(Kubernetes(manifest_file=name)),
         "policy": read_policy,

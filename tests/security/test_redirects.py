@@ -13,13 +13,13 @@ from urllib.parse import urlsplit
 import pytest
 from attacks import METADATA_URLS, PLANTED, REDIRECTS
 from helpers.policies import set_policy
+from helpers.specs import reads
 from helpers.web_server import served
 
 from prefect_raybatch.doctor import services
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError, StoreError
 from prefect_raybatch.flow.blocks.cluster import RayCluster
 from prefect_raybatch.job.cluster_access import ClusterAccess
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.policy.in_force import operator_policy, under
 from prefect_raybatch.remote.server import JobServer
 from prefect_raybatch.source import peek
@@ -121,7 +121,7 @@ def test_a_catalog_of_a_job_that_redirects_is_no_source() -> None:
     with redirecting(307) as server:
         catalog = {"type": "rest", "uri": server.url, "credential": f"nightly:{KEY}"}
         with pytest.raises(RayBatchError, match=f"redirects to {server.place}"):
-            peek(Source(uri="a.b", catalog=catalog))
+            peek(reads(uri="a.b", catalog=catalog))
         assert server.arrived == []
 
 
@@ -152,7 +152,7 @@ def test_a_source_is_not_redirected_to_a_host_that_the_policy_does_not_list(
     with redirecting(status) as server:
         hosts = [urlsplit(server.url).netloc, *listed]
         set_policy(monkeypatch, tmp_path, hosts=hosts, allow_private=True)
-        source = Source(uri=f"{server.url}/a.csv?sig={KEY}", web={"allow_private": True})
+        source = reads(uri=f"{server.url}/a.csv?sig={KEY}", web={"allow_private": True})
         words = rf"redirects to {server.place}.*may not name the host localhost"
         with under(operator_policy()), pytest.raises(ConfigError, match=words) as caught:
             peek(source)
@@ -164,7 +164,7 @@ def test_a_source_is_redirected_to_a_host_that_the_policy_lists(
 ) -> None:
     with redirecting(302, final=404) as server:
         set_policy(monkeypatch, tmp_path, hosts=["127.0.0.1", "localhost"], allow_private=True)
-        source = Source(uri=f"{server.url}/a.csv", web={"allow_private": True})
+        source = reads(uri=f"{server.url}/a.csv", web={"allow_private": True})
         with under(operator_policy()), pytest.raises(SourceError, match="HTTP 404"):
             peek(source)
         assert len(server.arrived) == 1
@@ -174,7 +174,7 @@ def test_a_source_is_redirected_to_a_host_that_the_policy_lists(
 def test_no_redirect_leads_to_a_machines_keys_or_files(place: str) -> None:
     """Whatever a policy allows."""
     with redirecting(302, place=place) as server:
-        source = Source(uri=f"{server.url}/a.csv", web={"allow_private": True})
+        source = reads(uri=f"{server.url}/a.csv", web={"allow_private": True})
         with pytest.raises(SourceError, match=r"not of the open internet|not http"):
             peek(source)
         with pytest.raises(BadImage, match=r"not of the open internet|not http"):
@@ -183,7 +183,7 @@ def test_no_redirect_leads_to_a_machines_keys_or_files(place: str) -> None:
 
 def test_headers_of_a_source_stay_with_its_host(tmp_path: Path) -> None:
     with redirecting(302, final=401) as server:
-        source = Source(
+        source = reads(
             uri=f"{server.url}/a.csv",
             options={"headers": {"Authorization": KEY, "X-Key": KEY}},
             web={"allow_private": True},

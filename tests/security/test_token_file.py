@@ -107,9 +107,10 @@ def test_a_local_cluster_takes_the_private_token(home: Path) -> None:
     script = """
 import os
 from prefect_raybatch.cluster.connect import connected
+from prefect_raybatch.compile.job import cluster_spec
 from helpers.small import make_job
 os.umask(0o022)
-with connected(make_job()):
+with connected(cluster_spec(make_job())):
     import ray
     print("one", ray.get(ray.remote(num_cpus=0)(lambda: 1).remote()))
 """

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 from helpers.engines import with_answers
 from helpers.small import MODEL, receipts
+from helpers.specs import finish_stage
 
 from prefect_raybatch.driver.driver import Driver, Progress
 from prefect_raybatch.errors import (
@@ -32,7 +33,6 @@ from prefect_raybatch.runs.repair import repair_run
 from prefect_raybatch.runs.retry import Nothing, plan_retry
 from prefect_raybatch.runs.run import run_of
 from prefect_raybatch.stages.block import POSITION, Failure, tag
-from prefect_raybatch.stages.finish import Finish
 
 from .scheduler import Pool
 from .world import KEY, World
@@ -52,7 +52,7 @@ class Stages:
         self.rows = world.input_of(ledger, plan)
         self.shards = ledger.shards(plan)
         job = world.job_of(plan)
-        self.finish = Finish(job.output, dict(MODEL), ledger.store, self.attempt)
+        self.finish = finish_stage(job.output, dict(MODEL), ledger.store, self.attempt)
 
     def __call__(self, units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:
         units = list(units)

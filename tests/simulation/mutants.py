@@ -220,10 +220,10 @@ MUTANTS = (
         "pieces are deleted before _SUCCESS is there",
         (
             Edit(
-                "runs.finalize_run:_finalized",
-                "ledger.succeed(_success(plan, output, result, made.accepted))",
+                "runs.finalize_run:finalize_spec",
+                "ledger.succeed(_success(spec, plan, result, made.accepted))",
                 "ledger.store.delete(i.path for i in list(store.list('_raybatch/pieces')))\n"
-                "    ledger.succeed(_success(plan, output, result, made.accepted))",
+                "    ledger.succeed(_success(spec, plan, result, made.accepted))",
             ),
         ),
         quick=True,

@@ -15,15 +15,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from helpers.small import MODEL, input_rows, make_job
+from helpers.specs import new_plan_of
 
 from prefect_raybatch import storage
 from prefect_raybatch.cluster.side_by_side import workers_for
+from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger import checkpoints
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import InputFile, Plan
-from prefect_raybatch.plan.plan import make_plan
-from prefect_raybatch.plan.resolved import Resolved
 from prefect_raybatch.storage import LocalStore, S3Store, Store, s3
 
 from .disk import Disk
@@ -97,7 +97,7 @@ class World:
         resolved = Resolved.of(self.job, MODEL)
         files = [InputFile("data/in.parquet", 1000, None, 1, self.rows)]
         schema = input_rows(0, 1).schema
-        plan, tables = make_plan(resolved, KEY, files, schema, 50.0, snapshot=False)
+        plan, tables = new_plan_of(resolved, KEY, files, schema, 50.0, snapshot=False)
         return ledger.create_plan(plan, tables)
 
     def input_of(self, ledger: Ledger, plan: Plan) -> pa.Table:

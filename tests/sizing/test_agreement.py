@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from helpers.small import make_job
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,12 +70,12 @@ def test_what_is_tried_more_often_must_show_more():
 
 
 def test_too_few_rows_are_told_with_what_they_could_show():
-    job = make_job(engine={"quantization": "try-fp8"})
-    assert trial_rows(job, 299) == 299
-    assert trial_rows(job, 10**9) == sample_size(0.99, 0.95) == 1200
+    tries = [{"quantization": "fp8"}]
+    assert trial_rows(tries, 0.99, 299) == 299
+    assert trial_rows(tries, 0.99, 10**9) == sample_size(0.99, 0.95) == 1200
     with pytest.raises(ConfigError) as told:
-        trial_rows(job, 100)
+        trial_rows(tries, 0.99, 100)
     text = str(told.value)
     assert "limits.min_agreement: 0.99 cannot be shown by 100 rows" in text
     assert "0.9705" in text and "299 rows" in text and "engine.quantization: fp8" in text
-    assert trial_rows(make_job(engine={"quantization": "fp8"}), 100) == 0
+    assert trial_rows((), 0.99, 100) == 0

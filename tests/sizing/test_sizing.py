@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_raybatch.cluster.connect import check_fit
+from prefect_raybatch.compile.job import compile_job
+from prefect_raybatch.compile.sizes import row_spec, size_spec
 from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.size_spec import row_spec, size_spec
 from prefect_raybatch.model.arguments import USABLE, EngineArguments
 from prefect_raybatch.model.memory import Model, describe
 from prefect_raybatch.sizing import cost
@@ -703,7 +704,7 @@ def test_engines_that_the_job_asks_for_and_that_do_not_fit_are_refused_before_th
 
 def shown(job: BatchJob, have: Capacity, model: Model | None) -> dict[str, tuple[str, str]]:
     size = sizes_of(size_spec(job), 100_000, ROW, have, model)
-    return {f.name: (f.value, f.why) for f in figures(job, have, size, model)}
+    return {f.name: (f.value, f.why) for f in figures(compile_job(job), have, size, model)}
 
 
 def test_every_size_is_shown_with_its_reason():

@@ -15,6 +15,7 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 from helpers.deletion_vectors import delete_by_vector
 from helpers.small import make_job
+from helpers.specs import reads
 from helpers.table_sources import (
     KINDS_FITTING,
     all_kinds,
@@ -27,7 +28,6 @@ from s3server import S3Server
 
 from prefect_raybatch.cli.show import show_plan
 from prefect_raybatch.errors import ConfigError, SourceError
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.runs.dry_run import dry_run
@@ -49,7 +49,7 @@ def ids(table: pa.Table) -> list[int]:
 def test_a_folder_with_a_log_is_opened_as_the_table_with_its_partition_values(tmp_path):
     table = tmp_path / "sales"
     uri = table_of(table, companies(0, 6), companies(6, 4), partition_by=["city"])
-    source = Source(uri=uri)
+    source = reads(uri=uri)
     assert detect_format(source) == "delta" and needs_snapshot(source)
     made, rows = copied(tmp_path, uri)
     assert rows.schema.names == ["id", "Company", "city"]
@@ -118,7 +118,7 @@ def test_columns_that_the_log_renames_have_its_names(tmp_path):
     log.write_text("\n".join(map(json.dumps, actions)))
     rows = copied(tmp_path, str(table), filter="id >= 2")[1]
     assert rows.to_pydict() == {"id": [2, 3], "Company": ["b", "c"]}
-    assert peek(Source(uri=str(table))).rows == 3  # the log does not say how many
+    assert peek(reads(uri=str(table))).rows == 3  # the log does not say how many
 
 
 def test_rows_that_were_deleted_and_files_that_were_rewritten_are_not_read(tmp_path):
@@ -158,12 +158,12 @@ def test_columns_filter_and_limit_choose(tmp_path):
     assert made.table["filter"] == "id >= 39990 AND city = 'Bonn'"
     assert copied(tmp_path, uri, limit=7)[1].num_rows == 7
     assert copied(tmp_path, uri, limit=3, filter="id > 30000")[1].num_rows == 3
-    found = peek(Source(uri=uri, filter="city = 'Bonn'"))
+    found = peek(reads(uri=uri, filter="city = 'Bonn'"))
     assert found.rows == 20_000 and found.schema.names == ["id", "Company", "city"]
-    assert found.guessed and not peek(Source(uri=uri)).guessed
-    looked = peek(Source(uri=uri, limit=5))
+    assert found.guessed and not peek(reads(uri=uri)).guessed
+    looked = peek(reads(uri=uri, limit=5))
     assert looked.rows == 5 and not looked.guessed
-    ((name, head),) = heads(Source(uri=uri, filter="id > 39000"), 4)
+    ((name, head),) = heads(reads(uri=uri, filter="id > 39000"), 4)
     assert name == uri and min(head["id"].to_pylist()) == 39_001
     with pytest.raises(SourceError, match="no row fits"):
         copied(tmp_path, uri, filter="id < 0")

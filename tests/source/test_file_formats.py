@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
+from helpers.specs import reads
 
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.source import detect_format, heads, peek, snapshot, streams
 from prefect_raybatch.storage import open_store
 
@@ -27,7 +27,7 @@ def written(path: Path, content: str | bytes) -> str:
 
 
 def copied(tmp_path: Path, uri: Any, **fields: Any) -> pa.Table:
-    made = snapshot(Source(uri=uri, **fields), open_store(str(tmp_path / "run")), "attempt")
+    made = snapshot(reads(uri=uri, **fields), open_store(str(tmp_path / "run")), "attempt")
     table = pa.concat_tables([pq.read_table(tmp_path / "run" / f.uri) for f in made.files])
     assert table.schema.equals(made.schema) and table.num_rows == made.rows
     return table
@@ -69,9 +69,9 @@ def test_excels_csv(tmp_path, monkeypatch, encoding, name):
     path = written(tmp_path / name, gzip.compress(data) if name.endswith("gz") else data)
     csv = {"delimiter": ";", "encoding": encoding}
     assert copied(tmp_path, path, csv=csv).to_pylist() == ROWS
-    seen = peek(Source(uri=path, csv=csv))
+    seen = peek(reads(uri=path, csv=csv))
     assert seen.schema.names == list(ROWS[0])
-    assert [table.num_rows for _, table in heads(Source(uri=path, csv=csv), 2)] == [2]
+    assert [table.num_rows for _, table in heads(reads(uri=path, csv=csv), 2)] == [2]
 
 
 def test_quotes_escapes_headers_and_nulls(tmp_path):
@@ -186,13 +186,13 @@ def test_an_array_comes_out_as_its_lines_do(tmp_path, monkeypatch, style, name):
         text = "\ufeff\r\n " + text.replace("\n", "\r\n") + "\r\n"
     data = text.encode()
     path = written(tmp_path / name, gzip.compress(data) if name.endswith("gz") else data)
-    assert detect_format(Source(uri=path)) == "jsonl"
+    assert detect_format(reads(uri=path)) == "jsonl"
     found = copied(tmp_path, path)
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     assert found.equals(copied(tmp_path, written(tmp_path / "b.jsonl", lines)))
     assert found.to_pylist() == rows
     if name == "a.json":
-        assert 200 < peek(Source(uri=path)).rows < 450
+        assert 200 < peek(reads(uri=path)).rows < 450
     assert copied(tmp_path, path, columns=["id"], limit=7)["id"].to_pylist() == list(range(7))
 
 
@@ -231,7 +231,7 @@ def test_an_array_is_read_with_bounded_memory(tmp_path, monkeypatch):
     from prefect_raybatch.source.find import find
     from prefect_raybatch.source.json_arrays import array_blocks
 
-    (file,) = find(Source(uri=path))[1]
+    (file,) = find(reads(uri=path))[1]
     tracemalloc.start()
     lines = sum(block.count(b"\n") for _, block in array_blocks(file))
     peak = tracemalloc.get_traced_memory()[1]
@@ -273,13 +273,13 @@ def arrow_file(path: Path, table: pa.Table, kind: str, compression: str | None =
 )
 def test_arrow_files_and_streams(tmp_path, name, kind, compression):
     path = arrow_file(tmp_path / name, arrow_table(), kind, compression)
-    assert detect_format(Source(uri=path)) == "arrow"
+    assert detect_format(reads(uri=path)) == "arrow"
     found = copied(tmp_path, path)
     assert found.to_pylist() == arrow_table().to_pylist()
     assert found.schema.field("at").type == pa.timestamp("ms", tz="UTC")
     some = copied(tmp_path, path, columns=["deep", "id"], limit=5)
     assert some.schema.names == ["deep", "id"] and some["id"].to_pylist() == [0, 1, 2, 3, 4]
-    seen = peek(Source(uri=path))
+    seen = peek(reads(uri=path))
     assert seen.schema == found.schema
     assert seen.rows == 10 if kind == "file" else seen.rows > 0
 
@@ -318,7 +318,7 @@ def test_arrow_files_that_cannot_be_read_are_named(tmp_path):
     refused(tmp_path, path, "has no rows")
     for uri in (tmp_path / "f.arrow", tmp_path / "c.feather"):
         with pytest.raises(SourceError):
-            peek(Source(uri=str(uri)))
+            peek(reads(uri=str(uri)))
 
 
 # --- compression --------------------------------------------------------------------------------
@@ -343,11 +343,11 @@ def test_compressed_text(tmp_path, ending, kind):
         data = {"gz": gzip, "bz2": bz2}[ending].compress(plain)
     path = written(tmp_path / f"a.{kind}.{ending}", data)
     assert copied(tmp_path, path).to_pylist() == rows
-    assert peek(Source(uri=path)).schema.names == ["a", "b"]
+    assert peek(reads(uri=path)).schema.names == ["a", "b"]
 
 
 def test_compressions_that_no_stream_can_be_read_of(tmp_path):
     for name in ("a.csv.snappy", "b.zip"):
         path = written(tmp_path / name, b"x")
         with pytest.raises(SourceError, match=r"cannot be read as a stream; compress with gzip"):
-            detect_format(Source(uri=path))
+            detect_format(reads(uri=path))

@@ -12,10 +12,10 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 from helpers.small import make_job
+from helpers.specs import reads
 from helpers.table_sources import copied, refused
 
 from prefect_raybatch.errors import ConfigError, SourceError
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.runs.dry_run import dry_run
 from prefect_raybatch.runs.plan_run import plan_run
@@ -60,7 +60,7 @@ def test_rows_that_fit_are_copied_from_files_of_each_format(tmp_path, name):
     uri = FILES[name](tmp_path / name)
     text = "id >= 500 AND (city = 'Köln' OR city IS NULL)"
     fitting = [i for i in range(500, 1000) if i % 4 in (1, 2)]
-    source = Source(uri=uri, filter=text)
+    source = reads(uri=uri, filter=text)
     assert needs_snapshot(source) and detect_format(source) == ENDS[name.partition(".")[2]]
     made, rows = copied(tmp_path, uri, filter=text)
     assert rows["id"].to_pylist() == fitting and rows.column_names == ["id", "name", "city"]
@@ -69,8 +69,8 @@ def test_rows_that_fit_are_copied_from_files_of_each_format(tmp_path, name):
     assert alone.to_pydict() == {"name": [f"n{i}" for i in fitting[:3]]}
     with pytest.raises(SourceError, match=r"no row of .* fits"):
         copied(tmp_path, uri, filter="id > 5000")
-    assert peek(Source(uri=uri, filter="id < 500", columns=["name"])).schema.names == ["name"]
-    ((_, head),) = heads(Source(uri=uri, filter="id IN (7, 8)"), 4)
+    assert peek(reads(uri=uri, filter="id < 500", columns=["name"])).schema.names == ["name"]
+    ((_, head),) = heads(reads(uri=uri, filter="id IN (7, 8)"), 4)
     assert head["id"].to_pylist() == [7, 8]
     with pytest.raises(ConfigError, match=r"source\.filter: .* no column 'Id'"):
         copied(tmp_path, uri, filter="Id > 5")
@@ -91,7 +91,7 @@ def test_a_type_that_a_late_value_widens_counts_for_the_rows_before_it(tmp_path,
     file.write_text("\n".join(["id,zip", *lines, "300,02139"]))
     assert copied(tmp_path, str(file), filter="zip = '10007'")[1]["id"].to_pylist() == [7]
     assert copied(tmp_path, str(file), filter="zip = '02139'")[1]["zip"].to_pylist() == ["02139"]
-    peek(Source(uri=str(file), filter="zip = '02139'"))  # its first block says numbers
+    peek(reads(uri=str(file), filter="zip = '02139'"))  # its first block says numbers
     with pytest.raises(ConfigError, match="'zip' is string, which a number"):
         copied(tmp_path, str(file), filter="zip = 10007")
     file.write_text("\n".join(["id,late", *(f"{i}," for i in range(300)), "300,2.5"]))

@@ -8,9 +8,9 @@ from itertools import product
 
 import pyarrow as pa
 import pytest
+from helpers.specs import reads
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.source.filters import Filter
 
 ROWS = pa.table(
@@ -77,7 +77,7 @@ def kept(text: str, table: pa.Table = ROWS) -> list[int]:
 )
 def test_rows_are_kept_where_it_is_true(text, rows):
     assert kept(text) == rows
-    assert Source(uri="x", filter=text).filter == text
+    assert reads(uri="x", filter=text).filter == text
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_rows_are_kept_where_it_is_true(text, rows):
 )
 def test_what_cannot_be_read_is_refused_with_its_place_when_the_job_is_read(text, words):
     with pytest.raises(ValueError, match="filter") as caught:
-        Source(uri="x", filter=text)
+        reads(uri="x", filter=text)
     assert words in str(caught.value)
 
 

@@ -12,14 +12,13 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 from helpers.small import MODEL, make_job
+from helpers.specs import check_columns, new_plan_of, reads
 
+from prefect_raybatch.compile.fingerprint import fingerprint
+from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.errors import ConfigError, CorruptRun, SourceError
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.plan_tables import files_table, read_files, to_parquet
 from prefect_raybatch.ledger.records import Unit
-from prefect_raybatch.plan.fingerprint import fingerprint
-from prefect_raybatch.plan.plan import check_against_schema, make_plan
-from prefect_raybatch.plan.resolved import Resolved
 from prefect_raybatch.source import Inventory, heads, inventory, peek, snapshot
 from prefect_raybatch.stages import block as blocks
 from prefect_raybatch.stages.read import ShardReader
@@ -56,11 +55,11 @@ def rows(found: Inventory) -> pa.Table:
 
 
 def place(uri: Any, **fields: Any) -> pa.Table:
-    return rows(inventory(Source(uri=uri, **fields)))
+    return rows(inventory(reads(uri=uri, **fields)))
 
 
 def copied(tmp_path: Path, uri: Any, **fields: Any) -> pa.Table:
-    made = snapshot(Source(uri=uri, **fields), open_store(str(tmp_path / "run")), "attempt")
+    made = snapshot(reads(uri=uri, **fields), open_store(str(tmp_path / "run")), "attempt")
     table = pa.concat_tables([pq.read_table(tmp_path / "run" / f.uri) for f in made.files])
     assert table.schema.equals(made.schema)
     return table
@@ -111,9 +110,9 @@ def test_types_of_the_path_are_checked_at_plan(tmp_path):
     uri = str(tmp_path / "in")
     assert place(uri, types={"k": "int64"})["k"].to_pylist() == [2139]
     with pytest.raises(ConfigError, match=r"source.types: 'k' is '02139' in a path, .*date32"):
-        inventory(Source(uri=uri, types={"k": "date32"}))
+        inventory(reads(uri=uri, types={"k": "date32"}))
     with pytest.raises(ConfigError, match=r"'x' names no column of a key=value folder"):
-        inventory(Source(uri=uri, types={"x": "string"}))
+        inventory(reads(uri=uri, types={"x": "string"}))
     text(tmp_path / "csv/k=02139/a.csv", "x\n1\n")
     assert copied(
         tmp_path, str(tmp_path / "csv"), types={"k": "int32", "x": "string"}
@@ -146,9 +145,9 @@ def test_columns_choose_those_of_the_path_as_well(tmp_path):
     assert place(uri, columns=["z"]).column_names == ["z"]
     assert place(uri, columns=["y"], limit=4)["y"].to_pylist() == [1, 1, 1, 2]
     with pytest.raises(ConfigError, match="no column 'yy'; did you mean 'y'"):
-        inventory(Source(uri=uri, columns=["yy"]))
+        inventory(reads(uri=uri, columns=["yy"]))
     job = make_job(prompt={"template": "{x} of {y}?"}, output={"uri": "out", "columns": ["y"]})
-    check_against_schema(job, inventory(Source(uri=uri)).schema)
+    check_columns(job, inventory(reads(uri=uri)).schema)
 
 
 def test_a_column_in_file_and_path_must_be_the_same(tmp_path):
@@ -162,13 +161,13 @@ def test_a_column_in_file_and_path_must_be_the_same(tmp_path):
     for other in ([3, 4], [3, None]):
         parquet(tmp_path / "in/y=3/f.parquet", x=[3, 3], y=pa.array(other, pa.int64()))
         with pytest.raises(SourceError, match=r"y=3/f\.parquet: column 'y'.*'3'.*source\.columns"):
-            inventory(Source(uri=uri))
+            inventory(reads(uri=uri))
         assert place(uri, columns=["x"]).num_rows == 5
     pq.write_table(
         pa.table({"x": [3], "y": [3]}), tmp_path / "in/y=3/f.parquet", write_statistics=False
     )
     with pytest.raises(SourceError, match="'y'"):
-        inventory(Source(uri=uri))
+        inventory(reads(uri=uri))
 
 
 def test_a_column_in_file_and_path_where_there_are_no_rows(tmp_path):
@@ -193,7 +192,7 @@ def test_folders_that_make_no_columns(tmp_path):
         ("some", "no column 'k'"),
     ]:
         with pytest.raises(SourceError, match=said):
-            inventory(Source(uri=f"{tmp_path}/{name}"))
+            inventory(reads(uri=f"{tmp_path}/{name}"))
     parquet(tmp_path / f"null/k={NULL}/f.parquet", x=[1])
     assert place(f"{tmp_path}/null").to_pylist() == [{"x": 1, "k": None}]
     parquet(tmp_path / "plain/=1/a=/f.parquet", x=[1])
@@ -219,9 +218,9 @@ def test_snapshots_get_the_columns_of_the_path(tmp_path, kind):
     assert copied(tmp_path, uri, columns=["y"], limit=3).num_rows == 3
     with pytest.raises(ConfigError, match="'yy'"):
         copied(tmp_path, uri, columns=["yy"])
-    guess = peek(Source(uri=uri))
+    guess = peek(reads(uri=uri))
     assert guess.schema.equals(table.schema)
-    tops = list(heads(Source(uri=uri), 2))
+    tops = list(heads(reads(uri=uri), 2))
     assert [top["y"].to_pylist() for _, top in tops] == [[1, 1], [None, None]]
 
 
@@ -252,15 +251,15 @@ def test_text_in_the_path_stays_text_in_a_csv(tmp_path):
 
 def test_a_plan_of_before_is_read_as_it_says(tmp_path):
     parquet(tmp_path / "in/y=1/f.parquet", x=[1, 2])
-    found = inventory(Source(uri=str(tmp_path / "in")))
+    found = inventory(reads(uri=str(tmp_path / "in")))
     old = tuple(replace(file, values=()) for file in found.files)
     table = rows(Inventory(old, pa.schema([("x", pa.int64())]), 8.0, "parquet"))
     assert table.to_pylist() == [{"x": 1}, {"x": 2}]
     job = make_job(source={"uri": str(tmp_path / "in")}, prompt={"template": "{x}"})
-    made, tables = make_plan(
+    made, tables = new_plan_of(
         Resolved.of(job, MODEL), "k", found.files, found.schema, 8.0, snapshot=False
     )
-    assert made.fingerprint == fingerprint(job, MODEL)[0]
+    assert made.fingerprint == fingerprint(job, MODEL).fingerprint
     assert read_files(tables[made.files_table]) == found.files
     # What the path says stands in the table of files alone, and damage of it is named.
     table = pq.read_table(pa.BufferReader(tables[made.files_table]))

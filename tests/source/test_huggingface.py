@@ -21,12 +21,12 @@ import pytest
 from helpers import albums
 from helpers.hub import COMMIT, OLD, Repositories, serve
 from helpers.small import make_job
+from helpers.specs import reads
 from helpers.table_sources import companies, copied, refused
 from PIL import Image
 
 from prefect_raybatch.cli.show import show_plan
 from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.runs.dry_run import dry_run
 from prefect_raybatch.runs.plan_run import plan_run
@@ -110,7 +110,7 @@ def test_a_dataset_is_streamed_at_the_commit_that_its_revision_is(tmp_path, hub)
     rows = {"data/train-0.parquet": companies(0, 3000), "data/train-1.parquet": companies(3000, 9)}
     hub.add(rows)
     hub.add({"data/train-0.parquet": companies(0, 5)}, OLD, "v1")
-    source = Source(uri=hub.uri)
+    source = reads(uri=hub.uri)
     assert source.table_format == "huggingface" and needs_snapshot(source) and not source.stored
     made, table = hub(copied, tmp_path, hub.uri)
     assert table.equals(companies(0, 3009)) and made.format == "huggingface"
@@ -123,7 +123,7 @@ def test_a_dataset_is_streamed_at_the_commit_that_its_revision_is(tmp_path, hub)
     ):
         made, table = hub(copied, tmp_path, **revision)
         assert table.equals(companies(0, 5)) and made.table["version"] == OLD
-    found = hub(peek, Source(uri=hub.uri, columns=["id"], filter="city = 'Bonn'"))
+    found = hub(peek, reads(uri=hub.uri, columns=["id"], filter="city = 'Bonn'"))
     assert found.schema.names == ["id"] and found.rows in (1504, 1505)
     hub.there.asked.clear()
     chosen = {"columns": ["id"], "filter": "city = 'Bonn' AND id >= 2", "limit": 3}
@@ -151,7 +151,7 @@ dataset_info:
     names = {"de/train": companies(0, 3), "de/test": companies(3, 2), "fr/train": companies(9, 4)}
     hub.add({"README.md": card, **{f"{k}.parquet": v for k, v in names.items()}})
     assert hub(copied, tmp_path, hub.uri, config="fr")[1].equals(companies(9, 4))
-    assert hub(peek, Source(uri=hub.uri, config="fr")).rows == 4
+    assert hub(peek, reads(uri=hub.uri, config="fr")).rows == 4
     assert hub(copied, tmp_path, hub.uri, config="de", split="test")[1].equals(companies(3, 2))
     both = hub(copied, tmp_path, hub.uri, config="de", split="train+test")
     assert both[1].equals(companies(0, 5)) and both[0].table["id"] == f"{hub.uri}/de/train+test"
@@ -333,11 +333,11 @@ def test_a_folder_that_save_to_disk_wrote_is_opened_by_name_and_pinned(tmp_path)
     from datasets import Array2D, ClassLabel, Dataset, DatasetDict, Features, Json
 
     uri = saved(tmp_path / "d", companies(0, 2500))
-    assert detect_format(Source(uri=uri)) == "huggingface"
+    assert detect_format(reads(uri=uri)) == "huggingface"
     made, rows = copied(tmp_path, uri)
     state = json.loads((tmp_path / "d/state.json").read_text())
     assert rows.equals(companies(0, 2500)) and made.table["version"] == state["_fingerprint"]
-    assert peek(Source(uri=uri, filter="id < 10")).rows == 10
+    assert peek(reads(uri=uri, filter="id < 10")).rows == 10
     assert copied(tmp_path, uri, columns=["id"], limit=2)[1].to_pydict() == {"id": [0, 1]}
     assert copied(tmp_path, f"{uri}/*.arrow")[1].num_rows == 2500  # as files it still is read
     saved(tmp_path / "d2", companies(0, 3))
@@ -371,7 +371,7 @@ def test_a_folder_on_s3_is_read_file_by_file(tmp_path, s3):
         if path.is_file():
             store.put(str(path.relative_to(tmp_path)), path.read_bytes())
     uri, keys = f"{bucket}/d", {"options": dict(s3.options)}
-    assert detect_format(Source(uri=uri, **keys)) == "huggingface"
+    assert detect_format(reads(uri=uri, **keys)) == "huggingface"
     made, found = copied(tmp_path, uri, **keys)
     state = json.loads((tmp_path / "d/state.json").read_text())
     assert found.equals(rows) and made.table["version"] == state["_fingerprint"]
@@ -422,7 +422,7 @@ FEATURES = {
 
 def row_groups_read(uri, condition):
     """How many rows a Hub gives where it is told the filter."""
-    with open_table("huggingface", Source(uri=uri)) as table:
+    with open_table("huggingface", reads(uri=uri)) as table:
         return sum(batch.num_rows for batch in table.batches(table.schema.names, Filter(condition)))
 
 
@@ -467,5 +467,5 @@ def test_what_is_no_dataset_is_told(tmp_path, monkeypatch):
 )
 def test_fields_that_do_not_go_together_are_refused(fields, said):
     with pytest.raises(ValueError, match=said):
-        Source(**fields)
-    assert Source(uri=f"{URI}@refs/convert/parquet").table_format == "huggingface"
+        reads(**fields)
+    assert reads(uri=f"{URI}@refs/convert/parquet").table_format == "huggingface"

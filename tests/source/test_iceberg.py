@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 from helpers.position_deletes import delete_equal, delete_positions
 from helpers.small import make_job
+from helpers.specs import reads
 from helpers.table_sources import (
     KINDS_FITTING,
     all_kinds,
@@ -25,7 +26,6 @@ from s3server import S3Server
 
 from prefect_raybatch.cli.show import show_plan
 from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.runs.dry_run import dry_run
 from prefect_raybatch.runs.plan_run import plan_run
@@ -67,7 +67,7 @@ def ids(rows: pa.Table) -> list[int]:
 def test_a_table_of_a_catalog_and_its_bare_folder_give_the_same_rows(tmp_path, catalog):
     table = table_of(catalog, "orders", companies(0, 6), companies(6, 4))
     table.delete("id < 2")
-    source = Source(uri="sales.orders", catalog=properties(tmp_path))
+    source = reads(uri="sales.orders", catalog=properties(tmp_path))
     assert detect_format(source) == "iceberg" and needs_snapshot(source) and not source.stored
     made, rows = copied(tmp_path, "sales.orders", catalog=properties(tmp_path))
     assert ids(rows) == list(range(2, 10)) and made.format == "iceberg"
@@ -75,7 +75,7 @@ def test_a_table_of_a_catalog_and_its_bare_folder_give_the_same_rows(tmp_path, c
     assert made.table["id"] == str(table.metadata.table_uuid)
     assert made.table["version"] == str(table.current_snapshot().snapshot_id)
     folder = folder_of(table)
-    assert detect_format(Source(uri=folder)) == "iceberg"
+    assert detect_format(reads(uri=folder)) == "iceberg"
     found, same = copied(tmp_path, folder)
     assert same.equals(rows) and found.table["version"] == made.table["version"]
     assert copied(tmp_path, table.metadata_location, format="iceberg")[1].equals(rows)
@@ -200,7 +200,7 @@ def test_what_is_wrong_with_a_table_or_a_catalog_is_told(tmp_path, catalog, monk
 )
 def test_a_job_that_cannot_be_meant_is_refused_when_it_is_read(fields, words):
     with pytest.raises(ValueError, match="Source") as caught:
-        Source(**{"uri": "sales.orders", **fields})
+        reads(**{"uri": "sales.orders", **fields})
     assert words in str(caught.value)
 
 

@@ -10,11 +10,11 @@ import lance
 import pyarrow as pa
 import pytest
 from helpers.small import make_job
+from helpers.specs import reads
 from helpers.table_sources import companies, copied, refused, without_keys
 from s3server import S3Server
 
 from prefect_raybatch.errors import ConfigError, SourceError
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.runs.dry_run import dry_run
 from prefect_raybatch.runs.plan_run import plan_run
@@ -30,7 +30,7 @@ def data_set(path: Path, *parts: pa.Table, **options: Any) -> str:
 
 def test_a_folder_with_versions_is_opened_at_its_newest_or_another(tmp_path):
     uri = data_set(tmp_path / "d", companies(0, 6), companies(6, 4))
-    assert detect_format(Source(uri=uri)) == "lance"
+    assert detect_format(reads(uri=uri)) == "lance"
     lance.dataset(uri).delete("id < 2")
     lance.dataset(uri).tags.create("first", 1)
     made, rows = copied(tmp_path, uri)

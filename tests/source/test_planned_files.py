@@ -8,9 +8,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.specs import reads
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.records import InputFile
 from prefect_raybatch.source import check_planned, inventory
 
@@ -37,7 +37,7 @@ def test_files_that_were_listed_are_read(tmp_path, monkeypatch, uri):
     (tmp_path / "in-link").symlink_to(tmp_path / "in")
     monkeypatch.chdir(tmp_path)
     for entry in (uri, str(tmp_path / "in-link")):
-        source = Source(uri=entry)
+        source = reads(uri=entry)
         check_planned(inventory(source).files, source, snapshot=False)
 
 
@@ -62,12 +62,12 @@ def test_files_that_were_listed_are_read(tmp_path, monkeypatch, uri):
 def test_files_outside_of_the_source_are_refused(tmp_path, monkeypatch, source, uri):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CorruptRun, match=r"plan\.json names the input file .* not in source\.uri"):
-        check_planned(planned(uri.format(root=tmp_path)), Source(uri=source), snapshot=False)
+        check_planned(planned(uri.format(root=tmp_path)), reads(uri=source), snapshot=False)
 
 
 @pytest.mark.parametrize("uri", ["../a.parquet", "/etc/passwd", "s3://b/a", "_raybatch/../../a"])
 def test_files_of_a_snapshot_are_in_the_run_directory(uri):
-    source: Any = Source(uri="in")
+    source: Any = reads(uri="in")
     check_planned(planned("_raybatch/input/a/part-0.parquet"), source, snapshot=True)
     with pytest.raises(CorruptRun, match="not in the run directory"):
         check_planned(planned(uri), source, snapshot=True)

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.small import make_job
+from helpers.specs import reads
 
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.source import (
@@ -33,7 +33,7 @@ def table_of(folder, name, uri, **fields):
     """(rows and types, read again; row group sizes aside) of a snapshot, or the error's text."""
     store = open_store(str(folder / name))
     try:
-        made = snapshot(Source(uri=uri, **fields), store, "attempt")
+        made = snapshot(reads(uri=uri, **fields), store, "attempt")
     except RayBatchError as error:
         return f"{type(error).__name__}: {error}".replace(str(folder), "")
     read = [pq.read_table(folder / name / file.uri) for file in made.files]
@@ -298,9 +298,9 @@ def copying(small, monkeypatch, tmp_path):
             patch.setattr(snapshots, "csv_tables", tables)
             if kill_after is not None:
                 with pytest.raises(Killed):
-                    snapshot(Source(uri=uri, **fields), store, attempt)
+                    snapshot(reads(uri=uri, **fields), store, attempt)
                 return None, (), done
-            made = snapshot(Source(uri=uri, **fields), store, attempt)
+            made = snapshot(reads(uri=uri, **fields), store, attempt)
         parts = [pq.read_table(tmp_path / "run" / file.uri) for file in made.files]
         assert all(part.schema.equals(made.schema) for part in parts)
         return pa.concat_tables(parts), made.files, done

@@ -13,9 +13,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.specs import reads
 
 from prefect_raybatch.errors import ConfigError, SourceError, StoreError
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.records import InputFile
 from prefect_raybatch.source import (
     Inventory,
@@ -49,7 +49,7 @@ def text(path: Path, content: str | bytes) -> str:
 def copy(tmp_path: Path, uri: Any, **fields: Any) -> tuple[Inventory, pa.Table]:
     """A snapshot of `uri` and its rows."""
     store = open_store(str(tmp_path / "run"))
-    made = snapshot(Source(uri=uri, **fields), store, "attempt")
+    made = snapshot(reads(uri=uri, **fields), store, "attempt")
     tables = [pq.read_table(tmp_path / "run" / file.uri) for file in made.files]
     table = pa.concat_tables(tables)
     assert table.schema.equals(made.schema)
@@ -74,7 +74,7 @@ def test_a_folder_is_read_recursively_in_name_order_without_hidden_files(tmp_pat
         parquet(tmp_path / "in" / name, x=[1])
     for name in ("_SUCCESS", ".a.parquet.crc", "_temporary/0.parquet", "b/.hidden.parquet"):
         text(tmp_path / "in" / name, "no")
-    found = inventory(Source(uri=str(tmp_path / "in")))
+    found = inventory(reads(uri=str(tmp_path / "in")))
     assert [Path(f.uri).name for f in found.files] == ["a.parquet", "1.pq", "2.parquet"]
     assert found.rows == 3 and found.format == "parquet"
     info = os.stat(tmp_path / "in/a.parquet")
@@ -101,7 +101,7 @@ def test_what_a_desktop_leaves_in_a_folder_is_not_read(tmp_path, pattern, format
     text(tmp_path / "in/a.csv", "x\n1\n")
     for name in SYSTEM:
         text(tmp_path / "in" / name, "no")
-    kind, files = find(Source(uri=f"{tmp_path}/in{pattern}", format=format))
+    kind, files = find(reads(uri=f"{tmp_path}/in{pattern}", format=format))
     assert kind == "csv" and [file.uri for file in files] == [str(tmp_path / "in/a.csv")]
 
 
@@ -141,20 +141,20 @@ def test_a_file_that_is_no_table_is_named_and_how_to_leave_it_out(tmp_path, name
 def test_globs(tmp_path, pattern, names):
     for name in ("a.parquet", "x/b.parquet", "x/y/c.parquet", "_h.parquet"):
         parquet(tmp_path / name, x=[1])
-    found = inventory(Source(uri=f"{tmp_path}/{pattern}"))
+    found = inventory(reads(uri=f"{tmp_path}/{pattern}"))
     assert [f.uri for f in found.files] == [str(tmp_path / name) for name in names]
 
 
 def test_a_named_file_is_read_whatever_its_name(tmp_path):
     path = parquet(tmp_path / "_odd", x=[1])
-    assert inventory(Source(uri=path, format="parquet")).rows == 1
-    assert inventory(Source(uri=f"file://{path}", format="parquet")).files[0].uri == path
+    assert inventory(reads(uri=path, format="parquet")).rows == 1
+    assert inventory(reads(uri=f"file://{path}", format="parquet")).files[0].uri == path
 
 
 def test_relative_paths_become_whole(tmp_path, monkeypatch):
     parquet(tmp_path / "a.parquet", x=[1])
     monkeypatch.chdir(tmp_path)
-    assert inventory(Source(uri="a.parquet")).files[0].uri == str(tmp_path / "a.parquet")
+    assert inventory(reads(uri="a.parquet")).files[0].uri == str(tmp_path / "a.parquet")
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_relative_paths_become_whole(tmp_path, monkeypatch):
     ],
 )
 def test_formats_by_ending(tmp_path, name, kind):
-    source = Source(uri=text(tmp_path / name, "x"))
+    source = reads(uri=text(tmp_path / name, "x"))
     assert detect_format(source) == kind
     assert needs_snapshot(source) == (kind != "parquet")
 
@@ -181,14 +181,14 @@ def test_mixed_and_unknown_formats_are_refused_with_the_remedy(tmp_path):
     parquet(tmp_path / "in/b.parquet", x=[2])
     uri = str(tmp_path / "in")
     with pytest.raises(SourceError, match=r"several formats.*a\.csv.*b\.parquet.*source\.format"):
-        detect_format(Source(uri=uri))
-    assert inventory(Source(uri=uri, format="parquet")).rows == 1
+        detect_format(reads(uri=uri))
+    assert inventory(reads(uri=uri, format="parquet")).rows == 1
     text(tmp_path / "in/c.dat", "x")
     with pytest.raises(SourceError, match=r"c\.dat.*set source\.format"):
-        detect_format(Source(uri=uri))
+        detect_format(reads(uri=uri))
     with pytest.raises(SourceError, match="no file"):
         text(tmp_path / "only/a.csv", "x")
-        inventory(Source(uri=str(tmp_path / "only"), format="parquet"))
+        inventory(reads(uri=str(tmp_path / "only"), format="parquet"))
 
 
 def test_nothing_to_read(tmp_path):
@@ -200,7 +200,7 @@ def test_nothing_to_read(tmp_path):
         (f"{tmp_path}/empty/*.parquet", "no file matches"),
     ]:
         with pytest.raises(SourceError, match=words) as caught:
-            inventory(Source(uri=uri))
+            inventory(reads(uri=uri))
         assert uri in str(caught.value)
 
 
@@ -208,7 +208,7 @@ def test_a_file_listed_twice_is_refused(tmp_path):
     path = parquet(tmp_path / "a.parquet", x=[1])
     for second in (path, f"file://{path}", str(tmp_path), f"{tmp_path}/*.parquet"):
         with pytest.raises(SourceError, match="listed twice"):
-            inventory(Source(uri=[path, second]))
+            inventory(reads(uri=[path, second]))
 
 
 # --- Parquet ----------------------------------------------------------------------------------
@@ -219,9 +219,9 @@ def test_limit_reads_no_more_footers_than_it_needs(tmp_path, monkeypatch):
         parquet(tmp_path / f"{i}.parquet", x=list(range(10)))
     text(tmp_path / "9.parquet", "not looked at")
     monkeypatch.setattr(footers, "FOOTERS_AHEAD", 2)
-    found = inventory(Source(uri=str(tmp_path), limit=25))
+    found = inventory(reads(uri=str(tmp_path), limit=25))
     assert [f.rows for f in found.files] == [10, 10, 5]
-    found = inventory(Source(uri=str(tmp_path), limit=20))
+    found = inventory(reads(uri=str(tmp_path), limit=20))
     assert [f.rows for f in found.files] == [10, 10]
 
 
@@ -229,11 +229,11 @@ def test_bytes_of_rows_are_told_by_row_group_and_end_with_the_limit(tmp_path):
     long, short = [f"x{i:06}" * 100 for i in range(100)], ["y"] * 100
     table = pa.table({"text": [*short, *long], "n": [1] * 200})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=100)
-    (few, small), (many, large) = inventory(Source(uri=str(tmp_path))).weights
+    (few, small), (many, large) = inventory(reads(uri=str(tmp_path))).weights
     assert few == many == 100 and large > 20 * small
-    cut = inventory(Source(uri=str(tmp_path), limit=150)).weights
+    cut = inventory(reads(uri=str(tmp_path), limit=150)).weights
     assert cut == ((100, small), (50, large // 2))
-    (_, one), (_, other) = inventory(Source(uri=str(tmp_path), columns=["n"])).weights
+    (_, one), (_, other) = inventory(reads(uri=str(tmp_path), columns=["n"])).weights
     assert one == other < small
 
 
@@ -248,7 +248,7 @@ def test_columns_and_row_bytes(tmp_path):
     rng = random.Random(0)
     big = ["".join(rng.choices("abcdefgh", k=1000)) for _ in range(200)]
     path = parquet(tmp_path / "a.parquet", id=list(range(200)), big=big, small=[1] * 200)
-    whole, part = inventory(Source(uri=path)), inventory(Source(uri=path, columns=["small", "id"]))
+    whole, part = inventory(reads(uri=path)), inventory(reads(uri=path, columns=["small", "id"]))
     assert part.schema.names == ["small", "id"]
     assert 16 <= part.row_bytes < 40 and 1000 < whole.row_bytes < 1200
 
@@ -256,17 +256,17 @@ def test_columns_and_row_bytes(tmp_path):
 def test_an_unknown_column_names_the_nearest(tmp_path):
     path = parquet(tmp_path / "a.parquet", Company=["x"], City=["y"])
     with pytest.raises(ConfigError, match=r"no column 'Compny'; did you mean 'Company'\?"):
-        inventory(Source(uri=path, columns=["Compny"]))
+        inventory(reads(uri=path, columns=["Compny"]))
     with pytest.raises(ConfigError, match="stands there twice"):
-        inventory(Source(uri=path, columns=["City", "City"]))
+        inventory(reads(uri=path, columns=["City", "City"]))
 
 
 def test_reserved_and_repeated_columns(tmp_path):
     with pytest.raises(SourceError, match=r"__rb_pos.*reserved"):
-        inventory(Source(uri=parquet(tmp_path / "a.parquet", __rb_pos=[1])))
+        inventory(reads(uri=parquet(tmp_path / "a.parquet", __rb_pos=[1])))
     pq.write_table(pa.table([[1], [2]], names=["a", "a"]), tmp_path / "b.parquet")
     with pytest.raises(SourceError, match="'a' stands there twice"):
-        inventory(Source(uri=str(tmp_path / "b.parquet")))
+        inventory(reads(uri=str(tmp_path / "b.parquet")))
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1 not really PAR1", b"x" * 1000])
@@ -274,7 +274,7 @@ def test_a_corrupt_file_among_good_ones_is_named(tmp_path, content):
     parquet(tmp_path / "a.parquet", x=[1])
     text(tmp_path / "b.parquet", content)
     with pytest.raises(SourceError, match=r"b\.parquet: is not a readable Parquet file"):
-        inventory(Source(uri=str(tmp_path)))
+        inventory(reads(uri=str(tmp_path)))
 
 
 def test_types_that_go_together_are_widened(tmp_path):
@@ -294,7 +294,7 @@ def test_types_that_go_together_are_widened(tmp_path):
         f=pa.array([2], pa.float64()),
         i=pa.array([2], pa.int64()),
     )
-    schema = inventory(Source(uri=str(tmp_path))).schema
+    schema = inventory(reads(uri=str(tmp_path))).schema
     assert schema == pa.schema(
         [
             ("i", pa.int64()),
@@ -310,21 +310,21 @@ def test_types_and_columns_that_do_not_agree(tmp_path):
     parquet(tmp_path / "a.parquet", x=[1], y=[1])
     parquet(tmp_path / "b.parquet", x=["1"], y=[1])
     with pytest.raises(SourceError) as caught:
-        inventory(Source(uri=str(tmp_path)))
+        inventory(reads(uri=str(tmp_path)))
     for word in ("'x'", "int64", "string", "a.parquet", "b.parquet"):
         assert word in str(caught.value)
-    assert inventory(Source(uri=str(tmp_path), columns=["y"])).rows == 2
+    assert inventory(reads(uri=str(tmp_path), columns=["y"])).rows == 2
     parquet(tmp_path / "b.parquet", x=[1])
     with pytest.raises(SourceError, match=r"b\.parquet has no column 'y', which .*a\.parquet has"):
-        inventory(Source(uri=str(tmp_path)))
+        inventory(reads(uri=str(tmp_path)))
 
 
 def test_no_rows(tmp_path):
     parquet(tmp_path / "a.parquet", x=pa.array([], pa.int64()))
     with pytest.raises(SourceError, match="no rows"):
-        inventory(Source(uri=str(tmp_path)))
+        inventory(reads(uri=str(tmp_path)))
     parquet(tmp_path / "b.parquet", y=[1])  # the empty one may have any columns
-    found = inventory(Source(uri=str(tmp_path)))
+    found = inventory(reads(uri=str(tmp_path)))
     assert [f.rows for f in found.files] == [0, 1] and found.schema.names == ["y"]
 
 
@@ -379,7 +379,7 @@ def test_three_thousand_files(tmp_path):
     data = (tmp_path / "0000.parquet").read_bytes()
     for i in range(1, 3000):
         (tmp_path / f"{i:04}.parquet").write_bytes(data)
-    assert inventory(Source(uri=str(tmp_path))).rows == 9000
+    assert inventory(reads(uri=str(tmp_path))).rows == 9000
 
 
 # --- CSV --------------------------------------------------------------------------------------
@@ -464,8 +464,8 @@ def test_compressed_tsv_with_bom(tmp_path):
 def test_a_file_without_rows_before_others_is_no_reason_to_refuse_the_folder(tmp_path):
     text(tmp_path / "in" / "a.csv", "a,b\n")
     text(tmp_path / "in" / "b.csv", "a,b\n1,x\n2,y\n")
-    given = Source(uri=str(tmp_path / "in"))
-    assert copy(tmp_path, given.uri)[0].rows == 2
+    given = reads(uri=str(tmp_path / "in"))
+    assert copy(tmp_path, given.uris[0])[0].rows == 2
     found = peek(given)
     assert found.schema == pa.schema({"a": pa.int64(), "b": pa.string()})
     text(tmp_path / "in" / "b.csv", "a,b\n")
@@ -480,7 +480,7 @@ def test_a_quote_that_is_never_closed_swallows_no_rows(tmp_path, columns):
     words = ["data.csv, line 5", "a quote is opened", "never closed", "2 more lines"]
     refused(tmp_path, path, *words, columns=columns)
     with pytest.raises(SourceError, match="never closed"):
-        peek(Source(uri=path, columns=columns))
+        peek(reads(uri=path, columns=columns))
     with gzip.open(tmp_path / "data.csv.gz", "wt", encoding="utf-16") as file:
         file.write(content + "6,x\n" * 50_000)  # longer than a value that Python's csv takes
     words = ["line 5", "never closed", "50,002 more lines"]
@@ -518,7 +518,7 @@ def test_a_file_of_another_kind_than_its_name_says(tmp_path, name, content, word
     for look in (peek, snapshots.seen_csv):
         if look is peek or ".csv" in name:
             with pytest.raises(SourceError) as caught:
-                look(Source(uri=path))
+                look(reads(uri=path))
             assert not [word for word in words if word not in str(caught.value)]
 
 
@@ -567,7 +567,7 @@ def test_other_encodings_are_named_with_the_remedy(tmp_path, monkeypatch, name, 
     message = refused(tmp_path, str(tmp_path / name), name, said, remedy)
     assert "\n" not in message and not ignored
     with pytest.raises(SourceError, match=said):
-        peek(Source(uri=str(tmp_path / name)))
+        peek(reads(uri=str(tmp_path / name)))
     assert not ignored
 
 
@@ -682,7 +682,7 @@ def test_objects_that_are_always_empty_are_text(tmp_path):
     ]
     path = text(tmp_path / "a.jsonl", lines(*rows))
     made, table = copy(tmp_path, path)
-    assert made.schema == peek(Source(uri=path)).schema
+    assert made.schema == peek(reads(uri=path)).schema
     assert table.to_pylist() == [
         {
             "a": 1,
@@ -741,11 +741,11 @@ def test_json_keys_that_are_not_read_may_clash(tmp_path, monkeypatch):
 
 def test_peek_guesses_without_writing(tmp_path):
     path = text(tmp_path / "a.csv", "i,s\n" + "".join(f"{i},x\n" for i in range(1000)))
-    found = peek(Source(uri=path))
+    found = peek(reads(uri=path))
     assert found.rows == 1000 and found.schema.names == ["i", "s"]
     zipped = tmp_path / "b.jsonl.gz"
     zipped.write_bytes(gzip.compress(lines(*[{"a": i} for i in range(10_000)]).encode()))
-    guess, few = peek(Source(uri=str(zipped))), peek(Source(uri=str(zipped), limit=5))
+    guess, few = peek(reads(uri=str(zipped))), peek(reads(uri=str(zipped), limit=5))
     assert 9000 < guess.rows < 11_000 and guess.guessed
     assert few.rows == 5 and not few.guessed
 
@@ -754,4 +754,4 @@ def test_half_of_a_surrogate_pair_in_json_is_named_with_its_line(tmp_path):
     lines = ['{"id": 0, "text": "a"}', r'{"id": 1, "text": "b \ud800 c"}', '{"id": 2, "text": "d"}']
     (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
     with pytest.raises(SourceError, match=r"in\.jsonl, line 2: holds \\ud800, half of a surrogate"):
-        snapshot(Source(uri=str(tmp_path / "in.jsonl")), open_store(str(tmp_path / "out")), "a")
+        snapshot(reads(uri=str(tmp_path / "in.jsonl")), open_store(str(tmp_path / "out")), "a")

@@ -11,9 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.small import make_job
+from helpers.specs import reads
 
+from prefect_raybatch.compile.job import read_spec
 from prefect_raybatch.errors import ConfigError, SourceError, StoreError, StoreUnavailable
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.runs.plan_run import check_places
 from prefect_raybatch.source import detect_format, inventory
 from prefect_raybatch.source.places import OPENED
@@ -33,12 +34,12 @@ def touch(path: Path) -> str:
 
 
 def names(uri: Any, **fields: Any) -> list[str]:
-    return [Path(file.uri).name for file in inventory(Source(uri=uri, **fields)).files]
+    return [Path(file.uri).name for file in inventory(reads(uri=uri, **fields)).files]
 
 
 def refused(uri: Any, *words: str, **fields: Any) -> str:
     with pytest.raises(SourceError) as caught:
-        inventory(Source(uri=uri, **fields))
+        inventory(reads(uri=uri, **fields))
     for word in words:
         assert word in str(caught.value), str(caught.value)
     return str(caught.value)
@@ -102,10 +103,10 @@ def test_a_table_is_refused_by_name_however_it_is_reached(tmp_path, kind):
         refused(uri, f"{table} is ", said)
     refused([str(table), parquet(tmp_path / "other.parquet")], f"{table} is ", said, remedy)
     if opened:
-        assert detect_format(Source(uri=str(table), format="auto")) == opened
+        assert detect_format(reads(uri=str(table), format="auto")) == opened
     else:
         with pytest.raises(SourceError, match=said):
-            detect_format(Source(uri=str(table), format="auto"))
+            detect_format(reads(uri=str(table), format="auto"))
     refused([parquet(tmp_path / "plain.parquet"), str(file)], said)
     refused(str(table), said, format="parquet")
 
@@ -224,7 +225,7 @@ def test_links_that_lead_elsewhere_are_followed(tmp_path):
 def test_a_name_with_brackets_that_exists_means_itself(tmp_path):
     parquet(tmp_path / "a1.parquet", 1)
     literal = parquet(tmp_path / "a[1].parquet", 2)
-    found = inventory(Source(uri=literal))
+    found = inventory(reads(uri=literal))
     assert [f.uri for f in found.files] == [literal] and found.rows == 2
     assert names(f"{tmp_path}/a[[]1].parquet") == ["a[1].parquet"]
     assert names([f"{tmp_path}/a[1].parquet", f"{tmp_path}/a1.parquet"]) == [
@@ -273,7 +274,7 @@ def test_the_table_of_what_a_uri_means(tmp_path, monkeypatch):
     assert names("2026-01/_*") == ["_x.parquet"]
     for uri in ("http://h/", "gs://b/x.csv", "hf://d/x.csv", "s3://b*/x.csv"):
         with pytest.raises(ConfigError):
-            inventory(make_job(source={"uri": uri}).source)
+            inventory(read_spec(make_job(source={"uri": uri}).source))
 
 
 @pytest.mark.parametrize(
@@ -324,4 +325,4 @@ def test_rights_that_end_at_the_input_are_enough(tmp_path, monkeypatch):
     assert names(str(tmp_path / "in")) == ["a.parquet"]
     errors[0] = StoreUnavailable  # what will answer later is asked later
     with pytest.raises(StoreUnavailable):
-        inventory(Source(uri=str(tmp_path / "in")))
+        inventory(reads(uri=str(tmp_path / "in")))

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.postgresql import PASSWORD, postgresql
 from helpers.small import make_job
+from helpers.specs import reads
 
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError, StoreUnavailable
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.runs.dry_run import dry_run
 from prefect_raybatch.runs.plan_run import plan_run
@@ -31,7 +31,7 @@ KEYS = {"username": "reader", "password_env": "TEST_PG_PASSWORD"}
 
 
 def copy(tmp_path: Path, uri: str, query: str, **fields: Any) -> tuple[Inventory, pa.Table]:
-    source = Source(uri=uri, query=query, **fields)
+    source = reads(uri=uri, query=query, **fields)
     assert needs_snapshot(source)
     made = snapshot(source, open_store(str(tmp_path / "run")), "attempt")
     tables = [pq.read_table(tmp_path / "run" / file.uri) for file in made.files]
@@ -41,7 +41,7 @@ def copy(tmp_path: Path, uri: str, query: str, **fields: Any) -> tuple[Inventory
 
 def refused(uri: str, query: str, *words: str, **fields: Any) -> None:
     with pytest.raises(RayBatchError) as caught:
-        peek(Source(uri=uri, query=query, **fields))
+        peek(reads(uri=uri, query=query, **fields))
     for word in words:
         assert word in str(caught.value), str(caught.value)
     assert PASSWORD not in str(caught.value)
@@ -68,7 +68,7 @@ def test_sqlite(tmp_path, monkeypatch, companies):
         tmp_path, companies, query, columns=["Company"], filter="id < 5 AND data IS NULL", limit=2
     )[1]
     assert some.to_pylist() == [{"Company": "Company 4"}, {"Company": "Company 2"}]
-    assert peek(Source(uri=companies, query=query)).rows == 100
+    assert peek(reads(uri=companies, query=query)).rows == 100
 
 
 def test_a_plan_over_a_query_and_no_key_in_it(tmp_path, companies):
@@ -236,7 +236,7 @@ def test_postgresql_types_come_from_the_database(server, tmp_path):
     assert kinds["n"] == "int32" and kinds["at"] == "timestamp[us, tz=UTC]"
     assert "decimal128(38, 2)" in kinds["d"]
     few = "SELECT * FROM generate_series(1, (SELECT 30))"  # of which the database expects 1,000
-    assert peek(Source(uri=server, query=few, options=KEYS)).rows == 30
+    assert peek(reads(uri=server, query=few, options=KEYS)).rows == 30
     assert PASSWORD not in json.dumps(dict(made.table)) and "reader" not in made.table["uri"]
 
 
@@ -245,7 +245,7 @@ def test_a_copy_shows_one_moment_and_writes_nothing(server, tmp_path, monkeypatc
     with connect(server) as own:
         own.execute("CREATE TABLE big AS SELECT i AS id FROM generate_series(0, 4999) i")
         own.execute("ANALYZE big")
-        source = Source(uri=server, query="SELECT id FROM big ORDER BY id", options=KEYS)
+        source = reads(uri=server, query="SELECT id FROM big ORDER BY id", options=KEYS)
         looked = peek(source)  # as the database expects
         assert 4000 < looked.rows < 6000 and (looked.guessed or looked.rows == 5000)
         opened = sql.open_sql(source)
@@ -274,10 +274,10 @@ def test_postgresql_that_cannot_be_read(server):
     refused(server, "SELECT * FROM nothing", 'relation "nothing" does not', options=KEYS)
     refused(server, "SELECT nme FROM pg_class", 'column "nme" does not exist', options=KEYS)
     with pytest.raises(StoreUnavailable, match=r"127\.0\.0\.1"):
-        peek(Source(uri="postgresql://127.0.0.1:1/x", query="SELECT 1", options=KEYS))
+        peek(reads(uri="postgresql://127.0.0.1:1/x", query="SELECT 1", options=KEYS))
 
 
 def test_the_file_of_a_database_says_how_to_name_it(tmp_path):
     (tmp_path / "rows.sqlite3").write_bytes(b"SQLite format 3\0")
     with pytest.raises(SourceError, match=r"sqlite:////FOLDER/FILE .*source\.query"):
-        peek(Source(uri=str(tmp_path / "rows.sqlite3")))
+        peek(reads(uri=str(tmp_path / "rows.sqlite3")))

@@ -7,10 +7,11 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from helpers.specs import reads
 from helpers.table_sources import companies, copied, refused
 
 from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
-from prefect_raybatch.job.source import Source, SourceFormat
+from prefect_raybatch.job.source import SourceFormat
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.source import peek
 from prefect_raybatch.source.filters import Filter
@@ -60,7 +61,7 @@ def test_a_reader_that_leaves_the_filter_to_others_gives_the_same_rows(tmp_path,
     rows = copied(tmp_path, "lake/t", **how)[1]
     assert rows.to_pydict() == {"id": [0, 2, 4, 6, 8]} and table.closed == 1
     assert table.asked == [(["id", "city"], "city = 'Bonn'")]
-    assert peek(Source(uri="lake/t", **how)).rows == 5 and table.closed == 2
+    assert peek(reads(uri="lake/t", **how)).rows == 5 and table.closed == 2
     assert table.asked[1] == (["id", "city"], None)  # which share fits, by all rows
     assert copied(tmp_path, "lake/t", format="delta", limit=7)[1]["id"].to_pylist() == [*range(7)]
 

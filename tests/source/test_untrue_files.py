@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.specs import reads
 
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.result.parquet_footer import (
     ChunkField,
@@ -29,6 +30,7 @@ from prefect_raybatch.result.parquet_footer import (
 from prefect_raybatch.source import heads, inventory, ipc_sizes, peek, snapshot
 from prefect_raybatch.source.find import find
 from prefect_raybatch.source.ipc_files import arrow_rows
+from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.stages import block as blocks
 from prefect_raybatch.stages.read import ShardReader
 from prefect_raybatch.storage import open_store
@@ -37,7 +39,7 @@ LOOKS = ("peek", "heads", "snapshot")
 
 
 def look(tmp_path: Path, path: Path, how: str, **fields: Any) -> None:
-    source = Source(uri=str(path), **fields)
+    source = reads(uri=str(path), **fields)
     if how == "peek":
         peek(source)
     elif how == "heads":
@@ -54,7 +56,7 @@ def refused(tmp_path: Path, path: Path, *words: str, **fields: Any) -> None:
             assert word in str(caught.value), how
 
 
-def forged(path: Path, rows: int | None, group: int | None, values: int | None) -> Source:
+def forged(path: Path, rows: int | None, group: int | None, values: int | None) -> ReadSpec:
     """A Parquet file of 300 rows with other counts in its footer."""
     sink = io.BytesIO()
     pq.write_table(pa.table({"a": ["x"] * 300, "n": [[1]] * 300}), sink)
@@ -72,7 +74,7 @@ def forged(path: Path, rows: int | None, group: int | None, values: int | None) 
             meta[ColumnField.VALUES] = (meta[ColumnField.VALUES][0], values)
     text = encoded(footer)
     path.write_bytes(data[: -8 - size] + text + len(text).to_bytes(4, "little") + b"PAR1")
-    return Source(uri=str(path))
+    return reads(uri=str(path))
 
 
 @pytest.mark.parametrize(
@@ -94,9 +96,7 @@ def test_a_footer_that_lies_about_its_rows_is_refused(tmp_path, rows, group, val
         inventory(source)
     assert said in str(caught.value)
     with pytest.raises(SourceError, match=r"a\.parquet"):
-        snapshot(
-            source.model_copy(update={"filter": "a = 'x'"}), open_store(str(tmp_path)), "attempt"
-        )
+        snapshot(replace(source, filter="a = 'x'"), open_store(str(tmp_path)), "attempt")
 
 
 def test_a_true_footer_is_read(tmp_path):
@@ -179,10 +179,10 @@ def test_every_other_type_is_carried(tmp_path, column):
     if pa.types.is_date64(column.type):
         column = pa.array([0, 86_400_000], pa.date64())
     path = ipc(tmp_path / "a.arrow", a=column)
-    made = snapshot(Source(uri=str(path)), open_store(str(tmp_path / "run")), "attempt")
+    made = snapshot(reads(uri=str(path)), open_store(str(tmp_path / "run")), "attempt")
     table = pq.read_table(tmp_path / "run" / made.files[0].uri)
     assert table["a"].to_pylist() == column.to_pylist()
-    assert peek(Source(uri=str(path))).schema == made.schema
+    assert peek(reads(uri=str(path))).schema == made.schema
 
 
 def test_rows_of_nulls_are_bounded(tmp_path):
@@ -206,8 +206,8 @@ def test_columns_are_bounded(tmp_path, monkeypatch):
         refused(tmp_path, path, path.name, "at most 10 columns", "RAYBATCH_MAX_COLUMNS")
     pq.write_table(pa.table({name: [1] for name in names}), tmp_path / "a.parquet")
     with pytest.raises(SourceError, match="RAYBATCH_MAX_COLUMNS"):
-        inventory(Source(uri=str(tmp_path / "a.parquet")))
-    assert inventory(Source(uri=str(tmp_path / "a.parquet"), columns=names[:10])).rows == 1
+        inventory(reads(uri=str(tmp_path / "a.parquet")))
+    assert inventory(reads(uri=str(tmp_path / "a.parquet"), columns=names[:10])).rows == 1
     monkeypatch.setenv("RAYBATCH_MAX_COLUMNS", "30")
     for path in (csv, jsonl, growing, nested, arrow):
         look(tmp_path, path, "peek")
@@ -286,7 +286,7 @@ def test_compressed_buffers_are_refused_before_they_are_decompressed(
     before = pa.default_memory_pool().max_memory()
     refused(tmp_path, path, "a.arrow", "bytes or more come out of", "RAYBATCH_MAX_EXPANSION")
     with pytest.raises(SourceError, match="RAYBATCH_MAX_EXPANSION"):
-        arrow_rows(find(Source(uri=str(path)))[1][0])
+        arrow_rows(find(reads(uri=str(path)))[1][0])
     assert pa.default_memory_pool().max_memory() == before
     monkeypatch.setenv("RAYBATCH_MAX_EXPANSION", "100000")
     look(tmp_path, path, "peek")
@@ -335,11 +335,11 @@ def test_a_parquet_file_that_declares_far_more_than_its_size_is_refused(tmp_path
     for filter in (None, "a = '1'"):
         with pytest.raises(SourceError, match=words):
             if filter is None:
-                inventory(Source(uri=str(path)))
+                inventory(reads(uri=str(path)))
             else:
-                peek(Source(uri=str(path), filter=filter))
+                peek(reads(uri=str(path), filter=filter))
     monkeypatch.setenv("RAYBATCH_MAX_EXPANSION", "100000")
-    assert inventory(Source(uri=str(path))).rows == 1000
+    assert inventory(reads(uri=str(path))).rows == 1000
 
 
 @pytest.mark.parametrize("levels", [101, 3000, 20_000, 200_000])
@@ -350,10 +350,11 @@ def test_json_that_is_nested_too_deep_is_refused(tmp_path, levels, form):
     path = tmp_path / ("a.json" if form == "array" else "a.jsonl")
     path.write_text(f"[{good}, {value}]" if form == "array" else f"{good}\n{value}\n")
     script = (
-        "import sys; from prefect_raybatch.job.source import Source\n"
+        "import sys; from prefect_raybatch.compile.job import read_spec\n"
+        "from prefect_raybatch.job.source import Source\n"
         "from prefect_raybatch.source import peek\n"
         "from prefect_raybatch.errors import SourceError\n"
-        "try: peek(Source(uri=sys.argv[1]))\n"
+        "try: peek(read_spec(Source(uri=sys.argv[1])))\n"
         "except SourceError as error: print(error)\n"
     )
     if levels == 20_000:  # in a process of its own, which a fault would end
@@ -367,7 +368,7 @@ def test_json_that_is_nested_too_deep_is_refused(tmp_path, levels, form):
 def test_json_that_is_nested_deep_enough_is_read(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"t": "' + "[{" * 500 + '", "b": ' + "[" * 60 + "]" * 60 + "}\n")
-    assert peek(Source(uri=str(path))).rows == 1
+    assert peek(reads(uri=str(path))).rows == 1
 
 
 def int96(path: Path, *days: int, nanos: int = 0, nested: bool = False) -> Path:
@@ -391,7 +392,7 @@ def at_year_9999(path: Path) -> Path:
 
 
 def read_all(path: Path) -> pa.Table:
-    found = inventory(Source(uri=str(path)))
+    found = inventory(reads(uri=str(path)))
     reader = ShardReader(found.files, found.schema)
     (task,) = reader.tasks([(Unit(0, 0, found.rows), 0)])
     (table,) = reader.read(task)
@@ -412,7 +413,7 @@ def test_int96_outside_of_the_years_of_nanoseconds_does_not_wrap(tmp_path):
     path = at_year_9999(tmp_path / "a.parquet")
     assert str(read_all(path)["t"][0].as_py()) == "9999-12-31 00:00:00"
     made = snapshot(
-        Source(uri=str(path), filter="x = 1"), open_store(str(tmp_path / "run")), "attempt"
+        reads(uri=str(path), filter="x = 1"), open_store(str(tmp_path / "run")), "attempt"
     )
     copied = pq.read_table(tmp_path / "run" / made.files[0].uri)
     assert str(copied["t"][0].as_py()) == "9999-12-31 00:00:00"
@@ -425,18 +426,19 @@ def test_int96_finer_than_a_microsecond_is_refused(tmp_path, nested):
     assert loss.fatal
     assert "column 't' holds times finer than a microsecond as INT96" in loss.message
     with pytest.raises(SourceError, match="finer than a microsecond"):
-        snapshot(Source(uri=str(path), filter="x = 1"), open_store(str(tmp_path / "run")), "at")
+        snapshot(reads(uri=str(path), filter="x = 1"), open_store(str(tmp_path / "run")), "at")
 
 
 READ_THREE = """
 import sys
 import pyarrow as pa
+from prefect_raybatch.compile.job import read_spec
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.source import inventory
 from prefect_raybatch.stages.read import ShardReader
 
-found = inventory(Source(uri=sys.argv[1], limit=3))
+found = inventory(read_spec(Source(uri=sys.argv[1], limit=3)))
 reader = ShardReader(found.files, found.schema)
 (task,) = reader.tasks([(Unit(0, 0, 3), 0)])
 (table,) = reader.read(task)

@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.specs import reads
 
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.source import cuts, peek, snapshot, streams
 from prefect_raybatch.storage import open_store
 
@@ -26,7 +26,7 @@ def copy(tmp_path: Path, name: str, content: str, **fields: Any) -> pa.Table:
 
 
 def copied(tmp_path: Path, uri: Any, **fields: Any) -> pa.Table:
-    made = snapshot(Source(uri=uri, **fields), open_store(str(tmp_path / "run")), "attempt")
+    made = snapshot(reads(uri=uri, **fields), open_store(str(tmp_path / "run")), "attempt")
     tables = [pq.read_table(tmp_path / "run" / file.uri) for file in made.files]
     return pa.concat_tables(tables)
 
@@ -181,7 +181,7 @@ def test_a_value_that_its_declared_type_does_not_hold_is_named(tmp_path):
     with pytest.raises(SourceError, match=r"a\.csv: column 'a' holds 'many', which is no int64"):
         copy(tmp_path, "a.csv", content, types={"a": "int64"})
     with pytest.raises(ConfigError, match=r"source\.types: the input has no column 'aa'; did you"):
-        peek(Source(uri=str(tmp_path / "in/a.csv"), types={"aa": "int64"}))
+        peek(reads(uri=str(tmp_path / "in/a.csv"), types={"aa": "int64"}))
     with pytest.raises(ConfigError, match="column 'n' holds struct"):
         copy(tmp_path, "a.jsonl", lines({"n": {"x": 1}}), types={"n": "string"})
 
@@ -218,7 +218,7 @@ def test_a_whole_number_that_its_declared_float_does_not_hold_is_refused(
 @pytest.mark.parametrize("format", ["delta", "iceberg", "lance", "huggingface"])
 def test_tables_have_types_of_their_own(format):
     with pytest.raises(ValueError, match="types: the columns of a"):
-        Source(uri="/tmp/table", format=format, types={"a": "int64"})
+        reads(uri="/tmp/table", format=format, types={"a": "int64"})
 
 
 def test_a_filter_on_text_says_how_to_give_the_column_a_type(tmp_path):

@@ -13,12 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.small import make_job
+from helpers.specs import reads
 from helpers.web_server import served
 
+from prefect_raybatch.compile.fingerprint import fingerprint
 from prefect_raybatch.errors import ConfigError, SourceError, StoreError, StoreUnavailable
-from prefect_raybatch.job.source import Source
-from prefect_raybatch.plan.fingerprint import fingerprint
 from prefect_raybatch.source import needs_snapshot, peek, snapshot
+from prefect_raybatch.spec.identity import Identity
+from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.storage import open_store, web
 
 ROWS = [{"id": i, "text": f"x{i}" * 50} for i in range(3000)]
@@ -98,11 +100,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     Handler.cuts = 0
 
 
-def by_web(uri: Any, **fields: Any) -> Source:
-    return Source(uri=uri, **{"web": {"allow_private": True}, **fields})
+def by_web(uri: Any, **fields: Any) -> ReadSpec:
+    return reads(uri=uri, **{"web": {"allow_private": True}, **fields})
 
 
-def copied(tmp_path: Any, source: Source) -> tuple[Any, list[dict[str, Any]]]:
+def copied(tmp_path: Any, source: ReadSpec) -> tuple[Any, list[dict[str, Any]]]:
     made = snapshot(source, open_store(str(tmp_path / "run")), "attempt")
     tables = [pq.read_table(tmp_path / "run" / file.uri) for file in made.files]
     return made, pa.concat_tables(tables).to_pylist()
@@ -176,9 +178,9 @@ def test_keys_go_in_headers_and_not_to_other_hosts(server, tmp_path):
 
 def test_where_from_and_how_much(server, tmp_path):
     with pytest.raises(SourceError, match=r"source.uri: .*others where source.web.allow_private"):
-        copied(tmp_path, Source(uri=f"{server}/plain/a.csv"))
+        copied(tmp_path, reads(uri=f"{server}/plain/a.csv"))
     with pytest.raises(SourceError, match=r"127.0.0.1, which is not of the open internet; set"):
-        copied(tmp_path, Source(uri="http://127.0.0.1/a.csv"))
+        copied(tmp_path, reads(uri="http://127.0.0.1/a.csv"))
     with pytest.raises(SourceError, match=r"not of the open internet"):
         copied(tmp_path, by_web("http://169.254.169.254/latest/a.csv"))
     Handler.files["big.csv"] = b"id\n" + b"1\n" * 600_000
@@ -190,7 +192,7 @@ def test_where_from_and_how_much(server, tmp_path):
 
 
 def test_what_signs_a_url_is_no_part_of_the_job():
-    def told(uri: str) -> tuple[str, dict[str, Any]]:
+    def told(uri: str) -> Identity:
         job = make_job(source={"uri": uri})
         return fingerprint(job)
 
@@ -198,7 +200,7 @@ def test_what_signs_a_url_is_no_part_of_the_job():
         told(f"https://host/a.csv?v={v}&X-Amz-Signature={s}&sig={s}&token={s}")
         for v, s in ((1, "s3cret"), (1, "other"), (2, "s3cret"))
     )
-    assert one == two and one[0] != other[0] and "s3cret" not in json.dumps(one[1])
+    assert one == two and one != other and "s3cret" not in json.dumps(one.parts)
 
 
 @pytest.mark.parametrize("uri", ["http://h/", "https:///a.csv", "http://u:p@h/a.csv"])

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.engines import with_answers
 from helpers.small import MODEL, input_rows, receipts
+from helpers.specs import finish_stage
 
 from prefect_raybatch.demo import demo_model_path
 from prefect_raybatch.job.output import Output
@@ -25,7 +26,6 @@ from prefect_raybatch.stages.block import (
     load_tokenizer,
     tag,
 )
-from prefect_raybatch.stages.finish import Finish
 from prefect_raybatch.storage import open_store
 
 LABELS = ("Law Firm", "Retail", "a\tb", " padded ", "e\u0301")
@@ -73,7 +73,7 @@ def finished(
     output = {"uri": "out", **more.pop("output", {})}
     made = Output.model_validate(output)
     model = dict(MODEL)
-    stage = Finish(made, model, open_store(str(root)), "a", answers=answers, **more)
+    stage = finish_stage(made, model, open_store(str(root)), "a", answers=answers, **more)
     (receipt,) = receipts(stage(table))
     assert receipt.lost is None, receipt.lost
     good: list[Any] = []

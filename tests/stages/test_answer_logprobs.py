@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.engine_stage import block
 from helpers.small import MODEL, make_job, receipts
+from helpers.specs import finish_stage
 
 from prefect_raybatch.demo import demo_model_path
 from prefect_raybatch.errors import ConfigError
@@ -17,7 +18,6 @@ from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.stages.answer_logprobs import logprobs_type
 from prefect_raybatch.stages.block import load_tokenizer, timed
 from prefect_raybatch.stages.engine import answered
-from prefect_raybatch.stages.finish import Finish
 from prefect_raybatch.stages.vllm.stepper import Completion
 from prefect_raybatch.storage import open_store
 
@@ -31,7 +31,7 @@ def written(root: Any, completions: list[Completion], most: int, **more: Any) ->
     answers = [(i, [i], one) for i, one in enumerate(completions)]
     table = timed(answered(table, answers, 0.0), "engine", 0.0)
     output = Output.model_validate({"uri": "o", "columns": [], **more.pop("output", {})})
-    stage = Finish(output, dict(MODEL), open_store(str(root)), "a", logprobs=most, **more)
+    stage = finish_stage(output, dict(MODEL), open_store(str(root)), "a", logprobs=most, **more)
     (receipt,) = receipts(stage(table))
     assert receipt.lost is None, receipt.lost
     (path,) = [piece.path for piece in receipt.pieces if piece.kind == "data"]

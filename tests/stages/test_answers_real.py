@@ -10,28 +10,29 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.specs import finish_stage, prepare_stage
+
+from prefect_raybatch.compile.job import compile_job, model_request
 
 pytest.importorskip("vllm")
 
 from helpers.small import make_job, receipts
 from helpers.thinking import save_model
 
+from prefect_raybatch.compile.job import parsing_spec
+from prefect_raybatch.compile.sizes import size_spec
 from prefect_raybatch.job.answer_schema import (
     schema_engine_fields,
     schema_sampling_fields,
     schema_text,
 )
-from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing import sizes
 from prefect_raybatch.stages.answer_logprobs import steps_of
 from prefect_raybatch.stages.block import REASONING_OPEN, Failure, Tokenizer, load_tokenizer, tag
-from prefect_raybatch.stages.engine import EngineStage, engine_spec
-from prefect_raybatch.stages.finish import Finish
+from prefect_raybatch.stages.engine import EngineStage, engine_launch
 from prefect_raybatch.stages.label_probabilities import LabelTokens
-from prefect_raybatch.stages.parsing import Parsing
-from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.stages.typed_answers import reader_of
 from prefect_raybatch.stages.vllm.stepper import Completion, Request, SteppedEngine
 from prefect_raybatch.storage import open_store
@@ -222,16 +223,18 @@ def test_an_answer_has_its_form_behind_the_thinking(engine, model, words, tmp_pa
         output=output,
         engine={"model": model, "device": "cpu"},
     )
-    pinned, parsing = models.pin(job.engine), Parsing.of(job)
+    pinned, parsing = models.pin(model_request(job.engine)), parsing_spec(job)
     size = sizes.sizes_of(size_spec(job), len(PROMPTS), 50.0, sizes.assumed(size_spec(job)))
-    spec = engine_spec(job, pinned, size)
+    spec = engine_launch(compile_job(job), pinned, size)
     assert spec.arguments["reasoning_parser"] == "qwen3"
     table = tag(pa.table({"a": list(PROMPTS)}), Unit(0, 0, len(PROMPTS)))
-    prepared = Prepare(job.prompt, pinned, 256, 160, sampling=job.asked(), parsing=parsing)(table)
+    prepared = prepare_stage(job.prompt, pinned, 256, 160, sampling=job.asked(), parsing=parsing)(
+        table
+    )
     assert prepared[REASONING_OPEN].to_pylist() == [thinks] * len(PROMPTS)
     made = _OverIt(spec, engine)(prepared)
     store = open_store(str(tmp_path))
-    (receipt,) = receipts(Finish(job.output.resolved(), pinned, store, "a", parsing=parsing)(made))
+    (receipt,) = receipts(finish_stage(job.output, pinned, store, "a", parsing=parsing)(made))
     assert receipt.lost is None and not receipt.failed, receipt
     (path,) = [tmp_path / "_raybatch/pieces" / piece.path for piece in receipt.pieces]
     data = pq.read_table(path)

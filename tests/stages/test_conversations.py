@@ -9,13 +9,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from helpers.small import MODEL
+from helpers.specs import prepare_stage
 from helpers.thinking import TEMPLATE, WEATHER, save_tokenizer
 
 from prefect_raybatch import demo
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.stages.block import ERROR, LOST, TOKENS, load_tokenizer, losses, tag
-from prefect_raybatch.stages.prepare import Prepare
 
 ASK = {"role": "user", "content": "How is it in Bonn?"}
 CALLED = {
@@ -35,7 +35,9 @@ TOLD = {"role": "tool", "content": "rain", "tool_call_id": "c1", "name": "weathe
 def prepared(prompt: dict[str, Any], columns: Any, limit: int | None = None, most: int = 1) -> Any:
     table = columns if isinstance(columns, pa.Table) else pa.table(columns)
     model = {**MODEL, "identity": "0" * 64}
-    return Prepare(Prompt(**prompt), model, limit, most)(tag(table, Unit(0, 0, table.num_rows)))
+    return prepare_stage(Prompt(**prompt), model, limit, most)(
+        tag(table, Unit(0, 0, table.num_rows))
+    )
 
 
 def texts(prompt: dict[str, Any], columns: Any, **how: Any) -> list[Any]:
@@ -226,9 +228,9 @@ def test_a_model_without_chat_template_stops_the_run_where_there_must_be_one(tmp
     folder = save_tokenizer(tmp_path, template=None)
     model = {**MODEL, "tokenizer": folder}
     table = tag(pa.table({"chat": [json.dumps(TURNS)], "a": ["x"]}), Unit(0, 0, 1))
-    made = Prepare(Prompt(messages="chat"), model, None)(table)
+    made = prepare_stage(Prompt(messages="chat"), model, None)(table)
     assert LOST in made.column_names and losses(made)[0].fatal
     assert "prompt.chat_template" in losses(made)[0].message
-    plain = Prepare(Prompt(template="{a}", system="Short."), model, None)(table)
+    plain = prepare_stage(Prompt(template="{a}", system="Short."), model, None)(table)
     words = load_tokenizer(folder, None)
     assert words.decode(plain[TOKENS].to_pylist()[0]) == "Short.\n\nx"

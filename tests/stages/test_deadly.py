@@ -17,8 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.engines import with_answers
 from helpers.small import MODEL, make_job, receipts, small_run
+from helpers.specs import finish_stage, prepare_stage
 
 from prefect_raybatch.cluster.pipeline import Pipeline
+from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.output import Output
@@ -29,8 +31,6 @@ from prefect_raybatch.stages.block import ERROR, losses, tag
 from prefect_raybatch.stages.calls import apart
 from prefect_raybatch.stages.calls.apart import Apart, FunctionDied, FunctionHung, NoChild
 from prefect_raybatch.stages.calls.calling import HERE, Calls
-from prefect_raybatch.stages.finish import Finish
-from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.storage import open_store
 
 DEADLY = "helpers.functions:deadly"
@@ -45,14 +45,16 @@ def block(whats: list[str]) -> pa.Table:
 def prepared(whats: list[str], calls: Calls) -> list[str | None]:
     """The class that each row failed with in prepare."""
     prompt = Prompt(function="helpers.functions:deadly_ask")
-    made = Prepare(prompt, dict(MODEL), None, calls=calls)(block(whats))
+    made = prepare_stage(prompt, dict(MODEL), None, calls=calls)(block(whats))
     return [error and error["kind"] for error in made[ERROR].to_pylist()]
 
 
 def finished(folder: Path, whats: list[str], calls: Calls) -> tuple[list[Any], list[Any]]:
     """What was said to the good rows, and (row, class, message) of the failed ones."""
     store = open_store(str(folder))
-    stage = Finish(Output(uri="out", postprocess=DEADLY), dict(MODEL), store, "a", calls=calls)
+    stage = finish_stage(
+        Output(uri="out", postprocess=DEADLY), dict(MODEL), store, "a", calls=calls
+    )
     answered = with_answers(block(whats), [None] * len(whats), ["answer"] * len(whats))
     (receipt,) = receipts(stage(answered))
     assert receipt.lost is None
@@ -229,7 +231,9 @@ def test_rows_that_hang_one_after_the_other_hang_the_block_and_not_the_run() -> 
     """What a function waits for may be away: at ten minutes a row a shard would take weeks."""
     calls = Calls(seconds=0.2, apart=True)
     assert prepared(["loop", "loop", "fine", "loop", "loop"], calls)[2] is None
-    stage = Prepare(Prompt(function="helpers.functions:deadly_ask"), dict(MODEL), None, calls=calls)
+    stage = prepare_stage(
+        Prompt(function="helpers.functions:deadly_ask"), dict(MODEL), None, calls=calls
+    )
     (why,) = losses(stage(block(["loop"] * 3 + ["fine"] * 9)))
     assert why.kind == "BlockHung" and why.message.startswith("prompt.function")
     assert "3 rows running" in why.message
@@ -302,7 +306,7 @@ def test_a_node_without_room_for_a_child_loses_the_block_and_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = Prompt(function="helpers.ends_when_imported:function")
-    stage = Prepare(prompt, dict(MODEL), None, calls=APART)
+    stage = prepare_stage(prompt, dict(MODEL), None, calls=APART)
     (why,) = losses(stage(block(["fine", "fine"])))
     assert str(why).startswith("NoChild: prompt.function helpers.ends_when_imported:function")
 
@@ -310,7 +314,7 @@ def test_a_node_without_room_for_a_child_loses_the_block_and_no_row(
 def test_a_sample_of_prompts_does_not_end_the_driver() -> None:
     rows = [{"what": what, "not_in": os.getpid()} for what in ("fine", "exit", "fine")]
     job = make_job(prompt={"function": "helpers.functions:deadly_ask"})
-    found = tokens.measure(job, MODEL, [("in.parquet", 0, pa.Table.from_pylist(rows))])
+    found = tokens.measure(compile_job(job), MODEL, [("in.parquet", 0, pa.Table.from_pylist(rows))])
     assert (found.rows, found.failed) == (2, 1)
 
 
@@ -321,7 +325,7 @@ def test_a_sample_whose_function_hangs_for_each_row_says_so() -> None:
     with pytest.raises(
         ConfigError, match=r"prompt\.function helpers\.functions:deadly_ask had not"
     ):
-        tokens.measure(job, MODEL, [("in.parquet", 0, table)])
+        tokens.measure(compile_job(job), MODEL, [("in.parquet", 0, table)])
 
 
 @pytest.mark.parametrize("never", [0, None])
@@ -334,7 +338,7 @@ def test_the_limit_can_be_taken_away(never: float | None) -> None:
 def test_a_unit_that_is_isolated_is_alone_in_its_read_task_too(tmp_path: Path) -> None:
     run = small_run(tmp_path, rows=300, per_shard=1)
     size: Any = None
-    pipeline = Pipeline(run.job, run.plan, run.shards, run.store, "a", size, {})
+    pipeline = Pipeline(compile_job(run.job), run.plan, run.shards, run.store, "a", size)
     units = [run.whole(shard) for shard in range(300)]
     assert [len(task.units) for task in pipeline.read_tasks(units, True)] == [1] * 300
     assert len(pipeline.read_tasks(units, False)) < 300

@@ -25,10 +25,11 @@ from helpers.heard import wait_for
 from helpers.small import MODEL, make_job
 
 from prefect_raybatch import demo
+from prefect_raybatch.compile.job import compile_job, model_request
+from prefect_raybatch.compile.sizes import size_spec
 from prefect_raybatch.errors import StoreUnavailable
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.engine import Engine
-from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import adapters
@@ -49,7 +50,7 @@ from prefect_raybatch.stages.block import (
     is_lost,
     lost,
 )
-from prefect_raybatch.stages.engine import EngineSpec, EngineStage, engine_spec
+from prefect_raybatch.stages.engine import EngineLaunch, EngineStage, engine_launch
 from prefect_raybatch.stages.vllm import canary, note, phases, stepper
 from prefect_raybatch.stages.vllm.stepper import Completion, EngineDied, plain_fields
 
@@ -517,13 +518,13 @@ def test_the_environment_is_set_before_the_engine_starts(started, monkeypatch):
             return super().__call__(arguments, hang_seconds)
 
     monkeypatch.setattr(stepper, "SteppedEngine", Looks(echo))
-    EngineStage(EngineSpec(dict(MODEL), {}, {}, {"RAYBATCH_TEST": "set"}))
+    EngineStage(EngineLaunch(dict(MODEL), {}, {}, {"RAYBATCH_TEST": "set"}))
     assert seen == ["set"]
 
 
-def spec_of(job: BatchJob, gpus: int = 0) -> EngineSpec:
+def spec_of(job: BatchJob, gpus: int = 0) -> EngineLaunch:
     size = sizes_of(size_spec(job), 1000, 50, Capacity(16, gpus, 1, "here"))
-    return engine_spec(job, dict(MODEL), size)
+    return engine_launch(compile_job(job), dict(MODEL), size)
 
 
 @pytest.mark.parametrize(
@@ -584,21 +585,21 @@ def test_a_packed_engine_keeps_to_its_share_of_the_gpu_that_is_there(
     monkeypatch.setattr(stepper, "SteppedEngine", Factory(echo))
     share = {"kv_cache_memory_bytes": 7, "gpu_memory_utilization": 0.46} if planned else {}
     arguments = {"max_num_batched_tokens": 2048, "max_num_seqs": 8}
-    found = EngineStage(EngineSpec(dict(MODEL), {}, arguments, {}, 2, planned, share)).arguments()
+    found = EngineStage(EngineLaunch(dict(MODEL), {}, arguments, {}, 2, planned, share)).arguments()
     if same:
         assert found["kv_cache_memory_bytes"] == 7
     else:
         assert 28 * GIB < found["kv_cache_memory_bytes"] < 32 * GIB
         assert found["gpu_memory_utilization"] == 0.46
     assert found["max_num_seqs"] == 8
-    spec = EngineSpec(dict(MODEL), {}, arguments, {}, 2, planned, share, encodes=True)
+    spec = EngineLaunch(dict(MODEL), {}, arguments, {}, 2, planned, share, encodes=True)
     found = EngineStage(spec).arguments()
     assert "kv_cache_memory_bytes" not in found and found["gpu_memory_utilization"] == 0.46
 
 
 def test_a_shard_that_another_driver_committed_meanwhile_is_not_inferred(started):
     done = {3}
-    asked = EngineSpec(dict(MODEL), {}, {}, done=lambda shard: shard in done)
+    asked = EngineLaunch(dict(MODEL), {}, {}, done=lambda shard: shard in done)
     engine, factory = started(lambda requests: [completion("a") for _ in requests], spec=asked)
     assert engine(block(Unit(3, 0, 4))).num_rows == 0
     assert engine(block(Unit(4, 0, 4))).num_rows == 4
@@ -611,7 +612,7 @@ def test_a_store_that_does_not_say_whether_a_shard_is_committed_costs_no_rows(st
     def done(shard: int) -> bool:
         raise StoreUnavailable("503")
 
-    asked = EngineSpec(dict(MODEL), {}, {}, done=done)
+    asked = EngineLaunch(dict(MODEL), {}, {}, done=done)
     engine, _ = started(lambda requests: [completion("a") for _ in requests], spec=asked)
     assert engine(block(Unit(0, 0, 4))).num_rows == 4
 
@@ -748,7 +749,7 @@ def adapted(folder: Path, **contents: str) -> Adapted:
         place.mkdir(exist_ok=True)
         for file in adapters.ADAPTER_FILES:
             (place / file).write_text(content)
-        identity = adapters.identities(Engine(model="demo", adapter=str(place)))[""]
+        identity = adapters.identities(model_request(Engine(model="demo", adapter=str(place))))[""]
         pinned[name] = {"source": str(place), "revision": None, "identity": identity, "rank": 4}
     return Adapted("which", pinned)
 

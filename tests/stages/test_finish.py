@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.engines import with_answers
 from helpers.small import MODEL, input_rows, receipts
+from helpers.specs import finish_stage
 
 from prefect_raybatch.errors import StoreError, StoreUnavailable
 from prefect_raybatch.job.output import Output
@@ -56,7 +57,7 @@ def block(unit: Unit, failed: Any = (), start: int = 0, rows: pa.Table | None = 
 def stage(root: Path, **output: Any) -> Finish:
     answers = output.pop("answers", 1)
     made = Output.model_validate({"uri": "out", **output})
-    return Finish(made, dict(MODEL), open_store(str(root)), "attempt", answers=answers)
+    return finish_stage(made, dict(MODEL), open_store(str(root)), "attempt", answers=answers)
 
 
 def one(root: Path, table: pa.Table, **output: Any) -> Receipt:

@@ -24,16 +24,17 @@ from helpers.fake_vllm import SLOW, SLOW_S, STOPS
 from helpers.small import input_rows, make_job
 
 from prefect_raybatch.cluster.pipeline import Pipeline
+from prefect_raybatch.compile.job import compile_job
+from prefect_raybatch.compile.sizes import size_spec
 from prefect_raybatch.errors import EngineStartError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.sizing.sizes import Capacity, sizes_of
 from prefect_raybatch.stages.block import passes_by
-from prefect_raybatch.stages.engine import EngineStage, engine_spec
+from prefect_raybatch.stages.engine import EngineStage, engine_launch
 from prefect_raybatch.stages.vllm import last_words
 from prefect_raybatch.stages.vllm.hang import HANG_LOOK, STATUS, HangWatch
 from prefect_raybatch.stages.vllm.stepper import EngineDied, Request, SteppedEngine
@@ -274,10 +275,10 @@ def test_a_process_that_holds_the_hung_core_ends_itself_and_says_where_it_hung()
 def test_the_time_allowed_is_the_jobs() -> None:
     size = sizes_of(size_spec(make_job()), 100, 50, Capacity(16, 0, 1, "here"))
     for given, seconds in (({}, 600), ({"hang_seconds": 42}, 42)):
-        assert engine_spec(make_job(limits=given), {}, size).hang_seconds == seconds
+        assert engine_launch(compile_job(make_job(limits=given)), {}, size).hang_seconds == seconds
     for never in (0, None):
         job = make_job(limits={"hang_seconds": never})
-        assert engine_spec(job, {}, size).hang_seconds is None
+        assert engine_launch(compile_job(job), {}, size).hang_seconds is None
         assert BatchJob.from_dict(job.to_dict()).limits.hang_seconds == 0
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from helpers.specs import images_of
 from helpers.web_server import served
 from PIL import Image
 from s3server import S3Server, proxy
@@ -443,7 +444,7 @@ def test_a_store_that_is_away_for_over_a_fifth_loses_the_shard(
     table = pa.table({"image": [f"{bucket}/{name}" for name in names]})
     asked: list[Messages | Failure] = [[{"role": "user", "content": "What?"}] for _ in names]
     with proxy(s3, lambda method, path, headers: "503" if "away" in path else "pass") as between:
-        images = RowImages(Images(columns=["image"]), in_store(s3, between.endpoint))
+        images = RowImages(images_of(Images(columns=["image"])), in_store(s3, between.endpoint))
         if lost:
             with pytest.raises(TooManyAway, match="503"):
                 images.put(table, asked)

@@ -14,19 +14,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.small import make_job, receipts
+from helpers.specs import finish_stage, images_of, prepare_stage
 from helpers.vision import make_vision_model
 from PIL import Image
 
+from prefect_raybatch.compile.job import prompt_spec
 from prefect_raybatch.job.images import Images
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import chat_template
 from prefect_raybatch.stages.block import ERROR, MM, TOKENS, Failure, is_lost, losses, tag
-from prefect_raybatch.stages.engine import EngineSpec, EngineStage
-from prefect_raybatch.stages.finish import Finish
+from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.stages.images.http import ImageUnavailable
 from prefect_raybatch.stages.images.places import ImagePlaces
 from prefect_raybatch.stages.images.rows import RowImages, TooManyAway, row_images
-from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.stages.request_key import KEY, KEY_TYPE, Keying
 from prefect_raybatch.stages.vllm import multimodal
 from prefect_raybatch.storage import open_store
@@ -60,7 +60,7 @@ def put(rows: dict[str, Any], messages: Any = None, **given: Any) -> list[Any]:
     table = pa.table(rows)
     empty = given.pop("empty", False)
     given.setdefault("columns", list(rows))
-    images = RowImages(Images(**given), ImagePlaces(), empty)
+    images = RowImages(images_of(Images(**given)), ImagePlaces(), empty)
     return images.put(table, [messages or conversation()] * table.num_rows)
 
 
@@ -128,12 +128,12 @@ class Away(ImagePlaces):
 @pytest.mark.parametrize(("away", "lost"), [(2, False), (3, True)])
 def test_a_place_that_is_away_loses_the_block_and_not_the_rows(away, lost):
     table = pa.table({"A": ["away"] * away + ["here"] * (10 - away)})
-    images = RowImages(Images(columns=["A"]), Away())
+    images = RowImages(images_of(Images(columns=["A"])), Away())
     if lost:
         with pytest.raises(TooManyAway, match="503"):
             images.put(table, [conversation()] * 10)
         job = make_job(prompt={"template": "What?", "images": {"columns": "A"}})
-        made = Prepare(job.prompt, {}, 100, images=images)(tag(table, Unit(0, 0, 10)))
+        made = prepare_stage(job.prompt, {}, 100, images=images)(tag(table, Unit(0, 0, 10)))
         (why,) = losses(made)
         assert is_lost(made) and why.kind == "TooManyAway" and not why.fatal
     else:
@@ -184,9 +184,12 @@ def vision_job(model: dict[str, Any], **output: Any) -> Any:
 
 
 def prepared(model: dict[str, Any], job: Any, table: pa.Table, **more: Any) -> pa.Table:
-    limits = {"limit_mm_per_prompt": job.prompt.images.limits(), "max_model_len": CONTEXT}
-    images = row_images(job, {"dtype": "float32", **limits})
-    stage = Prepare(job.prompt, model, CONTEXT, images=images, **more)
+    limits = {
+        "limit_mm_per_prompt": images_of(job.prompt.images).limits(),
+        "max_model_len": CONTEXT,
+    }
+    images = row_images(prompt_spec(job), {"dtype": "float32", **limits})
+    stage = prepare_stage(job.prompt, model, CONTEXT, images=images, **more)
     return stage(tag(table, Unit(0, 0, len(table))))
 
 
@@ -209,7 +212,7 @@ def test_prepare_engine_and_finish_take_images_to_answers(model, tmp_path):
     assert tokens[0] == tokens[1] and len(tokens[0]) > 40  # room for the same tiles
     assert sent[0]["key"] == sent[2]["key"] != sent[1]["key"]
     assert sent[3] is None and sent[5] is None
-    spec = EngineSpec(
+    spec = EngineLaunch(
         model,
         job.sampling.given(),
         {
@@ -218,7 +221,7 @@ def test_prepare_engine_and_finish_take_images_to_answers(model, tmp_path):
             "max_model_len": CONTEXT,
             "max_num_seqs": 4,
             "max_num_batched_tokens": 512,
-            "limit_mm_per_prompt": job.prompt.images.limits(),
+            "limit_mm_per_prompt": images_of(job.prompt.images).limits(),
             **multimodal.WITH_IMAGES,
         },
     )
@@ -241,8 +244,8 @@ def test_prepare_engine_and_finish_take_images_to_answers(model, tmp_path):
 def _known_by_their_keys(model: Any, job: Any, table: pa.Table, tokens: list[list[int]]) -> None:
     """An image that changed since the run was planned is not sent under the key of the old one."""
     keying = Keying("00" * 32)
-    looked = Prepare(
-        job.prompt, model, CONTEXT, images=row_images(job, {}, digests_alone=True)
+    looked = prepare_stage(
+        job.prompt, model, CONTEXT, images=row_images(prompt_spec(job), {}, digests_alone=True)
     ).keyed_requests(table)[0]
     keys = keying.keys(looked, table)
     assert keys[0] == keys[2] != keys[1] and keys[3] is None
@@ -257,7 +260,7 @@ def _known_by_their_keys(model: Any, job: Any, table: pa.Table, tokens: list[lis
 
 def _finished(job: Any, model: Any, answers: pa.Table, table: pa.Table, folder: Path) -> None:
     output = job.output.model_copy(update={"columns": job.kept(table.column_names)})
-    (receipt,) = receipts(Finish(output, model, open_store(str(folder)), "a")(answers))
+    (receipt,) = receipts(finish_stage(output, model, open_store(str(folder)), "a")(answers))
     pieces = {p.kind: pq.read_table(next(folder.rglob(p.path))) for p in receipt.pieces}
     assert pieces["data"].column_names[1:] == ["id", "ask", "response", "image_digests"]
     seen = [(d["sha256"], d["bytes"]) for (d,) in pieces["data"]["image_digests"].to_pylist()]
@@ -284,9 +287,9 @@ def test_a_model_of_text_alone_is_refused(model, tmp_path):
 
     job = vision_job(model)
     table = pa.table({"ask": ["a"], "image": [RED]})
-    images = row_images(job, {})
+    images = row_images(prompt_spec(job), {})
     path = {"source": demo.demo_model_path(), "revision": None}
-    made = Prepare(job.prompt, path, CONTEXT, images=images)(tag(table, Unit(0, 0, 1)))
+    made = prepare_stage(job.prompt, path, CONTEXT, images=images)(tag(table, Unit(0, 0, 1)))
     (why,) = losses(made)
     assert "takes no images" in why.message
 
@@ -336,11 +339,13 @@ def test_what_does_not_go_with_images_is_refused(groups, words):
 
 
 def test_what_images_are_is_in_the_fingerprint():
-    from prefect_raybatch.plan.fingerprint import fingerprint
+    from prefect_raybatch.compile.fingerprint import fingerprint
 
-    plain, _ = fingerprint(make_job())
+    plain = fingerprint(make_job()).fingerprint
     made = {
-        json.dumps(images): fingerprint(make_job(prompt={"template": "x", "images": images}))[0]
+        json.dumps(images): fingerprint(
+            make_job(prompt={"template": "x", "images": images})
+        ).fingerprint
         for images in (
             {"columns": "a"},
             {"columns": "b"},
@@ -355,24 +360,25 @@ def test_what_images_are_is_in_the_fingerprint():
     images = {"prompt": {"template": "x", "images": {"columns": "a"}}}
     same = {"fetch_seconds": 3, "allow_private": True}  # where they come from, not what they are
     reached = make_job(prompt={"template": "x", "images": {"columns": "a", **same}})
-    assert fingerprint(reached)[0] == fingerprint(make_job(**images))[0]
+    assert fingerprint(reached).fingerprint == fingerprint(make_job(**images)).fingerprint
     told = make_job(**images, output={"uri": "out", "extras": ["image_digests"]})
-    assert fingerprint(told)[0] != fingerprint(make_job(**images))[0]
+    assert fingerprint(told).fingerprint != fingerprint(make_job(**images)).fingerprint
 
 
 def test_a_column_that_cannot_hold_images_is_refused_at_plan():
+    from helpers.specs import check_columns
+
     from prefect_raybatch.errors import ConfigError
-    from prefect_raybatch.plan.plan import check_against_schema
 
     job = make_job(prompt={"template": "x", "images": {"columns": "image"}})
     media = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     for kind in (pa.binary(), pa.large_binary(), pa.string(), media, pa.list_(media)):
-        check_against_schema(job, pa.schema([("image", kind)]))
+        check_columns(job, pa.schema([("image", kind)]))
     for kind in (pa.int64(), pa.list_(pa.float32()), pa.struct([("x", pa.int8())])):
         with pytest.raises(ConfigError, match=r"prompt\.images\.columns"):
-            check_against_schema(job, pa.schema([("image", kind)]))
+            check_columns(job, pa.schema([("image", kind)]))
     with pytest.raises(ConfigError, match="no column 'image'"):
-        check_against_schema(job, pa.schema([("picture", pa.binary())]))
+        check_columns(job, pa.schema([("picture", pa.binary())]))
 
 
 def test_the_flow_of_captions_asks_as_the_guides_do(monkeypatch):

@@ -10,14 +10,15 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.engine_stage import SPEC, block, started
 from helpers.small import MODEL, make_job, receipts
+from helpers.specs import finish_stage
 
+from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.demo import demo_model_path
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.stages.block import CHANCES, ERROR, load_tokenizer, timed
-from prefect_raybatch.stages.engine import EngineSpec
-from prefect_raybatch.stages.finish import Finish
+from prefect_raybatch.stages.engine import EngineLaunch
 from prefect_raybatch.stages.label_probabilities import Fork, LabelTokens, check_labels
 from prefect_raybatch.stages.vllm.stepper import Completion, Request
 from prefect_raybatch.storage import open_store
@@ -87,7 +88,7 @@ def test_labels_that_cannot_be_told_apart_are_named():
 def test_labels_that_begin_alike_pass_the_plan():
     fields = {"choice": ["Retail", "Retail trade"]}
     job = make_job(sampling=fields, output={"uri": "o", "probabilities": True})
-    check_labels(job, MODEL)
+    check_labels(["Retail", "Retail trade"], model_request(job.engine), MODEL)
 
 
 def test_probabilities_are_a_softmax_over_the_labels():
@@ -113,14 +114,14 @@ def test_each_row_has_a_map_of_its_labels(started, tmp_path):
             for t, _ in zip(told, requests, strict=True)
         ]
 
-    spec = EngineSpec(SPEC.model, SPEC.sampling, SPEC.arguments, merge=False, labels=LABELS)
+    spec = EngineLaunch(SPEC.model, SPEC.sampling, SPEC.arguments, merge=False, labels=LABELS)
     stage, _ = started(answer, spec=spec)
     table = stage(timed(block(Unit(0, 0, 2)), "prepare", 0.0))
     assert all(r.params["logprob_token_ids"] == list(first) for r in seen)
     errors = [e and e["kind"] for e in table[ERROR].to_pylist()]
     assert sorted(errors, key=str) == [None, "ProbabilitiesMissing"]
     output = Output.model_validate({"uri": "o", "probabilities": True})
-    (receipt,) = receipts(Finish(output, dict(MODEL), open_store(str(tmp_path)), "a")(table))
+    (receipt,) = receipts(finish_stage(output, dict(MODEL), open_store(str(tmp_path)), "a")(table))
     assert receipt.lost is None, receipt.lost
     (path,) = [p.path for p in receipt.pieces if p.kind == "data"]
     made = pq.read_table(tmp_path / "_raybatch/pieces" / path)
@@ -144,7 +145,7 @@ def test_labels_that_begin_alike_take_a_request_more_a_row(started):
             made.append(Completion([[5]], ["Retail"], "stop", 2, 0, error, **more))
         return made
 
-    spec = EngineSpec(SPEC.model, SPEC.sampling, SPEC.arguments, merge=False, labels=labels)
+    spec = EngineLaunch(SPEC.model, SPEC.sampling, SPEC.arguments, merge=False, labels=labels)
     stage, _ = started(answer, spec=spec)
     table = stage(timed(block(Unit(0, 0, 3)), "prepare", 0.0))
     (fork,) = LabelTokens.of(load_tokenizer(str(demo_model_path()), None), labels).later
@@ -166,7 +167,9 @@ def test_a_tokenizer_that_cannot_tell_them_apart_ends_the_run_before_an_engine_s
     from prefect_raybatch.stages import engine
 
     monkeypatch.setattr(engine, "load_tokenizer", lambda *_: Letters(end=None))
-    spec = EngineSpec(SPEC.model, SPEC.sampling, SPEC.arguments, labels=("Retail", "Retail trade"))
+    spec = EngineLaunch(
+        SPEC.model, SPEC.sampling, SPEC.arguments, labels=("Retail", "Retail trade")
+    )
     stage, factory = started(spec=spec)
     table = stage(block(Unit(0, 0, 2)))
     (why,) = table["__rb_lost"].to_pylist()

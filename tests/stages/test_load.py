@@ -27,7 +27,7 @@ from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.stages import engine as stage
 from prefect_raybatch.stages import load as figures
 from prefect_raybatch.stages.block import ERROR, PARAMS, TOKENS, passes_by, tag
-from prefect_raybatch.stages.engine import EngineSpec, EngineStage
+from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.stages.load import FIGURES, Node, Sampler, figures_of
 from prefect_raybatch.stages.vllm import stepper
 
@@ -363,7 +363,7 @@ def test_the_stage_samples_its_engine(monkeypatch):
 
     monkeypatch.setattr(stepper, "SteppedEngine", Telling(lambda rs: [completion("x") for _ in rs]))
     monkeypatch.setattr(figures, "SAMPLE_EVERY", 60)
-    made = EngineStage(EngineSpec(dict(MODEL), {}, {}))
+    made = EngineStage(EngineLaunch(dict(MODEL), {}, {}))
     assert isinstance(made, stage.EngineStage) and made.sampler is not None
     made.sampler.take()
     rows = tag(input_rows(0, 2), Unit(0, 0, 2))
@@ -384,7 +384,7 @@ def test_the_stage_samples_its_engine(monkeypatch):
 class FigureEngine(FakeEngine):
     """The fake engine with figures; the first block waits for a sample."""
 
-    def __init__(self, spec: EngineSpec):
+    def __init__(self, spec: EngineLaunch):
         super().__init__(spec)
         load = {"running": 7.0, "waiting": 3.0, "kv_cache": 0.25}
         self.sampler = Sampler(lambda: load, every=0.05).start()

@@ -8,16 +8,17 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from helpers.small import MODEL, make_job
+from helpers.specs import prepare_stage
 from helpers.tiny_models import write_tokenizer
 
 from prefect_raybatch import demo
+from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.plan.prompt_lengths import measure
 from prefect_raybatch.stages import prepare as stage
 from prefect_raybatch.stages.block import ERROR, TOKENS, TRUNCATED, load_tokenizer, tag
 from prefect_raybatch.stages.pooling import Texts
-from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.stages.texts import PrepareTexts
 from prefect_raybatch.stages.tokens import CHARACTERS_AT_ONCE
 
@@ -84,7 +85,9 @@ DOCUMENTS = (
 def test_a_row_that_is_far_too_long_costs_no_more_than_the_context(prompt, row, side, counted):
     columns = {name: [value] for name, value in row.items()}
     table = tag(pa.table(columns), Unit(0, 0, 1))
-    (made,) = Prepare(Prompt(**prompt, on_too_long=side), dict(MODEL), 256, 8)(table).to_pylist()
+    (made,) = prepare_stage(Prompt(**prompt, on_too_long=side), dict(MODEL), 256, 8)(
+        table
+    ).to_pylist()
     assert counted.characters < 50_000
     last = "template" in prompt or "function" in prompt or made[ERROR] is None
     if side == "quarantine" or not last or "documents" in prompt:
@@ -99,9 +102,9 @@ def test_a_cut_by_characters_first_leaves_what_a_cut_of_the_whole_does(side, cou
     text = " ".join(f"word{i}" for i in range(3000))
     prompt = Prompt(template="{A}", system="s", on_too_long=side)
     table = tag(pa.table({"A": [text]}), Unit(0, 0, 1))
-    made = Prepare(prompt, dict(MODEL), 256, 8)(table)[TOKENS].to_pylist()
+    made = prepare_stage(prompt, dict(MODEL), 256, 8)(table)[TOKENS].to_pylist()
     monkeypatch.setattr("prefect_raybatch.stages.tokens.CHARACTERS_A_TOKEN", 1 << 20)
-    assert Prepare(prompt, dict(MODEL), 256, 8)(table)[TOKENS].to_pylist() == made
+    assert prepare_stage(prompt, dict(MODEL), 256, 8)(table)[TOKENS].to_pylist() == made
 
 
 def test_text_of_long_tokens_is_not_taken_for_too_long(counted):
@@ -110,7 +113,7 @@ def test_text_of_long_tokens_is_not_taken_for_too_long(counted):
     text = word * (200 * 8 // len(word) + 100)
     for limit in (100, 200, 400, 800):
         table = tag(pa.table({"A": [text]}), Unit(0, 0, 1))
-        (made,) = Prepare(Prompt(template="{A}"), dict(MODEL), limit)(table).to_pylist()
+        (made,) = prepare_stage(Prompt(template="{A}"), dict(MODEL), limit)(table).to_pylist()
         whole = counted.real.apply_chat_template(
             [[{"role": "user", "content": text}]], tokenize=False, add_generation_prompt=True
         )
@@ -121,7 +124,7 @@ def test_text_of_long_tokens_is_not_taken_for_too_long(counted):
 def test_many_rows_go_to_the_tokenizer_in_parts(counted):
     texts = [LONG[: CHARACTERS_AT_ONCE // 4]] * 10
     table = tag(pa.table({"A": texts}), Unit(0, 0, 10))
-    made = Prepare(Prompt(template="{A}"), dict(MODEL), 1 << 17)(table)
+    made = prepare_stage(Prompt(template="{A}"), dict(MODEL), 1 << 17)(table)
     assert made[ERROR].null_count == 10
     assert len(set(map(tuple, made[TOKENS].to_pylist()))) == 1
     assert counted.most <= CHARACTERS_AT_ONCE
@@ -134,7 +137,9 @@ def test_texts_that_are_embedded_or_compared_are_bounded_too(texts, side, monkey
     monkeypatch.setattr(stage, "load_tokenizer", lambda *_: counting)
     prompt = Prompt(template="{A}", second="{B}", on_too_long=side)
     table = tag(pa.table({"A": ["the quick fox " * 100_000], "B": ["a dog"]}), Unit(0, 0, 1))
-    (made,) = PrepareTexts(prompt, dict(MODEL), 64, texts=texts)(table).to_pylist()
+    (made,) = prepare_stage(prompt, dict(MODEL), 64, texts=texts, kind=PrepareTexts)(
+        table
+    ).to_pylist()
     assert counting.characters < 20_000
     if side == "quarantine":
         assert made[ERROR]["kind"] == "PromptTooLong" and "64" in made[ERROR]["message"]
@@ -145,7 +150,7 @@ def test_texts_that_are_embedded_or_compared_are_bounded_too(texts, side, monkey
 def test_a_sample_of_prompt_lengths_is_bounded(counted):
     job = make_job(prompt={"template": "{A}"})
     table = pa.table({"A": ["short", LONG]})
-    told = measure(job, dict(MODEL), [("file", 0, table)])
+    told = measure(compile_job(job), dict(MODEL), [("file", 0, table)])
     assert counted.characters < 100_000
     assert told.longest == {"file": "file", "row": 1}
     size = len(counted.real(LONG)["input_ids"])

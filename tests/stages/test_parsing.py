@@ -11,8 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.small import MODEL, make_job, receipts
+from helpers.specs import finish_stage, prepare_stage
 from helpers.thinking import WEATHER, save_tokenizer
 
+from prefect_raybatch.compile.job import parsing_spec
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.ledger.records import Receipt, Unit
 from prefect_raybatch.stages.block import (
@@ -25,9 +27,6 @@ from prefect_raybatch.stages.block import (
     timed,
 )
 from prefect_raybatch.stages.engine import answered
-from prefect_raybatch.stages.finish import Finish
-from prefect_raybatch.stages.parsing import Parsing
-from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.stages.vllm.stepper import Completion
 from prefect_raybatch.storage import open_store
 
@@ -53,10 +52,10 @@ def asked(tokenizer: str, tmp_path: Path) -> Callable[..., tuple[Rows, Rows]]:
         job = make_job(
             prompt={"template": "{a}", **(prompt or {})}, output={"uri": "out", **output}
         )
-        parsing = Parsing.of(job)
+        parsing = parsing_spec(job)
         count = len(answers)
         table = tag(pa.table({"a": [f"row {i}" for i in range(count)]}), Unit(3, 0, count))
-        table = Prepare(job.prompt, model, None, parsing=parsing)(table)
+        table = prepare_stage(job.prompt, model, None, parsing=parsing)(table)
         several = isinstance(answers[0], list)
         given = [
             Completion(
@@ -72,7 +71,7 @@ def asked(tokenizer: str, tmp_path: Path) -> Callable[..., tuple[Rows, Rows]]:
         ]
         done = answered(table, [(i, [i], one) for i, one in enumerate(given)], 1.0)
         many = len(answers[0]) if several else 1
-        finish = Finish(
+        finish = finish_stage(
             job.output, model, open_store(str(tmp_path)), "a", answers=many, parsing=parsing
         )
         (receipt,) = receipts(finish(timed(done, "engine", 1.0)))
@@ -200,9 +199,9 @@ def test_prepare_marks_the_prompts_that_leave_thinking_open(tokenizer):
     job = make_job(
         prompt={"template": "{a}"}, output={"uri": "o", "reasoning_parser": "deepseek_r1"}
     )
-    made = Prepare(job.prompt, model, None, parsing=Parsing.of(job))(table)
+    made = prepare_stage(job.prompt, model, None, parsing=parsing_spec(job))(table)
     assert made[REASONING_OPEN].to_pylist()[0] is True
-    plain = Prepare(job.prompt, model, None)(table)
+    plain = prepare_stage(job.prompt, model, None)(table)
     assert REASONING_OPEN not in plain.column_names
     assert plain[TOKENS].to_pylist() == made[TOKENS].to_pylist()
 
@@ -212,7 +211,7 @@ def opened(tokenizer: str, columns: Any, **prompt: Any) -> list[bool | None]:
     job = make_job(prompt=prompt, output={"uri": "o", "reasoning_parser": "deepseek_r1"})
     table = pa.table(columns)
     model = {**MODEL, "tokenizer": tokenizer}
-    made = Prepare(job.prompt, model, None, parsing=Parsing.of(job))(
+    made = prepare_stage(job.prompt, model, None, parsing=parsing_spec(job))(
         tag(table, Unit(0, 0, table.num_rows))
     )
     found: list[bool | None] = made[REASONING_OPEN].to_pylist()
@@ -251,7 +250,7 @@ def test_thinking_of_earlier_turns_says_nothing_about_the_next(tokenizer):
 def test_a_parser_whose_marks_the_model_lacks_stops_the_run():
     job = make_job(output={"uri": "o", "reasoning_parser": "deepseek_r1"})
     table = tag(pa.table({"Company": ["x"]}), Unit(0, 0, 1))
-    made = Prepare(job.prompt, dict(MODEL), None, parsing=Parsing.of(job))(table)
+    made = prepare_stage(job.prompt, dict(MODEL), None, parsing=parsing_spec(job))(table)
     assert LOST in made.column_names
     (why,) = losses(made)
     assert why.fatal and why.kind == ConfigError.__name__

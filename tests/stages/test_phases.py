@@ -16,7 +16,7 @@ from helpers.heard import wait_for
 
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.stages import engine as stage
-from prefect_raybatch.stages.engine import EngineSpec, EngineStage
+from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.stages.vllm import phases, plugin, stepper
 from prefect_raybatch.stages.vllm.phases import Marks, StartMarks
 
@@ -90,7 +90,7 @@ def test_an_engine_stage_tells_how_far_it_has_come(
     monkeypatch.setattr(
         stepper, "SteppedEngine", Starts(lambda asked: [completion("x") for _ in asked])
     )
-    spec = EngineSpec(SPEC.model, SPEC.sampling, SPEC.arguments, tell=told)
+    spec = EngineLaunch(SPEC.model, SPEC.sampling, SPEC.arguments, tell=told)
     made = EngineStage(spec)
     wait_for(lambda: told.all and "first step" in told.all[-1][1])
     assert "stepped" not in told.all[-1][1]
@@ -110,7 +110,7 @@ def test_a_start_that_is_over_without_a_step_is_told_no_more(
     never = [lambda asked: [completion("x") for _ in asked]] * 2
     monkeypatch.setattr(stepper, "SteppedEngine", Factory(*never))
     wait_for(lambda: tellers() == 0)
-    made = EngineStage(EngineSpec(SPEC.model, SPEC.sampling, SPEC.arguments, tell=Told()))
+    made = EngineStage(EngineLaunch(SPEC.model, SPEC.sampling, SPEC.arguments, tell=Told()))
     assert tellers() == 1
     made.engine = None  # it died before its first step
     assert made.ready() is not None
@@ -125,7 +125,7 @@ def test_an_engine_that_does_not_start_ends_the_telling(
     told = Told()
     monkeypatch.setattr(stage, "PAUSE", 0)
     monkeypatch.setattr(stepper, "SteppedEngine", Factory(ValueError("wrong")))
-    EngineStage(EngineSpec(SPEC.model, SPEC.sampling, SPEC.arguments, tell=told))
+    EngineStage(EngineLaunch(SPEC.model, SPEC.sampling, SPEC.arguments, tell=told))
     wait_for(lambda: tellers() == 0)
     assert all(set(marks) == {"imports"} for _, marks in told.all)
 
@@ -139,5 +139,5 @@ def test_who_cannot_be_told_costs_nothing(
     monkeypatch.setattr(
         stepper, "SteppedEngine", Starts(lambda asked: [completion("x") for _ in asked])
     )
-    made = EngineStage(EngineSpec(SPEC.model, SPEC.sampling, SPEC.arguments, tell=away))
+    made = EngineStage(EngineLaunch(SPEC.model, SPEC.sampling, SPEC.arguments, tell=away))
     assert made(block(Unit(0, 0, 2))).num_rows == 2

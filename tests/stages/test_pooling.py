@@ -13,8 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.engines import Stepped
 from helpers.small import make_job, receipts
+from helpers.specs import finish_stage
 from helpers.tiny_models import write_tokenizer
 
+from prefect_raybatch.compile.job import compile_job, model_request
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.stages.block import (
@@ -27,10 +29,9 @@ from prefect_raybatch.stages.block import (
     TRUNCATED,
     tag,
 )
-from prefect_raybatch.stages.engine import EngineSpec, EngineStage
+from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.stages.pooling import Pooling
 from prefect_raybatch.stages.texts import prepare_of
-from prefect_raybatch.stages.vectors import finish_of
 from prefect_raybatch.stages.vllm.stepper import Completion, Request
 from prefect_raybatch.storage import open_store
 
@@ -53,14 +54,16 @@ class Stages:
         groups["engine"] = {"model": str(folder), **groups["engine"]}
         groups.setdefault("output", {"uri": "out", "column": "answer", "columns": ["a"]})
         self.job = make_job(**groups)
-        self.model = models.pin(self.job.engine)
-        self.task = Pooling.of(self.job, self.model)
+        self.model = models.pin(model_request(self.job.engine))
+        self.task = Pooling.of(compile_job(self.job), self.model)
         self.store = open_store(str(folder.parent / "run"))
         self.root = folder.parent / "run"
 
     def prepare(self, **columns: list[Any]) -> pa.Table:
         table = pa.table(columns)
-        stage = prepare_of(self.task, self.job.prompt, self.model, self.job.engine.context)
+        spec = compile_job(self.job)
+        context = spec.engine.model.context
+        stage = prepare_of(self.task, spec.prompt, spec.sampling, self.model, context)
         return stage(tag(table, Unit(0, 0, table.num_rows)))
 
     def answer(self, table: pa.Table, vector: Any) -> tuple[pa.Table, list[Request]]:
@@ -72,11 +75,11 @@ class Stages:
 
         assert self.task is not None
         engine = Stepped(answers)
-        made = _Stage(engine, EngineSpec({}, dict(self.task.fields), {}))(table)
+        made = _Stage(engine, EngineLaunch({}, dict(self.task.fields), {}))(table)
         return made, engine.seen[0]
 
     def finish(self, table: pa.Table) -> tuple[pa.Table | None, pa.Table | None]:
-        stage = finish_of(self.task, self.job.output, self.model, self.store, "attempt")
+        stage = finish_stage(self.job.output, self.model, self.store, "attempt", task=self.task)
         (receipt,) = receipts(stage(table))
         assert receipt.lost is None, receipt.lost
         found = {
@@ -87,7 +90,7 @@ class Stages:
 
 
 class _Stage(EngineStage):
-    def __init__(self, engine: Stepped, spec: EngineSpec):
+    def __init__(self, engine: Stepped, spec: EngineLaunch):
         self.spec, self.planned = spec, engine
 
     def ready(self) -> Any:

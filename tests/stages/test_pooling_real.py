@@ -9,21 +9,24 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from helpers.specs import finish_stage
+
+from prefect_raybatch.compile.job import compile_job, model_request
 
 pytest.importorskip("vllm")
 
 from helpers import tiny_models
 from helpers.small import make_job, receipts
 
-from prefect_raybatch.job.size_spec import size_spec
+from prefect_raybatch.compile.sizes import size_spec
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing import sizes
 from prefect_raybatch.stages.block import ERROR, MERGED, VECTOR, is_lost, losses, tag
-from prefect_raybatch.stages.engine import EngineStage, engine_spec
+from prefect_raybatch.stages.engine import EngineStage, engine_launch
 from prefect_raybatch.stages.pooling import Pooling
 from prefect_raybatch.stages.texts import prepare_of
-from prefect_raybatch.stages.vectors import finish_of, vectors_of
+from prefect_raybatch.stages.vectors import vectors_of
 from prefect_raybatch.storage import open_store
 
 pytestmark = pytest.mark.whole
@@ -46,16 +49,18 @@ class Real:
     def answered(self, **groups: Any) -> tuple[pa.Table, Any, Pooling]:
         engine = {"model": str(self.folder), "device": "cpu", "dtype": "float32"}
         job = make_job(**{**groups, "engine": {**engine, **groups["engine"]}})
-        model = models.pin(job.engine)
-        task = Pooling.of(job, model)
+        model = models.pin(model_request(job.engine))
+        task = Pooling.of(compile_job(job), model)
         assert task is not None
         size = sizes.sizes_of(size_spec(job), len(FIRST), 50.0, sizes.assumed(size_spec(job)))
-        spec = engine_spec(job, model, size, task=task)
+        spec = engine_launch(compile_job(job), model, size, task=task)
         if self.stage is None:
             self.stage = EngineStage(spec)
         self.stage.spec = spec
         table = tag(pa.table({"a": FIRST, "b": SECOND}), Unit(0, 0, len(FIRST)))
-        prepared = prepare_of(task, job.prompt, model, job.engine.context)(table)
+        spec = compile_job(job)
+        stage = prepare_of(task, spec.prompt, spec.sampling, model, spec.engine.model.context)
+        prepared = stage(table)
         made = self.stage(prepared)
         assert not is_lost(made), losses(made)
         assert made[ERROR].null_count == len(FIRST), made[ERROR].to_pylist()
@@ -149,7 +154,9 @@ def test_vectors_are_those_of_transformers(made):
     assert np.abs(as_they_are - np.stack(expected)).max() < 1e-3
     assert str(table[VECTOR].type).endswith("[128]")
     store = open_store(str(real.folder.parent / "run"))
-    stage = finish_of(task, job.output, models.pin(job.engine), store, "attempt")
+    stage = finish_stage(
+        job.output, models.pin(model_request(job.engine)), store, "attempt", task=task
+    )
     (receipt,) = receipts(stage(table))
     assert (receipt.lost, len(receipt.good)) in [
         (None, len(FIRST)),

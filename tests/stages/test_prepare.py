@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from helpers.small import MODEL
+from helpers.specs import prepare_stage
 
 from prefect_raybatch import demo
 from prefect_raybatch.job.prompt import Prompt
@@ -29,13 +30,14 @@ from prefect_raybatch.stages.block import (
     lost,
     tag,
 )
-from prefect_raybatch.stages.prepare import Prepare
 
 
 def run(prompt: dict[str, Any], columns: Any, limit: int | None = None) -> list[dict[str, Any]]:
     """The block's rows after the stage."""
     table = columns if isinstance(columns, pa.Table) else pa.table(columns)
-    made = Prepare(Prompt(**prompt), dict(MODEL), limit)(tag(table, Unit(0, 0, table.num_rows)))
+    made = prepare_stage(Prompt(**prompt), dict(MODEL), limit)(
+        tag(table, Unit(0, 0, table.num_rows))
+    )
     assert made.num_rows == table.num_rows
     assert made[POSITION].to_pylist() == list(range(table.num_rows))
     assert made[f"{TIMES}_prepare"].null_count == 0
@@ -182,7 +184,7 @@ def own(given: dict[str, Any], **sampling: Any) -> dict[str, Any]:
     """A row that brings these sampling fields, in a job with those."""
     table = tag(pa.table({"Sampling": [json.dumps(given)]}), Unit(0, 0, 1))
     prompt = Prompt(function="helpers.functions:own_sampling")
-    (row,) = Prepare(prompt, dict(MODEL), None, sampling=sampling)(table).to_pylist()
+    (row,) = prepare_stage(prompt, dict(MODEL), None, sampling=sampling)(table).to_pylist()
     return {name: row[name] for name in (TOKENS, PARAMS, ERROR)}
 
 
@@ -262,14 +264,16 @@ def test_a_row_may_have_no_other_form_than_the_jobs_schema(name):
     table = tag(pa.table({"Sampling": [json.dumps({name: None})]}), Unit(0, 0, 1))
     prompt = Prompt(function="helpers.functions:own_sampling")
     form = {"structured_outputs": {"json": "{}"}}
-    stage = Prepare(prompt, dict(MODEL), None, sampling=form, fixed_form="output.schema_model")
+    stage = prepare_stage(
+        prompt, dict(MODEL), None, sampling=form, fixed_form="output.schema_model"
+    )
     (row,) = stage(table).to_pylist()
     failed(row, "ValueError", f"sampling.{name}: with output.schema_model all answers")
 
 
 def formed(prompt: dict[str, Any], columns: Any, **sampling: Any) -> list[bool] | None:
     table = tag(pa.table(columns), Unit(0, 0, len(next(iter(columns.values())))))
-    made = Prepare(Prompt(**prompt), dict(MODEL), None, sampling=sampling)(table)
+    made = prepare_stage(Prompt(**prompt), dict(MODEL), None, sampling=sampling)(table)
     return made[FORMED].to_pylist() if FORMED in made.column_names else None
 
 
@@ -310,7 +314,7 @@ def test_a_long_message_is_cut():
 
 def test_a_function_that_is_not_there_loses_the_block_and_stops_the_run():
     table = tag(pa.table({"Company": ["a", "b"]}), Unit(3, 5, 2))
-    made = Prepare(Prompt(function="helpers.functions:nowhere"), dict(MODEL), None)(table)
+    made = prepare_stage(Prompt(function="helpers.functions:nowhere"), dict(MODEL), None)(table)
     (row,) = made.to_pylist()
     assert (row[SHARD], row[POSITION]) == (3, 5)
     (why,) = losses(made)
@@ -387,14 +391,14 @@ def test_all_rows_failed_is_a_block_too():
 
 def test_a_lost_block_passes_as_it_is():
     block = lost(Unit(3, 2, 5), Loss("SourceError", "gone", fatal=True))
-    made = Prepare(Prompt(template="{A}"), dict(MODEL), None)(block)
+    made = prepare_stage(Prompt(template="{A}"), dict(MODEL), None)(block)
     assert is_lost(made) and made.equals(block)
 
 
 def test_the_stage_crosses_process_borders():
     import pickle
 
-    stage = Prepare(Prompt(template="{A}"), dict(MODEL), 100)
+    stage = prepare_stage(Prompt(template="{A}"), dict(MODEL), 100)
     assert pickle.loads(pickle.dumps(stage)) == stage
 
 
@@ -405,7 +409,7 @@ def cut_run(side: str, text: str, limit: int, answer: int = 8) -> tuple[dict[str
     """A row whose prompt is cut on that side, and its prompt as text."""
     prompt = Prompt(template="{A}", system="Be brief.", on_too_long=side)
     table = tag(pa.table({"A": [text]}), Unit(0, 0, 1))
-    (row,) = Prepare(prompt, dict(MODEL), limit, answer)(table).to_pylist()
+    (row,) = prepare_stage(prompt, dict(MODEL), limit, answer)(table).to_pylist()
     words = load_tokenizer(demo.demo_model_path(), None)
     return row, words.decode(row[TOKENS])
 
@@ -460,5 +464,5 @@ def test_a_tokenizer_without_offsets_cuts_as_well(monkeypatch):
     monkeypatch.setattr(stage, "load_tokenizer", lambda *_: slow)
     table = tag(pa.table({"A": ["word " * 300]}), Unit(0, 0, 1))
     prompt = Prompt(template="{A}", on_too_long="truncate_left")
-    (row,) = Prepare(prompt, dict(MODEL), 100, 8)(table).to_pylist()
+    (row,) = prepare_stage(prompt, dict(MODEL), 100, 8)(table).to_pylist()
     assert row[ERROR] is None and 50 < len(row[TOKENS]) <= 92

@@ -13,11 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.specs import reads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_raybatch.errors import ConfigError, SourceError, StoreError, StoreUnavailable
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.plan_tables import files_table, read_files
 from prefect_raybatch.ledger.records import InputFile, Unit
 from prefect_raybatch.source import (
@@ -51,7 +51,7 @@ def shards(rows: int, size: int) -> list[tuple[Unit, int]]:
 
 
 def reader(uri: Path, **fields: Any) -> ShardReader:
-    found = inventory(Source(uri=str(uri), **fields))
+    found = inventory(reads(uri=str(uri), **fields))
     return ShardReader(found.files, found.schema)
 
 
@@ -430,7 +430,7 @@ def test_a_store_in_trouble_is_not_fatal(two, monkeypatch):
 def test_a_snapshot_is_read_from_the_run_store(tmp_path):
     (tmp_path / "a.csv").write_text("i\n" + "".join(f"{i}\n" for i in range(100)))
     store = open_store(str(tmp_path / "run"))
-    found = snapshot(Source(uri=str(tmp_path / "a.csv")), store, "attempt")
+    found = snapshot(reads(uri=str(tmp_path / "a.csv")), store, "attempt")
     place = tmp_path / "run" / found.files[0].uri
     os.utime(place, ns=(1, 1))  # only the size counts: a copied run directory still works
     one = ShardReader(found.files, found.schema, store)
@@ -451,7 +451,7 @@ def test_s3_in_place(s3, tmp_path, monkeypatch):
         store.put(f"x/{number:02}.parquet", (tmp_path / "f.parquet").read_bytes())
     store.put("x/_SUCCESS", b"")
     for uri in ("s3://read/data", "s3://read/data/x/", "s3://read/data/*/0*.parquet"):
-        found = inventory(Source(uri=uri, options=s3.options))
+        found = inventory(reads(uri=uri, options=s3.options))
         assert found.rows == (300 if "*" in uri else 600)
     one = ShardReader(found.files, found.schema, options=s3.options)
     assert found.files[0].etag and found.files[0].mtime_ns is None
@@ -478,7 +478,7 @@ def test_tables_runs_and_brackets_on_s3(s3, tmp_path):
         store.put(path, data)
 
     def names(below: str) -> list[str]:
-        found = inventory(Source(uri=f"s3://read/lake/{below}", options=s3.options))
+        found = inventory(reads(uri=f"s3://read/lake/{below}", options=s3.options))
         return [file.uri.removeprefix("s3://read/lake/") for file in found.files]
 
     reached = {
@@ -502,7 +502,7 @@ def test_tables_runs_and_brackets_on_s3(s3, tmp_path):
     assert names("a[1].parquet") == ["a1.parquet"]
     store.put("h/y=7/m=x%20y/a.parquet", data)
     for uri in ("h", "h/y=7/*/*", "h/y=7/m=x%20y/a.parquet"):
-        found = inventory(Source(uri=f"s3://read/lake/{uri}", options=s3.options))
+        found = inventory(reads(uri=f"s3://read/lake/{uri}", options=s3.options))
         one = ShardReader(found.files, found.schema, options=s3.options)
         table = everything(one, one.tasks(shards(5, 5)))[0]
         assert (table["y"].to_pylist(), set(table["m"].to_pylist())) == ([7] * 5, {"x y"})
@@ -510,9 +510,9 @@ def test_tables_runs_and_brackets_on_s3(s3, tmp_path):
 
 def test_s3_that_cannot_be_read(s3, tmp_path):
     with pytest.raises(StoreError, match="does not exist"):
-        inventory(Source(uri="s3://no-such-bucket/x", options=s3.options))
+        inventory(reads(uri="s3://no-such-bucket/x", options=s3.options))
     with pytest.raises(SourceError, match="does not exist"):
-        inventory(Source(uri="s3://read/none.parquet", options=s3.options))
+        inventory(reads(uri="s3://read/none.parquet", options=s3.options))
 
 
 def test_s3_snapshot(s3, tmp_path):
@@ -520,7 +520,7 @@ def test_s3_snapshot(s3, tmp_path):
     store.put("in/a.csv.gz", gzip.compress(b"i\n" + b"".join(b"%d\n" % i for i in range(100))))
     run = open_store("s3://read/run", s3.options)
     uri = "s3://read/in/a.csv.gz"
-    found = snapshot(Source(uri=uri, options=s3.options), run, "attempt")
+    found = snapshot(reads(uri=uri, options=s3.options), run, "attempt")
     one = ShardReader(found.files, found.schema, run)
     check_rows(everything(one, one.tasks(shards(100, 30))), shards(100, 30))
 
@@ -535,7 +535,7 @@ def test_other_formats_on_s3(s3, tmp_path):
     store.put("arrow/a.arrow", sink.getvalue().to_pybytes())
     csv = {"delimiter": ";", "encoding": "cp1252"}
     for kind in ("csv", "json", "arrow"):
-        given = Source(uri=f"s3://read/{kind}", options=s3.options, csv=csv)
+        given = reads(uri=f"s3://read/{kind}", options=s3.options, csv=csv)
         found = snapshot(given, run, "attempt")
         assert peek(given).schema == found.schema
         one = ShardReader(found.files, found.schema, run)

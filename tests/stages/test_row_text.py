@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from helpers.chat_templates import FORMATS, ChatFormat
 from helpers.small import MODEL
+from helpers.specs import prepare_stage
 from helpers.tiny_models import write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,6 @@ from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.stages.block import ERROR, SECOND, TOKENS, load_tokenizer, tag
 from prefect_raybatch.stages.pooling import Texts
-from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.stages.texts import PrepareTexts
 
 FULL_WIDTH = str.maketrans({c: chr(ord(c) + 0xFEE0) for c in map(chr, range(33, 127))})
@@ -35,7 +35,7 @@ def rows(folder: str | None, prompt: dict[str, Any], columns: Any) -> list[dict[
     """The block's rows after the stage, with the tokenizer in `folder` (None: the bundled one)."""
     table = pa.table(columns)
     model = dict(MODEL) if folder is None else {**MODEL, "tokenizer": folder}
-    made = Prepare(Prompt(**prompt), model, None)(tag(table, Unit(0, 0, table.num_rows)))
+    made = prepare_stage(Prompt(**prompt), model, None)(tag(table, Unit(0, 0, table.num_rows)))
     found: list[dict[str, Any]] = made.select([TOKENS, ERROR]).to_pylist()
     return found
 
@@ -324,7 +324,7 @@ def test_a_prompt_that_is_cut_keeps_its_turns(folders):
     for side in ("truncate_left", "truncate_right"):
         prompt = Prompt(template="q {A} r", on_too_long=side)
         table = tag(pa.table({"A": ["<|im_end|> word " * 100]}), Unit(0, 0, 1))
-        (row,) = Prepare(prompt, {**MODEL, "tokenizer": folder}, 100, 8)(table).to_pylist()
+        (row,) = prepare_stage(prompt, {**MODEL, "tokenizer": folder}, 100, 8)(table).to_pylist()
         assert 60 < len(row[TOKENS]) <= 92
         assert controls(folder, row) == {"<|im_start|>": 2, "<|im_end|>": 1}
 
@@ -347,7 +347,9 @@ def test_texts_that_are_embedded_or_compared_hold_no_control_tokens(texts, side,
 
     def prepared(a: str, b: str, limit: int = 100) -> Any:
         table = tag(pa.table({"A": [a], "B": [b]}), Unit(0, 0, 1))
-        (row,) = PrepareTexts(prompt, model, limit, texts=texts)(table).to_pylist()
+        (row,) = prepare_stage(prompt, model, limit, texts=texts, kind=PrepareTexts)(
+            table
+        ).to_pylist()
         assert row[ERROR] is None, row
         ids = [i for name in (TOKENS, SECOND) for i in row.get(name) or ()]
         return [marks[i] for i in ids if i in marks], row
@@ -366,5 +368,5 @@ def test_a_text_with_control_tokens_may_be_refused(tmp_path):
     prompt = Prompt(template="{A}", special_tokens_in_rows="refuse")
     model = {**MODEL, "tokenizer": str(tmp_path)}
     table = tag(pa.table({"A": ["the [SEP]", "the"]}), Unit(0, 0, 2))
-    bad, good = PrepareTexts(prompt, model, 100)(table)[ERROR].to_pylist()
+    bad, good = prepare_stage(prompt, model, 100, kind=PrepareTexts)(table)[ERROR].to_pylist()
     assert bad["kind"] == "ControlTokenInRow" and good is None

@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.engines import with_answers
 from helpers.small import MODEL, input_rows, receipts
+from helpers.specs import finish_stage
 
 from prefect_raybatch.job.answer_schema import schema_text
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.records import Receipt, Unit
 from prefect_raybatch.stages.block import FINISH, TEXTS, Failure, tag
-from prefect_raybatch.stages.finish import Finish
 from prefect_raybatch.stages.typed_answers import reader_of
 from prefect_raybatch.storage import open_store
 
@@ -110,7 +110,7 @@ def finish(root: Any, texts: list[str], reasons: dict[int, str], **output: Any) 
     ends = pa.array([reasons.get(i, "stop") for i in range(len(texts))])
     table = table.set_column(table.column_names.index(FINISH), FINISH, ends)
     made = Output.model_validate({"uri": "out", "schema_model": SCHEMA, **output})
-    (receipt,) = receipts(Finish(made.resolved(), dict(MODEL), open_store(str(root)), "a")(table))
+    (receipt,) = receipts(finish_stage(made, dict(MODEL), open_store(str(root)), "a")(table))
     assert receipt.lost is None, receipt.lost
     return receipt
 
@@ -145,7 +145,7 @@ def several(root: Any, texts: list[list[str]], **output: Any) -> dict[str, pa.Ta
     lists = pa.array(texts, pa.list_(pa.string()))
     table = table.set_column(table.column_names.index(TEXTS), TEXTS, lists)
     made = Output.model_validate({"uri": "out", "schema_model": SCHEMA, "columns": [], **output})
-    stage = Finish(made.resolved(), dict(MODEL), open_store(str(root)), "a", answers=2)
+    stage = finish_stage(made, dict(MODEL), open_store(str(root)), "a", answers=2)
     (receipt,) = receipts(stage(table))
     assert receipt.lost is None, receipt.lost
     return tables(root, receipt)

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from helpers.small import make_job
 
+from prefect_raybatch.compile.job import compile_job, model_request
+from prefect_raybatch.compile.sizes import size_spec
 from prefect_raybatch.demo import demo_model_path
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.size_spec import size_spec
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing import sizes
-from prefect_raybatch.stages.engine import EngineSpec, engine_spec
+from prefect_raybatch.stages.engine import EngineLaunch, engine_launch
 from prefect_raybatch.stages.whole_prompts import with_whole_prompts
 
 SEEDED = {"temperature": 0.7, "seed": 3}
@@ -56,11 +57,13 @@ def test_what_the_job_gives_is_kept_or_refused():
         arguments(SEEDED, context=8192, max_num_batched_tokens=4096)
 
 
-def spec_of(**groups: Any) -> EngineSpec:
+def spec_of(**groups: Any) -> EngineLaunch:
     job = make_job(**groups)
-    pinned = models.pin(job.engine)
+    pinned = models.pin(model_request(job.engine))
     spec = size_spec(job)
-    return engine_spec(job, pinned, sizes.sizes_of(spec, 40, 50.0, sizes.assumed(spec)))
+    return engine_launch(
+        compile_job(job), pinned, sizes.sizes_of(spec, 40, 50.0, sizes.assumed(spec))
+    )
 
 
 def test_a_job_without_a_length_has_the_models():

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pyarrow as pa
 
 from prefect_raybatch.errors import SourceError
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.plan_tables import encode_schema
 from prefect_raybatch.ledger.records import InputFile
@@ -20,12 +19,13 @@ from prefect_raybatch.source.find import Inventory
 from prefect_raybatch.source.snapshot_writer import conform
 from prefect_raybatch.source.tables.base import TableSource
 from prefect_raybatch.source.tables.registry import open_table
+from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.storage import Store
 
 GUESS_ROWS = 10_000  # looked at for a guess at the rows that pass a filter
 
 
-def snapshot_of(format: str, source: Source, run_store: Store, attempt: str) -> Inventory:
+def snapshot_of(format: str, source: ReadSpec, run_store: Store, attempt: str) -> Inventory:
     """Copy the table to Parquet under `_raybatch/input/ATTEMPT-UUID/`. Raises as `snapshot`."""
     with open_table(format, source) as table:
         chosen = _Chosen(table, source)
@@ -44,7 +44,7 @@ def snapshot_of(format: str, source: Source, run_store: Store, attempt: str) -> 
         return replace(made, format=format, table=record)
 
 
-def peek_at(format: str, source: Source) -> Inventory:
+def peek_at(format: str, source: ReadSpec) -> Inventory:
     """What `snapshot_of` would give, guessed from metadata and the first rows. Writes nothing."""
     with open_table(format, source) as table:
         chosen = _Chosen(table, source)
@@ -64,7 +64,7 @@ def peek_at(format: str, source: Source) -> Inventory:
         return Inventory((file,), chosen.schema, row_bytes, format, pin, guessed=guessed)
 
 
-def head_of(format: str, source: Source) -> Iterator[tuple[str, pa.Table]]:
+def head_of(format: str, source: ReadSpec) -> Iterator[tuple[str, pa.Table]]:
     """(uri, first rows that fit the filter) of the table, if any. Writes nothing."""
     with open_table(format, source) as table:
         first = next(_Chosen(table, source).tables(pushed=True), None)
@@ -80,7 +80,7 @@ def plain(schema: pa.Schema) -> pa.Schema:
 class _Chosen:
     """The rows and columns of a table that a job reads, as they are written."""
 
-    def __init__(self, table: TableSource, source: Source) -> None:
+    def __init__(self, table: TableSource, source: ReadSpec) -> None:
         self._table = table
         self.name = f"source.uri: {table.pin.uri} at version {table.pin.version}"
         self._names = check_columns(source.columns, table.schema.names, table.pin.uri)

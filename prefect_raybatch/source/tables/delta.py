@@ -11,7 +11,6 @@ from urllib.parse import unquote
 import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, SourceError
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.tables.base import (
     TablePin,
@@ -20,6 +19,7 @@ from prefect_raybatch.source.tables.base import (
     said_plainly,
 )
 from prefect_raybatch.source.tables.versions import moment_of
+from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.storage import is_remote, join, object_store_options, s3_settings
 
 # One partition reads the files one after the other, so that the order is the same each time.
@@ -27,7 +27,7 @@ HISTORY = 1000  # commits looked through for the time of a version
 _SESSION = {"datafusion.execution.target_partitions": "1"}
 
 
-def open_delta(source: Source) -> TableSource:
+def open_delta(source: ReadSpec) -> TableSource:
     """A Delta table in a folder, local or on S3."""
     from deltalake import DeltaTable
     from deltalake.exceptions import TableNotFoundError

@@ -16,7 +16,6 @@ import pyarrow as pa
 
 from prefect_raybatch.bounded import within
 from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.table_formats import hub_name, scheme_of
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
@@ -29,6 +28,7 @@ from prefect_raybatch.source.tables.huggingface_rows import (
     media_in,
     stored_type,
 )
+from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.storage import read_ahead
 
 HUB_SECONDS = 20.0  # for the Hub to say which commit a revision is
@@ -37,14 +37,14 @@ MEDIA_THREADS = 8
 FOOTERS = 50  # Parquet files whose footers are read for the number of rows
 
 
-def open_huggingface(source: Source) -> TableSource:
+def open_huggingface(source: ReadSpec) -> TableSource:
     """A dataset of the Hub (`hf://datasets/OWNER/NAME`), or in a local folder."""
     if scheme_of(source.uris[0]) == "hf":
         return _of_hub(source)
     return open_saved(source)
 
 
-def _of_hub(source: Source) -> TableSource:
+def _of_hub(source: ReadSpec) -> TableSource:
     name = hub_name(source.uris[0])
     token = _token(source)
     what = f"source.uri: the Hugging Face dataset {name.repository}"
@@ -65,7 +65,7 @@ def _of_hub(source: Source) -> TableSource:
         return HubSource(builder, split, pin, token, source.config)
 
 
-def _token(source: Source) -> str | None:
+def _token(source: ReadSpec) -> str | None:
     """The key for the Hub; None where its library looks for one itself."""
     variable = source.options.get("token_env")
     if variable is None:

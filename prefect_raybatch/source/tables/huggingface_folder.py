@@ -12,7 +12,6 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, SourceError
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.part_files import local_disk
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
@@ -22,11 +21,12 @@ from prefect_raybatch.source.tables.huggingface_rows import (
     choose_split,
     stored_type,
 )
+from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.storage import Store, is_remote, join, open_store
 from prefect_raybatch.storage.proof import CHUNK
 
 
-def open_saved(source: Source) -> TableSource:
+def open_saved(source: ReadSpec) -> TableSource:
     """A dataset in a folder, or with `source.split` one of several in it."""
     place = join(source.uris[0])
     store = open_store(place, source.options)

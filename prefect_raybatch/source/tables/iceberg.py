@@ -22,7 +22,6 @@ from prefect_raybatch.job.filter_text import (
     OneOf,
 )
 from prefect_raybatch.job.secrets import catalog_secrets
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.variables import fill_variables
 from prefect_raybatch.source.filters import Filter, typed
 from prefect_raybatch.source.tables.base import (
@@ -32,6 +31,7 @@ from prefect_raybatch.source.tables.base import (
     said_plainly,
 )
 from prefect_raybatch.source.tables.versions import moment_of
+from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.storage import (
     S3Settings,
     iceberg_options,
@@ -50,7 +50,7 @@ SQLITE = "sqlite:///"
 SHORTEST_KEY = 3  # characters; a shorter value is part of other words
 
 
-def open_iceberg(source: Source) -> TableSource:
+def open_iceberg(source: ReadSpec) -> TableSource:
     """An Iceberg table of a catalog (`namespace.table`), or in a folder, local or on S3."""
     given = source.uris[0]
     place = given if source.catalog else join(given)

@@ -9,7 +9,6 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.errors import SourceError
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.tables.base import (
     TablePin,
@@ -18,12 +17,13 @@ from prefect_raybatch.source.tables.base import (
     said_plainly,
 )
 from prefect_raybatch.source.tables.versions import moment_of
+from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.storage import is_remote, join, object_store_options, s3_settings
 
 ABSENT = "was not found"  # what the library says of a data set or version
 
 
-def open_lance(source: Source) -> TableSource:
+def open_lance(source: ReadSpec) -> TableSource:
     """A Lance data set in a folder, local or on S3."""
     import lance
 

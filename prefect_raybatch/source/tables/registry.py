@@ -6,7 +6,6 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.source.tables.base import TableSource
 from prefect_raybatch.source.tables.delta import open_delta
@@ -14,8 +13,9 @@ from prefect_raybatch.source.tables.huggingface import open_huggingface
 from prefect_raybatch.source.tables.iceberg import open_iceberg
 from prefect_raybatch.source.tables.lance_sets import open_lance
 from prefect_raybatch.source.tables.sql import open_sql
+from prefect_raybatch.spec.read import ReadSpec
 
-OPENERS: dict[str, Callable[[Source], TableSource]] = {
+OPENERS: dict[str, Callable[[ReadSpec], TableSource]] = {
     "delta": open_delta,
     "iceberg": open_iceberg,
     "lance": open_lance,
@@ -24,7 +24,7 @@ OPENERS: dict[str, Callable[[Source], TableSource]] = {
 }
 
 
-def open_table(format: str, source: Source) -> TableSource:
+def open_table(format: str, source: ReadSpec) -> TableSource:
     """The table that `source` names, of a format of `OPENERS`, at source.version or as it is now.
 
     Raises ConfigError for a missing extra or a source.version of the wrong form, SourceError for

@@ -20,12 +20,12 @@ from urllib.parse import parse_qs, quote
 import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.sql_types import arrow_type
 from prefect_raybatch.job.table_formats import SQL_SCHEMES
 from prefect_raybatch.job.trusted_places import database_file
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
+from prefect_raybatch.spec.read import ReadSpec
 
 FETCH_ROWS = 10_000  # held at a time; the first so many also tell the types
 LOGIN_SECONDS = 20
@@ -74,7 +74,7 @@ _OF_DUCKDB = {
 }
 
 
-def open_sql(source: Source) -> TableSource:
+def open_sql(source: ReadSpec) -> TableSource:
     """The rows that source.query gives, in a transaction that begins now."""
     import sqlalchemy
     from sqlalchemy.pool import NullPool
@@ -104,7 +104,7 @@ class SqlSource(TableSource):
     """A query's rows in an open transaction, which `close` ends."""
 
     def __init__(
-        self, connection: Any, source: Source, uri: str, what: str, secrets: Sequence[str]
+        self, connection: Any, source: ReadSpec, uri: str, what: str, secrets: Sequence[str]
     ) -> None:
         self._connection, self._query = connection, str(source.query)
         self._what, self._secrets = what, secrets
@@ -237,7 +237,7 @@ class SqlSource(TableSource):
         return max(1, int(found[0]["Plan"]["Plan Rows"]))
 
 
-def _url(source: Source) -> tuple[Any, list[str]]:
+def _url(source: ReadSpec) -> tuple[Any, list[str]]:
     """The URL with user and password, and what of it no message may hold."""
     import sqlalchemy
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.images import DIGESTS_COLUMN, Images
 from prefect_raybatch.model import pinned as models
+from prefect_raybatch.spec.prompt import ImageSpec, PromptSpec
 from prefect_raybatch.stages.block import Failure, Messages, rows_of
 from prefect_raybatch.stages.images.decode import BadImage, Policy, check_image, decode_image
 from prefect_raybatch.stages.images.http import ImageUnavailable
@@ -30,12 +29,12 @@ class TooManyAway(Exception):
 
 @dataclass(frozen=True)
 class RowImages:
-    """What a job says of images, with where they may come from. `arguments` are the engine's, by
+    """What a run does with images, with where they may come from. `arguments` are the engine's, by
     which its model is given them. `empty`: a null is no image, and no failure. `digests`: those of
     the images as they were fetched are wanted. Unless `decode`, images are looked at for these
     alone: their headers are checked."""
 
-    images: Images
+    images: ImageSpec
     places: ImagePlaces
     empty: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -44,9 +43,7 @@ class RowImages:
 
     @property
     def policy(self) -> Policy:
-        size = self.images.resize
-        resize = (size[0], size[1]) if isinstance(size, list) else size
-        return Policy(resize, self.images.max_pixels, self.images.max_bytes)
+        return Policy(self.images.resize, self.images.max_pixels, self.images.max_bytes)
 
     def rendered(
         self, shown: Sequence[Messages | Failure], model: dict[str, Any]
@@ -73,7 +70,7 @@ class RowImages:
     ) -> tuple[list[Messages | Failure], list[Digests]]:
         """As `put`, and the digests of the rows' images, where they are wanted; `too_many` is the
         part of the rows from which on they are too many."""
-        rows = rows_of(table, self.images.columns)
+        rows = rows_of(table, list(self.images.columns))
         digests: list[Digests] = [[] for _ in rows]
         away: list[Failure] = []
         most = too_many * len(rows)
@@ -148,26 +145,28 @@ class RowImages:
 
 
 def row_images(
-    job: BatchJob,
+    prompt: PromptSpec,
     arguments: Mapping[str, Any],
     options: Mapping[str, Any] | None = None,
     digests_alone: bool = False,
 ) -> RowImages | None:
-    """What a job says of images; None where it has none. `arguments` are its engines'; `options`
-    are the input store's; with `digests_alone` they are looked at for these."""
-    images = job.prompt.images
-    if not images.used:
+    """Return where the images of rows come from; None for text alone.
+
+    `arguments` are the engines', `options` the input store's; with `digests_alone` images are
+    looked at for their digests, and not decoded.
+    """
+    images = prompt.images
+    if images is None:
         return None
     places = ImagePlaces(
-        job.source.media_root,
+        images.media_root,
         options or {},
         images.max_bytes,
         images.fetch_seconds,
         images.allow_private,
     )
     kept = {name: arguments[name] for name in RENDERING if name in arguments}
-    wanted = digests_alone or DIGESTS_COLUMN in job.output.extras
-    empty = job.prompt.on_null == "empty"
+    wanted, empty = digests_alone or images.digests, prompt.on_null == "empty"
     return RowImages(images, places, empty, kept, wanted, not digests_alone)
 
 

@@ -10,6 +10,7 @@ from prefect_raybatch.job.early_stop import (
     may_ask_rest,
     may_stop_early,
 )
+from prefect_raybatch.job.precision import without_tries
 from prefect_raybatch.job.tasks import pools
 from prefect_raybatch.spec.sizes import RowSpec, SizeSpec
 
@@ -39,7 +40,7 @@ def size_spec(job: BatchJob) -> SizeSpec:
         pools=pools(engine.task),
         cpus=engine.num_cpus,
         stage_cpus=job.cluster.prepare.num_cpus + job.cluster.finish.num_cpus,
-        given=engine.model_extra or {},
+        given=without_tries(engine),
         row=row_spec(job),
     )
 

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from prefect_raybatch.compile.fingerprint import fingerprint
+from prefect_raybatch.compile.job import compile_job, model_request
+from prefect_raybatch.compile.public_job import public_job
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.engine import Engine
+from prefect_raybatch.job.texts import with_answer_schema, with_template_text
 from prefect_raybatch.job.trust import check_trust
+from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.model import adapters, chat_template
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.plan.fingerprint import fingerprint
+from prefect_raybatch.plan.plan import make_plan
+from prefect_raybatch.spec.identity import Identity
+from prefect_raybatch.spec.model import ModelRequest
+from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.storage import is_remote
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A job, its model as a plan pins it, and its fingerprint with what went into it (`parts`).
+    """A job with the texts of its chat template and answer schema, its model as a plan pins it, and
+    its identity.
 
     `known` is the model, or None while only Hugging Face could tell its commit, which no
     fingerprint counts. `checked`: `model.check` has looked at the model's files.
@@ -27,8 +35,7 @@ class Resolved:
 
     job: BatchJob
     known: Mapping[str, Any] | None
-    fingerprint: str
-    parts: Mapping[str, Any]
+    identity: Identity
     checked: bool = False
 
     @classmethod
@@ -39,13 +46,13 @@ class Resolved:
         retry: Mapping[str, Any] | None = None,
     ) -> Resolved:
         """With that model; `retry` as for `fingerprint`. A file with the chat template is read."""
-        job = chat_template.with_text(job)
-        return cls(job, model, *fingerprint(job, model, retry))
+        if job.prompt.chat_template is not None:
+            job = with_template_text(job, chat_template.template_text(job.prompt.chat_template))
+        return cls(job, model, fingerprint(job, model, retry))
 
     @property
-    def retry(self) -> Mapping[str, Any] | None:
-        """Which failed rows of which run are the input ({parent, errors})."""
-        return self.parts.get("retry")
+    def request(self) -> ModelRequest:
+        return model_request(self.job.engine)
 
     @property
     def model(self) -> dict[str, Any]:
@@ -56,20 +63,31 @@ class Resolved:
 
     def with_adapters(self) -> dict[str, Any]:
         """The model with the job's adapters pinned beside it, as a new plan keeps them."""
-        found = adapters.pin_adapters(self.job.engine)
+        found = adapters.pin_adapters(self.request)
         return {**self.model, "adapters": found} if found else self.model
 
     def pinned(self) -> Resolved:
         """With the commit that a Hugging Face name means now."""
         if self.known is not None:
             return self
-        return replace(self, known=models.pin(self.job.engine))
+        return replace(self, known=models.pin(self.request))
 
     def retrying(self, retry: Mapping[str, Any] | None) -> Resolved:
         """With these failed rows as its input."""
-        if retry == self.retry:
+        if retry == self.identity.retry:
             return self
         return Resolved.of(self.job, self.known, retry)
+
+    def compile(self, columns: Sequence[str] | None = None) -> RunSpec:
+        """Return what a new run does, of an input with these `columns`."""
+        return compile_job(self.job, columns)
+
+    def new_plan(
+        self, spec: RunSpec, run_key: str, *args: Any, **more: Any
+    ) -> tuple[Plan, dict[str, bytes]]:
+        """Return the plan of a new run that does `spec`, as `make_plan` makes it."""
+        job = public_job(self.job, spec.finish)
+        return make_plan(spec, self.identity, self.with_adapters(), job, run_key, *args, **more)
 
 
 def resolve(job: BatchJob | Resolved, retry: Mapping[str, Any] | None = None) -> Resolved:
@@ -79,11 +97,12 @@ def resolve(job: BatchJob | Resolved, retry: Mapping[str, Any] | None = None) ->
     if isinstance(job, Resolved):
         return job.retrying(retry) if retry is not None else job
     check_trust(job)
-    job = job.model_copy(update={"output": job.output.resolved()})
-    return Resolved.of(job, _folder_model(job.engine), retry)
+    job = with_answer_schema(job)
+    return Resolved.of(job, _folder_model(model_request(job.engine)), retry)
 
 
-def _folder_model(engine: Engine) -> dict[str, Any] | None:
+def _folder_model(request: ModelRequest) -> dict[str, Any] | None:
     """The model with its identity where it lies in a folder; None for a Hugging Face name."""
-    known = engine.model == models.DEMO or is_remote(engine.model) or os.path.exists(engine.model)
-    return models.pin(engine) if known else None
+    name = request.name
+    known = name == models.DEMO or is_remote(name) or os.path.exists(name)
+    return models.pin(request) if known else None

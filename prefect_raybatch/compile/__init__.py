@@ -1,0 +1,1 @@
+"""A validated job to what its run does."""

@@ -1,0 +1,314 @@
+"""Compiles a job into the spec of its run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from prefect_raybatch.compile.sizes import size_spec
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.job.answer_schema import schema_sampling_fields
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.cluster import Cluster
+from prefect_raybatch.job.early_stop import choice_of
+from prefect_raybatch.job.engine import Engine
+from prefect_raybatch.job.images import DIGESTS_COLUMN
+from prefect_raybatch.job.output import Output
+from prefect_raybatch.job.precision import precision_tries, without_tries
+from prefect_raybatch.job.source import Source
+from prefect_raybatch.job.tasks import pooling_fields
+from prefect_raybatch.ledger.plan_tables import decode_schema
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.spec.cluster import ClusterSpec, Prices
+from prefect_raybatch.spec.engine import EngineSpec
+from prefect_raybatch.spec.finish import FinishSpec, ParsingSpec
+from prefect_raybatch.spec.model import ModelRequest
+from prefect_raybatch.spec.options import HiddenOptions
+from prefect_raybatch.spec.output import Layout, OutputSpec
+from prefect_raybatch.spec.prompt import ImageSpec, PromptSpec
+from prefect_raybatch.spec.read import ReadSpec
+from prefect_raybatch.spec.reuse import ReuseSpec
+from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.sampling import SamplingSpec
+
+# Fields of `output` whose names give way, where they are left as they are by default, to columns
+# of the input: the result of one job is the input of the next, and has both.
+GIVE_WAY = ("row_number", "column")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the plan of a run settled, whatever the files and classes of its job say now.
+
+    `context` is the context length that `auto` came to, `schema` and `chat_template` are texts,
+    `names` those of the columns in GIVE_WAY; None and {} where the job has no such. `layout` is
+    that of the result's files.
+    """
+
+    context: int | None
+    schema: str | None
+    chat_template: str | None
+    names: Mapping[str, str]
+    layout: Layout
+
+    @classmethod
+    def of(cls, plan: Plan) -> Planned:
+        kept, context = plan.job.get("output", {}), plan.context
+        return cls(
+            context=None if context is None else context["max_model_len"],
+            schema=plan.parts.get("output.schema_model"),
+            chat_template=plan.parts.get("prompt.chat_template"),
+            names={f: kept[f] for f in GIVE_WAY if isinstance(kept.get(f), str)},
+            layout=layout_spec(BatchJob.from_dict(plan.job, "plan.json").output),
+        )
+
+
+def compile_job(
+    job: BatchJob, columns: Sequence[str] | None = None, planned: Planned | None = None
+) -> RunSpec:
+    """Return what a run of the job does.
+
+    `columns` are those of the input, None where they are not known yet: then nothing is said of
+    which of them the result keeps. `planned` is what the run's plan settled; without it the job's
+    chat template and answer schema are taken as they are.
+
+    Raises `CorruptRun` where the plan lacks what the job left to it.
+    """
+    spec = RunSpec(
+        name=job.name,
+        read=read_spec(job.source),
+        prompt=prompt_spec(job, planned),
+        sampling=sampling_spec(job, planned),
+        engine=engine_spec(job.engine),
+        sizes=size_spec(job),
+        finish=finish_spec(job, columns, planned),
+        output=output_spec(job.output, planned),
+        limits=job.limits,
+        cluster=cluster_spec(job),
+        reuse=ReuseSpec(
+            run=job.reuse,
+            keep_days=job.output.keep_answers,
+            keeps=job.keeps_answers,
+            ordered=job.engine.order == "run",
+        ),
+    )
+    if planned is None or not spec.engine.model.context_auto:
+        return spec
+    if planned.context is None:
+        raise CorruptRun("plan.json says nothing of the context length that auto came to")
+    return spec.decide(context=planned.context)
+
+
+def compile_planned(job: BatchJob, plan: Plan) -> RunSpec:
+    """Return what a run does that has been planned."""
+    return compile_job(job, decode_schema(plan.input_schema).names, Planned.of(plan))
+
+
+def read_spec(source: Source) -> ReadSpec:
+    return ReadSpec(
+        uris=tuple(source.uris),
+        format=source.format,
+        table_format=source.table_format,
+        stored=source.stored,
+        limit=source.limit,
+        columns=None if source.columns is None else tuple(source.columns),
+        filter=source.filter,
+        version=source.version,
+        query=source.query,
+        types=source.types,
+        config=source.config,
+        split=source.split,
+        csv=source.csv,
+        web=source.web,
+        catalog=HiddenOptions(source.catalog),
+        options=HiddenOptions(source.options),
+    )
+
+
+def prompt_spec(job: BatchJob, planned: Planned | None = None) -> PromptSpec:
+    prompt, template = job.prompt, job.prompt.chat_template
+    if planned is not None and template is not None:
+        template = planned.chat_template
+        if not isinstance(template, str):
+            raise CorruptRun("plan.json does not hold the text of prompt.chat_template")
+    return PromptSpec(
+        template=prompt.template,
+        second=prompt.second,
+        system=prompt.system,
+        function=prompt.function,
+        messages=prompt.messages,
+        documents=prompt.documents,
+        adapter_column=prompt.adapter_column,
+        prefill=prompt.prefill,
+        continue_final_message=prompt.continue_final_message,
+        chat_template=template,
+        chat_template_kwargs=prompt.chat_template_kwargs,
+        tools=None if prompt.tools is None else tuple(prompt.tools),
+        on_null=prompt.on_null,
+        on_too_long=prompt.on_too_long,
+        special_tokens_in_rows=prompt.special_tokens_in_rows,
+        columns=prompt.columns,
+        images=image_spec(job),
+    )
+
+
+def image_spec(job: BatchJob) -> ImageSpec | None:
+    images = job.prompt.images
+    if not images.used:
+        return None
+    resize = images.resize
+    return ImageSpec(
+        columns=tuple(images.columns),
+        resize=(resize[0], resize[1]) if isinstance(resize, list) else resize,
+        most=images.most,
+        max_pixels=images.max_pixels,
+        max_bytes=images.max_bytes,
+        fetch_seconds=images.fetch_seconds,
+        allow_private=images.allow_private,
+        media_root=job.source.media_root,
+        digests=DIGESTS_COLUMN in job.output.extras,
+    )
+
+
+def sampling_spec(job: BatchJob, planned: Planned | None = None) -> SamplingSpec:
+    sampling, given = job.sampling, job.sampling.given()
+    logprobs = given.get("logprobs")
+    return SamplingSpec(
+        fields=schema_sampling_fields(given, _schema(job.output, planned)),
+        pooling=pooling_fields(job),
+        temperature=sampling.temperature,
+        max_tokens=job.drawn.max_tokens,
+        answers=int(given.get("n") or 1),
+        logprobs=None if logprobs is None else int(logprobs),
+        choices=tuple(choice_of(given) or ()),
+        labels=tuple(sampling.choice or ()) if job.output.probabilities else (),
+        form=given.get("structured_outputs"),
+        fixed_form=job.fixed_form,
+        skip_special_tokens=bool(given.get("skip_special_tokens", True)),
+    )
+
+
+def engine_spec(engine: Engine) -> EngineSpec:
+    return EngineSpec(
+        model=model_request(engine),
+        sort=engine.order != "input",
+        merge=engine.deduplicate,
+        early_stop=engine.early_stop,
+        tries=tuple(precision_tries(engine)),
+    )
+
+
+def model_request(engine: Engine) -> ModelRequest:
+    return ModelRequest(
+        name=engine.model,
+        revision=engine.revision,
+        task=engine.task,
+        context=engine.context,
+        context_auto=engine.max_model_len == "auto",
+        context_share=engine.max_model_len_percentile,
+        adapter=engine.adapter,
+        adapters=engine.adapters,
+        given=without_tries(engine),
+        env=HiddenOptions(engine.env),
+    )
+
+
+def finish_spec(
+    job: BatchJob, columns: Sequence[str] | None = None, planned: Planned | None = None
+) -> FinishSpec:
+    """Return what the result holds, of an input with these columns."""
+    output = job.output
+    kept = output.columns
+    if kept is None and columns is not None and job.prompt.images.columns:
+        kept = [name for name in columns if name not in job.prompt.images.columns]
+    names = planned.names if planned is not None else free_names(job, columns or ())
+    schema = _schema(output, planned)
+    return FinishSpec(
+        column=_named(output, "column", names),
+        columns=None if kept is None else tuple(kept),
+        row_number=_named(output, "row_number", names),
+        postprocess=output.postprocess,
+        types=output.output_schema,
+        extras=tuple(output.extras),
+        probabilities=output.probabilities,
+        schema=schema,
+        keeps_cut_off=output.on_cut_off == "keep",
+        fails_cut_off=output.fails_cut_off,
+        vector_type=output.vector_type,
+        parsing=parsing_spec(job),
+    )
+
+
+def free_names(job: BatchJob, columns: Sequence[str]) -> dict[str, str]:
+    """Return `_row_2` (or `_row_3`, ...) for `_row` where the result keeps an input column of that
+    name, and likewise for `response`. A name that the job chose does not give way."""
+    free: dict[str, str] = {}
+    # A function gets the answer under output.column, whatever the input has under that name.
+    for field in GIVE_WAY if job.output.postprocess is None else GIVE_WAY[:1]:
+        usual = Output.model_fields[field].default
+        if usual in job.kept(columns):
+            numbered = (f"{usual}_{number}" for number in count(2))
+            free[field] = next(name for name in numbered if name not in columns)
+    return free
+
+
+def _named(output: Output, field: str, names: Mapping[str, str]) -> str:
+    """Return the name of a column: as the job says, or as it gave way."""
+    name: str = getattr(output, field)
+    return names.get(field, name) if name == Output.model_fields[field].default else name
+
+
+def _schema(output: Output, planned: Planned | None) -> str | None:
+    """Return the text of the answers' JSON Schema."""
+    if planned is not None and planned.schema is not None:
+        return planned.schema
+    return output.answer_form
+
+
+def parsing_spec(job: BatchJob) -> ParsingSpec | None:
+    output, prompt = job.output, job.prompt
+    if not output.reasoning_parser and not output.tool_parser:
+        return None
+    return ParsingSpec(
+        reasoning=output.reasoning_parser,
+        tool=output.tool_parser,
+        reasoning_column=output.reasoning_column,
+        tool_calls_column=output.tool_calls_column,
+        arguments=prompt.chat_template_kwargs,
+        tools=None if prompt.tools is None else tuple(prompt.tools),
+    )
+
+
+def output_spec(output: Output, planned: Planned | None = None) -> OutputSpec:
+    return OutputSpec(
+        uri=output.uri,
+        options=HiddenOptions(output.options),
+        targets=tuple(output.publish),
+        layout=layout_spec(output) if planned is None else planned.layout,
+    )
+
+
+def layout_spec(output: Output) -> Layout:
+    return Layout(
+        compact=output.compact, file_bytes=output.file_mb << 20, read_back=output.read_back
+    )
+
+
+def cluster_spec(job: BatchJob) -> ClusterSpec:
+    cluster: Cluster = job.cluster
+    loaded = cluster.access_if_loaded if cluster.block is not None else cluster.access
+    return ClusterSpec(
+        name=job.name,
+        loaded=loaded,
+        block=cluster.block,
+        prepare=cluster.prepare,
+        finish=cluster.finish,
+        engine_cpus=job.engine.num_cpus,
+        accelerator=job.engine.accelerator_type,
+        prices=prices_of(cluster),
+    )
+
+
+def prices_of(cluster: Cluster) -> Prices:
+    return Prices(cluster.price_per_gpu_hour, cluster.price_by_card)

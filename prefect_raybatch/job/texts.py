@@ -1,0 +1,22 @@
+"""A job with the texts that its files and classes mean now, in place of their names."""
+
+from __future__ import annotations
+
+from prefect_raybatch.job import answer_schema
+from prefect_raybatch.job.batch_job import BatchJob
+
+
+def with_answer_schema(job: BatchJob, text: str | None = None) -> BatchJob:
+    """Return the job with the text of its answers' schema, by default what it means now.
+
+    Raises `ConfigError` for one that cannot be had, or that no engine would take.
+    """
+    if job.output.schema_model is None:
+        return job
+    text = text or answer_schema.schema_text(job.output.schema_model)
+    return job.model_copy(update={"output": job.output.model_copy(update={"schema_model": text})})
+
+
+def with_template_text(job: BatchJob, text: str) -> BatchJob:
+    """Return the job with the text of its chat template."""
+    return job.model_copy(update={"prompt": job.prompt.model_copy(update={"chat_template": text})})

@@ -1,0 +1,63 @@
+"""What answers become: the columns of the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prefect_raybatch.job.tasks import VectorType
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParsingSpec:
+    """vLLM's parsers that take answers apart, by name, and the columns that they fill.
+
+    `arguments` of the chat template and `tools` are what parsers are told.
+    """
+
+    reasoning: str | None
+    tool: str | None
+    reasoning_column: str
+    tool_calls_column: str
+    arguments: Mapping[str, Any]
+    tools: tuple[Mapping[str, Any], ...] | None
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Return the columns, by the field of the job that names each."""
+        named = {}
+        if self.reasoning:
+            named["output.reasoning_column"] = self.reasoning_column
+        if self.tool:
+            named["output.tool_calls_column"] = self.tool_calls_column
+        return named
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishSpec:
+    """What a row of the result holds.
+
+    `column` is the name of the answer's column, `row_number` of that with the row's number in the
+    input. `columns` are the input's that the result keeps, None for all. `types` are the Arrow
+    types of what `postprocess` returns, by name; None leaves them to the first shard. `schema` is
+    the text of the JSON Schema that each answer fits, None for free text. `keeps_cut_off`: an
+    answer that was cut off is a good one whatever its form; `fails_cut_off`: it fails its row.
+    """
+
+    column: str
+    columns: tuple[str, ...] | None
+    row_number: str
+    postprocess: str | None
+    types: Mapping[str, str] | None
+    extras: tuple[str, ...]
+    probabilities: bool
+    schema: str | None
+    keeps_cut_off: bool
+    fails_cut_off: bool
+    vector_type: VectorType
+    parsing: ParsingSpec | None
+
+    def kept(self, names: list[str]) -> list[str]:
+        """Return which of the input's columns `names` the result keeps."""
+        return names if self.columns is None else list(self.columns)

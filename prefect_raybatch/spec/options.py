@@ -1,0 +1,28 @@
+"""Settings that may hold secrets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+class HiddenOptions(Mapping[str, Any]):
+    """A mapping that shows nothing of what it holds, and that no record can be made of.
+
+    `dict(options)` gives the values to the library that needs them.
+    """
+
+    def __init__(self, values: Mapping[str, Any] | None = None):
+        self._values = dict(values or {})
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"HiddenOptions({len(self)} hidden)"

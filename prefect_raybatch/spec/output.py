@@ -1,0 +1,32 @@
+"""Where the result of a run goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prefect_raybatch.job.publish import PublishTarget
+from prefect_raybatch.spec.options import HiddenOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the files of a result are laid out.
+
+    `compact`: in input order, in files of about `file_bytes`; else the pieces stay, under a
+    manifest. `read_back`: each file is read whole after it was written.
+    """
+
+    compact: bool
+    file_bytes: int
+    read_back: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSpec:
+    """Where the result goes: a folder with a run directory for each run, and the `targets` that it
+    is published to. `options` are s3fs options."""
+
+    uri: str
+    options: HiddenOptions
+    targets: tuple[PublishTarget, ...]
+    layout: Layout

@@ -1,0 +1,85 @@
+"""How rows become requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+MODALITIES = ("video", "audio")  # what a model may take too, and no request of ours holds
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSpec:
+    """The images that go with the text of a row.
+
+    `resize` is None (as they are), the most pixels of the longer side, or (width, height). `most`
+    are the images that a row may have. `max_pixels` and `max_bytes` are of one image. `media_root`
+    is the folder of local images, None where rows name none. `digests`: the result has a column
+    with the digests of the images.
+    """
+
+    columns: tuple[str, ...]
+    resize: int | tuple[int, int] | None
+    most: int
+    max_pixels: int
+    max_bytes: int
+    fetch_seconds: float
+    allow_private: bool
+    media_root: str | None
+    digests: bool
+
+    def pixels(self, size: tuple[int, int]) -> int:
+        """Return the pixels of an image of that (width, height) when a model is given it."""
+        if isinstance(self.resize, tuple):
+            size = self.resize
+        elif self.resize is not None and max(size) > self.resize:
+            width, height = (max(1, side * self.resize // max(size)) for side in size)
+            size = (width, height)
+        return size[0] * size[1]
+
+    def limits(self) -> dict[str, int]:
+        """Return vLLM's limit_mm_per_prompt."""
+        return {"image": self.most, **dict.fromkeys(MODALITIES, 0)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSpec:
+    """How a row becomes a request: one of `template`, `function` and `messages` is set.
+
+    `chat_template` is the text of a template, None for the model's own. `columns` are the columns
+    of the input that are named, each with the field of the job that names it; a function may read
+    any. `images` is None for text alone.
+    """
+
+    template: str | None
+    second: str | None
+    system: str | None
+    function: str | None
+    messages: str | None
+    documents: str | None
+    adapter_column: str | None
+    prefill: str | None
+    continue_final_message: bool
+    chat_template: str | None
+    chat_template_kwargs: Mapping[str, Any]
+    tools: tuple[Mapping[str, Any], ...] | None
+    on_null: Literal["fail", "empty"]
+    on_too_long: Literal["quarantine", "truncate_left", "truncate_right"]
+    special_tokens_in_rows: Literal["split", "refuse", "allow"]
+    columns: Mapping[str, str]
+    images: ImageSpec | None
+
+    @property
+    def alike(self) -> bool:
+        """Whether all rows ask the same: a template into which nothing of a row goes."""
+        return self.template is not None and not self.columns and self.images is None
+
+    @property
+    def paired(self) -> bool:
+        """Whether a row may give two texts."""
+        return self.second is not None or self.function is not None
+
+    @property
+    def image_columns(self) -> tuple[str, ...]:
+        return () if self.images is None else self.images.columns

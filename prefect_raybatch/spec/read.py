@@ -1,0 +1,38 @@
+"""Which rows a run is about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prefect_raybatch.job.csv_options import Csv
+from prefect_raybatch.job.web_options import Web
+from prefect_raybatch.spec.options import HiddenOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadSpec:
+    """What to read.
+
+    `format` is as the job names it, `auto` to tell it from the files; `table_format` is the kind of
+    table that format or scheme tell, None where only a look can. `stored`: the URIs name files and
+    folders, not a table in a catalog. `limit` is the number of first rows that are read, None for
+    all. `options` are s3fs options, `catalog` pyiceberg's properties.
+    """
+
+    uris: tuple[str, ...]
+    format: str
+    table_format: str | None
+    stored: bool
+    limit: int | None
+    columns: tuple[str, ...] | None
+    filter: str | None
+    version: str | None
+    query: str | None
+    types: Mapping[str, str]
+    config: str | None
+    split: str | None
+    csv: Csv
+    web: Web
+    catalog: HiddenOptions
+    options: HiddenOptions

@@ -1,0 +1,26 @@
+"""Whether requests are asked apart from rows, and whose answers are taken over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReuseSpec:
+    """Which answers of earlier runs a run takes over, and whether its own are kept for later ones.
+
+    `run` is the URI of the run whose answers are taken over, `latest` for the newest complete one
+    of the job, None for none. `keep_days` are the days that raw answers are kept, None for as long
+    as the run. `keeps`: the run looks its answers up and keeps them for later runs. `ordered`: the
+    requests of the whole run are asked in the order of their prompts.
+    """
+
+    run: str | None
+    keep_days: float | None
+    keeps: bool
+    ordered: bool
+
+    @property
+    def asks_apart(self) -> bool:
+        """Whether requests are asked in a ledger of their own, where rows look answers up."""
+        return self.keeps or self.ordered
