@@ -308,6 +308,62 @@ def test_no_further_module_imports_the_whole_job():
     )
 
 
+# Where a spec is copied with a change, and what returns one: a job is compiled once, and only what
+# is open in it is decided afterwards.
+REPLACES_A_SPEC = {"spec.run", "runs.increment", "runs.precision"}
+GIVES_A_SPEC = {
+    "compile.job.compile_job",
+    "compile.job.compile_planned",
+    "compile.resolved.Resolved.compile",
+    "spec.run.RunSpec.decide",
+    "runs.increment.asks_of",
+    "runs.tune.Bench.changed",
+}
+
+
+def functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield the functions of a module, with the class of a method in its name."""
+
+    def visit(body: Iterable[ast.stmt], within: str) -> Iterator[tuple[str, ast.FunctionDef]]:
+        for node in body:
+            if isinstance(node, ast.FunctionDef):
+                yield f"{within}{node.name}", node
+            elif isinstance(node, ast.ClassDef):
+                yield from visit(node.body, f"{within}{node.name}.")
+
+    yield from visit(parsed(path).body, "")
+
+
+def test_a_job_is_copied_in_its_room_alone():
+    """`model_copy` checks nothing: `job.edits` changes a job, and all else takes its spec."""
+    others = {"publish.iceberg", "publish.stores"}  # models of pyiceberg, and a target's place
+    using = {
+        module
+        for module, path in MODULES.items()
+        if module.split(".")[0] != "job"
+        and {"model_copy", "model_extra"}
+        & {node.attr for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute)}
+    }
+    assert using == others
+
+
+def test_only_what_is_open_in_a_spec_is_decided_after_it_was_compiled():
+    replacing, giving = set(), set()
+    for module, path in MODULES.items():
+        for name, function in functions(path):
+            if function.returns is not None and ast.unparse(function.returns) == "RunSpec":
+                giving.add(f"{module}.{name}")
+            specs = {"self"} if module == "spec.run" else set()
+            for argument in [*function.args.args, *function.args.kwonlyargs]:
+                if argument.annotation and ast.unparse(argument.annotation) == "RunSpec":
+                    specs.add(argument.arg)
+            for node in ast.walk(function):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "replace":
+                    replacing |= {module} if ast.unparse(node.args[0]) in specs else set()
+    assert giving == GIVES_A_SPEC
+    assert replacing == REPLACES_A_SPEC
+
+
 # --- names --------------------------------------------------------------------------------------
 
 # Public names that two modules define, and why. All others have one home, or a name each.

@@ -45,7 +45,8 @@ from prefect_raybatch.cli.terminal import (
 from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, RayBatchError, RunDrained
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
-from prefect_raybatch.job.job_file import read_job_file, with_fields
+from prefect_raybatch.job.edits import edited
+from prefect_raybatch.job.job_file import read_job_file
 from prefect_raybatch.job.run_words import date_of, date_of_key, of_today, today, with_run_words
 from prefect_raybatch.proxies import bypass_for_local_addresses
 from prefect_raybatch.report.records import RunReport
@@ -486,10 +487,7 @@ def _verify_chain(run_dir: str, as_json: bool) -> None:
 
 
 def _job(path: str, overrides: list[str] | None) -> BatchJob:
-    job = BatchJob.from_yaml(path)
-    if not overrides:
-        return job
-    return BatchJob.from_dict(with_fields(job.to_dict(), _changes(overrides)), f"{path} with --set")
+    return edited(BatchJob.from_yaml(path), _changes(overrides), f"{path} with --set")
 
 
 def _record_bad_job(path: str, run_key: str | None, error: ConfigError) -> None:

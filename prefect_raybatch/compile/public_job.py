@@ -30,7 +30,7 @@ def public_job(job: BatchJob, finish: FinishSpec | None = None) -> dict[str, Any
         value["source"]["catalog"] = catalog_place(job.source.catalog)
     engine = value.get("engine", {})
     engine.pop("env", None)
-    for name in job.engine.model_extra or {}:
+    for name in job.engine.given:
         if is_masked(hide_argument(engine.get(name), name)):
             del engine[name]
     return value

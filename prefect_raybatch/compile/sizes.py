@@ -53,7 +53,7 @@ def row_spec(job: BatchJob) -> RowSpec:
         shared_characters=len(prompt.system or "") + len(begin),
         own_characters=len(rest),
         images=prompt.images.used,
-        caches=(job.engine.model_extra or {}).get("enable_prefix_caching") is not False,
+        caches=job.engine.given.get("enable_prefix_caching") is not False,
         form=bool(fields.get("choice") or fields.get("structured_outputs")),
         out=out,
         out_why=why,
@@ -64,7 +64,7 @@ def row_spec(job: BatchJob) -> RowSpec:
 def _most_out(job: BatchJob) -> tuple[int | None, str]:
     """Return the most tokens of an answer, and why; None where nothing in the job bounds them."""
     sampling, fields = job.drawn, job.drawn.given()
-    answers = int((sampling.model_extra or {}).get("n") or 1)
+    answers = int(fields.get("n") or 1)
     labels = choice_of(fields)
     if labels:
         # Tokens of one character are rare, so that half as many as characters is a safe bound.
@@ -77,7 +77,7 @@ def _most_out(job: BatchJob) -> tuple[int | None, str]:
 
 def _most_of_label(job: BatchJob, longest: int, answers: int) -> tuple[int, str]:
     fields, early = job.drawn.given(), job.engine.early_stop
-    if job.output.parsed_columns or not may_stop_early(job.engine.model_extra or {}):
+    if job.output.parsed_columns or not may_stop_early(job.engine.given):
         early = "off"
     labels = labels_cut_short(fields) if early != "off" else None
     cap = label_cap(labels) if labels else longest

@@ -35,7 +35,7 @@ from prefect_raybatch.flow.tasks import (
     with_blocks,
 )
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.job_file import with_fields
+from prefect_raybatch.job.edits import edited
 from prefect_raybatch.job.run_words import run_words, today, with_run_words
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.attempts import record_bad_job, record_command, record_unplanned
@@ -98,10 +98,7 @@ def with_changes(job: BatchJob, overrides: Mapping[str, Any] | None, limit: int 
     """The job with some fields changed: {"sampling.max_tokens": 99}; `limit` is source.limit.
     `ConfigError` for a field that there is not, and for what no job may be."""
     changes = {**(overrides or {}), **({} if limit is None else {"source.limit": limit})}
-    if not changes:
-        return job
-    values = job.model_dump(by_alias=True, exclude_unset=True)
-    return BatchJob.from_dict(with_fields(values, changes), "overrides")
+    return edited(job, changes, "overrides")
 
 
 def named_by_run_key() -> str:

@@ -33,6 +33,7 @@ from prefect_raybatch.flow.texts import STORABLE_LINES
 from prefect_raybatch.harmless import markdown_text
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
+from prefect_raybatch.job.edits import with_access, with_store_options
 from prefect_raybatch.job.run_words import date_of_key, today, with_run_words
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.job.trusted_places import check_blocks, check_run_place
@@ -382,14 +383,9 @@ def with_blocks(job: BatchJob) -> BatchJob:
     """The job with keys from its credentials blocks put into the store options, and reached on the
     cluster that `cluster.block` says."""
     check_blocks(job)
-    source, output = job.source, job.output
-    if source.credentials_block:
-        options = {**options_of(source.credentials_block), **source.options}
-        source = source.model_copy(update={"options": options})
-    if output.credentials_block:
-        options = {**options_of(output.credentials_block), **output.options}
-        output = output.model_copy(update={"options": options})
-    cluster = job.cluster
-    if cluster.block is not None:
-        cluster = cluster.with_access(access_of(cluster.block))
-    return job.model_copy(update={"source": source, "output": output, "cluster": cluster})
+    source, output = job.source.credentials_block, job.output.credentials_block
+    job = with_store_options(
+        job, options_of(source) if source else {}, options_of(output) if output else {}
+    )
+    block = job.cluster.block
+    return job if block is None else with_access(job, access_of(block))

@@ -238,9 +238,14 @@ class Engine(Group):
         return self
 
     @property
+    def given(self) -> dict[str, Any]:
+        """vLLM's engine arguments beside those that have a field here."""
+        return dict(self.model_extra or {})
+
+    @property
     def spans_nodes(self) -> bool:
         """Whether the GPUs of one engine may be on several nodes."""
-        return (self.model_extra or {}).get("distributed_executor_backend") == "ray"
+        return self.given.get("distributed_executor_backend") == "ray"
 
     @property
     def context(self) -> int | None:

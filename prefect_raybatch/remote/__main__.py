@@ -19,6 +19,7 @@ from types import FrameType
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import CorruptRun, RayBatchError, RunDrained
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.edits import edited
 from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.layout import job_path
 from prefect_raybatch.ledger.ledger import Ledger
@@ -64,8 +65,8 @@ def _work(uri: str, number: int) -> int:
         records.end(number, Outcome(type(error).__name__, str(error)))
         raise
     # The cluster is the one that runs this: Ray has put its address into the environment.
-    here = {"address": "auto", "job_server": None, "block": None}
-    job = _with_keys(job.model_copy(update={"cluster": job.cluster.model_copy(update=here)}))
+    here = {"cluster.address": "auto", "cluster.job_server": None, "cluster.block": None}
+    job = _with_keys(edited(job, here, f"job {number}"))
     run = replace(
         run_of(ledger.store, plan, ledger),
         accepted=accepted,

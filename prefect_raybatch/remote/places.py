@@ -11,6 +11,7 @@ from prefect_raybatch.driver.heartbeat import MAKING, Beat, Counts, Listener
 from prefect_raybatch.errors import is_transient
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.edits import with_access
 from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.job.ray_cluster import check_made_cluster
 from prefect_raybatch.job.trust import check_trust
@@ -84,7 +85,7 @@ def _reached(loaded: BatchJob, url: str) -> BatchJob:
     """The job, reached at that job server, with the keys it had."""
     was = loaded.cluster.access
     access = ClusterAccess(None, url, was.headers, was.token, was.block)
-    return loaded.model_copy(update={"cluster": loaded.cluster.with_access(access)})
+    return with_access(loaded, access)
 
 
 def _tell(observe: Callable[[Progress], None], progress: Progress, text: str) -> None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from prefect_raybatch.compile.job import compile_job, compile_planned
+from prefect_raybatch.compile.job import cluster_spec, compile_planned
+from prefect_raybatch.compile.sizes import size_spec
 from prefect_raybatch.errors import (
     ConfigError,
     CorruptRun,
@@ -21,7 +22,8 @@ from prefect_raybatch.errors import (
     SourceError,
 )
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.cluster import LOCAL, Cluster
+from prefect_raybatch.job.cluster import LOCAL
+from prefect_raybatch.job.edits import edited
 from prefect_raybatch.job.precision import with_precision
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.words import counted
@@ -80,18 +82,21 @@ def _small(job: BatchJob, rows: int, folder: str) -> BatchJob:
     """The job over its first rows, with one engine here, in the precision that the model is stored
     in, and the result in `folder`."""
     limit = min(rows, job.source.limit or rows)
-    source = job.source.model_copy(update={"limit": limit, "rows_per_shard": limit})
-    kept: dict[str, Any] = {"uri": folder, "options": {}, "publish": [], "keep_answers": None}
-    output = job.output.model_copy(update=kept)
-    order = "input" if job.engine.order == "input" else "auto"
-    engine = job.engine.model_copy(update={"replicas": 1, "engines_per_gpu": 1, "order": order})
-    changed = {
-        "source": source,
-        "output": output,
-        "engine": engine,
-        "cluster": Cluster(address=LOCAL),
+    changes: dict[str, Any] = {
+        "source.limit": limit,
+        "source.rows_per_shard": limit,
+        "engine.replicas": 1,
+        "engine.engines_per_gpu": 1,
+        "engine.order": "input" if job.engine.order == "input" else "auto",
+        "output.uri": folder,
+        "output.options": {},
+        "output.publish": [],
+        "output.keep_answers": None,
+        "limits.max_cost": None,
+        "cluster": {"address": LOCAL},
+        "reuse": None,
     }
-    return with_precision(job.model_copy(update={**changed, "reuse": None}), {})
+    return with_precision(edited(job, changes, "the job of a preview"), {})
 
 
 def _preview(job: BatchJob, answers: bool, made: type | None) -> Preview:
@@ -106,10 +111,9 @@ def _preview(job: BatchJob, answers: bool, made: type | None) -> Preview:
     from prefect_raybatch.stages.block import is_lost, losses
 
     clock = _Clock()
-    early = compile_job(job)
-    have = cluster.this_machine(early.cluster)
+    have = cluster.this_machine(cluster_spec(job))
     if answers:
-        _check_here(early.sizes, have)
+        _check_here(size_spec(job), have)
     run = plan_run(job, PREVIEW_KEY)
     store = run_store(job.output, PREVIEW_KEY)
     ledger = Ledger(store)

@@ -23,6 +23,7 @@ from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import LOCAL
+from prefect_raybatch.job.edits import edited
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.limits import FAILED_LIMITS
 from prefect_raybatch.job.run_words import with_dated_targets
@@ -119,10 +120,8 @@ def begin(asked: RetryRequest) -> Retry | Nothing:
     run = run_of(ledger.store, plan, ledger, probed=asked.going is None)
     job = asked.job
     if not asked.limited:
-        limits = job.limits.model_copy(
-            update={**dict.fromkeys(FAILED_LIMITS), "max_failed_rows": plan.rows}
-        )
-        job = job.model_copy(update={"limits": limits})
+        unlimited = {f"limits.{name}": None for name in FAILED_LIMITS}
+        job = edited(job, {**unlimited, "limits.max_failed_rows": plan.rows}, "the retry's job")
     return Retry(job, run, asked.parent.key)
 
 

@@ -21,6 +21,7 @@ from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.harmless import visible
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.edits import edited
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.yaml_text import visible_yaml
 from prefect_raybatch.ledger.ledger import Ledger
@@ -284,7 +285,7 @@ class Bench:
     def changed(self, changes: Mapping[str, Any]) -> RunSpec:
         """Return what the run does with fields such as engine.max_num_seqs changed, in the
         precision that the model is stored in: another may change answers, and no trial does."""
-        job = altered_job(self.job, changes)
+        job = edited(self.job, changes, "the tuned job")
         return compile_planned(job, self.plan).decide(precision={})
 
     def compared(self, trials: Sequence[Trial], user: User) -> list[Trial]:
@@ -395,39 +396,22 @@ def steady(receipts: list[Receipt]) -> tuple[float, int]:
     return rows / max(span, 1e-6), rows
 
 
-def altered_job(job: BatchJob, changes: Mapping[str, Any]) -> BatchJob:
-    """The job with fields such as engine.max_num_seqs changed."""
-    if not changes:
-        return job
-    made = BatchJob.from_dict(with_fields(job.to_dict(), changes), "the tuned job")
-    if made.cluster.block is None:
-        return made
-    cluster = made.cluster.with_access(job.cluster.access)
-    return made.model_copy(update={"cluster": cluster})
-
-
 def _sampled(job: BatchJob, key: str) -> tuple[BatchJob, str]:
     """The job that a trial runs, and its key: small shards, out of the way of runs."""
     from prefect_raybatch import source
 
     rows = job.source.rows_per_shard or job.engine.batch_size
-    reads: dict[str, Any] = {"rows_per_shard": min(rows, job.engine.batch_size)}
-    if source.needs_snapshot(read_spec(job.source)):
-        reads["limit"] = min(job.source.limit or COPIED_ROWS, COPIED_ROWS)
     # Rows are asked as they come: nothing is taken over, kept or put in another order.
-    where = {"uri": join(job.output.uri, FOLDER), "keep_answers": None}
-    order = "input" if job.engine.order == "input" else "auto"
-    return (
-        job.model_copy(
-            update={
-                "reuse": None,
-                "engine": job.engine.model_copy(update={"order": order}),
-                "source": job.source.model_copy(update=reads),
-                "output": job.output.model_copy(update=where),
-            }
-        ),
-        key,
-    )
+    changes: dict[str, Any] = {
+        "source.rows_per_shard": min(rows, job.engine.batch_size),
+        "engine.order": "input" if job.engine.order == "input" else "auto",
+        "output.uri": join(job.output.uri, FOLDER),
+        "output.keep_answers": None,
+        "reuse": None,
+    }
+    if source.needs_snapshot(read_spec(job.source)):
+        changes["source.limit"] = min(job.source.limit or COPIED_ROWS, COPIED_ROWS)
+    return edited(job, changes, "the job of a trial"), key
 
 
 def axes(sizes: SizeSpec, have: Any) -> dict[str, Callable[[Any], list[Any]]]:

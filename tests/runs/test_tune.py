@@ -23,6 +23,7 @@ from prefect_raybatch.cli import show
 from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.edits import edited
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.precision import PrecisionTry
 from prefect_raybatch.ledger.records import Receipt
@@ -268,7 +269,7 @@ def test_which_changes_are_tried_follows_from_job_and_cluster(monkeypatch):
     # On top of a best that packs engines each is still a job.
     packed = {"engine.engines_per_gpu": 2, "engine.max_num_seqs": 512}
     for option in alterations.alterations(compile_job(make_job(**long)), gpus, 8):
-        engine_of = tune.altered_job(make_job(**long), {**packed, **option}).engine
+        engine_of = edited(make_job(**long), {**packed, **option}, "tuned").engine
         assert engine_of.engines_per_gpu == (1 if tensor in option else 2)
     assert experts_of({"text_config": {"num_local_experts": 8}}) == 8 and experts_of({}) == 0
 

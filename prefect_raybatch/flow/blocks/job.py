@@ -28,6 +28,7 @@ from prefect_raybatch.flow.blocks.store import ObjectStore, reference
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import check_run_key
 from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.edits import edited
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.storage import is_remote
 
@@ -108,12 +109,12 @@ class BatchInferenceJob(JobBlock[RunReport]):
             name = reference(self.store)
         except ValueError as error:
             raise ConfigError(f"store: {error}") from None
-        source, output = job.source, job.output
-        if not source.credentials_block and any(map(is_remote, source.uris)):
-            source = source.model_copy(update={"credentials_block": name})
-        if not output.credentials_block and is_remote(output.uri):
-            output = output.model_copy(update={"credentials_block": name})
-        return job.model_copy(update={"source": source, "output": output})
+        changes = {}
+        if not job.source.credentials_block and any(map(is_remote, job.source.uris)):
+            changes["source.credentials_block"] = name
+        if not job.output.credentials_block and is_remote(job.output.uri):
+            changes["output.credentials_block"] = name
+        return edited(job, changes, "the job with its store")
 
     async def atrigger(self, run_key: str | None = None) -> BatchInferenceRun:
         """Starts a flow run and returns at once; see `trigger`."""

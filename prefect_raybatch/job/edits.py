@@ -1,0 +1,42 @@
+"""A job with fields changed, before it is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.job_file import with_fields
+
+
+def edited(job: BatchJob, changes: Mapping[str, Any], where: str) -> BatchJob:
+    """Return the job with fields changed, such as {"source.limit": 5}, checked as a job file is.
+
+    `where` says in messages which job that is. A block of the cluster stays loaded. Raises
+    `ConfigError` for a field that there is not, and for what no job may be.
+    """
+    if not changes:
+        return job
+    made = BatchJob.from_dict(with_fields(job.to_dict(), changes), where)
+    access = job.cluster.access_if_loaded
+    return made if access is None or made.cluster.block is None else with_access(made, access)
+
+
+def with_access(job: BatchJob, access: ClusterAccess) -> BatchJob:
+    """Return the job reached on its cluster as its block says."""
+    return job.model_copy(update={"cluster": job.cluster.with_access(access)})
+
+
+def with_store_options(
+    job: BatchJob, source: Mapping[str, Any], output: Mapping[str, Any]
+) -> BatchJob:
+    """Return the job with store options of its input and its output added to those that it names
+    itself, which come first."""
+    read, written = job.source, job.output
+    return job.model_copy(
+        update={
+            "source": read.model_copy(update={"options": {**source, **read.options}}),
+            "output": written.model_copy(update={"options": {**output, **written.options}}),
+        }
+    )
