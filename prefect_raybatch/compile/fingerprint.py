@@ -85,8 +85,8 @@ def fingerprint(
 
 
 def shown_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts of a fingerprint as records and messages have them: without keys, which are
-    counted."""
+    """Return the parts of a fingerprint as records and messages have them: without secret keys,
+    which the hash does include."""
     shown = {**parts, "engine": hide_argument(parts["engine"], "engine")}
     if "source.uri" in parts:
         uris = parts["source.uri"]

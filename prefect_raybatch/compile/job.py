@@ -32,8 +32,8 @@ from prefect_raybatch.spec.reuse import ReuseSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sampling import SamplingSpec
 
-# Fields of `output` whose names give way, where they are left as they are by default, to columns
-# of the input: the result of one job is the input of the next, and has both.
+# Fields of `output` whose default names get a suffix where the input has a column of that name:
+# the result of one job is the input of the next, and has both.
 GIVE_WAY = ("row_number", "column")
 
 
@@ -42,8 +42,8 @@ class Planned:
     """What the plan of a run settled, whatever the files and classes of its job say now.
 
     `context` is the context length that `auto` came to, `schema` and `chat_template` are texts,
-    `names` those of the columns in GIVE_WAY; None and {} where the job has no such. `layout` is
-    that of the result's files.
+    `names` those of the columns in GIVE_WAY; None and {} where the job does not use them. `layout`
+    is that of the result's files.
     """
 
     context: int | None
@@ -69,9 +69,9 @@ def compile_job(
 ) -> RunSpec:
     """Return what a run of the job does.
 
-    `columns` are those of the input, None where they are not known yet: then nothing is said of
-    which of them the result keeps. `planned` is what the run's plan settled; without it the job's
-    chat template and answer schema are taken as they are.
+    `columns` are those of the input, None where they are not known yet: then the result keeps all
+    that the job does not leave out by name. `planned` is what the run's plan settled; without it
+    the job's chat template and answer schema are taken as they are.
 
     Raises `CorruptRun` where the plan lacks what the job left to it.
     """
@@ -101,7 +101,8 @@ def compile_job(
 
 
 def compile_planned(job: BatchJob, plan: Plan) -> RunSpec:
-    """Return what a run does that has been planned."""
+    """Return what a run does that has been planned, whatever its job's files and classes say by
+    now."""
     return compile_job(job, decode_schema(plan.input_schema).names, Planned.of(plan))
 
 
@@ -218,10 +219,7 @@ def finish_spec(
     job: BatchJob, columns: Sequence[str] | None = None, planned: Planned | None = None
 ) -> FinishSpec:
     """Return what the result holds, of an input with these columns."""
-    output = job.output
-    kept = output.columns
-    if kept is None and columns is not None and job.prompt.images.columns:
-        kept = [name for name in columns if name not in job.prompt.images.columns]
+    output, kept = job.output, _kept(job, columns)
     names = planned.names if planned is not None else free_names(job, columns or ())
     schema = _schema(output, planned)
     return FinishSpec(
@@ -242,15 +240,26 @@ def finish_spec(
 
 def free_names(job: BatchJob, columns: Sequence[str]) -> dict[str, str]:
     """Return `_row_2` (or `_row_3`, ...) for `_row` where the result keeps an input column of that
-    name, and likewise for `response`. A name that the job chose does not give way."""
+    name, and likewise for `response`. Another name than the default does not give way."""
     free: dict[str, str] = {}
+    kept = _kept(job, columns)
+    kept = columns if kept is None else kept
     # A function gets the answer under output.column, whatever the input has under that name.
     for field in GIVE_WAY if job.output.postprocess is None else GIVE_WAY[:1]:
         usual = Output.model_fields[field].default
-        if usual in job.kept(columns):
+        if usual in kept:
             numbered = (f"{usual}_{number}" for number in count(2))
             free[field] = next(name for name in numbered if name not in columns)
     return free
+
+
+def _kept(job: BatchJob, columns: Sequence[str] | None) -> Sequence[str] | None:
+    """Return which of the input's columns the result keeps: all but those with images, unless
+    output.columns says which; None for all of them."""
+    images = job.prompt.images.columns
+    if job.output.columns is not None or columns is None or not images:
+        return job.output.columns
+    return [name for name in columns if name not in images]
 
 
 def _named(output: Output, field: str, names: Mapping[str, str]) -> str:

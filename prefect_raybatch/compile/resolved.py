@@ -29,8 +29,8 @@ class Resolved:
     """A job with the texts of its chat template and answer schema, its model as a plan pins it, and
     its identity.
 
-    `known` is the model, or None while only Hugging Face could tell its commit, which no
-    fingerprint counts. `checked`: `model.check` has looked at the model's files.
+    `known` is the model, or None while only Hugging Face could tell its commit, which is no part of
+    the fingerprint. `checked`: `model.check` has looked at the model's files.
     """
 
     job: BatchJob
@@ -45,7 +45,8 @@ class Resolved:
         model: Mapping[str, Any] | None,
         retry: Mapping[str, Any] | None = None,
     ) -> Resolved:
-        """With that model; `retry` as for `fingerprint`. A file with the chat template is read."""
+        """Return the job resolved with that model; `retry` as for `fingerprint`. A file with the
+        chat template is read."""
         if job.prompt.chat_template is not None:
             job = with_template_text(job, chat_template.template_text(job.prompt.chat_template))
         return cls(job, model, fingerprint(job, model, retry))
@@ -62,24 +63,25 @@ class Resolved:
         return dict(self.known)
 
     def with_adapters(self) -> dict[str, Any]:
-        """The model with the job's adapters pinned beside it, as a new plan keeps them."""
+        """Return the model with the job's adapters pinned beside it, as a new plan keeps them."""
         found = adapters.pin_adapters(self.request)
         return {**self.model, "adapters": found} if found else self.model
 
     def pinned(self) -> Resolved:
-        """With the commit that a Hugging Face name means now."""
+        """Return this with the commit that a Hugging Face name means now."""
         if self.known is not None:
             return self
         return replace(self, known=models.pin(self.request))
 
     def retrying(self, retry: Mapping[str, Any] | None) -> Resolved:
-        """With these failed rows as its input."""
+        """Return this with these failed rows as its input."""
         if retry == self.identity.retry:
             return self
-        return Resolved.of(self.job, self.known, retry)
+        return replace(self, identity=fingerprint(self.job, self.known, retry))
 
     def compile(self, columns: Sequence[str] | None = None) -> RunSpec:
-        """Return what a new run does, of an input with these `columns`."""
+        """Return what a new run does, of an input with these `columns`. A run that was planned is
+        compiled with what its plan settled (`compile_planned`)."""
         return compile_job(self.job, columns)
 
     def new_plan(

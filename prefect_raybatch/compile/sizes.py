@@ -1,4 +1,4 @@
-"""Compiles what the sizes of a run follow from out of its job."""
+"""What the sizes of a run follow from, compiled from its job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ FIRST_AND_REST = 2  # tokens of an answer whose first one is asked for: few leav
 
 
 def size_spec(job: BatchJob) -> SizeSpec:
-    """Return the sizes that a job asks for. A context length of `auto` must be settled before."""
+    """Return what a job says about sizes. A context length of `auto` counts as the model's own
+    until `RunSpec.decide` settles it."""
     engine, replicas = job.engine, job.engine.replicas
     if isinstance(replicas, int):
         replicas = [replicas, replicas]
@@ -57,14 +58,21 @@ def row_spec(job: BatchJob) -> RowSpec:
         form=bool(fields.get("choice") or fields.get("structured_outputs")),
         out=out,
         out_why=why,
-        longest=job.drawn.max_tokens,
+        longest=job.drawn.max_tokens * answers_of(job),
     )
 
 
+def answers_of(job: BatchJob) -> int:
+    """Return the number of answers to a row."""
+    return int(job.drawn.given().get("n") or 1)
+
+
 def _most_out(job: BatchJob) -> tuple[int | None, str]:
-    """Return the most tokens of an answer, and why; None where nothing in the job bounds them."""
-    sampling, fields = job.drawn, job.drawn.given()
-    answers = int(fields.get("n") or 1)
+    """Return the most tokens that a row's answers take, and why; None where nothing in the job
+    bounds them."""
+    if pools(job.engine.task):
+        return 1, "the task draws no tokens"
+    sampling, fields, answers = job.drawn, job.drawn.given(), answers_of(job)
     labels = choice_of(fields)
     if labels:
         # Tokens of one character are rare, so that half as many as characters is a safe bound.

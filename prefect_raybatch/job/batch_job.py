@@ -7,14 +7,14 @@ can be checked without reading the input is checked here; `plan` checks the rest
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError, field_validator, model_validator
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import answer_schema, tasks
+from prefect_raybatch.job import tasks
 from prefect_raybatch.job.checks import NAME, check_uri
 from prefect_raybatch.job.cluster import Cluster
 from prefect_raybatch.job.engine import Engine
@@ -118,11 +118,6 @@ class BatchJob(Group):
         """Whether a run looks its answers up and keeps them for later runs."""
         return self.reuse is not None or self.output.keep_answers is not None
 
-    @property
-    def asks_apart(self) -> bool:
-        """Whether a run asks in a ledger of its own, where rows then look their answers up."""
-        return self.keeps_answers or self.engine.order == "run"
-
     @field_validator("reuse")
     @classmethod
     def _reuse(cls, value: str | None) -> str | None:
@@ -216,10 +211,6 @@ class BatchJob(Group):
             return "output.schema_model"
         return "output.probabilities" if self.output.probabilities else None
 
-    def asked(self) -> dict[str, Any]:
-        """The sampling fields of each request, as plain values."""
-        return answer_schema.schema_sampling_fields(self.sampling.given(), self.output.answer_form)
-
     @classmethod
     def from_dict(cls, value: Mapping[str, Any], where: str = "job") -> BatchJob:
         """Validates; raises `ConfigError` with each wrong field, its value and the remedy."""
@@ -239,13 +230,6 @@ class BatchJob(Group):
             return cls.model_validate(dict(value))
         except ValidationError as error:
             raise ConfigError(explain(error, cls, where, words)) from None
-
-    def kept(self, names: Sequence[str]) -> list[str]:
-        """The input columns (of all `names`) that the result keeps: all but those with images,
-        unless output.columns says which."""
-        if self.output.columns is not None:
-            return self.output.columns
-        return [name for name in names if name not in self.prompt.images.columns]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for YAML or JSON, without what equals its default."""

@@ -13,14 +13,15 @@ from prefect_raybatch.job.job_file import with_fields
 def edited(job: BatchJob, changes: Mapping[str, Any], where: str) -> BatchJob:
     """Return the job with fields changed, such as {"source.limit": 5}, checked as a job file is.
 
-    `where` says in messages which job that is. A block of the cluster stays loaded. Raises
-    `ConfigError` for a field that there is not, and for what no job may be.
+    `where` says in messages which job that is. A block of the cluster that is not changed stays
+    loaded. Raises `ConfigError` for a field that there is not, and for what no job may be.
     """
     if not changes:
         return job
     made = BatchJob.from_dict(with_fields(job.to_dict(), changes), where)
     access = job.cluster.access_if_loaded
-    return made if access is None or made.cluster.block is None else with_access(made, access)
+    same = made.cluster.block is not None and made.cluster.block == job.cluster.block
+    return with_access(made, access) if same and access is not None else made
 
 
 def with_access(job: BatchJob, access: ClusterAccess) -> BatchJob:

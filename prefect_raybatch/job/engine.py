@@ -249,8 +249,8 @@ class Engine(Group):
 
     @property
     def context(self) -> int | None:
-        """`max_model_len` in tokens; None for the model's own. An `auto` must be settled first
-        (`plan.settled`)."""
+        """`max_model_len` in tokens; None for the model's own. An `auto` is settled later
+        (`RunSpec.decide`)."""
         return None if self.max_model_len == "auto" else self.max_model_len
 
     @property

@@ -261,8 +261,8 @@ class Output(Group):
 
     @property
     def answer_form(self) -> str | None:
-        """The JSON Schema of each answer, as text. A file or class is looked at anew each time
-        unless the job is `resolved`, which holds what it meant when the plan was made."""
+        """The JSON Schema of each answer, as text. A file or class is looked at anew each time,
+        unless the job holds its text already (`with_answer_schema`)."""
         value = self.schema_model
         if isinstance(value, str) and value.lstrip().startswith("{"):
             return value

@@ -192,11 +192,6 @@ class Prompt(Group):
         return self
 
     @property
-    def alike(self) -> bool:
-        """Whether all rows ask the same: a template into which nothing of a row goes."""
-        return self.template is not None and not self.columns and not self.images.used
-
-    @property
     def columns(self) -> dict[str, str]:
         """Columns of the input that are named, with the field that names them; what a function
         reads is not known."""

@@ -13,7 +13,8 @@ def with_answer_schema(job: BatchJob, text: str | None = None) -> BatchJob:
     """
     if job.output.schema_model is None:
         return job
-    text = text or answer_schema.schema_text(job.output.schema_model)
+    if text is None:
+        text = answer_schema.schema_text(job.output.schema_model)
     return job.model_copy(update={"output": job.output.model_copy(update={"schema_model": text})})
 
 

@@ -78,7 +78,8 @@ def _infer(
     observe: Callable[[Progress], None],
     engine: type | None,
 ) -> Progress:
-    """Infer and commit the pending shards; what a run that reuses asks first goes first."""
+    """Infer and commit the pending shards. What a run that reuses answers has to ask is asked
+    before."""
     store, increment = ledger.store, increment_of(plan)
     if increment is None or ledger.finished(plan) is not None:
         return _attempt(spec, run, observe, engine)

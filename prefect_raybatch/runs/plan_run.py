@@ -175,8 +175,8 @@ def check_schema_names(output: Output) -> None:
 def _check_same(
     plan: Plan, resolved: Resolved, where: str, accept: Sequence[str] = ()
 ) -> tuple[Accepted, ...]:
-    """`PlanMismatch` unless the plan is this job's, but for what `accept` names: that. The input of
-    a run that retries failed rows is what it took, whatever the job reads."""
+    """Return the differences from the plan's job that `accept` names; raise `PlanMismatch` for
+    others. The input of a run that retries failed rows is what it took, whatever the job reads."""
     own = resolved.retrying(plan.parts.get("retry"))
     return check_acceptable(plan, own.identity, where, accept, who())
 

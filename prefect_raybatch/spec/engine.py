@@ -16,9 +16,11 @@ class EngineSpec:
     """Which model answers, and how its engines are driven.
 
     `sort`: rows of a shard go to the engine in the order that suits it; `merge`: equal requests of
-    a shard are asked once. `early_stop` says how much is asked of an answer that is one of a
-    choice. `tries` are the precisions that a sample is to decide between before the first commit,
-    the preferred one first; () where there is nothing to decide.
+    a shard are asked once. `early_stop` says when an answer that is one of a choice is complete:
+    `decided`, once its tokens tell the labels apart; `first_token`, after one, and rows that it
+    leaves open are asked again; `off`, when the label is written out. `tries` are the precisions
+    that a sample is to decide between before the first commit, the preferred one first; () where
+    there is nothing to decide.
     """
 
     model: ModelRequest

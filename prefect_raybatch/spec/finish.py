@@ -38,11 +38,12 @@ class ParsingSpec:
 class FinishSpec:
     """What a row of the result holds.
 
-    `column` is the name of the answer's column, `row_number` of that with the row's number in the
-    input. `columns` are the input's that the result keeps, None for all. `types` are the Arrow
-    types of what `postprocess` returns, by name; None leaves them to the first shard. `schema` is
-    the text of the JSON Schema that each answer fits, None for free text. `keeps_cut_off`: an
-    answer that was cut off is a good one whatever its form; `fails_cut_off`: it fails its row.
+    `column` is the name of the answer's column, `row_number` that of the column with the row's
+    number in the input. `columns` are the input's that the result keeps, None for all. `types` are
+    the Arrow types of what `postprocess` returns, by name; None leaves them to the first shard.
+    `schema` is the text of the JSON Schema that each answer fits, None for free text.
+    `keeps_cut_off`: an answer that was cut off is a good one whatever its form; `fails_cut_off`: it
+    fails its row.
     """
 
     column: str

@@ -1,4 +1,4 @@
-"""By what a run is known to be the same."""
+"""What makes two runs the same run."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-MODALITIES = ("video", "audio")  # what a model may take too, and no request of ours holds
+OTHER_MODALITIES = ("video", "audio")  # what a model may take too, and no request of ours holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class ImageSpec:
 
     def limits(self) -> dict[str, int]:
         """Return vLLM's limit_mm_per_prompt."""
-        return {"image": self.most, **dict.fromkeys(MODALITIES, 0)}
+        return {"image": self.most, **dict.fromkeys(OTHER_MODALITIES, 0)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""Whether requests are asked apart from rows, and whose answers are taken over."""
+"""Whether requests are asked before the rows, in a ledger of their own, and whose answers are taken
+over."""
 
 from __future__ import annotations
 

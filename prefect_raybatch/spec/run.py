@@ -19,9 +19,11 @@ from prefect_raybatch.spec.sizes import SizeSpec
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """What a run does, compiled once from its job; nothing of it is edited afterwards.
+    """What a run does, compiled from its job.
 
     What a job leaves to the rows or to a trial is settled by `decide`, which returns another spec.
+    Beside it only two places copy a spec with changes: the requests that a run asks first
+    (`runs.increment.asks_of`) and the trial of a precision (`runs.precision.SampleBench`).
     """
 
     name: str

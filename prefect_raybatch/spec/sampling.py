@@ -15,9 +15,10 @@ class SamplingSpec:
     that its model decides. `max_tokens` is the most tokens of an answer, 1 where the task pools.
     `answers` is the number of answers to a row (n). `logprobs` is the number of most probable
     tokens that are written beside each token, None for none. `choices` are the labels of which an
-    answer is one, and `labels` those whose probabilities are written. `form` is the job's
-    sampling.structured_outputs. `fixed_form` is the field that needs one form for all rows, so
-    that no row may set another; None where rows may.
+    answer is one, and `labels` those whose probabilities are written. `form` is
+    sampling.structured_outputs, None where an answer schema is the form (it is in `fields`).
+    `fixed_form` is the field that needs one form for all rows, so that no row may set another; None
+    where rows may.
     """
 
     fields: Mapping[str, Any]

@@ -13,9 +13,9 @@ class RowSpec:
 
     `shared_characters` begin every prompt (the system prompt, and the template up to its first
     column); `own_characters` are the rest of the template. `caches`: vLLM's prefix cache computes
-    what prompts share once. `form`: answers follow a grammar. `out` are the most tokens of an
-    answer for which `out_why` is the reason, None where a function of the user decides; then
-    `longest`, which is `sampling.max_tokens`, bounds it.
+    what prompts share once. `form`: answers follow a grammar. `out` are the most tokens of all
+    answers to a row, for which `out_why` is the reason; None where a function of the user decides.
+    Then `longest` is taken: sampling.max_tokens for each answer.
     """
 
     shared_characters: int
@@ -30,12 +30,13 @@ class RowSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeSpec:
-    """The sizes that a job asks for; None where they are to be chosen.
+    """What a job says about sizes; None where a size is to be chosen.
 
     `replicas` are the fewest and the most copies of the model. `tensor` and `pipeline` are the GPUs
     that share each layer, and the layers. `context` is the context length in tokens, None for the
     model's own. `given` are the other vLLM arguments of the job, `model` its name in messages.
-    `cpus` are the logical CPUs of an engine, `stage_cpus` those of one task of each CPU stage.
+    `cpus` are the logical CPUs of an engine, `stage_cpus` the sum of those of one prepare and one
+    finish task.
     """
 
     model: str

@@ -16,6 +16,7 @@ from prefect.exceptions import ParameterTypeError
 from pydantic import BaseModel
 
 from prefect_raybatch import BatchJob
+from prefect_raybatch.compile.job import sampling_spec
 from prefect_raybatch.flow import flows
 from prefect_raybatch.flow.blocks import BatchInferenceJob
 from prefect_raybatch.flow.flows import backfill_job, batch_inference, retry_failed, tune_job
@@ -45,7 +46,7 @@ JOBS = [TYPED, FORMED, WITH_TOOLS]
 def schema_in(job: BatchJob) -> Any:
     if job.prompt.tools:
         return job.prompt.tools[0]["function"]["parameters"]
-    return json.loads(job.asked()["structured_outputs"]["json"])
+    return json.loads(sampling_spec(job).fields["structured_outputs"]["json"])
 
 
 @pytest.mark.parametrize("value", JOBS, ids=["schema_model", "structured_outputs", "tools"])

@@ -10,6 +10,7 @@ import pytest
 from helpers.small import job_dict
 from pydantic import BaseModel
 
+from prefect_raybatch.compile.job import sampling_spec
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.answer_schema import schema_engine_fields, schema_text
 from prefect_raybatch.job.answer_types import columns_of
@@ -147,7 +148,7 @@ def test_what_a_schema_excludes(groups, said):
 
 def test_the_requests_and_the_engine_of_a_job_with_a_schema():
     job = BatchJob.from_dict(job_dict(output={"uri": "o", "schema_model": SCHEMA}))
-    form = job.asked()["structured_outputs"]
+    form = sampling_spec(job).fields["structured_outputs"]
     assert json.loads(form["json"]) == SCHEMA
     assert job.output.fails_cut_off
     assert schema_engine_fields({"seed": 1}, None) == {"seed": 1}
@@ -161,4 +162,4 @@ def test_the_requests_and_the_engine_of_a_job_with_a_schema():
     own = schema_engine_fields({"structured_outputs_config": {"backend": "outlines"}}, "{}")
     assert own["structured_outputs_config"] == {"backend": "outlines"}
     plain = BatchJob.from_dict(job_dict())
-    assert plain.asked() == plain.sampling.given() and not plain.output.fails_cut_off
+    assert sampling_spec(plain).fields == plain.sampling.given() and not plain.output.fails_cut_off

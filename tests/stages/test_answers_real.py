@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.specs import finish_stage, prepare_stage
 
-from prefect_raybatch.compile.job import compile_job, model_request
+from prefect_raybatch.compile.job import compile_job, model_request, sampling_spec
 
 pytest.importorskip("vllm")
 
@@ -228,9 +228,9 @@ def test_an_answer_has_its_form_behind_the_thinking(engine, model, words, tmp_pa
     spec = engine_launch(compile_job(job), pinned, size)
     assert spec.arguments["reasoning_parser"] == "qwen3"
     table = tag(pa.table({"a": list(PROMPTS)}), Unit(0, 0, len(PROMPTS)))
-    prepared = prepare_stage(job.prompt, pinned, 256, 160, sampling=job.asked(), parsing=parsing)(
-        table
-    )
+    prepared = prepare_stage(
+        job.prompt, pinned, 256, 160, sampling=sampling_spec(job).fields, parsing=parsing
+    )(table)
     assert prepared[REASONING_OPEN].to_pylist() == [thinks] * len(PROMPTS)
     made = _OverIt(spec, engine)(prepared)
     store = open_store(str(tmp_path))

@@ -25,7 +25,7 @@ from helpers.heard import wait_for
 from helpers.small import MODEL, make_job
 
 from prefect_raybatch import demo
-from prefect_raybatch.compile.job import compile_job, model_request
+from prefect_raybatch.compile.job import compile_job, model_request, sampling_spec
 from prefect_raybatch.compile.sizes import size_spec
 from prefect_raybatch.errors import StoreUnavailable
 from prefect_raybatch.job.batch_job import BatchJob
@@ -673,7 +673,7 @@ def test_nothing_is_asked_once_beside_a_logits_processor_of_the_users():
 def test_tokens_of_a_bias_are_numbers_again():
     """A job is JSON on its way, and vLLM compares them with numbers."""
     job = make_job(sampling={"logit_bias": {7: 1.5}})
-    assert plain_fields(job.asked())["logit_bias"] == {7: 1.5}
+    assert plain_fields(sampling_spec(job).fields)["logit_bias"] == {7: 1.5}
 
 
 # --- from one run to the next -----------------------------------------------------------------

@@ -18,7 +18,7 @@ from helpers.specs import finish_stage, images_of, prepare_stage
 from helpers.vision import make_vision_model
 from PIL import Image
 
-from prefect_raybatch.compile.job import prompt_spec
+from prefect_raybatch.compile.job import finish_spec, prompt_spec
 from prefect_raybatch.job.images import Images
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import chat_template
@@ -259,7 +259,9 @@ def _known_by_their_keys(model: Any, job: Any, table: pa.Table, tokens: list[lis
 
 
 def _finished(job: Any, model: Any, answers: pa.Table, table: pa.Table, folder: Path) -> None:
-    output = job.output.model_copy(update={"columns": job.kept(table.column_names)})
+    output = job.output.model_copy(
+        update={"columns": list(finish_spec(job, table.column_names).columns or ())}
+    )
     (receipt,) = receipts(finish_stage(output, model, open_store(str(folder)), "a")(answers))
     pieces = {p.kind: pq.read_table(next(folder.rglob(p.path))) for p in receipt.pieces}
     assert pieces["data"].column_names[1:] == ["id", "ask", "response", "image_digests"]
@@ -390,4 +392,4 @@ def test_the_flow_of_captions_asks_as_the_guides_do(monkeypatch):
     assert (job.prompt.images.columns, job.prompt.images.resize) == (["image"], [225, 225])
     assert (job.sampling.temperature, job.sampling.max_tokens) == (0.3, 256)
     assert (job.engine.max_model_len, job.engine.batch_size) == (8192, 16)
-    assert job.kept(["image", "id"]) == []
+    assert finish_spec(job, ["image", "id"]).columns == ()
