@@ -1,5 +1,8 @@
-"""Differences of a job from its run's that a person has taken on: what, from what to what, who and
-when. The rows of a run are then not all made in one way, and whoever uses them is to know it."""
+"""Differences between a job and the plan of its run that a person accepted: the field, both values,
+who and when.
+
+Not all rows of such a run were made in the same way, so its report says so.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Accepted:
-    """A field of the fingerprint that differs, as text cut to 120 characters; `by` is user@host,
-    `at` seconds since 1970."""
+    """One fingerprint field that differs, with both values as text cut to 120 characters. `by` is
+    user@host, `at` seconds since 1970."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -41,19 +44,22 @@ _RECORDS = TypeAdapter(tuple[Accepted, ...])
 
 
 def accepted_note(accepted: Iterable[Accepted]) -> dict[str, Any]:
-    """What an attempt's note says of them; nothing where there are none."""
+    """Return what an attempt's note says of accepted differences; {} without any."""
     found = [asdict(one) for one in accepted]
     return {"accepted": found} if found else {}
 
 
 def accepted_in(note: Mapping[str, Any], what: str) -> tuple[Accepted, ...]:
-    """Those of an attempt's note. Raises `CorruptRun` for what `accepted_note` does not write."""
+    """Return the accepted differences in an attempt's note.
+
+    Raises `CorruptRun` for a note that `accepted_note` did not write.
+    """
     return read_json(_RECORDS, dump(note.get("accepted") or []), f"accepted in {what}")
 
 
 def all_accepted(ledger: Ledger) -> tuple[Accepted, ...]:
-    """Those of all attempts of a run, each difference once, in the order of time. A note that is
-    damaged is left out with a warning."""
+    """Return the accepted differences of all attempts at a run, each once, oldest first. A damaged
+    note is logged and left out."""
     found: dict[tuple[str, str, str], Accepted] = {}
     for name in ledger.attempts():
         try:

@@ -44,11 +44,12 @@ _MD5 = re.compile(r"[0-9a-f]{32}\Z")
 
 @dataclass(frozen=True)
 class Listing:
-    """What a fresh listing of commits/ says of each shard.
+    """What a fresh listing of commits/ shows for each shard.
 
-    `done`: bool[shards]. `sizes`: int32[shards], bytes of the record. `md5`: for each shard 16
-    bytes, or b"" where the store's etag is none (a local disk, parts, some encryptions). `strays`
-    are the first files there that are no records of ours, such as copies that a tool made.
+    `done`: bool[shards]. `sizes`: int32[shards], bytes of the commit record. `md5`: 16 bytes for
+    each shard, or b"" where the store's ETag is no MD5 (local disk, multipart uploads, some
+    encryptions). `strays` are the first files there that are not commit records, such as copies
+    made by a tool.
     """
 
     done: np.ndarray
@@ -71,18 +72,19 @@ class Listing:
             self.strays.append(path)
 
     def proves(self, shard: int, body: bytes) -> bool:
-        """Whether `body` is the stored record, going by the store's own checksum of it."""
+        """Return whether the store's checksum shows that `body` is the stored record."""
         return self.md5[shard] == hashlib.md5(body, usedforsecurity=False).digest()
 
     def fits(self, shard: int, body: bytes) -> bool:
-        """As `proves`; by size where the store gives no checksum, since records never change."""
+        """Return whether `body` can be the stored record: by checksum, or by size where the store
+        has no checksum, since records never change."""
         if self.md5[shard]:
             return self.proves(shard, body)
         return bool(self.done[shard]) and int(self.sizes[shard]) == len(body)
 
 
 class Folder:
-    """Collects commits and writes a file for each FOLD of them, or FOLD_BYTES."""
+    """Collect commits and write a checkpoint file for each FOLD of them, or FOLD_BYTES."""
 
     def __init__(self, store: Store, plan_hash: str):
         self.store, self.plan_hash = store, plan_hash
@@ -96,7 +98,8 @@ class Folder:
             self.flush(1)
 
     def flush(self, least: int = LEAST_COMMITS) -> None:
-        """Writes what is collected if that is at least `least`; a failure is only logged."""
+        """Write what is collected if there are at least `least` records. A failure is only
+        logged."""
         if len(self._lines) < least:
             return
         data = gzip.compress(b"".join([self.plan_hash.encode() + b"\n", *self._lines]), 3, mtime=0)
@@ -109,10 +112,11 @@ class Folder:
 
 
 class Copies:
-    """Folded records by shard, each taken once; `confirmed` tells whether bytes are the record.
+    """Commit records from checkpoints by shard, each taken once. `confirmed` tells whether bytes
+    are the stored record.
 
-    The first HELD_BYTES are held in memory and the others on the local disk (TMPDIR), as far as it
-    has room, so that memory hardly grows with what records say: 12 bytes a shard.
+    The first HELD_BYTES are held in memory and the others on the local disk (TMPDIR) as far as it
+    has room, so memory grows by only 12 bytes a shard.
     """
 
     def __init__(self, shards: int, confirmed: Callable[[int, bytes], bool]) -> None:
@@ -134,8 +138,8 @@ class Copies:
             self._held_bytes += size
 
     def take(self, shard: int) -> bytes | None:
-        """The record of a shard that is in here; None where the local disk does not give it back,
-        of which the store's own is to be read then."""
+        """Return the record of a shard, or None if there is none or the local disk cannot return
+        it; the caller then reads the store's own."""
         body = self._held.pop(shard, None)
         if body is not None or self._file is None:
             return body
@@ -152,7 +156,7 @@ class Copies:
             self._file.close()
 
     def _written(self, records: Mapping[int, bytes]) -> bool:
-        """Whether the local disk has taken them."""
+        """Return whether the local disk could store the records."""
         left, at = memoryview(b"".join(records.values())), self._end
         try:
             if self._file is None:
@@ -171,10 +175,10 @@ class Copies:
 
 
 def folded(store: Store, plan_hash: str, listing: Listing, exact: bool) -> Copies:
-    """The records of shards, as far as checkpoints hold such as the listing confirms.
+    """Return the records in checkpoints that the listing confirms.
 
-    `exact` asks for proof by checksum; without it the same size will do where there is no other
-    mark.
+    `exact` requires proof by checksum; otherwise a matching size is enough where the store has no
+    checksum.
     """
     confirmed = listing.proves if exact else listing.fits
     planned = range(len(listing.done))
@@ -195,7 +199,7 @@ def folded(store: Store, plan_hash: str, listing: Listing, exact: bool) -> Copie
 
 
 def _lines(store: Store, plan_hash: str, name: str) -> list[tuple[int, bytes]]:
-    """(shard, record) of a file; nothing of one that is not whole or another plan's."""
+    """Return (shard, record) pairs of a checkpoint file; [] if it is damaged or another plan's."""
     try:
         with gzip.open(io.BytesIO(read_record(store, name))) as stream:
             text = stream.read(MAX_BYTES + 1)

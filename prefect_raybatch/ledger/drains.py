@@ -1,7 +1,8 @@
-"""A word to those who work on a run: begin nothing more, commit what is in flight, and end.
+"""Drain requests: ask the active drivers of a run to finish in-flight shards and stop.
 
-It names attempts, so whoever begins later is not concerned: the run is resumed without taking
-anything back. For who waits and pays, never for correctness: commits say what is done.
+A request names attempts, so one that begins later is not affected and resumes the run. Draining
+saves waiting time and cost; correctness does not depend on it, since commits alone say what is
+done.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ DRAIN_LOOK = 2.0  # seconds between two looks of one process
 
 @dataclass(frozen=True)
 class Drain:
-    """`_raybatch/drain.json`: the attempts that are to end; `by` is user@host, `at` seconds since
+    """`_raybatch/drain.json`: the attempts that are to stop. `by` is user@host, `at` seconds since
     1970."""
 
     __pydantic_config__: ClassVar = STRICT
@@ -42,14 +43,14 @@ _RECORD = TypeAdapter(Drain)
 
 
 def put_drain(ledger: Ledger, by: str) -> Drain:
-    """Tells all attempts that there are to end."""
+    """Ask all attempts known now to stop."""
     made = Drain(tuple(ledger.attempts()), by, round(time.time(), 3))
     put_record(ledger.store, DRAIN, dump(asdict(made)))
     return made
 
 
 def read_drain(store: Store) -> Drain | None:
-    """The latest word; None where there was none. Raises `CorruptRun`."""
+    """Return the latest drain request, or None. Raises `CorruptRun`."""
     try:
         return read_json(_RECORD, read_record(store, DRAIN), DRAIN)
     except FileNotFoundError:
@@ -57,8 +58,8 @@ def read_drain(store: Store) -> Drain | None:
 
 
 class Draining:
-    """Whether an attempt is to end; looks into the run directory every DRAIN_LOOK seconds at most.
-    A copy in another process looks for itself. A store that is away says nothing."""
+    """Tell whether an attempt is to stop. Reads the run directory at most every DRAIN_LOOK seconds;
+    a copy in another process reads for itself. An unreachable store counts as no request."""
 
     def __init__(self, store: Store, attempt: str) -> None:
         self.store, self.attempt = store, attempt
@@ -73,8 +74,8 @@ class Draining:
         return self._known
 
     def look(self) -> bool:
-        """Look now. A driver must: the engines may have seen the request a moment ago and skipped
-        shards because of it, which it would take for deaths."""
+        """Read the request now. A driver must: its engines may have seen the request a moment ago
+        and skipped shards because of it, which the driver would take for engine deaths."""
         if self._known:
             return True
         self._looked = time.monotonic()

@@ -1,4 +1,4 @@
-"""Why rows failed and why shards were lost, as values. In records they are text."""
+"""Why rows failed and why shards were lost, as values and as the text in records."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ FEW_ALONE = 16  # units that a pass surely tries one at a time before engines ar
 
 @dataclass(frozen=True)
 class Loss:
-    """Why positions did not get through the stages: `kind` is a class of errors, "" where there is
-    none; `fatal` says that it would happen again, so the run stops; `counted` that the death it
-    tells of is counted already, by another lost block or as the end of an actor's process."""
+    """Why positions did not get through the stages. `kind` is an error class, "" without one.
+    `fatal`: it would happen again, so the run stops. `counted`: the engine death behind it was
+    counted already, with another lost block or at the end of an actor's process."""
 
     kind: str
     message: str
@@ -39,12 +39,12 @@ class Loss:
 
     @classmethod
     def of(cls, error: BaseException) -> Loss:
-        """An error stops the run unless a retry can help."""
+        """Return the loss for an error; it is fatal unless a retry can help."""
         return cls(type(error).__name__, str(error), not is_transient(error))
 
     @classmethod
     def parse(cls, text: str, fatal: bool = False) -> Loss:
-        """What `str` made of a loss."""
+        """Return the loss that `str` turned into `text`."""
         match = _LOSS.match(text)
         return cls(match[1], match[2], fatal) if match else cls("", text, fatal)
 
@@ -53,12 +53,13 @@ class Loss:
 
     @property
     def is_death(self) -> bool:
-        """Whether it was lost with its engine, and not because of store or input."""
+        """Return whether the positions were lost because their engine died, not because of the
+        store or the input."""
         return self.kind == ENGINE_DIED
 
     @property
     def may_be_of_a_row(self) -> bool:
-        """Whether one of its rows may be what killed the engine, or hung the block."""
+        """Return whether one of the rows may have killed the engine or hung the block."""
         return self.kind in (ENGINE_DIED, BLOCK_HUNG)
 
 
@@ -69,7 +70,7 @@ NODE_LOST = Loss(
 
 @dataclass(frozen=True)
 class FailureKey:
-    """By what failed rows are counted: the stage, the class of the error, its message."""
+    """What failed rows are counted by: stage, error class and message."""
 
     stage: str
     error: str = ""
@@ -77,7 +78,7 @@ class FailureKey:
 
     @classmethod
     def parse(cls, text: str) -> FailureKey:
-        """What `str` made of a key; a text of another shape is a stage alone."""
+        """Return the key that `str` turned into `text`; text of another shape becomes the stage."""
         return cls(*text.split("|", 2))
 
     def __str__(self) -> str:
@@ -93,7 +94,7 @@ Failures = Mapping[FailureKey, Count]
 
 
 def add_failures(parts: Iterable[Failures]) -> Counter[FailureKey]:
-    """Key-wise sums."""
+    """Return the sum of failure counts by key."""
     total: Counter[FailureKey] = Counter()
     for part in parts:
         total.update(part)
@@ -101,7 +102,8 @@ def add_failures(parts: Iterable[Failures]) -> Counter[FailureKey]:
 
 
 def alike(failures: Failures) -> Counter[FailureKey]:
-    """Sums of the failures whose messages differ in numbers alone: `N` stands where they differ."""
+    """Return failure counts in which messages that differ only in numbers are one, with `N` in
+    place of each number that differs."""
     groups: dict[tuple[str, str, str], list[FailureKey]] = {}
     for key in failures:
         pattern = _NUMBER.sub("N", key.message)
@@ -116,7 +118,7 @@ def alike(failures: Failures) -> Counter[FailureKey]:
 
 
 def _in_common(messages: Sequence[str]) -> str:
-    """The text that these have in common, which differ in numbers or in where they are cut off."""
+    """Return the common form of messages that differ in numbers or in where they were cut."""
     if len(messages) == 1:
         return messages[0]
     words = [_NUMBER.split(message) for message in messages]
@@ -128,7 +130,7 @@ def _in_common(messages: Sequence[str]) -> str:
 
 
 def failure_texts(failures: Failures) -> dict[str, int]:
-    """{"stage|class|message": rows}, as it stands in records."""
+    """Return {"stage|class|message": rows}, as records hold it."""
     texts: dict[str, int] = {}
     for key, rows in failures.items():
         text = str(key)

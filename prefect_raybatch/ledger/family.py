@@ -24,7 +24,7 @@ MOST_CHILDREN = 9999  # children of a root; a longer number in a folder's name i
 
 @dataclass(frozen=True)
 class Member:
-    """A run of a family; `summary` is what its `_SUCCESS` says, None while it is unfinished."""
+    """A run of a family. `summary` is its `_SUCCESS`, None while it is unfinished."""
 
     key: str
     ledger: Ledger
@@ -33,7 +33,7 @@ class Member:
 
     @property
     def failed(self) -> int:
-        """Rows in the quarantine of a finished run."""
+        """Return the number of quarantined rows of a finished run."""
         if self.summary is None:
             raise CorruptRun(f"{self.ledger.store.uri} is not finished: it has no _SUCCESS")
         return self.summary.quarantine
@@ -41,8 +41,8 @@ class Member:
 
 @dataclass
 class Family:
-    """The root's key, the runs by key (the root first, children by number) and what does not
-    belong: a sentence each."""
+    """The key of the root run, the runs by key (the root first, children by number), and one
+    sentence for each run directory that does not belong (`strays`)."""
 
     root: Store
     base: str
@@ -55,9 +55,10 @@ class Family:
 
 
 def place(run_dir: str, options: dict[str, Any] | None = None) -> tuple[Store, str]:
-    """(store of the output root, run key) of a run directory; `ConfigError` for no such name.
+    """Return (store of the output root, run key) of a run directory. Raises `ConfigError` for a
+    name that no run can have.
 
-    What is written beside a run that a link names lies beside the run that it leads to.
+    A link is resolved, so that child runs are written beside the run that it points to.
     """
     uri = without_link(run_dir)
     root, _, key = uri.rpartition("/")
@@ -67,16 +68,16 @@ def place(run_dir: str, options: dict[str, Any] | None = None) -> tuple[Store, s
 
 
 def without_link(run_dir: str) -> str:
-    """Return the URI of a run directory; of a link to one, the directory that it leads to."""
+    """Return the URI of a run directory; of a link to one, the directory that it points to."""
     uri = join(run_dir)
     return os.path.realpath(uri) if not is_remote(uri) and os.path.islink(uri) else uri
 
 
 def load_family(root: Store, key: str) -> Family:
-    """The family of run `key` below `root`, as it is now.
+    """Return the family of run `key` below `root`, as it is now.
 
-    Raises `NoSuchRun` when the run is not there, `CorruptRun` when it is not readable or one that
-    it descends from is not there; of other runs that is told in `strays`.
+    Raises `NoSuchRun` if the run does not exist, and `CorruptRun` if it or a run that it descends
+    from cannot be read. Problems of other runs are listed in `strays`.
     """
     member = _member(root, key)
     if member is None:
@@ -101,7 +102,8 @@ def load_family(root: Store, key: str) -> Family:
 
 
 def _try(root: Store, key: str, family: Family) -> Plan | CorruptRun | None:
-    """What stands under `key`, put into the family where it belongs there."""
+    """Read the run directory `key` and add its run to the family if it belongs there. Return its
+    plan, or the error."""
     try:
         member = _member(root, key)
     except CorruptRun as fault:
@@ -118,7 +120,7 @@ def _try(root: Store, key: str, family: Family) -> Plan | CorruptRun | None:
 
 
 def _first(root: Store, member: Member) -> Member:
-    """The run that `member` descends from, which has no parent."""
+    """Return the run that `member` descends from and that has no parent."""
     seen = {member.key}
     while member.plan.parent is not None:
         parent = member.plan.parent
@@ -145,7 +147,7 @@ def _member(root: Store, key: str) -> Member | None:
 
 
 def check_named(ledger: Ledger, plan: Plan) -> None:
-    """Raise `CorruptRun` unless the run directory is called by its run key."""
+    """Raise `CorruptRun` unless the run directory is named by its run key."""
     if plan.run_key != ledger.store.uri.rpartition("/")[2]:
         raise CorruptRun(
             f"{ledger.store.uri} was made as run {plan.run_key!r}; rename the folder back, since "

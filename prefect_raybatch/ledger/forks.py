@@ -1,7 +1,7 @@
-"""A run that goes on in another's place: what it is called, and how it is found.
+"""Forks: runs that continue another run under another key after a repair.
 
-The old run says only where to go on, and says it to be helpful: who follows looks whether the run
-there was forked from the very plan that he came from.
+The old run only points to its fork. Whoever follows the pointer checks that the fork was made from
+the very plan of the old run.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ MOST_FORKS = 100  # that are followed one after the other
 
 
 def fork_key(key: str) -> str:
-    """The key of the run that takes the place of run `key`."""
+    """Return the key of the fork of run `key`."""
     match = _FORK.match(key)
     return f"{match['base']}.m{int(match['number']) + 1}" if match else f"{key}.m1"
 
 
 def forks_of(key: str) -> int:
-    """Return how many runs, one after the other, run `key` takes the place of."""
+    """Return how many forks led to run `key`."""
     match = _FORK.match(key)
     return int(match["number"]) if match else 0
 
 
 def forked(plan: Plan) -> dict[str, str]:
-    """How a fork names the run that it takes the place of."""
+    """Return how a fork records the run that it continues."""
     return {"run_key": plan.run_key, "plan": plan.hash}
 
 
 def supersede(ledger: Ledger, key: str) -> None:
-    """Notes in a run that run `key` beside it goes on in its place."""
+    """Record in a run that its fork `key` continues it."""
     put_record(ledger.store, SUPERSEDED_BY, dump({"by": key}))
 
 
 def follow_forks(ledger: Ledger, plan: Plan) -> tuple[Ledger, Plan]:
-    """The run that goes on in the place of this one; this one where there is none."""
+    """Return the ledger and plan of the run that continues this one; this one's without a fork."""
     for _ in range(MOST_FORKS):
         found = _next(ledger, plan)
         if found is None:

@@ -1,8 +1,8 @@
-"""What plan.json says of a run that reuses answers, and what such a run says of its own answers.
+"""What plan.json says of a run that reuses answers, and what such a run records of its own answers.
 
-Such a run has two ledgers: `_raybatch/asks/` is an ordinary run over the distinct requests that
-nobody has answered, and the run itself looks its answers up. Its plan holds the plan of the asks,
-so whoever begins them begins the same.
+Such a run has two ledgers. `_raybatch/asks/` is an ordinary run over the distinct requests that no
+earlier run has answered; the run itself then looks answers up. Its plan holds the plan of the asks,
+so whoever begins the asks begins the same ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OF_ROWS, OF_ASKS = "rows", "asks"  # the two ledgers of a run that reuses
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Rows of a run that reuses, by where their answers come from; `none` make no request."""
+    """Rows of a run that reuses answers, by the source of their answers. `none` make no request."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -47,8 +47,8 @@ class RowCounts:
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """A file of raw answers: its path in the run directory, and what tells that it is whole.
-    `origin` is the run that asked, None where the file says it row by row."""
+    """A file of raw answers: its path in the run directory, and what proves that it is intact.
+    `origin` is the run that asked, None where the file names it for each row."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -61,7 +61,7 @@ class AnswerPart:
 
 @dataclass(frozen=True)
 class TakenPrecision:
-    """The engine arguments that the run `by` (its key) had decided on, against `min_agreement`."""
+    """The engine arguments that run `by` (a run key) decided on, with its `min_agreement`."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -72,8 +72,8 @@ class TakenPrecision:
 
 @dataclass(frozen=True)
 class RowAnswers:
-    """A file of raw answers in the order of the run's rows, whose numbers, from `first` on, are its
-    column `_row`."""
+    """A file of raw answers in the order of the run's rows. Its column `_row` has the row numbers,
+    from `first` on."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -86,7 +86,7 @@ class RowAnswers:
 
 @dataclass(frozen=True)
 class AnswersByRow:
-    """The raw answers of all rows of the run of `plan` (its hash), in the order of the input."""
+    """The raw answers of all rows of a run in input order. `plan` is the hash of the run's plan."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -95,21 +95,22 @@ class AnswersByRow:
     format: int = 1
 
     def put(self, store: Store) -> None:
-        """Writes the record; of two that are written at a time both are right, and one counts."""
+        """Write the record. Two concurrent writers write equally valid records, and one of them
+        stays."""
         put_record_if_absent(store, BY_ROW_RECORD, dump(asdict(self)))
 
 
 @dataclass(frozen=True)
 class Increment:
-    """`Plan.increment`: `ledger` is `rows` in the run itself and `asks` in the run of its asks.
+    """`Plan.increment`. `ledger` is `rows` in the run itself and `asks` in the run of its asks.
 
     `context` is the hash of what all requests have in common, `parts` what went into it. `places`
-    names tables of a row (kind, at) for each row of the input; `reused` are the answers that were
-    taken over, and `asks` is the plan of the asks. `earlier` are the runs they are from, the
-    newest first; `differs` says which fields differ from its context, so that nothing was. Of the
-    asks, `weights` names the table with the rows that wait for each, of `rows` in all. `seconds`:
-    engine time that one of the earlier answers took, None where that is not known. `precision`: of
-    a job that tries fewer bits, what is decided since answers are taken over.
+    names tables with (kind, at) for each row of the input. `reused` are the files of answers taken
+    over, `earlier` the runs that they come from, newest first; `differs` lists the fields whose
+    values differ from those of `earlier`, so that nothing was reused. `asks` is the plan of the
+    asks. In the plan of the asks, `weights` names the table with the number of rows that wait for
+    each ask, `rows` in all. `seconds` is the engine time of one earlier answer, None if unknown.
+    `precision` is the earlier decision of a job with `try-fp8`.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -130,24 +131,26 @@ class Increment:
     precision: TakenPrecision | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, without what equals its default."""
+        """Return plain values, without those that are defaults."""
         value, usual = asdict(self), asdict(Increment(self.ledger, self.context))
         needed = ("ledger", "context")
         return {k: v for k, v in value.items() if k in needed or v != usual[k]}
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """The tables it names, beside the plan's."""
+        """Return the names of the tables beside the plan's own."""
         return (*self.places, *([self.weights] if self.weights else []))
 
 
 @dataclass(frozen=True)
 class Answers:
-    """The raw answers of a finished run: `files` in order. `until`: seconds since 1970, after
-    which they are neither taken over nor kept by `raybatch reap`; None: as long as the run.
-    `seconds`: engine time that an answer took, None where no run has measured it. `rejected`: the
-    answers that no row came out good with, by the path of their file; they are not taken over.
-    `checksum` is the SHA-256 of the record without it; None in a record that has none."""
+    """The raw answers of a finished run, in order.
+
+    They are reused and kept until `until` (seconds since 1970), or as long as the run if None;
+    `raybatch reap` deletes them afterwards. `seconds` is the engine time of one answer, None if no
+    run measured it. `rejected` marks, by file path, the answers whose rows all failed; they are not
+    reused. `checksum` is the SHA-256 of the record without it, None in a record that has none.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -179,7 +182,8 @@ class Answers:
         return usable
 
     def put(self, store: Store) -> None:
-        """Writes the record; whoever comes second finds the first one's, which says the same."""
+        """Write the record once. A second writer finds the first one's record, which says the
+        same."""
         put_record_if_absent(store, ANSWERS_RECORD, self.to_bytes())
 
     def to_bytes(self) -> bytes:
@@ -191,7 +195,7 @@ class Answers:
 
 
 def increment_of(plan: Plan) -> Increment | None:
-    """What a plan says of reuse; None for a run that reuses nothing and keeps no answers."""
+    """Return what a plan says of reuse; None for a run that neither reuses nor keeps answers."""
     if plan.increment is None:
         return None
     found = read_json(_INCREMENT, dump(plan.increment), "plan.json: increment")
@@ -201,7 +205,7 @@ def increment_of(plan: Plan) -> Increment | None:
 
 
 def read_answers(store: Store) -> Answers | None:
-    """What a run directory says of its raw answers; None where it keeps none."""
+    """Return the record of a run's raw answers; None if it keeps none."""
     try:
         data = read_record(store, ANSWERS_RECORD)
     except FileNotFoundError:
@@ -215,7 +219,7 @@ def read_answers(store: Store) -> Answers | None:
 
 
 def read_answers_by_row(store: Store, plan: Plan) -> AnswersByRow | None:
-    """Which files hold the answers in the order of the run's rows; None where none do."""
+    """Return the record of the files with answers in row order; None without them."""
     try:
         data = read_record(store, BY_ROW_RECORD)
     except FileNotFoundError:
@@ -227,15 +231,13 @@ def read_answers_by_row(store: Store, plan: Plan) -> AnswersByRow | None:
 
 
 def asks_ledger(store: Store) -> Ledger:
-    """The ledger of the asks of the run at `store`."""
+    """Return the ledger of the asks of the run at `store`."""
     return Ledger(store.sub(ASKS))
 
 
 def begin_asks(store: Store, increment: Increment) -> tuple[Ledger, Plan] | None:
-    """The asks of a run, whose plan is written unless it is there; None where there are none.
-
-    Whoever begins them writes the same bytes, those that the run's own plan holds.
-    """
+    """Return ledger and plan of the asks of a run; None if it has none. The plan is written unless
+    it is there: every caller writes the same bytes, which the run's own plan holds."""
     if increment.asks is None:
         return None
     ledger, plan = asks_ledger(store), Plan.from_bytes(dump(increment.asks))
@@ -249,8 +251,8 @@ def begin_asks(store: Store, increment: Increment) -> tuple[Ledger, Plan] | None
 
 
 def answer_files(plan: Plan, increment: Increment, store: Store) -> tuple[AnswerPart, ...]:
-    """Return the files of raw answers of the run at `store`: those taken over, and those of its
-    asks, which are finished."""
+    """Return the files of raw answers of the run at `store`: those taken over, then those of its
+    finished asks."""
     begun = begin_asks(store, increment)
     success = begun[0].finished(begun[1]) if begun is not None else None
     asked = [
@@ -262,21 +264,21 @@ def answer_files(plan: Plan, increment: Increment, store: Store) -> tuple[Answer
 
 @dataclass(frozen=True)
 class Waiting:
-    """The rows of a run that wait for each of its asks: a failed ask fails all of them, so limits
-    on failed rows count them."""
+    """The number of rows that wait for each ask of a run. A failed ask fails all of them, so limits
+    on failed rows count them all."""
 
     rows: int
     starts: np.ndarray
     weights: np.ndarray
 
     def count(self, shard: int, positions: Positions) -> int:
-        """Rows that wait for the asks at these positions of a shard."""
+        """Return how many rows wait for the asks at these positions of a shard."""
         start = int(self.starts[shard])
         return int(self.weights[start + positions.numbers].sum())
 
 
 def waiting_rows(ledger: Ledger, increment: Increment, shards: Shards) -> Waiting | None:
-    """What the asks at `ledger` stand for; None for any other run."""
+    """Return the rows that wait for the asks in `ledger`; None for any other run."""
     if increment.weights is None:
         return None
     table = from_parquet(ledger.table(increment.weights), "table of weights", ["rows"])

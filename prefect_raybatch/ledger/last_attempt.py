@@ -1,5 +1,5 @@
-"""The last attempt at a run, recorded from before its plan to its end: for people, never for
-correctness. A directory that holds such a record and no plan is no run."""
+"""The record of the last attempt at a run, from before its plan to its end. It is for people;
+correctness does not depend on it. A directory with this record and no plan is not a run."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ RECORD_SECONDS = 5.0  # the longest that a remote store is asked to take the rec
 
 @dataclass(frozen=True)
 class LastAttempt:
-    """An attempt at the run `run_key` of `job`. `phase` is what it was doing last: planning,
-    inference or finalizing. `started` and `ended` are in seconds since 1970; `ended`
-    is None while it works, and for one that was killed. `command` runs it again."""
+    """An attempt at run `run_key` of `job`. `phase` is planning, inference or finalizing. `started`
+    and `ended` are seconds since 1970; `ended` is None while it works or if it was killed.
+    `command` runs it again."""
 
     __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
 
@@ -51,14 +51,14 @@ class LastAttempt:
 
     @property
     def failure(self) -> str:
-        """Why it failed, in a line; "" for one that did not."""
+        """Return why it failed, in one line; "" if it did not."""
         if self.outcome != ATTEMPT_FAILED:
             return ""
         return f"{self.phase}: {self.error}: {self.message}"
 
     def put(self, store: Store) -> None:
-        """Write the record in place of an earlier attempt's. A store that does not take it is
-        logged: the attempt's own error is what counts."""
+        """Write the record over that of an earlier attempt. A store that refuses it is logged: the
+        attempt's own error matters more."""
         try:
             put_record(not_waiting(store), LAST_ATTEMPT, dump(asdict(self)))
         except RayBatchError as error:
@@ -69,7 +69,7 @@ _ATTEMPT = TypeAdapter(LastAttempt)
 
 
 def not_waiting(store: Store) -> Store:
-    """Return the store as the record is read and written: a remote one is not asked for long."""
+    """Return a store with short timeouts, to read and write this record."""
     made = copy.copy(store)
     made.retry_seconds = min(store.retry_seconds, RECORD_SECONDS)
     return made
@@ -90,8 +90,8 @@ def read_last_attempt(store: Store) -> LastAttempt | None:
 
 
 def last_attempt_of(store: Store) -> LastAttempt | None:
-    """Return the last attempt at a run that has a plan. Its record is for people: one that is
-    malformed is logged, and takes nothing from the run."""
+    """Return the last attempt at a run that has a plan. A malformed record is logged and counts as
+    none."""
     try:
         return read_last_attempt(store)
     except CorruptRun as error:

@@ -67,12 +67,12 @@ def commit_path(shard: int) -> str:
 
 
 def piece_path(name: str) -> str:
-    """Of a piece as receipts and commits name it."""
+    """Return the path of a piece, by its name in receipts and commits."""
     return f"{PIECES}/{name}"
 
 
 def table_path(name: str) -> str:
-    """Of a table as the plan names it."""
+    """Return the path of a table, by its name in the plan."""
     return f"{TABLES}/{name}"
 
 
@@ -85,27 +85,27 @@ def heartbeat_path(attempt: str) -> str:
 
 
 def job_path(number: int) -> str:
-    """Of the record of a run's Ray job, by its number."""
+    """Return the path of the record of a run's Ray job, by its number."""
     return f"{JOBS}/{number:04d}.json"
 
 
 def job_end_path(number: int) -> str:
-    """Of what that Ray job said when it ended."""
+    """Return the path of the record that a Ray job wrote when it ended."""
     return f"{JOBS}/{number:04d}.end.json"
 
 
 def published_path(target: str) -> str:
-    """Of the record that a target has a run's rows."""
+    """Return the path of the record that a run was published to a target."""
     return f"{PUBLISHED}/{target}.json"
 
 
 def partial_path(name: str, file: str = "") -> str:
-    """Of a partial result, or of a file in it."""
+    """Return the path of a partial result, or of a file in it."""
     return f"{PARTIAL_FOLDER}/{name}/{file}".rstrip("/")
 
 
 def row_sums_path(part: str) -> str:
-    """Of the row checksums of a file of the result, or of a partial result, which holds its own."""
+    """Return the path of the row checksums of a result file. A partial result holds its own."""
     folder, _, rest = part.partition("/")
     if folder == PARTIAL_FOLDER:
         name, _, file = rest.partition("/")

@@ -1,7 +1,7 @@
 """Plan and commit records in the run directory, and the proof that shards are covered.
 
-Knows neither Ray nor Prefect. The rules it keeps are those of docs/exactly-once.md; each reason
-stands beside the code that follows from it.
+Knows neither Ray nor Prefect. docs/exactly-once.md has the rules; comments here give the reason for
+each line that follows from one.
 """
 
 from __future__ import annotations
@@ -67,18 +67,20 @@ class Ledger:
     # --- plan -------------------------------------------------------------------------------
 
     def load_plan(self) -> Plan | None:
-        """The plan, or None when the run has none yet. Raises `CorruptRun` when it is not ours."""
+        """Return the plan, or None if the run has none yet. Raises `CorruptRun` for a file that is
+        not a plan."""
         try:
             return Plan.from_bytes(read_record(self.store, PLAN))
         except FileNotFoundError:
             return None
 
     def create_plan(self, plan: Plan, tables: Mapping[str, bytes]) -> Plan:
-        """Writes plan and tables; returns the plan that holds, ours or an earlier writer's.
+        """Write plan and tables. Return the plan that counts: this one, or that of an earlier
+        writer.
 
-        Tables go first, under names that carry their hash, so plan.json never names a table that
-        is missing or another's. The loser of the race adopts the winner's plan if it is the same
-        job, else raises `PlanMismatch`.
+        Tables are written first, under names with their hash, so that plan.json never names a table
+        that is missing or another's. A writer that loses the race adopts the winner's plan if it is
+        the same job's; else `PlanMismatch` is raised.
         """
         for name, data in tables.items():
             put_table(self.store, name, data)
@@ -100,29 +102,29 @@ class Ledger:
         return read_files(self.table(plan.files_table))
 
     def uris(self, plan: Plan) -> list[str]:
-        """The URIs of the input that the plan's job names."""
+        """Return the URIs of the input that the plan's job names."""
         if plan.uris_table is not None:
             return read_uris(self.table(plan.uris_table))
         given = plan.job.get("source", {}).get("uri", [])
         return [given] if isinstance(given, str) else list(given)
 
     def numbers(self, plan: Plan) -> RowNumbers:
-        """The row number of each row of the run's input."""
+        """Return the row number of each row of the run's input."""
         if plan.numbers_table is None:
             return RowNumbers(plan.rows)
         return read_numbers(self.table(plan.numbers_table), plan.rows)
 
     def table(self, name: str) -> bytes:
-        """A table that the plan names, with the hash that its name says."""
+        """Return a table that the plan names, checked against the hash in its name."""
         return read_table(self.store, name)
 
     # --- commits ----------------------------------------------------------------------------
 
     def listing(self, plan: Plan) -> Listing:
-        """Which shards have a commit record now, by a fresh listing.
+        """Return which shards have a commit record, by a fresh listing.
 
-        Only a name that we write is one. Copies that a tool or a person made beside it, such as
-        `00000001 2.json`, say nothing of any shard: they are noted as strays.
+        Only names that this package writes count. Copies beside them, such as `00000001 2.json`,
+        say nothing about a shard and are listed as strays.
         """
         found = Listing.empty(plan.shards)
         for info in self.store.list(COMMITS):
@@ -136,7 +138,7 @@ class Ledger:
         return found
 
     def committed(self, plan: Plan) -> np.ndarray:
-        """bool[shards]: which have a commit record now, by a fresh listing."""
+        """Return bool[shards]: which shards have a commit record, by a fresh listing."""
         return self.listing(plan).done
 
     def is_committed(self, shard: int) -> bool:
@@ -151,13 +153,13 @@ class Ledger:
         on_fault: Callable[[CorruptRun], None] | None = None,
         copies: bool = True,
     ) -> Iterator[Commit]:
-        """The commits that `listing` shows, by shard: from checkpoints, the rest one by one.
+        """Yield the commits that `listing` shows, by shard: from checkpoints, and the rest one by
+        one.
 
-        `exact` takes nothing from a checkpoint without proof by checksum; without `copies` nothing
-        is, and each record is read, as one may be rotten of which the listing tells the checksum
-        that it once had. `on_read` is called
-        with each commit that was not in a checkpoint. A record that is no commit of this plan
-        raises `CorruptRun`, or is given to `on_fault` and left out.
+        With `exact`, checkpoints need proof by checksum. Without `copies` every record is read from
+        the store, since a record can be damaged while the listing still shows its first checksum.
+        `on_read` is called with each commit that was not in a checkpoint. A record that is no
+        commit of this plan raises `CorruptRun`, or is passed to `on_fault` and left out.
         """
         shards = np.flatnonzero(listing.done).tolist()
         none = Copies(plan.shards, listing.fits)
@@ -181,9 +183,9 @@ class Ledger:
                 yield commit
 
     def every_commit(self, plan: Plan) -> Iterator[Commit]:
-        """The commits of all shards of a whole run, by shard, whatever a listing shows.
+        """Yield the commits of all shards of a complete run, by shard, whatever a listing shows.
 
-        Raises `CorruptRun` when one is not there.
+        Raises `CorruptRun` if one is missing.
         """
         listing = self.listing(plan)
         yield from self.commits(plan, listing)
@@ -197,7 +199,8 @@ class Ledger:
             return fault
 
     def read_commit(self, plan: Plan, shard: int) -> Commit:
-        """One commit, checked against the plan; raises `CorruptRun` naming what does not fit."""
+        """Return one commit, checked against the plan. Raises `CorruptRun` with what does not
+        fit."""
         path = commit_path(shard)
         try:
             return _commit_of(plan, shard, read_record(self.store, path))
@@ -205,9 +208,9 @@ class Ledger:
             raise CorruptRun(f"{path} does not exist, though its shard was committed") from None
 
     def commit(self, plan: Plan, rows: int, receipts: list[Receipt]) -> Commit | None:
-        """Commits a shard of `rows` rows by one put-if-absent; None when another driver won.
+        """Commit a shard of `rows` rows by one put-if-absent. Return None if another driver won.
 
-        Raises `CorruptRun` unless the receipts are disjoint and hold exactly [0, rows).
+        Raises `CorruptRun` unless the receipts are disjoint and cover exactly [0, rows).
         """
         parts = [receipt.held for receipt in receipts]
         held = disjoint(part for part in parts if part)
@@ -236,10 +239,10 @@ class Ledger:
     # --- the end ----------------------------------------------------------------------------
 
     def finished(self, plan: Plan | None = None) -> Success | None:
-        """What `_SUCCESS` says of `plan`, or None while the run is not complete.
+        """Return the `_SUCCESS` record of `plan`, or None while the run is not complete.
 
-        The plan is read where it is not given. `CorruptRun` for a file that is none, or another
-        plan's.
+        The plan is read if it is not given. Raises `CorruptRun` for a file that is not such a
+        record, or that is another plan's.
         """
         plan = plan or self.load_plan()
         if plan is None:
@@ -258,30 +261,32 @@ class Ledger:
         )
 
     def succeed(self, success: Success) -> None:
-        """Writes `_SUCCESS`, once; whoever finds it there is done as well."""
+        """Write `_SUCCESS` once. A second writer finds it there and is done as well."""
         put_success(self.store, success)
 
     def note_attempt(self, attempt: str, info: Mapping[str, Any]) -> None:
-        """Who drives, since when, from where: for people, never for correctness."""
+        """Record who drives the run, since when and from where. It is for people; correctness does
+        not depend on it."""
         put_record(self.store, attempt_path(attempt), dump(dict(info)))
 
     def attempts(self) -> list[str]:
-        """Attempts that were noted. Says nothing about which of them are alive."""
+        """Return the attempts that were recorded. Does not tell which of them are alive."""
         found = (ATTEMPT_NAME.match(info.path) for info in self.store.list(ATTEMPTS))
         return [match[1] for match in found if match]
 
     def read_attempt(self, attempt: str) -> dict[str, Any]:
-        """What `note_attempt` wrote; CorruptRun, or FileNotFoundError when it is gone."""
+        """Return what `note_attempt` wrote. Raises `CorruptRun`, or `FileNotFoundError` if it is
+        gone."""
         path = attempt_path(attempt)
         return load(read_record(self.store, path), path)
 
 
 class Coverage:
-    """Receipts of unfinished shards, folded by position until a shard is whole.
+    """Receipts of unfinished shards, collected by position until they cover a shard.
 
-    Ray runs a task again after a death, possibly with other block cuts, so adding up row counts
-    would commit shards with rows lost and others doubled: positions are what counts, and a
-    receipt that overlaps what is already held is rejected whole.
+    Ray runs a task again after a death, possibly with other block boundaries. Adding up row counts
+    would then commit shards with some rows lost and others doubled, so positions are compared, and
+    a receipt that overlaps an earlier one is rejected whole.
     """
 
     def __init__(self, shards: Shards):
@@ -290,7 +295,7 @@ class Coverage:
         self._held: dict[int, Positions] = {}
 
     def add(self, receipt: Receipt) -> list[Receipt] | None:
-        """Takes a receipt; returns all receipts of its shard once they cover it, else None."""
+        """Add a receipt. Return all receipts of its shard once they cover it, else None."""
         held = receipt.held
         shard = self._shards[receipt.shard]
         if not held or held.end > shard.rows:
@@ -306,15 +311,15 @@ class Coverage:
         return self._parts.pop(shard.id)
 
     def gaps(self, shard: int) -> Ranges:
-        """Positions of an uncommitted shard that no receipt holds yet."""
+        """Return the positions of an uncommitted shard that no receipt covers yet."""
         return self._held.get(shard, NO_POSITIONS).lacking(self._shards[shard].rows).ranges
 
     def lacking(self, shard: int) -> int:
-        """How many positions those are."""
+        """Return the number of positions that no receipt covers yet."""
         return self._shards[shard].rows - len(self._held.get(shard, NO_POSITIONS))
 
     def drop(self, shard: int) -> None:
-        """Forgets a shard that somebody else committed."""
+        """Forget a shard that another driver committed."""
         self._held.pop(shard, None)
         self._parts.pop(shard, None)
 
@@ -338,8 +343,8 @@ def _try(plan: Plan, shard: int, body: bytes) -> Commit | CorruptRun:
 
 
 def _commonest(failures: Failures) -> Failures:
-    """The FAILURES commonest of them, and what is left by class alone: a text that differs from row
-    to row would make the record as large as the rows."""
+    """Return the FAILURES most frequent failures, and the others by class alone: a text that
+    differs from row to row would make the record as large as the rows."""
     ordered = sorted(failures.items(), key=lambda item: -item[1])
     kept = dict(ordered[:FAILURES])
     for key, rows in ordered[FAILURES:]:

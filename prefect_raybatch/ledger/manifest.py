@@ -1,4 +1,4 @@
-"""Which pieces are the result of a run with `output.compact: false`, in input order."""
+"""The pieces that are the result of a run with `output.compact: false`, in input order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prefect_raybatch.storage import Store
 
 @dataclass(frozen=True)
 class PieceRow:
-    """A piece of the result, and where its shard begins in the input."""
+    """A piece of the result, and the input row at which its shard begins."""
 
     shard: int
     start: int
@@ -24,7 +24,7 @@ class PieceRow:
 
 
 def put_manifest(store: Store, pieces: Sequence[PieceRow]) -> str:
-    """Write the manifest, and return the name of the table."""
+    """Write the manifest and return the name of its table."""
     data = _table(pieces)
     name = f"manifest-{digest(data)[:16]}.parquet"
     put_table(store, name, data)
@@ -32,7 +32,7 @@ def put_manifest(store: Store, pieces: Sequence[PieceRow]) -> str:
 
 
 def _table(pieces: Sequence[PieceRow]) -> bytes:
-    """Parquet bytes, one row a piece."""
+    """Return the manifest as Parquet bytes, one row for each piece."""
     import pyarrow as pa
 
     columns = {
@@ -50,8 +50,8 @@ def _table(pieces: Sequence[PieceRow]) -> bytes:
 def pieces_named(store: Store, success: Success) -> set[str]:
     """Return the pieces that are the result of a finished run without compaction.
 
-    Raise `CorruptRun` where no manifest is named, or its pieces are not those of all rows: an
-    orphan is only what is missing from a whole manifest.
+    Raises `CorruptRun` if no manifest is named or its pieces do not hold all rows: only a complete
+    manifest can tell which pieces are orphans.
     """
     name = success.manifest
     if name is None:

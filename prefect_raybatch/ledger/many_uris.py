@@ -1,7 +1,7 @@
-"""Inputs that a job names one by one, very many of them: in a table beside the plan.
+"""Inputs of very many URIs that a job names one by one: kept in a table beside the plan.
 
-The fingerprint is over all of them. What stands in the plan is bounded: the first few in its job,
-and number and hash among what went into the fingerprint.
+The fingerprint covers all of them. The plan holds the first few in its job, and their number and
+hash among the parts of the fingerprint.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ URI_PART = "source.uri"  # of what goes into a fingerprint
 
 
 def too_many(uris: Any) -> bool:
-    """Whether these URIs go to a table of their own."""
+    """Return whether these URIs go into a table of their own."""
     return isinstance(uris, list) and len(uris) > MOST_URIS
 
 
 def uris_table(uris: Sequence[str]) -> bytes:
-    """Parquet bytes of the table (column uri)."""
+    """Return the table as Parquet bytes (column uri)."""
     import pyarrow as pa
 
     return to_parquet(pa.table({"uri": pa.array(uris, pa.string())}))
@@ -35,7 +35,7 @@ def read_uris(data: bytes) -> list[str]:
 
 
 def bounded_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """What went into a fingerprint as a plan holds it."""
+    """Return the parts of a fingerprint as a plan holds them."""
     uris = parts.get(URI_PART, ())
     if not too_many(uris):
         return dict(parts)
@@ -43,7 +43,7 @@ def bounded_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bounded_job(job: Mapping[str, Any]) -> dict[str, Any]:
-    """A job as a plan holds it."""
+    """Return a public job as a plan holds it."""
     source = job.get("source", {})
     if not too_many(source.get("uri")):
         return dict(job)

@@ -1,4 +1,4 @@
-"""What is said of a place that holds no run: what was looked for, and which runs are near."""
+"""The error for a place that holds no run: what was looked for, and which runs are nearby."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ RUNS_NAMED = 5  # runs that a message names
 
 
 def need_plan(ledger: Ledger) -> Plan:
-    """The plan of a run that must be there. Raises `NoSuchRun` when it is not, and `CorruptRun`
-    when it is not readable or only its commits are left."""
+    """Return the plan of a run.
+
+    Raises `NoSuchRun` if there is none, and `CorruptRun` if it cannot be read or only its commits
+    are left.
+    """
     plan = ledger.load_plan()
     if plan is None:
         error = no_run(ledger.store)
@@ -33,7 +36,7 @@ def need_plan(ledger: Ledger) -> Plan:
 
 
 def no_run(store: Store) -> RayBatchError:
-    """What is wrong with a `store` that has no plan."""
+    """Return the error for a `store` without a plan."""
     if next(iter(store.list(COMMITS)), None) is not None:
         return CorruptRun(f"{store.uri} has commits and no {PLAN}: restore that file")
     attempt = read_last_attempt(store)
@@ -74,7 +77,7 @@ def _hint(store: Store) -> str:
 
 
 def _runs(root: Store, names: list[str]) -> list[str]:
-    """The first of the folders `names` that hold a run."""
+    """Return the first of the folders `names` that hold a run."""
     found = []
     for name in names[: 10 * RUNS_NAMED]:
         if not root.holds(f"{name}/{PLAN}"):

@@ -1,4 +1,4 @@
-"""Parquet files of a store, written one after the other, each made on the local disk first."""
+"""Write Parquet files to a store one after the other, each made on the local disk first."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ REPEATS_ROWS = 4096  # rows that tell whether a column's values repeat
 
 
 class PartFiles:
-    """FOLDER/part-00000.parquet ... of `store`, numbered from `first` on; `rows` are those in the
-    part being written.
+    """FOLDER/part-00000.parquet ... of `store`, numbered from `first` on. `rows` counts those of
+    the part being written.
 
-    A part appears whole, when it is finished, and is proved to be what was written. Raises
-    StoreError for a full local disk (TMPDIR), and the store's errors; `discard` cleans up after
-    any of them.
+    A part appears complete when it is finished, and is then checked against what was written.
+    Raises StoreError if the local disk (TMPDIR) is full, and the store's errors; `discard` cleans
+    up after any of them.
     """
 
     def __init__(self, store: Store, folder: str, first: int = 0) -> None:
@@ -47,7 +47,8 @@ class PartFiles:
         self.rows += table.num_rows
 
     def _begun(self, begin: Callable[[str], Any]) -> Any:
-        """What writes the part, which `begin` makes for a local path unless it is there."""
+        """Return the writer of the current part; `begin` makes one for a local path if there is
+        none."""
         if self._local is None:
             self._local = tempfile.TemporaryDirectory(prefix="raybatch-")
             self._writer = begin(self._path)
@@ -58,7 +59,7 @@ class PartFiles:
         return f"{self._local.name}/part.parquet" if self._local else ""
 
     def finish(self) -> tuple[Part, FileInfo] | None:
-        """Store the part; None when nothing was written since the last one."""
+        """Store the part. Return None if nothing was written since the last one."""
         if self._local is None:
             return None
         with local_disk():
@@ -73,11 +74,12 @@ class PartFiles:
         return part, info
 
     def _land(self, path: str, local_path: str, sums: Sums) -> tuple[str, FileInfo]:
-        """Store a local file of these sums; the SHA-256 of what is there then, and its info."""
+        """Store a local file with these checksums. Return the SHA-256 of the stored file and its
+        info."""
         return sums.sha256, put_file_proved(self._store, path, local_path, sums)
 
     def discard(self) -> None:
-        """Forget the part being written."""
+        """Delete the part being written."""
         if self._local is None:
             return
         if self._writer is not None:
@@ -88,8 +90,8 @@ class PartFiles:
 
 
 def dictionary_columns(table: pa.Table) -> bool | list[str]:
-    """The columns that a Parquet file is to hold by a dictionary, by its first row group; True for
-    all. One of values that hardly repeat costs a quarter of the writing, and room as well."""
+    """Return the columns to write with a dictionary, judged by the first row group; True for all. A
+    dictionary of values that hardly repeat costs a quarter of the writing time, and space."""
     import pyarrow.compute as pc
 
     if any(pa.types.is_nested(field.type) for field in table.schema):
@@ -108,7 +110,7 @@ def dictionary_columns(table: pa.Table) -> bool | list[str]:
 
 @contextmanager
 def local_disk() -> Iterator[None]:
-    """Turns what writing to TMPDIR raises into a StoreError that names it."""
+    """Turn errors of writing to TMPDIR into a StoreError that names it."""
     try:
         yield
     except OSError as error:

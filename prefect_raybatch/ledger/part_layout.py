@@ -1,7 +1,7 @@
-"""Which shards' rows are in which file of the result: decided once, by whoever comes first.
+"""Which shards' rows go into which file of the result, decided once by the first finalizer.
 
-The choice follows from plan and commits, and a later version may choose in another way. So it is a
-record, put before the first file is, and every finalizer goes by what stands there.
+The choice follows from plan and commits, but a later version may choose differently. So it is
+recorded before the first file is written, and every finalizer follows the record.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ _COLUMNS = ("kind", "index", "start", "stop", "rows")
 
 @dataclass(frozen=True)
 class PartSpan:
-    """A file of the result, number `index` of its kind: `rows` rows, those of its kind in shards
-    [start, stop)."""
+    """File number `index` of its kind (data or quarantine): `rows` rows of shards [start, stop)."""
 
     kind: str
     index: int
@@ -57,8 +56,8 @@ class PartSpan:
 
 @dataclass(frozen=True)
 class PartLayout:
-    """`_raybatch/layout.json`. `schemas` are the columns of a kind without the row number's, as
-    Arrow IPC in base64; `table` names the table of the spans, and so stands for all of it."""
+    """`_raybatch/layout.json`. `schemas` are the columns of each kind without the row number, as
+    Arrow IPC in base64. `table` names the table of the spans, with its hash."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -72,7 +71,7 @@ class PartLayout:
 
 @dataclass(frozen=True)
 class ShardSums:
-    """Of each shard, by kind: the rows and the bytes of its pieces (int64)."""
+    """Rows and bytes of the pieces of each shard, by kind (int64)."""
 
     rows: Mapping[str, np.ndarray]
     bytes: Mapping[str, np.ndarray]
@@ -84,7 +83,7 @@ class ShardSums:
 
 
 def choose_spans(sums: ShardSums, file_bytes: int) -> tuple[PartSpan, ...]:
-    """The files that these shards make, by the rule WHOLE_SHARDS."""
+    """Return the files that these shards make, by the rule WHOLE_SHARDS."""
     spans: list[PartSpan] = []
     for kind in KINDS:
         index = start = stop = rows = held = shards = 0
@@ -105,7 +104,7 @@ def choose_spans(sums: ShardSums, file_bytes: int) -> tuple[PartSpan, ...]:
 
 
 def spans_table(spans: Sequence[PartSpan]) -> bytes:
-    """Parquet bytes of the files, one row each."""
+    """Return the spans as Parquet bytes, one row for each file."""
     import pyarrow as pa
 
     types = [pa.string(), pa.int32(), pa.int32(), pa.int32(), pa.int64()]
@@ -114,19 +113,21 @@ def spans_table(spans: Sequence[PartSpan]) -> bytes:
 
 
 def put_layout(ledger: Ledger, made: PartLayout, spans: Sequence[PartSpan]) -> None:
-    """Writes a layout unless there is one; whose it is that holds, `read_layout` tells."""
+    """Write a layout unless there is one; `read_layout` then returns the one that counts."""
     put_table(ledger.store, made.table, spans_table(spans))
     put_record_if_absent(ledger.store, LAYOUT, dump(asdict(made)))
 
 
 def layout_table(spans: Sequence[PartSpan]) -> str:
-    """The name of their table, which carries its hash."""
+    """Return the name of the table of these spans, which holds its hash."""
     return f"layout-{digest(spans_table(spans))[:16]}.parquet"
 
 
 def read_layout(ledger: Ledger, plan: Plan) -> tuple[PartLayout, tuple[PartSpan, ...]] | None:
-    """The run's layout, None while there is none. `CorruptRun` for one that is none, or of another
-    plan."""
+    """Return the layout of a run, None if there is none yet.
+
+    Raises `CorruptRun` for a file that is not a layout, or that is another plan's.
+    """
     try:
         found = read_json(_LAYOUT, read_record(ledger.store, LAYOUT), LAYOUT)
     except FileNotFoundError:
@@ -138,7 +139,7 @@ def read_layout(ledger: Ledger, plan: Plan) -> tuple[PartLayout, tuple[PartSpan,
 
 
 def check_spans(spans: Sequence[PartSpan], sums: ShardSums) -> None:
-    """Whether the files hold each row once, in order; `CorruptRun` names one that does not fit."""
+    """Raise `CorruptRun`, with the file, unless the files hold each row once and in order."""
     for kind in KINDS:
         reached = total = 0
         of_kind = [span for span in spans if span.kind == kind]

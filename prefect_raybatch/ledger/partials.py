@@ -1,7 +1,7 @@
-"""What is told of a partial result: rows of a run that was not complete, for who could not wait.
+"""Partial results: the committed rows of a run that is not complete.
 
-It lies in a folder of its own below the run directory, never in data/, and ends nothing: the run
-stays what it is, and whoever asks whether it is complete does not look here.
+A partial result lies in a folder of its own below the run directory, never in data/. The run stays
+unfinished, and nothing that asks whether it is complete looks there.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ _PLACE = re.compile(rf"(?P<run>.+)/{PARTIAL_FOLDER}/(?P<name>_[0-9a-f]{{32}})/*\
 
 @dataclass(frozen=True)
 class MissingRows:
-    """Rows that are in no file, as they were not committed: how many, in how many shards, and the
-    first `RANGES_TOLD` ranges of their row numbers, (first, last); `more` ranges are not named."""
+    """Rows that are in no file because they were not committed: how many, in how many shards, and
+    the first `RANGES_TOLD` ranges of row numbers (first, last). `more` counts the ranges not
+    listed."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -51,7 +52,7 @@ class MissingRows:
 
     @classmethod
     def of(cls, done: np.ndarray, shards: Shards, numbers: RowNumbers) -> MissingRows:
-        """Those of the shards that are not `done` (bool[shards])."""
+        """Return the rows of the shards that are not `done` (bool[shards])."""
         pending = np.flatnonzero(~done)
         rows = int(np.diff(shards.starts)[pending].sum())
         spans = _spans(pending, shards, numbers)
@@ -59,7 +60,7 @@ class MissingRows:
         return cls(rows, len(pending), told, sum(1 for _ in spans))
 
     def text(self, most: int = 5) -> str:
-        """`1,200 rows (400 to 799, 1,600 to 2,399)`."""
+        """Return `1,200 rows (400 to 799, 1,600 to 2,399)`."""
         named = [f"{first:,} to {last:,}" for first, last in self.ranges[:most]]
         left = len(self.ranges) - len(named) + self.more
         named += [f"and {left:,} more ranges"] if left else []
@@ -67,7 +68,7 @@ class MissingRows:
 
 
 def _spans(pending: np.ndarray, shards: Shards, numbers: RowNumbers) -> Iterator[tuple[int, int]]:
-    """Ranges of the row numbers of these shards, in order; shards side by side are one."""
+    """Yield the ranges of row numbers of these shards, in order; adjacent shards make one range."""
     cuts = np.flatnonzero(np.diff(pending) != 1) + 1
     for run in np.split(pending, cuts) if len(pending) else ():
         start, stop = int(shards.starts[run[0]]), int(shards.starts[run[-1] + 1])
@@ -81,7 +82,7 @@ def _spans(pending: np.ndarray, shards: Shards, numbers: RowNumbers) -> Iterator
 
 @dataclass(frozen=True)
 class PartialResult:
-    """`partial/_UUID/_PARTIAL.json`: what a partial result holds, and what it lacks. `at` is when
+    """`partial/_UUID/_PARTIAL.json`: what a partial result holds and what it lacks. `at` is when
     its commits were listed, in seconds since 1970; `by` is user@host."""
 
     __pydantic_config__: ClassVar = STRICT
@@ -101,7 +102,7 @@ class PartialResult:
     row_number: str = "_row"
 
     def of(self, kind: str) -> list[Part]:
-        """The files of data or quarantine, in order of name."""
+        """Return the files of data or quarantine, sorted by name."""
         inside = partial_path(self.name, f"{DATA_FOLDER}/")
         return sorted(
             (part for part in self.parts if part.path.startswith(f"{inside}/") == (kind == "data")),
@@ -110,12 +111,12 @@ class PartialResult:
 
     @property
     def line(self) -> str:
-        """What is there, in a sentence without an end."""
+        """Return what it holds, as a sentence without a full stop."""
         held = self.data + self.quarantine + self.skipped
         return f"{held:,} of {counted(self.rows, 'row')}; missing are {self.missing.text()}"
 
     def put(self, store: Store) -> None:
-        """Writes the record, last of all: a folder without it is no partial result."""
+        """Write the record, after everything else: a folder without it is not a partial result."""
         put_record_proved(store, partial_path(self.name, PARTIAL_RECORD), dump(asdict(self)))
 
 
@@ -127,14 +128,17 @@ def new_partial_name() -> str:
 
 
 def split_partial(uri: str) -> tuple[str, str | None]:
-    """(run directory, name of the partial result in it, or None) of a place."""
+    """Return (run directory, name of the partial result in it or None) of a URI."""
     match = _PLACE.match(uri)
     return (match["run"], match["name"]) if match else (uri, None)
 
 
 def read_partial(store: Store, plan: Plan, name: str) -> PartialResult:
-    """Raises `NoSuchRun` where there is none of that name that is whole, and `CorruptRun` for a
-    record that is none, or of another plan."""
+    """Return the record of a partial result.
+
+    Raises `NoSuchRun` if there is no complete one of that name, and `CorruptRun` for a file that is
+    not such a record, or that is another plan's.
+    """
     path = partial_path(name, PARTIAL_RECORD)
     try:
         if not PARTIAL_NAME.match(name):
@@ -152,7 +156,7 @@ def read_partial(store: Store, plan: Plan, name: str) -> PartialResult:
 
 
 def partial_names(store: Store) -> list[str]:
-    """Of the partial results of a run that are whole."""
+    """Return the names of the complete partial results of a run."""
     split = (info.path.split("/") for info in store.list(PARTIAL_FOLDER))
     return [
         parts[1]
@@ -162,6 +166,6 @@ def partial_names(store: Store) -> list[str]:
 
 
 def all_partials(store: Store, plan: Plan) -> list[PartialResult]:
-    """The partial results of a run, newest first."""
+    """Return the partial results of a run, newest first."""
     found = [read_partial(store, plan, name) for name in partial_names(store)]
     return sorted(found, key=lambda one: (one.at, one.name), reverse=True)

@@ -1,4 +1,5 @@
-"""The tables that a plan names, and its schema, as bytes: shards, input files, columns. No I/O."""
+"""The tables that a plan names, and its schema, as bytes: shards, input files, columns. Does no
+I/O."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ FILES_SAY = ("uri", "size", "etag", "mtime_ns", "rows", "ctime_ns", "inode", "fo
 
 
 class Shards:
-    """The shard table: `starts` is int64[count + 1]. Indexing gives a `Shard`. `work` is
-    int64[count], how much each is to the others; None where all are alike, or nobody knows."""
+    """The shard table. `starts` is int64[count + 1]; indexing gives a `Shard`. `work` is
+    int64[count], the relative work of each shard; None if all are alike or it is unknown."""
 
     def __init__(self, starts: np.ndarray, work: np.ndarray | None = None):
         if starts.ndim != 1 or len(starts) < 2 or starts[0] != 0 or (np.diff(starts) <= 0).any():
@@ -45,8 +46,8 @@ class Shards:
 
 
 def shards_table(starts: np.ndarray, work: np.ndarray | None = None) -> bytes:
-    """Parquet bytes of the shard table (columns shard int32, start int64, rows int32, and work
-    int64 where that is told)."""
+    """Return the shard table as Parquet bytes: columns shard int32, start int64, rows int32, and
+    work int64 if given."""
     import pyarrow as pa
 
     columns = {
@@ -75,7 +76,7 @@ def read_shards(data: bytes) -> Shards:
 
 
 def files_table(files: Sequence[InputFile]) -> bytes:
-    """Return the Parquet bytes of the inventory, one row a file."""
+    """Return the inventory as Parquet bytes, one row for each file."""
     import pyarrow as pa
 
     schema = pa.schema(
@@ -115,7 +116,7 @@ def _path_values(text: str | None) -> tuple[tuple[str, str | None], ...]:
 
 
 def encode_schema(schema: pa.Schema) -> str:
-    """An Arrow schema as base64 of its IPC form."""
+    """Return an Arrow schema in IPC form as base64."""
     return base64.b64encode(schema.serialize().to_pybytes()).decode()
 
 
@@ -131,7 +132,7 @@ def decode_schema(text: str) -> pa.Schema:
 
 
 def to_parquet(table: pa.Table) -> bytes:
-    """A small table as the bytes of a Parquet file."""
+    """Return a small table as the bytes of a Parquet file."""
     import pyarrow.parquet as pq
 
     out = io.BytesIO()
@@ -142,8 +143,10 @@ def to_parquet(table: pa.Table) -> bytes:
 def from_parquet(
     data: bytes, what: str, names: Sequence[str], optional: Sequence[str] = ()
 ) -> pa.Table:
-    """Columns `names` of such bytes, and of `optional` those that are there; `CorruptRun` says
-    that `what` is not readable."""
+    """Return the columns `names` of such bytes, and those of `optional` that exist.
+
+    Raises `CorruptRun` saying that `what` cannot be read.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,7 +1,7 @@
-"""Sets of positions in a shard, packed to a bit a position; and how they stand in records.
+"""Sets of positions in a shard, packed to one bit each, and their text in records.
 
-A set of few ranges stands there as these, any other as a bitmap: what is written is in proportion
-to what it says, and never more than a sixth of a byte a row.
+A record holds a few ranges as ranges and anything else as a bitmap, so its size follows from the
+content and is never more than a sixth of a byte for each row.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ MOST_POSITIONS = 1 << 24  # of a shard, so that no record makes a reader hold mo
 class Positions:
     """A set of positions from 0 on: bit i of `bits` stands for position i.
 
-    A Python int: of 4,000 positions the operations take 0.1 to 0.6 us, a tenth of numpy's, and of
-    1,000,000 about as long.
+    `bits` is a Python int: for 4,000 positions its operations take 0.1 to 0.6 us, a tenth of
+    numpy's, and for 1,000,000 about as long as numpy's.
     """
 
     bits: int = 0
 
     @classmethod
     def of(cls, numbers: np.ndarray) -> Positions:
-        """Of whole numbers in any order; ValueError when one is repeated or none of a shard."""
+        """Return the set of integers in any order. Raises ValueError for a repeated one, or one
+        that no shard can have."""
         if not len(numbers):
             return cls()
         most = int(numbers.max())
@@ -49,7 +50,8 @@ class Positions:
 
     @classmethod
     def spans(cls, *ranges: Range) -> Positions:
-        """Of half-open ranges, ascending; ValueError unless they are that."""
+        """Return the set of half-open ranges in ascending order. Raises ValueError for other
+        ranges."""
         if len(ranges) > FEW_RANGES:
             try:
                 return cls._of_many(np.array(ranges, dtype=np.int64))
@@ -92,28 +94,28 @@ class Positions:
 
     @property
     def start(self) -> int:
-        """The first position; 0 of none."""
+        """Return the first position; 0 if empty."""
         return max(0, (self.bits & -self.bits).bit_length() - 1)
 
     @property
     def end(self) -> int:
-        """One more than the last position; 0 of none."""
+        """Return the last position plus one; 0 if empty."""
         return self.bits.bit_length()
 
     def lacking(self, rows: int) -> Positions:
-        """The positions of [0, rows) that are not in here."""
+        """Return the positions of [0, rows) that are not in the set."""
         return Positions(~self.bits & ((1 << rows) - 1))
 
     @property
     def numbers(self) -> np.ndarray:
-        """The positions, int64, ascending."""
+        """Return the positions as int64, ascending."""
         packed = np.frombuffer(self._packed(), np.uint8)
         found: np.ndarray = np.flatnonzero(np.unpackbits(packed, bitorder="little"))
         return found
 
     @property
     def ranges(self) -> Ranges:
-        """The positions in as few ranges as there are."""
+        """Return the positions as the fewest possible ranges."""
         if (self.bits & ~(self.bits << 1)).bit_count() <= FEW_RANGES:
             return self._few_ranges()
         numbers = self.numbers
@@ -134,22 +136,23 @@ class Positions:
         return tuple(found)
 
     def said(self, most: int = 5) -> str:
-        """The first ranges, for people: `0 to 3, 7 to 7 and more`."""
+        """Return the first ranges for people: `0 to 3, 7 to 7 and more`."""
         ranges = self.ranges
         shown = ", ".join(f"{start} to {stop - 1}" for start, stop in ranges[:most])
         return shown + (" and more" if len(ranges) > most else "")
 
     def to_text(self) -> PositionsText:
-        """As a record holds them: the ranges if they are few, else the bitmap."""
+        """Return the form in records: ranges if there are few, else a bitmap."""
         if (self.bits & ~(self.bits << 1)).bit_count() <= FEW_RANGES:
             return self._few_ranges()
         return base64.b64encode(zlib.compress(self._packed())).decode()
 
     @classmethod
     def from_text(cls, text: PositionsText, rows: int) -> Positions:
-        """What `to_text` made of positions below `rows`; ValueError says what is wrong.
+        """Return the positions below `rows` that `to_text` encoded. Raises ValueError saying what
+        is wrong.
 
-        Unpacked is not more than such a set can have, however much there is.
+        A longer text is refused before it is unpacked further than such a set can be.
         """
         if not isinstance(text, str):
             found = cls.spans(*text)
@@ -176,7 +179,7 @@ def _unpacked(text: str, rows: int) -> bytes:
 
 
 def disjoint(parts: Iterable[Positions]) -> Positions | None:
-    """The union of sets that share no position, or None when two share one."""
+    """Return the union of sets that share no position, or None if two share one."""
     bits = 0
     for part in parts:
         if bits & part.bits:

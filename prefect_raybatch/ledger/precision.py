@@ -1,6 +1,6 @@
-"""What `_raybatch/precision.json` says: in which precision a run's rows are asked.
+"""`_raybatch/precision.json`: the precision in which the rows of a run are asked.
 
-Written once, by put-if-absent, before the first shard is asked: whoever drives the run takes it.
+Written once by put-if-absent before the first shard is asked; every driver of the run follows it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from prefect_raybatch.storage import Store
 
 @dataclass(frozen=True)
 class Disagreement:
-    """A row (its number in the input) with both its answers, as texts cut to a length."""
+    """A row (its number in the input) with both answers, as texts cut to a length."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -32,9 +32,10 @@ class Disagreement:
 
 @dataclass(frozen=True)
 class PrecisionTry:
-    """What engine arguments `tried` came to: of `rows` rows asked both ways `agreed`, which shows,
-    with `confidence`, that the share `bound` agrees at least; some of the rows that do not. `error`
-    says why there was nothing to compare; `seconds` with the engine's start."""
+    """The outcome of trying engine arguments `tried`: `agreed` of the `rows` rows asked both ways
+    got the same answer, which shows with `confidence` that at least the share `bound` agrees.
+    `disagreeing` are some of the others. `error` says why nothing could be compared. `seconds`
+    includes the engine's start."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -49,16 +50,19 @@ class PrecisionTry:
 
     @property
     def agreement(self) -> float:
-        """The share of the sampled rows that agreed."""
+        """Return the share of sampled rows that agreed."""
         return self.agreed / self.rows if self.rows else 0.0
 
 
 @dataclass(frozen=True)
 class PrecisionNote:
-    """The engine arguments that were `decided` ({}: the model as it is stored), by which `tries`
-    against `min_agreement`. `itself`: the share of the sample in which the stored model gave the
-    same answer when it was asked again, in another order. `seconds`: the whole trial. `by`: the
-    attempt that decided, or the run whose decision this one takes over."""
+    """The engine arguments that were `decided` ({}: the model as stored) by `tries` against
+    `min_agreement`.
+
+    `itself` is the share of the sample in which the stored model gave the same answer when asked
+    again in another order. `seconds` is the time of the whole trial. `by` is the attempt that
+    decided, or the run whose decision was taken over.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -77,7 +81,8 @@ _NOTE = TypeAdapter(PrecisionNote)
 
 
 def read_precision(store: Store) -> PrecisionNote | None:
-    """The run's decision; None where there is none. Raises `CorruptRun` for one that is no such."""
+    """Return the decision of a run; None without one. Raises `CorruptRun` for a malformed
+    record."""
     try:
         data = read_record(store, PRECISION)
     except FileNotFoundError:
@@ -86,7 +91,7 @@ def read_precision(store: Store) -> PrecisionNote | None:
 
 
 def note_precision(store: Store, note: PrecisionNote) -> PrecisionNote:
-    """Writes the decision, once; returns the one that holds."""
+    """Write the decision once. Return the one that counts."""
     if put_record_if_absent(store, PRECISION, note.to_bytes()):
         return note
     found = read_precision(store)

@@ -1,4 +1,4 @@
-"""What `_raybatch/published/` says: to which targets a finished run was published."""
+"""`_raybatch/published/`: the targets that a finished run was published to."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from prefect_raybatch.storage import Store
 
 @dataclass(frozen=True)
 class Published:
-    """A target that has the rows of the run with this plan. `version`: of the table, as its format
-    counts; "" where it has none. `at`: seconds since 1970."""
+    """A target that has the rows of the run with this plan. `version` is the table's, in the terms
+    of its format; "" if it has none. `at` is in seconds since 1970."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -43,7 +43,7 @@ _RECORD = TypeAdapter(Published)
 
 
 def read_published(store: Store, target: str) -> Published | None:
-    """The record of a target, None where it has not been published to."""
+    """Return the record of a target; None if the run was not published to it."""
     path = published_path(target)
     try:
         return read_json(_RECORD, read_record(store, path), path)
@@ -52,14 +52,15 @@ def read_published(store: Store, target: str) -> Published | None:
 
 
 def all_published(store: Store) -> tuple[Published, ...]:
-    """The records of all targets, by name."""
+    """Return the records of all targets, sorted by name."""
     matches = (PUBLISHED_NAME.match(info.path) for info in store.list(PUBLISHED))
     found = (read_published(store, match[1]) for match in matches if match)
     return tuple(sorted((one for one in found if one), key=lambda one: one.target))
 
 
 def note_published(store: Store, record: Published) -> Published:
-    """Writes a target's record, once; the one that holds. `CorruptRun` for another plan's."""
+    """Write the record of a target once. Return the one that counts. Raises `CorruptRun` for a
+    record of another plan."""
     if put_record_if_absent(store, published_path(record.target), record.to_bytes()):
         return record
     found = read_published(store, record.target)

@@ -1,7 +1,7 @@
-"""Records on their way to and from the store, through one table of how large each kind may be.
+"""Read and write records, with a size limit for each kind.
 
-Who reads a run directory does not trust it, so each kind of record has a largest size. A record
-beyond it is refused before it is written, since afterwards nobody could go on with the run.
+A reader does not trust a run directory, so each kind of record has a largest size. A larger record
+is refused before it is written, since nobody could continue the run afterwards.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from prefect_raybatch.storage import Store, put_proved, put_same_proved
 
 
 class Kind(NamedTuple):
-    """Records whose path begins with `prefix`: at most `limit` bytes; `change` is what to change
+    """Records whose path begins with `prefix`: at most `limit` bytes. `change` says what to change
     in a job whose record would be larger."""
 
     prefix: str
@@ -56,18 +56,18 @@ TABLE = Kind(
 
 
 def limit_of(path: str) -> int:
-    """The most bytes that a reader takes of the record at `path`."""
+    """Return the largest size in bytes of the record at `path`."""
     return _kind(path).limit
 
 
 def read_record(store: Store, path: str) -> bytes:
-    """Return the record's bytes. Raise `FileNotFoundError`, and `CorruptRun` when it is larger than
-    any of ours."""
+    """Return the bytes of a record. Raises `FileNotFoundError`, and `CorruptRun` if it is larger
+    than any record may be."""
     return store.read(path, limit_of(path))
 
 
 def read_table(store: Store, name: str, by: str = "plan.json") -> bytes:
-    """A table that the record `by` names, with the hash that its name says."""
+    """Return a table that the record `by` names, checked against the hash in its name."""
     try:
         data = read_record(store, layout.table_path(name))
     except FileNotFoundError:
@@ -78,32 +78,33 @@ def read_table(store: Store, name: str, by: str = "plan.json") -> bytes:
 
 
 def hash_in_name(name: str) -> str:
-    """Return the digits of the SHA-256 that the name of a table ends with."""
+    """Return the digits of the SHA-256 at the end of a table's name."""
     return name.removesuffix(".parquet").rpartition("-")[2]
 
 
 def put_record(store: Store, path: str, data: bytes) -> None:
-    """Writes a record, replacing what is there. Raises `ConfigError`, and writes nothing, when no
-    reader would take it."""
+    """Write a record over what is there. Raises `ConfigError`, and writes nothing, if the record is
+    too large to be read."""
     _check(store, path, data)
     store.put(path, data)
 
 
 def put_record_proved(store: Store, path: str, data: bytes) -> None:
-    """As `put_record`, and looked at once it is there: what others are going to rely on."""
+    """Write a record as `put_record` does, then check what was stored: others will rely on it."""
     _check(store, path, data)
     put_proved(store, path, data)
 
 
 def put_table(store: Store, name: str, data: bytes) -> None:
-    """A table likewise, whose name tells its contents: one that is there already is left alone."""
+    """Write a table whose name holds its hash. One that exists is left alone."""
     path = layout.table_path(name)
     _check(store, path, data)
     put_same_proved(store, path, data)
 
 
 def put_record_if_absent(store: Store, path: str, data: bytes) -> bool:
-    """As `put_record`, unless something is there; what it returns: `Store.put_if_absent`."""
+    """Write a record as `put_record` does, unless one exists. Return what `Store.put_if_absent`
+    does."""
     _check(store, path, data)
     return store.put_if_absent(path, data)
 

@@ -1,7 +1,7 @@
-"""Pieces, receipts and commits as JSON holds them, and how positions are written there.
+"""Pieces, receipts and commits in JSON, and how positions are written there.
 
-A commit holds the failed and the skipped positions, as few ranges or a bitmap, and good are the
-others. The only piece of its kind holds what the commit says of that kind.
+A commit holds the failed and the skipped positions, as ranges or a bitmap; all others are good. A
+piece that is the only one of its kind holds no positions, since the commit has them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ PieceName = Annotated[str, AfterValidator(_piece_name)]
 
 
 class _RangesOrBitmap:
-    """Of `PositionsText`: stops at the first range that is none, of which there may be millions."""
+    """Validator of `PositionsText` that stops at the first malformed range, of which there may be
+    millions."""
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
@@ -50,7 +51,7 @@ SomePositions = Annotated[PositionsText, _RangesOrBitmap()]
 
 @dataclass(frozen=True)
 class PieceText:
-    """`positions` None: those that the record has of its kind."""
+    """A piece in JSON. `positions` None: all that the record has of its kind."""
 
     __pydantic_config__: ClassVar = STRICT
 

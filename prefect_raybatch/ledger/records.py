@@ -1,6 +1,6 @@
 """Frozen value types that travel between stages, processes and the run directory.
 
-A row is known by (shard, position).
+A row is identified by (shard, position).
 """
 
 from __future__ import annotations
@@ -78,12 +78,14 @@ InputTable = Annotated[Mapping[str, Any], AfterValidator(_table)]
 
 
 def dump(value: Any) -> bytes:
-    """Canonical JSON: sorted keys, no spaces, so equal values have equal bytes and hashes."""
+    """Return canonical JSON: sorted keys and no spaces, so that equal values have equal bytes and
+    hashes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def load(data: bytes, what: str) -> dict[str, Any]:
-    """A JSON object from an untrusted record; `CorruptRun` names `what` when it is none."""
+    """Return the JSON object in an untrusted record. Raises `CorruptRun` naming `what` if it is not
+    one."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -94,7 +96,7 @@ def load(data: bytes, what: str) -> dict[str, Any]:
 
 
 def digest(data: bytes) -> str:
-    """SHA-256 in hex."""
+    """Return the SHA-256 in hex."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -119,11 +121,13 @@ def without_checksum(data: bytes, what: str) -> bytes:
 
 @dataclass(frozen=True)
 class InputFile:
-    """One input file as the plan saw it. `uri` is whole; `rows` counts what the run reads of it.
+    """An input file as the plan saw it. `uri` is complete; `rows` counts the rows that the run
+    reads of it.
 
-    Of a local Parquet file read in place: `ctime_ns` and `inode` change whenever it is written, and
-    otherwise too, so `footer` (a hash) then tells whether it is still the same. `values` are the
-    columns, as text, that only its path tells. None and empty elsewhere.
+    `ctime_ns`, `inode` and `footer` are set for a local Parquet file that is read in place. The
+    first two change whenever it is written, and at other times too; `footer` (a hash) then tells
+    whether it is still the same file. `values` are the columns, as text, that come from its path
+    alone. All are None or empty otherwise.
     """
 
     uri: str
@@ -139,7 +143,8 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Shard:
-    """The unit of everything: rows [start, start + rows) of the input in its recorded order."""
+    """The unit of reading, inference and commits: rows [start, start + rows) of the input in its
+    recorded order."""
 
     id: int
     start: int
@@ -148,9 +153,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class Unit:
-    """Work for one trip through the stages: positions [offset, offset + rows) of a shard.
+    """Work for one pass through the stages: positions [offset, offset + rows) of a shard.
 
-    Usually the whole shard; parts of it once its engine died on it.
+    Usually a whole shard; parts of it after its engine died.
     """
 
     shard: int
@@ -158,12 +163,12 @@ class Unit:
     rows: int
 
     def overlaps(self, other: Unit) -> bool:
-        """Whether both hold a position."""
+        """Return whether both hold a common position."""
         first, last = max(self.offset, other.offset), min(self.end, other.end)
         return self.shard == other.shard and first < last
 
     def without(self, other: Unit) -> list[Unit]:
-        """What is left of it, before and after the other one."""
+        """Return what is left before and after the other unit."""
         if not self.overlaps(other):
             return [self]
         ends = ((self.offset, other.offset), (other.end, self.end))
@@ -171,7 +176,7 @@ class Unit:
 
     @property
     def end(self) -> int:
-        """One more than the last position."""
+        """Return the last position plus one."""
         return self.offset + self.rows
 
 
@@ -179,19 +184,20 @@ class Unit:
 class Plan:
     """What a run is: input, shards and the job's fingerprint. Written once, never changed.
 
-    `shards_table` and `files_table` name Parquet files under `_raybatch/` that carry their own
-    hash in their name. `input_schema` is an Arrow IPC schema in base64. `hash` is the SHA-256 of
-    the record's bytes and stands in every commit. A run that retries failed rows has the run key
-    of its `parent` and a `numbers_table`: the row number of each of its rows in the root's input.
-    `row_bytes` is the mean of the input's bytes a row, by which engines are packed.
-    `context` is there where engine.max_model_len is auto: {max_model_len, why, and figures};
-    `table` where the input is a snapshot of a table: {format, uri, id, version, schema, ...}, its
-    schema as `input_schema`, of all its columns.
-    `increment` in a run that reuses or keeps answers (`ledger/increments.py`).
-    `uris_table` holds the URIs of the input where the job names very many one by one: then `job`
-    holds the first of them and `parts` their number and hash.
-    `forked_from` is the run in whose place this one goes on: {run_key, plan}, the plan's hash;
-    `night` is when the first of such runs was planned.
+    `shards_table` and `files_table` name Parquet files under `_raybatch/` with their hash in the
+    name. `input_schema` is an Arrow IPC schema in base64. `hash` is the SHA-256 of the record's
+    bytes and stands in every commit. `row_bytes` is the mean number of input bytes in a row, by
+    which engines are packed.
+
+    A run that retries failed rows has the run key of its `parent` and a `numbers_table`: the row
+    number of each of its rows in the root's input. `context` is set if engine.max_model_len is
+    auto: {max_model_len, why, and figures}. `table` is set if the input is a snapshot of a table:
+    {format, uri, id, version, schema, ...}, with the schema of all its columns encoded as
+    `input_schema` is. `increment` is set in a run that reuses or keeps answers
+    (`ledger/increments.py`). `uris_table` holds the URIs of the input if the job names very many
+    one by one; `job` then holds the first of them and `parts` their number and hash. `forked_from`
+    is the run that this one continues: {run_key, plan}, with the plan's hash; `night` is when the
+    first of such runs was planned.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -226,7 +232,7 @@ class Plan:
 
     @property
     def tables(self) -> set[str]:
-        """The tables that the plan itself names."""
+        """Return the names of the tables that the plan itself names."""
         named = (self.shards_table, self.files_table, self.numbers_table, self.uris_table)
         return {name for name in named if name is not None}
 
@@ -235,8 +241,8 @@ class Plan:
         return digest(self.to_bytes())
 
     def with_model(self, model: Mapping[str, Any]) -> Plan:
-        """The plan as an attempt works by it for which a person has accepted another model. It is
-        known by the hash of its record, as commits are to name that."""
+        """Return the plan for an attempt at which a person accepted another model. It keeps the
+        hash of its record, which commits name."""
         made = replace(self, model=model)
         made.__dict__["hash"] = self.hash
         return made
@@ -257,7 +263,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Piece:
-    """One Parquet file that finish wrote; `kind` is data or quarantine."""
+    """A Parquet file that finish wrote; `kind` is data or quarantine."""
 
     path: str
     kind: PieceKind
@@ -269,12 +275,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What one trip of (a part of) a shard through the stages gave.
+    """The outcome of one pass of a shard, or of a part of it, through the stages.
 
-    `lost` carries the reason when the positions did not get through (an engine died): such a
-    receipt holds no positions and only tells the driver why, and by `part` of which: the first one
-    and how many, None for the whole shard. `failures` counts failed rows.
-    `where`: node and process of finish, engine.
+    If the positions did not get through, `lost` has the reason: such a receipt holds no positions.
+    Its `part` is (first position, number of positions), None for the whole shard. `failures` counts
+    failed rows. `where` names node and process of finish, and the engine.
     """
 
     shard: int
@@ -295,7 +300,8 @@ class Receipt:
 
     @property
     def unit(self) -> Unit:
-        """What it tells of: from the first position that it holds, or was lost, to the last."""
+        """Return what the receipt is about, from the first position that it holds, or that was
+        lost, to the last."""
         if self.lost is not None:
             return Unit(self.shard, *(self.part or (0, MOST_POSITIONS)))
         held = self.good | self.failed | self.skipped
@@ -303,7 +309,7 @@ class Receipt:
 
     @property
     def held(self) -> Positions | None:
-        """All positions the receipt accounts for; None when its own parts overlap."""
+        """Return all positions that the receipt accounts for; None if its own parts overlap."""
         return disjoint((self.good, self.failed, self.skipped))
 
     def to_json(self) -> str:
@@ -328,9 +334,9 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Commit:
-    """The only truth about a finished shard; written once by put-if-absent.
+    """The only record that a shard is finished; written once by put-if-absent.
 
-    `token` is fresh for every write, so a writer can tell its own record from another's.
+    `token` is new for every write, so that a writer can tell its own record from another's.
     """
 
     shard: int
@@ -363,8 +369,8 @@ class Commit:
 
     @cached_property
     def body(self) -> bytes:
-        """The bytes that are stored: of a commit that was read those that were there, since the
-        same positions may be written in another way."""
+        """Return the stored bytes. For a commit that was read these are the bytes that were read,
+        since the same positions can be written in more than one way."""
         return self.to_bytes()
 
     @classmethod
@@ -381,10 +387,10 @@ class Commit:
 
 @dataclass(frozen=True)
 class Part:
-    """A file of the result, path relative to the run directory.
+    """A file of the result; `path` is relative to the run directory.
 
-    `first` and `last` are its row numbers at both ends, `sums` the SHA-256 of its row checksums;
-    None while only the file itself is written. `etag` is that of the proved file, None on a disk.
+    `first` and `last` are the row numbers at its ends, `sums` the SHA-256 of its row checksums;
+    None while only the file itself is written. `etag` is that of the checked file, None on a disk.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -412,7 +418,8 @@ def _shallow(record: Receipt | Commit) -> dict[str, Any]:
 
 
 def _take_positions(value: dict[str, Any], rows: int | None, what: str) -> None:
-    """Unpack the positions of a record of `rows` rows; one of None names the good ones itself."""
+    """Unpack the positions of a record of `rows` rows. A record with `rows` None names the good
+    ones itself."""
     most = MOST_POSITIONS if rows is None else rows
     for name in KINDS_OF_ROWS:
         if name in value:

@@ -1,8 +1,8 @@
-"""Which row of the root's input each row of a run is.
+"""The number of each row of a run in the input of its root run.
 
-A run over its own input numbers rows by where they stand. A run that retries failed rows carries
-the numbers these rows have in the run it all began with, so that the results together are one
-table; its plan names a table with them.
+A run over its own input numbers rows by position. A run that retries failed rows keeps the numbers
+that they have in the root's input, so that all results together are one table; its plan names a
+table with them.
 """
 
 from __future__ import annotations
@@ -16,38 +16,37 @@ ROWS_NAMED = 5  # rows named one by one where they are not neighbours
 
 
 class RowNumbers:
-    """Numbers of the rows of a run of `rows` rows; `table` (int64, ascending) where a plan has one.
-
-    Without a table a row's number is its position in the run's input.
-    """
+    """Row numbers of a run of `rows` rows. `table` (int64, ascending) is the plan's; without one a
+    row's number is its position in the run's input."""
 
     def __init__(self, rows: int, table: np.ndarray | None = None):
         self.rows, self.table = rows, table
 
     def of(self, positions: np.ndarray) -> np.ndarray:
-        """int64 numbers of the rows at `positions` of the run's input."""
+        """Return the int64 numbers of the rows at `positions` of the run's input."""
         return positions if self.table is None else self.table[positions]
 
     def all(self) -> np.ndarray:
-        """The numbers of all rows, ascending."""
+        """Return the numbers of all rows, ascending."""
         return np.arange(self.rows, dtype=np.int64) if self.table is None else self.table
 
     def positions(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(positions of those of `numbers` that the run has, those it has not)."""
+        """Return (positions of the `numbers` that the run has, the numbers that it does not
+        have)."""
         if self.table is None:
             return numbers, numbers[:0]
         known = among(self.table, numbers)
         return np.searchsorted(self.table, numbers[known]), numbers[~known]
 
     def name(self, start: int, stop: int) -> str:
-        """The rows at positions [start, stop), for people: `rows 4 to 9`, `rows 4, 7, 20`."""
+        """Return the rows at positions [start, stop) for people: `rows 4 to 9`, `rows 4, 7, 20`."""
         if self.table is None:
             return f"rows {start} to {stop - 1}"
         return name_rows(self.table[start:stop])
 
 
 def among(table: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """bool for each of `numbers`: whether it is in `table`, which is ascending."""
+    """Return for each of `numbers` whether it is in the ascending `table`."""
     if not len(table):
         return np.zeros(len(numbers), bool)
     at = np.searchsorted(table, numbers)
@@ -56,7 +55,7 @@ def among(table: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
 
 def name_rows(numbers: np.ndarray) -> str:
-    """Ascending row numbers for people: `rows 4 to 9` of neighbours, else the first few."""
+    """Return ascending row numbers for people: `rows 4 to 9` if adjacent, else the first few."""
     first, last = int(numbers[0]), int(numbers[-1])
     if last - first == len(numbers) - 1:
         return f"rows {first} to {last}"
@@ -66,14 +65,15 @@ def name_rows(numbers: np.ndarray) -> str:
 
 
 def numbers_table(numbers: np.ndarray) -> bytes:
-    """Parquet bytes of the table (column row, int64)."""
+    """Return the table as Parquet bytes (column row, int64)."""
     import pyarrow as pa
 
     return to_parquet(pa.table({"row": pa.array(numbers, pa.int64())}))
 
 
 def read_numbers(data: bytes, rows: int) -> RowNumbers:
-    """The table of a plan over `rows` rows; `CorruptRun` unless it holds as many, ascending."""
+    """Return the table of a plan over `rows` rows. Raises `CorruptRun` unless it holds that many,
+    ascending."""
     import pyarrow as pa
 
     column = from_parquet(data, "table of row numbers", ["row"])["row"]

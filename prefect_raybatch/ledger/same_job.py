@@ -1,4 +1,4 @@
-"""What tells a run's job from another."""
+"""Compare a job with that of a run by the parts of their fingerprints."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from prefect_raybatch.spec.identity import Identity
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """One line a differing field: `field: old -> new`; groups are taken apart."""
+    """Return one line for each differing field: `field: old -> new`; groups are split into their
+    fields."""
     return [f"{key}: {before} -> {after}" for key, (before, after) in differing(old, new).items()]
 
 
 def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """{field: (old, new)} of what differs, as short texts, by name."""
+    """Return {field: (old, new)} of the differences, as short texts."""
     found = {}
     flat_old, flat_new = _flat(bounded_parts(old)), _flat(bounded_parts(new))
     for key in sorted(set(flat_old) | set(flat_new)):
@@ -34,8 +35,8 @@ def check_same(
     where: str,
     left_out: Collection[str] = (),
 ) -> None:
-    """Raises `PlanMismatch` with a readable difference when the run belongs to another job.
-    Differences in the fields `left_out` are taken on by a person, and make it no other."""
+    """Raise `PlanMismatch` with the differences if the run belongs to another job. A person has
+    accepted the differences in the fields `left_out`."""
     if plan.fingerprint == own.fingerprint:
         return
     differences = differing(plan.parts, own.parts)

@@ -1,4 +1,4 @@
-"""What is measured of a shard on its way, and how the figures of several are folded into one."""
+"""Measurements of a shard on its way through the stages, and how those of several are combined."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ def _folded(rule: str) -> Any:
 
 @dataclass(frozen=True)
 class ShardStats:
-    """Figures of a shard, or of several together. What is not known is None.
+    """Measurements of one shard, or of several combined. Unknown ones are None.
 
-    Each says how it is folded. `started` and `ended` are seconds since 1970, the first and last
-    moment of its engine and finish stage; `read_s` to `finish_s` seconds a stage took. `reused` to
-    `asked`: rows of a run that reuses, by where their answers are from. `flops` to `idle_s`: what
-    the engine did since it told the shard before, with what its GPUs could have done in that time
-    (stages/meter.py); shards overlap in an engine, so that these mean something only in sum. From
-    `samples` on: the engine and its node while the shard was in it (stages/load.py). `others` are
-    figures of a newer version, which are summed.
+    Each field says how it is combined. `started` and `ended` are seconds since 1970: the first and
+    last moment in its engine and finish stages. `read_s` to `finish_s` are the seconds in each
+    stage. `reused` to `asked` count rows of a run that reuses answers, by the source of the answer.
+    `flops` to `idle_s` are the engine's work since it finished the shard before, and what its GPUs
+    could have done meanwhile (stages/meter.py); several shards are in an engine at once, so only
+    the sums mean something. The fields from `samples` on describe the engine and its node while the
+    shard was in it (stages/load.py). `others` are measurements of a newer version, which are
+    summed.
     """
 
     rows: float | None = _folded(SUM)
@@ -77,7 +78,7 @@ class ShardStats:
 
     @classmethod
     def of(cls, values: Mapping[str, float]) -> ShardStats:
-        """What `to_dict` made."""
+        """Return what `to_dict` encoded."""
         if values.keys() <= _RULES.keys():
             known, others = values, {}
         else:
@@ -90,13 +91,13 @@ class ShardStats:
         return made
 
     def to_dict(self) -> dict[str, float]:
-        """What is known, by name: the JSON of records."""
+        """Return the known measurements by name, as JSON in records."""
         known = self.__dict__
         found = {name: known[name] for name in _RULES if known[name] is not None}
         return {**found, **self.others} if self.others else found
 
     def figures(self) -> dict[str, float]:
-        """What is known of the engine and its node: means and peaks, for people."""
+        """Return the means and peaks of the engine and its node, for people."""
         found = ((name, getattr(self, name)) for name in (*MEANS, *PEAKS))
         return {name: round(value, 4) for name, value in found if value is not None}
 
@@ -124,9 +125,9 @@ _CHOSEN: Mapping[str, Callable[[float, float], float]] = {
 
 
 class StatsFold:
-    """Folds the figures of shards one after the other, in memory that does not grow with them.
+    """Combine the measurements of shards one by one, in constant memory.
 
-    A shard that does not know a figure has no say in it.
+    A shard for which a measurement is unknown does not count for it.
     """
 
     def __init__(self) -> None:
@@ -153,13 +154,13 @@ class StatsFold:
             values[name] = values.get(name, 0) + value
 
     def result(self) -> ShardStats:
-        """What the shards come to together."""
+        """Return the combined measurements."""
         means = {name: total / (weight or 1.0) for name, (total, weight) in self._means.items()}
         return ShardStats.of({**self._values, **means})
 
 
 def fold_stats(parts: Iterable[ShardStats]) -> ShardStats:
-    """The figures of all parts together."""
+    """Return the measurements of all parts combined."""
     fold = StatsFold()
     for part in parts:
         fold.add(part)

@@ -1,4 +1,4 @@
-"""Records out of untrusted JSON: pydantic checks them, strictly, and what does not fit is a
+"""Read records from untrusted JSON: pydantic checks them strictly, and anything else raises a
 `CorruptRun` that names the field."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KEY = re.compile(rb'"([^"]*)"\s*:')
 
 
 def read_json(adapter: TypeAdapter[Checked], data: bytes | str, what: str) -> Checked:
-    """The record in `data`; `CorruptRun` names `what` and the field that is wrong."""
+    """Return the record in `data`. Raises `CorruptRun` with `what` and the field that is wrong."""
     text = data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass")
     _refuse_strangers(adapter, text, what)
     try:
@@ -47,7 +47,8 @@ def read_json(adapter: TypeAdapter[Checked], data: bytes | str, what: str) -> Ch
 
 
 def _refuse_strangers(adapter: TypeAdapter[Any], text: bytes, what: str) -> None:
-    """Of millions of keys that are no fields pydantic would collect an error each, some GB."""
+    """Refuse unknown keys early: pydantic would collect an error for each of millions of them,
+    several GB."""
     if text.count(b":") <= MOST_KEYS:
         return
     ours = _fields(adapter)
@@ -58,7 +59,7 @@ def _refuse_strangers(adapter: TypeAdapter[Any], text: bytes, what: str) -> None
 
 @cache
 def _fields(adapter: TypeAdapter[Any]) -> frozenset[bytes]:
-    """The names of all fields in records that `adapter` reads."""
+    """Return the names of all fields in records that `adapter` reads."""
     found: set[bytes] = set()
     _note_fields(adapter.core_schema, found)
     return frozenset(found)
@@ -76,7 +77,8 @@ def _note_fields(schema: Any, found: set[bytes]) -> None:
 
 
 def _refuse_constants(text: bytes, what: str) -> None:
-    """NaN and Infinity are no JSON, but pydantic takes them in a field of free JSON."""
+    """Refuse NaN and Infinity, which are not JSON, but which pydantic accepts in a field of free
+    JSON."""
     if b"NaN" not in text and b"Infinity" not in text:
         return
     try:
@@ -102,7 +104,8 @@ def _said(error: ValidationError, what: str) -> str:
 
 
 def _place(location: Sequence[Any]) -> str:
-    """`pieces.0.path`; without the name of the type that a value was tried as."""
+    """Return a location as `pieces.0.path`, without the names of the types that a value was tried
+    as."""
     parts = location[:-1] if location and location[-1] in _BRANCHES else location
     parts = [part for part in parts if part not in (AS_RANGES, AS_BITMAP)]
     return ".".join(str(part)[:40] for part in parts)

@@ -1,7 +1,7 @@
-"""What `_SUCCESS` says: that a plan's result is complete, and of which files it consists.
+"""`_SUCCESS`: the record that the result of a plan is complete, and of which files it consists.
 
-Whoever finds one reads it here, and is told of one that is not of the plan beside it: by its word
-pieces are deleted that cannot be had again.
+Every reader goes through this module, which refuses a record that is not of the plan beside it:
+pieces that cannot be made again are deleted on its word.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ INLINE_PARTS = 1000  # files that stand in the record itself
 
 @dataclass(frozen=True)
 class Success:
-    """The end of a run: rows by what became of them, the files of the result in order, seconds
+    """The end of a run: rows by outcome, the files of the result in order, and the time in seconds
     since 1970. `plan` is the plan's hash.
 
-    `layout` names the table of the layout that the files are of, or `manifest` that of the pieces
-    where these are the result. Many files are in `parts_table`. `accepted`: in what the job of
-    some attempt differed from the run's, by a person's word.
+    `layout` names the table of the layout that the files follow; `manifest` that of the pieces if
+    these are the result. Very many files are in `parts_table`. `accepted` are the differences from
+    the plan's job that a person accepted at some attempt.
     """
 
     __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
@@ -81,9 +81,11 @@ class Success:
     def from_bytes(
         cls, data: bytes, plan: Plan, where: str, table: Callable[[str], bytes] | None = None
     ) -> Success:
-        """The record of `plan`, found in run directory `where`; `table` reads one it names.
+        """Return the record of `plan`, found in run directory `where`. `table` reads a table that
+        it names.
 
-        Raises `CorruptRun` that says what to do for what is none, or another plan's.
+        Raises `CorruptRun`, with what to do, for a file that is not such a record, or that is
+        another plan's.
         """
         path = f"{where}/{SUCCESS}"
         try:
@@ -110,7 +112,7 @@ class Success:
         return found
 
     def of(self, kind: str) -> list[Part]:
-        """The files of data or quarantine, in order of name."""
+        """Return the files of data or quarantine, sorted by name."""
         return sorted(
             (p for p in self.parts if (_folder_of(p) == DATA_FOLDER) == (kind == "data")), key=_path
         )
@@ -139,7 +141,7 @@ def _not_of(theirs: str | None, plan: Plan) -> str:
 
 
 def read_success(store: Store, plan: Plan) -> Success | None:
-    """What `_SUCCESS` says, or None while there is none. Raises as `Success.from_bytes`."""
+    """Return the `_SUCCESS` record, or None while there is none. Raises as `Success.from_bytes`."""
     try:
         data = read_record(store, SUCCESS)
         return Success.from_bytes(data, plan, store.uri, partial(read_table, store, by=SUCCESS))
@@ -148,7 +150,7 @@ def read_success(store: Store, plan: Plan) -> Success | None:
 
 
 def put_success(store: Store, success: Success) -> None:
-    """Writes `_SUCCESS` unless there is one; of many files the table first, which it then names."""
+    """Write `_SUCCESS` unless it exists. The table of very many files is written first."""
     if len(success.parts) > INLINE_PARTS:
         data = to_parquet(_parts_rows(success.parts))
         name = f"parts-{digest(data)[:16]}.parquet"
@@ -171,10 +173,10 @@ def _parts_of(data: bytes, name: str) -> tuple[Part, ...]:
 
 
 def check_parts(store: Store, parts: Iterable[Part]) -> None:
-    """`CorruptRun` naming a part that is missing, of another size, or with other contents.
+    """Raise `CorruptRun` naming a part that is missing, of another size, or with other contents.
 
-    By one listing; a part is read where it has an ETag other than the one that was recorded. One
-    without (on a disk) counts by its size: it was read back when it was written.
+    Uses one listing. A part is read if its ETag differs from the recorded one. A part without an
+    ETag (on a disk) is compared by size: it was read back when it was written.
     """
     parts = tuple(parts)
     there = _listed(store, sorted({_folder_of(part) for part in parts}))
@@ -196,21 +198,20 @@ def check_parts(store: Store, parts: Iterable[Part]) -> None:
 
 
 def _same(store: Store, part: Part) -> bool:
-    """A copied bucket gives other ETags to the same contents."""
+    """Compare the contents of a part whose ETag differs: a copied bucket gives other ETags to the
+    same contents."""
     with store.open(part.path) as stream:
         return sha256_of(stream) == part.sha256
 
 
 def _listed(store: Store, folders: Iterable[str]) -> dict[str, FileInfo]:
-    """The files in these folders of the result, by path."""
+    """Return the files in these folders of the result, by path."""
     return {info.path: info for folder in folders for info in store.list(folder)}
 
 
 def strays(paths: Iterable[str], named: Iterable[str]) -> list[str]:
-    """Those of `paths` that are not `named` and that readers of a folder take for its data.
-
-    Below the folder they leave out names that begin with a dot or an underscore.
-    """
+    """Return those of `paths` that are not `named` and that readers of a folder take for its data:
+    readers skip names that begin with a dot or an underscore."""
     known = set(named)
     return sorted(
         path
@@ -220,7 +221,7 @@ def strays(paths: Iterable[str], named: Iterable[str]) -> list[str]:
 
 
 def check_no_strays(store: Store, parts: Iterable[Part]) -> None:
-    """Raise `CorruptRun` naming a file in the folders of the result that is not of it."""
+    """Raise `CorruptRun` naming a file in the folders of the result that is not part of it."""
     found = strays(_listed(store, RESULT_FOLDERS.values()), (part.path for part in parts))
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
