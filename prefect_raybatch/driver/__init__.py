@@ -1,1 +1,1 @@
-"""The loop over shards, and what watches it."""
+"""The loop over shards, and its monitoring."""

@@ -1,6 +1,7 @@
-"""What a run costs: the time in which its engines hold GPUs, by the price of a GPU-hour.
+"""Cost of a run: the time for which its engines hold GPUs, times the price of a GPU-hour.
 
-An attempt's GPU time stands in its heartbeats, so that a killed one is counted up to its last.
+Each attempt records its GPU time in its heartbeats, so a killed attempt is counted up to its last
+heartbeat.
 """
 
 from __future__ import annotations
@@ -24,22 +25,23 @@ HOUR = 3600.0  # seconds
 
 @dataclass(frozen=True)
 class Spent:
-    """GPU-seconds of attempts, and their cost at the price that each had; `unpriced` are those of
-    them that had none."""
+    """GPU-seconds of several attempts, and their cost at the price that applied to each. `unpriced`
+    counts the GPU-seconds of attempts that had no price."""
 
     gpu_seconds: float = 0.0
     cost: float = 0.0
     unpriced: float = 0.0
 
     def at(self, price: float | None) -> float | None:
-        """The cost of all, of those without a price at this one; None where it is not known."""
+        """Return the total cost, with unpriced GPU-seconds charged at `price` (per GPU-hour); None
+        if the cost is unknown."""
         if price is None and (self.unpriced or not self.cost):
             return None
         return self.cost + self.unpriced * (price or 0.0) / HOUR
 
 
 def spent_by(stores: Iterable[tuple[Store, Iterable[str]]]) -> Spent:
-    """What the attempts of these names have spent, by their last heartbeats."""
+    """Add up what the named attempts have spent, according to their last heartbeats."""
     seconds = cost = unpriced = 0.0
     for store, attempts in stores:
         for beat in read_beats(store, attempts).values():
@@ -52,7 +54,8 @@ def spent_by(stores: Iterable[tuple[Store, Iterable[str]]]) -> Spent:
 
 
 def spent_on(ledger: Ledger, plan: Plan, but: str = "") -> Spent:
-    """What all attempts at a run have spent, those at its asks included; `but` this one."""
+    """Add up what all attempts at a run have spent, those in its requests phase included, except
+    the attempt named by `but`."""
     places = [(ledger.store, [name for name in ledger.attempts() if name != but])]
     increment = increment_of(plan)
     if increment is not None and increment.asks is not None:
@@ -62,10 +65,11 @@ def spent_on(ledger: Ledger, plan: Plan, but: str = "") -> Spent:
 
 
 class CostMeter:
-    """Adds up the GPU-seconds of an attempt; seconds are of a clock that does not jump.
+    """Adds up the GPU-seconds of one attempt. Times are seconds of a monotonic clock.
 
-    Engines hold GPUs from when Ray makes them. A pool that may grow asks for more than there is
-    room for, so there those above `fewest` count once they live.
+    An engine holds its GPUs from the moment Ray creates its actor. An elastic pool requests more
+    engines than the cluster may have room for, so engines beyond `fewest` count only once they are
+    alive.
     """
 
     def __init__(
@@ -83,7 +87,8 @@ class CostMeter:
         self._at: float | None = None
 
     def see(self, now: float, states: Mapping[str, int]) -> None:
-        """Counts the time since the last call, in which what was seen then was held."""
+        """Charge the time since the last call to the engine states seen at that call, then remember
+        `states`."""
         if self._at is not None:
             self.gpu_seconds += self.gpus * max(0.0, now - self._at)
         living = alive(states)
@@ -92,7 +97,8 @@ class CostMeter:
 
     @contextmanager
     def holding(self, gpus: float) -> Iterator[None]:
-        """For the block something beside the engines of a pass holds GPUs: a trial's engine."""
+        """Charge `gpus` more GPUs for the duration of the block, for example those of the engine of
+        a precision trial."""
         self._beside += gpus
         try:
             yield
@@ -100,30 +106,31 @@ class CostMeter:
             self._beside -= gpus
 
     def after(self, earlier: CostMeter, more: float = 0.0) -> CostMeter:
-        """This meter, going on from what the same attempt has counted by another, and from GPU
-        seconds that were spent for it before."""
+        """Return this meter, continued from the GPU-seconds that another meter counted for the same
+        attempt and from `more` GPU-seconds spent before it."""
         self.gpu_seconds = earlier.gpu_seconds + more
         return self
 
     @property
     def cost(self) -> float | None:
-        """Of this attempt."""
+        """Return the cost of this attempt so far; None if unknown."""
         return None if self.price is None else self.gpu_seconds * self.price / HOUR
 
     @property
     def whole(self) -> float | None:
-        """Of all attempts until now."""
+        """Return the cost of all attempts at the run so far; None if unknown."""
         before, own = self.before.at(self.price), self.cost
         return None if before is None and own is None else (before or 0.0) + (own or 0.0)
 
     def at_end(self, seconds_left: float | None) -> float | None:
-        """The cost of the run when it ends after so many seconds more with the GPUs held now."""
+        """Return the expected cost of the run if it ends in `seconds_left` seconds with the GPUs
+        held now; None if unknown."""
         if self.whole is None or self.price is None or seconds_left is None:
             return None
         return self.whole + self.gpus * seconds_left * self.price / HOUR
 
     def figures(self, seconds_left: float | None) -> dict[str, Any]:
-        """What a heartbeat says of costs."""
+        """Return the cost fields of a heartbeat."""
         found = {
             "cost": self.cost,
             "cost_run": self.whole,
@@ -134,7 +141,7 @@ class CostMeter:
 
 
 def check_cost(limits: Limits, cost: float | None, shards: int, committed: int) -> None:
-    """Raises `CostExceeded` where a run has reached limits.max_cost and shards are left to do."""
+    """Raise `CostExceeded` if the run has reached `limits.max_cost` and has shards left to do."""
     most = limits.max_cost
     if most is None or cost is None or cost < most or committed >= shards:
         return

@@ -1,7 +1,8 @@
-"""The loop that turns receipts into commits: passes, budget, isolation of what kills engines.
+"""The loop that turns receipts into commits: passes, error budget, isolation of rows that kill
+engines.
 
-Knows neither Ray nor Prefect: a pass is a function from work units to receipts, so the loop is
-tested without either.
+The loop knows neither Ray nor Prefect. A pass is a function from work units to receipts, so tests
+run the loop without either.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ COMMON = 5  # failures named in an error
 
 
 class RunPass(Protocol):
-    """Sends units through the stages and yields their receipts as they come."""
+    """Sends units through the stages and yields their receipts as they arrive."""
 
     def __call__(self, units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]: ...
 
@@ -70,8 +71,8 @@ Quarantine = Callable[[Unit, Loss], Receipt]
 
 @dataclass(frozen=True)
 class OtherLedger:
-    """What one of the two ledgers of a run that reuses answers has to do; `failed`: rows of the run
-    that are known to fail by it."""
+    """Progress in the other ledger of a run that reuses answers. `failed` counts the rows of the
+    run that are already known to fail because a request failed."""
 
     rows: int = 0
     shards: int = 0
@@ -80,13 +81,14 @@ class OtherLedger:
 
 @dataclass
 class Progress:
-    """How far a run is, counted over all attempts. Rates are of this attempt, in rows a second.
+    """Progress of a run over all its attempts. Rates are of this attempt, in rows per second.
 
-    `held_back` counts failed rows of the shard that crossed the error budget: it is not committed,
-    so they are not in the tally. A run that reuses asks first and then looks its rows up: `before`
-    is what has been done when this begins, `later` what comes after it, and those that show it
-    count the `whole`. `core_deaths` are of engines whose actor lived on, told with the shards that
-    they cost; `process_deaths` are of the actors' own processes, as Ray counts them.
+    `held_back` counts the failed rows of the shard that crossed the error budget. That shard is not
+    committed, so the tally does not include them. A run that reuses answers has two phases:
+    requests, then rows. `before` is what the earlier phase did, `later` what the later phase will
+    do, and displays of progress use `whole`, the sum. `core_deaths` counts deaths of an engine core
+    whose actor survived, reported with the shards that they cost; `process_deaths` counts deaths of
+    the actor processes, as Ray counts them.
     """
 
     rows: int
@@ -106,7 +108,8 @@ class Progress:
 
     @property
     def whole(self) -> int:
-        """Rows of the run and, where it reuses, the requests that it asks first."""
+        """Return the rows of the run plus, if it reuses answers, the requests of its first
+        phase."""
         return self.before.rows + self.rows + self.later.rows
 
     @property
@@ -115,18 +118,18 @@ class Progress:
 
     @property
     def unit(self) -> tuple[str, str]:
-        """What `whole` counts, one and several of them."""
+        """Return the singular and plural noun for what `whole` counts."""
         both = self.before.rows or self.later.rows
         return ("request or row", "requests and rows") if both else ("row", "rows")
 
     @property
     def engine_deaths(self) -> int:
-        """How often an engine of this attempt died."""
+        """Return how often an engine of this attempt died."""
         return self.core_deaths + self.process_deaths
 
     @property
     def failed(self) -> int:
-        """Rows of the run that failed, also such as wait for a request that did."""
+        """Return the failed rows of the run, including rows whose request failed."""
         return max(self.before.failed, self.weighed, self.tally.failed)
 
     @property
@@ -135,7 +138,7 @@ class Progress:
 
     @property
     def rate(self) -> float:
-        """Rows a second over the latest commits; 0 while there are none."""
+        """Return rows per second over the latest commits; 0 before the first commit."""
         if not self.recent:
             return 0.0
         start, rows = self.recent[0][0], sum(n for _, n in self.recent)
@@ -146,18 +149,20 @@ class Progress:
         return (self.rows - self.done) / self.rate if self.rate else None
 
     def add(self, commit: Commit, since: float) -> None:
-        """Counts a commit; `since` is when its rows' work began, for the rate."""
+        """Count a commit. `since` is the time at which work on its rows began, from which the rate
+        is measured."""
         before = self.tally.rows
         self.tally.add(commit)
         self.recent.append((since, self.tally.rows - before))
 
 
 class Driver:
-    """Drives one attempt at a run to its end.
+    """Drives one attempt at a run until all shards are committed or an error ends it.
 
-    `observe` is called after each commit, and once more when the error budget is crossed, of which
-    `on_stop` is told. `waiting`: the rows of another run that wait for those of this one, by which
-    its failed rows are counted. `draining`: whether nothing more is to be begun.
+    `observe` is called after each commit, and once more when the error budget is crossed; `on_stop`
+    receives the details of that. `waiting` maps each request to the number of the run's rows that
+    wait for it, which is how a failed request is counted. `draining` returns whether to begin no
+    more shards.
     """
 
     def __init__(
@@ -186,8 +191,8 @@ class Driver:
         self._answered = False  # whether anything came through the stages in this attempt
 
     def resume(self) -> Progress:
-        """Fold what is committed already. Raise `ErrorBudgetExceeded` if shards are left to do and
-        too many rows have failed."""
+        """Count the shards that are already committed. Raise `ErrorBudgetExceeded` if shards are
+        left to do and too many rows have failed."""
         listing = self.ledger.listing(self.plan)
         self.done = listing.done
         if listing.strays:
@@ -205,13 +210,13 @@ class Driver:
         return self.progress
 
     def run(self, run_pass: RunPass, quarantine: Quarantine, suspects: int = 64) -> Progress:
-        """Passes until all is committed. Call `resume` first.
+        """Run passes until every shard is committed. Call `resume` first.
 
-        `quarantine(unit, why)` writes the piece for a single row that kills its engine and
-        returns its receipt. `suspects`: units that engines can have in flight together.
+        `quarantine(unit, why)` writes the piece for a single row that kills its engine and returns
+        its receipt. `suspects` is the number of units that may be in flight in engines at once.
 
-        Raises the error of a fatal receipt, `ErrorBudgetExceeded`, or `EngineFailure` when
-        nothing gets through any more. What is committed stays committed.
+        Raises the error of a fatal receipt, `ErrorBudgetExceeded`, or `EngineFailure` when a pass
+        makes no progress. Committed shards stay committed.
         """
         units = [Unit(s, 0, self.shards[s].rows) for s in np.flatnonzero(~self.done).tolist()]
         deaths: Counter[Unit] = Counter()
@@ -281,8 +286,9 @@ class Driver:
             self._accept(receipt)
 
     def _probes(self) -> list[Unit]:
-        """Rows of committed shards, asked again and their answers thrown away, while this attempt
-        has seen no engine work: an earlier one may have left nothing but rows that kill."""
+        """Return rows of committed shards to ask again, discarding the answers, as long as this
+        attempt has seen no engine work: an earlier attempt may have left only rows that kill
+        engines."""
         done = np.flatnonzero(self.done).tolist()
         if self._answered or not done:
             return []
@@ -298,7 +304,7 @@ class Driver:
             self._commit(receipt.shard, whole)
 
     def _look_at_code(self, receipt: Receipt) -> None:
-        """Warns once of workers whose code is another than this driver's."""
+        """Warn once of workers whose code differs from the driver's."""
         theirs, own = receipt.where.get("code"), code_version()
         if theirs is None or theirs == own or theirs in self._codes:
             return
@@ -331,8 +337,8 @@ class Driver:
         self.observe(self.progress)
 
     def _check_budget(self, receipts: Sequence[Receipt]) -> None:
-        """The shard (of these `receipts`) that would cross the limit is not committed, so raising
-        the limit and running again continues from there."""
+        """Raise `ErrorBudgetExceeded` if the shard of these `receipts` would cross the error
+        budget. The shard is not committed, so a run with a higher limit continues there."""
         more = sum(map(self._weighed, receipts))
         rows = self.plan.rows if self.waiting is None else self.waiting.rows
         allowed = self.limits.allowed(rows)
@@ -360,13 +366,14 @@ class Driver:
         )
 
     def _weighed(self, record: Receipt | Commit) -> int:
-        """Failed rows of a record."""
+        """Return the failed rows of a receipt or commit; a failed request counts each row that
+        waits for it."""
         if self.waiting is None:
             return len(record.failed)
         return self.waiting.count(record.shard, record.failed)
 
     def _stopped(self, stop: Stop, receipts: Sequence[Receipt]) -> Stop:
-        """Tells everybody of the failed rows that no commit will tell of."""
+        """Report the failed rows that no commit will include."""
         shard = receipts[0].shard
         pieces = [piece for receipt in receipts for piece in receipt.pieces]
         numbers = partial(self.ledger.numbers, self.plan)
@@ -396,19 +403,20 @@ class Driver:
         return any(why.kind == ENGINES_DIED for why in losses)
 
     def _why_lost(self, unit: Unit) -> Loss:
-        """Why a unit did not come through this pass, by what was told last of any row of it: others
-        of its shard may have been lost to something else."""
+        """Return why a unit did not come through this pass: the last reason reported for any of its
+        rows. Other rows of its shard may have been lost for another reason."""
         told = reversed(self._lost.get(unit.shard, []))
         found = (why for lost, why in told if lost.overlaps(unit))
         return next(found, Loss(ENGINE_DIED, NO_RECEIPT))
 
     def _held(self) -> int:
-        """Rows that are committed or held by receipts: what must grow in every pass."""
+        """Return the rows that are committed or held by receipts; every pass must increase it."""
         pending = np.flatnonzero(~self.done).tolist()
         return self.plan.rows - sum(map(self.coverage.lacking, pending))
 
     def _missing(self, units: Sequence[Unit]) -> list[Unit]:
-        """The parts of `units` that no receipt holds and nobody has committed meanwhile."""
+        """Return the parts of `units` that have no receipt and that nobody has committed
+        meanwhile."""
         theirs = self.ledger.committed(self.plan) & ~self.done
         for shard in np.flatnonzero(theirs).tolist():
             self.coverage.drop(shard)
@@ -425,7 +433,8 @@ class Driver:
     def _after_isolation(
         self, units: list[Unit], deaths: Counter[Unit], quarantine: Quarantine
     ) -> list[Unit]:
-        """Cuts what died alone; a single row that died alone often enough goes to quarantine."""
+        """Split each unit that died while alone in an engine, and quarantine a single row that did
+        so often enough."""
         rest: list[Unit] = []
         for unit in units:
             why = self._why_lost(unit)
@@ -443,7 +452,7 @@ class Driver:
 
 
 def cut(unit: Unit) -> list[Unit]:
-    """Up to 16 parts of about equal size, in order."""
+    """Split a unit into up to 16 parts of about equal size, in order."""
     size = -(-unit.rows // SPLIT)
     return [
         Unit(unit.shard, unit.offset + at, min(size, unit.rows - at))
@@ -457,6 +466,6 @@ FATAL: dict[str, type[RayBatchError]] = {
 
 
 def _error_of(why: Loss) -> RayBatchError:
-    """The error that a fatal loss stands for."""
+    """Return the error that a fatal loss stands for."""
     kind = FATAL.get(why.kind)
     return kind(why.message) if kind else EngineStartError(f"the engine cannot work: {why}")

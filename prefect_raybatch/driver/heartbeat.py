@@ -1,6 +1,5 @@
-"""How a run is doing right now: a small record beside the attempt's note, and the thread it is
-written from. For people and followers only, never for correctness.
-"""
+"""Heartbeats: a small record of a run's current state beside the attempt's note, and the thread
+that writes it. Heartbeats are for people and followers; correctness never depends on them."""
 
 from __future__ import annotations
 
@@ -38,11 +37,11 @@ JOIN_SECONDS = 10.0  # seconds that a thread may take to end: whoever cancels wa
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What other threads may know of a `Progress`, taken in the driver's thread after a commit.
+    """A snapshot of `Progress` for other threads, taken in the driver's thread after a commit.
 
-    `at` and `window_start` are seconds since 1970; `commits` and `window_rows` are of the window
-    that the rate is taken over, and empty before the first commit of this attempt. `held_back`
-    counts failed rows of the shard that crossed the error budget and is not committed.
+    `at` and `window_start` are seconds since 1970. `commits` and `window_rows` belong to the window
+    over which the rate is computed, and are empty before this attempt's first commit. `held_back`
+    counts the failed rows of the shard that crossed the error budget and is not committed.
     """
 
     at: float
@@ -65,8 +64,8 @@ class Counts:
 
     @classmethod
     def whole(cls, progress: Progress) -> Counts:
-        """Of both ledgers of a run that reuses answers: of its rows, the ones `before` were those
-        of another ledger, and `later` ones will be."""
+        """Return the counts over both phases of a run that reuses answers, adding the phase
+        `before` and the phase `later`."""
         own, before, later = cls.of(progress), progress.before, progress.later
         return replace(
             own,
@@ -101,19 +100,19 @@ class Counts:
         )
 
     def rate(self, now: float) -> float:
-        """Rows a second over the latest commits; falls while nothing is committed."""
+        """Return rows per second over the latest commits; it falls while nothing is committed."""
         return self.window_rows / max(now - self.window_start, 1e-6) if self.commits else 0.0
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a heartbeat record says. Rates are a second, times are seconds; `at` and `last_commit`
-    since 1970. `engines` counts the engine actors by Ray's state. `alarms` counts the warnings of
-    the present stall and `quiet` is how long it lasts, both 0 while commits flow. `dashboard` is
-    the URL of Ray's, "" where there is none. `held_back` counts failed rows beside the `failed`
-    ones that are committed: of the shard that crossed the error budget. `gpu_seconds` and `cost`
-    are of this attempt, `cost_run` of all of the run until now, `cost_end` of the run when it ends;
-    a cost that is not known is None."""
+    """The contents of a heartbeat. Rates are per second, times are seconds; `at` and `last_commit`
+    are seconds since 1970. `engines` counts engine actors by Ray state. `alarms` counts the
+    warnings of the present stall and `quiet` is its duration; both are 0 while shards are being
+    committed. `dashboard` is the URL of Ray's dashboard, "" if there is none. `held_back` counts
+    the failed rows of the shard that crossed the error budget, in addition to the committed
+    `failed` rows. `gpu_seconds` and `cost` are of this attempt, `cost_run` is of the whole run so
+    far and `cost_end` of the run when it ends; an unknown cost is None."""
 
     at: float
     phase: str = STARTING
@@ -167,8 +166,8 @@ class Beat:
         )
 
     def seen(self, done: int) -> Beat:
-        """What it says once so many rows are committed: of commits that it did not know of yet, the
-        engines have started since it was written."""
+        """Return this heartbeat as it reads once `done` rows are committed: if that is more than it
+        knew of, the engines have started since it was written."""
         if self.phase == STARTING and self.done < done:
             return replace(self, phase=INFERRING, about="")
         return self
@@ -179,7 +178,7 @@ class Beat:
 
     @classmethod
     def from_bytes(cls, data: bytes, what: str) -> Beat:
-        """Raises `CorruptRun` for anything that `to_bytes` does not write."""
+        """Decode a heartbeat. Raise `CorruptRun` for anything that `to_bytes` does not write."""
         value = load(data, what)
         numbers = {f.name for f in fields(cls)} - set(TEXT_FIELDS) - {"engines"}
         try:
@@ -195,7 +194,7 @@ class Beat:
 
 
 def alive(engines: Mapping[str, int]) -> int:
-    """Engines that Ray holds for alive, of the states in a beat."""
+    """Return the number of engines that Ray considers alive, from the states in a heartbeat."""
     return engines.get("ALIVE", 0)
 
 
@@ -206,17 +205,17 @@ def _is_number(value: object, name: str) -> bool:
 
 
 class Listener:
-    """An observer that is also told of beats, about every second, from a thread of their own."""
+    """An observer that also receives heartbeats about once a second, on a separate thread."""
 
     def __call__(self, progress: Progress) -> None:
-        """After each commit, in the driver's thread: it must be quick."""
+        """Called after each commit in the driver's thread, so it must return quickly."""
 
     def hear(self, beat: Beat) -> None:
-        """The state now, also while nothing is committed."""
+        """Receive the current state; called even while nothing is committed."""
 
 
 def read_beats(store: Store, attempts: Iterable[str]) -> dict[str, Beat]:
-    """The last beats of these attempts; one that is missing or damaged is left out."""
+    """Read the last heartbeat of each attempt, leaving out those that are missing or damaged."""
     found = {}
     for attempt in attempts:
         path = heartbeat_path(attempt)
@@ -230,16 +229,17 @@ def read_beats(store: Store, attempts: Iterable[str]) -> dict[str, Beat]:
 
 
 def newest(store: Store) -> Beat | None:
-    """The latest beat of any driver of the run, for who follows it from elsewhere."""
+    """Return the latest heartbeat of any driver of the run, for followers in other processes; None
+    if there is none."""
     names = [i.path.rpartition("/")[2].removesuffix(".json") for i in store.list(HEARTBEATS)]
     names = [name for name in names if name.isalnum()]  # no copies that a tool made
     return max(read_beats(store, names).values(), key=lambda beat: beat.at, default=None)
 
 
 def told_elsewhere(store: Store, counts: Counts, over: bool = False) -> Beat:
-    """What the run's driver in another process says that it does: its last record, which may know
-    of fewer commits than there are (`Beat.seen`). An old one, and one of a driver that has ended
-    though the run is not `over`, say nothing of the driver that is followed."""
+    """Return the state that the run's driver in another process last reported. Its heartbeat may
+    know of fewer commits than there are (`Beat.seen`). A stale heartbeat, or one of a driver that
+    has ended although the run is not `over`, tells nothing about the driver being followed."""
     beat, now = newest(store), time.time()
     if beat is None or now - beat.at > SILENT_AFTER or (beat.phase == ENDED and not over):
         return unheard(counts)
@@ -247,15 +247,16 @@ def told_elsewhere(store: Store, counts: Counts, over: bool = False) -> Beat:
 
 
 def unheard(counts: Counts) -> Beat:
-    """The state of a run whose driver is elsewhere, while that has not been heard of."""
+    """Return the state of a run whose driver is in another process and has not been heard from
+    yet."""
     return Beat.of(counts, time.time(), phase=UNHEARD)
 
 
 class Ticker:
-    """Calls `work` every `seconds` from a thread of its own, and once more when closed.
+    """Calls `work` every `seconds` from a thread of its own, and once more on exit.
 
-    Whatever `work` raises is logged, once for each text: what it does is never worth a run. The
-    thread has the contextvars of who enters, so that Prefect knows the flow run there.
+    An exception from `work` is logged, once for each message, and never fails the run. The thread
+    inherits the caller's contextvars, so that Prefect finds the flow run there.
     """
 
     def __init__(self, name: str, seconds: float, work: Callable[[], None]):
@@ -277,7 +278,7 @@ class Ticker:
             self._thread.join(JOIN_SECONDS)
 
     def nudge(self) -> None:
-        """Calls `work` as soon as may be."""
+        """Call `work` as soon as possible."""
         self._wake.set()
 
     def _loop(self) -> None:

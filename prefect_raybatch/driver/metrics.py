@@ -1,8 +1,8 @@
-"""Prometheus metrics of a driver, at an HTTP endpoint where the environment asks for one.
+"""Prometheus metrics of a driver, at an HTTP endpoint that the environment can switch on.
 
-The endpoint belongs to the process and serves all its runs, each under its labels. It stays until
-the process ends, so that the last scrape of a run shows its end: after a complete run, the process
-waits for that scrape.
+The endpoint belongs to the process and serves all its runs, each with its own labels. It lives
+until the process ends. After a complete run the process waits for one more scrape, so that the last
+scrape shows the end of the run.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ COMPLETED_METRIC = "raybatch_completed"
 
 @dataclass
 class Served:
-    """A run at the endpoint. `state` is asked at each scrape."""
+    """A run at the endpoint. `state` is called at each scrape."""
 
     state: Callable[[], Beat]
     is_completed: bool = False  # it has _SUCCESS
@@ -78,7 +78,7 @@ class Served:
 
 
 class Endpoint:
-    """The HTTP server of a process, and the Prometheus collector behind it."""
+    """The HTTP server of a process, and its Prometheus collector."""
 
     def __init__(self, host: str, port: int):
         from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
@@ -97,7 +97,7 @@ class Endpoint:
             self._runs[job, run_key] = Served(state)
 
     def freeze(self, job: str, run_key: str) -> None:
-        """Keep the run's last values: what it would be asked of is about to end."""
+        """Keep the run's last values, because the object that supplies them is about to close."""
         with self._scraped:
             served = self._runs[job, run_key]
             beat = served.state()
@@ -127,9 +127,9 @@ class Endpoint:
         yield completed
 
     def _noting_answers(self, app: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the WSGI application to note which completed runs an answer has shown.
+        """Wrap the WSGI application to note which completed runs a response has shown.
 
-        An answer counts once it is sent: the process may end right after.
+        A response counts once it is sent: the process may end right after.
         """
 
         def wrapped(environ: Any, start_response: Any) -> Iterator[bytes]:
@@ -145,7 +145,7 @@ class Endpoint:
         return wrapped
 
     def wait_for_last_scrape(self) -> None:
-        """Wait until a scrape has shown each completed run, if anybody scrapes at all."""
+        """Wait until a scrape has shown each completed run, if anything scrapes at all."""
 
         def all_seen() -> bool:
             return all(run.is_end_scraped for run in self._runs.values() if run.is_completed)
@@ -159,7 +159,7 @@ _endpoints: dict[tuple[str, int], Endpoint] = {}
 
 
 def port() -> int | None:
-    """The port of RAYBATCH_METRICS_PORT, None when it is unset, empty or 0."""
+    """Return the port in RAYBATCH_METRICS_PORT; None if it is unset, empty or 0."""
     text = os.environ.get(METRICS_PORT, "").strip()
     if not text.isdigit() and text:
         raise ConfigError(f"{METRICS_PORT}={text!r} is no port; write a number such as 9500")
@@ -173,8 +173,8 @@ def port() -> int | None:
 def serving(job: str, run_key: str, state: Callable[[], Beat]) -> Iterator[None]:
     """Serve the run's metrics at http://HOST:PORT/metrics if a port is set.
 
-    `state` is asked during the block; the last values stay at the endpoint until the process ends.
-    A port that another process has taken is a warning: metrics are not worth a run.
+    `state` is called during the block; the last values stay at the endpoint until the process ends.
+    If another process has the port, the run continues with a warning and without metrics.
     """
     number = port()
     if number is None:
@@ -196,6 +196,6 @@ def serving(job: str, run_key: str, state: Callable[[], Beat]) -> Iterator[None]
 
 
 def completed(job: str, run_key: str) -> None:
-    """Show a run as completed at the endpoint of this process, if it was served there."""
+    """Show a run as completed at this process's endpoint, if it was served there."""
     for endpoint in _endpoints.values():
         endpoint.complete(job, run_key)

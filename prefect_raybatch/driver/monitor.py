@@ -1,4 +1,4 @@
-"""Watches one attempt while the driver works: heartbeat, stall, metrics; tells its listener."""
+"""Monitors one attempt while the driver works: heartbeats, stalls, metrics, costs."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ NOTE_AFTER = 2.0  # seconds from the first commit, in which the slowest engines 
 
 
 class Monitor:
-    """An observer for the driver that stands between it and `observe`.
+    """An observer that stands between the driver and `observe`.
 
-    `engines` gives the number of engine actors by state, `starts` how far the start of each has
-    come, `deaths` how often the process of each has died and which it is; they may raise or hang.
-    `on_started` is told once, after the first commit of this attempt, how long the phases of the
-    start took. Use as a context manager around the work; after it, `failure` is the error of a
-    stall that is to fail the run, and `spent` that of costs that have reached their limit. `meter`
-    counts the costs.
+    `engines` returns the number of engine actors by state, `starts` how far each engine has
+    started, and `deaths` how often each engine's process has died and which process it is; all
+    three may raise or hang. `on_started` is called once, after this attempt's first commit, with
+    the duration of each phase of the start. `meter` counts the costs. Use the monitor as a context
+    manager around the work. After it, `failure` is the error of a stall that must fail the run, and
+    `spent` the error of a cost limit that was reached.
     """
 
     def __init__(
@@ -97,7 +97,8 @@ class Monitor:
         self._beats = Ticker("heartbeat", BEAT_EVERY, self.write)
 
     def __call__(self, progress: Progress) -> None:
-        """After each commit, in the driver's thread: takes what the others need, no more."""
+        """Called after each commit in the driver's thread; only takes a snapshot for the other
+        threads."""
         self.counts, self._progress = Counts.of(progress), progress
         if progress.recent:
             self.starting.end()
@@ -106,13 +107,14 @@ class Monitor:
         self.observe(progress)
 
     def held(self, why: str) -> None:
-        """The run waits for its turn, and `why`; "" when it goes on. Meanwhile nothing stalls."""
+        """Note that the run waits for its turn, with the reason in `why`; "" when it goes on. A
+        waiting run does not stall."""
         self._held = why
         self.starting.enter(ON_TURN if why else ON_CLUSTER)
         self._beats.nudge()
 
     def pass_began(self) -> None:
-        """In the driver's thread, before the pass's engines start."""
+        """Called in the driver's thread before the engines of a pass start."""
         if self.starting.ended is not None:
             self.note_start()
             self.starting = Starting()
@@ -121,8 +123,8 @@ class Monitor:
             self._dead = self._ask_deaths()
 
     def note_start(self) -> None:
-        """Tells `on_started` of the first start that came to a commit, once; while Ray can still be
-        asked."""
+        """Pass the duration of the first start that led to a commit to `on_started`, once, while
+        Ray can still be queried."""
         if self.noted or self.starting.ended is None:
             return
         self.noted = True
@@ -149,7 +151,7 @@ class Monitor:
         self._ended = True
 
     def beat(self) -> Beat:
-        """The state now."""
+        """Return the current state as a heartbeat."""
         latest, watch = self.counts, self._watch
         counts = self._now(latest)
         if self._ended:
@@ -179,7 +181,8 @@ class Monitor:
         return replace(found, **self.meter.figures(left))
 
     def _now(self, counts: Counts | None) -> Counts | None:
-        """The counts of the latest commit, with those that change between commits, too."""
+        """Return the counts of the latest commit, updated with those that change between
+        commits."""
         progress = self._progress
         if counts is None or progress is None:
             return None
@@ -211,8 +214,8 @@ class Monitor:
             self.observe.hear(self.beat())
 
     def _look_at_engines(self) -> None:
-        """Their states; the old ones where Ray does not tell, since costs and stalls must be seen
-        all the same."""
+        """Update the engine states. Keep the old ones if Ray does not answer, because costs and
+        stalls must be checked anyway."""
         try:
             self._states, self._unheard = self._questions["engines"](self.engines), ""
         except Exception as error:
@@ -222,7 +225,7 @@ class Monitor:
             self._unheard = why
 
     def _look_at_nodes(self) -> None:
-        """Says once of each node that is to leave what becomes of its work."""
+        """Log, once for each node that is about to be drained, what becomes of its work."""
         try:
             leaving = self._questions["leaving"](self.leaving)
         except Exception as error:  # for people alone: costs and stalls must be seen all the same
@@ -239,8 +242,8 @@ class Monitor:
         self._left = frozenset(leaving)
 
     def look_at_deaths(self) -> None:
-        """Count each engine's process that died since the last look, and warn of it. Ray starts
-        engines again several times, minutes in which nothing else tells of it."""
+        """Count each engine process that died since the last call, and warn of it. Ray restarts
+        engines several times, which takes minutes in which nothing else reports the death."""
         with self._counting:
             dead = self._ask_deaths()
             if dead is None:
@@ -276,7 +279,7 @@ class Monitor:
             )
 
     def _look_at_start(self) -> None:
-        """Asks the engines while they start."""
+        """Query the engines' start-up phases until they have started."""
         ended = self.starting.ended
         if ended is not None and time.time() - ended > NOTE_AFTER:
             self.note_start()
@@ -330,7 +333,7 @@ class Monitor:
 
 
 def probe(store: Store) -> str:
-    """What one look into the folder of commits came to, and how long it took."""
+    """List the folder of commits, and describe the outcome and how long it took."""
     began = time.monotonic()
     try:
         next(iter(store.list(COMMITS)), None)

@@ -1,4 +1,4 @@
-"""Is the run getting on? When no shard has been committed for too long, and what to do then."""
+"""Stall detection: when no shard has been committed for too long, and what to do then."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ GIVE_UP = 30.0  # seconds for Ray to be told to end it, of which Ray itself wait
 
 @dataclass(frozen=True)
 class Stall:
-    """No commit for `seconds`, where `limit` is allowed; the `number`th warning of this stall.
-    `starting` while no commit of this pass has come."""
+    """No commit for `seconds`, longer than the allowed `limit`; the `number`th warning of this
+    stall. `starting` is true until the first commit of this pass."""
 
     seconds: float
     limit: float
@@ -40,23 +40,24 @@ class Stall:
 
 @dataclass(frozen=True)
 class Flowing:
-    """Commits flow again after `seconds` without one."""
+    """Commits resumed after `seconds` without one."""
 
     seconds: float
 
 
 def starts(counts: Counts, passes: int) -> bool:
-    """Whether engines start still. `counts` are those of the latest commit, `passes` as many as
-    have begun; what was committed before this attempt is no sign that its engines have started."""
+    """Return whether the engines are still starting. `counts` are those of the latest commit,
+    `passes` is the number of passes begun. Commits of earlier attempts do not show that engines
+    have started."""
     return not counts.commits or passes > counts.passes
 
 
 class StallWatch:
-    """Says, asked about every second, when a run stalls and when it goes on.
+    """Reports when a run stalls and when it resumes; call `look` about every second.
 
-    Warnings come at the limit, then at 2, 4, 8 times it. A new pass starts its engines anew and so
-    has the longer limit until its first commit. Times are of a clock that does not jump, in
-    seconds; it reads no clock itself.
+    It warns at the limit, then at 2, 4 and 8 times the limit. A new pass starts new engines, so the
+    longer limit applies until its first commit. Times are seconds of a monotonic clock that the
+    caller supplies.
     """
 
     def __init__(self, limits: Limits, now: float):
@@ -67,8 +68,8 @@ class StallWatch:
         self._seen = (-1, -1)  # commits, passes
 
     def limit(self, counts: Counts, longest: float = 0.0) -> float:
-        """Seconds without a commit that are allowed now. `longest`: seconds the slowest shard of
-        this attempt took."""
+        """Return the seconds without a commit that are allowed now. `longest` is the duration in
+        seconds of this attempt's slowest shard."""
         if self.starting:
             return float(self.limits.stall_start_seconds)
         if self.limits.stall_seconds is not None:
@@ -79,7 +80,8 @@ class StallWatch:
     def look(
         self, now: float, counts: Counts, passes: int, longest: float = 0.0
     ) -> Stall | Flowing | None:
-        """What is new. `counts` are those of the latest commit, `passes` as many as have begun."""
+        """Return what changed, or None. `counts` are those of the latest commit, `passes` is the
+        number of passes begun, `longest` as in `limit`."""
         self.starting = starts(counts, passes)
         before, self._seen = self._seen, (counts.committed, passes)
         waited, alarms = now - self.since, self.alarms
@@ -102,11 +104,11 @@ def interruptible(
     stop: Callable[[], None],
     halted: Callable[[], RayBatchError | None] = lambda: None,
 ) -> RunPass:
-    """The pass, from which `failure()` can be raised while it waits for a receipt, and `halted()`
-    at any time.
+    """Return the pass such that `failure()` can be raised while it waits for a receipt, and
+    `halted()` at any time.
 
-    Ray cannot be interrupted from outside, so the pass runs in a thread of its own; `stop` is
-    called when it is given up, and must make it end; one that hangs is left behind.
+    Ray cannot be interrupted from outside, so the pass runs in a thread of its own. `stop` is
+    called when the pass is abandoned and must make it end; a thread that hangs is left behind.
     """
 
     def passing(units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:

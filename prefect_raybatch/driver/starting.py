@@ -1,7 +1,7 @@
-"""What a run does until its first shard is committed: the phases of its start, with seconds.
+"""Start-up phases of a run until its first shard is committed, with their durations.
 
-The driver knows when it waits for the cluster and for Ray's workers; what an engine does from then
-on its marks say (`stages/vllm/phases.py`). Of several engines the one that is least far is told.
+The driver knows how long it waits for the cluster and for Ray's workers; from then on the engines
+report their own phases (`stages/vllm/phases.py`). Of several engines, the slowest one is shown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from prefect_raybatch.stages.vllm.phases import (
 
 
 class Starting:
-    """The start of a pass. Safe to be asked from several threads; times of `clock` in seconds."""
+    """The start of a pass. Thread-safe; times are seconds of `clock`."""
 
     def __init__(self, clock: Callable[[], float] = time.time):
         self.clock = clock
@@ -33,13 +33,13 @@ class Starting:
         self._end: float | None = None
 
     def enter(self, phase: str) -> None:
-        """What is done from now on; a phase that comes again goes on counting."""
+        """Enter a phase; a phase entered again continues to accumulate time."""
         with self._lock:
             self._close(self.clock())
             self._phase = phase
 
     def again(self) -> None:
-        """A pass begins: with new engines, in a cluster that is there."""
+        """Begin another pass, with new engines in an existing cluster."""
         with self._lock:
             self._close(self.clock())
             if self._phase == ON_WORKERS:  # the second pass, or a later one
@@ -47,18 +47,18 @@ class Starting:
             self._phase, self._engines = ON_WORKERS, ()
 
     def heard(self, engines: Sequence[Marks]) -> None:
-        """What the pass's engines have told so far."""
+        """Record the phases that the engines of the pass have reported so far."""
         with self._lock:
             self._engines = tuple(engines)
 
     def end(self) -> None:
-        """The first shard of the pass is committed."""
+        """Record that the first shard of the pass is committed."""
         with self._lock:
             self._end = self._end or self.clock()
 
     @property
     def ended(self) -> float | None:
-        """When, by `clock`."""
+        """Return the time on `clock` at which the start ended; None before that."""
         return self._end
 
     @property
@@ -70,8 +70,8 @@ class Starting:
         self._since = now
 
     def seconds(self) -> dict[str, float]:
-        """{phase: seconds so far}, in order; the last one goes on. Phases of which nothing was told
-        are left out."""
+        """Return {phase: seconds so far}, in order; the last phase is still running. Phases that
+        nobody reported are left out."""
         with self._lock:
             now = self._end or self.clock()
             found = dict(self._seconds)
@@ -92,7 +92,8 @@ class Starting:
             return _rounded(found)
 
     def text(self) -> str:
-        """`cluster 3 s, workers 2 s, imports 9 s, weights 12 s`, and how many engines are ready."""
+        """Return e.g. `cluster 3 s, workers 2 s, imports 9 s, weights 12 s` and how many engines
+        are ready."""
         text = ", ".join(f"{name} {value:.0f} s" for name, value in self.seconds().items())
         known = self._engines
         if len(known) > 1:
@@ -102,13 +103,13 @@ class Starting:
 
 
 def _since(start: float, began: list[tuple[float, str]]) -> list[tuple[float, str]]:
-    """The phases that were not over at `start`; the one that lasted then begins there."""
+    """Return the phases that were not over at `start`; the one under way then begins there."""
     over = sum(at <= start for at, _ in began[1:])
     return [(max(at, start), name) for at, name in began[over:]]
 
 
 def _how_far_behind(marks: Marks) -> tuple[int, float]:
-    """More for an engine that is less far, and for one that was slower."""
+    """Sort key: larger for an engine that is in an earlier phase, then for a slower one."""
     order = (*ENGINE_PHASES, STEPPED)
     phase = max(order.index(name) for name in marks)
     return -phase, marks[order[phase]]

@@ -1,7 +1,7 @@
-"""Why an attempt stopped over its error budget: how many rows had failed, and some of them.
+"""Why an attempt stopped over its error budget: how many rows had failed, and a sample of them.
 
-The shard that would cross the limit is not committed, so its failed rows are in no commit and no
-count of one. They are kept in the attempt's note: for people, never for correctness.
+The shard that would cross the limit is not committed, so no commit counts its failed rows. They are
+kept in the attempt's note for people; correctness never depends on them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_PIECE = 1 << 30  # bytes
 
 @dataclass(frozen=True)
 class Sample:
-    """A failed row: its row number, and what the quarantine's files would say of it."""
+    """A failed row: its row number, and what the quarantine files say about it."""
 
     row: int
     stage: str
@@ -38,8 +38,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Stop:
-    """An attempt that stopped: `failed` rows in all, of which `held_back` are in a shard that was
-    not committed; `allowed` by the limit, of `rows` planned."""
+    """An attempt that stopped with `failed` failed rows, where the limit allows `allowed` of the
+    `rows` planned; `held_back` of them belong to a shard that was not committed."""
 
     failed: int
     held_back: int
@@ -53,7 +53,7 @@ class Stop:
 
     @classmethod
     def from_note(cls, note: Mapping[str, Any]) -> Stop | None:
-        """The stop in an attempt's note; None where there is none, or nothing readable."""
+        """Read the stop from an attempt's note; None if there is none or it is unreadable."""
         try:
             value = dict(note["stopped"])
             value["sample"] = tuple(Sample(**one) for one in value["sample"])
@@ -65,7 +65,7 @@ class Stop:
             return None
 
     def line(self) -> str:
-        """What happened, in a sentence without an end."""
+        """Return what happened in one sentence without a full stop."""
         text = f"{self.failed:,} of {counted(self.rows, 'row')} failed, where {self.allowed:,} may"
         if self.held_back:
             rest = "all" if self.held_back == self.failed else f"{self.held_back:,} of them"
@@ -73,7 +73,7 @@ class Stop:
         return text
 
     def lines(self) -> list[str]:
-        """Some of the failed rows, a line each."""
+        """Return a line for each failed row of the sample."""
         return [
             f"row {one.row:,}: {one.stage}: {one.error}: {_short(one.message, LINE)}"
             for one in self.sample[:SAID]
@@ -83,9 +83,9 @@ class Stop:
 def failed_rows(
     store: Store, pieces: Iterable[Piece], start: int, numbers: Callable[[], RowNumbers]
 ) -> tuple[Sample, ...]:
-    """Failed rows of the quarantine's `pieces` of one shard, the first ones; `start` is where it
-    begins in the run's input, and `numbers` gives the run's row numbers. What cannot be read is
-    left out: it explains a stop, no more."""
+    """Return the first failed rows in the quarantine `pieces` of one shard. `start` is the shard's
+    first row in the run's input, and `numbers` returns the run's row numbers. Rows that cannot be
+    read are left out, because the sample only explains a stop."""
     found: list[Sample] = []
     for piece in pieces:
         if piece.kind == "quarantine" and len(found) < KEPT:

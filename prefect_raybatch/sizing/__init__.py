@@ -1,1 +1,1 @@
-"""Job, cluster and model to every size of a run, with its reason."""
+"""Derives every size of a run, with its reason, from job, cluster and model."""

@@ -1,9 +1,9 @@
 """How many rows show that two ways of asking agree, and what they show. Pure.
 
-The bound is the exact one-sided lower limit for the share of a binomial (C. J. Clopper and E. S.
+The bound is the exact one-sided lower limit for a binomial proportion (C. J. Clopper and E. S.
 Pearson, "The use of confidence or fiducial limits illustrated in the case of the binomial",
-Biometrika 26, 1934): the share for which so many agreements, or more, have the probability
-1 - confidence.
+Biometrika 26, 1934): the proportion at which that many agreements, or more, have the probability 1
+- confidence.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MOST_SAMPLE = 4000  # unless fewer cannot show it
 
 
 def lower_bound(agreed: int, rows: int, confidence: float) -> float:
-    """The share that agrees at least, with that confidence, where `agreed` of `rows` rows, drawn at
-    random, do (0 to 1)."""
+    """Return the lower confidence limit (0 to 1) for the share of rows that agree, where `agreed`
+    of `rows` rows drawn at random did."""
     if not 0 < agreed <= rows:
         return 0.0
     differ = np.arange(rows - agreed + 1)
@@ -43,17 +43,18 @@ def lower_bound(agreed: int, rows: int, confidence: float) -> float:
 
 
 def confidence_of_each(tries: int) -> float:
-    """Of one of so many tries (Bonferroni)."""
+    """Return the confidence that each of `tries` comparisons needs (Bonferroni correction)."""
     return 1 - (1 - CONFIDENCE) / max(1, tries)
 
 
 def least_sample(least: float, confidence: float) -> int:
-    """The fewest rows that can show it: all of them agree."""
+    """Return the smallest sample that can show the share: the one in which every row agrees."""
     return math.ceil(math.log(1 - confidence) / math.log(least) - 1e-9)
 
 
 def sample_size(least: float, confidence: float) -> int:
-    """Rows that show an agreement of `least` also where half as many disagree as may."""
+    """Return the sample that shows an agreement of `least` even if half of the allowed
+    disagreements occur."""
     must = least_sample(least, confidence)
     for differ in range(1, 100):
         rows = math.ceil(2 * differ / (1 - least))
@@ -66,7 +67,7 @@ def trial_rows(tries: Sequence[Mapping[str, str]], least: float, rows: int) -> i
     """Return how many of the `rows` of a run are asked in both precisions; 0 without `tries`.
 
     `least` is the share of the answers that must agree (limits.min_agreement). Raises `ConfigError`
-    where not even all rows could show that.
+    if even all rows could not show that.
     """
     if not tries:
         return 0

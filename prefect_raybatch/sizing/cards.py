@@ -1,9 +1,9 @@
-"""GPU kinds: memory, bandwidth and speed, to choose sizes where no GPU can be asked.
+"""GPU models: memory, bandwidth and speed, to choose sizes where no GPU can be queried.
 
-Figures are those of the makers' data sheets: dense 16-bit tensor FLOPs (without sparsity; of fp8
-twice as many on the cards that have it), and gigabytes of 10**9 bytes, which is at most what the
-card really shows. Under one name Ray knows
-cards of several sizes (A100, H100, V100): `memory` is the smallest, `most` the largest.
+The figures are from the makers' data sheets: dense 16-bit tensor FLOPs (without sparsity; fp8 is
+twice as fast on the cards that support it), and gigabytes of 10**9 bytes, which is at most what the
+card reports. Ray uses one name for cards of several sizes (A100, H100, V100): `memory` is the
+smallest, `most` the largest.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Card:
-    """One kind: bytes of memory, bytes a second, FLOPs a second, whether its GPUs have NVLink
-    between them in the servers it is sold in, and whether its tensor cores multiply fp8."""
+    """A GPU model: bytes of memory, bytes per second, FLOPs per second, whether its servers connect
+    GPUs by NVLink, and whether its tensor cores multiply fp8."""
 
     name: str
     memory: int
@@ -57,9 +57,9 @@ CARDS = {
 
 @dataclass(frozen=True)
 class EngineGpu:
-    """The GPU that engines run on, as far as it is known: `card` is None where its kind is not, or
-    is not the only one; `memory` in bytes, 0 where that is not known. `most` is what it has where
-    it is the largest card of its name; 0: it was measured."""
+    """The GPU that engines run on, as far as it is known. `card` is None if the model is unknown or
+    there are several. `memory` is in bytes, 0 if unknown. `most` is the memory of the largest card
+    of that name, or 0 if `memory` was measured."""
 
     name: str
     card: Card | None
@@ -68,7 +68,8 @@ class EngineGpu:
 
 
 def card(name: str) -> Card | None:
-    """The card that Ray, or the driver's product name, calls so: `L4`, `NVIDIA H100 80GB HBM3`."""
+    """Return the card for a name that Ray or the driver uses, such as `L4` or `NVIDIA H100 80GB
+    HBM3`; None if there is no such card."""
     if name in CARDS:
         return CARDS[name]
     words = set(re.split(r"[^A-Z0-9]+", name.upper()))
@@ -76,6 +77,6 @@ def card(name: str) -> Card | None:
 
 
 def without_nvlink(name: str) -> bool:
-    """Whether GPUs of that name talk over PCIe alone; False where that is not known."""
+    """Return whether GPUs of that name communicate over PCIe alone; False if unknown."""
     found = card(name)
     return not found.nvlink if found else "RTX" in re.split(r"[^A-Z0-9]+", name.upper())

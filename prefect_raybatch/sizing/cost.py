@@ -1,10 +1,10 @@
-"""What a row costs an engine and its GPU, and the rate that engines on a GPU reach. Pure.
+"""Cost of a row for an engine and its GPU, and the rate that engines on one GPU reach. Pure.
 
-An engine has one core of Python, which works while the GPU does, up to a part of each step for
-which the GPU waits. Engines that share a GPU take turns at it, as clerks share a copier: the
-textbook model of a closed queue with n customers, one server and time to think, solved by mean
-value analysis. The GPU's time is FLOPs and bytes, one after the other. Where the figures come from,
-and how far they agree with what was measured: docs/tuning.md.
+An engine has one core of Python that works while the GPU does, except for a part of each step in
+which the GPU waits for it. Engines that share a GPU are modelled as a closed queue with n
+customers, one server and think time, solved by mean value analysis. GPU time is FLOPs and bytes,
+one after the other. docs/tuning.md gives the sources of the figures and compares them with
+measurements.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ MARKUP = 8  # tokens that a chat template adds to a row
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of a row, estimated before any is seen: those that all prompts begin with, the rest
-    of the prompt, and the most that an answer has (None: not known), with the reason. `form`: the
-    answer must have a form, such as one of a choice."""
+    """Estimated tokens of a row: those of the prefix that all prompts share, those of the rest of
+    the prompt, and the most that an answer has (None if unknown), with the reason. `form` is true
+    if the answer must have a form, such as one of several choices."""
 
     shared: int
     own: int
@@ -47,8 +47,8 @@ class Tokens:
 
     @classmethod
     def of(cls, row: RowSpec, row_bytes: float) -> Tokens:
-        """Return those of a row of `row_bytes` bytes: of its input columns, or of its images as
-        they are prepared."""
+        """Estimate the tokens of a row with `row_bytes` bytes of input columns, or of prepared
+        images."""
         shared = row.shared_characters / CHARACTERS
         own = row_bytes / (IMAGE_TOKEN_BYTES if row.images else CHARACTERS)
         own += row.own_characters / CHARACTERS + MARKUP
@@ -62,19 +62,20 @@ class Tokens:
 
     @property
     def kept_once(self) -> int:
-        """Of those that are shared, what a KV cache keeps once for all rows: whole blocks."""
+        """Return how many of the shared tokens a KV cache keeps once for all rows: those in whole
+        blocks."""
         return self.shared // CACHE_BLOCK * CACHE_BLOCK
 
     def kept_each(self, times: int = 1) -> int:
-        """Tokens of KV cache that each row takes beside them, of one of which all that is its own
-        is `times` as long: what all begin with has one length."""
+        """Return the tokens of KV cache that each row takes in addition, for a row whose own part
+        is `times` as long; the shared prefix has one length."""
         own = self.shared - self.kept_once + times * (self.own + (self.out or 0))
         return -(-own // CACHE_BLOCK) * CACHE_BLOCK
 
 
 def gpu_seconds(model: Model, card: Card, row: Tokens, seqs: int) -> float:
-    """The GPU's own time for a row: FLOPs and bytes of its tokens that are not cached, and for each
-    token of its answer the weights, shared by `seqs` sequences."""
+    """Return the seconds that a row takes of the GPU: FLOPs and bytes of its tokens that are not
+    cached, and for each token of its answer the weights, shared by `seqs` sequences."""
     out = row.out or 0
     work = work_of(model, card)
     flops, read = work.of_answer(row.shared + row.own, row.shared, (out,))
@@ -84,8 +85,8 @@ def gpu_seconds(model: Model, card: Card, row: Tokens, seqs: int) -> float:
 
 
 def busy(engines: int, host: float, gpu: float) -> float:
-    """Share of its time that the GPU works when so many engines take turns (0 to 1), of which each
-    is `host` seconds away from it and then takes `gpu` seconds of it."""
+    """Return the share of time (0 to 1) for which the GPU works when `engines` take turns at it,
+    each spending `host` seconds away from it and then `gpu` seconds on it."""
     waiting = rate = 0.0
     for n in range(1, engines + 1):
         answer = gpu * (1 + waiting)
@@ -95,7 +96,7 @@ def busy(engines: int, host: float, gpu: float) -> float:
 
 
 def rows_per_second(model: Model, card: Card, row: Tokens, engines: int, seqs: int) -> float:
-    """The steady rate of so many engines on one GPU, each of `seqs` sequences."""
+    """Return the steady rate of `engines` on one GPU, each with `seqs` sequences at once."""
     gpu = gpu_seconds(model, card, row, seqs)
     apart = PLAIN_SECONDS
     if row.form:  # a row is in as many steps as its answer has tokens, and shares them

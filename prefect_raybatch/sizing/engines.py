@@ -1,4 +1,4 @@
-"""How many engines share a GPU: when that pays by the model of costs, and what bounds it. Pure."""
+"""How many engines share a GPU: when that pays by the cost model, and what bounds it. Pure."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def choose_engines_per_gpu(
     pools: bool = False,
     sequences: Sequence[int] = TRIED,
 ) -> tuple[int, str]:
-    """(engines on a GPU, why) for `engine.engines_per_gpu: auto`, on a GPU of which too little
-    may be known: then 1. `length` is the context length in tokens, where it is known; `pools`: the
-    task is not to generate; `sequences` are those that an engine may have."""
+    """Return (engines per GPU, reason) for `engine.engines_per_gpu: auto`; 1 if too little is known
+    about the GPU. `length` is the context length in tokens, if known; `pools` is true for a task
+    that does not generate; `sequences` are the values of max_num_seqs that may be chosen."""
     parts = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
     if parts > 1:
         return 1, f"an engine takes {parts} GPUs"

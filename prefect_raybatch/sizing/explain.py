@@ -1,4 +1,4 @@
-"""Every size of a run with its reason, for people. Pure."""
+"""Describes every size of a run with its reason, for people. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from prefect_raybatch.words import counted
 
 @dataclass(frozen=True)
 class Figure:
-    """A size and why it is so."""
+    """A size and its reason."""
 
     name: str
     value: str
@@ -27,7 +27,7 @@ class Figure:
 
 
 def figures(spec: RunSpec, have: Capacity, size: Sizing, model: Model | None) -> list[Figure]:
-    """Return all of them, in the order in which they follow from each other."""
+    """Return all sizes, each after those that it follows from."""
     return [
         *_engine_figures(spec, have, size, model),
         *_precision(spec),
@@ -37,7 +37,7 @@ def figures(spec: RunSpec, have: Capacity, size: Sizing, model: Model | None) ->
 
 
 def _precision(spec: RunSpec) -> list[Figure]:
-    """Return what a trial will decide; nothing where the job leaves nothing to it."""
+    """Return what a trial will decide; empty if the job leaves nothing to a trial."""
     tries, limits = spec.engine.tries, spec.limits
     if not tries:
         return []

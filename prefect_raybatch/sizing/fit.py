@@ -1,4 +1,4 @@
-"""Whether a model fits on its GPUs, told before one starts, and what would make it fit. Pure."""
+"""Checks whether a model fits on its GPUs before one starts, and what would make it fit. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SHARES = (2, 4, 8)  # GPUs of one node that may share a model
 
 @dataclass(frozen=True)
 class Fit:
-    """What a model takes of each of an engine's GPUs, which have `gpu_bytes`, when that engine is
-    alone on them. `length` is the context length in tokens, 0 where it is not known."""
+    """Memory that a model takes on each GPU of an engine that is alone on its GPUs. A GPU has
+    `gpu_bytes` bytes; `length` is the context length in tokens, 0 if unknown."""
 
     model: Model
     arguments: EngineArguments
@@ -27,17 +27,18 @@ class Fit:
 
     @property
     def parts(self) -> int:
-        """GPUs that share the model."""
+        """Return the number of GPUs that share the model."""
         return self.arguments.tensor_parallel_size * self.arguments.pipeline_parallel_size
 
     @property
     def room(self) -> float:
-        """Bytes of a GPU that may be taken."""
+        """Return the bytes of a GPU that the engine may take."""
         return self.arguments.usable * self.gpu_bytes
 
     @property
     def weights(self) -> float:
-        """Of a GPU's part of them, what is not kept in the node's memory."""
+        """Return the bytes of a GPU's part of the weights, without those offloaded to host
+        memory."""
         return max(0.0, self.model.weights / self.parts - self.arguments.offloaded)
 
     @property
@@ -51,24 +52,24 @@ class Fit:
 
     @property
     def adapters(self) -> int:
-        """The room for LoRA adapters."""
+        """Return the bytes reserved for LoRA adapters."""
         arguments = self.arguments
         return self.model.adapters(arguments.tensor_parallel_size, arguments.pipeline_parallel_size)
 
     @property
     def cache(self) -> float:
-        """Bytes of KV cache: as the job gives them, else those that are likely to be left."""
+        """Return the bytes of KV cache that the job sets, or that are likely to be left."""
         return self.arguments.kv_cache_bytes or self.left
 
     @property
     def left(self) -> float:
-        """Bytes that are likely to be left for the KV cache."""
+        """Return the bytes that are likely to be left for the KV cache."""
         return max(0.0, self.room - self.weights - self.adapters - self.working)
 
     @property
     def least(self) -> int:
-        """Bytes without which the engine cannot start: weights, a step's activations, and KV cache
-        for one sequence. Less than it will really take."""
+        """Return the bytes without which the engine cannot start: weights, the activations of a
+        step, and KV cache for one sequence. This is less than the engine really takes."""
         arguments = self.arguments
         working = self.model.working(
             min(arguments.max_num_batched_tokens, 2048),
@@ -79,30 +80,30 @@ class Fit:
         return int(self.weights + self.adapters + working + self.kv_bytes(self.length))
 
     def kv_bytes(self, tokens: int) -> int:
-        """KV cache of one sequence on a GPU."""
+        """Return the bytes of KV cache of a sequence of `tokens` tokens on one GPU."""
         arguments = self.arguments
         return self.model.kv_bytes(
             tokens, arguments.tensor_parallel_size, arguments.pipeline_parallel_size
         )
 
     def rows_held(self, row: Tokens) -> int:
-        """Rows like this one that the KV cache is likely to hold."""
+        """Return how many rows like this one the KV cache is likely to hold."""
         left = self.cache - self.kv_bytes(row.kept_once)
         return max(0, int(left // max(1, self.kv_bytes(row.kept_each()))))
 
     @property
     def tokens_held(self) -> int:
-        """Tokens that the KV cache is likely to hold."""
+        """Return how many tokens the KV cache is likely to hold."""
         return int(self.cache // max(1, self.kv_bytes(1)))
 
     def asking(self, **arguments: Any) -> Fit:
-        """The same with other arguments."""
+        """Return this fit with other engine arguments."""
         return replace(self, arguments=replace(self.arguments, **arguments))
 
 
 def check_memory(fit: Fit, name: str, kind: str) -> None:
-    """Raises `InsufficientResources` with the figures and what would make the model `name` fit,
-    when one engine cannot start on GPUs of that `kind`."""
+    """Raise `InsufficientResources` if an engine cannot start on GPUs of that `kind`. The message
+    gives the figures and the changes that would make the model `name` fit."""
     if fit.least <= fit.room:
         return
     tokens = fit.length
@@ -147,16 +148,17 @@ def _remedies(fit: Fit) -> list[str]:
 
 
 def _length(fit: Fit) -> int:
-    """The longest sequence, in steps of 256 tokens, for which the cache is likely to have room."""
+    """Return the longest sequence, in steps of 256 tokens, for which the cache is likely to have
+    room."""
     far = 1 << 20  # context from which layers with a sliding window no longer count
     one = fit.kv_bytes(far) / far
     return int(fit.left / one) // 256 * 256 if one else 0
 
 
 def step_tokens(fit: Fit, row: Tokens, steps: tuple[int, ...]) -> int:
-    """The most of `steps`, tokens in one engine step (descending), that leaves room in the KV cache
-    for `max_num_seqs` rows like `row` that share nothing, or whose activations are too small a part
-    of the GPU to matter; the least where none does."""
+    """Return the largest of `steps` (tokens per engine step, descending) that leaves room in the KV
+    cache for `max_num_seqs` rows like `row` that share nothing, or whose activations are too small
+    a part of the GPU to matter; the smallest if none does."""
     for tokens in steps:
         asked = fit.asking(max_num_batched_tokens=tokens)
         if asked.cache >= fit.arguments.max_num_seqs * asked.kv_bytes(row.typical):
@@ -168,7 +170,7 @@ def step_tokens(fit: Fit, row: Tokens, steps: tuple[int, ...]) -> int:
 
 
 def cramped(fit: Fit, row: Tokens) -> list[str]:
-    """A warning where the KV cache is likely to be too small for the rows at once."""
+    """Return a warning if the KV cache is likely to be too small for the rows at once."""
     seqs, held = fit.arguments.max_num_seqs, fit.rows_held(row)
     if held >= seqs:
         return []
@@ -180,7 +182,7 @@ def cramped(fit: Fit, row: Tokens) -> list[str]:
 
 
 def over_pcie(tensor: int, kind: str) -> list[str]:
-    """A warning where GPUs that share each layer have no NVLink between them."""
+    """Return a warning if GPUs that share each layer have no NVLink between them."""
     if tensor == 1 or not kind or not without_nvlink(kind):
         return []
     return [
@@ -191,7 +193,7 @@ def over_pcie(tensor: int, kind: str) -> list[str]:
 
 
 def over_network(tensor: int, on_a_node: float) -> list[str]:
-    """A warning where GPUs that share each layer are on several nodes."""
+    """Return a warning if GPUs that share each layer are on several nodes."""
     if not on_a_node or tensor <= on_a_node:
         return []
     return [

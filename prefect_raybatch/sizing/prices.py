@@ -1,4 +1,4 @@
-"""What an hour of the run's GPUs costs, by the prices that the job gives. Pure."""
+"""The price of the run's GPUs, from the prices that the job gives. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from prefect_raybatch.spec.cluster import ClusterSpec, Prices
 
 @dataclass(frozen=True)
 class GpuPrice:
-    """A GPU-hour's price; None where the job gives none for its cards, and `why` then."""
+    """The price of a GPU-hour; None if the job gives none for its cards, with the reason in
+    `why`."""
 
     hour: float | None
     why: str = ""
 
 
 def gpu_price(cluster: ClusterSpec, have: Capacity) -> GpuPrice:
-    """Return the price of the cards that engines may be on: of several kinds the dearest one's, so
-    that a limit on costs holds wherever the engines come to lie."""
+    """Return the price of the cards that engines may run on. Of several kinds, take the dearest, so
+    that a limit on costs holds wherever Ray places the engines."""
     prices = cluster.prices
     if not prices:
         return GpuPrice(None)

@@ -1,18 +1,18 @@
-"""FLOPs and bytes of the tokens that an engine computes, against what its GPUs could do. Pure.
+"""FLOPs and bytes of the tokens that an engine computes, relative to the peak of its GPUs. Pure.
 
-The roofline of Williams, Waterman and Patterson (CACM 52(4), 2009): work is bound by arithmetic or
-by memory, and a GPU that is near neither bound waits for something else.
+The roofline model (Williams, Waterman and Patterson, CACM 52(4), 2009): work is bound by arithmetic
+or by memory, and a GPU that is near neither bound waits for something else.
 
-FLOPs of a token: two for each parameter that it goes through (Kaplan et al., arXiv:2001.08361, 2.1)
-and, for attention, 4 * layers * heads * head size for each token that it attends to (Chowdhery et
-al., arXiv:2204.02311, appendix B: 2N + 4LHQT is its forward pass). Their ratio to the peak is that
-paper's model FLOPs utilization, MFU: tokens that the prefix cache gives count for nothing, since
-nothing is computed for them, and the output layer counts for sampled tokens alone.
+FLOPs of a token: two for each parameter that it passes through (Kaplan et al., arXiv:2001.08361,
+2.1) and, for attention, 4 * layers * heads * head size for each token that it attends to (Chowdhery
+et al., arXiv:2204.02311, appendix B: 2N + 4LHQT is its forward pass). The ratio to the peak is that
+paper's model FLOPs utilization, MFU. Tokens from the prefix cache count as nothing, because nothing
+is computed for them, and the output layer counts for sampled tokens only.
 
-Bytes: the weights once a step and the KV cache that is read and written; their ratio to the peak is
-the model bandwidth utilization, MBU, of Databricks ("LLM Inference Performance Engineering: Best
-Practices", 2023). Of a mixture of experts all weights count, since a full batch goes through all.
-What images take in an encoder of their own is not counted.
+Bytes: the weights once per step, and the KV cache read and written. The ratio to the peak is the
+model bandwidth utilization, MBU, of Databricks ("LLM Inference Performance Engineering: Best
+Practices", 2023). A mixture of experts counts all its weights, since a full batch uses all of them.
+The work of a separate image encoder is not counted.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from prefect_raybatch.sizing.cards import Card
 
 @dataclass(frozen=True)
 class Work:
-    """What tokens cost an engine. FLOPs: `layers` a token that is computed, `head` a token that is
-    sampled, `attention` for each token that one attends to (`attention_window`: in layers that see
-    the last `window` tokens). Bytes: `weights` a step, `kv` a token of KV cache (`kv_window`).
-    `peak_flops` and `peak_bytes`: what the engine's share of its GPUs does in a second at most."""
+    """Work of an engine per token. FLOPs: `layers` for each computed token, `head` for each sampled
+    token, `attention` for each token attended to (`attention_window` in layers that see the last
+    `window` tokens). Bytes: `weights` for each step, `kv` for each token of KV cache (`kv_window`
+    likewise). `peak_flops` and `peak_bytes` are the peak per second of the engine's share of its
+    GPUs."""
 
     layers: float
     head: float
@@ -42,8 +43,8 @@ class Work:
     peak_bytes: float
 
     def of_answer(self, prompt: int, cached: int, answers: tuple[int, ...]) -> tuple[float, float]:
-        """(FLOPs, bytes without weights) of a prompt of which so many tokens were cached, and of
-        its answers of so many tokens each."""
+        """Return (FLOPs, bytes without weights) of a prompt of `prompt` tokens, `cached` of them in
+        the prefix cache, and of its answers with that many tokens each."""
         fresh = max(0, prompt - cached)
         # A prompt's last token gives the first of each answer, whose own last one is computed by
         # none.
@@ -66,8 +67,8 @@ class Work:
 
 
 def _attended(first: int, last: int, window: int = 0) -> float:
-    """Tokens that those from `first` (counted from 0) up to `last`, without it, attend to in all:
-    each to itself and all before, at most `window` of them (0: any number)."""
+    """Return how many tokens the tokens `first` (0-based) to `last` (exclusive) attend to in all:
+    each attends to itself and all before it, to at most `window` tokens (0: any number)."""
     if window and last > window:
         inside = _attended(first, window) if first < window else 0.0
         return inside + (last - max(first, window)) * window
@@ -75,8 +76,8 @@ def _attended(first: int, last: int, window: int = 0) -> float:
 
 
 def work_of(model: Model, card: Card, gpus: int = 1, engines_per_gpu: int = 1) -> Work:
-    """Of an engine on `gpus` of these cards, which it shares with others; of weights in fp8 the
-    peak is that of fp8, where the card has it."""
+    """Return the work of an engine on `gpus` of these cards, shared by `engines_per_gpu` engines.
+    Weights in fp8 use the fp8 peak if the card has one."""
     share = gpus / engines_per_gpu
     head = 2.0 * model.vocab * model.hidden
     return Work(

@@ -1,6 +1,6 @@
-"""How many rows an engine computes at once: when more of them pay, and what bounds it. Pure.
+"""How many rows an engine computes at once: when more rows pay, and what bounds them. Pure.
 
-A step of decoding reads all weights, however many rows it is for, so that more rows share that.
+A decoding step reads all weights whatever the number of rows, so more rows share that cost.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ SEQUENCE_GAIN = 0.005
 
 
 def holds_rows(fit: Fit, engines: int, row: Tokens) -> bool:
-    """Whether the KV cache of each of `engines` on a GPU is likely to hold `max_num_seqs` rows of
-    the typical length, of which it keeps once what all begin with. Several have a fixed share of
-    it: rows of twice that, and one of the context length."""
+    """Return whether the KV cache of each of `engines` on a GPU is likely to hold `max_num_seqs`
+    typical rows, whose shared prefix it keeps once. Engines that share a GPU have a fixed part of
+    its memory each, so their cache must hold rows of twice that length, and at least one row of the
+    context length."""
     arguments, model = fit.arguments, fit.model
     if engines == 1:
         return fit.rows_held(row) >= arguments.max_num_seqs
@@ -38,7 +39,7 @@ def holds_rows(fit: Fit, engines: int, row: Tokens) -> bool:
 
 
 def fewest(tried: Sequence[int], rate: Callable[[int], float], gain: float) -> int:
-    """The fewest with which the rate is within `gain` of the best of them."""
+    """Return the smallest value of `tried` whose rate is within `gain` of the best rate."""
     best = max(map(rate, tried))
     return next(number for number in tried if rate(number) * (1 + gain) >= best)
 
@@ -46,7 +47,8 @@ def fewest(tried: Sequence[int], rate: Callable[[int], float], gain: float) -> i
 def best_sequences(
     fit: Fit, card: Card, row: Tokens, engines: int, tried: Sequence[int] = TRIED
 ) -> int:
-    """Of `tried`, for each of `engines` on a GPU; the first of them is taken where none is held."""
+    """Return the best value of `tried` for each of `engines` on a GPU; the first value if the KV
+    cache holds none."""
     room = [n for n in tried[1:] if holds_rows(fit.asking(max_num_seqs=n), engines, row)]
 
     def rate(seqs: int) -> float:
@@ -65,12 +67,14 @@ def choose_max_num_seqs(
     engines_per_gpu: int,
     step: int | None = None,
 ) -> tuple[int, str]:
-    """Return max_num_seqs and why: as `asked`, or by default 256, and 512 or 1,024 where that
-    brings 0.5 % by the model of costs and the KV cache is likely to hold so many rows of the
-    typical length.
-    `fit` and `card` are None on a CPU and where model or GPU are not known; `longest` are the
-    tokens of an answer of which nothing else is known. `step` are the tokens of a step where the
-    job says them; vLLM takes no more sequences, each of which has a token in it.
+    """Return max_num_seqs and the reason: the value that was `asked` for, or by default 256, or 512
+    or 1,024 if that brings at least 0.5 % by the cost model and the KV cache is likely to hold that
+    many typical rows.
+
+    `fit` and `card` are None on a CPU and where the model or the GPU is unknown. `longest` is the
+    number of tokens of an answer about which nothing else is known. `step` is the number of tokens
+    of an engine step, if the job sets it; vLLM allows no more sequences than that, because each has
+    a token in it.
     """
     if asked is not None:
         return asked, "engine.max_num_seqs"

@@ -24,8 +24,8 @@ IMAGE_BYTES = 256 << 20  # the same of rows whose images are prepared: mostly th
 
 
 def row_tokens(row: RowSpec, row_bytes: float) -> float:
-    """Return the tokens that a row of so many bytes keeps an engine busy with: those of its prompt
-    that are not cached, and twice those of its answer."""
+    """Return the tokens for which a row of `row_bytes` bytes keeps an engine busy: the tokens of
+    its prompt that are not cached, plus twice those of its answer."""
     tokens = Tokens.of(row, row_bytes)
     return tokens.own + OUT_WEIGHT * (row.longest if row.out is None else row.out)
 
@@ -33,14 +33,14 @@ def row_tokens(row: RowSpec, row_bytes: float) -> float:
 def choose_rows_per_shard(
     spec: SizeSpec, *, rows: int, row_bytes: float, engines: int
 ) -> tuple[int, str]:
-    """Return the rows of a shard, and why so many.
+    """Return the rows of a shard and the reason.
 
-    rows / (engines * 16), or rows / 8 for an engine alone, not under `batch_size` (smaller blocks
-    starve the engine) nor over 4,000 rows or 128 MiB (256 MiB of images). Under `batch_size` where
-    rows have many tokens: with few rows in all, engines would end with one shard each that others
-    wait for. Source of the formula: Ray Data LLM's sizing guide asks for at least 2 to 4 partitions
-    a worker and blocks no smaller than the batch; with more, engines wait less for each other at
-    the end.
+    rows / (engines * 16), or rows / 8 for a single engine, at least `batch_size` (smaller blocks
+    starve the engine), and at most 4,000 rows or 128 MiB (256 MiB of images). Fewer than
+    `batch_size` if rows have many tokens: with few rows in all, each engine would end with one
+    shard while others wait for it. Source of the formula: Ray Data LLM's sizing guide asks for at
+    least 2 to 4 partitions per worker and blocks no smaller than the batch; with more partitions,
+    engines wait less for each other at the end.
     """
     if spec.rows_per_shard:
         return min(spec.rows_per_shard, max(rows, 1)), "source.rows_per_shard"
@@ -67,15 +67,15 @@ def choose_rows_per_shard(
 
 
 def longest_first(works: Sequence[float]) -> list[int]:
-    """The order in which to take pieces of so much work, so that none that is long is the last of
-    an engine: in steps of a quarter, within which they stay as they are."""
+    """Return the order in which to take pieces of work so that no long piece is an engine's last:
+    by size in steps of a quarter, keeping the given order within a step."""
     steps = [round(math.log(max(work, 1.0)) / math.log(1.25)) for work in works]
     return sorted(range(len(works)), key=lambda number: -steps[number])
 
 
 def sequences_seen(asked: int | None, figures: Mapping[str, float]) -> int | None:
-    """Return max_num_seqs as it was `asked`, or as engines told it in a run's figures; None where
-    it is not known."""
+    """Return max_num_seqs as it was `asked` for, or as engines reported it in a run's figures; None
+    if unknown."""
     if asked is not None:
         return asked
     return round(figures.get("sequences", 0.0)) or None
@@ -84,10 +84,10 @@ def sequences_seen(asked: int | None, figures: Mapping[str, float]) -> int | Non
 def concurrent_batches(
     asked: int | None, rows_per_shard: int, seqs: int, uneven: bool = False
 ) -> int:
-    """Return the shards in flight in an engine: as `asked`, or so many that rows in flight cover
-    `seqs` (max_num_seqs) beside the one being filled, at least 2 (the tail of one overlaps the head
-    of the next). Twice that where answers are of `uneven` lengths: a shard is held by its longest.
-    """
+    """Return the shards in flight in an engine: as `asked`, or enough that rows in flight cover
+    `seqs` (max_num_seqs) in addition to the shard being filled, at least 2 (the tail of one
+    overlaps the head of the next). Twice that if answers have `uneven` lengths, because its longest
+    answer holds up a shard."""
     if asked:
         return asked
     return max(2, math.ceil((2 if uneven else 1) * seqs / rows_per_shard) + 1)
@@ -96,7 +96,7 @@ def concurrent_batches(
 def problems(
     *, rows: int, rows_per_shard: int, concurrent: int, engines: int, seqs: int
 ) -> list[str]:
-    """What leaves engines idle, with the number that mends it."""
+    """Return what leaves engines idle, each with the number that fixes it."""
     found = []
     # A run with fewer rows than that has all of them in flight.
     if min(rows_per_shard, max(rows, 1)) * concurrent < min(seqs, rows):

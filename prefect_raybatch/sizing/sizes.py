@@ -1,6 +1,7 @@
-"""Every size of a run, each with its reason, by what was asked, the cluster and the model. Pure.
+"""Computes every size of a run, each with its reason, from the job, the cluster and the model.
+Pure.
 
-What `raybatch plan` prints and what the pipeline and the engines are given is this one `Sizing`.
+`raybatch plan` prints this `Sizing`, and the pipeline and the engines are given the same one.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ ASSUMED_PACKED = 3  # engines a GPU there, where answers are short
 
 @dataclass(frozen=True)
 class Capacity:
-    """What the cluster has in all (logical CPUs, GPUs, nodes) and where it is.
+    """Total capacity of the cluster (logical CPUs, GPUs, nodes) and where it is.
 
-    `gpus_by_node` are those of each node that has any; `cpus_a_gpu` the fewest CPUs that such a
-    node has for each GPU; `gpu_bytes` the measured memory of the smallest GPU, 0 where it was not
-    measured; `assumed` says that nobody was asked.
+    `gpus_by_node` lists the GPUs of each node that has any. `cpus_a_gpu` is the fewest CPUs per GPU
+    on such a node. `gpu_bytes` is the measured memory of the smallest GPU, 0 if it was not
+    measured. `assumed` is true if no cluster was queried.
     """
 
     cpus: float
@@ -62,9 +63,9 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Pool:
-    """The engines of a run. `replicas` are the fewest and the most copies of the model by GPUs
-    (equal when the number is fixed), each of `gpus_a_replica` GPUs and `engines_per_gpu` engines;
-    `kind` is the GPU's name, `gpu_bytes` its memory, where they are known."""
+    """The engines of a run. `replicas` is the fewest and the most copies of the model that its GPUs
+    hold (equal if the number is fixed); each copy has `gpus_a_replica` GPUs and `engines_per_gpu`
+    engines. `kind` is the GPU's name and `gpu_bytes` its memory, if known."""
 
     device: str
     replicas: tuple[int, int]
@@ -77,17 +78,18 @@ class Pool:
 
     @property
     def fewest(self) -> int:
-        """Engines at the start."""
+        """Return the number of engines at the start."""
         return self.replicas[0] * self.engines_per_gpu
 
     @property
     def engines(self) -> int:
-        """Engines at most."""
+        """Return the most engines that the pool may have."""
         return self.replicas[1] * self.engines_per_gpu
 
     def engines_for(self, shards: int) -> tuple[int, int]:
-        """The fewest and the most engines of a pass over so many shards: no more than can have one,
-        since after an engine's death a few shards are left, and each start takes its minute."""
+        """Return the fewest and the most engines of a pass over `shards` shards. No engine is
+        started without a shard: after an engine's death few shards are left, and each start takes a
+        minute."""
         return min(self.fewest, shards), min(self.engines, shards)
 
     @property
@@ -97,11 +99,11 @@ class Pool:
 
 @dataclass(frozen=True)
 class Sizing:
-    """What was resolved. `arguments` are the engine's, and `share` those that keep it to its share
-    of a GPU; `length` is the context length in tokens, where it is known; `problems` cost speed,
-    with the change that mends them; `warnings` may be as meant. `work` is what tokens cost an
-    engine, None where model or GPU are not known; `rate` the rows a second on a GPU by the model of
-    costs, 0 where nothing is known or the KV cache is not likely to hold the rows at once."""
+    """The sizes of a run. `arguments` are the engine's, and `share` those that keep it to its share
+    of a GPU. `length` is the context length in tokens, if known. `problems` cost speed, each with
+    the change that fixes it; `warnings` may be intended. `work` is the engine's work per token,
+    None if the model or the GPU is unknown. `rate` is the rows per second on one GPU by the cost
+    model, 0 if it is unknown or the KV cache is unlikely to hold the rows at once."""
 
     pool: Pool
     rows_per_shard: int
@@ -123,15 +125,16 @@ class Sizing:
 
     @property
     def uncommitted(self) -> int:
-        """Shards that may be in engines, or answered and not yet committed: what a crash costs.
+        """Return the shards that may be in engines, or answered but not committed; a crash loses
+        them.
 
-        Twice what engines hold and what waits at their doors, so that they need not wait for the
-        stage behind them.
+        Twice what engines and their queues hold, so that engines need not wait for the stage after
+        them.
         """
         return 2 * self.pool.engines * (self.concurrent + 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the sizes as JSON-compatible values."""
         value = {**asdict(self), "arguments": self.arguments.vllm()}
         value["uncommitted"] = self.uncommitted
         del value["work"], value["rate"]  # in a run's report, with what came of it
@@ -140,8 +143,8 @@ class Sizing:
 
 
 def expected_engines(spec: SizeSpec, have: Capacity | None) -> int:
-    """Return how many engines to cut the shards for before a cluster can say, or without a word of
-    it (None)."""
+    """Return the number of engines to cut shards for before the cluster is up, or if nothing is
+    known of it (None)."""
     gpus = have.gpus if have else ASSUMED_GPUS
     gpu = spec.device_for(gpus) == "gpu"
     each = 1
@@ -155,13 +158,14 @@ def expected_engines(spec: SizeSpec, have: Capacity | None) -> int:
 
 
 def certain_engines(spec: SizeSpec) -> int:
-    """Return the engines that what was asked for makes certain."""
+    """Return the number of engines that the job's own settings make certain."""
     each = spec.engines_per_gpu if spec.device == "gpu" else None
     return (spec.replicas[0] if spec.replicas else 1) * (each or 1)
 
 
 def imagined(kind: str | None, gpus: int | None, cpus: int | None) -> Capacity:
-    """A cluster of `gpus` GPUs of that kind (1 where only the kind is given), up to 8 on a node."""
+    """Return a cluster of `gpus` GPUs of that kind (1 if only the kind is given), up to 8 on a
+    node."""
     count = gpus if gpus is not None else 1 if kind else 0
     cpus = cpus or ASSUMED_CPUS * max(1, count)
     full, rest = divmod(count, ASSUMED_GPUS)
@@ -172,7 +176,7 @@ def imagined(kind: str | None, gpus: int | None, cpus: int | None) -> Capacity:
 
 
 def assumed(spec: SizeSpec) -> Capacity:
-    """A cluster that cannot be asked from here: what the job itself says of it."""
+    """Return the cluster that the job describes, for a cluster that cannot be queried from here."""
     kinds = (spec.accelerator,) if spec.accelerator else ()
     gpus = 0.0 if spec.device == "cpu" else float(ASSUMED_GPUS)
     nodes = (gpus,) if gpus else ()
@@ -182,8 +186,8 @@ def assumed(spec: SizeSpec) -> Capacity:
 
 
 def to_be_made(groups: Sequence[PodGroup], accelerator: str | None) -> Capacity:
-    """A cluster of these pods, which a run makes for itself; which GPUs they hold, only the job may
-    tell."""
+    """Return the capacity of the pods that a run creates for itself. Only the job can tell which
+    GPUs they have."""
     kinds = (accelerator,) if accelerator else ()
     pods = [group for group in groups for _ in range(group.pods)]
     with_gpus = [pod for pod in pods if pod.gpus]
@@ -202,7 +206,7 @@ def to_be_made(groups: Sequence[PodGroup], accelerator: str | None) -> Capacity:
 
 
 def gpu_of(accelerator: str | None, have: Capacity) -> EngineGpu:
-    """The one that the job asks for or the cluster's only kind."""
+    """Return the GPU that the job asks for, or the cluster's only kind."""
     kinds = [accelerator] if accelerator else list(have.accelerators)
     if len(kinds) != 1:
         return EngineGpu(" and ".join(kinds) or "unknown", None, have.gpu_bytes, 0)
@@ -222,7 +226,8 @@ def choose_pool(
     row: Tokens,
     length: int | None,
 ) -> Pool:
-    """The engines of the run on that cluster; `unknown` says why the model's size is not known."""
+    """Return the engines of the run on that cluster. `unknown` says why the model's size is
+    unknown."""
     device = spec.device_for(have.gpus)
     replicas, why = _replicas(spec, have, device)
     if device == "cpu":
@@ -265,7 +270,7 @@ def choose_pool(
 
 
 def pool_for(spec: SizeSpec, have: Capacity) -> Pool:
-    """The engines of a run whose model and rows are not known yet."""
+    """Return the engines of a run whose model and rows are not known yet."""
     return choose_pool(
         spec,
         have,
@@ -291,7 +296,7 @@ def _replicas(spec: SizeSpec, have: Capacity, device: str) -> tuple[tuple[int, i
 
 
 def rooms(spec: SizeSpec, have: Capacity) -> int:
-    """Copies of the model that the cluster's GPUs have room for."""
+    """Return the number of copies of the model that fit on the cluster's GPUs."""
     each, nodes = spec.gpus_per_replica, have.gpus_by_node or (have.gpus,)
     if spec.spans_nodes:
         return int(sum(map(int, nodes)) // each)
@@ -300,7 +305,8 @@ def rooms(spec: SizeSpec, have: Capacity) -> int:
 
 
 def _asked(spec: SizeSpec, device: str) -> EngineArguments:
-    """What the job gives, and the most of what follows from a GPU's memory."""
+    """Return the engine arguments that the job sets, with the defaults that follow from a GPU's
+    memory."""
     return EngineArguments(
         tensor_parallel_size=spec.tensor,
         pipeline_parallel_size=spec.pipeline,
@@ -324,11 +330,11 @@ def sizes_of(
     planned: int | None = None,
     expected: int | None = None,
 ) -> Sizing:
-    """Every size of a run on that cluster.
+    """Return every size of a run on that cluster.
 
-    `planned` is the rows a shard of an existing plan, which stay as they are; without a plan they
-    follow from `expected` engines. Raises `InsufficientResources` or `ConfigError` when the model
-    does not fit on its GPUs, or not so often.
+    `planned` is the number of rows per shard of an existing plan, which stays as it is; without a
+    plan, it follows from `expected` engines. Raises `InsufficientResources` or `ConfigError` if the
+    model does not fit on its GPUs, or not as many times as asked.
     """
     gpu = gpu_of(spec.accelerator, have)
     row = Tokens.of(spec.row, row_bytes)
