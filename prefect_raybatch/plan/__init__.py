@@ -1,1 +1,1 @@
-"""Inventory and job to a plan."""
+"""Makes a plan from an inventory and a compiled job."""

@@ -1,4 +1,5 @@
-"""Which differences of a job from its run's a person may take on, and which nobody may."""
+"""Differences between a job and its run's plan: which ones a user may accept, and which nobody
+may."""
 
 from __future__ import annotations
 
@@ -43,11 +44,11 @@ def check_acceptable(
     fields: Sequence[str],
     by: str,
 ) -> tuple[Accepted, ...]:
-    """As `check_same`, but for the differences in `fields`, names as its message has them: those
-    that there are, as taken on by `by`.
+    """Like `check_same`, but accept the differences in `fields` (names as in its message) on behalf
+    of `by`; return the accepted differences.
 
-    Raises `ConfigError` for a name that no field has, and for a difference that nobody may take on;
-    `PlanMismatch` for the differences that are left.
+    Raises `ConfigError` for a name that is no field and for a difference that nobody may accept,
+    and `PlanMismatch` for the remaining differences.
     """
     differences = differing(plan.parts, own.parts)
     known = {*FINGERPRINTED, *differing({}, plan.parts), *differing({}, own.parts)}
@@ -91,5 +92,5 @@ def _begins(name: str, start: str) -> bool:
 
 
 def of_model(accepted: Sequence[Accepted]) -> bool:
-    """Whether another model, or other adapters, are among what was accepted."""
+    """Return whether the accepted differences include another model or other adapters."""
     return any(_begins(one.field, start) for one in accepted for start in OF_MODELS)

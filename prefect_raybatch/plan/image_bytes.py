@@ -1,4 +1,4 @@
-"""The bytes of a block's row once its images are prepared, by a look at a few of them."""
+"""Estimates the bytes of a prepared row with images from a sample of them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def row_bytes(
     store: Store | None = None,
     read: bool = True,
 ) -> float:
-    """Of the input's rows, uncompressed; where they have images, at least what these come to.
+    """Return the uncompressed bytes of an input row; with images, at least the bytes of the
+    prepared images.
 
-    `store` is the run's where the files are its snapshot. Unless `read`, no row is looked at.
+    `store` is the run's store if the files are its snapshot. If `read` is false, no row is read.
     """
     images, request = spec.prompt.images, spec.engine.model
     if images is None:
@@ -45,7 +46,7 @@ def row_bytes(
 def _sizes(
     columns: Sequence[str], read: ReadSpec, found: Inventory, store: Store | None
 ) -> Iterator[list[tuple[int, int]]]:
-    """Width and height of the images of a few rows that hold them, as far as they can be told."""
+    """Yield (width, height) of the images of a few rows, as far as they can be determined."""
     from prefect_raybatch.stages.block import Failure, is_lost, rows_of
     from prefect_raybatch.stages.images.decode import size_of
     from prefect_raybatch.stages.read import ShardReader

@@ -1,8 +1,8 @@
-"""Which row takes which answer: the keys of a run joined with those of earlier answers.
+"""Joins the request keys of a run with those of earlier answers: which row takes which answer.
 
-Keys are written to buckets by their hash on the local disk (TMPDIR), and each bucket is sorted
-and joined by itself, so memory is that of a bucket, whatever the run's size. What comes of it is a
-number a row, in files that are mapped into memory.
+Keys are hashed into buckets on the local disk (TMPDIR), and each bucket is sorted and joined on its
+own, so memory is that of one bucket, whatever the run's size. The result is one number per row, in
+memory-mapped files.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class KeyBuckets:
             self._stack = stack.pop_all()
 
     def add(self, keys: list[bytes] | bytes, numbers: np.ndarray, exact: np.ndarray) -> None:
-        """Keys of 16 bytes, the numbers they are of, and whether equal ones share an answer."""
+        """Add 16-byte keys, the numbers of their rows or answers, and whether equal keys share one
+        answer."""
         if not keys:
             return
         joined = keys if isinstance(keys, bytes) else b"".join(keys)
@@ -79,12 +80,13 @@ class KeyBuckets:
 
 @dataclass
 class Join:
-    """What a join came to, in files of a folder: use as a context manager, which removes them.
+    """The result of a join, in the files of a folder. Use it as a context manager, which removes
+    them.
 
-    After `run`: `places` gives (kind, at) of the rows, `asks` the rows that are asked about,
-    `weights` how many rows wait for each, `needed` which of the earlier answers are taken over;
-    `keys` are those of the rows. Asks are numbered as their rows stand, where `ordered` as their
-    prompts do, which are then added to `prompts`; `folder` is for more of such files.
+    After `run`, `places` yields (kind, at) of the rows, `asks` the rows that are asked, `weights`
+    how many rows wait for each of them, and `needed` which earlier answers are reused; `keys` are
+    the keys of the rows. Asks are numbered in row order, or if `ordered` in the order of their
+    prompts, which are then added to `prompts`. `folder` is for further temporary files.
     """
 
     rows: int
@@ -116,23 +118,25 @@ class Join:
         self._stack.close()
 
     def _mapped(self, name: str, kind: DTypeLike, rows: int) -> np.ndarray:
-        """Numbers in a file, all 0; a page of it is in memory only while it is looked at."""
+        """Return a memory-mapped file of zeros; a page is in memory only while it is in use."""
         with local_disk():
             return np.memmap(self.folder / name, kind, "w+", shape=(max(1, rows),))[:rows]
 
     def add_rows(self, start: int, keys: np.ndarray, well: np.ndarray, exact: np.ndarray) -> None:
-        """The keys (`PACKED_KEY`) of the rows from `start` on; those not `well` make no request."""
+        """Add the keys (`PACKED_KEY`) of the rows from `start` on; rows that are not `well` make no
+        request."""
         self.keys[start : start + len(keys)] = keys
         self.ours.add(keys[well].tobytes(), start + np.flatnonzero(well), exact[well])
 
     def keep_digests(self, start: int, digests: pa.Array) -> None:
-        """Those of the images of the rows from `start` on."""
+        """Keep the image digests of the rows from `start` on."""
         with local_disk():
             pq.write_table(pa.table({"digests": digests}), self.folder / f"digests-{start}")
         self._digests.add(start)
 
     def kept_digests(self, start: int, stop: int) -> pa.ChunkedArray | None:
-        """Of the images of rows [start, stop), which are whole additions; None where none are."""
+        """Return the image digests of rows [start, stop), which must be whole additions; None if
+        there are none."""
         if not self._digests:
             return None
         with local_disk():
@@ -146,7 +150,7 @@ class Join:
         return pa.chunked_array(found)
 
     def run(self) -> None:
-        """Joins. All keys must have been added."""
+        """Join. All keys must have been added."""
         self.ours.close()
         self.theirs.close()
         for number in range(self._buckets):
@@ -167,7 +171,7 @@ class Join:
         self.asked = self.counts.asked
 
     def _number_asks(self) -> None:
-        """Replaces rows and earlier answers by their numbers among those asked and taken over."""
+        """Replace rows and earlier answers by their numbers among the asked and the reused ones."""
         asks = _numbers(self._kind, ASKED, self._mapped("ask", np.int64, self.rows))
         self._asks = asks
         if self.prompts is not None:
@@ -185,20 +189,20 @@ class Join:
             self._at[a:b] = at
 
     def places(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(kind, at) of the rows in order, as many as a table of places holds."""
+        """Yield (kind, at) of the rows in order, in pieces of the size of a table of places."""
         for a, b in _steps(self.rows, PLACES_ROWS):
             yield np.array(self._kind[a:b]), np.array(self._at[a:b])
 
     def leaders(self, start: int, stop: int) -> np.ndarray:
-        """Which of rows [start, stop) are asked about (bool)."""
+        """Return which of rows [start, stop) are asked (bool)."""
         return np.asarray(self._kind[start:stop] == ASKED)
 
     def numbers_of_leaders(self, start: int, stop: int) -> np.ndarray:
-        """The numbers among the asks (int64) of those of rows [start, stop) that are asked."""
+        """Return the ask numbers (int64) of those of rows [start, stop) that are asked."""
         return np.array(self._asks[start:stop][self.leaders(start, stop)])
 
     def weights(self) -> np.ndarray:
-        """How many rows wait for each of the asks."""
+        """Return how many rows wait for each ask."""
         made = self._mapped("weights", np.int64, self.asked)
         for a, b in _steps(self.rows):
             waits = (self._kind[a:b] == ASKED) | (self._kind[a:b] == MERGED_ROW)
@@ -208,10 +212,10 @@ class Join:
 
 
 def joined(ours: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(row, kind, at) of the keys in `ours`: `at` is the number of the answer in `theirs` that it
-    takes, else the row that is asked for it.
+    """Return (row, kind, at) of the keys in `ours`: `at` is the number of the answer in `theirs`
+    that the row takes, or else the row that is asked on its behalf.
 
-    Equal keys share one answer where they are exact; else the k-th row takes the k-th answer.
+    Equal keys share one answer if they are exact; otherwise the k-th row takes the k-th answer.
     """
     every = np.concatenate([theirs, ours])
     is_ours = np.arange(len(every)) >= len(theirs)
@@ -234,7 +238,8 @@ def joined(ours: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _numbers(flags: np.ndarray, wanted: int, out: np.ndarray) -> np.ndarray:
-    """How many flags before each are as `wanted`: the number of each that is."""
+    """Write to `out` the number of each flag equal to `wanted`: how many such flags come before
+    it."""
     before = 0
     for a, b in _steps(len(flags)):
         hits = flags[a:b] == wanted

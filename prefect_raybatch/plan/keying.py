@@ -1,4 +1,4 @@
-"""What of a job is the context of its requests' keys: under another one no answer is taken over."""
+"""The context of a job's request keys: an answer is never reused under another context."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ KEY_VERSION = 1  # of what a key is made of
 
 
 def keying_of(spec: RunSpec, model: Mapping[str, Any]) -> tuple[Keying, dict[str, Any]]:
-    """Return (what makes the keys of requests, what their context holds, without secrets). `model`
-    is the pinned one."""
+    """Return (keying, context): what makes the keys of requests, and what their context holds,
+    without secrets. `model` is the pinned model."""
     parts = _context(spec, model)
     keying = Keying.under(
         context_of(parts),

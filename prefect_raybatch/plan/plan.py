@@ -1,4 +1,5 @@
-"""Inventory and job to plan: shards and fingerprint. Pure; imports neither Ray nor Prefect."""
+"""Makes a plan, with shards and fingerprint, from an inventory and a compiled job. Pure; imports
+neither Ray nor Prefect."""
 
 from __future__ import annotations
 
@@ -36,14 +37,15 @@ MOST_FILE_MB = 4096  # a single PUT takes 5 GiB, and a file may be somewhat larg
 
 
 def shard_starts(rows: int, rows_per_shard: int) -> np.ndarray:
-    """int64[shards + 1]: shard i holds input rows [starts[i], starts[i + 1])."""
+    """Return int64[shards + 1]: shard i holds input rows [starts[i], starts[i + 1])."""
     starts = np.arange(0, rows + rows_per_shard, rows_per_shard, dtype=np.int64)
     return np.minimum(starts[: math.ceil(rows / rows_per_shard) + 1], rows)
 
 
 def shard_work(starts: np.ndarray, weights: Weights) -> np.ndarray | None:
-    """int64[shards]: bytes of each shard's rows, by (rows, bytes) of all rows in order; None where
-    that is not known, or where no shard has a quarter more than another."""
+    """Return int64[shards], the bytes of each shard's rows, from `weights`, the (rows, bytes) of
+    all rows in order; None if they are unknown, or if no shard is larger than another by a
+    quarter."""
     if not weights or len(starts) < 3:
         return None
     rows, sizes = np.cumsum(np.array([(0, 0), *weights], np.int64), axis=0).T
@@ -55,8 +57,8 @@ def shard_work(starts: np.ndarray, weights: Weights) -> np.ndarray | None:
 
 
 def check_against_schema(spec: RunSpec, schema: pa.Schema) -> None:
-    """Raise `ConfigError`, with field and remedy, where template and output do not fit the input's
-    columns; `spec` is compiled for them."""
+    """Raise `ConfigError`, with field and remedy, if template or output do not fit the input's
+    columns; `spec` must be compiled for them."""
     import difflib
 
     finish, sampling = spec.finish, spec.sampling
@@ -130,7 +132,7 @@ def check_against_schema(spec: RunSpec, schema: pa.Schema) -> None:
 
 
 def _check_asked(spec: RunSpec, names: Sequence[str]) -> None:
-    """Raise `ConfigError` where all rows ask the same and get the same answer."""
+    """Raise `ConfigError` if all rows ask the same and get the same answer."""
     if not spec.prompt.alike or _drawn_apart(spec):
         return
     twice = [name for name in names if f"{{{{{name}}}}}" in (spec.prompt.template or "")]
@@ -142,7 +144,8 @@ def _check_asked(spec: RunSpec, names: Sequence[str]) -> None:
 
 
 def alike_note(spec: RunSpec) -> str | None:
-    """Return what is said of a run whose rows all ask the same, where their answers may differ."""
+    """Return the warning for a run whose rows all ask the same but may get different answers; None
+    otherwise."""
     if not spec.prompt.alike or not _drawn_apart(spec):
         return None
     return (
@@ -157,7 +160,8 @@ def _drawn_apart(spec: RunSpec) -> bool:
 
 
 def _check_image_column(column: pa.Field) -> None:
-    """`ConfigError` for a column that cannot hold images; what is in it shows row by row."""
+    """Raise `ConfigError` for a column whose type cannot hold images; its values are checked row by
+    row."""
     import pyarrow as pa
 
     kind = column.type
@@ -174,7 +178,7 @@ def _check_image_column(column: pa.Field) -> None:
 
 
 def check_chat_columns(prompt: PromptSpec, schema: pa.Schema) -> None:
-    """Whether the columns of conversations and documents can hold such; `ConfigError` if not."""
+    """Raise `ConfigError` if the columns of conversations and documents cannot hold such."""
     import pyarrow as pa
 
     for field, name, texts in (
@@ -204,7 +208,7 @@ def check_chat_columns(prompt: PromptSpec, schema: pa.Schema) -> None:
 
 
 def _listed(kind: Any) -> Any:
-    """What an Arrow list holds; None for another type."""
+    """Return the value type of an Arrow list type; None for another type."""
     import pyarrow as pa
 
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
@@ -237,14 +241,15 @@ def make_plan(
     increment: Mapping[str, Any] | None = None,
     weights: Weights = (),
 ) -> tuple[Plan, dict[str, bytes]]:
-    """The plan and the tables it names, {table name: Parquet bytes}, to be stored before it.
+    """Return the plan and the tables that it names, {table name: Parquet bytes}, to be stored
+    before it.
 
-    `model` is the pinned one with its adapters, `job` the job as records keep it (`public_job`).
-    `numbers` is the table of row numbers of a run that retries failed rows. The shards are cut for
-    `engines`, by default for those of a cluster that cannot be asked. `context` is what
-    max_model_len: auto came to (`Plan.context`), `row_bytes` what a row is in memory, with its
-    images prepared, `increment` what is reused, `table` which table at which version was copied,
-    `weights` the bytes of rows by which shards are ordered (`Inventory.weights`).
+    `model` is the pinned model with its adapters, `job` the job as records keep it (`public_job`).
+    `numbers` is the table of row numbers of a run that retries failed rows. Shards are cut for
+    `engines`, by default for the cluster that the job describes. `context` is what max_model_len:
+    auto resolved to (`Plan.context`). `row_bytes` is the size of a row in memory, with its images
+    prepared. `increment` names the answers to reuse, `table` the table and version that was copied.
+    `weights` are the bytes of rows by which shards are ordered (`Inventory.weights`).
     """
     rows, retry = sum(file.rows for file in files), identity.retry
     engines = engines or expected_engines(spec.sizes, None)

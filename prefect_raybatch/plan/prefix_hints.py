@@ -1,10 +1,10 @@
-"""What another order of a template's fields, or of the rows, would let prompts share. Pure.
+"""Estimates how much more of their prompts rows would share in another order. Pure.
 
-Told from sampled rows: a field that few rows differ in, put first, is computed once for many of
-them. How many distinct beginnings so many rows have is extrapolated from how many the sample has
-once and twice (R. K. Colwell et al., "Models and estimators linking individual-based and
+The estimate uses sampled rows: a field with few distinct values, put first, is computed once for
+many rows. The number of distinct prefixes in all rows is extrapolated from how many occur once and
+twice in the sample (R. K. Colwell et al., "Models and estimators linking individual-based and
 sample-based rarefaction, extrapolation and comparison of assemblages", Journal of Plant Ecology 5,
-2012, equation 9). Lengths are characters, by which a prompt's tokens are shared out.
+2012, equation 9). Lengths are characters, which stand for their share of a prompt's tokens.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ TWICE = 5  # beginnings seen twice that an extrapolation takes; with fewer, all 
 
 @dataclass(frozen=True)
 class TemplateCells:
-    """The fields of a template, mean characters of each with the text before it, of what stands
-    around them, and the values of the sampled rows."""
+    """The fields of a template: mean characters of each with the text before it, of the text around
+    them, and the values of the sampled rows."""
 
     fields: tuple[str, ...]
     sizes: tuple[float, ...]
@@ -40,7 +40,8 @@ class TemplateCells:
 
     @classmethod
     def of(cls, prompt: PromptSpec, rows: Sequence[dict[str, Any]]) -> TemplateCells | None:
-        """None where prompts are not made of a template's fields, or begin with images."""
+        """Return the cells; None if prompts are not made from a template's fields, or begin with
+        images."""
         if prompt.template is None or prompt.images is not None or len(rows) < LEAST_SAMPLED:
             return None
         parts = list(string.Formatter().parse(prompt.template))
@@ -55,8 +56,8 @@ class TemplateCells:
         return cls(fields, sizes, (float(len(prompt.system or "")), float(tail)), values)
 
     def shared(self, rows: int) -> tuple[float, float, tuple[str, ...]]:
-        """Of so many rows taken at random, the share of their prompts that need not be computed
-        again: with the fields as they stand, and in the best order, which is the last value."""
+        """Return, for `rows` random rows, the share of prompt text already computed for another
+        row: with the fields in their present order, in the best order, and that order."""
         count = len(self.fields)
         distinct = [self._distinct(held, rows) for held in range(1 << count)]
         best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
@@ -78,7 +79,8 @@ class TemplateCells:
         return 1 - (now + rest) / whole, 1 - (best[-1][0] + rest) / whole, order
 
     def _distinct(self, held: int, rows: int) -> float:
-        """How many values the fields of the set `held` have together in so many rows."""
+        """Return how many distinct values the fields of the set `held` have together in `rows`
+        rows."""
         chosen = [f for f in range(len(self.fields)) if held >> f & 1]
         if not chosen:
             return 1.0
@@ -86,7 +88,7 @@ class TemplateCells:
 
 
 def distinct_of(seen: Counter[Any], rows: int) -> float:
-    """How many distinct values `rows` rows have, by those of a sample of them."""
+    """Estimate how many distinct values `rows` rows have, from those of a sample."""
     counts = np.array(list(seen.values()))
     sample, found = int(counts.sum()), len(counts)
     if rows <= sample:
@@ -102,8 +104,8 @@ def distinct_of(seen: Counter[Any], rows: int) -> float:
 def prefix_hints(
     spec: RunSpec, rows: int, sampled: Sequence[dict[str, Any]], tokens: float
 ) -> tuple[str, ...]:
-    """A line for each change that would share more, for an input of `rows` rows; `tokens` are those
-    of a mean prompt."""
+    """Return a line for each change that would share more, for an input of `rows` rows; `tokens` is
+    the length of a mean prompt."""
     if spec.engine.model.pools or not spec.engine.sort:
         return ()
     cells = TemplateCells.of(spec.prompt, sampled)

@@ -1,9 +1,8 @@
-"""The requests of a whole run in an order in which those that begin alike stand together.
+"""Orders the requests of a whole run so that prompts with a common prefix are asked together.
 
-A prefix cache holds what was asked lately. Rows of one document, customer or few-shot block that
-lie all over a table find it again only if they are asked one after the other. So requests are
-sorted by the text of their prompts, on the local disk (TMPDIR), and their rows dealt out anew in
-that order.
+A prefix cache holds recent prompts. Rows of one document, customer or few-shot block that are
+scattered over a table hit it only if they are asked one after the other. So requests are sorted by
+the text of their prompts on the local disk (TMPDIR), and their rows are rearranged in that order.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ RANK = "__rb_rank"
 
 
 def sort_text(request: ChatRequest | Failure, adapter: str | None = None) -> bytes:
-    """What a prompt begins with, as far as that is told without a chat template and a tokenizer:
-    the adapter, documents, then messages. Images count for nothing; b"" of a row without request.
-    """
+    """Return the beginning of a prompt, as far as it is known without a chat template and a
+    tokenizer: the adapter, documents, then messages. Images are left out; b"" for a row without a
+    request."""
     if isinstance(request, Failure):
         return b""
     parts = [(adapter or "").encode()]
@@ -67,14 +66,14 @@ def _text(content: object) -> bytes:
 
 
 def compared_text(text: bytes, reference: bytes) -> bytes:
-    """By what a prompt is sorted: how far it goes with `reference`, and what follows there. Texts
-    that begin alike further than that stand together under both orders."""
+    """Return the sort key of a prompt: the length of its common prefix with `reference`, then the
+    text after it. Texts that share a longer prefix stay together under this order as well."""
     common = _common(text, reference)
     return common.to_bytes(4, "big") + text[common : common + COMPARED]
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """Bytes at the start that both have, found by halves: bytes compare in C."""
+    """Return the length of the common prefix in bytes, by bisection, because bytes compare in C."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -86,9 +85,10 @@ def _common(one: bytes, other: bytes) -> int:
 
 
 class PrefixOrder:
-    """The prompts of a run, by their rows: `add` all, then ask for the `rows` in order.
+    """The prompts of a run, by row: `add` all of them, then iterate over `rows`.
 
-    Memory: some RUN_BYTES of `compared_text`. Local disk: those of all rows, in `folder`.
+    Memory: about RUN_BYTES of `compared_text`. Local disk: the compared text of all rows, in
+    `folder`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -102,7 +102,7 @@ class PrefixOrder:
         self._rows = 0
 
     def add(self, start: int, texts: pa.Array) -> None:
-        """`compared_text` of the rows from `start` on (binary)."""
+        """Add the `compared_text` of the rows from `start` on (binary)."""
         numbers = np.arange(start, start + len(texts), dtype=np.int64)
         self._held.append(pa.table({"text": texts, "row": pa.array(numbers)}))
         self._held_rows += len(texts)
@@ -124,8 +124,8 @@ class PrefixOrder:
             out.write_table(table, max_chunksize=MERGED_ROWS)
 
     def rows(self) -> Iterator[np.ndarray]:
-        """All rows (int64), some at a time; those that begin alike one after the other, equal ones
-        as they stand."""
+        """Yield all row numbers (int64) in batches; rows with a common prefix are adjacent, and
+        equal ones keep their order."""
         self._sort()
         if not self._runs:
             return
@@ -139,7 +139,7 @@ class PrefixOrder:
                     yield table["row"].to_numpy()[order.to_numpy()]
 
     def _merged_at(self) -> list[tuple[bytes, int]]:
-        """Places that part all rows in parts of which each fits into memory."""
+        """Return the cuts that split all rows into parts that each fit into memory."""
         cuts = pa.concat_tables(self._cuts).sort_by(_BY_TEXT)
         parts = math.ceil(self._rows / RUN_ROWS)
         chosen = _at(cuts, [cuts.num_rows * i // parts for i in range(1, parts)])
@@ -163,7 +163,7 @@ class _SortedRun:
         self._held: pa.RecordBatch | None = next(self._batches, None)
 
     def before(self, cut: tuple[bytes, int] | None) -> Iterator[pa.RecordBatch]:
-        """What comes before (text, row); all that is left for None."""
+        """Yield the (text, row) entries before `cut`; all remaining ones if it is None."""
         while (batch := self._held) is not None:
             texts, numbers = batch["text"], batch["row"]
             rows = batch.num_rows
@@ -186,9 +186,9 @@ def dealt_out(
     ranks: int | None = None,
     keep: bool = False,
 ) -> Iterator[tuple[str, pa.Table]]:
-    """(what they are, rows) of all tables, in the order of their column RANK, which is left out
-    unless `keep`. It holds numbers below `ranks`, by default each of 0 to `rows` - 1 once; `rows`
-    is about how many rows there are. Memory: a bucket of about BUCKET_BYTES, if ranks repeat alike;
+    """Yield (description, rows) of all tables, in the order of their column RANK, which is dropped
+    unless `keep`. RANK holds numbers below `ranks`, by default each of 0 to `rows` - 1 once; `rows`
+    is about the number of rows. Memory: a bucket of about BUCKET_BYTES if ranks repeat evenly;
     local disk: all rows, in `folder`."""
     first = next(tables, None)
     if first is None:

@@ -1,5 +1,5 @@
-"""How long the prompts of an input are, from a bounded sample of its rows made into prompts by the
-real prepare stage: what `raybatch plan --tokens` shows, and what max_model_len: auto comes to."""
+"""Measures the prompt lengths of an input from a bounded sample of rows, made into prompts by the
+real prepare stage, for `raybatch plan --tokens` and max_model_len: auto."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Block = tuple[str, int, "pa.Table"]  # file, row of it that the first row is, ro
 
 @dataclass(frozen=True)
 class PromptExample:
-    """A prompt as the model gets it, made of row `row` (from 0) of a file."""
+    """A prompt as the model gets it, made from row `row` (0-based) of a file."""
 
     file: str
     row: int
@@ -49,13 +49,13 @@ class PromptExample:
 
 @dataclass(frozen=True)
 class PromptLengths:
-    """Prompt tokens of `rows` sampled rows; `failed` more made no prompt.
+    """Prompt tokens of `rows` sampled rows; `failed` further rows made no prompt.
 
-    `shared`: share of the tokens that a prompt has in common, from its start and in whole blocks
-    of the prefix cache, with another of the sample. `repeated`: share of the rows whose request
-    another has as well. `histogram`: (from, to, rows), both ends included. `max_model_len` is what
-    auto comes to, None where the model's own length and the sample say nothing; `over` the share
-    of the sampled rows that is too long for it.
+    `shared` is the share of tokens that a prompt has in common with another of the sample, from its
+    start and in whole blocks of the prefix cache. `repeated` is the share of rows whose request
+    equals another row's. `histogram` lists (from, to, rows), both ends included. `max_model_len` is
+    what auto resolves to, None if neither the model's own length nor the sample determines it;
+    `over` is the share of sampled rows that are too long for it.
     """
 
     rows: int
@@ -78,7 +78,7 @@ class PromptLengths:
     hints: tuple[str, ...] = ()  # what would let prompts share more
 
     def context(self) -> dict[str, Any]:
-        """What a plan keeps (`Plan.context`)."""
+        """Return what a plan keeps of it (`Plan.context`)."""
         names = ("max_model_len", "why", "rows", "median", "p99", "most")
         hints = {"hints": list(self.hints)} if self.hints else {}
         return {**{name: getattr(self, name) for name in names}, **hints}
@@ -91,15 +91,15 @@ def of_files(
     store: Store | None = None,
     sample: int = SAMPLE_ROWS,
 ) -> PromptLengths:
-    """Of Parquet files, spread over all their rows. `store` is the run's where they are its
-    snapshot. Raises `SourceError` for what cannot be read, `ConfigError` where no row makes a
-    prompt."""
+    """Measure Parquet files with a sample spread over all their rows. `store` is the run's store if
+    they are its snapshot. Raises `SourceError` for unreadable files and `ConfigError` if no row
+    makes a prompt."""
     rows = sum(file.rows for file in found.files)
     return measure(spec, model, _spread(spec, found, store, sample), sample, rows=rows)
 
 
 def of_heads(spec: RunSpec, model: Mapping[str, Any], sample: int = SAMPLE_ROWS) -> PromptLengths:
-    """Of CSV or JSON Lines without copying them: of the first block of up to 16 files."""
+    """Measure CSV or JSON Lines files without copying them: the first block of up to 16 files."""
     from prefect_raybatch import source
 
     heads = list(source.heads(spec.read, HEADS))
@@ -133,7 +133,8 @@ def _spread(spec: RunSpec, found: Inventory, store: Store | None, sample: int) -
 
 
 def places(rows: int, sample: int) -> list[tuple[int, int]]:
-    """(first row, rows) of runs that make up a sample of `rows`, spread evenly over them."""
+    """Return (first row, rows) of spans that are spread evenly over `rows` and hold `sample` rows
+    in all."""
     if rows <= sample:
         return [(start, min(NEIGHBOURS, rows - start)) for start in range(0, rows, NEIGHBOURS)]
     size = min(NEIGHBOURS, sample)
@@ -142,14 +143,14 @@ def places(rows: int, sample: int) -> list[tuple[int, int]]:
 
 
 def _thinned(uri: str, table: pa.Table, most: int) -> Iterator[Block]:
-    """At most `most` rows of a table, in runs spread over it."""
+    """Yield at most `most` rows of a table, in spans spread over it."""
     for start, rows in places(table.num_rows, most):
         yield uri, start, table.slice(start, rows)
 
 
 @dataclass
 class _Seen:
-    """What the sampled rows came to, one entry a row that made a prompt."""
+    """Figures of the sampled rows, one entry for each row that made a prompt."""
 
     sizes: list[int] = field(default_factory=list)
     needs: list[int] = field(default_factory=list)  # with the answer
@@ -169,8 +170,8 @@ def measure(
     seconds: float = SAMPLE_SECONDS,
     rows: int | None = None,
 ) -> PromptLengths:
-    """Of the blocks given, until `sample` rows are reached, or `seconds` after the first block.
-    `rows` are those of the whole input, where that is known."""
+    """Measure `blocks` until `sample` rows are reached, or until `seconds` after the first block.
+    `rows` is the number of rows of the whole input, if known."""
     from prefect_raybatch.stages.calls.calling import Calls
     from prefect_raybatch.stages.pooling import Pooling
     from prefect_raybatch.stages.texts import prepare_of
@@ -294,8 +295,8 @@ def _examples(model: dict[str, Any], seen: _Seen) -> tuple[PromptExample, ...]:
 
 
 def choose_max_model_len(share: float, needs: list[int], own: int | None) -> tuple[int, str]:
-    """(context length for that share of rows that need `needs` tokens with their answers, why);
-    `own` is the model's length, which it never exceeds."""
+    """Return (context length, reason) that holds that share of the rows, which need `needs` tokens
+    with their answers; at most `own`, the model's own length."""
     import numpy as np
 
     if share < 1:
@@ -311,7 +312,8 @@ def choose_max_model_len(share: float, needs: list[int], own: int | None) -> tup
 
 
 def histogram(sizes: list[int], p99: int) -> tuple[tuple[int, int, int], ...]:
-    """(from, to, rows) of bars of one width up to the 99th percentile, and one for all above."""
+    """Return (from, to, rows) of bars of equal width up to the 99th percentile, and one bar for all
+    above."""
     import numpy as np
 
     least, most = min(sizes), max(sizes)
@@ -334,7 +336,8 @@ def _shared(keys: list[bytes]) -> float:
 
 
 def _models_own(model: dict[str, Any]) -> int | None:
-    """The model's context length, from its config.json or, of a name, from its tokenizer."""
+    """Return the model's context length from its config.json, or for a model name from its
+    tokenizer."""
     own = models.context_length(models.local_path(model))
     if own is None:
         from prefect_raybatch.stages.block import load_tokenizer

@@ -1,4 +1,5 @@
-"""The keys of all rows of an input: here, or side by side on the workers of the job's cluster."""
+"""Computes the request keys of all rows of an input, in this process or on workers of the job's
+cluster."""
 
 from __future__ import annotations
 
@@ -54,9 +55,9 @@ NO_KEY = bytes(KEY_BYTES)
 
 @dataclass(frozen=True)
 class Keyed:
-    """Of the rows from `start` on: `keys` (`PACKED_KEY`), which are `well` and make one, which
-    `exact` ones have one answer if equal, the digests of their images, and by what they are put in
-    order."""
+    """Keys of the rows from `start` on: `keys` (`PACKED_KEY`), `well` (makes a request), `exact`
+    (equal requests have one answer), the digests of their images, and the texts by which they are
+    ordered."""
 
     start: int
     keys: np.ndarray
@@ -68,11 +69,12 @@ class Keyed:
 
 @dataclass(frozen=True)
 class RowKeys:
-    """The rows of the input, read as far as requests are made of them. Made on the driver; called
-    on any worker with the number of a row, it makes the keys of the `rows_a_task` from there on.
+    """The rows of the input, read as far as their requests need. Made on the driver; called on any
+    worker with a row number, it computes the keys of the `rows_a_task` rows from there on.
 
-    It is sent to workers, so it holds what they need and no more: of keys only those by which the
-    input is read."""
+    It is sent to workers, so it holds only what they need; of storage credentials, only those by
+    which the input is read.
+    """
 
     reader: ShardReader
     prepare: Prepare
@@ -91,8 +93,8 @@ class RowKeys:
         keying: Keying,
         ordered: bool = False,
     ) -> RowKeys:
-        """`model` is the pinned one; `store` holds the files where they are a snapshot. With
-        `ordered` the requests are to be asked in the order of their prompts."""
+        """Build it. `model` is the pinned model; `store` holds the files if they are a snapshot.
+        With `ordered`, requests are asked in the order of their prompts."""
         from prefect_raybatch.stages.read import ShardReader
 
         schema, prompt = found.schema, spec.prompt
@@ -125,15 +127,15 @@ class RowKeys:
 
     @property
     def pools(self) -> bool:
-        """Whether the answers are vectors."""
+        """Return whether the answers are vectors."""
         return isinstance(self.prepare, PrepareTexts)
 
     def add_to(self, join: Join, cluster: ClusterSpec, alone: bool = False) -> None:
-        """Makes all keys, on the workers of a `cluster` where there are enough rows; `alone` in
-        this process, which has the files.
+        """Compute all keys, on the workers of `cluster` if there are enough rows. With `alone`,
+        compute them in this process, because only it has the files.
 
-        Raises `SourceError` for rows that cannot be read, `ConfigError` for a function that cannot
-        be called, `StoreUnavailable` while many images cannot be had.
+        Raises `SourceError` for unreadable rows, `ConfigError` for a function that cannot be called
+        and `StoreUnavailable` while many images cannot be fetched.
         """
         from prefect_raybatch.cluster.side_by_side import side_by_side, workers_for
 
@@ -172,7 +174,7 @@ class RowKeys:
         return Keyed(start, packed, well, np.array(exact, bool), digests, texts)
 
     def first_text(self) -> bytes:
-        """That of the first row of the input that makes a request, among its first few."""
+        """Return the sort text of the first row that makes a request, among the first few rows."""
         for _, table in self._tables([(0, min(self.rows, FIRST_ROWS))] if self.rows else []):
             return next(filter(None, self._texts(self.prepare.requests(table), table)), b"")
         return b""
@@ -182,15 +184,15 @@ class RowKeys:
         return [sort_text(*pair) for pair in zip(requests, adapters, strict=True)]
 
     def asked(self, join: Join) -> Iterator[tuple[str, pa.Table]]:
-        """(what they are, rows) that are asked about, in the order in which they are numbered, with
-        the keys of their requests."""
+        """Yield (description, rows) of the rows that are asked, in the order of their numbers, with
+        their request keys."""
         tables = self._asked(join)
         if join.prompts is None:
             return ((what, table.drop_columns([RANK])) for what, table in tables)
         return dealt_out(tables, join.asked, join.folder)
 
     def _asked(self, join: Join) -> Iterator[tuple[str, pa.Table]]:
-        """As `asked`, in the order of the input, with their numbers."""
+        """Like `asked`, but in input order and with their numbers."""
         spans = [
             span
             for span in _chunks(0, self.rows, self.chunk)
@@ -219,7 +221,7 @@ class RowKeys:
             ) from None
 
     def _tables(self, spans: list[tuple[int, int]]) -> Iterator[tuple[int, pa.Table]]:
-        """(first row, rows) of each span."""
+        """Yield (first row, rows) of each span."""
         units = [(Unit(i, 0, stop - start), start) for i, (start, stop) in enumerate(spans)]
         for task in self.reader.tasks(units, max(1, len(units))):
             for unit, table in zip(task.units, self.reader.read(task), strict=True):

@@ -1,4 +1,4 @@
-"""What a job asks of vLLM that it would refuse: of an engine as it starts, or of each row in it."""
+"""Checks a job for what vLLM would reject, when an engine starts or for each row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from prefect_raybatch.spec.sizes import SizeSpec
 
 
 def check_taken_by_vllm(spec: RunSpec) -> None:
-    """Raise `ConfigError` for what would end each engine as it starts, or fail each row in it."""
+    """Raise `ConfigError` for settings with which every engine would die at its start, or every row
+    fail."""
     engine, sampling = spec.engine.model.given, spec.sampling
     if (wrong := wrong_values(engine)) is not None:
         raise ConfigError(wrong)

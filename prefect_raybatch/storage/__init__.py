@@ -1,7 +1,7 @@
-"""URI to `Store`: the few operations the ledger builds on, for a local folder and for S3.
+"""Opens a URI as a `Store`: the few operations that the ledger needs, on a local folder or on S3.
 
-The S3 client is imported on the first S3 call only, so that `raybatch status` on a local run
-directory starts at once.
+The S3 client is imported at the first S3 call, so that `raybatch status` on a local run directory
+starts at once.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ __all__ = [
 
 
 def open_store(uri: str, options: Mapping[str, Any] | None = None, links: bool = False) -> Store:
-    """The store at `uri`: `s3://bucket/prefix`, `file:///folder`, or a local path.
+    """Return the store at `uri`: `s3://bucket/prefix`, `file:///folder`, or a local path.
 
-    `options` are s3fs's (key, secret, token, endpoint_url, region, profile, anon, client_kwargs,
-    config_kwargs, ...); what is not given comes from the environment and files as boto3 reads
-    them (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...). A local store ignores them. `links`: whether
-    listings enter linked folders, for what is only read (input, models). Nothing is contacted
-    yet. ConfigError for an unknown scheme.
+    `options` are those of s3fs (key, secret, token, endpoint_url, region, profile, anon,
+    client_kwargs, config_kwargs, ...). Missing ones are read from the environment and configuration
+    files as boto3 does (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...). A local store ignores them. With
+    `links`, listings follow links to folders; use it only for data that is read (input, models).
+    Contacts nothing yet. Raises ConfigError for an unknown scheme.
     """
     root = normalize(uri)
     if is_remote(root):

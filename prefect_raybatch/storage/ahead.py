@@ -14,11 +14,12 @@ Value = TypeVar("Value")
 def read_ahead(
     read: Callable[[Item], Value], items: Iterable[Item], threads: int, ahead: int
 ) -> Iterator[Value]:
-    """`read(item)` for each item, in order; `threads` threads work up to `ahead` items ahead.
+    """Yield `read(item)` for each item in order, while `threads` threads read up to `ahead` items
+    ahead.
 
-    Memory is that of `ahead` results, however many items there are. What `read` raises comes out
-    at its item; then, or when the consumer stops early, what has not begun is dropped and what has
-    is not waited for.
+    Memory is that of `ahead` results, however many items there are. An exception from `read` is
+    raised at its item. Then, or when the consumer stops early, pending reads are dropped and
+    running ones are not waited for.
     """
     waiting: deque[Future[Value]] = deque()
     pool = ThreadPoolExecutor(threads)

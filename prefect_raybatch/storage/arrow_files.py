@@ -1,7 +1,7 @@
-"""The place of a store as pyarrow's own file system, for whoever reads whole tables from it.
+"""A store's location as a pyarrow file system, for code that reads whole tables from it.
 
-pyarrow reads with threads of its own, which must not call back into Python (`Store.open` says why),
-so this is no cover of the store but pyarrow's client, told the same options.
+pyarrow reads with its own threads, which must not call back into Python (see `Store.open`), so this
+does not wrap the store but configures pyarrow's client with the same options.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def arrow_filesystem(store: Store) -> tuple[FileSystem, str]:
-    """(pyarrow's file system, path of the store's root in it). Contacts nothing. ConfigError for a
-    profile that is not there."""
+    """Return (pyarrow file system, path of the store's root in it). Contacts nothing. Raises
+    ConfigError for a profile that does not exist."""
     from pyarrow import fs
 
     if not isinstance(store, S3Store):

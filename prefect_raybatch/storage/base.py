@@ -1,7 +1,7 @@
-"""What every store can do: the few operations the ledger builds on.
+"""The interface of every store: the few operations that the ledger needs.
 
-Everything exactly-once rests on `Store.put_if_absent`; `Store.probe` finds out whether a store
-keeps that promise.
+Exactly-once rests on `Store.put_if_absent`; `Store.probe` checks whether a store keeps that
+promise.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ RACE_TRIES = 10  # for what only a delete at the same moment can disturb
 
 @dataclass(frozen=True, slots=True)  # a listing may have half a million
 class FileInfo:
-    """One file: what tells that it is still the same one.
+    """Identity of one version of a file.
 
-    `path` is relative to the store's root with "/" between parts, `size` is in bytes. S3 gives
-    `etag` (no quotes), a local store `mtime_ns` (nanoseconds since 1970); the other is None.
-    `modified` is for people and for ages only: seconds since 1970, where a listing says it.
-    A local store also gives what the file system knows a file by (`device`, `inode`) and when it
-    last changed anything of it (`ctime_ns`, which nobody can set); links and modes change that
-    too, so these alone do not make two files differ.
+    `path` is relative to the store's root with "/" between parts; `size` is in bytes. S3 sets
+    `etag` (without quotes), a local store `mtime_ns` (nanoseconds since 1970); the other is None.
+    `modified` (seconds since 1970, if a listing gives it) is only for display and ages. A local
+    store also sets the file system's identity of the file (`device`, `inode`) and the time of its
+    last change (`ctime_ns`, which cannot be set). Links and modes change `ctime_ns` too, so these
+    three alone do not make two files differ.
     """
 
     path: str
@@ -50,11 +50,11 @@ class FileInfo:
 class Store(ABC):
     """Files under one root URI. Safe for threads and forks; pickles without its connection.
 
-    `uri` is the normalized root. `retry_seconds` (default 60) bounds how long one call goes on
-    asking a remote store that does not answer; a local store does not use it. Options with
-    secrets travel in the pickle, but are in no repr, str or error message. Paths are relative to
-    the root and stay inside it (else ConfigError). Any call can raise StoreError (permission,
-    missing bucket, full disk) or StoreUnavailable (no answer in `retry_seconds`).
+    `uri` is the normalized root. `retry_seconds` (default 60) bounds how long one call retries a
+    remote store that does not answer; a local store ignores it. Options with secrets are part of
+    the pickle, but of no repr, str or error message. Paths are relative to the root and must stay
+    inside it (else ConfigError). Every call can raise StoreError (permission, missing bucket, full
+    disk) or StoreUnavailable (no answer within `retry_seconds`).
     """
 
     uri: str
@@ -68,28 +68,29 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, path: str, max_bytes: int | None = None) -> bytes:
-        """The whole file. FileNotFoundError; CorruptRun when it has more than `max_bytes`."""
+        """Return the whole file. Raises FileNotFoundError, and CorruptRun for more than `max_bytes`
+        bytes."""
 
     @abstractmethod
     def list(self, prefix: str = "", recursive: bool = True) -> Iterator[FileInfo]:
-        """Files in the folder `prefix` ("" is the root), asked afresh, a page at a time.
+        """Yield the files in the folder `prefix` ("" is the root), listed anew, a page at a time.
 
-        Folders are not files; `recursive=False` leaves out what lies in deeper ones. An absent
-        folder is empty. Sorted by path locally and on S3 (directory buckets excepted). Locally a
+        Folders are not files; `recursive=False` leaves out files in deeper folders. A missing
+        folder is empty. Sorted by path locally and on S3 (except directory buckets). Locally, a
         link to a folder is listed as one file and not entered, unless the store follows links.
         """
 
     @abstractmethod
     def folders(self) -> Iterator[str]:
-        """Names of the folders right below the root, asked afresh. A link to a folder is none,
-        unless the store follows links."""
+        """Yield the names of the folders directly below the root, listed anew. A link to a folder
+        does not count, unless the store follows links."""
 
     @abstractmethod
     def stat(self, path: str) -> FileInfo:
-        """Size and etag or mtime of one file. FileNotFoundError, for a folder too."""
+        """Return size and etag or mtime of a file. Raises FileNotFoundError, for a folder too."""
 
     def holds(self, path: str) -> bool:
-        """Whether that file is there now; of a folder it is not said."""
+        """Return whether that file exists now; the result for a folder is undefined."""
         try:
             self.stat(path)
         except FileNotFoundError:
@@ -98,87 +99,90 @@ class Store(ABC):
 
     @abstractmethod
     def put(self, path: str, data: bytes) -> FileInfo:
-        """Write `data`, replacing what is there: whole or not at all, durable on return."""
+        """Write `data`, replacing the file: all of it or nothing, durable on return."""
 
     @abstractmethod
     def put_if_absent(self, path: str, data: bytes) -> bool:
-        """Create `path` with `data` unless it exists; of any number of writers one wins.
+        """Create `path` with `data` unless it exists; of any number of writers exactly one wins.
 
-        True: the file holds exactly `data`, so with a unique token in it we created it, even if
-        the store's first answer was lost. False: another body is there; read it and compare.
-        StoreUnavailable leaves it open which: the same body can be sent again.
-        UnsafeStore when the store says that it cannot do this.
+        True: the file holds exactly `data`. With a unique token in `data`, this caller created it,
+        even if the store's first answer was lost. False: the file holds another body; read and
+        compare it. StoreUnavailable leaves the outcome open: the same body can be sent again.
+        UnsafeStore if the store does not support this.
         """
 
     @abstractmethod
     def put_file(self, path: str, local_path: str | os.PathLike[str]) -> FileInfo:
-        """Store a finished local file: whole or not at all, durable on return.
+        """Store a finished local file: all of it or nothing, durable on return.
 
-        `local_path` is given up: a local store moves it where it can, S3 leaves it in place.
+        The caller gives up `local_path`: a local store moves the file if it can, S3 leaves it in
+        place.
         """
 
     @abstractmethod
     def put_file_if_absent(self, path: str, local_path: str | os.PathLike[str]) -> bool:
-        """`put_file` unless `path` is there, and `local_path` stays: False when nothing was done.
+        """Like `put_file` unless `path` exists, and `local_path` stays. Return False if nothing was
+        done.
 
-        Atomic: a link on a disk, one PUT on S3. Over 5 GiB, the most of a PUT, it looks and then
-        writes. False may be said of our own file, after an answer that was lost: look at it.
+        Atomic: a link on a disk, one PUT on S3. Above 5 GiB, the limit of a PUT, it checks and then
+        writes. After an answer that was lost, False may refer to the caller's own file: compare it.
         """
 
     @abstractmethod
     def replace_file(self, path: str, local_path: str | os.PathLike[str], seen: FileInfo) -> bool:
-        """`put_file` in the place of `seen` (of `stat`): False when another is there by now.
+        """Like `put_file`, in place of `seen` (from `stat`). Return False if it was replaced
+        meanwhile.
 
-        Tied to the etag in one PUT on S3 (over 5 GiB it looks and then writes); on a disk under a
-        lock of the file that is replaced. FileNotFoundError when nothing is there any more, and
-        `UnsafeStore` where the store can do neither.
+        On S3 one PUT tied to the etag (above 5 GiB it checks and then writes), on a disk under a
+        lock of the replaced file. Raises FileNotFoundError if nothing is there any more, and
+        `UnsafeStore` if the store supports neither.
         """
 
     @abstractmethod
     def delete(self, paths: Iterable[str]) -> None:
-        """Delete files; missing ones are fine. Local folders left empty go too. `paths` may be a
-        listing that is still under way: a few thousand are held at a time.
+        """Delete files; missing ones are ignored. Local folders that become empty are removed.
+        `paths` may be a listing in progress: at most a few thousand are held at a time.
 
-        Never through a link to a folder: StoreError before anything of those is deleted.
+        Never deletes through a link to a folder: StoreError, before any of that batch is deleted.
         """
 
     @abstractmethod
     def open(self, path: str) -> BinaryIO:
-        """A handle for random reads (close it, or use `with`). FileNotFoundError.
+        """Return a handle for random reads (close it, or use `with`). Raises FileNotFoundError.
 
-        On S3 each read is one GET tied to the etag seen here: SourceError if the object changes.
+        On S3 each read is one GET tied to the etag at opening: SourceError if the object changes.
 
-        pyarrow may read it in the calling thread alone (`pre_buffer=False`, `use_threads=False`):
-        threads of its own need Python to let go of the handle, and abort or hang an interpreter
-        that is ending (apache/arrow issues 34314 and 50482).
+        pyarrow may read it in the calling thread only (`pre_buffer=False`, `use_threads=False`):
+        its own threads need Python to release the handle, and abort or hang an interpreter that is
+        ending (apache/arrow issues 34314 and 50482).
         """
 
     @abstractmethod
     def now(self) -> float:
-        """Seconds since 1970 by the clock that sets `FileInfo.modified`."""
+        """Return seconds since 1970 on the clock that sets `FileInfo.modified`."""
 
     @abstractmethod
     def unfinished(self, before: float, remove: bool) -> tuple[FileInfo, ...]:
-        """Writes under the root that were cut off and are older than `before` (see `now`).
+        """Return the interrupted writes under the root that are older than `before` (see `now`).
 
-        Temporary files of killed processes, uploads in parts that nobody completed: no reader
-        sees them, but they take space. Removed as well if `remove`.
+        These are temporary files of killed processes and incomplete multipart uploads. No reader
+        sees them, but they take space. Removes them as well if `remove`.
         """
 
     @abstractmethod
     def sub(self, prefix: str) -> Store:
-        """The store rooted at `prefix`, over the same connection."""
+        """Return the store rooted at `prefix`, over the same connection."""
 
     @abstractmethod
     def above(self) -> Store | None:
-        """The store rooted at the folder around this one; None where there is none."""
+        """Return the store rooted at the parent folder; None if there is none."""
 
     def probe(self) -> None:
-        """Try at the start of a run whether this can be its output; leaves nothing behind.
+        """Check at the start of a run that this store can be its output; leaves nothing behind.
 
-        Writes, reads, lists, then lets PROBE_WRITERS writers race for one name, PROBE_ROUNDS
-        times: some stores pass a sequential test of put-if-absent and fail a race.
-        UnsafeStore when not exactly one writer wins; StoreError when it cannot be written.
+        Writes, reads and lists, then lets PROBE_WRITERS writers race for one name, PROBE_ROUNDS
+        times: some stores pass a sequential test of put-if-absent and fail a race. Raises
+        UnsafeStore unless exactly one writer wins, and StoreError if it is not writable.
         """
         folder = f"_probe-{uuid.uuid4()}"
         names = [f"{folder}/plain", *(f"{folder}/race-{i}" for i in range(PROBE_ROUNDS))]
@@ -193,7 +197,7 @@ class Store(ABC):
         self.delete(names)
 
     def _probe_plain(self, name: str) -> None:
-        """What is written must be readable and listed at once. Raises UnsafeStore."""
+        """Raise UnsafeStore unless a written file can be read and listed at once."""
         body = uuid.uuid4().bytes
         self.put(name, body)
         listed = [info.path for info in self.list(name.rpartition("/")[0])]
@@ -204,7 +208,8 @@ class Store(ABC):
             )
 
     def _probe_race(self, name: str) -> None:
-        """Exactly one of several writers may create `name`, and its body must be the one kept."""
+        """Raise UnsafeStore unless exactly one of several writers creates `name` and its body is
+        kept."""
         bodies = [f"{uuid.uuid4()}".encode() for _ in range(PROBE_WRITERS)]
         start = threading.Barrier(PROBE_WRITERS)
 
@@ -227,7 +232,7 @@ class Store(ABC):
 
 
 def in_batches(paths: Iterable[str], size: int) -> Iterator[list[str]]:
-    """`size` of them at a time, the last ones fewer."""
+    """Yield lists of `size` paths; the last one may be shorter."""
     left = iter(paths)
     while some := list(islice(left, size)):
         yield some
@@ -235,8 +240,8 @@ def in_batches(paths: Iterable[str], size: int) -> Iterator[list[str]]:
 
 @contextmanager
 def reading_local_file(place: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise StoreError for what goes wrong with a local file that is about to be stored; a missing
-    one stays FileNotFoundError."""
+    """Raise StoreError for failures of a local file that is about to be stored; a missing file
+    stays FileNotFoundError."""
     try:
         yield
     except FileNotFoundError:

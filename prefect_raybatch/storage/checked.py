@@ -1,9 +1,9 @@
 """Read parts of a file and check each part against checksums.
 
-A SHA-256 proves a whole file, and a reader of a few row groups cannot compare it without reading
-everything. So whoever hands a file out reads it once, compares its SHA-256 with the record and
-notes a checksum of each block. Readers elsewhere then check every block that they read, at 16 bytes
-of checksum for each 256 KiB.
+A SHA-256 covers a whole file, so a reader of a few row groups cannot check it without reading
+everything. Therefore the process that hands a file out reads it once, compares its SHA-256 with the
+record and computes a checksum of each block. Readers elsewhere check every block that they read, at
+16 bytes of checksum for each 256 KiB.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SHORT_HASH = 16  # hex digits of a SHA-256 in the name of a table
 
 @dataclass(frozen=True)
 class BlockSums:
-    """Checksums of the blocks of a file whose SHA-256 was as recorded: `sums` holds SUM_BYTES for
-    each CHECKED_BLOCK of its `size` bytes."""
+    """Checksums of the blocks of a file whose SHA-256 was verified: `sums` holds SUM_BYTES for each
+    CHECKED_BLOCK of its `size` bytes."""
 
     sha256: str
     size: int
@@ -105,7 +105,8 @@ def open_checked(store: Store, path: str, sums: BlockSums) -> BinaryIO:
 
 
 class _Checked(SeekableReader):
-    """A stream that reads whole blocks of another and checks them; the last one read is kept."""
+    """A stream that reads whole blocks of another stream and checks them; it keeps the last
+    block."""
 
     def __init__(self, stream: BinaryIO, uri: str, sums: BlockSums) -> None:
         super().__init__()
@@ -125,7 +126,7 @@ class _Checked(SeekableReader):
         return data[start - first * CHECKED_BLOCK : stop - first * CHECKED_BLOCK]
 
     def _blocks(self, first: int, stop: int) -> bytes:
-        """The bytes of blocks [first, stop)."""
+        """Return the bytes of blocks [first, stop)."""
         number, kept = self._last
         held = kept if number == first else b""
         begin = first + bool(held)

@@ -1,4 +1,4 @@
-"""The footer of a Parquet file: a hash of it tells cheaply whether a file was written anew."""
+"""Hash of a Parquet footer: a cheap way to tell whether a file was rewritten."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ DIGITS = 32  # of the hash in hex: 128 bits
 
 
 def footer_digest(handle: BinaryIO) -> str:
-    """A hash of the metadata at the end of a Parquet file: places, sizes and statistics of all
-    its column chunks. Raises ValueError where there is none."""
+    """Return a hash of the metadata at the end of a Parquet file: offsets, sizes and statistics of
+    all its column chunks. Raises ValueError if there is no footer."""
     size = handle.seek(0, os.SEEK_END)
     handle.seek(max(0, size - END))
     end = handle.read(END)

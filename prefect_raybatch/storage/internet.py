@@ -1,8 +1,8 @@
-"""Addresses of the internet, asked by http(s) for somebody who may be nobody's friend.
+"""Fetch untrusted HTTP(S) URLs without reaching internal addresses.
 
-A URL that stands in data or in a job may point at what only this machine can reach. So a name is
-resolved once, each address it has must be one of the open internet, and the connection is made to
-that very address: asked again, the name might answer otherwise. Redirects are no exception.
+A URL in data or in a job may point at a service that only this machine can reach. So a name is
+resolved once, every address that it has must be public, and the connection is made to exactly that
+address, because a second lookup could return another. Redirects are checked in the same way.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class UrlRefused(Exception):
-    """A URL that is not asked, now or later."""
+    """A URL that is not fetched, now or later."""
 
 
 class HostAway(Exception):
@@ -53,8 +53,8 @@ class HostAway(Exception):
 
 
 def checked_url(url: str, allow_private: bool, setting: str) -> SplitResult:
-    """A URL's parts; UrlRefused for one that is not asked, whatever its name stands for. `setting`
-    is the field that `allow_private` stands in."""
+    """Return the parts of a URL. Raise UrlRefused for one that is never fetched, whatever its name
+    resolves to. `setting` is the name of the job field that holds `allow_private`."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -76,8 +76,8 @@ def checked_url(url: str, allow_private: bool, setting: str) -> SplitResult:
 
 
 def allowed(address: str, allow_private: bool) -> bool:
-    """Whether an address may be asked: one of the open internet, or a private one where these are
-    allowed; never one by which a machine is given its own keys."""
+    """Return whether an address may be contacted: a public one, or a private one if
+    `allow_private`, but never a metadata service that hands credentials to the machine."""
     inner = innermost(ipaddress.ip_address(address.partition("%")[0]))
     if _never(inner) or any(_never(one) for one in carried(inner)):
         return False
@@ -89,7 +89,8 @@ def allowed(address: str, allow_private: bool) -> bool:
 
 
 def _never(address: Address) -> bool:
-    """Return whether an address is asked for nobody: of a link, of many, or of a cloud's keys."""
+    """Return whether an address is never contacted: link-local, multicast, or a cloud's metadata
+    service."""
     if isinstance(address, ipaddress.IPv6Address) and address.is_site_local:
         return True
     if isinstance(address, ipaddress.IPv4Address) and address.is_reserved:
@@ -103,7 +104,7 @@ def _never(address: Address) -> bool:
 
 
 def carried(address: Address) -> list[ipaddress.IPv4Address]:
-    """Return the IPv4 addresses that a gateway may send to in place of an IPv6 one."""
+    """Return the IPv4 addresses that a gateway may translate an IPv6 address to."""
     if not isinstance(address, ipaddress.IPv6Address):
         return []
     number, found = int(address), []
@@ -118,7 +119,7 @@ def carried(address: Address) -> list[ipaddress.IPv4Address]:
 
 
 def innermost(address: Address) -> Address:
-    """The IPv4 address that an IPv6 one carries, else itself."""
+    """Return the IPv4 address embedded in an IPv6 address, else the address itself."""
     if isinstance(address, ipaddress.IPv6Address) and not address.is_loopback:
         for network, shift in CARRIERS:
             if address in network and int(address) > 0:
@@ -127,14 +128,14 @@ def innermost(address: Address) -> Address:
 
 
 def shown_url(url: str) -> str:
-    """A URL in a message: without its query, which often holds a signature."""
+    """Return a URL for a message: without its query, which often holds a signature."""
     plain = str(hide_users(url.partition("#")[0].partition("?")[0]))
     return plain[:200] + ("?..." if "?" in url else "")
 
 
 def resolved(parts: SplitResult, until: float, allow_private: bool, remedy: str) -> str:
-    """The one address that is asked; UrlRefused, with the remedy, unless every address of the name
-    is allowed."""
+    """Return the one address to contact. Raise UrlRefused, with the remedy, unless every address of
+    the name is allowed."""
     host, where = parts.hostname or "", shown_url(parts.geturl())
     port = parts.port or PORTS[parts.scheme]
 
@@ -175,8 +176,9 @@ def time_left(until: float, where: str) -> float:
 def connection(
     parts: SplitResult, address: str, seconds: float, handles: list[socket.socket]
 ) -> http.client.HTTPConnection:
-    """A connection to that address; the host's name stays in TLS and in the request. `handles`
-    gets one of its own on the socket, since TLS takes that over and an answer keeps it."""
+    """Return a connection to that address, with the host's name in TLS and in the request. Adds a
+    duplicate of the socket to `handles`, because TLS takes over the socket and a response keeps
+    it."""
     host = parts.hostname or ""
     port = parts.port or PORTS[parts.scheme]
 

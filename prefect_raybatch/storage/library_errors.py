@@ -1,4 +1,4 @@
-"""What an error of another library says, where each has a tree of its own, or only texts."""
+"""Classifies errors of other libraries, which have separate exception trees or only messages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def _status(numbers: str) -> str:
-    """A pattern of those HTTP statuses where they are said as such: a path, a port or a duration
-    ("in 401.0629ms") may hold any number."""
+    """Return a pattern for those HTTP statuses where they are named as such: a path, a port or a
+    duration ("in 401.0629ms") may contain any number."""
     before = (
         r"\b(?:\w*(?:status|code|error|response)|http(?:/[\d.]+)?|occurred|returned|responded with)"
     )
@@ -44,13 +44,13 @@ _AWAY = re.compile(
 
 
 def text_of(error: object) -> str:
-    """What an error says, in one line without colours."""
+    """Return the message of an error in one line without colour codes."""
     return _COLOURS.sub("", " ".join(str(error).split()))
 
 
 def failure_in(error: BaseException) -> LibraryFailure | None:
-    """Whether keys were refused, a bucket or something else is not there, or nobody answered; None
-    where the error tells none of it."""
+    """Return whether credentials were rejected, a bucket or something else is missing, or nobody
+    answered; None if the error does not tell."""
     text = f"{type(error).__name__}: {text_of(error)}"
     if _DENIED.search(text):
         return "denied"

@@ -1,4 +1,4 @@
-"""A local folder as a store: files appear by rename or hard link, whole and already synced."""
+"""A local folder as a store: files appear by rename or hard link, complete and synced."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ DELETED_AT_ONCE = 10_000  # files whose folders are looked at before any of them
 class LocalStore(Store):
     """A folder. Files appear by rename or hard link of a temporary file that is already synced.
 
-    `links`: whether listings enter linked folders, which is for what is only read. Elsewhere a
-    link could lead out of the output folder, to files that are not ours to delete: nothing is
-    listed, written or deleted through a link below `top`, the folder that was opened first.
-    `top` itself may be a link.
+    With `links`, listings follow links to folders; use it only for data that is read. Otherwise a
+    link could lead out of the output folder, to files that must not be deleted: nothing is listed,
+    written or deleted through a link below `top`, the folder that was opened first. `top` itself
+    may be a link.
     """
 
     def __init__(self, root: str, links: bool = False, top: str | None = None) -> None:
@@ -71,8 +71,8 @@ class LocalStore(Store):
     def _walk(
         self, folder: str, recursive: bool, above: frozenset[tuple[int, int]]
     ) -> Iterator[FileInfo]:
-        """Files of `folder` in S3's order. Linked folders are files, or where they are followed,
-        never round in circles."""
+        """Yield the files of `folder` in S3's order. A link to a folder is a file or, if links are
+        followed, entered but never in a cycle."""
         place = os.path.join(self.uri, folder)
         try:
             with _os_errors(place):
@@ -102,7 +102,7 @@ class LocalStore(Store):
         return entry.is_dir(follow_symlinks=self.links)
 
     def _refuse_link(self, folder: str) -> None:
-        """StoreError when `folder`, relative to the root, is or lies in a link below `top`."""
+        """Raise StoreError if `folder`, relative to the root, is or lies in a link below `top`."""
         place = self.top
         below = os.path.relpath(os.path.join(self.uri, folder), self.top)
         for part in below.split("/"):
@@ -166,7 +166,8 @@ class LocalStore(Store):
         local_path: str | os.PathLike[str],
         show: Callable[[str, str], None],
     ) -> None:
-        """`show(file, target)` with the local file, or with a copy where it cannot go itself."""
+        """Call `show(file, target)` with the local file, or with a copy if the file itself cannot
+        be moved there."""
         source = os.fspath(local_path)
 
         def place(temporary: str, target: str) -> None:
@@ -234,7 +235,8 @@ class LocalStore(Store):
         return os.path.join(self.uri, checked(path))
 
     def _land(self, path: str, data: bytes, size: int, place: Callable[[str, str], None]) -> None:
-        """Write `data` beside the target, sync it, let `place(temporary, target)` show it.
+        """Write `data` beside the target, sync it, and let `place(temporary, target)` make it
+        visible.
 
         `size` is only for the message of a full disk. FileExistsError comes from `place`.
         """
@@ -278,8 +280,7 @@ class _LocalFile(io.FileIO):
 
 
 def _open_without_waiting(place: str, flags: int) -> int:
-    """Open a file. A pipe that somebody has put there would else be waited for, and a device never
-    ends."""
+    """Open a file without blocking on a pipe or reading an endless device in its place."""
     descriptor = os.open(place, flags | os.O_NONBLOCK)
     if stat_module.S_ISDIR(mode := os.fstat(descriptor).st_mode) or stat_module.S_ISREG(mode):
         return descriptor
@@ -288,7 +289,7 @@ def _open_without_waiting(place: str, flags: int) -> int:
 
 
 def _raise_unless_absent(error: OSError) -> None:
-    """What `os.walk` calls for a folder it cannot read, which it else leaves out silently."""
+    """Error handler for `os.walk`, which would silently leave out a folder that it cannot read."""
     with suppress(FileNotFoundError), _os_errors(str(error.filename)):
         raise error
 
@@ -307,7 +308,8 @@ def _local_info(path: str, found: os.stat_result) -> FileInfo:
 
 
 def _link(temporary: str, target: str) -> None:
-    """Show `temporary` as `target` if that is free. FileExistsError; UnsafeStore without links."""
+    """Link `temporary` as `target` if that is free. Raises FileExistsError, and UnsafeStore without
+    hard links."""
     try:
         os.link(temporary, target)
     except OSError as error:
@@ -321,7 +323,7 @@ def _link(temporary: str, target: str) -> None:
 
 @contextmanager
 def _locked(place: str) -> Iterator[int]:
-    """Its inode, locked for the block against others that replace this very file."""
+    """Lock a file, for the block, against others that replace this very file; yield its inode."""
     with ExitStack() as stack:
         with _os_errors(place):  # NFS locks only what is open to write
             handle = stack.enter_context(open(place, "r+b"))
@@ -338,7 +340,8 @@ def _locked(place: str) -> Iterator[int]:
 
 
 def _temporary_in(folder: str) -> tuple[str, BinaryIO]:
-    """A new open file in `folder`, which is made if need be. Its mode follows the umask."""
+    """Return (name, open file) of a new file in `folder`, creating it if needed. The mode follows
+    the umask."""
     path = os.path.join(folder, f"{TEMPORARY}{uuid.uuid4()}")
     for _ in range(RACE_TRIES):  # a `delete` elsewhere may remove the folder while it is empty
         _make_folder(folder)
@@ -348,7 +351,7 @@ def _temporary_in(folder: str) -> tuple[str, BinaryIO]:
 
 
 def _make_folder(folder: str) -> None:
-    """Like makedirs, and each new name is synced in its parent."""
+    """Like makedirs, but sync each new name in its parent."""
     parent = os.path.dirname(folder)
     if os.path.isdir(folder) or parent == folder:
         return
@@ -363,7 +366,7 @@ def _make_folder(folder: str) -> None:
 
 
 def _sync(path: str) -> None:
-    """fsync of a file or folder by name."""
+    """Call fsync on a file or folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -376,9 +379,10 @@ def _sync(path: str) -> None:
 
 @contextmanager
 def _os_errors(place: str, writing: int | None = None) -> Iterator[None]:
-    """Turn operating system errors about `place` into ours; `writing` is the bytes wanted.
+    """Convert operating system errors about `place` into ours; `writing` is the number of bytes to
+    write.
 
-    A missing file stays FileNotFoundError when reading, a taken name stays FileExistsError.
+    A missing file stays FileNotFoundError when reading, an existing name stays FileExistsError.
     """
     absent = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
     try:

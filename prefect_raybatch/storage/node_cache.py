@@ -1,8 +1,8 @@
-"""This node's cache of models and adapters: private to its user, checked each time it is used.
+"""This node's cache of models and adapters: private to its user, and checked at each use.
 
-Engines load what lies here, so nobody else may be able to put a file of their own in its place. An
-entry lies beside the listing of its files. The listing's SHA-256 is the entry's name, which the
-plan pins, and the files must agree with the listing.
+Engines load these files, so nobody else may be able to put a file of their own in their place. Each
+entry has a listing of its files beside it. The listing's SHA-256 is the entry's name, which the
+plan pins, and the files must match the listing.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def _private_folder(kind: str) -> Path:
 
 
 def _check_root(root: Path) -> None:
-    """Raise `ConfigError` for a root, or a link in its place, of another user than root, or one in
-    which others could rename this user's folders."""
+    """Raise `ConfigError` for a root, or a link in its place, that belongs to a user other than
+    root and this one, or in which others could rename this user's folders."""
     owners = {0, os.getuid()}
     if root.lstat().st_uid not in owners or root.stat().st_uid not in owners:
         raise _unsafe(root, "belongs to another user")
@@ -166,7 +166,7 @@ def _sha256(path: Path) -> str:
 
 
 def _walk(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Return a folder and all below it, no link followed."""
+    """Yield a folder and everything below it, following no link."""
     status = path.lstat()
     yield path, status
     if stat.S_ISDIR(status.st_mode):

@@ -1,8 +1,9 @@
-"""Files of this user in places where others may write: a folder for temporary files, a cache.
+"""Private files of this user in places where others may write: a folder for temporary files, a
+cache.
 
-Another user can put a link, a pipe or a file of their own under a name that can be guessed. So
-files lie in a folder with a random name that nobody else can enter, and opening one never waits and
-never follows a link.
+Another user can put a link, a pipe or a file under a name that is easy to guess. So files lie in a
+folder with a random name that nobody else can enter, and opening one never blocks and never follows
+a link.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ def private_folders(prefix: str) -> Iterator[Path]:
 
 
 def make_private_folder(prefix: str) -> Path:
-    """Return a folder for temporary files that only this user can enter; one for all processes of
-    the user, except where two make theirs at the same moment."""
+    """Return a folder for temporary files that only this user can enter. All processes of the user
+    share it, unless two create theirs at the same moment."""
     for path in private_folders(prefix):
         return path
     return Path(tempfile.mkdtemp(prefix=f"{prefix}-{os.getuid()}-"))
 
 
 def open_regular(path: Path, flags: int, mode: str) -> IO[str]:
-    """Open a file of this user without waiting for it. Raise `OSError` for a link, a pipe, a device
-    and a file of somebody else."""
+    """Open a file of this user without blocking. Raise `OSError` for a link, a pipe, a device or a
+    file of another user."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
@@ -48,7 +49,7 @@ def open_regular(path: Path, flags: int, mode: str) -> IO[str]:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file for its owner alone, in place of one that is there."""
+    """Write a file that only its owner can read, replacing an existing one."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     with open(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
         if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -57,5 +58,5 @@ def write_private(path: Path, text: str) -> None:
 
 
 def open_lock(path: Path) -> IO[str]:
-    """Open, or make, a file for a lock that several processes of this user take."""
+    """Open, or create, a lock file that several processes of this user share."""
     return open_regular(path, os.O_RDWR | os.O_CREAT, "w")

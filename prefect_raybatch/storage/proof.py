@@ -1,7 +1,7 @@
-"""Whether a store keeps what it was sent: a 200 alone says only that it answered.
+"""Verifies that a store kept what it was sent: status 200 only says that it answered.
 
-By size and ETag where the ETag is the MD5 of the bytes, as it is after a single PUT without
-SSE-KMS or SSE-C. Everywhere else (parts `-N`, those encryptions, a disk) the file is read back.
+Compares size and ETag if the ETag is the MD5 of the bytes, as after a single PUT without SSE-KMS or
+SSE-C. Otherwise (multipart ETags `-N`, those encryptions, a disk) it reads the file back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHUNK = 8 << 20  # bytes read at a time, on S3 one GET
 
 @dataclass(frozen=True)
 class Sums:
-    """What tells one content from another: bytes, and MD5 and SHA-256 in hex."""
+    """Identity of a content: size in bytes, and MD5 and SHA-256 in hex."""
 
     size: int
     md5: str
@@ -38,8 +38,9 @@ class Sums:
 
     @classmethod
     def of_stream(cls, stream: Any, etag: bool = True) -> Sums:
-        """Of all bytes from where `stream` stands; raises what reading does. Without `etag`, for a
-        disk, which has none, no MD5 is made: it takes twice the time of the rest."""
+        """Compute the sums of `stream` from its position to its end; errors of reading propagate.
+        Without `etag`, for a disk, which has none, leave out the MD5: it takes twice as long as the
+        rest."""
         size, md5, sha256 = 0, hashlib.md5(usedforsecurity=False), hashlib.sha256()
         while chunk := stream.read(CHUNK):
             size += len(chunk)
@@ -50,7 +51,7 @@ class Sums:
 
 
 def sha256_of(stream: Any) -> str:
-    """Of all bytes from where `stream` stands; raises what reading does."""
+    """Return the SHA-256 of `stream` from its position to its end; errors of reading propagate."""
     found = hashlib.sha256()
     while chunk := stream.read(CHUNK):
         found.update(chunk)
@@ -58,8 +59,8 @@ def sha256_of(stream: Any) -> str:
 
 
 def holds(store: Store, info: FileInfo, sums: Sums, read_back: bool = False) -> bool:
-    """Whether the file of `info` (by `stat` or a listing) is the content of `sums`; with
-    `read_back` an ETag is not taken for it."""
+    """Return whether the file of `info` (from `stat` or a listing) has the content of `sums`; with
+    `read_back`, do not rely on its ETag."""
     if info.size != sums.size:
         return False
     if info.etag == sums.md5 and not read_back:
@@ -72,13 +73,14 @@ def holds(store: Store, info: FileInfo, sums: Sums, read_back: bool = False) -> 
 
 
 def put_proved(store: Store, path: str, data: bytes) -> FileInfo:
-    """`store.put`, again while the store keeps other bytes; BadUpload after TRIES of them."""
+    """Call `store.put`, and repeat it while the store holds other bytes; raise BadUpload after
+    TRIES attempts."""
     return _proved(store, path, Sums.of(data), lambda: store.put(path, data))
 
 
 def put_same_proved(store: Store, path: str, data: bytes) -> FileInfo:
-    """As `put_proved`, of a file of which the name tells the content: one that is there with it is
-    left alone. Others may read it by now, and a store could keep it badly this time."""
+    """Like `put_proved`, for a file whose name identifies its content: an existing intact file is
+    left alone, because others may be reading it and a new upload could be damaged."""
     sums = Sums.of(data)
     for _ in range(2):
         with suppress(FileNotFoundError):
@@ -92,7 +94,7 @@ def put_same_proved(store: Store, path: str, data: bytes) -> FileInfo:
 def put_file_proved(
     store: Store, path: str, local_path: str | os.PathLike[str], sums: Sums
 ) -> FileInfo:
-    """`store.put_file` likewise; one try where the store moves the local file."""
+    """Like `put_proved` with `store.put_file`; one attempt if the store moves the local file."""
 
     def put() -> object:
         return store.put_file(path, local_path)
@@ -107,8 +109,8 @@ def _proved(
     put: Callable[[], object],
     again: Callable[[], bool] = lambda: True,
 ) -> FileInfo:
-    """The file that `put` wrote and that is the content of `sums`; `again` says whether `put` can
-    be called once more."""
+    """Return the info of the file that `put` wrote, once it has the content of `sums`; `again`
+    returns whether `put` can be called once more."""
     for _ in range(PROBE_TRIES):
         put()
         info = store.stat(path)

@@ -1,4 +1,4 @@
-"""Redirects of servers that get keys: none is followed, since the keys would go to another host."""
+"""Refuses redirects of servers that receive credentials, which would go to another host."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from urllib.parse import urljoin, urlsplit
 
 
 def redirect_text(url: str, location: str | None) -> str:
-    """Return what is wrong where the server at `url` redirects, with the host it redirects to; the
-    rest of the location may hold keys."""
+    """Return the message for a redirect from `url`, naming only the host it points to; the rest of
+    the location may hold credentials."""
     try:
         target = urlsplit(urljoin(url, location or ""))
         port = f":{target.port}" if target.port else ""
@@ -39,7 +39,7 @@ class _RefuseRedirect(urllib.request.HTTPRedirectHandler):
         headers: HTTPMessage,
         newurl: str,
     ) -> None:
-        """Follow nothing: the answer is then an `HTTPError`."""
+        """Follow no redirect: urllib then raises `HTTPError`."""
         return None
 
 

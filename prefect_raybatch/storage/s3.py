@@ -1,4 +1,4 @@
-"""A prefix of a bucket on S3, or on a store that speaks it, as a store."""
+"""A prefix of a bucket on S3, or on a compatible store, as a store."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ResponseCheck = Callable[[dict[str, Any]], None]
 
 
 class ShortBody(OSError):
-    """What arrived is not all of what the store has: a proxy or a network cut it."""
+    """The body is shorter than the object: a proxy or the network cut it."""
 
 
 class S3Store(Store):
@@ -68,7 +68,7 @@ class S3Store(Store):
 
     def read(self, path: str, max_bytes: int | None = None) -> bytes:
         def whole(found: dict[str, Any]) -> None:
-            """The store's word for the size is asked for only where its checksum is no MD5."""
+            """Query the store for the size only if the checksum is no MD5."""
             body, etag = found["Body"], found.get("ETag", "").strip('"')
             if body is None or hashlib.md5(body, usedforsecurity=False).hexdigest() == etag:
                 return
@@ -167,9 +167,10 @@ class S3Store(Store):
         return True
 
     def _put_at_once(self, path: str, source: str, **condition: str) -> bool:
-        """One PUT of a local file, however large, under a condition: whether that held.
+        """PUT a local file in one request, however large, under a condition; return whether it
+        held.
 
-        The last step of an upload in parts ignores conditions on some stores.
+        Some stores ignore conditions in the last step of a multipart upload.
         """
         key = self._key(path)
         with reading_local_file(source), open(source, "rb") as handle:
@@ -193,7 +194,8 @@ class S3Store(Store):
         return io.BufferedReader(_RangeReader(self, self.stat(path)), READ_BUFFER_BYTES)
 
     def read_range(self, info: FileInfo, start: int, stop: int) -> bytes:
-        """Bytes `start` to `stop` (exclusive) of `info`'s object. SourceError if it changed."""
+        """Return bytes `start` to `stop` (exclusive) of `info`'s object. Raises SourceError if it
+        changed."""
 
         def whole(found: dict[str, Any]) -> None:
             if len(found["Body"]) != stop - start:
@@ -252,11 +254,12 @@ class S3Store(Store):
         check: ResponseCheck = lambda found: None,
         **arguments: object,
     ) -> Any:
-        """One client operation, repeated until answered: its response, `Body` read.
+        """Run one client operation, repeated until answered; return the response with its `Body`
+        read.
 
         A body of more than `max_bytes` is left unread (None). Returns None for HTTP status
-        `accept`; any other failure raises as `Answer.error` says. What `check` raises of a
-        response counts as a failure of the call.
+        `accept`; any other failure raises what `Answer.error` returns. An exception of
+        `check(response)` counts as a failure of the call.
         """
         arguments["Bucket"] = self._bucket
         if key is not None:
@@ -273,10 +276,9 @@ class S3Store(Store):
         accept: int | None = None,
         check: ResponseCheck = lambda found: None,
     ) -> Any:
-        """The one retry loop: `send` again, with growing random pauses, until it is answered.
+        """The one retry loop: call `send` again, after growing random pauses, until it is answered.
 
-        Gives up after `retry_seconds`, but not before MIN_TRIES. Expired credentials are looked
-        up afresh once.
+        Gives up after `retry_seconds`, but not before MIN_TRIES. Renews expired credentials once.
         """
         began = time.monotonic()
         deadline, silence = began + self.retry_seconds, self.connection.silence
@@ -323,7 +325,7 @@ def _weak_md5(data: bytes = b"") -> Any:
 
 
 def _md5(data: bytes) -> str:
-    """Content-MD5, by which the store itself refuses a body that was changed on the way."""
+    """Return the Content-MD5 with which the store rejects a body that was changed in transit."""
     return base64.b64encode(_weak_md5(data).digest()).decode()
 
 

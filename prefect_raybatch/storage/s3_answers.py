@@ -1,7 +1,7 @@
-"""What an S3 store's answer means: whether to ask again, and the error to raise when not.
+"""Interprets the answers of an S3 store: whether to retry, and the error to raise if not.
 
-Judged by HTTP status and S3's code, never by the client's exception classes: s3fs turns several
-answers into the same error, and one answer into several.
+Decides by HTTP status and S3 code, never by the client's exception classes: s3fs maps several
+answers to one exception, and one answer to several.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ CHANGED = ("BadDigest", "XAmzContentSHA256Mismatch", "EntityTooSmall")
 
 
 class Answer(NamedTuple):
-    """What a call came to. `status` is HTTP's, 0 for no answer, -1 for a fault on our side."""
+    """The outcome of a call. `status` is the HTTP status, 0 without an answer, -1 for a fault on
+    our side."""
 
     status: int
     code: str
@@ -40,13 +41,14 @@ class Answer(NamedTuple):
 
     @property
     def may_be_expired(self) -> bool:
-        """An answer to HEAD has no body to say why: then 400 can mean expired, too."""
+        """Return whether credentials may have expired; a 400 to HEAD counts, because it has no body
+        to say why."""
         return self.expired or self.code == "400"
 
     @property
     def worth_retrying(self) -> bool:
-        """No answer, a conflict, throttling, a server error, a body that was changed on the way;
-        NoSuchUpload is a lost success."""
+        """Return whether to retry: no answer, a conflict, throttling, a server error, a body
+        changed in transit. NoSuchUpload is a success whose answer was lost."""
         if self.code in ("RequestTimeout", "NoSuchUpload", "SlowDown", *CHANGED):
             return True
         return self.status in (0, 408, 409, 429) or (
@@ -61,9 +63,9 @@ class Answer(NamedTuple):
     def error(
         self, operation: str, bucket: str, key: str, tries: int, credentials: str, endpoint: str
     ) -> Exception:
-        """The error to raise: names the place, what was said, and what to do.
+        """Return the error to raise: it names the place, the answer, and what to do.
 
-        `credentials` says where they come from, in words without any of them; `endpoint` is
+        `credentials` says where they come from without revealing them; `endpoint` is
         scheme://host:port.
         """
         place, said = f"s3://{bucket}/{key}", self.said
@@ -114,9 +116,9 @@ class Answer(NamedTuple):
 
 
 def judge(error: Exception, scrub: Callable[[object], str]) -> Answer:
-    """What a failed call came to. Raises `error` itself when it is no failure of the call.
+    """Return the outcome of a failed call. Raise `error` itself if it is no failure of the call.
 
-    `scrub` takes secrets out of a text.
+    `scrub` removes secrets from a text.
     """
     from aiohttp import ClientError as AioError
     from botocore import exceptions as boto

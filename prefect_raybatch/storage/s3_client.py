@@ -1,6 +1,6 @@
-"""The S3 client: the only file that knows s3fs, which it imports on the first call only.
+"""The S3 client. Only this file knows s3fs, which it imports at the first call.
 
-One request is one answer here: no retries, and nothing between us and the HTTP status.
+Each request gets one answer here: no retries, and nothing between the caller and the HTTP status.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Send = Callable[[Any], Awaitable[Any]]  # what to do with s3fs's file system
 
 
 class Connection:
-    """s3fs's file system for one set of options: opened on first use, once in each process."""
+    """s3fs's file system for one set of options, opened at first use, once in each process."""
 
     known: dict[str, Connection] = {}
 
@@ -39,7 +39,8 @@ class Connection:
 
     @classmethod
     def shared(cls, options: Mapping[str, Any]) -> Connection:
-        """One connection for equal options and AWS environment; opening one costs 0.1 s or so."""
+        """Return one connection for equal options and AWS environment, because opening one takes
+        about 0.1 s."""
         around = {k: v for k, v in os.environ.items() if k.startswith(("AWS_", "FSSPEC_"))}
         known = json.dumps([dict(options), around], sort_keys=True, default=repr)
         key = hashlib.sha256(known.encode()).hexdigest()
@@ -54,7 +55,8 @@ class Connection:
         return (Connection.shared, (self.options,))
 
     def filesystem(self) -> Any:
-        """This process's S3FileSystem. ConfigError when s3fs is missing or refuses the options."""
+        """Return this process's S3FileSystem. Raises ConfigError if s3fs is missing or rejects the
+        options."""
         pid = os.getpid()
         return self._by_process.get(pid) or self._by_process.setdefault(pid, self._build())
 
@@ -65,7 +67,7 @@ class Connection:
             self._by_process[pid] = self._build()
 
     def run(self, fs: Any, send: Send) -> Any:
-        """What `send(fs)` comes to, waited for."""
+        """Run `send(fs)` to its end and return its result."""
         from fsspec.asyn import sync
 
         return sync(fs.loop, send, fs)
@@ -98,7 +100,8 @@ class Connection:
             raise ConfigError(f"s3fs refuses the store options: {self.scrub(error)}") from None
 
     def endpoint(self, fs: object) -> str:
-        """scheme://host:port that `fs` asks, as far as it is known before the first answer."""
+        """Return scheme://host:port that `fs` contacts, as far as it is known before the first
+        answer."""
         client = self.options.get("client_kwargs") or {}
         url = getattr(getattr(getattr(fs, "_s3", None), "meta", None), "endpoint_url", None)
         given = (
@@ -111,7 +114,7 @@ class Connection:
         return next((without_keys(str(one)) for one in given if one), "AWS")
 
     def credentials(self) -> str:
-        """Where the credentials come from, in words without any of them."""
+        """Return where the credentials come from, without revealing them."""
         client = self.options.get("client_kwargs") or {}
         if self.options.get("anon"):
             return "none (anon=True)"
@@ -125,7 +128,7 @@ class Connection:
         return "boto's chain (configuration files, container or instance role)"
 
     def scrub(self, error: object) -> str:
-        """The text of `error`, with URLs cut to their host and our secrets taken out."""
+        """Return the message of `error`, with URLs cut to their host and credentials removed."""
         text = re.sub(r"(\w+://)(?:[^/\s\"']*@)?([^/?\s\"']*)[^\s\"']*", r"\1\2", str(error))
         client = self.options.get("client_kwargs") or {}
         secrets = [
@@ -139,7 +142,7 @@ class Connection:
 
 
 class _WithoutRedirects:
-    """aiohttp's session, which follows redirects unless it is told not to."""
+    """An aiohttp session that follows no redirects."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
@@ -166,8 +169,8 @@ def _redirect_error(status: int, url: str, location: str | None) -> Exception:
 
 @cache
 def _session_without_redirects() -> type[Any]:
-    """Return aiobotocore's HTTP session, following no redirect: an endpoint could send requests
-    with the session's token, or the reader, to any address of this network."""
+    """Return aiobotocore's HTTP session, following no redirect: an endpoint could otherwise send
+    requests, with the session's token, to any address of this network."""
     from aiobotocore.httpsession import AIOHTTPSession
 
     class Session(AIOHTTPSession):  # type: ignore[misc]
@@ -178,10 +181,11 @@ def _session_without_redirects() -> type[Any]:
 
 
 def request(operation: str, arguments: Mapping[str, Any], max_bytes: int | None) -> Send:
-    """One call of the client's method `operation`: its response, `Body` read.
+    """Return a call of the client's method `operation`; its result is the response, with `Body`
+    read.
 
-    A body of more than `max_bytes` is left unread (None). Sent through the client of s3fs's
-    session and not through s3fs's own calls, which would hide the status.
+    A body of more than `max_bytes` is left unread (None). It uses the client of s3fs's session and
+    not s3fs's own calls, which would hide the status.
     """
 
     async def send(fs: Any) -> Any:
@@ -202,7 +206,8 @@ def request(operation: str, arguments: Mapping[str, Any], max_bytes: int | None)
 
 
 async def _read(body: Any, found: dict[str, Any], max_bytes: int | None) -> bytes | None:
-    """The body of `found`; None where it has more than `max_bytes`, said or, unsaid, seen."""
+    """Return the body of `found`; None if it has more than `max_bytes`, by its header or as
+    read."""
     if max_bytes is None:
         return cast(bytes, await body.read())
     if "ContentLength" in found:
@@ -218,10 +223,11 @@ async def _read(body: Any, found: dict[str, Any], max_bytes: int | None) -> byte
 
 
 def put_file_at_once(arguments: Mapping[str, Any], source: str) -> Send:
-    """One `put_object` whose body is the local file, read as it is sent and anew at each try.
+    """Return one `put_object` whose body is the local file, read while it is sent and anew at each
+    try.
 
-    A body that is a file goes with `Expect: 100-continue`, so where a condition fails nothing is
-    sent. A store that never answers that would keep us for ever, hence the limit.
+    A file body is sent with `Expect: 100-continue`, so nothing is sent if a condition fails. A
+    store that never answers that would block forever, hence the limit.
     """
     limit = LEAST_WAIT + local_size(source) / SLOWEST
 
@@ -234,7 +240,8 @@ def put_file_at_once(arguments: Mapping[str, Any], source: str) -> Send:
 
 
 def upload(source: str, target: str, part_bytes: int) -> Send:
-    """A local file to `target` ("bucket/key") in parts, PARALLEL_PARTS of them at a time."""
+    """Return an upload of a local file to `target` ("bucket/key") in PARALLEL_PARTS parts at a
+    time."""
 
     async def send(fs: Any) -> None:
         await fs._put_file(source, target, chunksize=part_bytes, max_concurrency=PARALLEL_PARTS)
@@ -243,7 +250,8 @@ def upload(source: str, target: str, part_bytes: int) -> Send:
 
 
 def _raise_partial(found: Mapping[str, Any], operation: str) -> None:
-    """A batch is answered 200 even where single keys failed: raise the first as its own error."""
+    """Raise the first failed key of a batch as its own error; a batch answers 200 even if keys
+    failed."""
     from botocore.exceptions import ClientError
 
     statuses = {"AccessDenied": 403, "InternalError": 500, "SlowDown": 503}

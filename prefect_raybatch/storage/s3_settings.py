@@ -1,4 +1,4 @@
-"""What store options and the environment come to, for libraries with an S3 client of their own."""
+"""Resolves store options and environment for libraries with an S3 client of their own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from prefect_raybatch.errors import ConfigError
 
 @dataclass(frozen=True)
 class S3Settings:
-    """Endpoint, region and keys. `key` is None where the client is to look them up itself: those
-    of a role are renewed only so. `anon`: requests are not signed."""
+    """Endpoint, region and credentials. `key` is None if the client must look them up itself,
+    because only then are those of a role renewed. `anon`: requests are not signed."""
 
     endpoint: str | None
     region: str
@@ -22,14 +22,14 @@ class S3Settings:
     anon: bool = False
 
     def scrub(self, text: str) -> str:
-        """`text` without the keys."""
+        """Return `text` without the credentials."""
         for secret in filter(None, (self.secret, self.token)):
             text = text.replace(secret, "***")
         return text
 
 
 def s3_settings(options: Mapping[str, Any]) -> S3Settings:
-    """Of s3fs's `options`; what they leave out is looked up as boto3 does it."""
+    """Resolve s3fs's `options`; missing ones are looked up as boto3 does."""
     import botocore.session
     from botocore.exceptions import BotoCoreError
 
@@ -58,8 +58,8 @@ def s3_settings(options: Mapping[str, Any]) -> S3Settings:
 
 
 def object_store_options(keys: S3Settings | None) -> dict[str, str] | None:
-    """`storage_options` of deltalake and lance, which share their S3 client; None for a local
-    place."""
+    """Return the `storage_options` of deltalake and lance, which share their S3 client; None for a
+    local location."""
     if keys is None:
         return None
     given = {
@@ -75,7 +75,7 @@ def object_store_options(keys: S3Settings | None) -> dict[str, str] | None:
 
 
 def iceberg_options(keys: S3Settings | None) -> dict[str, str]:
-    """The properties of pyiceberg for a place on S3; none for a local one."""
+    """Return the properties of pyiceberg for a location on S3; none for a local one."""
     if keys is None:
         return {}
     given = {
@@ -90,8 +90,8 @@ def iceberg_options(keys: S3Settings | None) -> dict[str, str]:
 
 
 def _configured_endpoint(session: Any) -> str | None:
-    """AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, or what the configuration files say. (A client of
-    botocore knows it too, but takes most of a second to be made.)"""
+    """Return AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, or the endpoint in the configuration files. (A
+    botocore client knows it too, but takes almost a second to create.)"""
     from botocore.configprovider import ConfiguredEndpointProvider
 
     if session.get_config_variable("ignore_configured_endpoint_urls"):

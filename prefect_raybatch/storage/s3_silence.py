@@ -1,4 +1,4 @@
-"""Says in time that a store gives no answer, which one, and what to look at."""
+"""Warns early that a store does not answer, with its endpoint and what to check."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ CHECK = (
 
 
 class Silence:
-    """What one connection knows of its store: whether it ever answered, when it was warned of."""
+    """State of one connection: whether its store ever answered, and when it was warned of."""
 
     def __init__(self) -> None:
         self.answered = False
         self._warned = float("-inf")
 
     def warn(self, place: str, endpoint: str, began: float, deadline: float, said: str) -> None:
-        """Warns of a call that began at `began` and gives up at `deadline` (monotonic seconds),
-        if it is time to."""
+        """Warn of a call that began at `began` and gives up at `deadline` (monotonic seconds), if a
+        warning is due."""
         now = time.monotonic()
         if now - began < WARN_AFTER or now - self._warned < WARN_EVERY:
             return
@@ -46,8 +46,8 @@ class Silence:
     def watched(
         self, send: Callable[[Any], Awaitable[Any]], began: float, warn: Callable[[], None]
     ) -> Callable[[Any], Awaitable[Any]]:
-        """`send`, with a warning while it waits for the first answer that there ever was: a host
-        that drops packets keeps a call for half a minute. Later calls may be long and well."""
+        """Return `send` with a warning while it waits for the very first answer: a host that drops
+        packets blocks a call for half a minute. Later calls may legitimately take long."""
 
         async def sent(fs: object) -> Any:
             if self.answered:
@@ -65,7 +65,7 @@ class Silence:
 
 
 def without_keys(url: str) -> str:
-    """scheme://host:port of an endpoint, without the keys that may stand in it."""
+    """Return scheme://host:port of an endpoint, without credentials in it."""
     try:
         found = urlsplit(url)
         port = found.port or (80 if found.scheme == "http" else 443)

@@ -1,4 +1,4 @@
-"""A raw file whose reader asks for bytes by their place."""
+"""A raw file whose reader asks for bytes by their offset."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class SeekableReader(io.RawIOBase):
-    """A file of which a subclass says by `read_at` what it holds, and its `size` when asked."""
+    """A file whose subclass supplies the bytes in `read_at` and its `size` on demand."""
 
     def __init__(self) -> None:
         self._position = 0
@@ -21,7 +21,7 @@ class SeekableReader(io.RawIOBase):
 
     @abstractmethod
     def read_at(self, start: int, stop: int) -> bytes:
-        """Return the bytes [start, stop), or fewer of them: none at the end of the file alone."""
+        """Return the bytes [start, stop), or fewer; none only at the end of the file."""
 
     def readable(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""URIs of files and folders, local or s3://: normalized, so that they can be compared."""
+"""URIs of files and folders, local or s3://, normalized so that they can be compared."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def is_remote(uri: str) -> bool:
-    """Whether `uri` has a scheme other than `file` (nothing is checked about the store)."""
+    """Return whether `uri` has a scheme other than `file` (the store is not contacted)."""
     return _scheme(uri) not in ("", "file")
 
 
 def join(uri: str, *parts: str) -> str:
-    """`uri` (normalized) with relative `parts` below it. ConfigError when a part leaves it."""
+    """Return `uri` (normalized) with relative `parts` appended. Raises ConfigError if a part leaves
+    it."""
     root = normalize(uri)
     return "/".join([root.rstrip("/"), *(checked(part) for part in parts)]) if parts else root
 
 
 def contains(outer_uri: str, inner_uri: str) -> bool:
-    """Whether `inner_uri` is `outer_uri` or lies in it; local links are followed."""
+    """Return whether `inner_uri` is `outer_uri` or lies in it; local links are followed."""
     outer, inner = (
         uri if is_remote(uri) else os.path.realpath(uri)
         for uri in (normalize(outer_uri), normalize(inner_uri))
@@ -35,10 +36,10 @@ def contains(outer_uri: str, inner_uri: str) -> bool:
 
 
 def split_glob(uri: str) -> tuple[str, str | None]:
-    """A root without wildcards and the pattern below it.
+    """Return a root without wildcards and the pattern below it.
 
-    `s3://b/data/2024-*/x.parquet` gives `("s3://b/data", "2024-*/x.parquet")`; a URI without
-    `*`, `?` or `[` gives itself, normalized, and None. ConfigError for a wildcard in the bucket.
+    `s3://b/data/2024-*/x.parquet` gives `("s3://b/data", "2024-*/x.parquet")`; a URI without `*`,
+    `?` or `[` gives itself, normalized, and None. Raises ConfigError for a wildcard in the bucket.
     """
     wildcard = _WILDCARD.search(uri)
     if wildcard is None:
@@ -51,13 +52,13 @@ def split_glob(uri: str) -> tuple[str, str | None]:
 
 
 def _scheme(uri: str) -> str:
-    """The scheme of `uri` in lower case, "" for a plain path."""
+    """Return the scheme of `uri` in lower case, "" for a plain path."""
     match = _SCHEME.match(uri)
     return match.group(1).lower() if match else ""
 
 
 def normalize(uri: str) -> str:
-    """`s3://bucket[/prefix]` or an absolute local path, without a slash at the end."""
+    """Return `s3://bucket[/prefix]` or an absolute local path, without a trailing slash."""
     scheme = _scheme(uri)
     rest = uri[len(scheme) + 3 :] if scheme else uri
     if not rest or "\0" in rest:
@@ -78,7 +79,7 @@ def normalize(uri: str) -> str:
 
 
 def checked(path: str) -> str:
-    """`path` itself when it is relative and stays inside; else ConfigError."""
+    """Return `path` if it is relative and stays inside the root; else raise ConfigError."""
     if "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
         raise ConfigError(
             f"{path!r} is no path inside a store: relative, with no empty part, '.', '..' or NUL"

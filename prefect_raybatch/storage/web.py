@@ -1,8 +1,8 @@
-"""One file by http(s), as a store that is only read.
+"""One file over http(s), as a read-only store.
 
-It comes once: what was read of it stays in a temporary file, so that all that is made of it is of
-one version, and a reader may go back. A transfer that breaks off goes on where it was if the server
-says by an ETag that the file is still the same one.
+It is downloaded once: a temporary file keeps what was read, so that everything is made from one
+version and a reader may seek back. A broken transfer resumes if the server's ETag shows that the
+file is unchanged.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ PART = 1 << 18
 
 @dataclass(frozen=True)
 class WebRules:
-    """What may be fetched: `max_bytes` a file; `allow_private` as for `internet.allowed`.
-    `check_url` raises `ConfigError` for a URL that the job may not read, and is asked about each
+    """What may be fetched: at most `max_bytes` per file; `allow_private` as for `internet.allowed`.
+    `check_url` raises `ConfigError` for a URL that the job may not read, and is called for each
     redirect as well."""
 
     max_bytes: int
@@ -56,8 +56,8 @@ class WebRules:
 
 
 class WebStore(Store):
-    """The file at `url`; its one path is the name at the end of the URL. `headers` go with each
-    request to the URL's own host."""
+    """The file at `url`; its one path is the last part of the URL. `headers` are sent only to the
+    URL's own host."""
 
     def __init__(self, url: str, headers: Mapping[str, str], rules: WebRules) -> None:
         self.uri = recorded(url)
@@ -73,7 +73,8 @@ class WebStore(Store):
             return self._begun
 
     def stat(self, path: str) -> FileInfo:
-        """What it is at the time of the first look. Without a length, all of it is fetched."""
+        """Return the state at the first look. Without a Content-Length, downloads the whole
+        file."""
         return self._download().info(path)
 
     def open(self, path: str) -> BinaryIO:
@@ -124,12 +125,12 @@ class WebStore(Store):
 
 
 class _Broken(Exception):
-    """A transfer that may be tried again."""
+    """A transfer that may be retried."""
 
 
 @contextmanager
 def _temporary_disk() -> Iterator[None]:
-    """Raise StoreError for what goes wrong with the file that keeps what was fetched."""
+    """Raise StoreError for failures of the temporary file that keeps the download."""
     try:
         yield
     except OSError as error:
@@ -140,7 +141,7 @@ def _temporary_disk() -> Iterator[None]:
 
 
 class _Download:
-    """A file as far as it has come. Safe for threads."""
+    """A file as far as it has been downloaded. Thread-safe."""
 
     def __init__(self, url: str, headers: Mapping[str, str], rules: WebRules, shown: str) -> None:
         self._url, self._headers, self._rules, self._shown = url, headers, rules, shown
@@ -167,7 +168,8 @@ class _Download:
             return os.pread(self._file.fileno(), size, offset)
 
     def fetch(self, upto: int | None) -> None:
-        """Have at least the first `upto` bytes, or all (None), as far as there are so many."""
+        """Download at least the first `upto` bytes, or all (None), as far as there are that
+        many."""
         with self._lock:
             while not self._whole and (upto is None or self._have < upto):
                 try:
@@ -203,7 +205,7 @@ class _Download:
         self._end()
 
     def _ask(self) -> http.client.HTTPResponse:
-        """An answer whose next byte is the one that comes next."""
+        """Return a response whose next byte is the next one to store."""
         url, headers = self._url, self._headers
         for _ in range(MOST_REDIRECTS + 1):
             answer = self._get(url, headers)
@@ -295,7 +297,7 @@ class _Download:
         return answer
 
     def _skip(self, answer: http.client.HTTPResponse) -> None:
-        """Past what is there already, which must be the same."""
+        """Read past what is already stored, which must be the same."""
         at = 0
         while at < self._have:
             try:
@@ -325,7 +327,7 @@ class _Download:
 
 
 class _Handle(SeekableReader):
-    """Reads what has come, and lets more come."""
+    """Reads what has been downloaded, and downloads more on demand."""
 
     def __init__(self, download: _Download) -> None:
         super().__init__()
