@@ -1,1 +1,1 @@
-"""Commits to figures, words and plots."""
+"""Turns commits into figures, text and plots."""

@@ -1,7 +1,7 @@
-"""What a run's own figures advise: the evidence, and the one change to make. Pure.
+"""Advice from a run's own figures: the evidence, and the one change to make. Pure.
 
-Each rule looks at one cause. A figure that is not known says nothing, and neither does a run that
-was too short for its engines to be full most of the time.
+Each rule looks at one cause. It gives no advice if a figure is unknown, or if the run was too short
+for its engines to be full most of the time.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ LONG_TAIL = 0.1  # of the engines' time, in which some have no rows left
 
 
 def advise(report: RunReport, spec: RunSpec) -> tuple[Advice, ...]:
-    """Advice on `report`, the most pressing first."""
+    """Return advice on `report`, the most pressing first."""
     return tuple(advice for rule in RULES for advice in [rule(report, spec)] if advice)
 
 
 def memory(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Engines died for want of memory."""
+    """Advise if engines ran out of memory."""
     found = [
         (reason, number)
         for reason, number in report.losses.items()
@@ -66,7 +66,7 @@ def memory(report: RunReport, spec: RunSpec) -> Advice | None:
 
 
 def deadline(report: RunReport, spec: RunSpec) -> Advice | None:
-    """The run took longer than it may."""
+    """Advise if the run took longer than allowed."""
     if not spec.limits.deadline or not report.workers:
         return None
     allowed = seconds_of(spec.limits.deadline)
@@ -88,7 +88,8 @@ def deadline(report: RunReport, spec: RunSpec) -> Advice | None:
 
 
 def starved(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Engines wait for rows: the CPU stages are too slow, or too few shards are in flight."""
+    """Advise if engines wait for rows: the CPU stages are too slow, or too few shards are in
+    flight."""
     running, waiting = report.figures.get("running"), report.figures.get("waiting")
     full = _most_sequences(report, spec)
     if running is None or waiting is None or not full or not _long_enough(report, full):
@@ -118,7 +119,7 @@ def starved(report: RunReport, spec: RunSpec) -> Advice | None:
 
 
 def idle_gpu(report: RunReport, spec: RunSpec) -> Advice | None:
-    """The GPU waits although its engine is full: Python on one core holds it back."""
+    """Advise if the GPU waits although its engine is full: Python on one core limits it."""
     gpu, running = report.figures.get("gpu"), report.figures.get("running")
     full = _most_sequences(report, spec)
     if gpu is None or running is None or not full or not _long_enough(report, full):
@@ -135,7 +136,7 @@ def idle_gpu(report: RunReport, spec: RunSpec) -> Advice | None:
 
 
 def gpu_limit(report: RunReport, spec: RunSpec) -> Advice | None:
-    """The GPU does about what it can: settings bring no more."""
+    """Say that the GPU is near its limit, so that no setting brings more."""
     mfu, mbu = report.roofline.get("mfu"), report.roofline.get("mbu")
     if mfu is None or mbu is None or (mfu < MOST_FLOPS and mbu < MOST_BANDWIDTH):
         return None
@@ -154,7 +155,7 @@ def gpu_limit(report: RunReport, spec: RunSpec) -> Advice | None:
 
 
 def tail(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Engines had no rows left while others went on."""
+    """Advise if engines ran out of rows while others continued."""
     share = report.roofline.get("idle_tail")
     if share is None or share < LONG_TAIL or _engines(report) < 2 or uneven(report, spec):
         return None
@@ -167,7 +168,7 @@ def tail(report: RunReport, spec: RunSpec) -> Advice | None:
 
 
 def full_cache(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Sequences wait because the KV cache is full."""
+    """Advise if sequences wait because the KV cache is full."""
     cache, running = report.figures.get("kv_cache"), report.figures.get("running")
     waiting, full = (
         report.figures.get("waiting"),
@@ -187,7 +188,7 @@ def full_cache(report: RunReport, spec: RunSpec) -> Advice | None:
 
 
 def uneven(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Some engines did much more than others."""
+    """Advise if some engines did much more than others."""
     engine = next((s for s in report.stages if s.name == "engine"), None)
     if engine is None or engine.busiest is None or len(report.workers) < 2:
         return None
@@ -209,7 +210,7 @@ def uneven(report: RunReport, spec: RunSpec) -> Advice | None:
 
 
 def cut_off(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Answers that ended at max_tokens."""
+    """Advise if answers ended at max_tokens."""
     number = report.tokens.get("cut_off", 0.0)
     most = 2 * spec.sampling.max_tokens
     failed = report.failed_with("AnswerCutOff")
@@ -234,7 +235,7 @@ def failed_answers(report: RunReport, failed: int, most: int) -> Advice:
 
 
 def too_long(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Rows that did not fit the model's context as it was set."""
+    """Advise if rows did not fit the model's context as configured."""
     number = report.failed_with("PromptTooLong")
     if not report.rows or number < max(1, TOO_LONG * report.rows):
         return None
@@ -265,13 +266,15 @@ def _most_sequences(report: RunReport, spec: RunSpec) -> int | None:
 
 
 def _quantized(spec: RunSpec) -> bool:
-    """Whether the weights have fewer bits than the model is stored in, or a trial decides on it."""
+    """Return whether the weights have fewer bits than the stored model, or a trial decides on
+    that."""
     tried = any("quantization" in settings for settings in spec.engine.tries)
     return tried or bool(spec.engine.model.given.get("quantization"))
 
 
 def _engines(report: RunReport) -> int:
-    """Engines of the attempt that did most rows; one that died and its successor count as two."""
+    """Return the engines of the attempt that did most rows; an engine that died and its successor
+    count as two."""
     known = report.engines or sum(node.engines for node in report.nodes)
     return max(1, known or len(report.workers))
 

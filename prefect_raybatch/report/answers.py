@@ -1,4 +1,4 @@
-"""How the answers of a run are distributed, and whether that differs from another run's. Pure."""
+"""How the answers of a run are distributed, and whether that differs from another run. Pure."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ CHANGES_LEAST = 0.005  # of a night's answers
 
 
 def answer_counts(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """{labels, lengths, ends: {name: answers}} of the figures of a run's shards together, the
-    commonest labels and reasons first; what is not counted is left out."""
+    """Return {labels, lengths, ends: {name: answers}} from the summed figures of a run's shards,
+    the most common labels and reasons first; kinds that are not counted are left out."""
     made: dict[str, dict[str, float]] = {}
     for kind, prefix in KINDS_OF_COUNTS.items():
         found = {k.removeprefix(prefix): v for k, v in figures.items() if k.startswith(prefix)}
@@ -41,16 +41,16 @@ def answer_counts(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 
 def tokens_range(bits: int) -> str:
-    """The lengths in tokens that have so many bits: `4-7`."""
+    """Return the lengths in tokens that have so many bits, e.g. `4-7`."""
     low, high = (1 << bits) >> 1, (1 << bits) - 1
     return f"{low:,}" if low == high else f"{low:,}-{high:,}"
 
 
 @dataclass(frozen=True)
 class Shift:
-    """Answers that are distributed otherwise than in `before` (a run key), beyond chance: of `kind`
-    (labels, lengths, ends), the share that `moved`, the `chance` of it, and the largest changes
-    {name: (share before, share now)}."""
+    """A distribution of answers that differs from that of `before` (a run key) beyond chance: its
+    `kind` (labels, lengths, ends), the share of answers that `moved`, the `chance` of such a
+    difference, and the largest changes {name: (share before, share now)}."""
 
     kind: str
     before: str
@@ -59,7 +59,7 @@ class Shift:
     changes: Mapping[str, tuple[float, float]]
 
     def line(self) -> str:
-        """`the labels differ from monday in 12% of answers: Retail 20% -> 31%, ...`"""
+        """Return e.g. `the labels differ from monday in 12% of answers: Retail 20% -> 31%, ...`."""
         named = ", ".join(
             f"{name} {before:.1%} -> {now:.1%}" for name, (before, now) in self.changes.items()
         )
@@ -73,7 +73,7 @@ def shifts(
     before: Mapping[str, Mapping[str, float]],
     before_key: str,
 ) -> tuple[Shift, ...]:
-    """Each kind of counts that both runs have and that differs beyond chance."""
+    """Return each kind of counts that both runs have and that differs beyond chance."""
     found = (_shift(kind, now.get(kind, {}), before.get(kind, {}), before_key) for kind in SAID_OF)
     return tuple(shift for shift in found if shift is not None)
 
@@ -107,8 +107,9 @@ def _shift(
 
 
 def chance_of(one: list[float], other: list[float]) -> float:
-    """The chance that two samples of the same distribution differ at least so: a G-test of the
-    two rows of counts (Sokal and Rohlf, Biometry, 17.4). 1 where there is nothing to compare."""
+    """Return the probability that two samples of the same distribution differ at least this much: a
+    G-test of the two rows of counts (Sokal and Rohlf, Biometry, 17.4). 1 if there is nothing to
+    compare."""
     total, sums = sum(one) + sum(other), (sum(one), sum(other))
     if not all(sums):
         return 1.0
@@ -130,8 +131,8 @@ def chance_of(one: list[float], other: list[float]) -> float:
 
 
 def chi_square_tail(value: float, freedom: int) -> float:
-    """The chance that a chi-square variable of so many degrees of freedom is at least `value`, by
-    its finite sums (Abramowitz and Stegun, 26.4.4 and 26.4.5)."""
+    """Return the probability that a chi-square variable with `freedom` degrees of freedom is at
+    least `value`, by its finite sums (Abramowitz and Stegun, 26.4.4 and 26.4.5)."""
     if freedom < 1 or value <= 0:
         return 1.0
     half = value / 2

@@ -1,4 +1,4 @@
-"""Commits reduced to what plots show, of bounded size whatever the run's. Pure."""
+"""Reduces commits to what plots show, of bounded size whatever the run's. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
 def charts(tally: Tally, shards: int) -> Charts:
-    """Charts of a run of `shards` shards, also of one that goes on: the tally may grow meanwhile in
-    another thread, and what comes after this began is left out."""
+    """Return charts of a run of `shards` shards. The run may be active: commits that another thread
+    adds to the tally meanwhile are left out."""
     series = tally.series
     started, ended, _ = series.times()
     number = len(ended)
@@ -33,7 +33,7 @@ def charts(tally: Tally, shards: int) -> Charts:
 def throughput_points(
     started: np.ndarray, ended: np.ndarray, amounts: np.ndarray
 ) -> tuple[tuple[float, ...], ...]:
-    """(time, a second of each amount) over equal times of work.
+    """Return (time, amounts per second) over equal spans of working time.
 
     `amounts`: float[kinds, shards]. A shard's amounts are spread evenly over its time in the engine
     and after. Time in which nothing ran, between attempts, is cut out.
@@ -55,7 +55,7 @@ def throughput_points(
 def _done(
     started: np.ndarray, ended: np.ndarray, amounts: np.ndarray, edges: np.ndarray
 ) -> np.ndarray:
-    """float[edges, kinds]: what was done of each amount until each edge."""
+    """Return float[edges, kinds]: how much of each amount was done at each edge."""
     times = np.concatenate([started, ended])
     order = np.argsort(times)
     times = times[order]
@@ -69,7 +69,7 @@ def _done(
 
 
 def _worked(started: np.ndarray, ended: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The times as seconds of work: 0 is the first start, pauses take none."""
+    """Return the times as seconds of work: 0 is the first start, and pauses take no time."""
     order = np.argsort(started)
     reached = np.maximum.accumulate(ended[order])
     gaps = np.maximum(started[order][1:] - reached[:-1], 0.0)
@@ -80,8 +80,7 @@ def _worked(started: np.ndarray, ended: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def duration_quantiles(seconds: dict[str, np.ndarray]) -> dict[str, tuple[float, ...]]:
-    """Quantiles of the seconds that tasks of each stage took; stages that nothing is known of are
-    left out."""
+    """Return quantiles of each stage's task times in seconds; stages without any are left out."""
     found = {}
     for stage, values in seconds.items():
         values = values[~np.isnan(values)]
@@ -93,7 +92,7 @@ def duration_quantiles(seconds: dict[str, np.ndarray]) -> dict[str, tuple[float,
 def cells(
     shards: int, shard: np.ndarray, failed: np.ndarray, rows: np.ndarray
 ) -> tuple[tuple[int, ...], ...]:
-    """(shards, committed, failed rows, committed rows) of equal runs of shards, in order."""
+    """Return (shards, committed, failed rows, committed rows) of equal runs of shards, in order."""
     if shards <= 0:
         return ()
     size = -(-shards // CELLS)

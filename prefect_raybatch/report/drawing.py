@@ -1,8 +1,8 @@
-"""The plots of a run drawn by matplotlib: throughput, task times, the shard map, balance between
-engines. Sizes are bounded as `Charts` is.
+"""Draws the plots of a run with matplotlib: throughput, task times, the shard map, balance between
+engines. Sizes are bounded as those of `Charts` are.
 
-The only module that imports matplotlib, which takes a second and 50 MB: imported when plots are
-made. pyplot is left alone, since its state belongs to the user's own code in the same process.
+Only this module imports matplotlib, which takes a second and 50 MB, so it is imported when plots
+are made. It does not use pyplot, whose state belongs to the user's own code in the same process.
 """
 
 from __future__ import annotations
@@ -81,14 +81,15 @@ _LOCK = threading.Lock()  # matplotlib's settings are the whole process's
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture's white ground, `top` below the upper edge of the figure."""
+    """A plot's white background, `top` below the upper edge of the figure."""
 
     figure: Figure
     top: float
     height: float
 
     def place(self, x: float, y: float) -> tuple[float, float]:
-        """A position from the panel's upper left corner, as shares of the figure."""
+        """Return a position, measured from the panel's upper left corner, as shares of the
+        figure."""
         width, height = self.figure.get_size_inches() * self.figure.dpi
         return x / width, 1 - (self.top + y) / height
 
@@ -103,7 +104,7 @@ class Panel:
         self.text(16, 26, words, size=15, color=INK)
 
     def legend(self, x: float, y: float, entries: Sequence[tuple[str, str]], loc: Any) -> None:
-        """Coloured squares with their names, in a row."""
+        """Draw coloured squares with their names in a row."""
         self.figure.legend(
             handles=[Patch(color=colour, label=words) for colour, words in entries],
             loc=loc,
@@ -112,7 +113,7 @@ class Panel:
         )
 
     def ground(self) -> None:
-        """White with round corners: the page around it may be dark."""
+        """Draw a white background with round corners, since the page around it may be dark."""
         width, height = self.figure.get_size_inches() * self.figure.dpi
         box = FancyBboxPatch(
             (0, (height - self.top - self.height) / height),
@@ -137,7 +138,7 @@ class Plot:
 
 
 def svg(title: str, plots: Sequence[Plot]) -> str:
-    """The plots one below the other as one SVG, which is the same whenever it is made."""
+    """Return the plots, one below the other, as one SVG with reproducible bytes."""
     tall = sum(plot.height for plot in plots) + GAP * (len(plots) - 1)
     # Whatever settings the user's own code made; a backend cannot be set anew.
     default = {k: v for k, v in matplotlib.rcParamsDefault.items() if not k.startswith("backend")}
@@ -159,7 +160,7 @@ def svg(title: str, plots: Sequence[Plot]) -> str:
 
 
 def _for_pages(text: str, title: str, tall: float) -> str:
-    """The SVG as a part of HTML: without the head of an XML file, in pixels."""
+    """Return the SVG as part of an HTML page: without the XML header, in pixels."""
     body = text[text.index("<svg") :].partition(">")[2]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     body = re.sub(r' id="[a-z0-9.]+_\d+"', "", body)  # nobody refers to the number of a part
@@ -174,7 +175,7 @@ def _for_pages(text: str, title: str, tall: float) -> str:
 
 
 def shorten(words: str, length: int) -> str:
-    """The words, cut in their middle: both ends of a host's name tell it from others."""
+    """Return the text with its middle cut out, because both ends of a host name identify it."""
     if len(words) <= length:
         return words
     head = (length - 1) // 2
@@ -182,7 +183,7 @@ def shorten(words: str, length: int) -> str:
 
 
 def short(value: float, _: object = None) -> str:
-    """1.2k, 3.4M: a figure for an axis."""
+    """Return a number for an axis, e.g. 1.2k or 3.4M."""
     for size, mark in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{mark}"
@@ -190,7 +191,7 @@ def short(value: float, _: object = None) -> str:
 
 
 def span(seconds: float) -> tuple[float, str]:
-    """(seconds in the unit, its name) that suits a time of this length."""
+    """Return (value, unit) that suits a duration of this length."""
     if seconds >= 3 * 3600:
         return 3600.0, "h"
     return (60.0, "min") if seconds >= 180 else (1.0, "s")
@@ -200,7 +201,7 @@ def span(seconds: float) -> tuple[float, str]:
 
 
 def throughput(title: str, points: Sequence[tuple[float, ...]]) -> Plot:
-    """Rows/s above, tokens/s in and out below, over seconds of work.
+    """Plot rows/s above, and tokens/s in and out below, over seconds of work.
 
     `points`: (end of the time, rows/s, prompt tokens/s, output tokens/s).
     """
@@ -228,7 +229,7 @@ def _rates(
     points: Sequence[tuple[float, ...]],
     kinds: Mapping[int, tuple[str, str]],
 ) -> None:
-    """A line for each kind; a rate holds for the time up to its point."""
+    """Draw a line for each kind; a rate holds for the time up to its point."""
     for kind, (colour, words) in kinds.items():
         rates = [point[kind] for point in points]
         axes.stairs(
@@ -253,7 +254,8 @@ def _rates(
 
 
 def durations(title: str, stages: Mapping[str, tuple[float, ...]]) -> Plot:
-    """A box a stage: middle half of its tasks, 5 % to 95 %, and the longest as a dot.
+    """Plot a box for each stage: the middle half of its tasks, 5 % to 95 %, and the longest as a
+    dot.
 
     `stages`: seconds (p5, p25, median, p75, p95, longest).
     """
@@ -289,9 +291,10 @@ def durations(title: str, stages: Mapping[str, tuple[float, ...]]) -> Plot:
 
 
 def _boxes(axes: Axes, quantiles: Sequence[Sequence[float]], least: float) -> None:
-    """What lies under the least value of the axis, as a time of 0 on a log scale, stands there.
+    """Draw the boxes. Values below the least one of the axis, such as 0 on a log scale, are drawn
+    there.
 
-    Not `Axes.bxp`: it looks at every setting of matplotlib, which loads pyplot and a backend.
+    Not `Axes.bxp`, which reads every setting of matplotlib and so loads pyplot and a backend.
     """
     p5, p25, median, p75, p95, longest = np.maximum(quantiles, least).T
     rows = np.arange(len(quantiles))
@@ -308,10 +311,10 @@ def _boxes(axes: Axes, quantiles: Sequence[Sequence[float]], least: float) -> No
 
 
 def shard_map(title: str, cells: Sequence[tuple[int, ...]], working: int = 0) -> Plot:
-    """A cell a run of neighbouring shards, filled from the left as they are committed.
+    """Plot a cell for each run of neighbouring shards, filled from the left as they are committed.
 
-    `cells`: (shards, committed, failed rows, committed rows). `working` shards, the first that are
-    not committed, are shown as in work: engines take them about in order.
+    `cells`: (shards, committed, failed rows, committed rows). The first `working` shards that are
+    not committed are shown as in work, because engines take shards roughly in order.
     """
     columns = min(len(cells), max(10, math.ceil(math.sqrt(len(cells) * 4))))
     size = min(CELL, (RIGHT - LEFT) / columns // MAP_STEP * MAP_STEP)
@@ -354,13 +357,13 @@ def shard_map(title: str, cells: Sequence[tuple[int, ...]], working: int = 0) ->
 
 
 def _along(row: int, start: float, end: float, size: float) -> Line:
-    """Through the middle of a row of cells."""
+    """Return a line through the middle of a row of cells."""
     y = row * size + size / 2
     return (start, y), (end, y)
 
 
 def _lines(axes: Axes, lines: Sequence[Line], colour: str, width: float, name: str) -> None:
-    """Straight lines as one path."""
+    """Draw straight lines as one path."""
     if lines:
         corners = [point for line in lines for point in line]
         path = Path(corners, [Path.MOVETO, Path.LINETO] * len(lines))
@@ -380,7 +383,8 @@ def _lines(axes: Axes, lines: Sequence[Line], colour: str, width: float, name: s
 def _spans(
     cells: Sequence[tuple[int, ...]], columns: int, size: float, working: int
 ) -> Iterator[tuple[str, int, float, float]]:
-    """(kind, row, from, to) in pixels of all that is not pending, neighbours of a kind joined."""
+    """Yield (kind, row, from, to) in pixels of everything that is not pending, joining neighbours
+    of a kind."""
     pieces: list[tuple[str, int, float, float]] = []
     for index, (shards, committed, failed, done) in enumerate(cells):
         row, column = divmod(index, columns)
@@ -406,7 +410,7 @@ def _spans(
 
 
 def engines(title: str, workers: Sequence[WorkerStats]) -> Plot:
-    """A bar an engine: rows it answered, with the mean of all as a line."""
+    """Plot a bar for each engine: rows that it answered, with the mean of all as a line."""
     shown = sorted(workers, key=lambda worker: -worker.rows)[:BARS]
     mean = sum(worker.rows for worker in workers) / len(workers)
     right, bottom = WIDTH - 150, 48 + 22 * len(shown)
@@ -439,7 +443,7 @@ def engines(title: str, workers: Sequence[WorkerStats]) -> Plot:
 def night_bars(
     title: str, nights: Sequence[str], parts: Mapping[str, Sequence[float]], share: bool
 ) -> Plot:
-    """A bar a night, oldest first, of parts one above the other; `share`: they are parts of 1."""
+    """Plot a stacked bar for each run, oldest first; `share`: its parts are shares of 1."""
     colours = [BLUE, ORANGE, GREEN, RED, SKY, PURPLE, INK, GREY]
     if not share:
         colours = [BLUE, RED]

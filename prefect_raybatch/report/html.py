@@ -1,7 +1,7 @@
 """The report as one HTML file: result first, then figures, plots, failures, files, notes. Pure.
 
-No script, nothing from elsewhere, and a policy that forbids both; whatever comes from a run (keys,
-paths, error texts, names of hosts) is escaped by the template, since it may be anybody's.
+It has no script and loads nothing, and a policy forbids both. The template escapes everything that
+comes from a run (keys, paths, error messages, host names), because none of it is trusted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LONGEST_CELL = 500  # characters of a cell
 
 
 def html(report: RunReport, made: str = "") -> str:
-    """The page; `made` says when, in the footer."""
+    """Return the page; `made` is the time for its footer."""
     return _template().render(
         report=report,
         made=made,
@@ -48,7 +48,7 @@ def html(report: RunReport, made: str = "") -> str:
 
 
 def nights_html(pages: Sequence[NightsPage], made: str = "") -> str:
-    """The nights of some jobs as one page."""
+    """Return the run history of some jobs as one page."""
     drawn = [plots.of_nights(page.nights) for page in pages]
     return _template("nights.html.j2").render(
         pages=pages,
@@ -78,7 +78,8 @@ def _template(name: str = "report.html.j2") -> Template:
 
 
 def _text(value: Any) -> Any:
-    """What is written of a value, before it is escaped; what the page itself made stays."""
+    """Return the text of a value, before escaping; text that the page itself made is left as it
+    is."""
     if isinstance(value, Markup):
         return value
     words = str(value)
@@ -86,12 +87,12 @@ def _text(value: Any) -> Any:
 
 
 def _figures(rows: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The columns of figures, which stand to the right, one below the other."""
+    """Return the numeric columns, which are right-aligned."""
     return {name for name in rows[0] if all(FIGURE.match(str(row[name])) for row in rows)}
 
 
 def verdict(report: RunReport) -> str:
-    """What came of the run in one sentence."""
+    """Return the outcome of the run in one sentence."""
     done = report.good + report.failed + report.skipped
     quarantine = f"{report.failed:,} in quarantine" if report.failed else "none in quarantine"
     if done < report.rows:

@@ -1,5 +1,5 @@
-"""The last nights of a job on one page: what each came to, and whether its answers differ from the
-night before. Pure; memory is bounded by the nights shown."""
+"""The recent runs of a job on one page: the outcome of each, and whether its answers differ from
+the run before. Pure; memory is bounded by the runs shown."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ LABELS_SHOWN = 8  # of the commonest, in the table of answers
 
 @dataclass(frozen=True)
 class NightLine:
-    """A run of a job as the page shows it; `began` in seconds since 1970. What is not known, as of
-    a run that is not completed, is None. `shifts`: how its answers differ from the completed run
-    before it. `trouble` says what is wrong with a run that cannot be read, `failure` why the last
-    attempt at it failed, and `command` runs it again."""
+    """A run of a job as the page shows it; `began` is in seconds since 1970. Unknown values, e.g.
+    of an incomplete run, are None. `shifts`: how its answers differ from the completed run before.
+    `trouble` says why a run cannot be read, `failure` why its last attempt failed, and `command`
+    runs it again."""
 
     run_key: str
     run: str
@@ -44,8 +44,8 @@ class NightLine:
 
 @dataclass(frozen=True)
 class NightsPage:
-    """The nights of one job, the newest first. `unreadable` are run directories that may be of any
-    job, and cannot be read: {run key: why}."""
+    """The runs of one job, newest first. `unreadable` are run directories that cannot be read and
+    may belong to any job: {run key: reason}."""
 
     job: str
     nights: tuple[NightLine, ...]
@@ -57,7 +57,7 @@ class NightsPage:
 
 
 def night_rows(page: NightsPage) -> list[dict[str, str]]:
-    """One row a night."""
+    """Return one row for each run."""
     return [_row(night, any(n.cost is not None for n in page.nights)) for night in page.nights]
 
 
@@ -83,7 +83,7 @@ def _row(night: NightLine, with_cost: bool) -> dict[str, str]:
 
 
 def _answers_said(night: NightLine) -> str:
-    """Return the shifts from the night before; where there is none, whether it was looked for."""
+    """Return the shifts from the run before, or whether they were looked for."""
     if night.shifts:
         return "; ".join(f"{shift.kind} {shift.moved:.1%} otherwise" for shift in night.shifts)
     if not night.answers:
@@ -92,8 +92,8 @@ def _answers_said(night: NightLine) -> str:
 
 
 def answers_table(page: NightsPage) -> list[dict[str, str]]:
-    """Shares of answers, a column a night, newest first: by label where labels are counted, else
-    by length and by why they ended. Empty where no night counts answers."""
+    """Return shares of answers, a column for each run, newest first: by label if labels are
+    counted, otherwise by length and by finish reason. Empty if no run counts answers."""
     told = [night for night in page.nights if night.answers]
     kinds = ("labels",) if any("labels" in n.answers for n in told) else ("lengths", "ends")
     rows = []
@@ -108,7 +108,7 @@ def answers_table(page: NightsPage) -> list[dict[str, str]]:
 
 
 def shown_names(nights: Sequence[NightLine], kind: str) -> list[str]:
-    """The commonest names over all of the nights; lengths in their order."""
+    """Return the most common names over all runs; lengths in their order."""
     sums: dict[str, float] = {}
     for night in nights:
         for name, count in night.answers.get(kind, {}).items():
@@ -125,7 +125,7 @@ def _share(counts: Mapping[str, float], name: str) -> str:
 
 
 def nights_markdown(page: NightsPage, plots: bool = True) -> str:
-    """The page; `plots`: with its picture as an image within the text."""
+    """Return the page as Markdown; `plots`: with its plot as an inline image."""
     lines = [f"# {markdown_text(page.job)}: the last {counted(len(page.nights), 'night')}", ""]
     lines += [f"- **{markdown_text(line)}**" for line in headlines(page)]
     lines += [""] if headlines(page) else []
@@ -142,7 +142,7 @@ def nights_markdown(page: NightsPage, plots: bool = True) -> str:
 
 
 def headlines(page: NightsPage) -> list[str]:
-    """What a person should see first of the newest night."""
+    """Return what to read first about the newest run."""
     night = page.latest
     if night is None:
         return []
@@ -162,6 +162,6 @@ def failures(page: NightsPage) -> list[tuple[str, str]]:
 
 
 def unread(page: NightsPage) -> list[tuple[str, str]]:
-    """(run key, why) of what cannot be read."""
+    """Return (run key, reason) of what cannot be read."""
     own = [(night.run_key, night.trouble) for night in page.nights if night.trouble]
     return own + list(page.unreadable.items())

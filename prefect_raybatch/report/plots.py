@@ -1,6 +1,6 @@
 """The plots of a run as SVG, from the figures in its report. Pure.
 
-`drawing`, with matplotlib, is imported when there is something to draw.
+`drawing`, with matplotlib, is imported only if there is something to draw.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ NAMES = {
 
 
 def of_report(report: RunReport) -> dict[str, str]:
-    """{name: SVG} of what a report knows; names are those of `NAMES`, in their order."""
+    """Return {name: SVG} of the plots that a report has figures for, in the order of `NAMES`."""
     return of_charts(report.charts, report.workers)
 
 
 def of_charts(
     charts: Charts, workers: Sequence[WorkerStats] = (), working: int = 0
 ) -> dict[str, str]:
-    """The same, of a run that goes on: about `working` shards are in engines now."""
+    """Return the plots of an active run; about `working` shards are in engines now."""
     return {n: picture_of([n], [plot]) for n, plot in _plots(charts, workers, working).items()}
 
 
 def live(charts: Charts, working: int = 0) -> str | None:
-    """Throughput and the shard map in one picture, as a data URI; None before the first commit."""
+    """Return throughput and the shard map as one data URI; None before the first commit."""
     if not charts.throughput:
         return None
     return _image(_plots(Charts(charts.throughput, {}, charts.cells), (), working))
 
 
 def whole(report: RunReport) -> str | None:
-    """All plots of a report in one picture, as a data URI; None where there are none."""
+    """Return all plots of a report as one data URI; None if there are none."""
     return _image(_plots(report.charts, report.workers))
 
 
 def image_lines(report: RunReport) -> list[str]:
-    """Lines of Markdown that show the plots of a report, as images within the text."""
+    """Return Markdown lines that show the plots of a report as inline images."""
     lines: list[str] = []
     for name, picture in of_report(report).items():
         lines += [f"![{NAMES[name]}]({data_uri(picture)})", ""]
@@ -57,7 +57,7 @@ def image_lines(report: RunReport) -> list[str]:
 
 
 def of_nights(nights: Sequence[NightLine]) -> str | None:
-    """Rows and answers of the nights, the newest first, as one SVG; None where none is known."""
+    """Return rows and answers of the runs, newest first, as one SVG; None if none is known."""
     told = [night for night in reversed(nights) if night.good is not None]
     if not told:
         return None
@@ -80,7 +80,7 @@ def of_nights(nights: Sequence[NightLine]) -> str | None:
 
 
 def _shares(counts: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """{name: its share of each night}, the commonest ones; the rest together."""
+    """Return {name: its share in each run} of the most common names; the others are summed."""
     sums: dict[str, float] = {}
     for one in counts:
         for name, number in one.items():
@@ -99,7 +99,7 @@ def _shares(counts: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
 
 
 def data_uri(picture: str) -> str:
-    """The picture as an image's address."""
+    """Return the picture as a data URI."""
     return "data:image/svg+xml;base64," + base64.b64encode(picture.encode()).decode()
 
 

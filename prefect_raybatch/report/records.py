@@ -1,4 +1,4 @@
-"""What a run came to, as a record: the JSON of report.json."""
+"""The figures of a run as a record: the JSON of report.json."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Cell = Annotated[tuple[int, ...], Field(min_length=4, max_length=4)]
 @dataclass(frozen=True)
 class StageStats:
     """One stage over the whole run: `seconds` summed over its tasks; `balance` is the mean task
-    time over the longest (1 is even), `busiest` the rows of the busiest worker (engine) or node
-    (finish) over the mean one. What is not known is None."""
+    time divided by the longest (1 is even); `busiest` is the rows of the busiest worker (engine) or
+    node (finish) divided by their mean. Unknown values are None."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -45,8 +45,8 @@ class StageStats:
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """An engine actor, HOST:PID: what it did; `seconds` summed over shards side by side. A report
-    names those of the attempt that did most rows."""
+    """An engine actor, HOST:PID, and its work; `seconds` are summed over concurrent shards. A
+    report lists those of the attempt that did most rows."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -72,12 +72,11 @@ class NodeStats:
 
 @dataclass(frozen=True)
 class Charts:
-    """What the plots show, of bounded size whatever the run's.
+    """The data of the plots, of bounded size whatever the run's.
 
-    throughput: (seconds of work, rows/s, prompt tokens/s, output tokens/s) at the end of each of
-    up to 120 equal times. durations: {stage: (p5, p25, median, p75, p95, longest)} in seconds.
-    cells: (shards, committed, failed rows, committed rows) of up to 2,000 equal runs of shards, in
-    order.
+    throughput: (seconds of work, rows/s, prompt tokens/s, output tokens/s) at the end of each of up
+    to 120 equal spans. durations: {stage: (p5, p25, median, p75, p95, longest)} in seconds. cells:
+    (shards, committed, failed rows, committed rows) of up to 2,000 equal runs of shards, in order.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -91,8 +90,8 @@ class Charts:
 
 @dataclass(frozen=True)
 class StartTimes:
-    """How long an attempt took to its first commit: `seconds` of each phase, in order, those of
-    the engines for the slowest of them."""
+    """How long an attempt took to its first commit: `seconds` of each phase in order; engine phases
+    are those of the slowest engine."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -103,7 +102,7 @@ class StartTimes:
 
 @dataclass(frozen=True)
 class Advice:
-    """What a run's own figures advise: what is the matter, the evidence, the one change to make."""
+    """Advice from a run's own figures: the problem, the evidence, and the one change to make."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -114,9 +113,9 @@ class Advice:
 
 @dataclass(frozen=True)
 class RunReport(FinishedRows):
-    """What a run came to; the JSON of report.json. Times in seconds, rates in rows a second.
+    """The report of a run; the JSON of report.json. Times are in seconds, rates in rows per second.
 
-    Its rows are read from the run directory when they are asked for.
+    Its rows are read from the run directory on demand.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -170,8 +169,8 @@ class RunReport(FinishedRows):
 
     @property
     def quarantine_folder(self) -> str | None:
-        """The folder with the files of failed rows, as the plan named it; None where there is
-        none."""
+        """Return the folder with the files of failed rows, as named in the plan; None without
+        one."""
         folders = (part.path.partition("/")[0] for part in self.parts)
         return next((folder for folder in folders if folder != DATA_FOLDER), None)
 
@@ -179,12 +178,13 @@ class RunReport(FinishedRows):
         return self.run, None
 
     def failed_with(self, error: str) -> int:
-        """Rows that failed with this class of error, of the commonest failures."""
+        """Return how many of the most common failures have this error class."""
         keys = ((FailureKey.parse(text), rows) for text, rows in self.failures.items())
         return sum(rows for key, rows in keys if key.error == error)
 
     def to_dict(self) -> dict[str, Any]:
-        """As report.json has it; what only some runs have is left out of the others'."""
+        """Return the JSON of report.json; fields that only some runs have are left out
+        otherwise."""
         value = asdict(self)
         some = (
             "published",
@@ -215,12 +215,12 @@ _REPORT = TypeAdapter(RunReport)
 
 
 def put_report(store: Store, report: RunReport) -> None:
-    """Write report.json with a checksum of itself."""
+    """Write report.json with its checksum."""
     put_record(store, REPORT, with_checksum(report.to_bytes()))
 
 
 def read_report(store: Store) -> RunReport:
-    """Return what report.json says. Raise FileNotFoundError where there is none, and `CorruptRun`
-    for one that is not what was written."""
+    """Read report.json. Raise FileNotFoundError if it is missing, and `CorruptRun` if it was
+    changed."""
     data = read_record(store, REPORT)
     return RunReport.from_bytes(without_checksum(data, f"{store.uri}/{REPORT}"))

@@ -1,4 +1,4 @@
-"""Receipts and statistics to a report: `RunReport`, Markdown and tables. Pure."""
+"""Builds a `RunReport` from receipts and statistics, and its Markdown and tables. Pure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def build(
     dashboard: str = "",
     losses: Mapping[str, int] | None = None,
 ) -> RunReport:
-    """A report of what the commits say; `dashboard` is the URL of Ray's, "" where there is none."""
+    """Build the report from the commits; `dashboard` is the URL of Ray's dashboard, "" if there is
+    none."""
     busy, totals = tally.busy_seconds, tally.stats
     tokens = {name: float(getattr(totals, name) or 0.0) for name in COUNTED}
     return RunReport(
@@ -81,8 +82,8 @@ def build(
 
 
 def markdown(report: RunReport, plots: Sequence[str] = ()) -> str:
-    """The report as a page a manager can read: result first, figures after. `plots` are lines of
-    Markdown that show them."""
+    """Return the report as a page that a manager can read: result first, figures after. `plots` are
+    lines of Markdown that show them."""
     lines = [
         f"# {markdown_text(report.job)}: {markdown_text(report.state)}",
         "",
@@ -110,7 +111,7 @@ def _section(title: str, lines: Sequence[str]) -> list[str]:
 
 
 def result_rows(report: RunReport) -> list[tuple[str, str]]:
-    """What came of the run, (name, value)."""
+    """Return the outcome of the run as (name, value)."""
     share = f" ({report.failed / report.rows:.2%})" if report.rows and report.failed else ""
     done = report.good + report.failed + report.skipped
     open_rows = [("Rows still to do", f"{report.rows - done:,}")] if done < report.rows else []
@@ -148,14 +149,14 @@ def result_rows(report: RunReport) -> list[tuple[str, str]]:
 
 
 def code_said(code: Mapping[str, int]) -> str:
-    """`0.1.0+3f2a91c07be4`, or each with the rows that it did."""
+    """Return e.g. `0.1.0+3f2a91c07be4`, or each version with the rows that it did."""
     if len(code) == 1:
         return next(iter(code))
     return ", ".join(f"{name} ({counted(rows, 'row')})" for name, rows in code.items())
 
 
 def published_text(one: Published) -> str:
-    """`delta s3://lake/answers, 9,998 rows, version 12`."""
+    """Return e.g. `delta s3://lake/answers, 9,998 rows, version 12`."""
     version = f", version {one.version}" if one.version else ""
     return f"{one.format} {one.place}, {counted(one.rows, 'row')}{version}"
 
@@ -167,7 +168,8 @@ def _cut_off(tokens: Mapping[str, float]) -> str:
 
 
 def _about_requests(tokens: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Requests that were not sent as they stood; nothing where all were."""
+    """Return figures of requests that were changed before they were sent; empty if there were
+    none."""
     rows = []
     if same := tokens.get("deduplicated", 0):
         rows.append(("Rows with the request of another", f"{same:,.0f}, inferred once a shard"))
@@ -177,7 +179,7 @@ def _about_requests(tokens: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def reuse_rows(reuse: Mapping[str, float]) -> list[tuple[str, str]]:
-    """What a run took over and saved, (name, value); nothing of one that reuses nothing."""
+    """Return what a run reused and saved as (name, value); empty for a run that reuses nothing."""
     if not reuse:
         return []
     rows = [
@@ -192,8 +194,8 @@ def reuse_rows(reuse: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def cost_rows(cost: Mapping[str, float]) -> list[tuple[str, str]]:
-    """What a run cost and saved, (name, value); GPU-hours alone where no price is known, and
-    nothing of a run without GPUs."""
+    """Return what a run cost and saved as (name, value); only GPU-hours if the price is unknown,
+    and nothing for a run without GPUs."""
     names = {
         "gpu_hours": "GPU-hours",
         "total": "Cost",
@@ -206,7 +208,8 @@ def cost_rows(cost: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def stage_table(report: RunReport) -> list[dict[str, Any]]:
-    """One row a stage: tasks, rows, seconds, rates, how even the tasks and the workers were."""
+    """Return one row for each stage: tasks, rows, seconds, rates, and how even tasks and workers
+    were."""
     return [
         {
             "stage": s.name,
@@ -224,7 +227,8 @@ def stage_table(report: RunReport) -> list[dict[str, Any]]:
 
 
 def engine_table(report: RunReport) -> list[dict[str, str]]:
-    """What the engines did: tokens a second, sequences, caches. A dash is not known."""
+    """Return the figures of the engines: tokens per second, sequences, caches. A dash means
+    unknown."""
     known, tokens = report.figures, report.tokens
     busy = report.seconds or None
     rates = [
@@ -247,7 +251,8 @@ def engine_table(report: RunReport) -> list[dict[str, str]]:
 
 
 def start_table(report: RunReport) -> list[dict[str, str]]:
-    """One row an attempt: seconds of each phase until its first commit. A dash was not told."""
+    """Return one row for each attempt: seconds of each phase until its first commit. A dash means
+    unknown."""
     known = {name for one in report.starts for name in one.seconds}
     names = [name for name in START_PHASES if name in known]
     return [
@@ -262,7 +267,7 @@ def start_table(report: RunReport) -> list[dict[str, str]]:
 
 
 def _roofline_rows(roofline: Mapping[str, float]) -> dict[str, str]:
-    """What the GPUs did of what they could; nothing where that is not known."""
+    """Return how much of the GPUs' peak was used; empty if that is unknown."""
     if not roofline:
         return {}
     causes = [percent(roofline.get(f"idle_{cause}")) for cause in ("rows", "host", "tail")]
@@ -274,7 +279,7 @@ def _roofline_rows(roofline: Mapping[str, float]) -> dict[str, str]:
 
 
 def precision_table(report: RunReport) -> list[dict[str, str]]:
-    """What was tried to ask in fewer bits, and what came of it; [] where nothing was."""
+    """Return the quantizations that were tried, and their results; [] if there was no trial."""
     note = report.precision
     return (
         []
@@ -297,7 +302,7 @@ def precision_table(report: RunReport) -> list[dict[str, str]]:
 
 
 def disagreement_table(report: RunReport) -> list[dict[str, str]]:
-    """Sampled rows whose answers differ, with both."""
+    """Return sampled rows whose answers differ, with both answers."""
     tries = report.precision.tries if report.precision else ()
     return [
         {
@@ -312,7 +317,7 @@ def disagreement_table(report: RunReport) -> list[dict[str, str]]:
 
 
 def precision_said(report: RunReport) -> str:
-    """The decision in a sentence; "" where there was none to make."""
+    """Return the decision in a sentence; "" if there was nothing to decide."""
     note = report.precision
     if note is None:
         return ""
@@ -330,7 +335,7 @@ def precision_said(report: RunReport) -> str:
 
 
 def precision_lines(report: RunReport) -> list[str]:
-    """The decision, what was tried, and the rows that differ; [] where nothing was tried."""
+    """Return the decision, the trials, and the rows that differ; [] if there was no trial."""
     if report.precision is None:
         return []
     lines = [markdown_text(precision_said(report))]
@@ -340,7 +345,7 @@ def precision_lines(report: RunReport) -> list[str]:
 
 
 def settings_text(arguments: Mapping[str, str]) -> str:
-    """`quantization: fp8`, or that the model is as it is stored."""
+    """Return e.g. `quantization: fp8`, or that the model is as it is stored."""
     text = ", ".join(f"{name}: {value}" for name, value in arguments.items())
     return text or "the model as it is stored"
 
@@ -351,7 +356,7 @@ def _engines(report: RunReport) -> str:
 
 
 def node_table(report: RunReport) -> list[dict[str, str]]:
-    """One row a node with engines: use of its CPU and GPUs while they worked, memory at most."""
+    """Return one row for each node with engines: mean CPU and GPU utilization, and peak memory."""
     return [
         {
             "node": node.name,
@@ -367,14 +372,14 @@ def node_table(report: RunReport) -> list[dict[str, str]]:
 
 
 def advice_table(report: RunReport) -> list[dict[str, str]]:
-    """What to change, and why."""
+    """Return what to change, and why."""
     return [
         {"what": one.about, "evidence": one.evidence, "change": one.change} for one in report.advice
     ]
 
 
 def part_table(report: RunReport) -> list[dict[str, str]]:
-    """The files of the result, the first hundred; the rest in a line."""
+    """Return the first hundred files of the result; the rest in a line."""
     shown, rest = report.parts[:FILES], report.parts[FILES:]
     lines = [(part.path, part.rows, part.bytes) for part in shown]
     if rest:
@@ -384,17 +389,17 @@ def part_table(report: RunReport) -> list[dict[str, str]]:
 
 
 def number(value: float | None, digits: int) -> str:
-    """1,234.5; a dash for what is not known."""
+    """Return e.g. 1,234.5; a dash for an unknown value."""
     return DASH if value is None else f"{value:,.{digits}f}"
 
 
 def percent(share: float | None) -> str:
-    """41%; a dash for what is not known."""
+    """Return e.g. 41%; a dash for an unknown value."""
     return DASH if share is None else f"{share:.0%}"
 
 
 def failure_table(failures: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Commonest failures first: rows, stage, error, message."""
+    """Return the most common failures first: rows, stage, error, message."""
     rows = []
     for text, number in sorted(failures.items(), key=lambda item: -item[1]):
         key = FailureKey.parse(text)
@@ -410,7 +415,7 @@ def failure_table(failures: Mapping[str, int]) -> list[dict[str, Any]]:
 
 
 def table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A Markdown table; cells are made harmless, since messages may quote anybody's data."""
+    """Return a Markdown table; cells are escaped, because messages may quote any data."""
     if not rows:
         return ["(none)"]
     head = list(rows[0])
@@ -430,7 +435,7 @@ def cached_share(tokens: Mapping[str, float]) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """12 s, 3 min 05 s, 2 h 07 min; a dash for what is not known."""
+    """Return e.g. 12 s, 3 min 05 s, 2 h 07 min; a dash for an unknown value."""
     if seconds is None:
         return "-"
     whole = round(seconds)

@@ -1,4 +1,5 @@
-"""Folds commits into counts, sums and stage statistics; memory grows by twelve numbers a shard."""
+"""Folds commits into counts, sums and stage statistics; memory grows by twelve numbers per
+shard."""
 
 from __future__ import annotations
 
@@ -48,10 +49,10 @@ class Share:
 
 @dataclass
 class Series:
-    """Numbers of each commit in the order they were added, for plots and rates: bytes a shard.
+    """Numbers of each commit in the order of addition, for plots and rates: a few bytes per shard.
 
-    Seconds of a stage that a commit does not know are NaN. `timed` are the rows that `started` and
-    `ended` are of; these are 0 where a commit does not know them, and `ended` is added last.
+    Seconds of a stage that a commit does not record are NaN. `timed` are the rows that `started`
+    and `ended` cover; these are 0 if a commit does not record them, and `ended` is added last.
     """
 
     shard: array[float] = field(default_factory=lambda: array("d"))
@@ -81,7 +82,8 @@ class Series:
         self.ended.append(stats.ended or 0.0)
 
     def times(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(started, ended, timed) as copies: an array that numpy looks into cannot grow."""
+        """Return copies of (started, ended, timed), because an array viewed by numpy cannot
+        grow."""
         number = len(self.ended)
         started, ended, timed = (
             np.array(values[:number]) for values in (self.started, self.ended, self.timed)
@@ -90,10 +92,10 @@ class Series:
 
 
 class Tally:
-    """Folds commits into what a report needs, in memory that does not grow with them.
+    """Folds commits into what a report needs, in bounded memory.
 
-    Rates are over the times in the commits, not over the attempts' clocks, so that a run that was
-    killed and resumed a day later shows how fast it worked and not how long it slept.
+    Rates are over the times in the commits, not over the attempts' clocks, so a run that was killed
+    and resumed a day later shows its working speed.
     """
 
     def __init__(self) -> None:
@@ -126,7 +128,7 @@ class Tally:
         self.failures.update(commit.failures)
 
     def _place(self, commit: Commit, rows: int) -> None:
-        """Counts a commit for the engine and the nodes it went through, where they are known."""
+        """Count a commit for the engine and the nodes that it went through, if they are known."""
         node, engine = commit.where.get("node"), commit.where.get("engine")
         if isinstance(node, str):
             place = _known((commit.attempt, node), self.finished_on)
@@ -141,7 +143,7 @@ class Tally:
 
     @property
     def stats(self) -> ShardStats:
-        """The figures of all shards together."""
+        """Return the summed figures of all shards."""
         return self.fold.result()
 
     @property
@@ -150,15 +152,16 @@ class Tally:
 
     @property
     def busy_seconds(self) -> float:
-        """Time in which at least one shard was in the engine stage or after it."""
+        """Return the time in which at least one shard was in the engine stage or after it."""
         started, ended, _ = self.series.times()
         return covered(started, ended)
 
     @property
     def steady_rate(self) -> float:
-        """Rows a second between the ends of the first and the last shard: without engine start.
+        """Return rows per second between the ends of the first and the last shard, start-up
+        excluded.
 
-        With fewer than three shards that is no steady state, and the rate over all is given.
+        With fewer than three shards there is no steady state, so it is the rate over all.
         """
         started, ended, rows = self.series.times()
         if len(ended) < 3 or ended.max() <= ended.min():
@@ -172,7 +175,8 @@ class Tally:
         return float(rows.sum() - rows[earliest]) / seconds if seconds else 0.0
 
     def recent_rate(self, window: float = 120.0) -> float:
-        """Rows a second over the shards that ended in the last `window` seconds; 0 for none."""
+        """Return rows per second over the shards that ended in the last `window` seconds; 0 for
+        none."""
         now = time.time()
         started, ended, rows = self.series.times()
         recent = now - ended < window
@@ -205,18 +209,18 @@ class Tally:
 
     @property
     def engines(self) -> int:
-        """Engines of the attempt that did most rows."""
+        """Return the engines of the attempt that did most rows."""
         return len(_main({place: one.rows for place, one in self.by_engine.items()}))
 
     def roofline(self) -> dict[str, float]:
-        """Shares of what all engines' GPUs could have done from the first row in an engine to the
-        last shard's end, {} where that is not known.
+        """Return shares of the peak of all engines' GPUs, from the first row in an engine to the
+        last shard's end; {} if unknown.
 
-        mfu, mbu: FLOPs and bytes of the tokens computed (`sizing/roofline.py`). idle_rows,
-        idle_tail, idle_host: time in which a GPU stood idle since its engines had no rows yet, or
-        no more of them, or had rows and were in Python; idle_host where the driver tells how busy
-        the GPU was. Of engines that share a GPU each has its part of it, and one without rows
-        leaves it to the others.
+        mfu, mbu: FLOPs and bytes of the computed tokens (`sizing/roofline.py`). idle_rows,
+        idle_tail, idle_host: time in which a GPU was idle because its engines had no rows yet, had
+        no more rows, or were busy in Python; idle_host only if the driver reports GPU utilization.
+        Engines that share a GPU each have their part of it, and one without rows leaves it to the
+        others.
         """
         whole = self.stats
         up, peak, reached = whole.up_s, whole.peak_flops, whole.peak_bytes
@@ -238,8 +242,8 @@ class Tally:
         return {name: round(value, 4) for name, value in found.items()}
 
     def _ends_of_engines(self) -> tuple[float, float]:
-        """Seconds, over all engines, before the first shard of each and after the last, while
-        others of the same attempt had one."""
+        """Return the seconds, summed over all engines, before the first shard of each and after the
+        last, while others of the same attempt had one."""
         spans = {place: one.stats for place, one in self.by_engine.items()}
         head = tail = 0.0
         for attempt in {attempt for attempt, _ in spans}:
@@ -251,8 +255,8 @@ class Tally:
         return head, tail
 
     def workers(self) -> tuple[WorkerStats, ...]:
-        """The engines of the attempt that did most rows, those with most rows first: what others
-        did says nothing of how even these were."""
+        """Return the engines of the attempt that did most rows, busiest first: those of other
+        attempts say nothing about how even these were."""
         shares = {place: one.rows for place, one in self.by_engine.items()}
         main = {place[1]: self.by_engine[place] for place in _main(shares)}
         found = [_worker(name, one) for name, one in main.items()]
@@ -271,8 +275,8 @@ class Tally:
         return tuple(found)
 
     def nodes(self) -> tuple[NodeStats, ...]:
-        """The nodes that had engines, those with most rows first; at most 64 of them. The engines
-        of one are those of the attempt that had most of them there."""
+        """Return the nodes that had engines, busiest first; at most 64. A node's engines are those
+        of the attempt with most engines there."""
         ordered = sorted(self.by_node.items(), key=lambda item: -item[1].rows)
         return tuple(
             NodeStats(name[:200], _at_once(one.engines), one.shards, one.rows, one.stats.figures())
@@ -288,7 +292,8 @@ def _worker(name: str, share: Share) -> WorkerStats:
 
 
 def busiest(shares: Iterable[float]) -> float | None:
-    """The largest share over the mean one (1 is even); None where there is nothing to share."""
+    """Return the largest share divided by the mean (1 is even); None if there is nothing to
+    divide."""
     values = list(shares)
     mean = sum(values) / len(values) if values else 0.0
     return round(max(values) / mean, 3) if mean > 0 else None
@@ -299,7 +304,7 @@ def _known(place: Place, places: Mapping[Place, object]) -> Place:
 
 
 def _main(rows: Mapping[Place, int]) -> dict[Place, int]:
-    """Those places of the attempt that did most rows."""
+    """Return the places of the attempt that did most rows."""
     by_attempt: Counter[str] = Counter()
     for (attempt, _), number in rows.items():
         by_attempt[attempt] += number
@@ -312,7 +317,7 @@ def _at_once(engines: Iterable[Place]) -> int:
 
 
 def covered(starts: Sequence[float] | np.ndarray, ends: Sequence[float] | np.ndarray) -> float:
-    """Seconds that are in at least one of the times that start and end so."""
+    """Return the seconds covered by at least one of the intervals [start, end]."""
     order = np.argsort(starts, kind="stable")
     start, end = np.asarray(starts, np.float64)[order], np.asarray(ends, np.float64)[order]
     reached = np.maximum.accumulate(np.concatenate([[-np.inf], end]))[:-1]

@@ -1,1 +1,1 @@
-"""Pieces to the result, and the proof."""
+"""Turns committed pieces into the result, and verifies it."""

@@ -1,9 +1,9 @@
-"""Committed pieces to the result in input order, proving coverage on the way.
+"""Writes the result from committed pieces, in input order, and checks coverage on the way.
 
-Two passes over the commits. The first checks and counts them, from which follows what goes into
-which file; the second writes the files, each by a function that needs nothing but its task. Plan
-and commits never change once every shard is committed: two finalizers make files of the same
-rows, so it does not matter whose is kept.
+Two passes over the commits. The first checks and counts them, which determines the rows of each
+file. The second writes the files, each by a function that needs nothing but its task. Plan and
+commits never change once every shard is committed, so two finalizers write files with the same rows
+and either one's may be kept.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ PartWriters = Callable[[Callable[[PartTask], Part], Iterator[PartTask], int], It
 
 @dataclass(frozen=True)
 class Result:
-    """What finalize wrote, and the tally of all commits. `layout` and `manifest` name the tables
-    that `_SUCCESS` is to name."""
+    """The files that finalize wrote, and the tally of all commits. `layout` and `manifest` are the
+    tables that `_SUCCESS` must name."""
 
     tally: Tally
     parts: list[Part]
@@ -51,7 +51,7 @@ class Result:
 def one_by_one(
     write: Callable[[PartTask], Part], tasks: Iterator[PartTask], size: int
 ) -> Iterable[Part]:
-    """One file after the other, in this process."""
+    """Write one file after the other in this process."""
     return map(write, tasks)
 
 
@@ -65,13 +65,14 @@ def finalize(
     read_back: bool = False,
     writers: PartWriters = one_by_one,
 ) -> Result:
-    """Writes data/ and the quarantine, or the manifest; proves each planned row exactly once.
+    """Write data/ and the quarantine, or the manifest; check that each planned row is there exactly
+    once.
 
-    `file_bytes` is the aim for a part, in bytes of its pieces; with `read_back` no ETag is taken
-    for a part's contents; `writers` says who writes the parts. Raises `IncompleteRun` when shards
-    are missing and `CorruptRun` naming the piece when coverage does not hold, a stray file of
-    the result, or that another finalizer has ended the run. Writes no _SUCCESS: the caller does,
-    after its report.
+    `file_bytes` is the target size of a part, in bytes of its pieces. With `read_back`, a part's
+    ETag is not accepted as proof of its content. `writers` writes the parts. Raises `IncompleteRun`
+    if shards are missing, and `CorruptRun` that names a piece with wrong coverage, an unexpected
+    file of the result, or another finalizer that has ended the run. Does not write _SUCCESS: the
+    caller does, after its report.
     """
     found = survey(ledger, plan, shards, pieces=not compact)
     if compact:
@@ -98,11 +99,11 @@ def finalize_committed(
     read_back: bool = False,
     writers: PartWriters = one_by_one,
 ) -> list[Part]:
-    """Writes what `found` has seen of a run that is not complete, below the folder `below` of the
-    run directory, by the rule of `finalize`. No record but the files; what is in the run stays.
-    The caller looks whether they are still there, once a record names them.
+    """Write the shards in `found` of an incomplete run to the folder `below` in the run directory,
+    by the rules of `finalize`. Writes no record but the files, and leaves the run unchanged. The
+    caller must check that the files still exist once a record names them.
 
-    Raises as `finalize`: `CorruptRun` also when the run is completed meanwhile.
+    Raises like `finalize`, and `CorruptRun` also if the run is completed meanwhile.
     """
     layout, spans = chosen_layout(ledger, plan, found, row_number, file_bytes)
     work = _Work(ledger, plan, shards, found, layout, spans, read_back, f"{below}/")
@@ -111,7 +112,7 @@ def finalize_committed(
 
 @dataclass(frozen=True)
 class _Work:
-    """The second pass: the files of a layout, each written by somebody, below the folder `below`
+    """The second pass: the files of a layout, each written by some process, in the folder `below`
     ("" is the run directory)."""
 
     ledger: Ledger
@@ -125,14 +126,14 @@ class _Work:
 
     @property
     def noted_as(self) -> str | None:
-        """The layout that notes of written files are of; none of files that are not the result."""
+        """Return the layout that part notes belong to; None for files that are not the result."""
         return None if self.below else self.layout.table
 
     def path(self, span: PartSpan) -> str:
         return f"{self.below}{span.path}"
 
     def done(self, writers: PartWriters) -> list[Part]:
-        """All files in the order of the layout, each there and proved."""
+        """Return all files in the order of the layout, each present and verified."""
         store, parts = self.ledger.store, dict[str, Part]()
         if self.noted_as is not None:
             parts = noted(store, self.noted_as, self.spans)
@@ -150,7 +151,7 @@ class _Work:
         return [parts[self.path(span)] for span in self.spans]
 
     def tasks(self, spans: Collection[PartSpan]) -> Iterator[PartTask]:
-        """What it takes to write these files, in the order in which their last shards come."""
+        """Yield the tasks that write these files, in the order in which their last shards come."""
         waiting = {kind: deque(s for s in spans if s.kind == kind) for kind in KINDS}
         held = {kind: list[Commit]() for kind in KINDS}
         for commit in self.ledger.commits(self.plan, self.found.listing):
@@ -185,7 +186,7 @@ class _Work:
 
 
 def first_rows(store: Store, files: Iterable[str], rows: int) -> pa.Table | None:
-    """The first rows of a result, for people; None when there is none."""
+    """Return the first rows of a result, for display; None if there are none."""
     for name in files:
         with store.open(name) as stream:
             parquet = pq.ParquetFile(stream, pre_buffer=False)

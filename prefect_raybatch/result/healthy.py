@@ -1,7 +1,8 @@
-"""What of a run is whole: its shards with their rows, out of pieces or cut out of the result.
+"""Finds the intact shards of a run, with their rows, from its pieces or from the files of its
+result.
 
-A shard counts as lost when its commit, one of its pieces or one of the result's files that hold
-its rows is missing or other than it was written. Nothing is mended here and nothing is written.
+A shard is lost if its commit, one of its pieces, or one of the result files with its rows is
+missing or changed. Nothing is repaired or written here.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class HeldRows:
-    """Rows of one kind, as a piece holds them: bytes of a Parquet file with their positions."""
+    """Rows of one kind as a piece holds them: bytes of a Parquet file with their positions."""
 
     kind: PieceKind
     positions: Positions
@@ -42,14 +43,14 @@ class HeldRows:
 
 @dataclass(frozen=True)
 class WholeShard:
-    """A shard that was not lost: its commit, and all its rows."""
+    """An intact shard: its commit and all its rows."""
 
     commit: Commit
     held: tuple[HeldRows, ...]
 
 
 def whole_shards(member: Member, fault: Tell) -> Iterator[WholeShard]:
-    """The shards of a run that are whole, in order; `fault` is told of what is not."""
+    """Yield the intact shards of a run in order; call `fault` for each lost one."""
     ledger, plan = member.ledger, member.plan
     shards = ledger.shards(plan)
     listing = ledger.listing(plan)
@@ -96,7 +97,7 @@ def _of_pieces(ledger: Ledger, commit: Commit) -> WholeShard:
 def _cut_out(
     member: Member, shards: Shards, commits: Iterator[Commit], fault: Tell
 ) -> Iterator[WholeShard]:
-    """Out of the files of the result that are as they were written."""
+    """Yield shards cut out of the intact files of the result."""
     rows = {kind: _Rows(numbered_rows(member, kind, fault)) for kind in KINDS}
     for commit in commits:
         shard = shards[commit.shard]
@@ -132,7 +133,7 @@ def _are_at(numbers: np.ndarray, positions: Positions) -> bool:
 
 
 class _Rows:
-    """Numbered rows as they come, handed out by range."""
+    """Numbered rows in the order of arrival, handed out by range."""
 
     def __init__(self, batches: Iterator[tuple[np.ndarray, pa.Table]]):
         self._batches = batches
@@ -140,7 +141,7 @@ class _Rows:
         self._ended = False
 
     def take(self, start: int, stop: int) -> tuple[np.ndarray, pa.Table | None]:
-        """Those of [start, stop), and none before them any more."""
+        """Return the rows of [start, stop); rows before them are dropped."""
         while not self._ended and not (self._held and self._held[-1][0][-1] >= stop - 1):
             batch = next(self._batches, None)
             if batch is None:

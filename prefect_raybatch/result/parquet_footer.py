@@ -1,10 +1,9 @@
-"""The footer of a Parquet file as plain values that can be changed and written again.
+"""Reads a Parquet footer as plain values that can be changed and written again.
 
-pyarrow reads a footer and writes one for the rows that it encodes, but offers no way to change it;
-to move row groups from one file to another their offsets have to be. A footer is one struct in
-Thrift's compact protocol (https://github.com/apache/thrift/blob/master/doc/specs/
-thrift-compact-protocol.md), its fields those of
-https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift.
+pyarrow reads footers and writes those of rows that it encodes, but cannot change one; moving row
+groups between files requires new offsets. A footer is one struct in Thrift's compact protocol
+(https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md); its fields are
+defined in https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ ThriftFields = dict[int, Any]
 
 
 class FileField:
-    """Numbers of the fields of parquet.thrift's FileMetaData."""
+    """Field numbers of FileMetaData in parquet.thrift."""
 
     VERSION, SCHEMA, ROWS, GROUPS = 1, 2, 3, 4
 
 
 class GroupField:
-    """Those of RowGroup; `STORED` are its bytes in the file."""
+    """Field numbers of RowGroup; `STORED` are those of its bytes in the file."""
 
     COLUMNS, SIZE, ROWS, OFFSET, STORED = 1, 2, 3, 5, 6
 
 
 class ChunkField:
-    """Those of ColumnChunk; `PAGE_INDEX` say where the index of its pages is."""
+    """Field numbers of ColumnChunk; `PAGE_INDEX` are those of the page index's location."""
 
     OFFSET, META = 2, 3
     PAGE_INDEX = (4, 5, 6, 7)
 
 
 class ColumnField:
-    """Those of ColumnMetaData, which a ColumnChunk has in `META`."""
+    """Field numbers of ColumnMetaData, which a ColumnChunk holds in `META`."""
 
     VALUES, SIZE, STORED, STATISTICS = 5, 6, 7, 12
     FIRST_PAGE, INDEX_PAGE, DICTIONARY_PAGE = 9, 10, 11
@@ -50,7 +49,8 @@ class ColumnField:
 
 
 def footer_of(data: bytes | memoryview) -> ThriftFields:
-    """The `FileMetaData` of a whole Parquet file. ValueError or IndexError for anything else."""
+    """Return the `FileMetaData` of a whole Parquet file. Raises ValueError or IndexError for
+    anything else."""
     size = int.from_bytes(data[-8:-4], "little")
     if bytes(data[-4:]) != MAGIC or size + 12 > len(data):
         raise ValueError("no Parquet file with a footer that can be read")
@@ -58,7 +58,7 @@ def footer_of(data: bytes | memoryview) -> ThriftFields:
 
 
 def footer_at_end(stream: BinaryIO) -> ThriftFields:
-    """That of a file that can be sought in."""
+    """Return the `FileMetaData` of a seekable file."""
     stream.seek(-8, os.SEEK_END)
     size = int.from_bytes(stream.read(4), "little")
     stream.seek(-12 - size, os.SEEK_END)
@@ -67,15 +67,16 @@ def footer_at_end(stream: BinaryIO) -> ThriftFields:
 
 @dataclass(frozen=True)
 class GroupFigures:
-    """What a footer tells of a row group: `rows`, and of each column its values and, where they are
-    told, nulls and bounds."""
+    """Figures of a row group in the footer: `rows`, and of each column its values and, if present,
+    nulls and bounds."""
 
     rows: int
     columns: tuple[dict[str, Any], ...]
 
 
 def footer_figures(footer: ThriftFields) -> list[GroupFigures]:
-    """Those of all row groups. KeyError, TypeError or ValueError where there are none."""
+    """Return the figures of all row groups. Raises KeyError, TypeError or ValueError if there are
+    none."""
     found = []
     for group in listed(footer, FileField.GROUPS):
         columns = []
@@ -90,24 +91,24 @@ def footer_figures(footer: ThriftFields) -> list[GroupFigures]:
 
 
 def encoded(footer: ThriftFields) -> bytes:
-    """What follows the last row group of a file: the footer, its length, the closing mark."""
+    """Return the end of a file after its last row group: footer, footer length, closing magic."""
     out = bytearray()
     _put_struct(out, footer)
     return bytes(out) + len(out).to_bytes(4, "little") + MAGIC
 
 
 def integer(value: int) -> tuple[int, int]:
-    """The value of a field that is an i64."""
+    """Return the value of an i64 field."""
     return _I64, value
 
 
 def structs(values: list[ThriftFields]) -> tuple[int, tuple[int, list[ThriftFields]]]:
-    """The value of a field that is a list of structs."""
+    """Return the value of a field that is a list of structs."""
     return _LIST, (_STRUCT, values)
 
 
 def listed(fields: ThriftFields, number: int) -> list[ThriftFields]:
-    """The structs of a field that is a list of these. KeyError or TypeError for another."""
+    """Return the structs of a list field. Raises KeyError or TypeError for another field."""
     values: list[ThriftFields] = fields[number][1][1]
     return values
 

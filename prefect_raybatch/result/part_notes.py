@@ -1,7 +1,8 @@
-"""Notes of files that are written: a finalizer that goes on after a crash does not write them anew.
+"""Notes about written files, so that a finalizer that resumes after a crash need not write them
+again.
 
-Only a cache. A note counts where the store lists the file as it was when it was proved, and where
-it is of the same layout; any loss costs time alone.
+Notes are only a cache. A note is valid if the store lists the file as it was when it was verified,
+and if it belongs to the same layout; losing notes costs only time.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ READ_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class FileSeen:
-    """What a listing tells a file by: S3's ETag, or on a disk its time and inode."""
+    """Identity of a file in a listing: the ETag on S3, modification time and inode on a disk."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -50,8 +51,8 @@ class FileSeen:
 
 @dataclass(frozen=True)
 class PartNote:
-    """That `part` was written and proved; `layout` is the table of the layout it is of, and `file`
-    and `sums` are it and its row sums as they were then."""
+    """Records that `part` was written and verified. `layout` is the table of its layout; `file` and
+    `sums` identify the file and its row sums as they were then."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -63,7 +64,7 @@ class PartNote:
     sums: FileSeen
 
     def put(self, store: Store) -> None:
-        """Writes the note, or not: nothing hangs on it."""
+        """Write the note if possible; nothing depends on it."""
         try:
             put_record(store, _path(self.kind, self.index), dump(asdict(self)))
         except RayBatchError as error:
@@ -71,7 +72,7 @@ class PartNote:
 
 
 def noted(store: Store, layout: str, spans: tuple[PartSpan, ...]) -> dict[str, Part]:
-    """The files of this layout that are there as they were noted, by path."""
+    """Return {path: part} of the files of this layout that are still as their notes say."""
     names = [info.path for info in store.list(PART_NOTES) if PART_NOTE_NAME.match(info.path)]
     if not names:
         return {}

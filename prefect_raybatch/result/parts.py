@@ -1,8 +1,8 @@
-"""Writes one file of a result: whoever does it, where and however often, it is there once.
+"""Writes one file of a result, exactly once, by whichever process and however often it is tried.
 
-Two finalizers write the same rows under the same names, but another version of pyarrow writes
-them as other bytes. So a file that is there with the same rows is adopted as it is; `_SUCCESS`
-then names what is there, whoever wrote it.
+Two finalizers write the same rows under the same names, but another pyarrow version writes them as
+other bytes. So an existing file with the same rows is adopted as it is, and `_SUCCESS` names the
+files that exist, whoever wrote them.
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ GATHERED = np.array([10_000, 16 << 20])  # rows or bytes at which such a group i
 
 @dataclass(frozen=True)
 class PartTask:
-    """All that it takes to write one file. `commits` are of its shards, with the pieces of its kind
-    alone, and `starts` the shards' first rows; `numbers` (int64) those of all rows from the first
-    start on, None where they are the positions. `schema` is without the row number's column;
-    `layout` the table of the layout that a note is to name, None where none is written."""
+    """Everything that writing one file takes. `commits` are those of its shards, with only the
+    pieces of its kind, and `starts` the shards' first rows. `numbers` (int64) are the row numbers
+    from the first start on, None if they equal the positions. `schema` leaves out the row number's
+    column. `layout` is the table of the layout that a note must name, None if no note is
+    written."""
 
     span: PartSpan
     path: str
@@ -77,11 +78,11 @@ class PartTask:
 
 
 def write_part(store: Store, task: PartTask) -> Part:
-    """Writes the file, or adopts the one that is there with its rows; proves that it is there.
+    """Write the file, or adopt an existing one with the same rows; verify that it is there.
 
-    Raises `CorruptRun` naming a piece that is missing or another one, or when the run has ended
-    meanwhile; the store's errors; StoreError for a full local disk. May be called again after
-    any of them, and by several at once.
+    Raises `CorruptRun` that names a missing or changed piece, or if the run has ended meanwhile;
+    errors of the store; StoreError for a full local disk. Safe to call again after any of them, and
+    concurrently.
     """
     file = _PartFile(store, task)
     try:
@@ -103,14 +104,14 @@ def _load(store: Store, item: tuple[int, Commit]) -> tuple[int, tuple[str, pa.Ta
 
 
 def check_unfinished(store: Store) -> None:
-    """`CorruptRun` once the run has ended: then nobody writes a file of its result."""
+    """Raise `CorruptRun` if the run has ended: nobody may write a file of its result then."""
     with suppress(FileNotFoundError):
         store.stat(SUCCESS)
         raise CorruptRun(f"{store.uri} is finished; nothing is written any more")
 
 
 class _PartFile(PartFiles):
-    """The one file of a task, made on the local disk."""
+    """The file of a task, made on the local disk."""
 
     def __init__(self, store: Store, task: PartTask) -> None:
         super().__init__(store, task.path.rpartition("/")[0], task.span.index)
@@ -122,9 +123,9 @@ class _PartFile(PartFiles):
         self.pool = ThreadPoolExecutor(1)  # sums are made while Parquet is written
 
     def add(self, table: pa.Table, numbers: np.ndarray, piece: bytes | None) -> None:
-        """The rows of a shard, with their positions and of these numbers (int64), as a row group of
-        their own or, where they are few, with those of its neighbours; `piece` is the Parquet file
-        of the table, if there is one."""
+        """Add the rows of a shard, with their positions and row numbers (int64), as a row group of
+        their own or, if they are few, together with those of neighbouring shards. `piece` is the
+        Parquet file of the table, if there is one."""
         schema = self._task.schema
         if table.column_names[0] != POSITION or not table.schema.remove(0).equals(schema):
             piece = None
@@ -140,7 +141,7 @@ class _PartFile(PartFiles):
             self._close_gathered()
 
     def _close_gathered(self) -> None:
-        """The shards of few rows that wait, as one row group."""
+        """Write the gathered small shards as one row group."""
         gathered, self._gathered = self._gathered, []
         self._held[:] = 0
         if len(gathered) == 1:
@@ -169,7 +170,7 @@ class _PartFile(PartFiles):
             raise CorruptRun(f"{self._task.path}: rows are not of the types that it is to have")
 
     def end(self) -> Part:
-        """Stores the file and the sums of its rows, and notes that they are there."""
+        """Store the file and the sums of its rows, and write its note."""
         task = self._task
         self._close_gathered()
         if self.rows != task.span.rows or (made := self.finish()) is None:
@@ -185,14 +186,14 @@ class _PartFile(PartFiles):
         return part
 
     def _made(self) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers and sums of the rows."""
+        """Return the numbers and sums of the rows."""
         return np.concatenate(self._rows), np.concatenate([s.result() for s in self._sums])
 
     def _land(self, path: str, local_path: str, sums: Sums) -> tuple[str, FileInfo]:
         return _fenced(self._store, path, local_path, sums, self._same_rows, self._task.read_back)
 
     def _put_sums(self, part: Part) -> tuple[str, FileInfo]:
-        """Stores the sums of the file's rows likewise; the SHA-256 of what is there, its info."""
+        """Store the sums of the file's rows; return the SHA-256 and the info of what is there."""
         made, path = self._made(), row_sums_path(part.path)
 
         def same(path: str, local_path: str) -> str | None:
@@ -213,7 +214,8 @@ class _PartFile(PartFiles):
             return _fenced(self._store, path, local_path, Sums.of(data), same)
 
     def _same_rows(self, path: str, local_path: str) -> str | None:
-        """The SHA-256 of the stored file if it has this one's rows and schema, else None."""
+        """Return the SHA-256 of the stored file if it has this file's rows and schema, else
+        None."""
         try:
             with self._store.open(path) as stream:
                 checksum = sha256_of(stream)
@@ -238,10 +240,11 @@ def _fenced(
     same: Callable[[str, str], str | None],
     read_back: bool = False,
 ) -> tuple[str, FileInfo]:
-    """Puts a local file if nothing is at `path`, leaves one with the same rows, and replaces one
-    with others, tied to what was seen: the SHA-256 of what is there then, and its info.
+    """Put a local file if `path` is free, keep a file with the same rows, and replace one with
+    other rows, tied to the version that was seen. Return the SHA-256 and the info of what is there
+    then.
 
-    `same` tells the checksum of what is there if it has the same rows.
+    `same` returns the checksum of the existing file if it has the same rows.
     """
     for _ in range(LOOKS):
         with suppress(FileNotFoundError):  # deleted since it was seen: look again
@@ -258,7 +261,8 @@ def _look(
     same: Callable[[str, str], str | None],
     read_back: bool,
 ) -> tuple[str, FileInfo] | None:
-    """What is there, if it is as it should be; else writes, and the next look will tell."""
+    """Return the file at `path` if it is right; otherwise write it, for the next look to
+    confirm."""
     try:
         seen = store.stat(path)
     except FileNotFoundError:
@@ -283,19 +287,19 @@ def _look(
 def _groups(
     found: pq.ParquetFile, told: list[GroupFigures]
 ) -> Iterator[tuple[GroupFigures, pa.Table]]:
-    """The row groups of a file, one at a time, each with what its footer tells of it.
+    """Yield the row groups of a file one at a time, each with the figures in its footer.
 
-    `told` is asked for before: pyarrow ends the process where it is given some footers that are
-    none, for which `footer_figures` raises.
+    The figures are read first: pyarrow ends the process on some malformed footers, for which
+    `footer_figures` raises.
     """
     for group, figures in enumerate(told):
         yield figures, found.read_row_group(group, use_threads=False)
 
 
 def _misleads(figures: GroupFigures, rows: pa.Table) -> bool:
-    """Whether a file tells other figures of a row group than its rows have: readers leave row
-    groups out by those. Its other bytes do not matter, so that all finalizers come to the same
-    verdict of it, whichever pyarrow they have and however it cuts row groups."""
+    """Return whether the footer gives other figures of a row group than its rows have, by which
+    readers would skip row groups. Other bytes do not matter, so all finalizers judge it alike,
+    whatever their pyarrow version and its row group sizes."""
     anew = io.BytesIO()
     pq.write_table(rows, anew, row_group_size=max(1, rows.num_rows))
     (true,) = footer_figures(footer_of(anew.getbuffer()))
@@ -310,7 +314,7 @@ def _misleads(figures: GroupFigures, rows: pa.Table) -> bool:
 
 @contextmanager
 def _spare(local_path: str) -> Iterator[str]:
-    """A second name of a local file, which a local store may move away."""
+    """Yield a second name of a local file, which a local store may move away."""
     spare = f"{local_path}.spare"
     with local_disk():
         os.link(local_path, spare)
@@ -335,7 +339,7 @@ def _local_file(data: bytes) -> Iterator[str]:
 def _numbers_and_sums(
     found: pq.ParquetFile, told: list[GroupFigures], task: PartTask
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Those of a file's rows; None where it misleads about any."""
+    """Return numbers and sums of a file's rows; None if the footer misleads about any."""
     numbers, sums = [np.zeros(0, np.int64)], [np.zeros(0, np.uint32)]
     for figures, table in _groups(found, told):
         if _misleads(figures, table):

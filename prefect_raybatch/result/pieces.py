@@ -1,4 +1,4 @@
-"""Commits and the pieces that they name, checked as they are read."""
+"""Commits and the pieces that they name, checked while they are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prefect_raybatch.storage import Store
 
 
 def check_commit(commit: Commit, rows: int) -> None:
-    """Whether a commit's positions and pieces add up; raises `CorruptRun` naming the shard."""
+    """Raise `CorruptRun` that names the shard unless a commit's positions and pieces add up."""
     held = disjoint((commit.good, commit.failed, commit.skipped))
     if held != Positions.spans((0, rows)):
         raise CorruptRun(f"the commit of shard {commit.shard} does not hold its {rows} rows once")
@@ -31,10 +31,10 @@ def check_commit(commit: Commit, rows: int) -> None:
 
 
 def read_pieces(store: Store, commit: Commit) -> Iterator[tuple[str, pa.Table, bytes | None]]:
-    """(kind, table sorted by position, the Parquet file that is just this table, if one is) of a
-    commit's pieces; checks size, hash, positions.
+    """Yield (kind, table sorted by position, the Parquet file that is exactly this table, if any)
+    of a commit's pieces; check size, hash and positions.
 
-    Raises `CorruptRun` naming the piece and, where a row is at fault, its position.
+    Raises `CorruptRun` that names the piece and, for a faulty row, its position.
     """
     for kind in KINDS:
         pieces = [p for p in commit.pieces if p.kind == kind]
@@ -54,12 +54,13 @@ def read_pieces(store: Store, commit: Commit) -> Iterator[tuple[str, pa.Table, b
 
 
 def read_piece(store: Store, shard: int, piece: Piece) -> pa.Table:
-    """One piece, its size, checksum and row count checked; raises `CorruptRun` naming it."""
+    """Return one piece after checking size, checksum and row count; raise `CorruptRun` that names
+    it."""
     return checked_piece(store, shard, piece)[1]
 
 
 def checked_piece(store: Store, shard: int, piece: Piece) -> tuple[bytes, pa.Table]:
-    """As `read_piece`, with the bytes that were checked."""
+    """Like `read_piece`, with the bytes that were checked."""
     path = piece_path(piece.path)
     try:
         data = store.read(path)
@@ -81,7 +82,7 @@ def checked_piece(store: Store, shard: int, piece: Piece) -> tuple[bytes, pa.Tab
 
 
 def _other_positions(table: pa.Table, wanted: Positions) -> str | None:
-    """Which positions a table holds, for people, unless they are those that are wanted."""
+    """Describe the positions that a table holds, or return None if they are the wanted ones."""
     try:
         found = Positions.of(table[POSITION].to_numpy())
     except ValueError as error:

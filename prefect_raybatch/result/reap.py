@@ -1,9 +1,10 @@
 """Removes what killed attempts left in a run directory, and nothing that may still count.
 
-Nobody can tell from outside whether a driver is dead or only stopped, so age alone never decides
-about a piece: it goes when its shard's commit names others, or when the run is finished. Then no
-driver, alive or woken years later, can make it part of the result. Snapshots and tables go when
-plan.json is there and names others: whoever is still making them finds that plan and adopts it.
+Nobody can tell from outside whether a driver is dead or only suspended, so age alone never decides
+about a piece. It is removed once its shard's commit names others, or once the run is finished: then
+no driver, however late it wakes, can make it part of the result. Snapshots and tables are removed
+once plan.json exists and names others, because a process that is still making them will find that
+plan and adopt it.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ _PROBE = re.compile(r"_probe-[^/]+/")
 
 @dataclass
 class Reaped:
-    """What was removed (or would be): files and bytes by kind, see `REAPED_KINDS`. Bytes of uploads
-    in parts are not known and count as 0."""
+    """Files and bytes that were removed (or would be), by kind; see `REAPED_KINDS`. The bytes of
+    incomplete multipart uploads are unknown and count as 0."""
 
     run: str
     dry_run: bool
@@ -76,9 +77,9 @@ class Reaped:
 
 
 def reap(store: Store, older_than: float = 3600.0, dry_run: bool = False) -> Reaped:
-    """Removes leftovers older than `older_than` seconds by the store's clock.
+    """Remove leftovers older than `older_than` seconds on the store's clock.
 
-    Raises `NoSuchRun` when `store` is no run directory, and the store's errors.
+    Raises `NoSuchRun` if `store` is no run directory, and the store's errors.
     """
     ledger = Ledger(store)
     plan = need_plan(ledger)
@@ -118,9 +119,10 @@ def orphans(
     plan: Plan,
     on_kept: Callable[[FileInfo], None] = lambda info: None,
 ) -> Iterator[FileInfo]:
-    """Pieces that can never become part of the result any more; `on_kept` gets those that may.
+    """Yield pieces that can never become part of the result; call `on_kept` for those that still
+    may.
 
-    Raises `CorruptRun` before the first one where the result that they became is not there.
+    Raises `CorruptRun` before the first one if the result made from them is missing.
     """
     pieces: Iterable[FileInfo]
     pieces = (info for info in ledger.store.list(PIECES) if PIECE_NAME.match(info.path))
@@ -155,14 +157,14 @@ def orphans(
 
 
 def ended_notes(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
-    """The notes of a finished run's files."""
+    """Yield the notes of a finished run's files."""
     if ledger.finished(plan) is not None:
         yield from (i for i in ledger.store.list(PART_NOTES) if PART_NOTE_NAME.match(i.path))
 
 
 def answers_by_row(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
-    """Answers in the order of rows: all of a finished run, else those that no record names while
-    another try's are named, which nobody reads."""
+    """Yield files of answers in row order that nobody reads: all of a finished run, otherwise those
+    that no record names while those of another attempt are named."""
     if plan.increment is None:
         return
     ended = ledger.finished(plan) is not None
@@ -173,7 +175,7 @@ def answers_by_row(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
 
 
 def _cut_off_partials(store: Store) -> Iterator[FileInfo]:
-    """Files of partial results without a record, which nobody opens; the whole ones stay."""
+    """Yield files of partial results without a record, which nobody opens; complete ones stay."""
     found = list(store.list(PARTIAL_FOLDER))
     whole = set(partial_names(store))  # listed after the files: one that was ended since is whole
     for info in found:
@@ -191,8 +193,8 @@ def _snapshots(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
 
 
 def _answers(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
-    """The files of raw answers that are kept no longer, and then their record: by that nobody takes
-    them over any more."""
+    """Yield the files of raw answers whose retention is over, then their record, without which
+    nobody reuses them."""
     if plan.increment is None or ledger.finished(plan) is None:
         return
     found = read_answers(ledger.store)

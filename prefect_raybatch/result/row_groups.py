@@ -1,7 +1,7 @@
-"""Row groups of Parquet files put together as the bytes they are: nothing is encoded again.
+"""Assembles row groups of Parquet files from their encoded bytes, without encoding again.
 
-The pieces of a run are Parquet already, compressed by its workers. Encoding their rows once more
-for the result would be two thirds of what finalize costs, and give the same.
+The pieces of a run are Parquet already, compressed by its workers. Encoding their rows again would
+be two thirds of the cost of finalize, with the same result.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _PAGES = (ColumnField.FIRST_PAGE, ColumnField.INDEX_PAGE, ColumnField.DICTIONARY
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a Parquet file of one row group, or those after the first."""
+    """The columns of a single-row-group Parquet file, or those after the first."""
 
     data: bytes
     after_first: bool = False
 
 
 def encoded_columns(table: pa.Table) -> Columns:
-    """A table as such a file."""
+    """Encode a table as a single-row-group Parquet file."""
     out = io.BytesIO()
     with pq.ParquetWriter(
         out, table.schema, compression="zstd", use_dictionary=dictionary_columns(table)
@@ -52,9 +52,9 @@ def encoded_columns(table: pa.Table) -> Columns:
 
 
 class RowGroupFile:
-    """A Parquet file of `schema` at a local path, made row group by row group.
+    """A Parquet file of `schema` at a local path, written row group by row group.
 
-    The same groups give the same bytes. Until `close` it is no Parquet file. Raises OSError.
+    The same groups give the same bytes. It is no Parquet file until `close`. Raises OSError.
     """
 
     def __init__(self, path: str, schema: pa.Schema) -> None:
@@ -66,8 +66,8 @@ class RowGroupFile:
         self._file.write(MAGIC)
 
     def append(self, sources: Sequence[Columns]) -> bool:
-        """Add the columns of all sources, side by side, as one row group; False, with nothing
-        written, where they are not those of the schema, or not of one row group each."""
+        """Add the columns of all sources, side by side, as one row group. Return False, without
+        writing anything, if they are not those of the schema or have not one row group each."""
         footers = [footer_of(source.data) for source in sources]
         elements, chunks, rows = [], [], set[int]()
         for source, footer in zip(sources, footers, strict=True):
@@ -90,7 +90,7 @@ class RowGroupFile:
         return True
 
     def close(self) -> None:
-        """Write the footer; the file is whole."""
+        """Write the footer, which completes the file."""
         if self._file.closed:
             return
         rows = sum(group[GroupField.ROWS][1] for group in self._groups)

@@ -1,7 +1,8 @@
-"""A checksum a row, kept beside each file of the result: tells which row of a changed file changed.
+"""Row checksums, kept beside each file of the result: they show which rows of a changed file
+changed.
 
-The file's own SHA-256 proves it; these only find the place, so 4 bytes a row are enough (one
-change in 4 billion would be seen in the file and not in the row).
+The file's SHA-256 verifies it. Row checksums only locate a change, so 4 bytes per row are enough
+(one change in 4 billion would show in the file and not in a row).
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ _PRIME = np.uint64(0x100000001B3)  # FNV-1a's, http://www.isthe.com/chongo/tech/
 
 
 def row_sums(table: pa.Table) -> np.ndarray:
-    """uint32[rows]: depends on each row's values and the order and names of columns, not on how
-    the table is chunked or encoded. Lists count by their values: a vector of 1,024 numbers took
-    2 ms as JSON, where it takes 20 us."""
+    """Return uint32[rows]. A sum depends on the row's values and on order and names of columns, not
+    on chunking or encoding. Lists are hashed by their values: a vector of 1,024 numbers takes 20
+    us, where it took 2 ms as JSON."""
     total = np.full(table.num_rows, 0xCBF29CE484222325, np.uint64)
     for name in table.column_names:
         column = table[name].combine_chunks()
@@ -35,7 +36,7 @@ def row_sums(table: pa.Table) -> np.ndarray:
 
 
 def encode(rows: list[np.ndarray], sums: list[np.ndarray]) -> bytes:
-    """Parquet of a part's row numbers (int64) and sums (uint32), in the part's order."""
+    """Return Parquet of a part's row numbers (int64) and sums (uint32), in the part's order."""
     import pyarrow.parquet as pq
 
     out = io.BytesIO()
@@ -54,7 +55,7 @@ def encode(rows: list[np.ndarray], sums: list[np.ndarray]) -> bytes:
 
 
 def decode(data: bytes, rows: int, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, sums) of a part of `rows` rows; `CorruptRun` when it is something else."""
+    """Return (rows, sums) of a part with `rows` rows; raise `CorruptRun` for anything else."""
     import pyarrow.parquet as pq
 
     try:
@@ -70,7 +71,7 @@ def decode(data: bytes, rows: int, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _column(array: pa.Array) -> np.ndarray:
-    """uint64[rows] of one column; a null is unlike any value."""
+    """Return uint64[rows] of one column; a null differs from every value."""
     from pandas.util import hash_array
 
     kind = array.type
@@ -95,7 +96,7 @@ def _column(array: pa.Array) -> np.ndarray:
 
 
 def _lists(array: pa.Array) -> tuple[list[pa.Array], np.ndarray] | None:
-    """(what the lists hold, int64[rows + 1] of where each begins); None: these are no lists."""
+    """Return (list values, int64[rows + 1] offsets); None if these are no lists."""
     kind, first, rows = array.type, array.offset, len(array)
     if pa.types.is_fixed_size_list(kind):
         size = kind.list_size
@@ -109,7 +110,7 @@ def _lists(array: pa.Array) -> tuple[list[pa.Array], np.ndarray] | None:
 
 
 def _folded(parts: list[pa.Array], places: np.ndarray) -> np.ndarray:
-    """uint64[rows]: of each list its length, and its values by their places in it."""
+    """Return uint64[rows]: for each list a hash of its length, and of its values by index."""
     values = np.zeros(int(places[-1]), np.uint64)
     for part in parts:
         values = (values ^ _column(part)) * _PRIME
@@ -123,7 +124,7 @@ def _folded(parts: list[pa.Array], places: np.ndarray) -> np.ndarray:
 
 
 def _flat(array: pa.Array) -> np.ndarray:
-    """The values as something pandas hashes the same way wherever it runs; nulls are anything."""
+    """Return values that pandas hashes alike on every machine; nulls become arbitrary values."""
     kind = array.type
     if pa.types.is_boolean(kind):
         return _numpy(array.fill_null(False)).astype(np.int64)

@@ -1,4 +1,5 @@
-"""The rows of a finished run with their numbers, from its files or, not compacted, its pieces."""
+"""The rows of a finished run with their numbers, from its files or, without compaction, from its
+pieces."""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ Rows = tuple[str, str, np.ndarray]  # data, quarantine or left out; the file; nu
 
 
 def rows_of_member(member: Member) -> Iterator[Rows]:
-    """The numbers of all rows of a run, by the file that holds them.
+    """Yield the numbers of all rows of a run, by the file that holds them.
 
-    Of each file only the row numbers are read; checksums are for `verify`. Rows left out by
-    postprocess, and all rows of a run without compaction, are known from the commits.
-    Raises `CorruptRun` naming a file that is missing or not readable.
+    Reads only the row numbers of each file; checksums are for `verify`. Rows left out by
+    postprocess, and all rows of a run without compaction, are known from the commits. Raises
+    `CorruptRun` that names a missing or unreadable file.
     """
     ledger, plan = member.ledger, member.plan
     shards, numbers = ledger.shards(plan), ledger.numbers(plan)
@@ -55,10 +56,12 @@ def rows_of_member(member: Member) -> Iterator[Rows]:
 
 
 def quarantine_of(member: Member, columns: list[str]) -> Iterator[tuple[str, np.ndarray, pa.Table]]:
-    """(file, row numbers, `columns`) of the failed rows of a finished run, in order of number.
+    """Yield (file, row numbers, `columns`) of the failed rows of a finished run, in order of row
+    number.
 
-    A file is fetched to the local disk and must have the checksum that finalize recorded. Memory:
-    one batch, or without compaction one shard. Raises `CorruptRun` naming a file at fault.
+    Downloads each file to the local disk and compares it with the checksum that finalize recorded.
+    Memory: one batch, or without compaction one shard. Raises `CorruptRun` that names a faulty
+    file.
     """
     if _compact(member):
         for part in _parts(member, "quarantine"):
@@ -86,8 +89,8 @@ def quarantine_of(member: Member, columns: list[str]) -> Iterator[tuple[str, np.
 def numbered_rows(
     member: Member, kind: str, fault: Callable[[str], None]
 ) -> Iterator[tuple[np.ndarray, pa.Table]]:
-    """(row numbers, the other columns) of a finished run's rows of a kind, some at a time, out of
-    the files that have the checksum that finalize recorded; `fault` is told of the others."""
+    """Yield (row numbers, other columns) of a finished run's rows of a kind, in batches, from the
+    files whose checksum is as finalize recorded; call `fault` for the others."""
     for part in _parts(member, kind):
         try:
             with _opened(member, part, check=True) as (parquet, name):
@@ -99,7 +102,8 @@ def numbered_rows(
 
 
 def data_schema(member: Member) -> pa.Schema:
-    """The columns of the answered rows of a finished run; the row number's where there are none."""
+    """Return the columns of a finished run's answered rows; only the row number if there are
+    none."""
     for part in _parts(member, "data"):
         with _opened(member, part, check=False) as (parquet, _):
             return parquet.schema_arrow.remove_metadata()
@@ -108,8 +112,8 @@ def data_schema(member: Member) -> pa.Schema:
 
 
 def data_of(member: Member) -> Iterator[pa.RecordBatch]:
-    """The answered rows of a finished run, in order of number, out of files that have the checksum
-    that finalize recorded. Memory: one batch; the local disk holds one file."""
+    """Yield the answered rows of a finished run in order of row number, from files whose checksum
+    is as finalize recorded. Memory: one batch; the local disk holds one file."""
     schema = None
     for part in _parts(member, "data"):
         with _opened(member, part, check=True) as (parquet, _):
@@ -140,7 +144,7 @@ def _parts(member: Member, kind: str) -> list[Part]:
 
 @contextmanager
 def _opened(member: Member, part: Part, check: bool) -> Iterator[tuple[Any, str]]:
-    """(Parquet file, name of its row number column) of a part of the result."""
+    """Yield (Parquet file, name of its row number column) of a part of the result."""
     row_number = member.summary.row_number if member.summary else "_row"
     uri = f"{member.ledger.store.uri}/{part.path}"
     with tempfile.TemporaryFile(prefix="raybatch-") as local:
@@ -161,8 +165,8 @@ def _opened(member: Member, part: Part, check: bool) -> Iterator[tuple[Any, str]
 
 @contextmanager
 def reading_parquet(uri: str) -> Iterator[None]:
-    """Raises `CorruptRun` naming `uri` for what pyarrow raises where a file of a result is no whole
-    Parquet; what the disk or the network raises passes."""
+    """Raise `CorruptRun` that names `uri` for pyarrow errors about a damaged Parquet file; errors
+    of disk and network propagate."""
     try:
         yield
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:

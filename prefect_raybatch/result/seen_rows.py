@@ -1,7 +1,7 @@
-"""Which rows were seen where, a bit a row: what proves that each is in one place.
+"""Tracks which rows were seen, one bit per row, to verify that each is in exactly one place.
 
-Rows come in any order, from several threads. Memory is an eighth of a byte a row, in windows that
-are there once a row of theirs was seen; names of rows are kept only of those that are at fault.
+Rows arrive in any order and from several threads. Memory is an eighth of a byte per row, in windows
+allocated at the first row seen; row numbers are kept only of faulty rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ALL = 0xFF
 
 
 class SeenRows:
-    """Of rows 0 to `rows`. `twice` are the first rows of up to `most` spans that came again."""
+    """Rows 0 to `rows`. `twice` lists the first rows of up to `most` spans that were seen again."""
 
     def __init__(self, rows: int, most: int):
         self.rows, self.most = rows, most
@@ -27,7 +27,7 @@ class SeenRows:
         self._lock = Lock()
 
     def add(self, rows: np.ndarray) -> None:
-        """Ascending row numbers, none of them twice, none below 0 or beyond the last."""
+        """Add row numbers in ascending order, distinct and within range."""
         if not len(rows):
             return
         cuts = np.arange(rows[0] // BLOCK_ROWS + 1, rows[-1] // BLOCK_ROWS + 1) * BLOCK_ROWS
@@ -37,7 +37,7 @@ class SeenRows:
                 self._add(rows[start:stop])
 
     def _add(self, rows: np.ndarray) -> None:
-        """Rows of one block."""
+        """Add rows of one block."""
         first = int(rows[0]) & ~7
         flags = np.zeros(int(rows[-1]) + 1 - first, bool)
         flags[rows - first] = True
@@ -52,7 +52,7 @@ class SeenRows:
                 self.twice += starts[: self.most - len(self.twice)].tolist()
 
     def gaps(self) -> Iterator[tuple[int, int]]:
-        """Half-open spans of rows that were not seen, ascending."""
+        """Yield half-open spans of rows that were not seen, ascending."""
         last: tuple[int, int] | None = None
         for start, stop in self._block_gaps():
             if last is not None and last[1] == start:
@@ -65,7 +65,7 @@ class SeenRows:
             yield last
 
     def _block_gaps(self) -> Iterator[tuple[int, int]]:
-        """As `gaps`, cut where blocks end."""
+        """Like `gaps`, but split at the ends of blocks."""
         for start in range(0, self.rows, BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, self.rows)
             window, at = divmod(start, WINDOW_ROWS)
@@ -87,7 +87,7 @@ class SeenRows:
 
 
 def to_spans(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and stops of the runs of neighbours in ascending `rows`."""
+    """Return starts and stops of the runs of consecutive numbers in ascending `rows`."""
     if not len(rows):
         return rows, rows
     breaks = np.flatnonzero(np.diff(rows) != 1)

@@ -1,5 +1,5 @@
-"""The first pass of finalize, over the commits alone: they hold each planned row once, and from
-what they hold follows which rows are in which file of the result."""
+"""The first pass of finalize, over the commits alone: they must hold each planned row once, and
+they determine which rows are in which file of the result."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ NOWHERE, NO_STATS = Positions(), ShardStats()  # shared, since many commits are 
 
 @dataclass(frozen=True)
 class Survey:
-    """What all commits of a run say together. `pieces` in input order, only where asked for."""
+    """Totals over all commits of a run. `pieces` are in input order, and only there if asked
+    for."""
 
     listing: Listing
     tally: Tally
@@ -47,10 +48,10 @@ class Survey:
 
 
 def survey(ledger: Ledger, plan: Plan, shards: Shards, pieces: bool) -> Survey:
-    """Reads and checks the commits of all shards. Raises `IncompleteRun` when some are missing,
-    and `CorruptRun` when they do not hold each planned row once.
+    """Read and check the commits of all shards. Raises `IncompleteRun` if some are missing, and
+    `CorruptRun` if they do not hold each planned row once.
 
-    Memory: four numbers a shard, and with `pieces` a row for each.
+    Memory: four numbers per shard, and with `pieces` a row for each.
     """
     listing = ledger.listing(plan)
     if not listing.done.all():
@@ -68,7 +69,7 @@ def survey(ledger: Ledger, plan: Plan, shards: Shards, pieces: bool) -> Survey:
 def survey_committed(
     ledger: Ledger, plan: Plan, shards: Shards, listing: Listing, pieces: bool = False
 ) -> Survey:
-    """As `survey`, of the shards that `listing` shows to be committed, all or not."""
+    """Like `survey`, for the shards that `listing` shows as committed."""
     found = Survey(listing, Tally(), ShardSums.empty(plan.shards), [])
     for commit in ledger.commits(plan, listing):
         shard = shards[commit.shard]
@@ -99,7 +100,7 @@ def layout_of(
 def chosen_layout(
     ledger: Ledger, plan: Plan, found: Survey, row_number: str, file_bytes: int
 ) -> tuple[PartLayout, tuple[PartSpan, ...]]:
-    """What the rule makes of these commits; written nowhere."""
+    """Return the layout that the rule derives from these commits, without recording it."""
     spans = choose_spans(found.sums, file_bytes)
     kinds = sorted(_kinds(spans))  # of a set each process has an order of its own
     schemas = {kind: encode_schema(_schema(ledger, plan, found, kind)) for kind in kinds}
@@ -122,7 +123,7 @@ def _kinds(spans: tuple[PartSpan, ...]) -> set[str]:
 
 
 def _schema(ledger: Ledger, plan: Plan, found: Survey, kind: str) -> pa.Schema:
-    """The columns of the first piece of the kind, without that of positions."""
+    """Return the columns of the first piece of the kind, without the positions."""
     first = int(np.flatnonzero(found.sums.rows[kind])[0])
     commit = bare(ledger.read_commit(plan, first), kind)
     ((_, table, _),) = read_pieces(ledger.store, commit)
@@ -130,7 +131,7 @@ def _schema(ledger: Ledger, plan: Plan, found: Survey, kind: str) -> pa.Schema:
 
 
 def bare(commit: Commit, kind: str) -> Commit:
-    """The commit with what is needed to read its pieces of one kind."""
+    """Return the commit with only what reading its pieces of one kind takes."""
     pieces = tuple(piece for piece in commit.pieces if piece.kind == kind)
     good, failed = (commit.good, NOWHERE) if kind == "data" else (NOWHERE, commit.failed)
     return replace(

@@ -1,4 +1,4 @@
-"""Proves a run's coverage from the files that are there, not from the records' word."""
+"""Verifies a run's coverage from the files that exist, without relying on its records."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ COMMITS_SAID = "the commits"  # the place of rows that were left out
 
 @dataclass
 class Verdict:
-    """What was found. `ok` is True only for a finished run whose every row is there once.
+    """The findings. `ok` is True only for a finished run whose every row is there once.
 
-    Orphans are pieces that no commit names: no fault, since nobody reads them. In a run that is
-    not finished a live driver may still commit them. Strays are files among the commits that are
-    none: no fault either.
+    Orphans are pieces that no commit names. They are no fault, because nobody reads them; in an
+    unfinished run a live driver may still commit them. Strays are unexpected files among the
+    commits, which are no fault either.
     """
 
     run: str
@@ -73,9 +73,9 @@ class Verdict:
 
 
 def verify(store: Store) -> Verdict:
-    """Checks a run directory: each row, and what a later night depends on. Raises `NoSuchRun` where
-    there is no plan, and `CorruptRun` only when that is not readable, or for a `_SUCCESS` that is
-    not this plan's."""
+    """Check a run directory: each row, and everything that a later run depends on. Raises
+    `NoSuchRun` without a plan, and `CorruptRun` only for an unreadable plan or for a `_SUCCESS` of
+    another plan."""
     ledger = Ledger(store)
     plan = need_plan(ledger)
     # Not by `finished`, which stops at the first part that does not fit.
@@ -122,8 +122,7 @@ def verify(store: Store) -> Verdict:
 
 
 def _check_unfinished(ledger: Ledger, plan: Plan, found: Verdict) -> None:
-    """Check what a run that goes on reads: the copy of its input, and its asks as far as they
-    are."""
+    """Check what an unfinished run reads: the copy of its input, and its requests so far."""
     try:
         check_snapshot(ledger, plan, partial(_fault, found))
         check_by_row(ledger.store, plan, partial(_fault, found))
@@ -152,11 +151,11 @@ def _commits(
     pieces: dict[str, int] | None,
     seen: SeenRows | None,
 ) -> None:
-    """Checks each commit; rows left out on purpose are known from the commits alone.
+    """Check each commit; rows left out by postprocess are known from the commits alone.
 
-    `pieces` (path to bytes) are those there, which are checked as well, and taken out of it as
-    commits name them; None where they have become the result, and there `seen` takes what commits
-    left out.
+    `pieces` (path to bytes) are the existing pieces; they are checked too, and removed from it as
+    commits name them. It is None if they have become the result; then rows that commits left out
+    are added to `seen`.
     """
     left_out = LeftOut()
 
@@ -213,14 +212,16 @@ def _note_orphans(pieces: dict[str, int], found: Verdict) -> None:
 
 
 class LeftOut:
-    """Rows that commits left out, of many shards at once: one by one they cost the most."""
+    """Collects rows that commits left out over many shards, because adding them one by one is
+    slow."""
 
     def __init__(self) -> None:
         self._parts: list[np.ndarray] = []
         self._rows = 0
 
     def take(self, start: int, commit: Commit) -> np.ndarray | None:
-        """With the rows of this commit, whose shard begins at `start`, as soon as they are many."""
+        """Add the rows of this commit, whose shard begins at `start`; return the collected rows
+        once they are many."""
         if commit.skipped:
             self._parts.append(start + commit.skipped.numbers)
             self._rows += len(commit.skipped)
@@ -243,7 +244,7 @@ class _Files:
         self.parts = {part.path: part for part in success.parts}
 
     def check(self, kind: str, folder: str, seen: SeenRows, found: Verdict) -> None:
-        """Looks at the files there, and gives `seen` their rows."""
+        """Check the existing files, and add their rows to `seen`."""
         fault = partial(_fault, found)
         paths = present(self.store, folder, self.parts, fault)
         read = partial(self._read, lambda path, rows: seen.add(rows))
@@ -253,13 +254,13 @@ class _Files:
                 fault(text)
 
     def again(self, take: TakeFrom) -> None:
-        """Once more through the rows of all files."""
+        """Read the rows of all files a second time."""
         for path in self.parts:
             with suppress(FileNotFoundError):
                 self._read(take, path)
 
     def _read(self, take: TakeFrom, path: str) -> tuple[int, list[str]]:
-        """How many rows a file has, and what is wrong with it."""
+        """Return how many rows a file has, and what is wrong with it."""
         faults: list[str] = []
 
         def fault(text: str) -> None:
@@ -286,7 +287,7 @@ class _Files:
 def _places(
     ledger: Ledger, plan: Plan, shards: Shards, listing: Listing, files: _Files, take: TakeFrom
 ) -> None:
-    """Once more through all rows, with the place of each."""
+    """Read all rows a second time, with the place of each."""
     left_out = LeftOut()
     for commit in ledger.commits(plan, listing, on_fault=lambda error: None):
         rows = left_out.take(shards[commit.shard].start, commit)
@@ -299,7 +300,8 @@ def _places(
 def _prove(
     seen: SeenRows, numbers: RowNumbers, found: Verdict, places: Callable[[TakeFrom], None]
 ) -> None:
-    """Whether each row was seen once; names the first that were not, and where others are."""
+    """Check that each row was seen once; report the first that were not, and where duplicates
+    are."""
     said = [
         (start, f"{numbers.name(start, stop)} are missing")
         for start, stop in islice(seen.gaps(), MOST_NAMED + 1)

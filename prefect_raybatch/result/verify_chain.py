@@ -1,7 +1,7 @@
-"""Proves a run and the runs that retry its failed rows together: each row in exactly one place.
+"""Verifies a run together with the runs that retry its failed rows: each row in exactly one place.
 
-Each run is proved by itself first. Then every row of the root must be found once: in the data of
-some run, among the rows some run left out, or in a quarantine from which no run has taken it.
+Each run is verified by itself first. Then every row of the root must be found once: in the data of
+some run, among the rows some run left out, or in a quarantine from which no run has retried it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from prefect_raybatch.storage import Store
 
 @dataclass
 class Link:
-    """One run of a chain. `quarantined` are all its failed rows, `retried` those of them that its
-    children have taken."""
+    """One run of a chain. `quarantined` counts all its failed rows, `retried` those that its
+    children took over."""
 
     run_key: str
     parent: str | None
@@ -37,7 +37,7 @@ class Link:
 
 @dataclass
 class ChainVerdict:
-    """What was found. `ok`: every run is finished and proved, and every row is in one place."""
+    """The findings. `ok`: every run is finished and verified, and every row is in one place."""
 
     run: str
     rows: int
@@ -54,7 +54,7 @@ class ChainVerdict:
 
     @property
     def quarantined(self) -> int:
-        """Failed rows that no run has taken to retry."""
+        """Return the failed rows that no run has taken over."""
         return sum(link.quarantined - link.retried for link in self.runs)
 
     @property
@@ -80,10 +80,10 @@ class ChainVerdict:
 
 
 def verify_chain(root: Store, key: str) -> ChainVerdict:
-    """Proves the chain that run `key` below `root` belongs to, from its first run to its last.
+    """Verify the chain that run `key` below `root` belongs to, from its first run to its last.
 
-    Memory: four bytes a row of the input, and eight a row that failed or was retried. Raises
-    `CorruptRun` when the run or one it descends from has no readable plan.
+    Memory: four bytes per row of the input, and eight per row that failed or was retried. Raises
+    `CorruptRun` if the run or one of its ancestors has no readable plan.
     """
     family = load_family(root, key)
     first = family.members[family.base]
@@ -126,7 +126,7 @@ def _numbers(member: Member, found: ChainVerdict) -> np.ndarray:
 
 
 def _verify(member: Member, found: ChainVerdict) -> Verdict | None:
-    """The run by itself, its faults noted."""
+    """Verify the run by itself and note its faults."""
     try:
         verdict = verify(member.ledger.store)
     except CorruptRun as fault:
@@ -144,7 +144,8 @@ def _member(
     where: _Where,
     found: ChainVerdict,
 ) -> int:
-    """Notes where the rows of a finished run are; how many failed rows its children have taken."""
+    """Note where the rows of a finished run are; return how many failed rows its children took
+    over."""
     children = [child.key for child in family.children(member.key)]
     for one, other in combinations(children, 2):
         both = np.intersect1d(taken[one], taken[other], assume_unique=True)
@@ -172,7 +173,7 @@ def _member(
 
 
 class _Where:
-    """In which file each row of the root's input is: the file's number, 0 for none yet."""
+    """The file of each row of the root's input: the file's number, 0 for none yet."""
 
     def __init__(self, found: ChainVerdict):
         self.found = found
@@ -180,7 +181,7 @@ class _Where:
         self.names = [""]
 
     def note(self, name: str, numbers: np.ndarray) -> None:
-        """Rows `numbers` are in file `name`."""
+        """Note that rows `numbers` are in file `name`."""
         if not len(numbers):
             return
         inside = (numbers >= 0) & (numbers < len(self.file))

@@ -1,4 +1,4 @@
-"""The files of a result against what finalize recorded: names the file and the rows."""
+"""Compares the files of a result with what finalize recorded; names the file and the rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TakeRows = Callable[[np.ndarray], None]
 
 
 def present(store: Store, folder: str, parts: Mapping[str, Part], fault: Fault) -> list[str]:
-    """The files of a folder that `parts` names and that are there, in order."""
+    """Return the files of a folder that `parts` names and that exist, in order."""
     there = {info.path for info in store.list(folder)}
     named = {path: part for path, part in parts.items() if path.startswith(f"{folder}/")}
     for path in sorted(set(named) - there):
@@ -36,8 +36,8 @@ def present(store: Store, folder: str, parts: Mapping[str, Part], fault: Fault) 
 
 
 def check_file(store: Store, part: Part, row_number: str, take: TakeRows, fault: Fault) -> int:
-    """Looks at a file and gives `take` its row numbers, ascending, some at a time; how many there
-    are. A file as it was written is not held whole."""
+    """Check a file and pass its row numbers to `take`, ascending and in batches; return how many
+    there are. An intact file is not loaded whole."""
     with store.open(part.path) as stream:
         checksum = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
         same = checksum == part.sha256
@@ -76,8 +76,8 @@ def check_file(store: Store, part: Part, row_number: str, take: TakeRows, fault:
 
 
 def _take_ascending(stream: Any, row_number: str, take: TakeRows) -> tuple[int, bool]:
-    """(how many row numbers were taken, whether these are all): up to the first that are none, or
-    that do not ascend."""
+    """Return (how many row numbers were passed on, whether these are all): stops at the first that
+    is no row number or that does not ascend."""
     taken, last = 0, None
     with pq.ParquetFile(stream, pre_buffer=False) as file:
         schema = file.schema_arrow
@@ -98,7 +98,8 @@ def _take_ascending(stream: Any, row_number: str, take: TakeRows) -> tuple[int, 
 
 
 def _compare(store: Store, part: Part, found: np.ndarray, rows: np.ndarray, fault: Fault) -> None:
-    """Says which rows of a changed file changed; of a run without checksums, only the file."""
+    """Report which rows of a changed file changed; for a run without row checksums, only the
+    file."""
     said = f"{part.path}: its contents are not what finalize wrote"
     known = _known(store, part, fault)
     if known is None:
@@ -146,7 +147,7 @@ def _check_sums(store: Store, part: Part, fault: Fault) -> None:
 def _changed(
     numbers: np.ndarray, sums: np.ndarray, rows: np.ndarray, found: np.ndarray
 ) -> np.ndarray:
-    """Row numbers that stand in the file with other contents than recorded."""
+    """Return the numbers of rows whose contents differ from the recorded ones."""
     at = np.searchsorted(numbers, rows)
     at[at == len(numbers)] = 0
     known = numbers[at] == rows
@@ -163,7 +164,7 @@ def _check_order(path: str, rows: np.ndarray, fault: Fault) -> None:
 
 
 def rows_text(rows: np.ndarray) -> str:
-    """`row 7`, or `rows 7, 9, 12 and 3 more`."""
+    """Return e.g. `row 7`, or `rows 7, 9, 12 and 3 more`."""
     if len(rows) == 1:
         return f"row {rows[0]}"
     text = ", ".join(str(row) for row in rows[:MOST_ROWS_NAMED].tolist())

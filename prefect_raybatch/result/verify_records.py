@@ -1,4 +1,4 @@
-"""Check what a result, a later night or a command depends on beside the rows: tables, stored
+"""Checks what a result, a later run or a command depends on besides the rows: tables, stored
 answers, report.json and precision.json."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FILES_AT_ONCE = 4  # read side by side
 
 
 def check_tables(ledger: Ledger, plan: Plan, success: Success | None, fault: Fault) -> None:
-    """Tell `fault` of each table that the run's records name and that is missing or changed."""
+    """Report each table that the run's records name and that is missing or changed."""
     increment = increment_of(plan)
     names = set(plan.tables)
     names |= set(increment.tables) if increment is not None else set()
@@ -63,9 +63,8 @@ def check_tables(ledger: Ledger, plan: Plan, success: Success | None, fault: Fau
 
 
 def check_told(ledger: Ledger, plan: Plan, success: Success | None, fault: Fault) -> None:
-    """Tell `fault` of a report.json and a precision.json that are missing or changed. Commands on a
-    finished run read the one; attempts, retries and later nights ask in the precision of the
-    other."""
+    """Report a report.json or precision.json that is missing or changed. Commands on a finished run
+    read report.json; attempts, retries and later runs ask in the precision of precision.json."""
     report = None if success is None else _checked_report(ledger.store, success, fault)
     try:
         decided = read_precision(ledger.store)
@@ -77,8 +76,8 @@ def check_told(ledger: Ledger, plan: Plan, success: Success | None, fault: Fault
 
 
 def decides_precision(plan: Plan) -> bool:
-    """Return whether a run with precision.json has its own: rows that are looked up have that of
-    the run that asked."""
+    """Return whether a run with precision.json decided it itself: rows that are looked up have the
+    precision of the run that asked them."""
     increment = increment_of(plan)
     return increment is None or increment.ledger != OF_ROWS
 
@@ -99,7 +98,7 @@ def _checked_report(store: Store, success: Success, fault: Fault) -> RunReport |
 
 
 def check_snapshot(ledger: Ledger, plan: Plan, fault: Fault) -> None:
-    """Tell `fault` of each file of the input's copy that is missing or has another size."""
+    """Report each file of the input's copy that is missing or has another size."""
     if not plan.snapshot:
         return
     for file in ledger.files(plan):
@@ -114,10 +113,10 @@ def check_snapshot(ledger: Ledger, plan: Plan, fault: Fault) -> None:
 
 @dataclass
 class StoredAnswers:
-    """What is wrong with the raw answers that a run holds.
+    """Faults of the raw answers that a run holds.
 
-    `record` is answers.json, None where it is missing or damaged; `damaged` are the paths of files
-    that are missing or changed. `gone`: they are kept no longer, and nothing was checked.
+    `record` is answers.json, None if it is missing or damaged; `damaged` are the paths of files
+    that are missing or changed. `gone`: their retention is over, and nothing was checked.
     """
 
     record: Answers | None = None
@@ -127,7 +126,7 @@ class StoredAnswers:
 
 
 def check_answers(ledger: Ledger, plan: Plan, finished: bool) -> StoredAnswers:
-    """Check the raw answers that a run looks up or, once it is finished, keeps for later nights."""
+    """Check the raw answers that a run looks up or, once it is finished, keeps for later runs."""
     found = StoredAnswers()
     increment = increment_of(plan)
     if increment is None or increment.ledger != OF_ROWS:
@@ -145,7 +144,7 @@ def check_answers(ledger: Ledger, plan: Plan, finished: bool) -> StoredAnswers:
 
 
 def asks_success(store: Store, increment: Increment) -> Success | None:
-    """Return what `_SUCCESS` of a run's asks says, None where there is none; nothing is written."""
+    """Return the `_SUCCESS` of a run's requests, None if there is none; writes nothing."""
     if increment.asks is None:
         return None
     return read_success(asks_ledger(store).store, Plan.from_bytes(dump(increment.asks)))
@@ -185,7 +184,7 @@ def _check_files(store: Store, files: Iterable[AnswerPart], found: StoredAnswers
 
 
 def _fault_of(store: Store, path: str, sha256: str) -> str | None:
-    """Return what is wrong with a file of answers; None for one that is as it was written."""
+    """Return what is wrong with a file of answers; None for an intact one."""
     try:
         with store.open(path) as stream:
             whole = sha256_of(stream) == sha256
@@ -195,7 +194,7 @@ def _fault_of(store: Store, path: str, sha256: str) -> str | None:
 
 
 def _check_asks(store: Store, increment: Increment, finished: bool, found: StoredAnswers) -> None:
-    """Check the records of the asks, and their files that were not checked yet."""
+    """Check the records of the requests, and those of their files that were not checked yet."""
     ledger, plan = asks_ledger(store), Plan.from_bytes(dump(increment.asks))
 
     def fault(text: str) -> None:
@@ -234,8 +233,8 @@ def _check_asks(store: Store, increment: Increment, finished: bool, found: Store
 
 
 def check_by_row(store: Store, plan: Plan, fault: Fault) -> None:
-    """Tell `fault` of each file of answers in the order of the rows that is missing or changed. The
-    run goes on without them: the answers are in other files as well."""
+    """Report each file of answers in row order that is missing or changed. The run continues
+    without them, because the answers are in other files as well."""
     by_row = read_answers_by_row(store, plan)
     for file in by_row.files if by_row is not None else ():
         if (text := _fault_of(store, file.path, file.sha256)) is not None:
