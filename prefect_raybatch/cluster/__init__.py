@@ -1,1 +1,1 @@
-"""Ray: connects to it, and sends shards through the stages on it."""
+"""Connects to Ray, and sends shards through the stages on it."""

@@ -1,4 +1,4 @@
-"""Connects to a Ray cluster or starts a local one, and says whether a job fits it."""
+"""Connects to a Ray cluster or starts a local one, and checks whether a job fits it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class Needs:
 
 
 def address_of(cluster: ClusterSpec) -> str | None:
-    """The cluster a job would use; None when one is started here, or made for its runs."""
+    """Return the address of the cluster for a job; None if one is started here or created for its
+    runs."""
     if cluster.access.kubernetes is not None:
         return None
     address = cluster.access.address or os.environ.get("RAY_ADDRESS")
@@ -62,7 +63,7 @@ def address_of(cluster: ClusterSpec) -> str | None:
 
 
 class _Ray:
-    """Ray as `sharing` asks for it."""
+    """Ray, behind the interface of `sharing`."""
 
     def __init__(self) -> None:
         self._over = threading.Event()  # ends the thread that started Ray
@@ -124,7 +125,7 @@ class _Ray:
             self._over.set()
 
     def _lasting(self, start: Callable[[], object]) -> None:
-        """Calls `start` in a thread that lasts until the cluster's end.
+        """Call `start` in a thread that lives until the cluster ends.
 
         Linux kills the processes that Ray starts when the thread that started them ends
         (PR_SET_PDEATHSIG), and a run's thread may end while other runs are in the cluster.
@@ -155,10 +156,10 @@ class _Ray:
 
 
 def _init(address: str | None, options: dict[str, Any]) -> None:
-    """Call `ray.init`, and again where a new local cluster is not up in the 30 s that Ray gives it,
-    which happens on a busy machine.
+    """Call `ray.init`, and again if a new local cluster is not up within Ray's limit of 30 s, as on
+    a busy machine.
 
-    Raise `ClusterUnavailable` if no try succeeds, and `InsufficientResources` where no cluster
+    Raise `ClusterUnavailable` if no attempt succeeds, and `InsufficientResources` if no cluster
     answers.
     """
     import ray
@@ -189,18 +190,18 @@ SHARED = Shared(RAY, WarmEngines(RayHosts()))
 
 @contextmanager
 def warm_engines(idle_seconds: float = IDLE_SECONDS) -> Iterator[None]:
-    """Keeps engines up between the runs of a flow: the next run in the block whose engines would be
-    started with the same model, arguments and environment finds them ready, prefix cache and all.
+    """Keep engines up between the runs of a flow. The next run in the block whose engines would
+    start with the same model, arguments and environment finds them ready, with their prefix cache.
 
         with warm_engines():
             first = batch_inference(...)
             second = batch_inference(...)
 
-    The Ray cluster is kept for the block, too, where the runs start one. An engine that waits ends
-    when another run needs its room, after `idle_seconds`, and with the block. They are those of
-    this process: runs with cluster.job_server are Ray jobs of their own and start theirs as ever.
+    The block also keeps the Ray cluster if the runs start one. A waiting engine ends when another
+    run needs its room, after `idle_seconds`, or at the end of the block. The engines belong to this
+    process: runs with cluster.job_server are separate Ray jobs and start their own.
 
-    Raises `ConfigError` for `idle_seconds` that are not above 0.
+    Raises `ConfigError` unless `idle_seconds` is above 0.
     """
     if not idle_seconds > 0:
         raise ConfigError(
@@ -213,11 +214,11 @@ def warm_engines(idle_seconds: float = IDLE_SECONDS) -> Iterator[None]:
 
 @contextmanager
 def connected(cluster: ClusterSpec, user: User | None = None) -> Iterator[Capacity]:
-    """A connection to the cluster of a run for the block, shared by all runs of this process; the
-    last one out stops it, and only what was started here.
+    """Connect to the cluster of a run for the block. All runs of this process share the connection;
+    the last one closes it, and stops only a cluster that was started here.
 
-    Raises `ClusterUnavailable` with the address when no cluster answers, `ConfigError` while runs
-    of this process are in another cluster, and where Ray's token is missing or wrong.
+    Raises `ClusterUnavailable` with the address if no cluster answers, and `ConfigError` while runs
+    of this process are in another cluster, or if Ray's token is missing or wrong.
     """
     if cluster.access.kubernetes is not None:
         raise ConfigError(
@@ -232,8 +233,8 @@ def connected(cluster: ClusterSpec, user: User | None = None) -> Iterator[Capaci
 
 @contextmanager
 def started_early(cluster: ClusterSpec) -> Iterator[None]:
-    """Starts a local cluster for a run while the block gets that run under way; nothing
-    where the cluster is elsewhere."""
+    """Start a local cluster for a run while the block prepares that run; does nothing if the
+    cluster is elsewhere."""
     if cluster.access.remote or address_of(cluster):
         yield
         return
@@ -250,9 +251,10 @@ def admitted(
     user: User,
     kind: WarmKind | None = None,
 ) -> Iterator[WarmLease | None]:
-    """The run's turn on the cluster, for the block: all that it takes, beside the other runs of
-    this process, or all there is without a pool. A local cluster and one elsewhere are the same.
-    Gives the lease on engines of a `kind` where they are kept warm, else None."""
+    """Wait for the run's turn on the cluster and hold it for the block: everything that it takes,
+    next to other runs of this process, or everything there is without a pool. Local and remote
+    clusters are treated alike. Yields the lease on engines of a `kind` if they are kept warm, else
+    None."""
     most = {"CPU": have.cpus, "GPU": have.gpus}
     takes = dict(most)
     if pool is not None:  # as many engines as it may come to, or they would starve the others
@@ -264,10 +266,10 @@ def admitted(
 
 
 def end_by_sigterm() -> None:
-    """SIGTERM ends the process by its `finally` clauses, where it would else be gone at once and
-    leave what it has started. Ray sees to that by such a handler, but only where the main thread
-    starts it. So the main thread calls this before another one does; elsewhere it does nothing,
-    since Python takes a handler from the main thread alone."""
+    """Make SIGTERM end the process through its `finally` clauses; by default it dies at once and
+    leaves what it has started. Ray installs such a handler, but only if the main thread starts it.
+    So the main thread calls this before another thread starts Ray; in other threads it does
+    nothing, because Python accepts handlers only from the main thread."""
     main = threading.current_thread() is threading.main_thread()
     if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -275,12 +277,12 @@ def end_by_sigterm() -> None:
 
 @contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Ray puts its own handler for SIGTERM in place of Prefect's, which would turn cancelling into
-    a crash; whoever had set one gets it back. Ray's stays where there was none.
+    """Restore the SIGTERM handler that was set before: Ray replaces Prefect's, which would turn a
+    cancellation into a crash. Ray's stays if there was none.
 
-    Ray's C++ side sets one, too, which Python does not know of: it calls Python's, and ends the
-    process by SIGABRT where that takes over 3 s to end it (ray#64830). Only the main thread may set
-    Python's again, which takes its place; any other puts back what was there itself.
+    Ray's C++ side sets one too, which Python does not know of: it calls Python's, and ends the
+    process by SIGABRT if that takes over 3 s to end it (ray#64830). Only the main thread can set
+    Python's again, which replaces it; any other thread restores the C handler itself.
     """
     before = signal.getsignal(signal.SIGTERM)
     libc, below = ctypes.CDLL(None), ctypes.create_string_buffer(1024)  # a `struct sigaction`
@@ -297,9 +299,9 @@ def _sigterm_kept() -> Iterator[None]:
 
 @contextmanager
 def _quiet_start(local: bool) -> Iterator[None]:
-    """Leaves out the line in which Ray's C++ side says that it has read RAY_BACKEND_LOG_LEVEL: it
-    would tear the progress bar of a terminal, and knows no setting that silences it. All else that
-    is written meanwhile comes after the block. A start elsewhere may take minutes and is let be."""
+    """Drop the line in which Ray's C++ side says that it has read RAY_BACKEND_LOG_LEVEL: it would
+    break a terminal's progress bar, and no setting silences it. Everything else that is written
+    meanwhile is printed after the block. A start elsewhere may take minutes and is left alone."""
     if not (local and os.isatty(2)):
         yield
         return
@@ -321,13 +323,14 @@ def _quiet_start(local: bool) -> Iterator[None]:
 
 def local_cpus(cluster: ClusterSpec) -> int:
     """Return the logical CPUs of a local cluster: the machine's, but never fewer than the stages
-    take, since Ray would wait for ever for the missing one (a pool of actors can hold them all)."""
+    take, because Ray would wait forever for the missing one (a pool of actors can hold them
+    all)."""
     stage_cpus = cluster.prepare.num_cpus + cluster.finish.num_cpus
     return max(os.cpu_count() or 1, math.ceil(stage_cpus + cluster.engine_cpus))
 
 
 def capacity() -> Capacity:
-    """Return what the cluster has that this process is connected to."""
+    """Return the capacity of the cluster that this process is connected to."""
     import ray
 
     total = ray.cluster_resources()
@@ -348,9 +351,9 @@ def capacity() -> Capacity:
 
 
 def glance(cluster: ClusterSpec) -> Capacity | None:
-    """Return what a cluster has, without joining it: the cluster that this process is in,
-    this machine where the run will start one, or the pods that it will ask Kubernetes for. None for
-    a cluster elsewhere."""
+    """Return the capacity of a cluster without joining it: the cluster that this process is in,
+    this machine if the run will start one, or the pods that it will request from Kubernetes. None
+    for a cluster elsewhere."""
     made = cluster.access.kubernetes
     if made is not None:
         return to_be_made(pod_groups(made), cluster.accelerator)
@@ -363,7 +366,7 @@ def glance(cluster: ClusterSpec) -> Capacity | None:
 
 
 def this_machine(cluster: ClusterSpec) -> Capacity:
-    """Return what a cluster that is started on this machine would have."""
+    """Return the capacity of a cluster started on this machine."""
     cards, _ = nvml.gpus_here()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -382,7 +385,7 @@ def this_machine(cluster: ClusterSpec) -> Capacity:
 
 
 def _measured() -> int:
-    """Bytes of the smallest GPU of this machine; 0 where none is shown."""
+    """Return the bytes of the smallest GPU of this machine; 0 if none is visible."""
     return int(min((gpu.mib for gpu in nvml.gpus_here()[0]), default=0)) << 20
 
 
@@ -395,10 +398,10 @@ def dashboard_url() -> str:
 
 
 def nodes(ask: Callable[[Callable[[], Any]], Any] = lambda work: work()) -> set[str]:
-    """The ids of the nodes that live, of the cluster this process is connected to, by whom Ray's
-    head is asked.
+    """Return the ids of the live nodes of the cluster that this process is connected to; `ask`
+    calls Ray's head.
 
-    Each is knocked at: Ray takes up to half a minute to say that one is dead.
+    Each node is contacted, because Ray takes up to half a minute to notice that one is dead.
     """
     import ray
 
@@ -413,8 +416,8 @@ def nodes(ask: Callable[[Callable[[], Any]], Any] = lambda work: work()) -> set[
 
 
 def leaving() -> dict[str, float | None]:
-    """The addresses of nodes that are to leave the cluster this process is in, and the seconds that
-    each has left; None where nobody said."""
+    """Return the addresses of nodes that are being drained, with the seconds that each has left;
+    None if unknown."""
     from prefect_raybatch.stages.ray_internals import leaving_nodes
 
     found = leaving_nodes() if is_joined() else {}
@@ -427,13 +430,13 @@ def leaving() -> dict[str, float | None]:
 
 
 def is_joined() -> bool:
-    """Whether this process is in a cluster."""
+    """Return whether this process is in a cluster."""
     return SHARED.ray.joined()
 
 
 def actor_states(kind: str) -> dict[str, int]:
-    """How many of this driver's actors whose class name holds `kind` are in which of Ray's states
-    (ALIVE, RESTARTING, PENDING_CREATION, ...); those that are dead for good are left out."""
+    """Return how many of this driver's actors whose class name contains `kind` are in which Ray
+    state (ALIVE, RESTARTING, PENDING_CREATION, ...); permanently dead ones are left out."""
     import ray
 
     from prefect_raybatch.stages.ray_internals import actors_of_this_job
@@ -449,9 +452,9 @@ def actor_states(kind: str) -> dict[str, int]:
 
 
 def actor_deaths(kind: str) -> dict[str, tuple[int, str]]:
-    """{id: (how often its process has died, its process and node in words)} of this driver's
-    actors whose class name holds `kind`. Between two processes the words are of the one that died,
-    before the first "" is given. An actor that was ended on purpose has not died."""
+    """Return {id: (how often its process has died, a description of process and node)} of this
+    driver's actors whose class name contains `kind`. Between two processes the description is of
+    the dead one, before the first it is "". An actor that was ended on purpose has not died."""
     import ray
 
     from prefect_raybatch.stages.ray_internals import actors_of_this_job, has_died
@@ -473,13 +476,14 @@ def actor_deaths(kind: str) -> dict[str, tuple[int, str]]:
 
 
 def needs(spec: SizeSpec, pool: Pool) -> Needs:
-    """Return what a run takes at least while it works with that pool of engines."""
+    """Return the minimum that a run takes while it works with that pool of engines."""
     cpus = pool.fewest * spec.cpus + spec.stage_cpus
     return Needs(cpus, pool.gpus[0], pool.device)
 
 
 def check_fit(spec: SizeSpec, have: Capacity, pool: Pool | None = None) -> Needs:
-    """Raise `InsufficientResources` before an engine starts if the cluster can never hold it."""
+    """Raise `InsufficientResources` before an engine starts if the cluster can never hold the
+    run."""
     pool = pool or pool_for(spec, have)
     want = needs(spec, pool)
     short = []

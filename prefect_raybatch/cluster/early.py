@@ -1,8 +1,8 @@
-"""Engines that start while the input of their run is copied.
+"""Prewarm: engines that start while the input of their run is copied.
 
-Copying millions of rows takes a while, and so does a start. Where what an engine is started with is
-certain before the rows are known, both are done at once: the engines wait among those that outlast
-their run (`warm`) for a run whose engines are of their kind, and are ended if there is none.
+Copying millions of rows takes time, and so does a start. If the engines' launch is certain before
+the rows are known, both happen at once: the engines wait among those that outlast their run
+(`warm`) for a run whose engines are of their kind, and are ended if there is none.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ COPY_SHARE = 0.5  # of a cluster's CPUs that are left to a copy that works there
 
 @dataclass(frozen=True)
 class Guess:
-    """Of the input before it is copied: its rows, and bytes a row in memory may come to; `whole`
-    are the bytes that are copied. 0 rows and bytes where nothing can be told."""
+    """Estimate of the input before it is copied: its rows, and the bytes that a row may take in
+    memory; `whole` are the bytes to copy. 0 rows and bytes if nothing is known."""
 
     rows: int
     row_bytes: tuple[float, ...]
@@ -72,7 +72,7 @@ class Guess:
 
 @dataclass(frozen=True)
 class EarlyPlan:
-    """The engines that a run is certain to start, so many, each started by `launch`."""
+    """The engines that a run is certain to start: how many, and the `launch` of each."""
 
     kind: WarmKind
     launch: Any
@@ -82,8 +82,8 @@ class EarlyPlan:
 
 @dataclass(frozen=True)
 class Begun:
-    """What was begun for a run: the name under which the engines tell of their start ("": none
-    that it takes), and the GPU-seconds that were spent before it."""
+    """What was prewarmed for a run: the name under which its engines report their start ("" if it
+    takes none), and the GPU-seconds spent before the run."""
 
     name: str = ""
     gpu_seconds: float = 0.0
@@ -93,8 +93,8 @@ class Begun:
 
 
 def why_late(spec: RunSpec) -> str:
-    """Return why the engines of a run can only start once its input is copied, by its job alone;
-    "" where nothing in it says so."""
+    """Return why the job itself prevents its engines from starting before the input is copied; ""
+    if nothing in it does."""
     if spec.cluster.access.remote:
         return "they are in a cluster that this process is not in"
     if spec.engine.model.context_auto:
@@ -117,9 +117,9 @@ def early_plan(
     guess: Guess,
     engine: type | None = None,
 ) -> EarlyPlan | str:
-    """The engines that a run starts on that cluster whatever its rows are, by what can be guessed
-    of these; or why that is not certain. Raises `InsufficientResources` and `ConfigError` where
-    the run will."""
+    """Return the engines that a run starts on that cluster whatever its rows are, given an estimate
+    of them; or why that is uncertain. Raises `InsufficientResources` and `ConfigError` if the run
+    will."""
     from prefect_raybatch.cluster.pipeline import launch_of, warm_kind_of
 
     more = {"engine": engine} if engine else {}
@@ -165,20 +165,21 @@ def _differing(own: Mapping[float, Sizing]) -> str:
 
 
 def _cpus(where: ClusterSpec, have: Capacity) -> float:
-    """CPUs to share among engines and copy. A local cluster may count more than there are."""
+    """Return the CPUs to share among engines and copy. A local cluster may count more than there
+    are."""
     local = cluster.address_of(where) is None
     return min(have.cpus, float(os.cpu_count() or 1)) if local else have.cpus
 
 
 def spare_cpus(where: ClusterSpec, have: Capacity) -> float:
-    """CPUs that are left to the copy: one, and of a cluster on which it works a part."""
+    """Return the CPUs left to the copy: one, plus a part of a cluster on which it works."""
     if cluster.address_of(where) is None:
         return 1.0
     return max(1.0, math.floor(COPY_SHARE * have.cpus))
 
 
 def guessed(spec: RunSpec) -> Guess:
-    """Return what the beginning of the input tells. Raises as `source.peek`."""
+    """Estimate the input from its beginning. Raises like `source.peek`."""
     from prefect_raybatch import source
 
     if source.detect_format(spec.read) == "sql":  # a look would ask the database once more
@@ -192,9 +193,9 @@ def guessed(spec: RunSpec) -> Guess:
 class EarlyStart:
     """The engines of one run, from the copy of its input until it takes them, or until `end`.
 
-    They are started from a thread, which holds the cluster for them meanwhile. What keeps that from
-    starting them is of no concern here: the run starts its own, and tells. `plan` and `hosts` are
-    what was started; once `closed` nothing is started any more.
+    A thread starts them and meanwhile holds the cluster for them. A failure to start them is
+    ignored here, because the run starts its own engines and reports it. `plan` and `hosts` are what
+    was started; once `closed`, nothing more is started.
     """
 
     def __init__(self, engine: type | None = None, clock: Callable[[], float] = time.monotonic):
@@ -214,8 +215,8 @@ class EarlyStart:
         self._most = math.inf  # GPU-seconds that limits.max_cost allows
 
     def begin(self, spec: RunSpec, model: Callable[[], Mapping[str, Any]]) -> None:
-        """Starts them, unless something speaks against it; returns at once. `model` gives the
-        pinned one. Called again, as a plan is that is tried again, it goes on."""
+        """Start the engines unless something speaks against it; returns at once. `model` returns
+        the pinned model. Continues if called again, as when planning is retried."""
         if self.thread is not None or self.closed:
             return
         if why := why_late(spec):
@@ -228,8 +229,8 @@ class EarlyStart:
         self.thread.start()
 
     def copy_room(self, cpus: int) -> int | None:
-        """The CPUs, of so many in the cluster, on which the copy may work just now, so that the
-        engines find theirs free; None once they have them, or start later."""
+        """Return on how many of the cluster's `cpus` the copy may work now, so that the engines
+        find theirs free; None once they have them, or if they start later."""
         thread = self.thread
         with self._lock:
             if self.closed or self.hosts is not None or thread is None or not thread.is_alive():
@@ -238,8 +239,8 @@ class EarlyStart:
             return self._copies
 
     def settle(self, kind: WarmKind | None, most: int) -> Begun:
-        """The run is in the cluster, and its engines are of that kind, at most so many: others are
-        ended, and nothing is started any more. Counts what was spent, once."""
+        """Hand the engines to the run, which is in the cluster and uses that kind, at most `most`.
+        End the others, start nothing more, and count what was spent, once."""
         with self._lock:
             self.closed, plan, hosts = True, self.plan, self.hosts
             self._over.set()
@@ -256,7 +257,7 @@ class EarlyStart:
         return Begun("", spent)
 
     def end(self) -> None:
-        """Ends what no run has taken, and lets go of the cluster."""
+        """End the engines that no run has taken, and release the cluster."""
         with self._lock:
             self.closed = True
             self._end_hosts()
@@ -286,7 +287,7 @@ class EarlyStart:
             log.warning("engines were not started early: %s: %s", type(error).__name__, error)
 
     def _started(self, spec: RunSpec, plan: EarlyPlan, have: Capacity) -> str:
-        """Why they were not started; "" where they were."""
+        """Start them; return why they were not started, "" if they were."""
         from prefect_raybatch.stages.ray_internals import tell_start
 
         launch = replace(
@@ -312,7 +313,8 @@ class EarlyStart:
         return ""
 
     def _hold(self) -> None:
-        """Holds the cluster until the run is in it; an engine that is up waits only so long."""
+        """Hold the cluster until the run is in it; an engine that is up waits only for a limited
+        time."""
         up: float | None = None
         while not self._over.wait(COPY_LOOK):
             if up is None and self.hosts is not None and self.hosts.begun():
@@ -346,7 +348,7 @@ class EarlyStart:
         return cluster.SHARED.warm.end_early(self.hosts)
 
     def _counted(self) -> float:
-        """GPU-seconds since the last time."""
+        """Return the GPU-seconds since the last call."""
         now = self.clock()
         found, self._since = self._since_then(now), now
         return found
@@ -361,9 +363,9 @@ _EARLY: ContextVar[EarlyStart | None] = ContextVar("early", default=None)
 
 @contextmanager
 def engines_early(engine: type | None = None) -> Iterator[EarlyStart]:
-    """A run that is planned and driven within the block may have its engines started while its
-    input is copied. The end of the block ends those that the run has not taken. `engine` replaces
-    the engine stage in tests."""
+    """Allow a run that is planned and driven within the block to start its engines while its input
+    is copied. The end of the block ends those that the run has not taken. `engine` replaces the
+    engine stage in tests."""
     early = EarlyStart(engine)
     token = _EARLY.set(early)
     try:
@@ -374,17 +376,17 @@ def engines_early(engine: type | None = None) -> Iterator[EarlyStart]:
 
 
 def current_early() -> EarlyStart | None:
-    """That of the block of `engines_early` that one is in."""
+    """Return the early start of the enclosing `engines_early` block."""
     return _EARLY.get()
 
 
 def begin_early(spec: RunSpec, model: Callable[[], Mapping[str, Any]]) -> None:
-    """The input of the run is copied from now on."""
+    """Note that the input of the run is being copied from now on."""
     if (early := current_early()) is not None:
         early.begin(spec, model)
 
 
 def engines_begun(kind: WarmKind | None, most: int) -> Begun:
-    """What was begun for the run that is in the cluster now; see `EarlyStart.settle`."""
+    """Return what was prewarmed for the run that is in the cluster now; see `EarlyStart.settle`."""
     early = current_early()
     return Begun() if early is None else early.settle(kind, most)

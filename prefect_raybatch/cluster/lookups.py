@@ -1,4 +1,4 @@
-"""The stage that looks answers up, bound to the run whose answers they are."""
+"""The lookup stage, bound to the run whose answers it looks up."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Known:
-    """The answers that a run looks up: taken over, asked for, and why others failed, by number.
-    `asked_bytes`: of the files of what was asked."""
+    """The answers that a run looks up, by number: reused ones, asked ones, and reasons of failures.
+    `asked_bytes` is the size of the files of asked answers."""
 
     reused: AnswerFiles
     asked: AnswerFiles
@@ -49,9 +49,9 @@ class Known:
 
 
 def known_answers(pools: bool, increment: Increment, store: Store) -> Known:
-    """Return the answers of the run at `store`, vectors where its task `pools`.
+    """Return the answers of the run at `store`; vectors if its task `pools`.
 
-    Raises `CorruptRun` where its asks are not finished, or a file is not what was written.
+    Raises `CorruptRun` if its requests are not finished, or if a file was changed.
     """
     success = _finished_asks(store, increment)
     raw = raw_names(pools)
@@ -66,7 +66,7 @@ def known_answers(pools: bool, increment: Increment, store: Store) -> Known:
 
 
 def raw_names(pools: bool) -> tuple[str, ...]:
-    """Return the columns of raw answers, or of vectors where a task `pools`."""
+    """Return the columns of raw answers, or of vectors if a task `pools`."""
     return tuple((POOLED if pools else RAW).names)
 
 
@@ -78,8 +78,8 @@ def look_up(
     prepare: Prepare,
     keying: Keying,
 ) -> LookUp:
-    """Return the stage for the run at `store`, whose task `pools` or not; `CorruptRun` where its
-    asks are not finished."""
+    """Return the lookup stage for the run at `store`; `pools` as above. Raises `CorruptRun` if its
+    requests are not finished."""
     known = known_answers(pools, increment, store)
     by_row = _by_row(store, plan)
     tables = [NamedFile(table_path(n), PLACES_ROWS, hash_in_name(n)) for n in increment.places]
@@ -126,8 +126,8 @@ def _numbered(store: Store, success: Success | None, kind: str) -> tuple[AnswerF
 
 
 def _by_row(store: Store, plan: Plan) -> tuple[AnswerFile, ...] | None:
-    """The files in the order of the rows; None where there are none, or none that are whole: they
-    hold nothing that the others do not."""
+    """Return the answer files in row order; None if there are none or they are damaged, because
+    they hold nothing that the other files do not."""
     try:
         found = read_answers_by_row(store, plan)
         if found is None:
@@ -141,7 +141,7 @@ def _by_row(store: Store, plan: Plan) -> tuple[AnswerFile, ...] | None:
 
 @contextmanager
 def _repairable(store: Store) -> Iterator[None]:
-    """Say what to do about a file that is damaged."""
+    """Add to the error of a damaged file what to do about it."""
     try:
         yield
     except CorruptRun as error:

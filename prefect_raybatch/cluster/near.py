@@ -1,4 +1,5 @@
-"""Engines that are nearly what a run would start, and are there sooner: near enough to be used."""
+"""Running engines that are similar enough to those that a run would start, and save it the
+start."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ LEAST_OF_OWN = 0.98
 
 @dataclass(frozen=True)
 class EngineShape:
-    """What follows from the length of rows in what engines are started with."""
+    """The engine arguments that follow from the length of rows."""
 
     engines_per_gpu: int
     max_num_seqs: int
@@ -34,7 +35,7 @@ class EngineShape:
 
     @classmethod
     def of_kind(cls, kind: WarmKind) -> EngineShape | None:
-        """That of engines that are up; None where they do not tell."""
+        """Return the shape of running engines; None if it is unknown."""
         gpus = kind.takes.get("GPU", 0.0)
         arguments = kind.arguments
         if not {"max_num_seqs", "max_num_batched_tokens"} <= arguments.keys():
@@ -43,7 +44,7 @@ class EngineShape:
         return cls(each, arguments["max_num_seqs"], arguments["max_num_batched_tokens"])
 
     def asked_in(self, spec: SizeSpec) -> SizeSpec:
-        """Return what a run asks for, with this shape where it asks for none."""
+        """Return the size spec with this shape for what it leaves open."""
         free = {name: to for name, to in asdict(self).items() if getattr(spec, name) is None}
         return replace(spec, **free)
 
@@ -51,8 +52,8 @@ class EngineShape:
 def near_sizes(
     spec: SizeSpec, ask: Callable[[SizeSpec], Sizing], own: Sizing, shape: EngineShape
 ) -> Sizing | None:
-    """The sizes of a run with engines of that shape, where these reach 98 % of the rate of its
-    `own` by the model of costs, and its rows fit into them; `ask` gives the sizes of a spec."""
+    """Return the sizes of a run with engines of that shape if they reach 98 % of the rate of its
+    `own` by the cost model and its rows fit; else None. `ask` gives the sizes of a spec."""
     try:
         found = ask(shape.asked_in(spec))
     except (ConfigError, InsufficientResources):  # so many do not fit
@@ -68,8 +69,8 @@ def nearest_up(
     kind_of: Callable[[Sizing], WarmKind | None],
     up: Iterable[WarmKind],
 ) -> tuple[Sizing, WarmKind | None]:
-    """The sizes of a run, and what its engines are: such as are `up`, where these are its own or
-    near enough."""
+    """Return the sizes of a run and the kind of its engines: running (`up`) engines if they are its
+    own or similar enough, else its own."""
     kind, waiting = kind_of(own), list(up)
     if kind is None or kind in waiting:
         return own, kind

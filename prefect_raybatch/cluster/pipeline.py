@@ -94,10 +94,9 @@ DETAIL = 300  # characters of what Ray says of a process's end
 class Pipeline:
     """The stages of one attempt, bound to a plan. `store` is rooted at the run directory.
 
-    `size` is what was resolved for the cluster; `shuffle` (any text) decides the order of the
-    shards; `on_pass` is called before the engines of a pass start; `warm` are engines that outlast
-    the run; `early` is the name under which such as were started before the run tell of their
-    start.
+    `size` are the sizes for the cluster; `shuffle` (any text) seeds the order of the shards;
+    `on_pass` is called before the engines of a pass start; `warm` are engines that outlast the run;
+    `early` is the name under which prewarmed engines report their start.
     """
 
     spec: RunSpec
@@ -138,16 +137,15 @@ class Pipeline:
         )
 
     def __call__(self, units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:
-        """Sends units through the stages; yields their receipts as they come, in no order.
+        """Send units through the stages; yield their receipts as they arrive, in no order.
 
-        `isolated` keeps one unit in flight in an engine, so that a death can be blamed on it.
-        Units whose task died with its process have no receipt: the caller sees what is missing.
-        Where a node went, what is missing has one that says so, since nothing in it is to blame;
-        so too where Ray's head does not say in time whether one did;
-        likewise where an engine's process died as it started, for which Ray Data ends the pass, or
-        where engines die one after the other and answer nothing.
-        Raises `EngineFailure` where engines died as they started and that is all that came of the
-        pass: Ray has tried it more often.
+        `isolated` keeps one unit in flight in an engine, so that a death can be attributed to it.
+        Units whose task died with its process have no receipt: the caller sees what is missing. If
+        a node was lost, missing units get a receipt that says so, because nothing in them is to
+        blame; also if Ray's head does not say in time whether one was lost, if an engine's process
+        died as it started (for which Ray Data ends the pass), and if engines die one after the
+        other without an answer. Raises `EngineFailure` if engines died as they started and the pass
+        achieved nothing else: Ray has already retried it.
         """
         missing = Missing(units)
         loss, through = NODE_LOST, False
@@ -201,7 +199,7 @@ class Pipeline:
                 self._spanning.remove()
 
     def _nodes(self) -> set[str] | None:
-        """The nodes that live; None where Ray does not tell in time."""
+        """Return the live nodes; None if Ray does not answer in time."""
         try:
             return cluster.nodes(self._questions["nodes"])
         except TimeoutError as error:
@@ -217,12 +215,12 @@ class Pipeline:
         )
 
     def _deaths_in_a_row(self, isolated: bool) -> int:
-        """Return how many engines may die for good one after the other, and answer nothing."""
+        """Return how many engines may die for good, one after the other, without an answer."""
         engines = self.size.pool.engines
         return max(engines, DEATHS_ALONE) if isolated else engines
 
     def dataset_of(self, units: Sequence[Unit], isolated: bool) -> Dataset:
-        """The pass as a dataset; it keeps the settings that it was built under."""
+        """Return the pass as a dataset; it keeps the settings that it was built under."""
         with _context() as context:
             limit_in_flight(context, self.size.uncommitted)
             limit_deaths(context, self._deaths_in_a_row(isolated))
@@ -242,8 +240,8 @@ class Pipeline:
             return self._dataset(units, isolated, forwarded)
 
     def stages(self, isolated: bool) -> tuple[Prepare | LookUp, EngineLaunch | None, Finish]:
-        """What a block goes through: the stage after reading, what engines are told, and finish.
-        A run whose answers are all there has no engine: it looks them up."""
+        """Return what a block goes through: the stage after reading, the engine's launch, and
+        finish. A run whose answers all exist has no engine: it looks them up."""
         spec, limits = self.spec, self.spec.limits
         model = dict(self.plan.model)
         tell = partial(tell_start, self.attempt)
@@ -302,7 +300,7 @@ class Pipeline:
         return answered.map_batches(finish, **_batches(), **_stage(takes.finish))
 
     def _placed(self, resources: dict[str, Any]) -> dict[str, Any]:
-        """The resources of an engine's actor, in a group of its own where it may span nodes."""
+        """Return the resources of an engine's actor, in a placement group if it may span nodes."""
         sizes = self.spec.sizes
         if not (sizes.spans_nodes and self.size.pool.device == "gpu"):
             return resources
@@ -312,31 +310,31 @@ class Pipeline:
         return {**kept, "ray_remote_args_fn": self._spanning}
 
     def engines(self) -> dict[str, int]:
-        """How many engine actors are in which of Ray's states."""
+        """Return how many engine actors are in which Ray state."""
         return cluster.actor_states(self._actors())
 
     def deaths(self) -> dict[str, tuple[int, str]]:
-        """How often the process of each engine has died, and which one it is; those of engines that
-        outlast the run are their hosts'."""
+        """Return how often the process of each engine has died, and a description of it; for
+        engines that outlast the run, those of their hosts."""
         kind = self._actors() if self.warm is None else EngineHost.__name__
         return cluster.actor_deaths(kind) if cluster.is_joined() else {}
 
     def _actors(self) -> str:
-        """What the names of the pass's actors of engines hold."""
+        """Return the text that the names of the pass's engine actors contain."""
         stage = Forwarder if self.warm is not None else self.engine
         return f"({stage.__name__})"
 
     def starts(self) -> list[dict[str, float]]:
-        """How far the starts of the pass's engines have come. Those that were started early tell
-        it under the name of their start."""
+        """Return how far the starts of the pass's engines have come. Prewarmed engines report it
+        under the name of their start."""
         if not cluster.is_joined():
             return []
         early = told_starts(self.early) if self.early else []
         return early + told_starts(self.attempt)
 
     def forget(self, early: bool = True) -> None:
-        """Removes from the cluster what the engines have told of their starts; `early`: those that
-        were started before the run, too."""
+        """Remove what the engines reported of their starts from the cluster; `early`: including
+        prewarmed engines."""
         names = [self.attempt]
         if early and self.early:
             names.append(self.early)
@@ -350,13 +348,13 @@ class Pipeline:
             self._questions["forget"](ask)
 
     def stop(self) -> None:
-        """Ends a pass from another thread than the one that iterates over it."""
+        """End a pass from a thread other than the one that iterates over it."""
         running = self._running
         if running is not None:
             stop_pass(running)
 
     def quarantine(self, unit: Unit, why: Loss) -> Receipt:
-        """The receipt of a single row that keeps killing its engine, with its piece written."""
+        """Write the piece of a single row that keeps killing its engine; return its receipt."""
         (task,) = self.reader.tasks(self._starts([unit]))
         table = next(self.reader.read(task), None)
         if table is None:  # another driver committed the shard meanwhile
@@ -391,12 +389,12 @@ class Pipeline:
         )
 
     def engine_resources(self) -> dict[str, Any]:
-        """What Ray sets aside for each engine, and how often it starts one again."""
+        """Return what Ray reserves for each engine, and how often it restarts one."""
         return resources_of(self.spec.sizes, self.size)
 
 
 class Missing:
-    """What no receipt of a pass has told of yet, of units that share no position."""
+    """The units of a pass without a receipt so far; they share no position."""
 
     def __init__(self, units: Iterable[Unit]):
         self._of: dict[int, list[Unit]] = {}  # by offset
@@ -415,7 +413,7 @@ class Missing:
 
 
 def resources_of(spec: SizeSpec, size: Sizing) -> dict[str, Any]:
-    """Return what Ray sets aside for each engine, and how often it starts one again."""
+    """Return what Ray reserves for each engine, and how often it restarts one."""
     resources: dict[str, Any] = {
         "num_cpus": spec.cpus,
         # Ray would retry for ever (15 engine deaths in 80 s on one poison row): a task that
@@ -435,8 +433,8 @@ def resources_of(spec: SizeSpec, size: Sizing) -> dict[str, Any]:
 def warm_kind_of(
     spec: RunSpec, model: Mapping[str, Any], size: Sizing, engine: type = EngineStage
 ) -> WarmKind | None:
-    """Return what the engines of a run with that (pinned) model are, or None where they cannot wait
-    for another run: their GPUs may be on several nodes, or their number grows and shrinks."""
+    """Return the kind of engines of a run with that (pinned) model; None if they cannot wait for
+    another run: their GPUs may be on several nodes, or the pool is elastic."""
     fewest, most = size.pool.replicas
     if spec.sizes.spans_nodes or fewest != most:
         return None
@@ -445,22 +443,24 @@ def warm_kind_of(
 
 
 def launch_of(spec: RunSpec, model: Mapping[str, Any], size: Sizing, **more: Any) -> EngineLaunch:
-    """Return what an engine of a run with that (pinned) model is started with."""
+    """Return the launch of an engine of a run with that (pinned) model."""
     task = Pooling.of(spec, models.with_tokenizer(model, spec.engine.model))
     return replace(engine_launch(spec, dict(model), size, task=task), **more)
 
 
 def _threshold(size: Sizing, isolated: bool) -> float:
-    """Tasks at an engine for each that it works at, from which on another engine is added.
+    """Return the number of queued tasks, relative to those an engine works on, above which another
+    engine is added.
 
-    Ray's own, 1.75, is never reached by engines that have one task waiting beside the two and more
-    that they work at: a range of replicas stayed at its fewest (tried).
+    Ray's default of 1.75 is never reached by engines that have one task waiting beside the two or
+    more in work: an elastic pool stayed at its minimum (measured).
     """
     return 1.0 if isolated else 1 + 0.5 / size.concurrent
 
 
 def _is_unwanted(store: Store, draining: Draining, shard: int) -> bool:
-    """Whether a shard is not to be begun: another driver has committed it, or the attempt ends."""
+    """Return whether to skip a shard: another driver has committed it, or the attempt is
+    draining."""
     return draining() or Ledger(store).is_committed(shard)
 
 
@@ -472,10 +472,10 @@ def receipts_in(dataset: Dataset) -> Iterator[Receipt]:
 
 @contextlib.contextmanager
 def _context() -> Iterator[DataContext]:
-    """Ray Data's settings for the block; the caller's own are put back.
+    """Set Ray Data's settings for the block, then restore the caller's.
 
-    Ray Data and Python keep them for the whole process: of two runs that put back what they found
-    out of turn, one would build with the other's, and leave them to the caller.
+    They are global to the process: two runs that restore them out of turn would build with each
+    other's settings, and leave them to the caller.
     """
     with _BUILDING:
         yield from _settings()
@@ -497,11 +497,12 @@ def _settings() -> Iterator[DataContext]:
 
 @contextlib.contextmanager
 def _short_errors(node_errors: list[str]) -> Iterator[None]:
-    """Ray Data logs each lost task with its traceback, whose frames hold the actors of the pass: a
-    handler that keeps records would keep their GPUs as well. Its first line says enough.
+    """Shorten Ray Data's log of lost tasks to the first line. The frames of its traceback hold the
+    actors of the pass, so a handler that keeps records would keep their GPUs too.
 
-    `node_errors` takes up what was lost with a node. Runs of one process hear of each other's: the
-    one whose filter comes first notes on the record what it takes away from the others."""
+    `node_errors` receives errors of lost nodes. Runs of one process see each other's records: the
+    run whose filter comes first notes on the record what it removes.
+    """
 
     def short(record: logging.LogRecord) -> bool:
         if record.exc_info and record.exc_info[1]:
@@ -526,7 +527,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def _why_died(error: ActorDiedError) -> str:
-    """What Ray says of an actor's end, in a line: where it was, and how its process ended."""
+    """Return what Ray says of an actor's end in one line: where it was, and how its process
+    ended."""
     text = " ".join(str(error).split())
     place = re.search(r"\bip: (\S+)", text)
     detail = text.rpartition("Worker exit detail: ")[2].partition(" If the process was killed")[0]
@@ -542,7 +544,8 @@ def _died_in_a_row(error: EnginesDied) -> Loss:
 
 
 def _is_nodes(error: BaseException) -> bool:
-    """Whether Ray says that a task or its input was lost with a node, not with its process."""
+    """Return whether Ray says that a task or its input was lost with a node, not with its
+    process."""
     known = isinstance(error, (NodeDiedError, ObjectLostError))
     return known or (isinstance(error, ActorDiedError) and "node has died" in str(error))
 

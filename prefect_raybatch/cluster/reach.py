@@ -1,4 +1,5 @@
-"""Does a Ray cluster answer at an address? Asked before Ray is: that waits for minutes, silent."""
+"""Checks whether a Ray cluster answers at an address, before Ray itself waits for minutes in
+silence."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ VLLM_SOCKET = "/01234567-89ab-cdef-0123-456789abcdef"
 
 
 def check_temp_folder() -> None:
-    """Raise `ConfigError` if the folder for temporary files has too long a path for the sockets of
-    a Ray cluster that is started here, or of its engines."""
+    """Raise `ConfigError` if the path of the folder for temporary files is too long for the sockets
+    of a local Ray cluster or of its engines."""
     of_ray = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
     _check_sockets("Ray", "RAY_TMPDIR", of_ray, os.environ.get(of_ray) or "/tmp", RAY_SOCKET)
     _check_sockets("vLLM", "TMPDIR", "TMPDIR", tempfile.gettempdir(), VLLM_SOCKET)
@@ -59,8 +60,8 @@ def _check_sockets(owner: str, remedy: str, variable: str, folder: str, socket_n
 
 
 def check_reachable(address: str, access: ClusterAccess | None = None) -> None:
-    """Raises `ClusterUnavailable` within 5 s when no Ray head answers at host:port, or for `auto`
-    when none runs on this machine; `ConfigError` when it refuses our token, or wants one."""
+    """Raise `ClusterUnavailable` within 5 s if no Ray head answers at host:port, or for `auto` if
+    none runs on this machine; `ConfigError` if it rejects our token or requires one."""
     if trouble := silent(address):
         raise ClusterUnavailable(f"no Ray cluster answers at {address}: {trouble}; {MEND}")
     if refused := token_refusal(address, access or ClusterAccess(address)):
@@ -68,8 +69,8 @@ def check_reachable(address: str, access: ClusterAccess | None = None) -> None:
 
 
 def token_refusal(address: str, access: ClusterAccess) -> str:
-    """What is wrong with the token that we have for the head at the address; "" where nothing is,
-    or where it cannot be told. Ray itself would ask for 20 s, or without end."""
+    """Return what is wrong with our token for the head at the address; "" if nothing is, or if that
+    cannot be determined. Ray itself would retry for 20 s, or forever."""
     token = token_sent(access)
     try:
         if not within(REACH_SECONDS, lambda: _refuses(address, token)):
@@ -92,8 +93,8 @@ def _refuses(address: str, token: str | None) -> bool:
 
 
 def silent(address: str) -> str:
-    """Why nobody answers at the address; "" where somebody does, or where it is of another form
-    (which Ray itself refuses)."""
+    """Return why nobody answers at the address; "" if somebody does, or for an address of another
+    form (which Ray itself rejects)."""
     if address == "auto":  # before the clock runs: Ray takes seconds to import
         from prefect_raybatch.stages import ray_internals  # noqa: F401
     try:
@@ -120,7 +121,7 @@ def _trouble(address: str) -> str:
 
 
 def _host_and_port(address: str) -> tuple[str | None, int]:
-    """Of an address, also of what `auto` means; no host for one of another form."""
+    """Return host and port of an address, also for `auto`; no host for another form."""
     place = (_running_cluster() or "") if address == "auto" else address
     host, _, port = place.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535 or "://" in place:
@@ -129,12 +130,12 @@ def _host_and_port(address: str) -> tuple[str | None, int]:
 
 
 def _plain() -> bool:
-    """Behind TLS nothing can be asked without Ray's keys."""
+    """Return whether to ask without TLS; with TLS, nothing can be asked without Ray's keys."""
     return os.environ.get("RAY_USE_TLS", "0").lower() in ("", "0", "false")
 
 
 def _answer(line: socket.socket, question: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """The header of a gRPC service's answer to a question; empty where there is none."""
+    """Return the header of a gRPC service's answer to a question; empty if there is none."""
     header = b"".join(b"\0" + _text(name) + _text(value) for name, value in question)
     line.sendall(
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -161,7 +162,8 @@ def _answer(line: socket.socket, question: Sequence[tuple[bytes, bytes]]) -> byt
 
 
 def _text(text: bytes) -> bytes:
-    """A text in a header (RFC 7541, 5.1 and 5.2): its length in seven bits, or more bytes of it."""
+    """Encode a text for a header (RFC 7541, 5.1 and 5.2): its length in seven bits or more bytes,
+    then the text."""
     if len(text) < 127:
         return bytes([len(text)]) + text
     more, rest = bytearray([127]), len(text) - 127

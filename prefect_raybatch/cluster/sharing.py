@@ -1,8 +1,9 @@
-"""One Ray cluster for all runs of this process: who uses it, whose turn it is, who ends it.
+"""Shares one Ray cluster among all runs of this process: who uses it, whose turn it is, who ends
+it.
 
-A process can be in one Ray cluster only, and `ray.init` and `ray.shutdown` know nothing of each
-other's callers. So runs are counted here, and those that do not fit beside each other take turns.
-Starting, ending and asking are handed in: the turns can be tested without Ray.
+A process can be in only one Ray cluster, and `ray.init` and `ray.shutdown` know nothing of each
+other's callers. So runs are counted here, and runs that do not fit next to each other take turns.
+Starting, ending and querying are passed in, so the turns can be tested without Ray.
 """
 
 from __future__ import annotations
@@ -38,26 +39,26 @@ _inside: ContextVar[bool] = ContextVar("inside", default=False)
 
 
 class RayAccess(Protocol):
-    """What is asked of Ray."""
+    """The operations on Ray that sharing needs."""
 
     def joined(self) -> bool:
-        """Whether this process is in a cluster."""
+        """Return whether this process is in a cluster."""
 
     def start(self, address: str | None, cpus: int) -> None:
-        """Joins the cluster at `address`; without one starts one here."""
+        """Join the cluster at `address`; without one, start a local cluster."""
 
     def end(self) -> None:
-        """Leaves the cluster, and ends one that was started here."""
+        """Leave the cluster, and end it if it was started here."""
 
     def free(self) -> Mapping[str, float]:
-        """What nobody holds, by Ray's names of resources."""
+        """Return free resources by Ray's resource names."""
 
 
 @dataclass(eq=False)
 class User:
-    """A run that uses the cluster. `waits` is told why it waits, and "" when it no longer does;
-    it must be quick. `stopped` is set when the process is to end. `works` is False for who only
-    looks at the cluster or holds it for a run to come."""
+    """A run that uses the cluster. `waits` is called with the reason why it waits, and with "" when
+    it no longer does; it must be quick. `stopped` is set when the process must end. `works` is
+    False for a user that only queries the cluster or holds it for a later run."""
 
     name: str
     waits: Callable[[str], None] = lambda text: None
@@ -65,7 +66,7 @@ class User:
     works: bool = True
 
     def halted(self) -> JobStopped | None:
-        """The error to end with, once this run was stopped."""
+        """Return the error to end with once this run was stopped."""
         if not self.stopped.is_set():
             return None
         return JobStopped(
@@ -75,8 +76,8 @@ class User:
 
 
 class Shared:
-    """The cluster of this process and the runs that use it. First come first served, at the door
-    and for the claims: nobody overtakes, so that a large run is not put off for ever."""
+    """The cluster of this process and the runs that use it. First come, first served, for joining
+    and for claims: nobody overtakes, so a large run is not postponed forever."""
 
     def __init__(
         self,
@@ -100,11 +101,11 @@ class Shared:
 
     @contextmanager
     def joined(self, user: User, address: str | None, cpus: int) -> Iterator[None]:
-        """The process is in the cluster for the block: at `address`, else one that was started
-        here with `cpus` CPUs at least. The last one out ends it, unless it was there before us.
+        """Keep the process in the cluster for the block: at `address`, or else in a local one with
+        at least `cpus` CPUs. The last user ends it, unless it was there before.
 
-        Raises `ConfigError` while runs are in a cluster at another address, and within another
-        such block: that run would wait for itself.
+        Raises `ConfigError` while runs are in a cluster at another address, and within another such
+        block, where the run would wait for itself.
         """
         self._enter(user, address, cpus)
         token = _inside.set(True)
@@ -120,8 +121,8 @@ class Shared:
 
     @contextmanager
     def kept_warm(self, idle_seconds: float = IDLE_SECONDS) -> Iterator[None]:
-        """Cluster and engines outlast the runs within the block: the next run finds them up. Its
-        end ends both; an engine that waits longer than `idle_seconds` goes before."""
+        """Keep cluster and engines for the next run within the block. The end of the block ends
+        both; an engine that waits longer than `idle_seconds` ends before."""
         self.warm.keep(idle_seconds)
         try:
             yield
@@ -139,9 +140,9 @@ class Shared:
         kind: WarmKind | None = None,
         most: int = 0,
     ) -> Iterator[WarmLease | None]:
-        """All of `needs` for the block, after waiting until they fit into `total` beside those of
-        the other runs. Whoever is alone always gets its turn. Gives the lease on engines of a
-        `kind`, `most` of them, where engines are kept warm."""
+        """Hold `needs` for the block, after waiting until they fit into `total` next to those of
+        the other runs. A run that is alone always gets its turn. Yields the lease on at most `most`
+        engines of a `kind` if engines are kept warm."""
 
         def ready() -> bool:
             return self._turns[0] is user and (not self._claims or not self._short(needs, total))
@@ -173,9 +174,9 @@ class Shared:
         total: Mapping[str, float],
         spare: Mapping[str, float],
     ) -> EarlyHosts | None:
-        """Starts so many engines of a kind for a run that is to come, if they and what is to be
-        left `spare` find room that no run has, or waits for; else None. They hold no claim: a run
-        that needs their room has it."""
+        """Start `count` engines of a kind for a later run if they, and `spare` in addition, find
+        room that no run has or waits for; else return None. They hold no claim: a run that needs
+        their room gets it."""
         with self._changed:
             if self._turns or self.warm.waiting(kind):
                 return None
@@ -193,8 +194,8 @@ class Shared:
             return self.warm.start_early(kind, spec, count)
 
     def _make_early_give_way(self, total: Mapping[str, float]) -> None:
-        """Ends engines that were started early where the runs need their room. By what is claimed:
-        of an actor that is only just made Ray does not tell yet what it will hold."""
+        """End prewarmed engines if runs need their room. Decides by claims, because Ray does not
+        yet know what a newly created actor will hold."""
         early = self.warm.early
         if not early:
             return
@@ -209,7 +210,7 @@ class Shared:
 
     @contextmanager
     def visited(self) -> Iterator[bool]:
-        """Whether the process is in a cluster; for the block it is not ended by us."""
+        """Yield whether the process is in a cluster; it is not ended during the block."""
         guest = User("a look at the cluster", works=False)
         with self._changed:
             there = not self._busy and self.ray.joined()
@@ -224,9 +225,9 @@ class Shared:
 
     @contextmanager
     def started_early(self, address: str | None, cpus: int) -> Iterator[None]:
-        """Starts the cluster from a thread while the block does something else. It is held until
-        the first run joins it, or to the block's end. A start that fails is of no concern here: the
-        run tries it again, and tells."""
+        """Start the cluster from a thread during the block. It is held until the first run joins it
+        or the block ends. A failed start is ignored here, because the run tries again and reports
+        it."""
         user, over = User("a run to come", works=False), threading.Event()
 
         def hold() -> None:
@@ -251,7 +252,7 @@ class Shared:
         return any(user.works for user in self._users)
 
     def stop_all(self, but: User | None = None) -> None:
-        """Ends every other run of the process: those that wait, and the passes of the others."""
+        """Stop every other run of the process: waiting runs, and the passes of active ones."""
         with self._changed:
             for user in (*self._users, *self._door):
                 if user is not but:
@@ -333,17 +334,17 @@ class Shared:
 
     @property
     def _kept(self) -> bool:
-        """Whether the cluster is one of ours that waits for its next run."""
+        """Return whether the cluster was started here and waits for its next run."""
         return self._ours and self.warm.kept and self.ray.joined()
 
     def _outgrown(self, address: str | None, cpus: int) -> bool:
-        """Whether the cluster that waits for its next run is another one than that needs."""
+        """Return whether the waiting cluster does not suit the next run."""
         if self._users or not self._kept:
             return False
         return address != self._address or (address is None and cpus > self._cpus)
 
     def _end_unused(self, outgrown: bool = False) -> None:
-        """Ends a cluster of ours that nobody uses or keeps for another run."""
+        """End a cluster that was started here and that nobody uses or keeps."""
         if self._busy or self._users or not self._ours or (self.warm.kept and not outgrown):
             return
         self._ours = False
@@ -355,7 +356,8 @@ class Shared:
 
     @contextmanager
     def _unlocked(self) -> Iterator[None]:
-        """Lets the others look meanwhile, and neither start nor end anything: Ray takes seconds."""
+        """Let other threads query meanwhile, but neither start nor end anything: Ray takes
+        seconds."""
         self._busy = True
         self._changed.release()
         try:
@@ -404,9 +406,8 @@ class Shared:
     def _until_free(
         self, user: User, needs: Mapping[str, float], holds: Mapping[str, float]
     ) -> None:
-        """Waits until Ray says that the needs are free, but for what the run `holds` already:
-        actors of a run that has ended let go of their resources some time after it. Engines that
-        wait for another run make room."""
+        """Wait until Ray reports the needs as free, except those that the run `holds` already:
+        actors of an ended run release their resources with a delay. Waiting engines make room."""
         with self._changed:
             if not self._worked:
                 return
@@ -431,8 +432,9 @@ class Shared:
     # --- the end of the process -------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Looks after the main thread, where signals arrive, for a run in another thread: whoever
-        waits for its threads there (Prefect's task runner, an executor) would never tell them."""
+        """Watch the main thread, which receives signals, on behalf of runs in other threads: a
+        caller that waits for its threads there (Prefect's task runner, an executor) would never
+        notify them."""
         if threading.current_thread() is threading.main_thread() or self._watcher is not None:
             return
         self._watcher = threading.Thread(target=self._watching, name="raybatch-watch", daemon=True)
@@ -456,13 +458,14 @@ class Shared:
 
 
 def _ends_process(error: BaseException) -> bool:
-    """Whether it is what a signal raises; Prefect's own is known by its name alone."""
+    """Return whether a signal raised the exception; Prefect's own is recognized only by its
+    name."""
     ends = isinstance(error, (KeyboardInterrupt, SystemExit))
     return ends or type(error).__name__ == "TerminationSignal"
 
 
 def _ending() -> BaseException | None:
-    """What the main thread is ending with just now."""
+    """Return the exception with which the main thread is ending now."""
     found: object = sys._current_exceptions().get(threading.main_thread().ident or 0)
     if isinstance(found, tuple):  # Python 3.11
         found = found[1]

@@ -1,4 +1,4 @@
-"""Work on a Ray cluster item by item, where neither engines nor data sets are needed."""
+"""Runs work on a Ray cluster item by item, where neither engines nor datasets are needed."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ TASK_RETRIES = 3  # of an item whose worker or node dies; what the work itself r
 
 @contextmanager
 def copying_for(cluster: ClusterSpec, size: int, reachable: bool) -> Iterator[Everywhere]:
-    """Where `size` bytes of input are copied: on a `cluster` elsewhere, if there is enough
-    to copy and all of it is `reachable` from there, else in threads of this process, which a
-    cluster started here could not better."""
+    """Yield where to copy `size` bytes of input: on a remote `cluster` if there is enough to copy
+    and all of it is `reachable` from there, otherwise in threads of this process; a cluster started
+    here would not be faster."""
     workers = 0
     with ExitStack() as stack:
         if reachable and address_of(cluster) is not None:
@@ -62,10 +62,10 @@ def _numbered(work: Callable[[Any], Any], item: tuple[int, Any]) -> tuple[int, A
 
 @contextmanager
 def workers_for(cluster: ClusterSpec, size: int, made: str = "result") -> Iterator[int]:
-    """How many CPUs there are to work on `size` bytes side by side; 0 where it is done here.
+    """Yield how many CPUs can work on `size` bytes in parallel; 0 to work in this process.
 
-    `made` is what is worked on, for the logs and for who shares a cluster. For the block the
-    process is in the cluster. One that does not answer is no fault: then the work is done here.
+    `made` names the work for logs and for other users of the cluster. The process is in the cluster
+    for the block. If the cluster does not answer, the work is done here.
     """
     with SHARED.visited() as there:
         if there:
@@ -91,12 +91,12 @@ def side_by_side(
     at_once: int,
     room: Callable[[], int | None] | None = None,
 ) -> Iterator[Value]:
-    """`work(item)` for each item as it is done, in any order, by tasks of one CPU each.
+    """Yield `work(item)` for each item as it completes, in any order, as Ray tasks of one CPU each.
 
-    At most `at_once` of them are under way, or as many as `room` says just now, if it says any, and
-    items are taken as there is room. The first error comes out here; then nothing new begins, and
-    what is under way is given up. An item may be worked on twice at the same time: Ray does it
-    again when its worker or node is lost.
+    At most `at_once` are in progress, or as many as `room` currently returns; items are taken as
+    there is room. The first error is raised here; then nothing new begins and running work is
+    abandoned. An item may be worked on twice at once: Ray repeats it when its worker or node is
+    lost.
     """
     import ray
 
@@ -117,8 +117,8 @@ def side_by_side(
 
 
 def _done(work: Callable[[Any], Any], item: Any) -> Any:
-    """What comes of an item; an error of ours as a value, by which Ray retries nothing and hides
-    no message."""
+    """Return the result of an item, or our error as a value, so that Ray neither retries nor hides
+    it."""
     try:
         return work(item)
     except RayBatchError as error:
@@ -126,7 +126,7 @@ def _done(work: Callable[[Any], Any], item: Any) -> Any:
 
 
 def _next(under_way: set[Any]) -> Any:
-    """Of the first that is done, which is taken out; raises its error."""
+    """Return the result of the first completed item and remove it; raise its error."""
     import ray
 
     (first,), _ = ray.wait(list(under_way), num_returns=1)

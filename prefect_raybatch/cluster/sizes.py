@@ -1,4 +1,4 @@
-"""What cluster and model say of themselves, for the sizes of a run: asks both, and resolves."""
+"""Queries cluster and model for the sizes of a run, and resolves them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from prefect_raybatch.spec.sizes import SizeSpec
 
 
 def engines_to_plan_for(spec: SizeSpec, where: ClusterSpec) -> int:
-    """Return how many engines the shards of a new plan are cut for."""
+    """Return the number of engines to cut the shards of a new plan for."""
     return sizing.expected_engines(spec, cluster.glance(where))
 
 
@@ -33,7 +33,7 @@ def for_attempt(spec: SizeSpec, plan: Plan, have: Capacity) -> Sizing:
 def model_sizes(
     spec: SizeSpec, model: Mapping[str, Any], have: Capacity
 ) -> tuple[memory.Model | None, str]:
-    """Return what the model takes of a GPU, or why that is not known; a CPU has no use for it."""
+    """Return the model's GPU memory, or why it is unknown; on a CPU it is not needed."""
     if spec.device_for(have.gpus) == "cpu":
         return None, ""
     try:
@@ -45,8 +45,8 @@ def model_sizes(
 
 
 def ask(spec: SizeSpec, where: ClusterSpec) -> tuple[Capacity, list[str]]:
-    """Return what a cluster has, and what is wrong: an assumption where it cannot be asked, or does
-    not answer."""
+    """Return the capacity of a cluster and what is wrong: an assumption if it cannot be queried or
+    does not answer."""
     if cluster.address_of(where):
         try:
             with cluster.connected(where) as capacity:

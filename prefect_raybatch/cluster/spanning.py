@@ -13,10 +13,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 
 class _Made(PlacementGroupSchedulingStrategy):
-    """A place in a group that is made when an actor is started there.
+    """A place in a group that is created when an actor starts there.
 
-    Ray Data asks for an actor's options also where it starts none (its watch for tasks that take
-    much memory): a group made then would keep the GPUs from the engine (tried: the run hung).
+    Ray Data also asks for an actor's options without starting one (its watch for tasks that take
+    much memory): a group created then would keep the GPUs from the engine (the run hung).
     """
 
     def __init__(self, make: Callable[[], PlacementGroup]):
@@ -33,10 +33,10 @@ class _Made(PlacementGroupSchedulingStrategy):
 
 
 class SpanningGroups:
-    """What Ray Data calls for the options of each engine's actor.
+    """Called by Ray Data for the options of each engine's actor.
 
-    A bundle for each of the `gpus` of an engine, on as few nodes as there is room on. The actor
-    itself is in the first and takes its CPUs from there; vLLM finds the group by the actor and
+    Creates a bundle for each of the engine's `gpus`, on as few nodes as possible. The actor itself
+    is in the first bundle and takes its CPUs from it; vLLM finds the group through the actor and
     starts a worker in each bundle.
     """
 
@@ -56,7 +56,7 @@ class SpanningGroups:
         return self.groups[-1]
 
     def remove(self) -> None:
-        """Gives the GPUs back: Ray itself would keep them until the driver's end."""
+        """Release the GPUs: Ray itself would keep them until the driver ends."""
         while self.groups:
             group = self.groups.pop()
             if ray.is_initialized():

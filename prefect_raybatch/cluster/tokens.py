@@ -1,5 +1,5 @@
-"""Ray's token: which one would be sent, who may read its file, and the one line that says what is
-wrong with it."""
+"""Ray's token: which one would be sent, who may read its file, and one line that says what is wrong
+with it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BY_ENVIRONMENT = "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH
 
 
 def token_sent(access: ClusterAccess) -> str | None:
-    """The token that goes to the cluster: the block's, else the environment's, as Ray reads it
+    """Return the token sent to the cluster: the block's, else the environment's, as Ray reads it
     (RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token)."""
     if access.token is not None:
         return access.token
@@ -36,8 +36,7 @@ def token_sent(access: ClusterAccess) -> str | None:
 
 
 def check_token_file() -> None:
-    """Raise `ConfigError` where Ray would read its token from a pipe or a device: it would wait for
-    it without end."""
+    """Raise `ConfigError` if Ray would read its token from a pipe or a device and block forever."""
     try:
         file = token_file()
         mode = file.stat().st_mode if file is not None else stat.S_IFREG
@@ -55,7 +54,7 @@ def _uses_tokens() -> bool:
 
 
 def token_file() -> Path | None:
-    """Return the file from which Ray takes its token, whether it exists or not; None where it takes
+    """Return the file from which Ray takes its token, whether it exists or not; None if it takes
     none, or one from the environment. Raise `RuntimeError` for a user without a home."""
     if not _uses_tokens() or os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return None
@@ -72,10 +71,10 @@ def open_token_mode() -> tuple[Path, int] | None:
 
 
 def keep_token_private() -> None:
-    """Make the token that a local cluster is about to use, or its file, this user's alone.
+    """Make the token that a local cluster is about to use, or its file, readable by this user only.
 
-    `ray.init` writes a new token with the umask's mode, as a rule readable by all, and whoever has
-    it can run anything as this user.
+    `ray.init` writes a new token with the umask's mode, usually readable by all, and whoever has it
+    can run anything as this user.
     """
     try:
         file = token_file()
@@ -97,7 +96,7 @@ def keep_token_private() -> None:
 
 
 def _put_token(file: Path) -> None:
-    """Write a new token in Ray's form, unless another process was first; nobody sees half of it."""
+    """Write a new token in Ray's form unless another process was first; it appears atomically."""
     descriptor, temporary = tempfile.mkstemp(prefix=".auth_token-", dir=file.parent)
     try:
         with open(descriptor, "w", encoding="utf-8") as made:  # its mode is 0600
@@ -109,7 +108,7 @@ def _put_token(file: Path) -> None:
 
 
 def token_missing(who: str, access: ClusterAccess) -> str:
-    """What is wrong where a cluster wants a token and got none, and what to do."""
+    """Return the message for a cluster that requires a token and got none, with what to do."""
     remedy = f"set {BY_ENVIRONMENT} for the flow"
     if access.block is None:
         remedy += ", or save it in a RayCluster block and name that in cluster.block"
@@ -119,7 +118,7 @@ def token_missing(who: str, access: ClusterAccess) -> str:
 
 
 def token_wrong(who: str, access: ClusterAccess) -> str:
-    """What is wrong where a cluster refuses the token that it got, and what to do."""
+    """Return the message for a cluster that rejects the token that it got, with what to do."""
     ours = access.token is not None or any(n.lower() == "authorization" for n in access.headers)
     of = f"the block {access.block}" if ours and access.block else "this environment"
     return (

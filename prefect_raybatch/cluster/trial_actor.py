@@ -1,4 +1,4 @@
-"""A trial on a worker of the cluster: an actor that gives its GPUs back at the end."""
+"""A precision trial on a worker of the cluster, in an actor that releases its GPUs at the end."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def trial_on_worker(
     resources: Mapping[str, Any],
     halted: Callable[[], RayBatchError | None] = lambda: None,
 ) -> Iterator[AskSample]:
-    """`ask(again)` gives the outcomes of an engine (`TrialEngine`) with these `resources` of Ray's,
-    which is there for the block. Raises as `TrialEngine` does, `EngineFailure` when the worker
-    dies, and what `halted` gives once the run is stopped."""
+    """Yield `ask(again)`, which returns the outcomes of an engine (`TrialEngine`) with these Ray
+    `resources`; the engine exists for the block. Raises like `TrialEngine`, `EngineFailure` if the
+    worker dies, and what `halted` returns once the run is stopped."""
     import ray
 
     options = {name: value for name, value in resources.items() if name != "max_task_retries"}

@@ -1,10 +1,10 @@
-"""Engines that outlast their run: which are up, who has them, when they go.
+"""Engines that outlast their run: which are up, who has them, when they end.
 
-A run leases the engines that are up and are of its kind, and gives them back when it ends. They
-belong to the process: while somebody keeps them they wait for the next run, make room for engines
-of another kind, and go when they have waited long enough. Those that were started early, while the
-input of their run is copied, wait in the same place for that run alone: nobody need keep them.
-Starting, asking and ending them is handed in: all this can be tested without Ray.
+A run leases running engines of its kind, and returns them when it ends. They belong to the process:
+while somebody keeps them, they wait for the next run, make room for engines of another kind, and
+end when they have waited long enough. Prewarmed engines, started while the input of their run is
+copied, wait in the same place for that run alone, and nobody need keep them. Starting, querying and
+ending them is passed in, so this module can be tested without Ray.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ TIDY_EVERY = 5.0  # seconds between two looks for engines that have waited long 
 
 @dataclass(frozen=True)
 class WarmKind:
-    """What an engine is: `key` is equal where one can stand in for the other. `engine` is the class
-    of its stage, `options` are those of its actor in Ray's words, `calls` the blocks that may be in
-    it at once, and `takes` what it holds, by Ray's names of resources. `arguments` are those of
-    vLLM, and `base` is equal where two kinds differ in nothing but these."""
+    """The kind of an engine: `key` is equal if one can replace the other. `engine` is the class of
+    its stage, `options` are those of its actor in Ray's terms, `calls` is the number of blocks that
+    may be in it at once, and `takes` what it holds, by Ray's resource names. `arguments` are those
+    of vLLM, and `base` is equal if two kinds differ only in these."""
 
     key: str
     engine: type
@@ -42,8 +42,8 @@ class WarmKind:
     base: str = field(default="", compare=False)
 
     def beside(self, other: WarmKind) -> str:
-        """The arguments of vLLM in which this kind differs from another, where nothing else tells
-        them apart."""
+        """Return the vLLM arguments in which this kind differs from another, if nothing else
+        does."""
         if self.base != other.base:
             return ""
         names = sorted(self.arguments.keys() | other.arguments.keys())
@@ -52,25 +52,25 @@ class WarmKind:
 
 
 class HostAccess(Protocol):
-    """What is asked of the actors that hold engines."""
+    """The operations on actors that hold engines."""
 
     def make(self, kind: WarmKind) -> Any:
-        """Starts one; its engine starts with the first run."""
+        """Start an actor; its engine starts with the first run."""
 
     def begin(self, host: Any, spec: Any) -> Any:
-        """Starts its engine by that spec, before a run has it; what `begun` is asked with."""
+        """Start its engine with that spec before a run has it; return a handle for `begun`."""
 
     def begun(self, starts: Sequence[Any]) -> bool:
-        """Whether all of these starts are over, well or not."""
+        """Return whether all of these starts are over, successfully or not."""
 
     def idle(self, hosts: Sequence[Any]) -> list[bool]:
-        """Whether each is there with no block in it, on a node that stays."""
+        """Return for each whether it lives with no block in it, on a node that stays."""
 
     def leaving(self, hosts: Sequence[Any]) -> list[bool]:
-        """Whether each says that its node leaves the cluster."""
+        """Return for each whether its node is being drained."""
 
     def end(self, hosts: Sequence[Any], kindly: bool) -> None:
-        """Ends them and what they hold; `kindly`: each may end its engine by itself."""
+        """End them and what they hold; `kindly`: each may end its engine by itself."""
 
 
 @dataclass(eq=False)
@@ -93,11 +93,12 @@ class WarmEngines:
 
     @property
     def kept(self) -> bool:
-        """Whether anybody wants engines to wait for another run."""
+        """Return whether anybody wants engines to wait for another run."""
         return bool(self._keepers)
 
     def keep(self, idle_seconds: float = IDLE_SECONDS) -> None:
-        """Engines wait from now on, each for at most so long; as often as `drop` is called."""
+        """Let engines wait from now on, each for at most `idle_seconds`, until the matching
+        `drop`."""
         with self._lock:
             first = not self._keepers
             self._keepers.append(idle_seconds)
@@ -109,7 +110,7 @@ class WarmEngines:
         ).start()
 
     def drop(self, idle_seconds: float = IDLE_SECONDS) -> None:
-        """Takes a `keep` back; the last one ends all that wait."""
+        """Undo a `keep`; the last one ends all waiting engines."""
         with self._lock:
             self._keepers.remove(idle_seconds)
             if self._keepers:
@@ -119,8 +120,8 @@ class WarmEngines:
 
     @contextmanager
     def lease(self, kind: WarmKind | None, most: int = 0) -> Iterator[WarmLease | None]:
-        """At most so many engines of a kind for the block, those that are up first; None where
-        nobody keeps any and none was started early, or the kind cannot be kept."""
+        """Lease at most `most` engines of a kind for the block, running ones first. Yields None if
+        nobody keeps any and none was prewarmed, or if the kind cannot be kept."""
         mine: list[_Kept] = []
         others: set[str] = set()
         if kind is not None:
@@ -164,17 +165,17 @@ class WarmEngines:
 
     @property
     def kinds(self) -> list[WarmKind]:
-        """What those are that wait for a run, the one that has waited longest first."""
+        """Return the kinds of waiting engines, the longest waiting first."""
         with self._lock:
             return list(dict.fromkeys(one.kind for one in self._idle))
 
     def waiting(self, kind: WarmKind) -> int:
-        """How many of a kind wait for a run."""
+        """Return how many of a kind wait for a run."""
         with self._lock:
             return sum(one.kind == kind for one in self._idle)
 
     def start_early(self, kind: WarmKind, spec: Any, count: int) -> EarlyHosts:
-        """Starts so many engines for a run that is to come, which leases them by their kind."""
+        """Start `count` engines for a later run, which leases them by their kind."""
         made = EarlyHosts(self.access)
         for _ in range(count):
             host = self.access.make(kind)
@@ -185,7 +186,7 @@ class WarmEngines:
 
     @property
     def early(self) -> dict[str, float]:
-        """What engines hold that were started early and that no run has taken yet."""
+        """Return what prewarmed engines hold that no run has taken yet."""
         held: Counter[str] = Counter()
         with self._lock:
             for one in self._idle:
@@ -194,7 +195,7 @@ class WarmEngines:
         return dict(held)
 
     def end_early(self, made: EarlyHosts, but: int = 0) -> int:
-        """Ends those of these that no run has taken, but for so many of them; how many."""
+        """End those of these that no run has taken, except `but` of them; return how many."""
         with self._lock:
             found = [one for one in self._idle if one.early and one.host in made.hosts][but:]
             self._idle = [one for one in self._idle if one not in found]
@@ -203,8 +204,8 @@ class WarmEngines:
         return len(found)
 
     def make_room(self, short: Mapping[str, float]) -> bool:
-        """Ends engines that wait, the one that has waited longest first, until what they held
-        covers what is `short`; whether any was ended."""
+        """End waiting engines, the longest waiting first, until what they held covers `short`;
+        return whether any was ended."""
         left = {name: need for name, need in short.items() if need > 0}
         gone = []
         with self._lock:
@@ -219,7 +220,7 @@ class WarmEngines:
         return bool(gone)
 
     def tidy(self) -> None:
-        """Ends the engines that have waited long enough, and those whose node leaves."""
+        """End engines that have waited long enough, and those whose node is being drained."""
         with self._lock:
             longest = max(self._keepers, default=0.0)
             waited = [one for one in self._idle if self.clock() - one.since >= longest]
@@ -234,13 +235,13 @@ class WarmEngines:
         self._end(gone, "their nodes leave the cluster")
 
     def end_idle(self) -> None:
-        """Ends all that wait."""
+        """End all waiting engines."""
         with self._lock:
             gone, self._idle = self._idle, []
         self._end(gone, "nobody keeps them any more")
 
     def forget(self) -> None:
-        """The cluster is gone, with all that was in it."""
+        """Forget everything, because the cluster is gone."""
         with self._lock:
             self._idle.clear()
 
@@ -255,7 +256,7 @@ class WarmEngines:
 
 
 class EarlyHosts:
-    """Engines that were started before their run is planned."""
+    """Engines that were started before their run was planned."""
 
     def __init__(self, access: HostAccess):
         self.access = access
@@ -267,13 +268,13 @@ class EarlyHosts:
         self._starts.append(start)
 
     def begun(self) -> bool:
-        """Whether all are up, or have failed to be."""
+        """Return whether all are up, or have failed to start."""
         return self.access.begun(self._starts)
 
 
 class WarmLease:
-    """The engines of one run: those that were up, and such as it has started. Those in `early` may
-    start still."""
+    """The engines of one run: those that were up, and those that it started. Those in `early` may
+    still be starting."""
 
     def __init__(
         self, access: HostAccess, kind: WarmKind, hosts: list[Any], early: Sequence[Any] = ()
@@ -282,12 +283,12 @@ class WarmLease:
 
     @property
     def holds(self) -> dict[str, float]:
-        """What its engines hold now, by Ray's names of resources."""
+        """Return what its engines hold now, by Ray's resource names."""
         return {name: value * len(self.hosts) for name, value in self.kind.takes.items()}
 
     def engines(self, count: int) -> list[Any]:
-        """At least so many that live, for a pass that begins; others in place of those that died,
-        whose node leaves, or that an earlier pass left something in."""
+        """Return at least `count` live engines for a new pass; replaces those that died, whose node
+        is being drained, or in which an earlier pass left something."""
         # One that starts still answers late, and no pass can have left anything in it.
         early, self.early = self.early, []
         asked = [host for host in self.hosts if host not in early]

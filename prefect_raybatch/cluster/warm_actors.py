@@ -1,4 +1,4 @@
-"""Ray's side of engines that outlast their run: the actors that hold them, and those of a pass that
+"""Engines that outlast their run, on Ray: the actors that hold them, and the actors of a pass that
 forward its blocks to them."""
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ HOST_CALLS = 64  # blocks at least, so that runs that differ in these alone shar
 def warm_kind(
     engine: type, spec: EngineLaunch, resources: dict[str, Any], calls: int
 ) -> WarmKind | None:
-    """What an engine of this spec and with these `resources` of Ray's is, where it can go from one
-    run to another; None where it cannot: a logits processor of the user's may keep a state."""
+    """Return the kind of an engine with this spec and these Ray `resources`; None if it cannot be
+    passed from one run to another, because a user's logits processor may keep state."""
     if spec.arguments.get("logits_processors"):
         return None
     counts = {
@@ -70,9 +70,9 @@ def warm_kind(
 class EngineHost:
     """The engine stage of one run after the other, in an actor that belongs to none of them.
 
-    A run is known by a `token`, one a pass; `by` is the actor of it that forwards blocks.
-    `leaving` says, in the actor, whether its node is to leave the cluster: then it takes no block
-    any more, and no run.
+    A run is identified by a `token`, one for each pass; `by` is its actor that forwards blocks.
+    `leaving` returns, in the actor, whether its node is being drained: then it accepts no more
+    blocks and no run.
     """
 
     def __init__(self, engine: type, leaving: Callable[[], bool] = lambda: False):
@@ -84,7 +84,7 @@ class EngineHost:
         self._inside = 0
 
     def take(self, token: str, by: str) -> bool:
-        """Whether that actor of a pass has this engine, as the first of its pass that asks."""
+        """Return whether that actor gets this engine: it is the first of its pass to ask."""
         if self.leaves():
             return False
         with self._lock:
@@ -94,7 +94,7 @@ class EngineHost:
             return True
 
     def begin(self, token: str, spec: EngineLaunch) -> None:
-        """Works for that pass; returns when the engine is up, or refuses to be."""
+        """Work for that pass; return when the engine is up, or raise if it refuses."""
         with self._begins:
             if self._ready == token:
                 return
@@ -110,8 +110,9 @@ class EngineHost:
             self._ready = token
 
     def answer(self, token: str, table: pa.Table) -> pa.Table | bool | None:
-        """What the engine stage makes of a block; None where it does not know the pass, since its
-        process was started anew; False where its node leaves, and the block is for another."""
+        """Return the engine stage's output for a block; None if it does not know the pass, because
+        its process was restarted; False if its node is being drained and the block must go
+        elsewhere."""
         if self.leaves():
             return False
         if self._ready != token:
@@ -125,7 +126,7 @@ class EngineHost:
                 self._inside -= 1
 
     def is_idle(self) -> bool:
-        """Whether another run can have it: no block is inside, and its node stays."""
+        """Return whether another run can have it: no block is inside, and its node stays."""
         return self.is_empty() and not self.leaves()
 
     def is_empty(self) -> bool:
@@ -136,7 +137,7 @@ class EngineHost:
         return self._leaving()
 
     def close(self) -> None:
-        """Ends the engine, so that its GPU is free before the actor is."""
+        """End the engine, so that its GPU is free before the actor is."""
         with self._begins:
             self._end_stage()
 
@@ -149,22 +150,22 @@ class EngineHost:
 
 @dataclass(frozen=True)
 class Deaths:
-    """How often the process of an engine may die in one pass: while it starts, and in a row without
-    an answered block. Ray itself starts it again as often as it dies."""
+    """How often an engine's process may die in one pass: while it starts, and in a row without an
+    answered block. Ray itself restarts it as often as it dies."""
 
     starting: int
     in_a_row: int
 
 
 class Forwarder:
-    """Takes the engine stage's place in a pass: each block goes to an actor that holds an engine,
-    and comes back answered. It holds no resources: those are the host's.
+    """Stands for the engine stage in a pass: each block goes to an actor that holds an engine and
+    comes back answered. It holds no resources; the hosts do.
 
-    Where the node of its engine leaves the cluster, another engine `made` of the `kind` takes what
-    is not begun; that one is this actor's own and ends with the pass. `leaving` says whether this
-    actor's own node leaves: then it gives back, for the one that takes its place elsewhere.
-    `restarts` says how often Ray has started a host again. Once its process has died more often
-    than `most` allows, each further block is lost at once.
+    If the node of its engine is being drained, another engine `made` of the `kind` takes what is
+    not yet begun; that engine is this actor's own and ends with the pass. `leaving` returns whether
+    this actor's own node is being drained: then it hands over to its replacement elsewhere.
+    `restarts` returns how often Ray has restarted a host. Once its process has died more often than
+    `most` allows, every further block is lost at once.
     """
 
     def __init__(
@@ -195,8 +196,8 @@ class Forwarder:
         self._begin()
 
     def _found(self, hosts: list[Any]) -> Any:
-        """A host that no other forwarder of the pass has, of those that are up first. Where others
-        have all of them (one of these has died, and this one takes its place): any."""
+        """Return a host that no other forwarder of the pass has, running ones first. If others have
+        all of them (one of these died, and this one replaces it), return any."""
         import ray
         from ray.exceptions import RayActorError
 
@@ -215,7 +216,7 @@ class Forwarder:
         return last
 
     def _begin(self) -> None:
-        """The host works for this pass; waits for one that Ray starts anew after a death."""
+        """Make the host work for this pass; wait for one that Ray is restarting."""
         import ray
         from ray.exceptions import ActorUnavailableError
 
@@ -239,7 +240,7 @@ class Forwarder:
                     time.sleep(REACH_AGAIN)
 
     def _move(self, host: Any) -> None:
-        """Another engine in place of one whose node leaves, which ends once it is empty."""
+        """Replace an engine whose node is being drained; it ends once it is empty."""
         with self._lock:
             if self.host is not host:  # another thread was first
                 return
@@ -249,7 +250,8 @@ class Forwarder:
         threading.Thread(target=_end_when_empty, args=(host,), daemon=True).start()
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """The block as the engine stage gives it on; never raises for what befalls an engine."""
+        """Return the block as the engine stage outputs it; never raises for what happens to an
+        engine."""
         import ray
         from ray.exceptions import RayActorError
 
@@ -280,7 +282,7 @@ class Forwarder:
             return lost_all(table, Loss(ENGINE_DIED, _how_it_died(error), counted=True))
 
     def _count_death(self, host: Any, error: Exception) -> None:
-        """Give the host up where it died too often without an answered block in between."""
+        """Give the host up if it died too often without an answered block in between."""
         restarts = self._restarts(host)
         with self._lock:
             if self.host is not host:
@@ -297,7 +299,7 @@ class Forwarder:
 
 
 def _end_when_empty(host: Any) -> None:
-    """So that its node need not wait for it until the notice is over."""
+    """End it when empty, so that its node need not wait for the end of the drain notice."""
     import ray
 
     with contextlib.suppress(Exception):  # it is gone, or the cluster is

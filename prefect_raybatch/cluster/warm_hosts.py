@@ -1,4 +1,5 @@
-"""Ray as `warm` asks for it: the actors that hold engines started, asked and ended."""
+"""The actors that hold engines, started, queried and ended through Ray, behind the interface of
+`warm`."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ class RayHosts:
                 ray.kill(host)
 
     def _asked(self, calls: Sequence[tuple[Any, str]], seconds: float) -> list[Any]:
-        """What the hosts answer, all together in so many seconds; errors in place of answers."""
+        """Return the answers of the hosts, all within `seconds`; errors in place of answers."""
         import ray
 
         found: list[Any] = []

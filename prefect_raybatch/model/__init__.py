@@ -1,1 +1,1 @@
-"""Which model a job means, pinned; what it takes of a GPU."""
+"""Resolves and pins the model of a job, and estimates what it takes of a GPU."""

@@ -1,4 +1,4 @@
-"""LoRA adapters: pinned by their content, checked against the model, and laid where nothing changes
+"""LoRA adapters: pinned by content, checked against the model, and copied to where nothing changes
 them."""
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ FROM_HIDDEN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
 def named(request: ModelRequest) -> dict[str, str]:
-    """The job's adapters by name, in the order of their names; one for all rows is called ''."""
+    """Return the job's adapters by name, sorted; a single adapter for all rows has the name ""."""
     if request.adapter is not None:
         return {"": request.adapter}
     return dict(sorted(request.adapters.items()))
 
 
 def identities(request: ModelRequest) -> dict[str, str]:
-    """What the fingerprint counts of each: its content, or its Hugging Face name as written."""
+    """Return what the fingerprint counts of each: its content, or its Hugging Face name as
+    written."""
     return {
         name: source if _is_name(source) else _identity(_field(name), source)
         for name, source in named(request).items()
@@ -48,7 +49,8 @@ def identities(request: ModelRequest) -> dict[str, str]:
 
 
 def pin_adapters(request: ModelRequest) -> dict[str, dict[str, Any]]:
-    """{name: {source, revision, identity, rank}} of the job's adapters, as a plan keeps it."""
+    """Return {name: {source, revision, identity, rank}} of the job's adapters, as a plan keeps
+    it."""
     made = {}
     for name, source in named(request).items():
         revision = None
@@ -65,7 +67,8 @@ def pin_adapters(request: ModelRequest) -> dict[str, dict[str, Any]]:
 
 
 def arguments(pinned: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's engine arguments that make room for the adapters; what the job gives stays."""
+    """Return vLLM's engine arguments that reserve room for the adapters; arguments in the job
+    win."""
     if not pinned:
         return {}
     rank = max(int(adapter["rank"]) for adapter in pinned.values())
@@ -81,8 +84,8 @@ def arguments(pinned: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any])
 def check_adapters_fit(
     request: ModelRequest, pinned: Mapping[str, Any], config: Mapping[str, Any]
 ) -> None:
-    """Raises `ConfigError` for an adapter that was not made for this model, by its tensors, or that
-    vLLM does not load; where only the name of its model differs that is a warning."""
+    """Raise `ConfigError` for an adapter whose tensors do not match the model, or that vLLM does
+    not load. Warn if only the name of its base model differs."""
     text = text_part(config)
     for name, adapter in pinned.items():
         field = _field(name)
@@ -105,8 +108,8 @@ def check_adapters_fit(
 
 
 def adapter_path(adapter: Mapping[str, Any]) -> str:
-    """A folder on this node that holds the adapter as it was pinned, whatever becomes of the one
-    that the job named. Raises `ConfigError` where that changed before it was taken."""
+    """Return a folder on this node with the adapter as it was pinned, whatever happens to the job's
+    folder later. Raises `ConfigError` if that changed before it was copied."""
     source, identity = str(adapter["source"]), str(adapter["identity"])
     if adapter.get("revision") is not None:
         from huggingface_hub import snapshot_download
@@ -137,7 +140,7 @@ def _field(name: str) -> str:
 
 
 def _is_name(source: str) -> bool:
-    """Whether it is a Hugging Face name, and no folder."""
+    """Return whether it is a Hugging Face name rather than a folder."""
     if source.startswith(HUB_SCHEME):
         return True
     local = source.startswith((".", "/", "~")) or Path(source).exists()
@@ -149,8 +152,8 @@ def _identity(field: str, source: str) -> str:
 
 
 def _listing(field: str, source: str) -> bytes:
-    """Return the listing of an adapter's two files: of a folder with the SHA-256 of each, of S3
-    with size and ETag."""
+    """Return the listing of an adapter's two files: with the SHA-256 of each for a local folder,
+    with size and ETag on S3."""
     store = _store(field, source)
     if is_remote(source):
         files = [[f.path, f.size, f.etag] for f in store.list() if f.path in ADAPTER_FILES]
@@ -201,7 +204,7 @@ def _rank(field: str, config: Mapping[str, Any]) -> int:
 def _check_tensors(
     field: str, model: str, adapter: Mapping[str, Any], config: Mapping[str, Any]
 ) -> None:
-    """By the shapes in the header of its weights, which alone is read."""
+    """Check the shapes in the header of the weights; only the header is read."""
     for name, shape in _shapes(field, adapter).items():
         wrong = _misfit(name, shape, config)
         if wrong:
@@ -211,7 +214,7 @@ def _check_tensors(
 
 
 def _shapes(field: str, adapter: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Of the adapter's tensors, by name."""
+    """Return the shapes of the adapter's tensors by name."""
     source, revision = str(adapter["source"]), adapter.get("revision")
     if revision is None:
         with open_store(source).open(ADAPTER_WEIGHTS) as stream:
@@ -253,7 +256,7 @@ def _no_tensors(field: str, source: str) -> ConfigError:
 
 
 def _misfit(name: str, shape: list[int], config: Mapping[str, Any]) -> str:
-    """What of a tensor does not fit the model; "" where it does or cannot be told."""
+    """Return how a tensor does not fit the model; "" if it fits or if that cannot be determined."""
     layers = config.get("num_hidden_layers")
     layer = re.search(r"\.layers\.(\d+)\.", name)
     if layer and isinstance(layers, int) and int(layer[1]) >= layers:

@@ -1,4 +1,4 @@
-"""vLLM's arguments for an engine, and those among them that sizes follow from."""
+"""vLLM's engine arguments, and those that the sizes of a run depend on."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ USABLE = 0.92  # of a GPU, for its engines together; the rest is the driver's an
 
 @dataclass(frozen=True, kw_only=True)
 class EngineArguments:
-    """All arguments of an engine but its model. `max_model_len` is None for the model's own.
+    """All arguments of an engine except its model. `max_model_len` is None for the model's own
+    length.
 
-    `more` are those that nothing is chosen for here: the job's, as they are written there.
+    `more` are arguments that this package does not choose: the job's, as written.
     """
 
     tensor_parallel_size: int = 1
@@ -25,13 +26,13 @@ class EngineArguments:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> EngineArguments:
-        """Of arguments as vLLM takes them."""
+        """Parse arguments as vLLM takes them."""
         named = {f.name for f in fields(cls)} & arguments.keys()
         more = {name: value for name, value in arguments.items() if name not in named}
         return cls(**{name: arguments[name] for name in named}, more=more)
 
     def vllm(self) -> dict[str, Any]:
-        """As vLLM takes them."""
+        """Return them as vLLM takes them."""
         named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "more"}
         if self.max_model_len is None:
             del named["max_model_len"]
@@ -39,16 +40,16 @@ class EngineArguments:
 
     @property
     def usable(self) -> float:
-        """The part of a GPU that all its engines may take together."""
+        """Return the part of a GPU (0 to 1) that all its engines may take together."""
         return float(self.more.get("gpu_memory_utilization") or USABLE)
 
     @property
     def kv_cache_bytes(self) -> int | None:
-        """The KV cache that the job gives each engine; None where it follows from what is left."""
+        """Return the KV cache that the job sets for each engine; None if it is what is left."""
         given = self.more.get("kv_cache_memory_bytes")
         return int(given) if given else None
 
     @property
     def offloaded(self) -> float:
-        """Bytes of weights that stay in the node's memory."""
+        """Return the bytes of weights that stay in host memory."""
         return float(self.more.get("cpu_offload_gb") or 0) * 2**30

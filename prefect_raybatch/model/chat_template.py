@@ -1,4 +1,4 @@
-"""A job's chat template, read when a run is planned; whether it, or the model's own, can follow
+"""Reads a job's chat template at planning time, and checks whether it, or the model's own, supports
 what the job asks for."""
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ MAX_TOKENIZER_BYTES = 16 << 20
 
 
 def template_text(given: str) -> str:
-    """Return the text of a chat template, which `given` is or names the file of.
+    """Return the text of a chat template; `given` is the text or the name of its file.
 
-    Raises `ConfigError` for a file that cannot be read, or that is no template.
+    Raises `ConfigError` for an unreadable file or one that is no template.
     """
     text = given if is_template_text(given) else _read(given)
     _parsed(text, "prompt.chat_template" if text == given else f"prompt.chat_template: {given}")
@@ -37,9 +37,9 @@ def template_text(given: str) -> str:
 
 
 def check_template(prompt: PromptSpec, request: ModelRequest, model: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` where the chat template, the job's or the model's, does not know what
-    the job gives it. `model` is what `pinned.pin` gives; of one that is not in a folder nothing is
-    known here."""
+    """Raise `ConfigError` if the chat template, the job's or the model's, does not support what the
+    job passes to it. `model` is the result of `pinned.pin`; of a model that is not in a folder,
+    nothing is known here."""
     fields = needing(prompt)
     where = "prompt.chat_template"
     text = prompt.chat_template
@@ -70,7 +70,7 @@ def check_template(prompt: PromptSpec, request: ModelRequest, model: Mapping[str
 
 
 def _check_ends(text: str, where: str, prompt: PromptSpec) -> None:
-    """Raise `ConfigError` for a chat template that does not end for two short messages."""
+    """Raise `ConfigError` for a chat template that does not terminate for two short messages."""
     import jinja2
 
     def render() -> None:
@@ -103,7 +103,7 @@ def _check_ends(text: str, where: str, prompt: PromptSpec) -> None:
 
 
 def needing(prompt: PromptSpec) -> tuple[str, ...]:
-    """The fields of a job that only a chat template can follow."""
+    """Return the fields of a job that only a chat template can honour."""
     fields = {
         "messages": prompt.messages,
         "chat_template_kwargs": prompt.chat_template_kwargs,
@@ -115,7 +115,7 @@ def needing(prompt: PromptSpec) -> tuple[str, ...]:
 
 
 def no_template(fields: tuple[str, ...], model: str) -> str:
-    """The words for a model without chat template that `fields` need."""
+    """Return the message for a model without a chat template that `fields` need."""
     return (
         f"{fields[0]}: {model} has no chat template, which alone says how messages become a "
         "prompt; set prompt.chat_template to a Jinja file or text"
@@ -146,7 +146,8 @@ def _read(name: str) -> str:
 
 
 def _of_model(prompt: PromptSpec, request: ModelRequest, model: Mapping[str, Any]) -> str | None:
-    """The model's own chat template; "" where its files hold none, None where they are not here."""
+    """Return the model's own chat template; "" if its files have none, None if they are not
+    here."""
     extra, source = request.given, str(model["source"])
     if extra.get("tokenizer"):
         if is_remote(extra["tokenizer"]) or not Path(extra["tokenizer"]).is_dir():
@@ -162,7 +163,8 @@ def _of_model(prompt: PromptSpec, request: ModelRequest, model: Mapping[str, Any
 
 
 def _of_processor(store: Store) -> str | None:
-    """Return the chat template that a model's processor of images has beside its tokenizer's."""
+    """Return the chat template that a model's image processor has in addition to its
+    tokenizer's."""
     try:
         value = json.loads(store.read("chat_template.json", MAX_TEMPLATE_BYTES))
         text = value["chat_template"]
@@ -172,7 +174,7 @@ def _of_processor(store: Store) -> str | None:
 
 
 def _stored(store: Store, tools: bool) -> str | None:
-    """As transformers chooses among a tokenizer's files."""
+    """Choose among a tokenizer's templates as transformers does."""
     files = {file.path for file in store.list()}
     known = {}
     if "tokenizer_config.json" in files:
@@ -202,7 +204,7 @@ def _text(store: Store, name: str) -> str:
 
 
 def _names(text: str) -> frozenset[str]:
-    """All names that a template reads."""
+    """Return all names that a template reads."""
     from jinja2 import nodes
 
     return frozenset(node.name for node in _parsed(text, "it").find_all(nodes.Name))
@@ -221,11 +223,12 @@ def _parsed(text: str, where: str) -> jinja2.nodes.Template:
 
 
 class TemplateTooLarge(Exception):
-    """An operation in a chat template makes a value that no prompt has room for."""
+    """An operation in a chat template makes a value too large for any prompt."""
 
 
 def _bounded_operation(operator: str, left: Any, right: Any) -> None:
-    """Raise `TemplateTooLarge` before a power or a repetition that no time limit could end."""
+    """Raise `TemplateTooLarge` before a power or a repetition that no time limit could
+    interrupt."""
     if operator == "**":
         too_large = isinstance(right, (int, float)) and abs(right) > MOST_EXPONENT
     else:
@@ -241,8 +244,8 @@ def _bounded_operation(operator: str, left: Any, right: Any) -> None:
 
 
 def _environment(checked: bool = False) -> jinja2.Environment:
-    """As transformers renders: sandboxed, with loop controls and its own mark of what a model
-    generates. `checked`: operations that make large values raise `TemplateTooLarge`."""
+    """Return an environment that renders as transformers does: sandboxed, with loop controls and
+    its generation tag. `checked`: operations that make large values raise `TemplateTooLarge`."""
     from jinja2 import nodes, parser
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment

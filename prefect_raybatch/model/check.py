@@ -1,6 +1,6 @@
-"""Whether an engine can load a model and answer with it, told from its files before one starts.
+"""Checks from a model's files, before an engine starts, whether an engine can load it and answer.
 
-An engine says the same after a minute, on the GPU, once for each of its restarts.
+An engine reports the same faults after a minute, on the GPU, once for each of its restarts.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ TOKENIZER = (
 
 def check(spec: RunSpec, model: Mapping[str, Any], files: bool = True) -> None:
     """Raise `ConfigError` for a model that cannot do the run's task, does not take its images,
-    lacks weights or tokenizer, has files that were cut off, whose context has no room for the
-    answer, or that has not the token ids of sampling fields.
+    lacks weights or tokenizer, has truncated files, has no room for the answer in its context, or
+    lacks the token ids of sampling fields.
 
-    `model` is what `pinned.pin` gives. Of a Hugging Face name config.json alone is looked at;
-    so of any model without `files`, as for a cluster that is only imagined.
+    `model` is the result of `pinned.pin`. For a Hugging Face name, and for any model without
+    `files` (as for an imagined cluster), only config.json is checked.
     """
     request, source = spec.engine.model, str(model["source"])
     config, _ = models.read_config(model)
@@ -75,7 +75,8 @@ def _check_room(request: ModelRequest, max_tokens: int, config: Mapping[str, Any
 def _check_vocabulary(
     request: ModelRequest, sampling: SamplingSpec, config: Mapping[str, Any]
 ) -> None:
-    """`ConfigError` for token ids that the model has not, with which vLLM refuses every row."""
+    """Raise `ConfigError` for token ids outside the vocabulary, with which vLLM rejects every
+    row."""
     tokens = text_part(config).get("vocab_size")
     if not isinstance(tokens, int) or "hf_overrides" in request.given:
         return
@@ -90,7 +91,7 @@ def _check_vocabulary(
 
 
 def _check_length(request: ModelRequest, config: Mapping[str, Any]) -> None:
-    """`ConfigError` for a context that vLLM refuses, where that can be told from config.json."""
+    """Raise `ConfigError` for a context length that vLLM rejects, as far as config.json tells."""
     if "hf_overrides" in request.given or request.context is None:
         return
     allowed = {**os.environ, **request.env}.get(LONGER_ALLOWED, "0")
@@ -148,7 +149,7 @@ def _check_index(source: str, store: Store, sizes: Mapping[str, int]) -> None:
 
 
 def _check_safetensors(where: str, store: Store, name: str, size: int) -> None:
-    """The file's header says where its last tensor ends; a shorter file was cut off."""
+    """Raise `ConfigError` for a truncated file: its header says where its last tensor ends."""
     with store.open(name) as stream:
         said = _safetensors_bytes(stream)
     if said is None:
@@ -164,7 +165,7 @@ def _check_safetensors(where: str, store: Store, name: str, size: int) -> None:
 
 
 def _safetensors_bytes(stream: BinaryIO) -> int | None:
-    """Bytes of a whole file by its own header; None where there is no such header."""
+    """Return the file size that a safetensors header implies; None if there is no such header."""
     length = int.from_bytes(stream.read(8), "little")
     if not 2 <= length <= MAX_HEADER_BYTES:
         return None

@@ -1,8 +1,8 @@
-"""How many tokens a model takes by its config.json: prompt and answer together.
+"""Context length of a model by its config.json: prompt and answer together.
 
-By the rule of vLLM 0.26 to 0.29 (`vllm/config/model.py`, `_get_and_verify_max_len`), so that what
-its engines would refuse after half a minute is refused by the plan, and a prompt that they would
-not take ends in quarantine.
+Follows the rule of vLLM 0.26 to 0.29 (`vllm/config/model.py`, `_get_and_verify_max_len`), so the
+plan rejects what its engines would reject after half a minute, and a prompt that is too long for
+them ends in quarantine.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ ORIGINAL = "original_max_position_embeddings"
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the part that reads text, which models of several kinds of input nest in their
-    own; that of a model of text alone as it is."""
+    """Return the config of the text model, which multimodal models nest in theirs; that of a text
+    model as it is."""
     nested = config.get("text_config")
     return {**config, **nested} if isinstance(nested, Mapping) else config
 
 
 def own_context(config: Mapping[str, Any]) -> int | None:
-    """Tokens that an engine takes unless it is told otherwise; None where config.json says
-    nothing."""
+    """Return the default context length in tokens; None if config.json does not tell."""
     text = text_part(config)
     longest = longest_context(config)
     if longest is not None and any(_kind(rope) in ("su", "longrope") for rope in _ropes(text)):
@@ -38,7 +37,8 @@ def own_context(config: Mapping[str, Any]) -> int | None:
 
 
 def longest_context(config: Mapping[str, Any]) -> int | None:
-    """The most tokens that an engine may be told to take; None where config.json says nothing."""
+    """Return the longest context, in tokens, that an engine accepts; None if config.json does not
+    tell."""
     text = text_part(config)
     whole = text.get(ALONE_COUNTS)
     known = [whole] if _is_length(whole) else [text.get(name) for name in LENGTHS]
@@ -55,7 +55,7 @@ def longest_context(config: Mapping[str, Any]) -> int | None:
 
 
 def _ropes(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """How positions are scaled: once, or by kinds of layers."""
+    """Yield the rope scaling settings: one, or one for each kind of layer."""
     for name in ("rope_scaling", "rope_parameters"):
         found = text.get(name)
         if isinstance(found, Mapping):

@@ -1,7 +1,7 @@
-"""What an image comes to once a model's processor is done with it, by the model's own files.
+"""Estimates the bytes of an image after a model's processor, from the model's own files.
 
-Of the same photo that is 0.6 MB for one model and 15 MB for another, which cuts every image into
-tiles of one size. A block of rows must hold them all.
+The same photo takes 0.6 MB for one model and 15 MB for another that cuts every image into tiles of
+one size. A block of rows must hold all its images.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 def image_bytes(
     request: ModelRequest, model: Mapping[str, Any], pixels: float, processor: Mapping[str, Any]
 ) -> float:
-    """About the bytes of one image that has so many pixels when the model is given it."""
+    """Return the approximate bytes of one image of `pixels` pixels as the model gets it."""
     config, _ = models.read_config(model)
     config = overridden(request, config)
     inner = config.get("text_config")
@@ -41,7 +41,7 @@ def image_bytes(
 
 
 def made_pixels(pixels: float, processor: Mapping[str, Any]) -> float:
-    """The pixels that a processor makes of an image of `pixels`."""
+    """Return the pixels of an image of `pixels` pixels after the processor."""
     size = processor.get("size")
     size = size if isinstance(size, Mapping) else {}
     if "merge_size" in processor:  # Qwen2-VL and its kin: nearly as they are
@@ -65,7 +65,7 @@ def made_pixels(pixels: float, processor: Mapping[str, Any]) -> float:
 
 
 def processor_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """What the model's files say of its image processor; {} where that cannot be read here."""
+    """Return the settings of the model's image processor; {} if they cannot be read here."""
     for name in PROCESSOR_FILES:
         try:
             value = json.loads(_read(model, name))
@@ -90,7 +90,7 @@ def _read(model: Mapping[str, Any], name: str) -> bytes:
 
 
 def _fixed(size: Any) -> float | None:
-    """The pixels of a size that is always the same."""
+    """Return the pixels of a fixed size; None if the size varies."""
     if isinstance(size, int):
         return size * size
     if isinstance(size, Mapping) and "height" in size and "width" in size:

@@ -1,4 +1,4 @@
-"""Whether a model takes the images of a job's rows, by its config.json."""
+"""Checks by config.json whether a model takes the images of a job's rows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from prefect_raybatch.spec.prompt import ImageSpec
 def check_takes(
     request: ModelRequest, images: ImageSpec, source: str, config: Mapping[str, Any]
 ) -> None:
-    """Raise `ConfigError` for a model that takes text alone, or fewer images a request than a row
-    may have. Silent about a model that the installed vLLM does not tell of."""
+    """Raise `ConfigError` for a model that takes only text, or fewer images per request than a row
+    may have. Accepts a model that the installed vLLM does not know."""
     names = architectures(overridden(request, config))
     shown = f"engine.model: {source} is {', '.join(names)}, which takes"
     if any(name in (vllm_fields.text_models() or ()) for name in names):

@@ -1,7 +1,7 @@
-"""What a model takes of a GPU, estimated from its config.json: no GPU and no weights are touched.
+"""Estimates the GPU memory of a model from its config.json, without a GPU or the weights.
 
-Engines that share a GPU each need a fixed KV cache: left to itself, vLLM measures what is free
-while the others are allocating, and dies with "No available memory for the cache blocks".
+Engines that share a GPU each need a fixed KV cache: otherwise vLLM measures free memory while the
+others are allocating, and dies with "No available memory for the cache blocks".
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _METHODS = {"fp8": 8, "modelopt": 8, "mxfp4": 4.25, "awq": 4.2, "gptq": 4.2, "bi
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a model: parameters in all and those a token goes through, bytes of weights as
-    loaded, bytes of KV cache a token (`kv_full` in layers that keep all, `kv_window` in those that
-    keep the last `window` tokens), what activations follow from, and bytes that vLLM sets aside for
-    LoRA adapters (`adapters_whole` on each GPU of a stage, `adapters_split` over them).
-    `attention`: FLOPs of a token for each token that it attends to, those in layers that keep all
-    (`attention_window`: in the others); `looked_up`: bytes of embeddings, of which a step reads a
-    line a token; `fp8`: weights and activations are multiplied as fp8."""
+    """Sizes of a model. Parameters in all, and those that a token passes through; bytes of weights
+    as loaded; bytes of KV cache per token (`kv_full` in layers that keep all tokens, `kv_window` in
+    layers that keep the last `window`); the quantities that activations follow from; bytes that
+    vLLM reserves for LoRA adapters (`adapters_whole` on each GPU of a stage, `adapters_split` over
+    them). `attention`: FLOPs of a token for each token that it attends to, in layers that keep all
+    (`attention_window`: in the others). `looked_up`: bytes of embeddings, of which a step reads one
+    row per token. `fp8`: weights and activations are multiplied as fp8."""
 
     params: float
     active: float
@@ -55,17 +55,17 @@ class Model:
     fp8: bool = False
 
     def adapters(self, tensor: int = 1, pipeline: int = 1) -> int:
-        """The room for LoRA adapters on one of tensor * pipeline GPUs."""
+        """Return the bytes reserved for LoRA adapters on one of tensor * pipeline GPUs."""
         return math.ceil((self.adapters_whole + self.adapters_split / tensor) / pipeline)
 
     def kv_bytes(self, tokens: int, tensor: int = 1, pipeline: int = 1) -> int:
-        """KV cache of one sequence on one of tensor * pipeline GPUs."""
+        """Return the bytes of KV cache of one sequence on one of tensor * pipeline GPUs."""
         whole = self.kv_full * tokens + self.kv_window * min(tokens, self.window)
         return math.ceil(whole / min(tensor, self.kv_heads) / pipeline)
 
     def working(self, batched: int, seqs: int, fixed: int = FIXED, tensor: int = 1) -> int:
-        """Activations of a step of `batched` tokens, the logits of `seqs` rows in float32 (three
-        copies while sampling), and the fixed part, on one of `tensor` GPUs."""
+        """Return the bytes of a step on one of `tensor` GPUs: activations of `batched` tokens,
+        logits of `seqs` rows in float32 (three copies while sampling), and the fixed part."""
         width = 4 * self.hidden + 3 * self.intermediate / tensor
         return int(batched * width * 2 + 3 * 4 * seqs * self.vocab / tensor + fixed)
 
@@ -81,7 +81,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Precision:
-    """In what weights and KV cache are kept, where an engine's arguments say so."""
+    """Data types of weights and KV cache, as far as an engine's arguments set them."""
 
     dtype: str
     quantization: str
@@ -89,7 +89,7 @@ class Precision:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Precision:
-        """Of arguments as vLLM takes them."""
+        """Parse arguments as vLLM takes them."""
         return cls(
             dtype=str(arguments.get("dtype") or "auto"),
             quantization=str(arguments.get("quantization")),
@@ -100,10 +100,10 @@ class Precision:
 def describe(
     config: Mapping[str, Any], arguments: Mapping[str, Any], stored: int | None = None
 ) -> Model:
-    """The sizes of a model by its config.json, the engine's arguments (of which its `Precision`
-    counts) and the bytes of its weight files, where there are any.
+    """Return the sizes of a model from its config.json, the engine's arguments (of which its
+    `Precision` counts) and the bytes of its weight files, if there are any.
 
-    Raises `ConfigError` for a config that does not say them.
+    Raises `ConfigError` for a config that lacks them.
     """
     text = text_part(config)
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -151,7 +151,8 @@ def describe(
 
 
 def share(model: Model, arguments: EngineArguments, gpu_bytes: int, engines: int) -> Estimate:
-    """What each of `engines` on a GPU of `gpu_bytes` takes; `ConfigError` when it does not fit.
+    """Return what each of `engines` takes on a GPU of `gpu_bytes`; raise `ConfigError` if it does
+    not fit.
 
     `gpu_memory_utilization` is the share of the GPU that they take together.
     """
@@ -173,8 +174,8 @@ def share(model: Model, arguments: EngineArguments, gpu_bytes: int, engines: int
 def packed(
     model: Model, arguments: EngineArguments, gpu_bytes: int, engines: int
 ) -> dict[str, Any]:
-    """The engine arguments that keep one of `engines` to its share of a GPU. What the job itself
-    gives as `kv_cache_memory_bytes` is for each engine, and stays."""
+    """Return the engine arguments that keep each of `engines` to its share of a GPU. A
+    `kv_cache_memory_bytes` in the job is per engine, and wins."""
     cache = arguments.kv_cache_bytes or share(model, arguments, gpu_bytes, engines).kv_cache
     return {
         # vLLM refuses to start with less than this free, also when the others are there already.
@@ -184,19 +185,19 @@ def packed(
 
 
 def gib(size: float) -> str:
-    """Bytes for people."""
+    """Return a size in GiB for display."""
     return f"{size / 2**30:.1f} GiB"
 
 
 def experts_of(config: Mapping[str, Any]) -> int:
-    """Experts of a layer by the model's config.json; 0 for a dense model."""
+    """Return the experts of a layer by the model's config.json; 0 for a dense model."""
     text = text_part(config)
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     return int(next((text[name] for name in names if text.get(name)), 0))
 
 
 def _parameters(text: Mapping[str, Any]) -> tuple[float, float, float]:
-    """(of all layers, of embeddings, that a token goes through)."""
+    """Return the parameters (of all layers, of embeddings, that a token passes through)."""
     hidden, layers = text["hidden_size"], text["num_hidden_layers"]
     dense = text.get("intermediate_size") or 0
     experts = experts_of(text)
@@ -222,9 +223,9 @@ def _parameters(text: Mapping[str, Any]) -> tuple[float, float, float]:
 
 
 def _adapters(text: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """Bytes that vLLM sets aside for LoRA adapters when it starts, (on each GPU that shares a
-    layer, over those GPUs): for `max_loras` of them, both matrices of every linear layer and of
-    the embeddings at `max_lora_rank`, whatever an adapter has of these."""
+    """Return the bytes that vLLM reserves for LoRA adapters when it starts (on each GPU that shares
+    a layer, split over those GPUs): for `max_loras` adapters, both matrices of every linear layer
+    and of the embeddings at `max_lora_rank`, whatever an adapter really has."""
     if not arguments.get("enable_lora"):
         return 0, 0
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
@@ -242,7 +243,7 @@ def _adapters(text: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[in
 
 
 def _attention(text: Mapping[str, Any]) -> float:
-    """Parameters of the attention of a layer."""
+    """Return the attention parameters of a layer."""
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
     latent = text.get("kv_lora_rank")
     if latent:
@@ -257,7 +258,8 @@ def _attention(text: Mapping[str, Any]) -> float:
 
 
 def _layers(text: Mapping[str, Any]) -> tuple[int, int]:
-    """Values of KV cache a token in layers that keep all, and in those that keep a window."""
+    """Return the KV cache values per token in layers that keep all tokens, and in those with a
+    window."""
     heads = text["num_attention_heads"]
     size = text.get("head_dim") or text["hidden_size"] // heads
     one = 2 * (text.get("num_key_value_heads") or heads) * size
@@ -268,15 +270,16 @@ def _layers(text: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _kinds(text: Mapping[str, Any]) -> tuple[int, int]:
-    """Layers whose attention keeps all tokens, and those that keep a window."""
+    """Return the number of layers that keep all tokens, and of those with a window."""
     kinds = text.get("layer_types") or ["full_attention"] * text["num_hidden_layers"]
     windowed = kinds.count("sliding_attention") if text.get("sliding_window") else 0
     return len(kinds) - windowed - kinds.count("linear_attention"), windowed
 
 
 def _attended(text: Mapping[str, Any]) -> tuple[int, int]:
-    """Multiplications of a token for each token that it attends to: of queries with keys and of
-    weights with values, over all heads of the layers that keep all, and of those with a window."""
+    """Return the multiplications of a token for each token that it attends to (queries with keys,
+    weights with values, over all heads) in layers that keep all tokens, and in those with a
+    window."""
     heads = text["num_attention_heads"]
     size = text.get("head_dim") or text["hidden_size"] // heads
     one = 2 * heads * size
@@ -304,7 +307,7 @@ def _weights(
 
 
 def _quantized_bits(quantization: Mapping[str, Any]) -> float | None:
-    """Bits a weight of a model that is stored quantized; None for one that is not."""
+    """Return the bits per weight of a model stored quantized; None for any other."""
     method = str(quantization.get("quant_method") or "")
     if not method:
         return None
@@ -326,13 +329,14 @@ def _dtype(text: Mapping[str, Any]) -> str:
 
 
 def _loaded_bytes(text: Mapping[str, Any], precision: Precision) -> int:
-    """Bytes a weight as vLLM loads it: float32 is halved unless the job asks for it."""
+    """Return the bytes per weight as vLLM loads it: float32 is halved unless the job asks for
+    it."""
     if precision.dtype != "auto":
         return _BYTES.get(precision.dtype, 2)
     return min(_BYTES.get(_dtype(text), 2), 2)
 
 
 def _kept_bytes(text: Mapping[str, Any], precision: Precision) -> int:
-    """Bytes a value in the KV cache."""
+    """Return the bytes per value in the KV cache."""
     fp8 = precision.kv_cache_dtype.startswith("fp8")
     return 1 if fp8 else max(2, _loaded_bytes(text, precision))

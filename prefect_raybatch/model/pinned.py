@@ -1,4 +1,4 @@
-"""Which model a job means, pinned to a revision, and where its files lie on a node."""
+"""Pins the model of a job to a revision, and finds its files on a node."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ HASHED_BYTES = 1 << 20  # bytes hashed at each end of a weight file: whole files
 
 
 def pin(request: ModelRequest) -> dict[str, Any]:
-    """{source, revision, identity}: what the plan pins.
+    """Return {source, revision, identity}: what the plan pins.
 
-    A folder's identity is a hash over file names, sizes and (sampled) contents. A Hugging Face
-    name is pinned to the commit that `revision` points to now. Raises `ConfigError` when there is
-    no such model.
+    A folder's identity is a hash of file names, sizes and (sampled) contents. A Hugging Face name
+    is pinned to the commit that `revision` points to now. Raises `ConfigError` if there is no such
+    model.
     """
     source = request.name
     if source == DEMO:
@@ -52,14 +52,15 @@ def pin(request: ModelRequest) -> dict[str, Any]:
 
 
 def cpu_dtype(request: ModelRequest) -> str | None:
-    """What the model is computed in on a CPU; None where that is left to vLLM, which takes what it
-    is stored in."""
+    """Return the dtype for computing on a CPU; None to leave it to vLLM, which takes the stored
+    dtype."""
     said = request.given.get("dtype")
     return said or (demo.CPU_DTYPE if request.name == DEMO else None)
 
 
 def local_path(model: dict[str, Any]) -> str:
-    """What to hand to vLLM and transformers on this node; an s3:// model is fetched here once."""
+    """Return what to pass to vLLM and transformers on this node; an s3:// model is downloaded here
+    once."""
     source = str(model["source"])
     if source == DEMO:
         return demo.demo_model_path()
@@ -67,13 +68,13 @@ def local_path(model: dict[str, Any]) -> str:
 
 
 def store_of(model: Mapping[str, Any]) -> Store:
-    """The files of a model that lies in a folder, local or s3://; nothing is fetched."""
+    """Return the files of a model in a folder, local or s3://; downloads nothing."""
     source = str(model["source"])
     return open_store(demo.demo_model_path() if source == DEMO else source)
 
 
 def tokenizer_place(model: dict[str, Any]) -> tuple[str, str | None, bool]:
-    """(path or name, revision, trust_remote_code) of the tokenizer the engine would take too."""
+    """Return (path or name, revision, trust_remote_code) of the engine's tokenizer."""
     trust = bool(model.get("trust_remote_code"))
     if model.get("tokenizer"):
         return str(model["tokenizer"]), model.get("tokenizer_revision"), trust
@@ -81,16 +82,17 @@ def tokenizer_place(model: dict[str, Any]) -> tuple[str, str | None, bool]:
 
 
 def with_tokenizer(model: Mapping[str, Any], request: ModelRequest) -> dict[str, Any]:
-    """The plan's model and the engine arguments that choose another tokenizer for it."""
+    """Return the plan's model together with engine arguments that choose another tokenizer."""
     extra = request.given
     names = ("tokenizer", "tokenizer_revision", "trust_remote_code")
     return {**model, **{name: extra[name] for name in names if extra.get(name)}}
 
 
 def read_config(model: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
-    """(config.json, bytes of the weight files or None) of a model, without fetching its weights.
+    """Return (config.json, bytes of the weight files or None) of a model, without downloading its
+    weights.
 
-    Raises `ConfigError` when its config.json cannot be had from here.
+    Raises `ConfigError` if its config.json is not available from here.
     """
     source = str(model["source"])
     try:
@@ -118,7 +120,7 @@ def _object(data: bytes) -> dict[str, Any]:
 
 
 def _weight_bytes(sizes: Mapping[str, int]) -> int | None:
-    """Bytes of the weights among a model's files: of one form, where they are there in several."""
+    """Return the bytes of the weights among a model's files, of one format if there are several."""
     for ending in WEIGHTS:
         # Mistral's own form of the same weights lies beside the usual one.
         files = {n: size for n, size in sizes.items() if n.endswith(ending) and "/" not in n}
@@ -148,7 +150,8 @@ def _hub_config(name: str, revision: str | None) -> tuple[dict[str, Any], int | 
 
 
 def context_length(path: str) -> int | None:
-    """Tokens that the model at a local path takes; None where its config.json does not tell."""
+    """Return the context length of the model at a local path; None if its config.json does not
+    tell."""
     try:
         config = json.loads(read_regular_file(Path(path) / "config.json", MAX_CONFIG_BYTES))
     except (OSError, ValueError):
@@ -157,8 +160,8 @@ def context_length(path: str) -> int | None:
 
 
 def own_length(model: Mapping[str, Any]) -> int | None:
-    """Tokens that a pinned model takes unless it is told otherwise, without fetching its weights;
-    None where its config.json cannot be had from here or does not tell."""
+    """Return the default context length of a pinned model, without downloading its weights; None if
+    its config.json is not available from here or does not tell."""
     try:
         return own_context(read_config(model)[0])
     except ConfigError as error:
@@ -187,7 +190,7 @@ def _remote(source: str) -> str:
 def hub_commit(
     name: str, revision: str | None, field: str = "engine.model", file: str = "config.json"
 ) -> str | None:
-    """The commit `revision` means; offline, the one in the local cache, which holds `file`."""
+    """Return the commit of `revision`; offline, the one in the local cache, which holds `file`."""
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -229,15 +232,15 @@ def hub_commit(
 
 
 def _is_network(error: BaseException) -> bool:
-    """Whether it says that nobody answers. The hub's HTTP client raises errors of its own, which
-    are no OSErrors, and is another library from version to version."""
+    """Return whether the error says that nobody answers. The hub's HTTP client raises its own
+    errors, which are no OSErrors, and is another library in other versions."""
     own = (kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("http"))
     return isinstance(error, OSError) or "TransportError" in own
 
 
 def _fetch(source: str, identity: str) -> str:
-    """Return the folder on this node with the files of an s3:// model. Raise `ConfigError` where
-    they are others than those that the plan pins."""
+    """Return the folder on this node with the files of an s3:// model. Raise `ConfigError` if they
+    differ from those that the plan pins."""
 
     def fetch(folder: Path) -> bytes:
         store = open_store(source)

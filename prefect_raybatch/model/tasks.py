@@ -1,6 +1,6 @@
 """What a model can do by its config.json: generate, embed, classify, or score a pair, and how.
 
-An engine says the same after a minute, in words of its own.
+An engine reports the same faults after a minute, less clearly.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ PoolingTask = Literal["embed", "classify"]
 
 
 def overridden(request: ModelRequest, config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json as vLLM sees it, with engine.hf_overrides."""
+    """Return config.json as vLLM sees it, with engine.hf_overrides."""
     extra = request.given.get("hf_overrides")
     return {**config, **(extra if isinstance(extra, Mapping) else {})}
 
 
 def architectures(config: Mapping[str, Any]) -> list[str]:
-    """The names of the model's classes."""
+    """Return the names of the model's classes."""
     named = config.get("architectures")
     return [str(name) for name in named] if isinstance(named, list) else []
 
 
 def asked(request: ModelRequest, config: Mapping[str, Any]) -> PoolingTask:
-    """vLLM's task for a job that pools: a score is one of a classifier of pairs, or the cosine of
-    two vectors."""
+    """Return vLLM's task for a pooling job: a score comes from a classifier of pairs, or is the
+    cosine of two vectors."""
     if request.task != "score":
         return "classify" if request.task == "classify" else "embed"
     return "classify" if _classifies(request, overridden(request, config)) else "embed"
 
 
 def labels(request: ModelRequest, config: Mapping[str, Any]) -> list[str]:
-    """The names of the model's labels, in the order of their numbers; as transformers has it,
-    LABEL_0 and on where they have none, and two of them where nothing is said. Those of a model
-    that generates, made a classifier by `classifier_from_token`, are these tokens; of two of them
-    vLLM makes one score."""
+    """Return the names of the model's labels in the order of their ids. As in transformers, unnamed
+    labels are LABEL_0 and so on, and there are two if nothing is said. For a generating model that
+    `classifier_from_token` makes a classifier, they are these tokens; of two of them vLLM makes one
+    score."""
     config = overridden(request, config)
     tokens, method = config.get("classifier_from_token"), config.get("method")
     if isinstance(tokens, list) and (config.get("is_original_qwen3_reranker") or method):
@@ -66,8 +66,8 @@ def labels(request: ModelRequest, config: Mapping[str, Any]) -> list[str]:
 def check_can(
     request: ModelRequest, source: str, config: Mapping[str, Any], paired: bool = True
 ) -> None:
-    """Raises `ConfigError` for a model that cannot do the job's task; `paired` says that a row
-    gives two texts."""
+    """Raise `ConfigError` for a model that cannot do the job's task; `paired`: a row gives two
+    texts."""
     config = overridden(request, config)
     if request.task == "generate":
         _check_generates(request, source, config)
