@@ -1,1 +1,1 @@
-"""A validated job to what its run does."""
+"""Compiles a validated job into what its run does."""

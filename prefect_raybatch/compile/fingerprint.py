@@ -1,4 +1,4 @@
-"""The hash of whatever in a job decides its answers."""
+"""The hash of everything in a job that decides its answers."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def fingerprint(
     model: Mapping[str, Any] | None = None,
     retry: Mapping[str, Any] | None = None,
 ) -> Identity:
-    """Return the SHA-256 of whatever in the job changes an answer, and what went into it.
+    """Return the SHA-256 of everything in the job that changes an answer, and its parts.
 
-    The identity of a model in a local or s3:// folder counts; a Hugging Face name counts as it is
-    written, since the plan pins the commit it meant when the run began. `retry` says which failed
-    rows of which run are the input ({parent, errors}), and takes the source's place.
+    For a model in a local or s3:// folder, its content counts; a Hugging Face name counts as
+    written, because the plan pins its commit when the run begins. `retry` names the failed rows
+    that are the input ({parent, errors}), and replaces the source.
     """
     parts = answer_fields(job)
     if found := adapters.identities(model_request(job.engine)):
@@ -85,7 +85,7 @@ def fingerprint(
 
 
 def shown_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts of a fingerprint as records and messages have them: without secret keys,
+    """Return the parts of a fingerprint as records and messages hold them: without credentials,
     which the hash does include."""
     shown = {**parts, "engine": hide_argument(parts["engine"], "engine")}
     if "source.uri" in parts:
@@ -104,8 +104,8 @@ LOOKED_UP = (
 
 
 def answer_fields(job: BatchJob) -> dict[str, Any]:
-    """Return the parts of the fingerprint that the job's own fields give, engine arguments that
-    may be secret included."""
+    """Return the parts of the fingerprint that come from the job's own fields, including engine
+    arguments that may be secret."""
     values = job.model_dump(mode="json", exclude={"output": {"schema_model"}})
     parts = {
         PART_NAMES.get(name, name): FIELD_READERS[name](job)

@@ -41,9 +41,9 @@ GIVE_WAY = ("row_number", "column")
 class Planned:
     """What the plan of a run settled, whatever the files and classes of its job say now.
 
-    `context` is the context length that `auto` came to, `schema` and `chat_template` are texts,
-    `names` those of the columns in GIVE_WAY; None and {} where the job does not use them. `layout`
-    is that of the result's files.
+    `context` is the context length that `auto` resolved to, `schema` and `chat_template` are texts,
+    and `names` are the columns that were renamed (GIVE_WAY); None and {} if the job does not use
+    them. `layout` is that of the result's files.
     """
 
     context: int | None
@@ -69,11 +69,11 @@ def compile_job(
 ) -> RunSpec:
     """Return what a run of the job does.
 
-    `columns` are those of the input, None where they are not known yet: then the result keeps all
-    that the job does not leave out by name. `planned` is what the run's plan settled; without it
-    the job's chat template and answer schema are taken as they are.
+    `columns` are those of the input, None if they are not known yet: the result then keeps all that
+    the job does not exclude by name. `planned` is what the run's plan settled; without it the job's
+    chat template and answer schema are read now.
 
-    Raises `CorruptRun` where the plan lacks what the job left to it.
+    Raises `CorruptRun` if the plan lacks what the job left to it.
     """
     spec = RunSpec(
         name=job.name,
@@ -101,8 +101,7 @@ def compile_job(
 
 
 def compile_planned(job: BatchJob, plan: Plan) -> RunSpec:
-    """Return what a run does that has been planned, whatever its job's files and classes say by
-    now."""
+    """Return what a planned run does, whatever its job's files and classes say by now."""
     return compile_job(job, decode_schema(plan.input_schema).names, Planned.of(plan))
 
 
@@ -218,7 +217,7 @@ def model_request(engine: Engine) -> ModelRequest:
 def finish_spec(
     job: BatchJob, columns: Sequence[str] | None = None, planned: Planned | None = None
 ) -> FinishSpec:
-    """Return what the result holds, of an input with these columns."""
+    """Return what the result holds, for an input with these columns."""
     output, kept = job.output, _kept(job, columns)
     names = planned.names if planned is not None else free_names(job, columns or ())
     schema = _schema(output, planned)
@@ -239,8 +238,8 @@ def finish_spec(
 
 
 def free_names(job: BatchJob, columns: Sequence[str]) -> dict[str, str]:
-    """Return `_row_2` (or `_row_3`, ...) for `_row` where the result keeps an input column of that
-    name, and likewise for `response`. Another name than the default does not give way."""
+    """Return {`_row`: `_row_2`} (or `_row_3`, ...) if the result keeps an input column named
+    `_row`, and likewise for `response`. Only default names are changed."""
     free: dict[str, str] = {}
     kept = _kept(job, columns)
     kept = columns if kept is None else kept
@@ -254,8 +253,8 @@ def free_names(job: BatchJob, columns: Sequence[str]) -> dict[str, str]:
 
 
 def _kept(job: BatchJob, columns: Sequence[str] | None) -> Sequence[str] | None:
-    """Return which of the input's columns the result keeps: all but those with images, unless
-    output.columns says which; None for all of them."""
+    """Return which input columns the result keeps: all except those with images, unless
+    output.columns names them; None for all."""
     images = job.prompt.images.columns
     if job.output.columns is not None or columns is None or not images:
         return job.output.columns
@@ -263,7 +262,7 @@ def _kept(job: BatchJob, columns: Sequence[str] | None) -> Sequence[str] | None:
 
 
 def _named(output: Output, field: str, names: Mapping[str, str]) -> str:
-    """Return the name of a column: as the job says, or as it gave way."""
+    """Return the name of a column: as the job says, or as it was changed."""
     name: str = getattr(output, field)
     return names.get(field, name) if name == Output.model_fields[field].default else name
 

@@ -12,8 +12,8 @@ from prefect_raybatch.spec.finish import FinishSpec
 
 
 def public_job(job: BatchJob, finish: FinishSpec | None = None) -> dict[str, Any]:
-    """Return the job as the run directory keeps it: without store options, environment and what
-    signs a URL, which may be secrets. `finish` has the names that columns of the result got."""
+    """Return the job as the run directory keeps it: without store options, environment and URL
+    signatures, which may be secrets. `finish` has the final names of the result's columns."""
     value = job.to_dict()
     if finish is not None:
         for field in GIVE_WAY:

@@ -1,4 +1,4 @@
-"""A job as one command means it: its model looked up and its fingerprint taken, once."""
+"""A job as one command sees it: its model resolved and its fingerprint computed, once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Resolved:
     its identity.
 
     `known` is the model, or None while only Hugging Face could tell its commit, which is no part of
-    the fingerprint. `checked`: `model.check` has looked at the model's files.
+    the fingerprint. `checked`: `model.check` has checked the model's files.
     """
 
     job: BatchJob
@@ -45,8 +45,8 @@ class Resolved:
         model: Mapping[str, Any] | None,
         retry: Mapping[str, Any] | None = None,
     ) -> Resolved:
-        """Return the job resolved with that model; `retry` as for `fingerprint`. A file with the
-        chat template is read."""
+        """Return the job resolved with that model; `retry` as for `fingerprint`. Reads the chat
+        template's file."""
         if job.prompt.chat_template is not None:
             job = with_template_text(job, chat_template.template_text(job.prompt.chat_template))
         return cls(job, model, fingerprint(job, model, retry))
@@ -57,18 +57,18 @@ class Resolved:
 
     @property
     def model(self) -> dict[str, Any]:
-        """What a plan pins; `ConfigError` before `pinned`."""
+        """Return the model as a plan pins it; raise `ConfigError` before `pinned`."""
         if self.known is None:
             raise ConfigError(f"engine.model: {self.job.engine.model} is not pinned to a commit")
         return dict(self.known)
 
     def with_adapters(self) -> dict[str, Any]:
-        """Return the model with the job's adapters pinned beside it, as a new plan keeps them."""
+        """Return the model with the job's adapters pinned too, as a new plan keeps them."""
         found = adapters.pin_adapters(self.request)
         return {**self.model, "adapters": found} if found else self.model
 
     def pinned(self) -> Resolved:
-        """Return this with the commit that a Hugging Face name means now."""
+        """Return this with the commit that a Hugging Face name refers to now."""
         if self.known is not None:
             return self
         return replace(self, known=models.pin(self.request))
@@ -80,8 +80,8 @@ class Resolved:
         return replace(self, identity=fingerprint(self.job, self.known, retry))
 
     def compile(self, columns: Sequence[str] | None = None) -> RunSpec:
-        """Return what a new run does, of an input with these `columns`. A run that was planned is
-        compiled with what its plan settled (`compile_planned`)."""
+        """Return what a new run does, for an input with these `columns`. For a planned run use
+        `compile_planned`, which takes what its plan settled."""
         return compile_job(self.job, columns)
 
     def new_plan(
@@ -93,9 +93,9 @@ class Resolved:
 
 
 def resolve(job: BatchJob | Resolved, retry: Mapping[str, Any] | None = None) -> Resolved:
-    """The job resolved, without the network unless its model lies there; one that is already
-    stays as it is. Raises `ConfigError` for a job that is not trusted, a model that is not there
-    and functions that cannot be imported."""
+    """Return the job resolved, without the network unless its model is there; a resolved one is
+    returned as it is. Raises `ConfigError` for a job that is not trusted, a missing model, and
+    functions that cannot be imported."""
     if isinstance(job, Resolved):
         return job.retrying(retry) if retry is not None else job
     check_trust(job)
@@ -104,7 +104,7 @@ def resolve(job: BatchJob | Resolved, retry: Mapping[str, Any] | None = None) ->
 
 
 def _folder_model(request: ModelRequest) -> dict[str, Any] | None:
-    """The model with its identity where it lies in a folder; None for a Hugging Face name."""
+    """Return the model with its identity if it is in a folder; None for a Hugging Face name."""
     name = request.name
     known = name == models.DEMO or is_remote(name) or os.path.exists(name)
     return models.pin(request) if known else None

@@ -1,4 +1,4 @@
-"""What the sizes of a run follow from, compiled from its job."""
+"""Compiles what the sizes of a run depend on from its job."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def answers_of(job: BatchJob) -> int:
 
 
 def _most_out(job: BatchJob) -> tuple[int | None, str]:
-    """Return the most tokens that a row's answers take, and why; None where nothing in the job
+    """Return the most tokens that a row's answers take, and the reason; None if nothing in the job
     bounds them."""
     if pools(job.engine.task):
         return 1, "the task draws no tokens"

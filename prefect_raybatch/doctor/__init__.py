@@ -1,6 +1,6 @@
-"""Looks at everything a run needs, before it needs it: `raybatch doctor`.
+"""Checks everything that a run needs before it needs it: `raybatch doctor`.
 
-Each check is bounded in time and independent of the others; what one raises is its finding.
+Each check has a time limit and is independent of the others; an exception is its finding.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def examine(
     with_keys: Callable[[BatchJob], BatchJob] = lambda job: job,
     checks: Mapping[str, tuple[Check, float, str]] = CHECKS,
 ) -> list[Finding]:
-    """All findings, in the order of `checks`; without a job only of what needs none.
+    """Return all findings, in the order of `checks`; without a job, only checks that need none.
 
-    `with_keys` puts the keys of the job's credentials blocks into it. The checks run side by
-    side, so the whole takes as long as the slowest one.
+    `with_keys` puts the credentials of the job's blocks into it. The checks run concurrently, so
+    the whole takes as long as the slowest one.
     """
     patient = Patient(job, with_keys)
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""Check of the engine itself: whether it computes here."""
+"""Check that the engine computes on this machine."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFL
 
 
 def check_engine(patient: Patient) -> Iterator[Finding]:
-    """A first step of the bundled model, with the job's dtype and environment, on the CPU.
+    """Run a first step of the bundled model, with the job's dtype and environment, on the CPU.
 
-    In a process of its own, since what is wrong here may end it. Not where GPUs would compute, nor
-    where there is no vLLM for CPUs.
+    It runs in a process of its own, because a fault here may end it. Skipped if GPUs would compute,
+    or if there is no vLLM for CPUs.
     """
     engine = patient.job.engine if patient.job else None
     if (engine and engine.device == "gpu") or not _on_cpu(engine.device if engine else "auto"):
@@ -39,7 +39,7 @@ def check_engine(patient: Patient) -> Iterator[Finding]:
 
 
 def _late(command: str) -> Finding:
-    """Report an engine that has not answered in time: a warning where the machine is busy."""
+    """Report an engine that has not answered in time: a warning if the machine is busy."""
     load, cpus = os.getloadavg()[0], os.cpu_count() or 1
     text = (
         f"the bundled model had not answered after {ENGINE_SECONDS:g} s (load {load:.0f} on "

@@ -1,4 +1,4 @@
-"""What a check finds, and what it looks at."""
+"""The findings of a check, and its subject."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Mark = Literal["pass", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table. `remedy` is empty where nothing has to be done."""
+    """One line of the table. `remedy` is empty if nothing has to be done."""
 
     check: str
     mark: Mark
@@ -35,7 +35,7 @@ def failed(check: str, found: str, remedy: str) -> Finding:
 
 
 class Patient:
-    """The job under examination; None where only the machine is looked at."""
+    """The job that is checked; None if only the machine is."""
 
     def __init__(self, job: BatchJob | None, with_keys: Callable[[BatchJob], BatchJob]) -> None:
         self.job = job
@@ -43,9 +43,9 @@ class Patient:
         self._loaded: BatchJob | None = None
 
     def keyed(self) -> BatchJob | None:
-        """The job with the keys of its credentials blocks, loaded once for all checks.
+        """Return the job with the credentials of its blocks, loaded once for all checks.
 
-        Raises `ConfigError` when a block cannot be loaded.
+        Raises `ConfigError` if a block cannot be loaded.
         """
         if self.job is None:
             return None

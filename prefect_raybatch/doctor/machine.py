@@ -1,4 +1,4 @@
-"""Checks of this machine: versions, GPUs, shared memory, limits, engines left behind."""
+"""Checks of this machine: versions, GPUs, shared memory, limits, leftover engines."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def ranges() -> tuple[str, dict[str, SpecifierSet]]:
-    """Python's range and each requirement's, as this package's metadata has them; those of an extra
-    where its engine is installed, and of the engines in any case."""
+    """Return Python's range and each requirement's, from this package's metadata; those of an extra
+    if its engine is installed, and those of the engines in any case."""
     ours = metadata.metadata(installed.OUR_PACKAGE)
     found: dict[str, SpecifierSet] = {}
     extra = installed.extra()
@@ -48,7 +48,7 @@ def ranges() -> tuple[str, dict[str, SpecifierSet]]:
 
 
 def check_versions(patient: Patient) -> Iterator[Finding]:
-    """Python and the packages a run is built on, against the ranges of this package."""
+    """Compare Python and the packages that a run is built on with this package's ranges."""
     python, wanted = ranges()
     here = ".".join(map(str, sys.version_info[:3]))
     yield _version("python", here, SpecifierSet(python), "make the environment with another Python")
@@ -77,7 +77,7 @@ def _engine(wanted: dict[str, SpecifierSet]) -> Finding:
 
 
 def check_packages(patient: Patient) -> Iterator[Finding]:
-    """Whether the packages that Prefect and the engine stand on fit each other."""
+    """Check that the packages that Prefect and the engine depend on fit each other."""
     found = installed.misfits()
     try:
         found = installed.broken(found, IMPORT)
@@ -103,7 +103,7 @@ def _version(
 
 
 def check_gpus(patient: Patient) -> Iterator[Finding]:
-    """GPUs that the driver shows; without any, whether the CPU can run the engine."""
+    """Report the GPUs that the driver shows; without any, whether the CPU can run the engine."""
     engine = patient.job.engine if patient.job else None
     device = engine.device if engine else "auto"
     cards, trouble = nvml.gpus_here()
@@ -159,7 +159,7 @@ def _cpu(in_float32: bool) -> Finding:
 
 
 def check_shm(patient: Patient) -> Iterator[Finding]:
-    """Room for Ray's object store, which lies in /dev/shm."""
+    """Check the room for Ray's object store in /dev/shm."""
     try:
         found = os.statvfs(SHM)
     except OSError:
@@ -179,7 +179,7 @@ def check_shm(patient: Patient) -> Iterator[Finding]:
 
 
 def check_token(patient: Patient) -> Iterator[Finding]:
-    """Whether others may read the file with Ray's token, with which they can run anything."""
+    """Check that others cannot read the file with Ray's token, with which they can run anything."""
     exposed = open_token_mode()
     if exposed is None:
         yield passed("Ray's token", "no file with it that others may read")
@@ -193,7 +193,7 @@ def check_token(patient: Patient) -> Iterator[Finding]:
 
 
 def check_files(patient: Patient) -> Iterator[Finding]:
-    """How many files a process may open: Ray takes many sockets."""
+    """Check how many files a process may open: Ray needs many sockets."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= FILES_GOOD:
         yield passed("open files", f"{'unlimited' if soft == resource.RLIM_INFINITY else soft}")
@@ -208,7 +208,7 @@ def check_files(patient: Patient) -> Iterator[Finding]:
 
 
 def check_engines(patient: Patient) -> Iterator[Finding]:
-    """Engine processes whose driver is gone, with their memory."""
+    """Report engine processes whose driver is gone, with their memory."""
     left = []
     for process in psutil.process_iter(["pid", "ppid", "name", "cmdline", "status"]):
         info = process.info

@@ -27,7 +27,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tek
 
 
 def check_output(patient: Patient) -> Iterator[Finding]:
-    """Write, list, read, a race for put-if-absent, delete; and on a disk, room."""
+    """Write, list, read, race for put-if-absent, delete; and check the free space of a disk."""
     job = patient.keyed()
     if job is None:
         return
@@ -62,7 +62,7 @@ def _disk(folder: Path) -> Finding:
 
 
 def check_source(patient: Patient) -> Iterator[Finding]:
-    """Whether the input is there, readable, and has the columns the job names."""
+    """Check that the input exists, is readable, and has the columns that the job names."""
     job = patient.keyed()
     if job is None:
         return
@@ -79,7 +79,7 @@ def check_source(patient: Patient) -> Iterator[Finding]:
 
 
 def check_model(patient: Patient) -> Iterator[Finding]:
-    """Whether the model is there and whole, or can be had."""
+    """Check that the model exists and is complete, or can be downloaded."""
     if patient.job is None:
         return
     request = model_request(patient.job.engine)
@@ -109,7 +109,7 @@ def check_model(patient: Patient) -> Iterator[Finding]:
 
 
 def _missing(files: set[str], index: bytes) -> list[str]:
-    """What a model folder lacks, judged by names and by the index of its weights."""
+    """Return what a model folder lacks, by file names and the index of its weights."""
     missing = sorted(set(json.loads(index).get("weight_map", {}).values()) - files)
     if not any(name.endswith(WEIGHTS) for name in files):
         missing.append("weights (*.safetensors)")
@@ -121,7 +121,7 @@ def _missing(files: set[str], index: bytes) -> list[str]:
 
 
 def check_functions(patient: Patient) -> Iterator[Finding]:
-    """Whether the user's functions can be imported here."""
+    """Check that the user's functions can be imported here."""
     if patient.job is None:
         return
     named = {

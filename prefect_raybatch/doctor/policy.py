@@ -1,4 +1,4 @@
-"""Which policy is in force on this machine, and whether it allows the job."""
+"""Reports the policy in force on this machine, and whether it allows the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of what answers over the network: Prefect's API, the Ray cluster, the clocks."""
+"""Checks of network services: Prefect's API, the Ray cluster, the clocks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ ANY_JOB = {
 
 
 def check_prefect(patient: Patient) -> Iterator[Finding]:
-    """Whether the API answers, which one it is, and whether its version fits."""
+    """Check that the API answers, which one it is, and whether its version fits."""
     url = prefect_api()
     here = metadata.version("prefect")
     if url is None:
@@ -89,8 +89,8 @@ def check_prefect(patient: Patient) -> Iterator[Finding]:
 
 
 def check_api() -> None:
-    """Raises `PrefectUnavailable` within 5 s when Prefect's API is set and does not answer: a flow
-    would end there with a long traceback."""
+    """Raise `PrefectUnavailable` within 5 s if Prefect's API is set and does not answer; a flow
+    would otherwise end with a long traceback."""
     url = prefect_api()
     if url is not None and (trouble := _api_trouble()):
         raise PrefectUnavailable(
@@ -100,7 +100,7 @@ def check_api() -> None:
 
 
 def _api_trouble() -> str:
-    """Why Prefect's API does not answer; "" where it does."""
+    """Return why Prefect's API does not answer; "" if it does."""
     from prefect.client.orchestration import get_client
 
     def ask() -> Exception | None:
@@ -115,7 +115,7 @@ def _api_trouble() -> str:
 
 
 def prefect_api() -> str | None:
-    """URL of Prefect's API by its environment or profile; None where a flow starts its own."""
+    """Return the URL of Prefect's API by environment or profile; None if a flow starts its own."""
     from prefect.settings import get_current_settings
 
     return get_current_settings().api.url
@@ -125,7 +125,8 @@ def prefect_api() -> str | None:
 
 
 def check_cluster(patient: Patient) -> Iterator[Finding]:
-    """The cluster a run would use: whether it answers, what it has, whether the job fits."""
+    """Check the cluster that a run would use: whether it answers, its capacity, and whether the job
+    fits."""
     job = patient.keyed() or BatchJob.from_dict(ANY_JOB)
     access = job.cluster.access
     if access.kubernetes is not None:
@@ -230,7 +231,8 @@ def job_server(access: ClusterAccess) -> Finding:
 
 
 def kubernetes(made: Kubernetes) -> Finding:
-    """Whether a run may make its cluster there: the API server, KubeRay, and this user's rights."""
+    """Check that a run may create its cluster there: the API server, KubeRay, and this user's
+    rights."""
     try:
         api = KubeApi(made)
         with api.briefly(REQUEST_SECONDS):
@@ -249,7 +251,7 @@ def kubernetes(made: Kubernetes) -> Finding:
 
 
 def check_clock(patient: Patient) -> Iterator[Finding]:
-    """This machine's clock against the Prefect server's and the object store's."""
+    """Compare this machine's clock with those of the Prefect server and the object store."""
     compared = []
     for name, url in _clocks(patient):
         ahead = _ahead(url)
@@ -286,7 +288,7 @@ def _clocks(patient: Patient) -> Iterator[tuple[str, str]]:
 
 
 def _ahead(url: str) -> float | None:
-    """Seconds this clock is ahead of the server's; None where it does not tell."""
+    """Return by how many seconds this clock is ahead of the server's; None if it does not tell."""
     before = time.time()
     try:
         with open_without_redirects(url, REQUEST_SECONDS) as answer:
@@ -303,6 +305,6 @@ def _ahead(url: str) -> float | None:
 
 
 def _bare(url: str) -> str:
-    """Scheme, host and path: whatever else a URL holds may be a key."""
+    """Return scheme, host and path of a URL, because anything else may be a credential."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.hostname}{f':{parts.port}' if parts.port else ''}{parts.path}"

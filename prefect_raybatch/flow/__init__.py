@@ -19,7 +19,7 @@ bypass_for_local_addresses()
 
 
 def __getattr__(name: str) -> Any:
-    """The flows are fetched when asked for: Prefect imports the blocks at each of its starts."""
+    """Import the flows on demand, because Prefect imports the blocks at each of its starts."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from prefect_raybatch.flow import flows

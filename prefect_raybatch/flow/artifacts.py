@@ -1,4 +1,4 @@
-"""Artifacts in the Prefect page: their keys, and one version of each a flow run."""
+"""Prefect artifacts: their keys, and one version of each per flow run."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ MOST_FOUND = 50  # artifacts of one key that a flow run may have made, one for e
 
 
 def artifact_key(job: str) -> str:
-    """A job's name as Prefect wants artifact keys: lower-case letters, digits and dashes. Where
-    that loses something, a hash of the name follows, after two dashes, which no other key holds.
-    The key is the job's and not the run's, so that each night is a version of one artifact."""
+    """Return a job's name as Prefect allows in artifact keys: lower-case letters, digits and
+    dashes. If that loses something, two dashes and a hash of the name follow, which no other key
+    has. The key belongs to the job and not to the run, so that each run is a version of one
+    artifact."""
     plain = _plain(job)
     mark = "" if job == plain else f"--{_mark(job)}"
     return f"raybatch-{plain}{mark}"
 
 
 def tune_key(job: str) -> str:
-    """The artifact key of what was tuned for a job of this name: none of any run's."""
+    """Return the artifact key of tuning results for a job; it differs from those of runs."""
     key = artifact_key(f"tune-{job}")
     # As the keys of a run that is called tune-SOMETHING end.
     taken = key.endswith(tuple(f"-{kind}" for kind in ARTIFACT_KINDS))
@@ -47,9 +48,9 @@ def tune_key(job: str) -> str:
 
 
 def put(artifact: Artifact, key: str, run_key: str | None = None) -> UUID:
-    """Creates the artifact, or updates the one under this key that this flow run has made for that
-    run: a second try, and the end of a run, go on with what the page shows already. Its
-    description then ends with the run key. Returns its id."""
+    """Create the artifact, or update the one under this key that this flow run has made for that
+    run, so that a retry and the end of a run continue it. Its description then ends with the run
+    key. Return its id."""
     if run_key is not None:
         artifact.description = f"{artifact.description} {of_run(run_key)}"
     before = _mine(key, run_key)
@@ -63,12 +64,13 @@ def put(artifact: Artifact, key: str, run_key: str | None = None) -> UUID:
 
 
 def of_run(run_key: str) -> str:
-    """By what the artifacts of one run are told from those of others under the same key."""
+    """Return the text that identifies the artifacts of one run among others under the same key."""
     return f"Run {code_span(run_key)}."
 
 
 def _mine(key: str, run_key: str | None) -> UUID | None:
-    """The artifact of this key and run that the present flow run has made, the latest."""
+    """Return the latest artifact of this key and run that the current flow run has made; None
+    without one."""
     current = flow_run.get_id()
     if current is None:
         return None
@@ -88,7 +90,7 @@ def _mine(key: str, run_key: str | None) -> UUID | None:
 
 
 def update(known: UUID, artifact: Artifact) -> None:
-    """Puts data and description of `artifact` in place of those of the one with this id."""
+    """Replace data and description of the artifact with this id by those of `artifact`."""
     _make_harmless(artifact)
     data: Any = artifact.format(_sync=True)  # type: ignore[call-arg]
     client = get_client(sync_client=True)
@@ -96,8 +98,8 @@ def update(known: UUID, artifact: Artifact) -> None:
 
 
 def _make_harmless(artifact: Artifact) -> None:
-    """Make the texts of an artifact such as Prefect can hold and its page shows as they are: that
-    reads each cell of a table as Markdown."""
+    """Make the texts of an artifact storable, and escape them, because the page reads each cell of
+    a table as Markdown."""
     if isinstance(artifact, TableArtifact):
         artifact.table = _escaped(artifact.table)
     for name in type(artifact).model_fields:

@@ -27,18 +27,19 @@ VARIES = re.compile(r"\{run_|[*?\[]")  # where a URI begins to differ from night
 
 
 def asset_key(output: str, job: str) -> str:
-    """Where a job's results go, and the job's name, as Prefect takes it: file:// for local folders.
-    It is the same each night: of a URI with {run_date} or {run_key} the part before them counts.
+    """Return the key for where a job's results go, plus the job's name, as Prefect allows it:
+    file:// for local folders. It is the same for every run: of a URI with {run_date} or {run_key}
+    only the part before them counts.
 
-    `_` stands for characters that no key may hold, and a longer one keeps its end, which has the
-    job's name; a hash of the whole follows then, so that no two places share a key.
+    `_` replaces characters that no key may hold. A longer key keeps its end, which has the job's
+    name, followed by a hash of the whole, so that no two places share a key.
     """
     return _key(f"{_fixed(output)}/{job}/")
 
 
 def source_keys(source: Source) -> list[str]:
-    """The keys of what a job reads, the assets that its result comes from. What a run of this
-    package has written is the asset of the job that wrote it."""
+    """Return the keys of what a job reads: the assets that its result comes from. Results of this
+    package's runs are the assets of the jobs that wrote them."""
     keys: dict[str, None] = {}
     for uri in source.uris[:UPSTREAM]:
         known = _result_of(uri, source.options) if source.stored else None
@@ -47,7 +48,7 @@ def source_keys(source: Source) -> list[str]:
 
 
 def _named(uri: str) -> str:
-    """A URI as it may be shown: without user, password and what follows a question mark."""
+    """Return a URI for display: without user, password and query."""
     scheme, mark, rest = _fixed(uri).partition("://")
     if not mark:
         return _fixed(uri)
@@ -56,7 +57,7 @@ def _named(uri: str) -> str:
 
 
 def _result_of(uri: str, options: dict[str, Any]) -> str | None:
-    """The key of the job whose run wrote what is there; None where no run did."""
+    """Return the key of the job whose run wrote that place; None if no run did."""
     place = uri.rstrip("/").removesuffix("/data")
     if VARIES.search(place):
         return None
@@ -68,7 +69,7 @@ def _result_of(uri: str, options: dict[str, Any]) -> str | None:
 
 
 def _fixed(uri: str) -> str:
-    """The part of a URI that does not change from night to night."""
+    """Return the part of a URI that does not change from run to run."""
     found = VARIES.search(uri)
     if found is None:
         return uri.rstrip("/")
@@ -89,7 +90,7 @@ def _key(uri: str) -> str:
 
 
 def metadata(report: RunReport) -> dict[str, Any]:
-    """What the asset says of a run."""
+    """Return the asset's metadata about a run."""
     return {
         "location": report.run.rstrip("/") + "/data/",
         "run_key": report.run_key,
@@ -104,10 +105,9 @@ def metadata(report: RunReport) -> dict[str, Any]:
 
 
 def materialize_result(report: RunReport, written: BatchJob, source: Source) -> None:
-    """Records the result as an asset with row count and location, and what it was made from as
-    what comes before it. `written` is the job before {run_date} and {run_key} are filled in, where
-    that is known; `source` has its keys. The result is there whatever comes of this, so an error
-    is a warning."""
+    """Record the result as an asset with row count and location, and its inputs as upstream assets.
+    `written` is the job before {run_date} and {run_key} are filled in, if known; `source` has its
+    credentials. The result exists in any case, so an error is only a warning."""
     try:
         key = asset_key(written.output.uri, written.name)
         upstream = [one for one in source_keys(source) if one != key]

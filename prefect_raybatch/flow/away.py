@@ -1,4 +1,4 @@
-"""Prefect's API being away and back: a line each, whatever was asked of it meanwhile."""
+"""Reports outages of Prefect's API: one line when it goes away and one when it is back."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ NO_ANSWER = (httpx.TransportError, OSError)  # what calls raise that were not an
 
 
 class ApiWatch:
-    """Calls are made `within` it, from one thread; `look` is called from another one, since
-    Prefect's client asks on for a minute before a call raises."""
+    """Watches calls made `within` it from one thread. `look` is called from another thread, because
+    Prefect's client retries for a minute before a call raises."""
 
     def __init__(self, clock: Callable[[], float], since: float | None = None):
         self.clock = clock
@@ -56,7 +56,7 @@ class ApiWatch:
             )
 
     def look(self) -> None:
-        """Says once that the API is away, when it is."""
+        """Report once that the API is away, when it is."""
         since = self._since
         if self._said or since is None or self.clock() - since < AWAY_AFTER:
             return
@@ -69,8 +69,8 @@ class ApiWatch:
         )
 
     def left_over(self) -> ApiWatch | None:
-        """That of the next task, where the API is away as this one ends. This one says no more: a
-        thread of the task may be in a call still."""
+        """Return the watch for the next task if the API is away as this one ends. This watch
+        reports nothing more, because a thread of the task may still be in a call."""
         since, self._since = self._since, None
         return None if since is None else ApiWatch(self.clock, since)
 
@@ -80,8 +80,9 @@ _UNANSWERED: dict[str, ApiWatch] = {}  # by flow run: what a task of it left to 
 
 @contextmanager
 def watched(clock: Callable[[], float] = time.monotonic) -> Iterator[ApiWatch]:
-    """The watch of a task. One that goes on from an earlier task of the flow run, where the API was
-    away as that ended: else nobody would say that it is back, and for how long it was not there."""
+    """Yield the watch of a task. It continues that of an earlier task of the flow run if the API
+    was away as that ended; otherwise nobody would report that it is back, and for how long it was
+    away."""
     run = flow_run.get_id() or ""
     watch = _UNANSWERED.pop(run, None) or ApiWatch(clock)
     try:
@@ -92,7 +93,8 @@ def watched(clock: Callable[[], float] = time.monotonic) -> Iterator[ApiWatch]:
 
 
 class _OneLine(logging.Filter):
-    """Prefect says of each event that could not be sent that it could not, with all of it."""
+    """Shortens Prefect's messages about events that could not be sent, which contain the whole
+    event."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = str(record.msg)
@@ -101,7 +103,7 @@ class _OneLine(logging.Filter):
 
 @contextmanager
 def said_once() -> Iterator[None]:
-    """Keeps Prefect's clients from saying at length, each for itself, that the API is away."""
+    """Keep Prefect's clients from reporting at length, each for itself, that the API is away."""
     added = _OneLine()
     loggers = [logging.getLogger(name) for name in ("prefect.events.clients", "prefect._internal")]
     loggers.append(logging.getLogger("prefect._internal.concurrency"))

@@ -1,7 +1,7 @@
-"""The command that continues exactly one run, made from what that run was started with.
+"""The command that continues exactly one run, made from what started that run.
 
-A flow run that a deployment made goes on with the parameters that it was given; a command that was
-typed is typed again; of any other flow run the call is shown as Python.
+A flow run of a deployment continues with its parameters; a command line is repeated; for any other
+flow run the call is shown as Python.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ BACKFILL_PARAMETERS = frozenset(("job", "first", "last", "at_most", "stop_on_fai
 class Started:
     """How the outermost flow run was started.
 
-    `given` are the parameters by which it differs from its deployment, whose name is
-    FLOW/DEPLOYMENT, or from the defaults of the flow; `takes` are the names of all parameters;
-    `job` is the job as it was given, None of flows that take none.
+    `given` are the parameters that differ from its deployment, whose name is FLOW/DEPLOYMENT, or
+    from the defaults of the flow; `takes` are the names of all parameters; `job` is the job as it
+    was given, None for flows without one.
     """
 
     run: UUID
@@ -48,7 +48,7 @@ class Started:
 
     @property
     def is_of_a_job(self) -> bool:
-        """Whether a new flow run with the same parameters would do the same work."""
+        """Return whether a new flow run with the same parameters would do the same work."""
         return any(
             self.takes >= names for names in (RUN_PARAMETERS, RETRY_PARAMETERS, BACKFILL_PARAMETERS)
         )
@@ -68,8 +68,8 @@ class Started:
 
 
 def started() -> Started | None:
-    """Return how the outermost flow run was started; None outside one, or where Prefect's API does
-    not say."""
+    """Return how the outermost flow run was started; None outside one, or if Prefect's API does not
+    tell."""
     root = root_run()
     if root is None:
         return None
@@ -93,14 +93,14 @@ def started() -> Started | None:
 
 
 def root_run() -> UUID | None:
-    """Return the outermost flow run: to try that again keeps the run key."""
+    """Return the outermost flow run; retrying it keeps the run key."""
     with suppress(Exception):
         return UUID(str(flow_run.get_root_flow_run_id()))
     return None
 
 
 def command(run_key: str | None, changes: Mapping[str, Any], new_run: bool) -> str:
-    """Return what continues the run `run_key`, None where the key is not known yet.
+    """Return what continues the run `run_key`, None if the key is not known yet.
 
     `changes` are fields of the job to change, by their dotted names; `new_run` asks for a new flow
     run, which takes the job as its deployment has it by then.
@@ -125,7 +125,7 @@ def command(run_key: str | None, changes: Mapping[str, Any], new_run: bool) -> s
 
 def python_call(flow: str, parameters: Mapping[str, Any]) -> str:
     """Return the call of a flow as Python. Jobs and other mappings, which may hold secrets, are
-    written as variables; of ours `overrides` are shown."""
+    written as variables; of our own parameters, `overrides` are shown."""
     texts = []
     for name, value in parameters.items():
         is_shown = name == "overrides" or not isinstance(value, Mapping)
@@ -134,7 +134,7 @@ def python_call(flow: str, parameters: Mapping[str, Any]) -> str:
 
 
 def _as_parameter(value: Any) -> str:
-    """Return a value as `prefect deployment run` reads it: as JSON, else as text."""
+    """Return a value as `prefect deployment run` reads it: as JSON, otherwise as text."""
     if not isinstance(value, str):
         return json.dumps(value)
     with suppress(ValueError):
@@ -155,8 +155,8 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def _without_secrets(parameters: Mapping[str, Any], job: Any) -> dict[str, Any]:
-    """Return the parameters with each secret masked as a report of `job`, the whole one, masks it;
-    of what is no valid job only what is known to be open is left."""
+    """Return the parameters with each secret masked as a report of the complete `job` masks it. For
+    an invalid job, keep only values that are known to be public."""
     shown = dict(parameters)
     if "job" in shown:
         shown["job"] = _shown_job(shown["job"]) or _numbers_alone(shown["job"])
@@ -166,7 +166,7 @@ def _without_secrets(parameters: Mapping[str, Any], job: Any) -> dict[str, Any]:
 
 
 def _shown_job(job: Any) -> dict[str, Any] | None:
-    """Return a job with its secrets masked; None for what is no valid job."""
+    """Return a job with its secrets masked; None for an invalid one."""
     try:
         made = job if isinstance(job, BatchJob) else BatchJob.from_dict(job)
     except (ConfigError, TypeError, ValueError):
@@ -183,7 +183,7 @@ def _shown_changes(job: Any, changes: Mapping[str, Any]) -> Any:
 
 
 def _numbers_alone(value: Any) -> Any:
-    """Return what may not be a job with each text masked that is not known to be open."""
+    """Return what may not be a job, with every text masked that is not known to be public."""
     if isinstance(value, Mapping):
         return {name: _numbers_alone(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):

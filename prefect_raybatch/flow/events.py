@@ -1,4 +1,4 @@
-"""Prefect events of a run: what automations and other flows can act on."""
+"""Prefect events of a run, which automations and other flows can act on."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ EVENT_TEXT = 500  # characters of an error that travel
 
 
 class RunEvents:
-    """Emits the events of one run; Prefect adds the flow run and its kin as related resources.
+    """Emits the events of one run; Prefect adds the flow run and its relatives as related
+    resources.
 
-    The API being away stops nothing: Prefect queues events and logs what it cannot send.
+    An outage of the API stops nothing: Prefect queues events and logs those that it cannot send.
     """
 
     def __init__(self, run_key: str, job: str):
@@ -58,8 +59,8 @@ class RunEvents:
 
     @contextmanager
     def failures(self, retries: int) -> Iterator[None]:
-        """Tells of what the block raises: a limit that is used up, and a failure that Prefect
-        will not retry."""
+        """Emit an event for what the block raises: for a limit that is used up, and for a failure
+        that Prefect will not retry."""
         try:
             yield
         except Exception as error:
@@ -67,7 +68,7 @@ class RunEvents:
             raise
 
     def failed(self, error: Exception, retries: int) -> bool:
-        """Tells of an error as `failures` does; returns whether Prefect will leave it at that."""
+        """Emit the event of an error as `failures` does; return whether Prefect will not retry."""
         text = str(error)[:EVENT_TEXT]
         if isinstance(error, RunDrained):  # as a person wanted it: no failure
             self.emit("run.drained", message=text)
@@ -83,8 +84,8 @@ class RunEvents:
 
 
 class LiveEvents:
-    """Turns beats into events: commits coalesced, stalls, a quarantine above `reported` rows, a
-    run that will take longer than `deadline` seconds."""
+    """Turns heartbeats into events: commits (coalesced), stalls, a quarantine above `reported`
+    rows, and a run that will take longer than `deadline` seconds."""
 
     def __init__(self, events: RunEvents, run: str, reported: int, deadline: float | None = None):
         self.events, self.run, self.reported = events, run, reported
@@ -97,13 +98,14 @@ class LiveEvents:
         self.told_high = False
 
     def started(self, beat: Beat, worked: float = 0.0) -> None:
-        """Call first: what is committed then is no news. `worked`: seconds of earlier attempts."""
+        """Call first: what is committed then is not reported. `worked`: seconds of earlier
+        attempts."""
         self._committed = self._first = beat.committed
         self._worked = worked
         self.events.emit("run.started", run=self.run, **_figures(beat))
 
     def see(self, beat: Beat, now: float) -> None:
-        """`now` in seconds of any clock that does not jump."""
+        """Process a heartbeat; `now` is in seconds of a monotonic clock."""
         if beat.alarms > self._alarms:
             self.events.emit(
                 "run.stalled", run=self.run, seconds=beat.quiet, about=beat.about, **_figures(beat)
@@ -123,9 +125,9 @@ class LiveEvents:
         self._commits(beat, now)
 
     def _look_at_deadline(self, beat: Beat, now: float) -> None:
-        """By the rate of the latest commits, once there are some: the first ones tell of the start
-        of the engines. Counts as the report does: what an attempt waits for before it begins is not
-        its time."""
+        """Compare the expected end with the deadline, by the rate of the latest commits once there
+        are some, because the first ones include the engines' start. Time that an attempt waits
+        before it begins does not count, as in the report."""
         if beat.phase in (MAKING, UNHEARD):
             return
         self._began = now if self._began is None else self._began

@@ -1,6 +1,5 @@
-"""Why a task failed, said where an operator looks first: the state's message, the first error among
-the logs, and the artifact `raybatch-JOB-failure`, each with the command that mends it.
-"""
+"""Explains why a task failed, where an operator looks first: the state's message, the first error
+in the logs, and the artifact `raybatch-JOB-failure`, each with the command that fixes it."""
 
 from __future__ import annotations
 
@@ -59,8 +58,8 @@ TOLD = "plain"  # attribute of an error that was told: its message before that
 
 @dataclass(frozen=True)
 class Cause:
-    """What failed, why, and what to do: `task` of the run `run_key`, at `run` where that is known;
-    `rows` are some of those that failed."""
+    """What failed, why, and what to do: `task` of the run `run_key`, at `run` if known; `rows` are
+    some of the failed rows."""
 
     task: str
     job: str
@@ -74,7 +73,7 @@ class Cause:
 
     @property
     def text(self) -> str:
-        """Why and what to do, as it stands in the state and in the log."""
+        """Return the reason and what to do, as in the state and in the log."""
         return f"{self.message}\nWhat to do: {self.remedy}\n  {self.command}"
 
     def markdown(self) -> str:
@@ -107,8 +106,9 @@ def explained(
     run: str | None = None,
     sample: Callable[[], Sequence[Sample]] | None = None,
 ) -> Iterator[None]:
-    """Tells of what the block raises, and raises it again. What Prefect will try again is told as
-    an event at most. `job` or its name; the run's key and directory, None where not known yet."""
+    """Explain an exception of the block, and raise it again. One that Prefect will retry is only
+    reported as an event. Takes the job or its name, and the run's key and directory, None if not
+    known yet."""
     name = job if isinstance(job, str) else job.name
     try:
         yield
@@ -132,12 +132,12 @@ def explained(
 
 
 def was_told(error: object) -> bool:
-    """Whether the page says already why this error was raised."""
+    """Return whether the page already explains why this error was raised."""
     return getattr(error, TOLD, None) is not None
 
 
 def _of(error: BaseException) -> tuple[str, str]:
-    """Class and text of an error. Ray's own hold the tracebacks of other processes: of these the
+    """Return class and message of an error. Ray's own contain tracebacks of other processes, whose
     last line says what happened."""
     if type(error).__module__.partition(".")[0] != "ray":
         return type(error).__name__, str(error)
@@ -146,7 +146,7 @@ def _of(error: BaseException) -> tuple[str, str]:
 
 
 def _tell(cause: Cause) -> None:
-    """The page being away must not hide the error itself."""
+    """Report the cause; an unreachable page must not hide the error itself."""
     with suppress(MissingContextError):
         get_run_logger().error("%s failed: %s: %s", cause.task, cause.error, cause.text)
     try:
@@ -158,7 +158,7 @@ def _tell(cause: Cause) -> None:
 
 
 def command_for(error: Exception, job: BatchJob | str, run_key: str | None, run: str | None) -> str:
-    """Return what an operator types next."""
+    """Return the command that an operator types next."""
     if isinstance(error, CorruptRun) and run:
         return f"raybatch verify {shlex.quote(run)}"
     changes: dict[str, Any] = {}
@@ -173,7 +173,7 @@ def command_for(error: Exception, job: BatchJob | str, run_key: str | None, run:
 
 
 def _raised(job: BatchJob) -> dict[str, float]:
-    """The limit of failed rows that the job has, twice as high: for a person to correct."""
+    """Return the job's limit of failed rows doubled, for a person to adjust."""
     limits = job.limits
     if limits.max_failed_rows:
         return {"limits.max_failed_rows": 2 * limits.max_failed_rows}
@@ -183,8 +183,9 @@ def _raised(job: BatchJob) -> dict[str, float]:
 
 
 def said_beforehand() -> str | None:
-    """What a run whose process or host is lost can say no more, for the first lines of its log: the
-    page shows these, and of the state's message nothing. None for a run that no deployment made."""
+    """Return what a run whose process or host is lost can no longer say, for the first lines of its
+    log: the page shows these, and nothing of the state's message. None for a run without a
+    deployment."""
     found = continuing.started()
     if found is None or found.deployment is None:
         return None
@@ -200,13 +201,14 @@ def _go_on() -> str:
 
 
 def _quoted(text: str) -> list[str]:
-    """As it stands, whatever characters it holds; the page does not break such lines."""
+    """Return the text verbatim as a code block, whose lines the page does not break."""
     lines = [part for line in visible(text).split("\n") for part in (WRAPPED.wrap(line) or [""])]
     return [f"    {line}" for line in lines]
 
 
 def _lines_of(command: str) -> list[str]:
-    """A command on lines that the page shows whole, still one command where it is pasted."""
+    """Return a command in lines that the page shows completely and that can be pasted as one
+    command."""
     if not command.startswith(("prefect ", "raybatch ")):
         return [command]  # a call as Python
     words = [shlex.quote(word) for word in shlex.split(command)]
@@ -230,9 +232,9 @@ def _table(rows: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 class _Short(logging.Filter):
-    """Prefect logs an error with its traceback, once for the task and once for the flow. One that
-    was told has said all that a person can use; its traceback is of no use to them. Where Prefect
-    ends a flow run itself, it says so with a traceback of its own and not what to do."""
+    """Shortens Prefect's log of an error: it logs the traceback once for the task and once for the
+    flow, but an explained error needs none. If Prefect ends a flow run itself, add what to do to
+    its message."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if str(record.msg).startswith(LEASE_LOST):

@@ -1,4 +1,5 @@
-"""The flows: `batch_inference` and `retry_failed` (plan, infer, finalize), and `tune_job`."""
+"""The flows: `batch_inference` and `retry_failed` (plan, infer, finalize), `backfill_job` and
+`tune_job`."""
 
 from __future__ import annotations
 
@@ -51,13 +52,13 @@ from prefect_raybatch.runs.run import Run, begun, complete_before, default_run_k
 
 
 def titled(title: str) -> Any:
-    """A parameter's title in the form of the Prefect page, which else shows its name."""
+    """Return a parameter's title in the Prefect form, which otherwise shows its name."""
     return Field(json_schema_extra={"title": title})
 
 
 def in_form_order(made: Flow[..., Any], last: str) -> None:
-    """Puts a flow's parameter behind the others in the form, which Prefect else shows in the order
-    of the signature. Calls are not concerned: they go by the function's own signature."""
+    """Put a flow's parameter last in the Prefect form, which otherwise follows the signature. Calls
+    are not affected: they follow the function's own signature."""
     signature = inspect.signature(made.fn, eval_str=True)
     named = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values()]
     named.sort(key=lambda parameter: parameter.name == last)
@@ -95,14 +96,14 @@ def key_of(
 
 
 def with_changes(job: BatchJob, overrides: Mapping[str, Any] | None, limit: int | None) -> BatchJob:
-    """The job with some fields changed: {"sampling.max_tokens": 99}; `limit` is source.limit.
-    `ConfigError` for a field that there is not, and for what no job may be."""
+    """Return the job with some fields changed, e.g. {"sampling.max_tokens": 99}; `limit` is
+    source.limit. Raises `ConfigError` for an unknown field and for an invalid job."""
     changes = {**(overrides or {}), **({} if limit is None else {"source.limit": limit})}
     return edited(job, changes, "overrides")
 
 
 def named_by_run_key() -> str:
-    """The flow run's name is the run key, so the run directory is found by it."""
+    """Return the run key as the flow run's name, so that its run directory can be found."""
     given = flow_run.get_parameters()
     try:
         job = with_changes(given["job"], given.get("overrides"), given.get("limit"))
@@ -121,21 +122,21 @@ def batch_inference(
     overrides: Annotated[Fields | Unset, titled("Fields to change")] = None,
     accept: Annotated[Differences | Unset, titled("Differences to accept")] = None,
 ) -> RunReport:
-    """Asks a model about every row of a table and writes the answers, each row exactly once.
+    """Ask a model about every row of a table and write the answers, each row exactly once.
 
     Args:
         job: What to read, what to ask, where to write.
-        run_key: Name of the run's directory in the output's folder. The same key continues or
-            returns a run; by default the job's name and the scheduled start of the outermost flow
-            run.
-        scheduled_for: For catching up: the scheduled start of a night that was missed, with its
-            time zone. The run gets the run key that night would have had.
-        run_date: What {run_date} in the job stands for; by default the date of the scheduled
-            start, in UTC. Without a run key the run gets one of that date.
-        limit: Only the first rows of the input, that many: source.limit.
+        run_key: Name of the run's directory in the output folder. The same key resumes an
+            unfinished run and returns the report of a finished one. Default: the job's name and
+            the scheduled start of the outermost flow run.
+        scheduled_for: To catch up on a missed run: its scheduled start, with time zone. The run
+            gets the run key that it would have had then.
+        run_date: Value of {run_date} in the job. Default: the date of the scheduled start, in UTC.
+            Without a run key, the run gets one made from this date.
+        limit: Read only this many rows of the input, the first ones (source.limit).
         overrides: Fields of the job to change, such as {"sampling.max_tokens": 99}.
-        accept: To go on with a run though the job differs from it in these fields, named as the
-            error that refuses it names them. Needs a run key.
+        accept: Continue a run although the job differs from its plan in these fields. Use the
+            names in the error that rejects the difference. Needs a run key.
     """
     with _recorded_unplanned(job, run_key), explained("batch_inference", job, run_key):
         if accept and run_key is None:
@@ -154,8 +155,8 @@ def batch_inference(
 
 @contextmanager
 def _recorded_unplanned(job: BatchJob, run_key: str | None) -> Iterator[None]:
-    """Record a flow run that fails before its run directory is known, and show it among the
-    nights."""
+    """Record a flow run that fails before its run directory is known, and show it in the run
+    history."""
     try:
         yield
     except Exception as error:
@@ -172,7 +173,7 @@ def _recorded_unplanned(job: BatchJob, run_key: str | None) -> Iterator[None]:
 
 
 def _record_invalid(parameters: Mapping[str, Any], error: Exception) -> None:
-    """Record a flow run whose job is no valid one, so that its night is listed. Prefect fails it
+    """Record a flow run with an invalid job, so that the run history lists it. Prefect fails it
     before the flow is called."""
     job, key, start = (parameters.get(name) for name in ("job", "run_key", "scheduled_for"))
     if not isinstance(job, Mapping):
@@ -198,8 +199,9 @@ in_form_order(batch_inference, last="job")
 def _filled(
     job: BatchJob, key: str, scheduled_for: datetime | None, run_date: date | None
 ) -> BatchJob:
-    """The job with {run_date} and {run_key} filled in where the tasks could not do that of the run
-    key alone. Else it stays as written: what the night has in common with others shows there."""
+    """Return the job with {run_date} and {run_key} filled in if the tasks could not derive them
+    from the run key alone; otherwise as written, because that shows what the runs have in
+    common."""
     if not run_words(job):
         return job
     filled = begun(job, key, scheduled_for or scheduled_start(), run_date)[0]
@@ -216,16 +218,17 @@ def retry_failed(
     overrides: Annotated[Fields | Unset, titled("Fields to change")] = None,
     job: Annotated[Job | Unset, titled("Job")] = None,
 ) -> RunReport | None:
-    """Asks again about the failed rows of a finished run, in a run of their own beside it.
+    """Retry the failed rows of a finished run in a child run.
 
-    Again with the same arguments, an unfinished retry is continued. Without
-    rows to retry the flow run is completed, says why, and its result is None.
+    The same arguments resume an unfinished retry. Without rows to retry, the flow run completes,
+    its message says why, and its result is None.
 
     Args:
         run_dir: The finished run, a local folder or s3://.
-        errors: Only rows of these error classes, such as EngineDied; by default all failed rows.
+        errors: Retry only rows of these error classes, such as EngineDied. Default: all failed
+            rows.
         overrides: Fields of the job to change, such as {"engine.max_model_len": 4096}.
-        job: A whole job in place of the run's own; its input and output.uri do not count.
+        job: A complete job to use instead of the run's own; its input and output.uri are ignored.
     """
     planned = plan_retry(run_dir, errors, overrides, job)
     if isinstance(planned, Nothing):
@@ -239,12 +242,12 @@ def retry_failed(
 
 
 def _ended_drained(drained: RunDrained) -> Any:
-    """The state of a flow run that somebody has drained: neither failed nor completed."""
+    """Return the state of a drained flow run: neither failed nor completed."""
     return Cancelled(name=DRAINED_STATE, message=drained.plain or str(drained))
 
 
 def called(made: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-    """What a flow returns; `RunDrained` where it has ended drained."""
+    """Return the result of a flow; raise `RunDrained` if it ended drained."""
     end_by_sigterm()
     try:
         return made(*arguments, **more)
@@ -255,8 +258,8 @@ def called(made: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
 
 
 def _ended(job: BatchJob, run: Run, progress: Progress) -> RunReport:
-    """Finalize the run and publish it to all that the job names; return its report. The state of a
-    run that was complete before says so."""
+    """Finalize the run and publish it to all targets of the job; return its report. If the run was
+    complete before, the state says so."""
     report = finalize_run(job, run, progress)
     if job.output.publish:
         report = publish_run(job, run)
@@ -273,18 +276,18 @@ def backfill_job(
     at_most: Annotated[int, Field(ge=1), titled("Runs at once")] = 1,
     stop_on_failure: Annotated[bool, titled("Stop on failure")] = False,
 ) -> list[dict[str, str]]:
-    """Runs a job with {run_date} for each date of a range; what is done is left alone.
+    """Run a job with {run_date} for each date of a range, skipping completed dates.
 
-    Each date that is not done is a flow run `batch_inference` of its own under this one. Returns
-    the table of all dates, which is the artifact `raybatch-JOB-backfill`. Failed until all are
-    complete; again with the same dates, it goes on.
+    Each remaining date is a `batch_inference` flow run under this one. Returns the table of all
+    dates, which is also the artifact `raybatch-JOB-backfill`. The flow run fails unless all dates
+    are complete; the same dates again resume it.
 
     Args:
         job: The job, with {run_date} in its source or output.
         first: The first date, such as 2026-11-01.
-        last: The last one, included.
-        at_most: Runs that work at once, in one Ray cluster.
-        stop_on_failure: Begin no other date once one has failed.
+        last: The last date, included.
+        at_most: Number of concurrent runs, in one Ray cluster.
+        stop_on_failure: Start no further date once one has failed.
     """
     with explained("backfill_job", job, None):
         known = with_blocks(job)
@@ -309,21 +312,21 @@ def backfill_job(
 
 @job_flow(name="tune_job", flow_run_name="tune {job.name}", persist_result=False)
 def tune_job(job: BatchJob, minutes: float = 5.0, deadline: str | None = None) -> dict[str, Any]:
-    """Tries engine settings on a sample of the job's rows; returns the fields to change.
+    """Try engine settings on a sample of the job's rows; return the fields to change.
 
-    What was tried is the artifact `raybatch-tune-JOB` of the flow run.
+    The artifact `raybatch-tune-JOB` of the flow run lists the trials.
 
     Args:
         job: The job, as for `batch_inference`.
-        minutes: About how long to try.
-        deadline: Time for the whole input, such as 6h; by default limits.deadline.
+        minutes: About how many minutes to try.
+        deadline: Time for the whole input, such as 6h. Default: limits.deadline.
     """
     return tune_engine(with_run_words(job, job.name, today()), minutes, deadline)
 
 
 def scheduled_start() -> datetime | None:
-    """When the outermost flow run was to start: a retry of a parent makes new subflow runs, and
-    they must find the same run directory. None outside a flow run."""
+    """Return the scheduled start of the outermost flow run: a retry of a parent makes new subflow
+    runs, which must find the same run directory. None outside a flow run."""
     root = flow_run.get_root_flow_run_id()
     if root is None:
         return None

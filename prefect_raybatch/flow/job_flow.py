@@ -1,7 +1,7 @@
-"""Flows whose parameters may hold JSON Schemas.
+"""Flows whose parameters may contain JSON Schemas.
 
-Prefect takes each mapping with the key `$ref` in a flow's parameters for a reference to a block,
-and JSON Schemas have that key as well (`output.schema_model`, `prompt.tools`, overrides of these).
+Prefect treats every mapping with the key `$ref` in a flow's parameters as a reference to a block,
+and JSON Schemas have that key too (`output.schema_model`, `prompt.tools`, overrides of these).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ WhenInvalid = Callable[[Mapping[str, Any], Exception], None]
 
 
 class JobFlow(Flow[P, R]):
-    """A flow that keeps the `$ref` of JSON Schemas in its parameters from Prefect. `when_invalid`
-    is told of parameters that the flow is not run with."""
+    """A flow that hides the `$ref` of JSON Schemas in its parameters from Prefect. `when_invalid`
+    is called with parameters that Prefect rejects."""
 
     when_invalid: WhenInvalid | None = None
 
@@ -68,7 +68,8 @@ def _plain(value: Any) -> Any:
 
 
 def _is_schema_reference(value: Any) -> bool:
-    """Whether the value of a `$ref` is none of a block's, which is an id or a mapping with one."""
+    """Return whether the value of a `$ref` is not a block's, which is an id or a mapping with
+    one."""
     if isinstance(value, Mapping):
         return not any(key in value for key in BLOCK_KEYS)
     try:

@@ -1,4 +1,4 @@
-"""The morning page: the last nights of a job as an artifact of the job, and its answers' drift."""
+"""The run history of a job as an artifact, and the drift of its answers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ log = logging.getLogger(__name__)
 def show_nights(
     loaded: BatchJob, run_key: str, tell: bool = False, output: str | None = None
 ) -> None:
-    """Shows the page of the job whose run has just ended. `output` is where its runs are, as the
-    job is written: with {run_date} in it, each night has a folder of its own. `tell`: of a night
-    whose answers shifted an event is emitted. It is never worth a run: what goes wrong is a line in
-    the log."""
+    """Show the history of the job whose run has just ended. `output` is where its runs are, as the
+    job is written: with {run_date} in it, each run has a folder of its own. `tell`: emit an event
+    if the run's answers shifted. An error here is only logged and never fails the run."""
     try:
         (page,) = nights_of(output or loaded.output.uri, loaded.output.options or None, loaded.name)
         if not page.nights:  # the run has not come to a plan
@@ -44,7 +43,7 @@ def show_nights(
 
 
 def _tell_drift(night: NightLine, job: str) -> None:
-    """One event for all that shifted: a night pages a person once."""
+    """Emit one event for all shifts, so that a run notifies a person once."""
     if not night.shifts:
         return
     lines = [shift.line() for shift in night.shifts]

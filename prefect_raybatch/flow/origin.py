@@ -1,8 +1,8 @@
 """Whether a flow or task run came to this process through Prefect's API.
 
-A deployment's flow run, and one that a block's `trigger` creates, have parameters that anybody who
-may use the API can choose. So the jobs in them are limited by the operator's policy. A flow that is
-called in a process of its owner's, by a script or by `raybatch run`, is not.
+Anybody who may use the API can choose the parameters of a deployment's flow run, and of one that a
+block's `trigger` creates. So the operator's policy limits their jobs. It does not limit a flow that
+its owner calls in their own process, from a script or by `raybatch run`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TASK_WORKER = "prefect.task_worker"  # imported only where deferred tasks are se
 
 
 def comes_through_api() -> bool:
-    """Return whether what runs now came through Prefect's API; True where it cannot be told."""
+    """Return whether the current work came through Prefect's API; True if that is unknown."""
     of_flow, of_task = FlowRunContext.get(), TaskRunContext.get()
     if of_flow is None and of_task is None:
         return False

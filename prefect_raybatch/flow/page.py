@@ -1,4 +1,4 @@
-"""What the Prefect page shows of a run while it works: progress, a table, log lines, events."""
+"""What the Prefect page shows of an active run: progress, a table, log lines, events."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ Observer = Callable[[Progress], None]
 
 
 class Page(Listener):
-    """Shows a run in the Prefect page from a thread of its own, so that neither a slow API nor one
-    that is away holds up a commit. `observers` hear of the run what the page hears, at once. Use as
-    a context manager around the work."""
+    """Shows a run in the Prefect page from a thread of its own, so that a slow or unreachable API
+    never delays the run. `observers` receive the same updates at once. Use it as a context manager
+    around the work."""
 
     def __init__(
         self,
@@ -120,8 +120,8 @@ class Page(Listener):
         self._beat, self._heard = beat, self.clock()
 
     def tick(self) -> None:
-        """Shows what is new and due. What the API does not take is tried again when it is next due,
-        and keeps nothing else from being shown."""
+        """Show what is new and due. What the API rejects is retried when it is next due, and does
+        not keep the rest from being shown."""
         now = self.clock()
         beat = self.state(now)
         if beat is None:
@@ -157,7 +157,7 @@ class Page(Listener):
             raise failed
 
     def _worked(self) -> float:
-        """Seconds of the attempts before this one, where a deadline is to be held against them."""
+        """Return the seconds of earlier attempts, if a deadline applies to them."""
         if self.events.deadline is None:
             return 0.0
         try:
@@ -204,7 +204,7 @@ class Page(Listener):
         return self.progress.unit if self.progress is not None else ROW_UNIT
 
     def state(self, now: float) -> Beat | None:
-        """The state: of the driver in this process, or of one elsewhere by its records."""
+        """Return the state: of the driver in this process, or of one elsewhere by its records."""
         counts = self.counts
         if counts is None:
             return None
@@ -233,8 +233,8 @@ class Page(Listener):
         return True
 
     def show(self, artifact: Artifact, kind: str) -> None:
-        """Creates the artifact of this kind, or updates the one that this flow run has made: a
-        retry goes on with it, and a page does not get a new version every few seconds."""
+        """Create the artifact of this kind, or update the one that this flow run has made: a retry
+        continues it, and the page does not get a new version every few seconds."""
         known = self._artifacts.get(kind)
         with self.api.within():
             if known is None:
@@ -245,7 +245,8 @@ class Page(Listener):
 
 
 def live_rows(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> list[dict[str, str]]:
-    """The table of the run's present state; `unit`: what its rows are, one and several."""
+    """Return the table of the run's current state; `unit`: the singular and plural of what it
+    counts."""
     figures = {
         "state": f"{beat.phase}: {beat.about}" if beat.about else beat.phase,
         unit[1]: f"{beat.done:,} of {beat.rows:,}",
@@ -263,13 +264,13 @@ def live_rows(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> list[dict[str, st
 
 
 def starting(beat: Beat) -> str:
-    """`starting engines: cluster 3 s, imports 9 s`, while that is what the run does, or what it
-    waits for of a cluster that is made for it; else ""."""
+    """Return e.g. `starting engines: cluster 3 s, imports 9 s` while the run starts, or what it
+    waits for of a cluster that is created for it; otherwise ""."""
     return f"{beat.phase}: {beat.about}" if beat.phase in (STARTING, MAKING) and beat.about else ""
 
 
 def cost_figures(beat: Beat) -> dict[str, str]:
-    """What the run has cost and will cost; nothing where that is not known."""
+    """Return the cost so far and at the end; empty if unknown."""
     if beat.cost_run is None:
         return {}
     end = {} if beat.cost_end is None else {"cost at the end, about": money(beat.cost_end)}
@@ -277,7 +278,8 @@ def cost_figures(beat: Beat) -> dict[str, str]:
 
 
 def progress_line(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> str:
-    """Progress in a line: rows, share, failed, and rate and time left, or why there is no rate."""
+    """Return progress in one line: rows, share, failed, and rate and time left, or why there is no
+    rate."""
     share = beat.done / beat.rows if beat.rows else 1.0
     pace = starting(beat) or beat.phase
     if beat.seconds_left is not None:

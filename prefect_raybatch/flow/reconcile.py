@@ -1,8 +1,7 @@
-"""Which flow run goes with which Ray job: labels, cancelling, and reconciling the two.
+"""Matches flow runs with Ray jobs: labels, cancelling, and reconciliation.
 
-A flow run that follows a job carries the job's id as a label; labels survive restarts and are seen
-by every process, so `reconcile_jobs` can tell a job that somebody waits for from one that nobody
-does.
+A flow run that follows a job has the job's id as a label. Labels survive restarts and every process
+sees them, so `reconcile_jobs` can tell a job that somebody waits for from one that nobody does.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ OPEN = [
 
 
 def owner(retries: int = 0) -> Owner:
-    """The current flow run, as the one that follows a job; a nameless one outside of Prefect. Its
-    task is tried `retries` times more."""
+    """Return the current flow run as the follower of a job; a nameless one outside Prefect. Its
+    task is retried `retries` times."""
     current, api = flow_run.get_id(), prefect_api() or ""
     if current is None:
         return Owner(api=api)
@@ -112,15 +111,15 @@ class Action:
 def reconcile_jobs(
     job_server: str, dry_run: bool = False, grace: float = GRACE, settle: float = SETTLE
 ) -> list[Action]:
-    """Brings the Ray jobs at `job_server` and the flow runs of this Prefect API into step.
+    """Reconcile the Ray jobs at `job_server` with the flow runs of this Prefect API.
 
-    Jobs whose flow run has ended, and which no other flow run follows, are stopped. Flow runs that
-    are still Running `grace` seconds after their job ended without success, or whose job the
-    server does not know and does not learn of within `settle` seconds, become Crashed. A saved
-    RayCluster block (ray-cluster/NAME) may stand for the server and its keys.
+    Stops jobs whose flow run has ended and which no other flow run follows. Flow runs that are
+    still Running `grace` seconds after their job ended without success, or whose job the server
+    does not learn of within `settle` seconds, become Crashed. A saved RayCluster block
+    (ray-cluster/NAME) can stand for the server and its credentials.
 
-    kubernetes/NAMESPACE, or a block with `kubernetes`, stands for the clusters that runs have made
-    there: those whose lease has ended, as no flow lives that renews it, are deleted.
+    kubernetes/NAMESPACE, or a block with `kubernetes`, stands for the clusters that runs have
+    created there: those whose lease has expired, because no live flow renews it, are deleted.
     Raises `JobServerUnavailable`, `ClusterUnavailable`, `ConfigError`.
     """
     access = _access(job_server)
@@ -144,7 +143,7 @@ def _clusters(made: Kubernetes, dry_run: bool) -> list[Action]:
 
 
 def _access(job_server: str) -> ClusterAccess:
-    """The job server of that URL or block, or the place of clusters on Kubernetes."""
+    """Return the job server of that URL or block, or the namespace of clusters on Kubernetes."""
     if job_server.startswith(ON_KUBERNETES):
         namespace = job_server.removeprefix(ON_KUBERNETES)
         try:
@@ -172,9 +171,9 @@ def _access(job_server: str) -> ClusterAccess:
 def restart_crashed(
     most: int = RESTARTS, hours: float = RESTART_WITHIN, dry_run: bool = False
 ) -> list[Action]:
-    """Schedules crashed flow runs of deployments again: each keeps its parameters and its run key,
-    so that it goes on with what is committed. Only those that crashed within the last `hours`,
-    each at most `most` times, and none whose run key another flow run works on."""
+    """Reschedule crashed flow runs of deployments. Each keeps its parameters and its run key, so it
+    continues from what is committed. Takes only those that crashed within the last `hours`, each at
+    most `most` times, and none whose run key another flow run works on."""
     since = time.time() - hours * 3600
     actions = []
     with get_client(sync_client=True) as client:
@@ -197,7 +196,8 @@ def restart_crashed(
 
 
 def _crashed_runs(client: SyncPrefectClient) -> list[FlowRun]:
-    """The latest crashed flow runs of our flows that have a deployment, one for each run key."""
+    """Return the latest crashed flow runs of our flows that have a deployment, one for each run
+    key."""
     found = client.read_flow_runs(
         flow_filter=FlowFilter(name=FlowFilterName(any_=list(OUR_FLOWS))),
         flow_run_filter=FlowRunFilter(
@@ -214,7 +214,7 @@ def _crashed_runs(client: SyncPrefectClient) -> list[FlowRun]:
 
 
 def _at_work(client: SyncPrefectClient, run_key: str) -> bool:
-    """Whether a flow run of that run key, by which it is named, has not ended or has completed."""
+    """Return whether a flow run of that run key, which is its name, is active or has completed."""
     ours = client.read_flow_runs(
         flow_run_filter=FlowRunFilter(
             name=FlowRunFilterName(any_=[run_key]),
@@ -251,7 +251,7 @@ def _orphans(
 
 
 def _has_ended(client: SyncPrefectClient, ray_job: RayJob) -> tuple[bool, str]:
-    """(whether the flow run that submitted the job is over for good, why)."""
+    """Return (whether the flow run that submitted the job has ended for good, why)."""
     submitter = ray_job.metadata.get("raybatch_flow_run")
     if not submitter:
         return False, "it was submitted outside of Prefect"
@@ -328,7 +328,7 @@ def _label(run: FlowRun, name: str) -> Any:
 
 
 def _open_runs(client: SyncPrefectClient) -> Iterator[FlowRun]:
-    """Flow runs that have not ended and follow a job."""
+    """Yield active flow runs that follow a job."""
     wanted = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=OPEN)))
     offset = 0
     while True:

@@ -1,4 +1,5 @@
-"""The Prefect tasks: covers of the verbs in `runs` with retries by error class, artifacts, logs."""
+"""The Prefect tasks: they wrap the verbs in `runs` with retries by error class, artifacts and
+logs."""
 
 from __future__ import annotations
 
@@ -64,8 +65,8 @@ _observers: ContextVar[tuple[Observer, ...]] = ContextVar("observers", default=(
 
 @contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
-    """Flows that are called in the block tell `observer` of their runs' progress, too. Prefect
-    stores the parameters of a flow, so an observer cannot be one of them."""
+    """Report the progress of flows called in the block to `observer` too. Prefect stores the
+    parameters of a flow, so an observer cannot be one of them."""
     token = _observers.set((*_observers.get(), observer))
     try:
         yield
@@ -74,7 +75,7 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 
 def retry_transient(task: Any, task_run: Any, state: Any) -> bool:
-    """Prefect's retry condition: only what a retry can help is tried again."""
+    """Retry condition for Prefect: retry only what a retry can help."""
     error = None
     with suppress(Exception):  # a state without a result says nothing against a retry
         error = state.result(raise_on_failure=False)
@@ -95,7 +96,7 @@ RETRY: dict[str, Any] = {
 def plan_shards(
     job: BatchJob, run_key: str, dataset: Any = None, accept: Sequence[str] = ()
 ) -> Run:
-    """Makes or adopts the run's plan. `dataset` (a `ray.data.Dataset`) replaces the job's source;
+    """Make or adopt the run's plan. `dataset` (a `ray.data.Dataset`) replaces the job's source;
     `accept` names fields in which the job may differ from the run's.
 
     Raises `ConfigError`, `SourceError`, `PlanMismatch`, `UnsafeStore` (never retried) or
@@ -123,7 +124,7 @@ def plan_retry(
     overrides: dict[str, Any] | None = None,
     job: BatchJob | None = None,
 ) -> retry.Retry | retry.Nothing:
-    """Makes or adopts the run that retries failed rows of the finished run at `run_dir`.
+    """Make or adopt the run that retries failed rows of the finished run at `run_dir`.
 
     Raises `ConfigError`, `CorruptRun`, `PlanMismatch` (never retried) or `StoreUnavailable`.
     """
@@ -151,12 +152,12 @@ def _say_beforehand() -> None:
 
 @task(name="infer_shards", task_run_name="infer-shards-{run.run_key}", **RETRY)
 def infer_shards(job: BatchJob, run: Run) -> Progress:
-    """Reads, infers and commits all pending shards; a live progress artifact counts commits.
+    """Read, infer and commit all pending shards; a live progress artifact counts commits.
 
-    Raises `ErrorBudgetExceeded`, `EngineStartError`, `InsufficientResources`, `SourceError`
-    (never retried), `EngineFailure` or `StoreUnavailable` (retried; what is committed is kept).
-    With `cluster.job_server` the work is a Ray job that outlives this process, with
-    `cluster.kubernetes` on a cluster that is made for it: see `remote`.
+    Raises `ErrorBudgetExceeded`, `EngineStartError`, `InsufficientResources`, `SourceError` (never
+    retried), `EngineFailure` or `StoreUnavailable` (retried; committed shards are kept). With
+    `cluster.job_server` the work is a Ray job that outlives this process, with `cluster.kubernetes`
+    it runs on a cluster created for it: see `remote`.
     """
     with logs_in_page(), _told("infer_shards", job, run):
         job = with_run_words(job, run.run_key)
@@ -171,10 +172,10 @@ def infer_shards(job: BatchJob, run: Run) -> Progress:
 
 @task(name="finalize_run", task_run_name="finalize-run-{run.run_key}", **RETRY)
 def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
-    """Writes the result, proves coverage, writes the report and `_SUCCESS`. The run is completed
-    then, unless `output.publish` names targets: these it is to be in first.
+    """Write the result, verify its coverage, write the report and `_SUCCESS`. That completes the
+    run, unless `output.publish` names targets, which come first.
 
-    Raises `IncompleteRun` while shards are missing and `CorruptRun` when coverage does not hold.
+    Raises `IncompleteRun` while shards are missing and `CorruptRun` if the coverage is wrong.
     """
     with logs_in_page(), _told("finalize_run", job, run):
         loaded = with_blocks(with_run_words(job, run.run_key))
@@ -201,8 +202,8 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
 
 @task(name="publish_run", task_run_name="publish-run-{run.run_key}", **RETRY)
 def publish_run(job: BatchJob, run: Run) -> RunReport:
-    """Publishes a finished run to what `output.publish` names, each target once; without targets it
-    gives the report alone.
+    """Publish a finished run to the targets in `output.publish`, each once; without targets, return
+    the report only.
 
     Raises `ConfigError` for what cannot be published (never retried), `PublishFailed` or
     `StoreUnavailable` (retried; what is published stays).
@@ -223,10 +224,10 @@ def publish_run(job: BatchJob, run: Run) -> RunReport:
 
 @task(name="tune_engine", cache_policy=NO_CACHE, persist_result=False)
 def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None) -> dict[str, Any]:
-    """Tries engine settings for about `minutes`; a table artifact shows what was tried.
+    """Try engine settings for about `minutes`; a table artifact shows the trials.
 
-    Returns the fields to change, such as {"engine.max_num_seqs": 512}. Raises `ConfigError` when
-    no setting worked.
+    Returns the fields to change, such as {"engine.max_num_seqs": 512}. Raises `ConfigError` if no
+    setting worked.
     """
     with logs_in_page(), explained("tune_engine", job, None):
         log = get_run_logger()
@@ -245,8 +246,8 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
 
 @contextmanager
 def _told(task_name: str, job: BatchJob, run: Run) -> Iterator[None]:
-    """`explained` of a run that is planned, whose failed rows can be shown; the page of nights then
-    has the night that failed."""
+    """Explain errors of a planned run, whose failed rows can be shown, and show the failed run in
+    the run history."""
 
     def sample() -> Sequence[Sample]:
         options = with_blocks(with_run_words(job, run.run_key)).output.options
@@ -265,8 +266,8 @@ def _told(task_name: str, job: BatchJob, run: Run) -> Iterator[None]:
 
 @contextmanager
 def failed_night_shown(job: BatchJob, run_key: str) -> Iterator[None]:
-    """Record the command that continues the run and show the page of nights, once what the block
-    raises was told."""
+    """Once an exception of the block was explained, record the command that continues the run and
+    show the run history."""
     try:
         yield
     except Exception as error:
@@ -278,7 +279,7 @@ def failed_night_shown(job: BatchJob, run_key: str) -> Iterator[None]:
 
 
 def _is_allowed(job: BatchJob) -> bool:
-    """Return whether the policy in force allows the job, so that its output may be looked at."""
+    """Return whether the policy in force allows the job, so that its output may be read."""
     try:
         check_trust(job)
     except ConfigError:
@@ -287,7 +288,7 @@ def _is_allowed(job: BatchJob) -> bool:
 
 
 def _loaded(job: BatchJob, run_key: str) -> BatchJob:
-    """Return the job with its keys and run words filled in, as far as that works."""
+    """Return the job with its credentials and placeholders filled in, as far as that works."""
     with suppress(RayBatchError):
         job = with_run_words(job, run_key, date_of_key(run_key) or today())
         job = with_blocks(job)
@@ -300,7 +301,8 @@ def _recorded(job: BatchJob, run: Run, phase: str) -> AbstractContextManager[Non
 
 
 def _job_of(run_dir: str) -> str:
-    """The name of a run's job, by which its artifacts are known; else that of the directory."""
+    """Return the name of a run's job, which its artifacts are named by; else that of the
+    directory."""
     with suppress(RayBatchError, OSError):
         plan = Ledger(open_store(run_dir)).load_plan()
         if plan is not None:
@@ -309,7 +311,7 @@ def _job_of(run_dir: str) -> str:
 
 
 def _show_report(job: BatchJob, report: RunReport) -> None:
-    """What a finished run came to, as artifacts of its job."""
+    """Show the outcome of a finished run as artifacts of its job."""
     shown: dict[str, Artifact] = {
         "stages": TableArtifact(
             table=reports.stage_table(report),
@@ -337,8 +339,9 @@ def _report_page(report: RunReport) -> MarkdownArtifact:
 
 
 class _PageLogs:
-    """Sends this package's own log lines to the Prefect page while tasks of this process are in
-    it: two at once must neither show each line twice nor take the page from each other."""
+    """Sends this package's own log lines to the Prefect page while tasks of this process are
+    active. Two concurrent tasks must neither show each line twice nor take the page from each
+    other."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -380,8 +383,8 @@ logs_in_page = _PageLogs()
 
 
 def with_blocks(job: BatchJob) -> BatchJob:
-    """The job with keys from its credentials blocks put into the store options, and reached on the
-    cluster that `cluster.block` says."""
+    """Return the job with the credentials of its blocks in its store options, and with the cluster
+    access that `cluster.block` names."""
     check_blocks(job)
     source, output = job.source.credentials_block, job.output.credentials_block
     job = with_store_options(

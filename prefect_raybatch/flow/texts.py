@@ -1,8 +1,8 @@
-"""Text on its way to Prefect, in characters that its database holds and that people see.
+"""Makes texts storable for Prefect, in characters that its database accepts and people can see.
 
-PostgreSQL refuses NUL, and JSON half a surrogate pair. Of an event with one Prefect's server drops
-the whole batch, other runs' events included; a final state with one it refuses, and the flow run
-says Running for ever. A control character would reach the terminal of whoever reads the log there.
+PostgreSQL rejects NUL, and JSON half a surrogate pair. Prefect's server drops the whole batch of an
+event with one, including other runs' events, and rejects a final state with one, so the flow run
+stays Running forever. A control character would reach the terminal of whoever reads the log there.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def prefect_text(text: str) -> str:
 
 
 def prefect_text_in(value: Any) -> Any:
-    """Return the same value, with the texts in it as Prefect is given them."""
+    """Return the same value with all its texts as Prefect is given them."""
     return change_texts(value, prefect_text)
 
 
 def make_storable(error: BaseException) -> None:
-    """Changes what the error says, of which Prefect makes the message of a state, where it must."""
+    """Change the message of an error, which Prefect puts into a state, if it must be changed."""
     try:
         said = str(error)
         if prefect_text(said) == said:
@@ -40,7 +40,7 @@ def make_storable(error: BaseException) -> None:
 
 
 class StorableLines(logging.Filter):
-    """Of loggers and handlers that send to Prefect: changes lines where it must."""
+    """A filter for loggers and handlers that send to Prefect; it changes lines where it must."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         try:

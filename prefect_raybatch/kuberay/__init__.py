@@ -1,1 +1,1 @@
-"""A Ray cluster on Kubernetes for one run: made, found again, kept alive, deleted."""
+"""A Ray cluster on Kubernetes for one run: created, found again, kept alive, deleted."""

@@ -1,8 +1,7 @@
-"""The API server of a Kubernetes cluster, asked patiently, its refusals told as what to do.
+"""The API server of a Kubernetes cluster, with retries and plain error messages.
 
-A cover of the official client (the extra `kubernetes`). What it adds: one answer for what is not
-there, a pause and another try while the server is away, and a line with the remedy for each way in
-which it refuses.
+Wraps the official client (the extra `kubernetes`). It adds one answer for a missing object, a pause
+and a retry while the server is away, and the remedy for each kind of rejection.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ class Conflict(Exception):
 
 
 class KubeApi:
-    """RayClusters of one namespace, and what is told of their pods.
+    """RayClusters of one namespace, and the state of their pods.
 
-    Methods wait up to `patience` seconds for an API server that is away, which is said once, and
-    then raise `ClusterUnavailable`; they raise `ConfigError` for what a person must mend and
+    Methods wait up to `patience` seconds for an API server that is away, which is reported once,
+    and then raise `ClusterUnavailable`. They raise `ConfigError` for what a person must fix and
     `InsufficientResources` for a quota.
     """
 
@@ -75,7 +74,7 @@ class KubeApi:
 
     @contextmanager
     def briefly(self, seconds: float) -> Iterator[None]:
-        """For the block, waits no longer than that: whoever cancels waits for it."""
+        """Wait no longer than `seconds` in the block, because a cancelling user waits for it."""
         before = self.patience, self._timeout
         self.patience, self._timeout = seconds, (seconds / 4, seconds / 2)
         try:
@@ -84,12 +83,12 @@ class KubeApi:
             self.patience, self._timeout = before
 
     def get(self, name: str) -> dict[str, Any] | None:
-        """The RayCluster of that name; None where there is none."""
+        """Return the RayCluster of that name; None if there is none."""
         found = self._ask("get", PLURAL, name, self._custom.get_namespaced_custom_object, name)
         return found
 
     def create(self, body: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Creates it; None where one of its name is there already."""
+        """Create it; return None if one of its name exists already."""
         name = str(body["metadata"]["name"])
         try:
             return self._ask(
@@ -101,8 +100,8 @@ class KubeApi:
             return None
 
     def annotate(self, found: Mapping[str, Any], notes: Mapping[str, str]) -> dict[str, Any] | None:
-        """Sets annotations of a RayCluster as it was read: `Conflict` where it has changed since,
-        None where it is gone."""
+        """Set annotations of a RayCluster as it was read. Raises `Conflict` if it was changed
+        since; returns None if it is gone."""
         meta = found["metadata"]
         version = {"resourceVersion": meta["resourceVersion"]}
         return self._ask(
@@ -112,8 +111,8 @@ class KubeApi:
         )
 
     def delete(self, found: Mapping[str, Any], unchanged: bool = False) -> bool:
-        """Deletes a RayCluster as it was read, pods and all; False where it is gone. Raises
-        `Conflict` where another has its name now or, with `unchanged`, where it has changed."""
+        """Delete a RayCluster as it was read, with its pods; return False if it is gone. Raises
+        `Conflict` if another one has its name now or, with `unchanged`, if it was changed."""
         from kubernetes.client import V1DeleteOptions, V1Preconditions
 
         meta = found["metadata"]
@@ -130,7 +129,7 @@ class KubeApi:
         return gone is not None
 
     def clusters(self, limit: int | None = None) -> list[dict[str, Any]]:
-        """The RayClusters of the namespace that runs of ours have made."""
+        """Return the RayClusters of the namespace that runs of this package created."""
         found = self._ask(
             *("list", PLURAL, "", self._custom.list_namespaced_custom_object),
             label_selector=f"{MANAGED_BY}={MADE_HERE}",
@@ -139,7 +138,7 @@ class KubeApi:
         return list((found or {}).get("items", ()))
 
     def pods(self, name: str) -> list[dict[str, Any]]:
-        """The pods of the RayCluster of that name."""
+        """Return the pods of the RayCluster of that name."""
         found = self._ask(
             *("list", "pods", "", self._core.list_namespaced_pod),
             label_selector=f"{CLUSTER_OF_POD}={name}",
@@ -147,7 +146,7 @@ class KubeApi:
         return list((found or {}).get("items", ()))
 
     def warnings(self, name: str) -> list[dict[str, Any]]:
-        """Warnings about the RayCluster and its pods, the latest last."""
+        """Return warnings about the RayCluster and its pods, the latest last."""
         found = self._ask(
             *("list", "events", "", self._core.list_namespaced_event),
             field_selector="type=Warning",
@@ -160,7 +159,8 @@ class KubeApi:
         return sorted(about, key=lambda event: str(event.get("lastTimestamp") or ""))
 
     def forbidden(self) -> list[str]:
-        """What of the verbs that a flow uses this user may not, as `create rayclusters`."""
+        """Return which of the verbs that a flow uses this user may not, e.g. `create
+        rayclusters`."""
         return [
             f"{verb} {resource}"
             for (group, resource), verbs in VERBS.items()
@@ -236,7 +236,7 @@ class KubeApi:
             pause = min(2 * pause, LONGEST_API_PAUSE)
 
     def _raise_refused(self, error: Any, verb: str, resource: str, name: str) -> None:
-        """Raises what the answer means, unless it is that there is no object of that name."""
+        """Raise the error for an answer, unless it says that there is no object of that name."""
         status = _status(error.body)
         said = str(status.get("message") or error.reason or error.status)
         details = status.get("details") or {}
@@ -275,12 +275,12 @@ class KubeApi:
 
 
 def quota_text(said: str) -> str:
-    """A refusal by a quota as what to do."""
+    """Return a rejection by a quota with what to do."""
     return f"a quota is used up ({said[:300]}); ask for less, wait, or have the quota raised"
 
 
 def _status(body: Any) -> dict[str, Any]:
-    """The Status object of an answer; empty for what is none."""
+    """Return the Status object of an answer; empty if it is none."""
     try:
         found = json.loads(body or "{}")
     except (TypeError, ValueError):
@@ -289,8 +289,8 @@ def _status(body: Any) -> dict[str, Any]:
 
 
 def _client(made: Kubernetes) -> tuple[Any, str | None]:
-    """(a client, the namespace it is in by default). A kubeconfig that is named comes before the
-    account of a pod, and that before the kubeconfig in the home directory."""
+    """Return (client, its default namespace). A kubeconfig named in the job takes precedence over
+    the service account of a pod, and that over the kubeconfig in the home directory."""
     try:
         from kubernetes import client, config
     except ImportError:

@@ -1,4 +1,4 @@
-"""The RayCluster that a run asks for: its name, its labels, its pods."""
+"""The RayCluster that a run creates: its name, its labels, its pods."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAME_PART = 22
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Whose cluster it is: the run, its directory, its job and what its answers follow from."""
+    """The owner of a cluster: the run, its directory, its job and its fingerprint."""
 
     run_key: str
     job: str
@@ -35,7 +35,7 @@ class RunIdentity:
 
     @property
     def name(self) -> str:
-        """The cluster's name, at most 40 characters: the same from whichever flow."""
+        """Return the cluster's name, at most 40 characters: the same from every flow."""
         part = re.sub(r"[^a-z0-9]+", "-", self.run_key.lower()).strip("-")[:NAME_PART].strip("-")
         return f"raybatch-{part}-{_digest(self.run_key)[:8]}"
 
@@ -50,8 +50,8 @@ class RunIdentity:
 
 
 def label_value(text: str) -> str:
-    """The text as a label's value: itself where Kubernetes takes it, else cut and cleaned, with a
-    hash at its end that tells it from others."""
+    """Return the text as a label's value: as it is if Kubernetes accepts it, otherwise shortened
+    and cleaned, with a distinguishing hash at its end."""
     if LABEL.fullmatch(text):
         return text
     tail = _digest(text)[:8]
@@ -60,8 +60,8 @@ def label_value(text: str) -> str:
 
 
 def ray_cluster(made: Kubernetes, whose: RunIdentity) -> dict[str, Any]:
-    """The RayCluster to create, whole but for its holder and deadline. Raises `ConfigError` for a
-    manifest file that cannot be used."""
+    """Return the RayCluster to create, without its holder and deadline. Raises `ConfigError` for an
+    unusable manifest file."""
     body = given_manifest(made) or _from_fields(made)
     spec = body["spec"]
     for template in _templates(spec):
@@ -88,8 +88,8 @@ def spec_hash(spec: Mapping[str, Any]) -> str:
 
 
 def differences(wanted: object, there: object, where: str = "spec") -> Iterator[str]:
-    """Where what is there says something else than what is wanted; what is only there is a default
-    of Kubernetes'."""
+    """Yield where the existing object differs from the wanted one; anything that it has in addition
+    is a default of Kubernetes."""
     if isinstance(wanted, Mapping) and isinstance(there, Mapping):
         for name, inner in wanted.items():
             yield from differences(inner, there.get(name), f"{where}.{name}")
@@ -101,7 +101,7 @@ def differences(wanted: object, there: object, where: str = "spec") -> Iterator[
 
 
 def workers_wanted(spec: Mapping[str, Any]) -> int:
-    """The pods of all groups of workers."""
+    """Return the number of pods of all worker groups."""
     return sum(group.pods for group in groups_of(spec))
 
 

@@ -1,4 +1,4 @@
-"""What a RayCluster's pods wait for, in words: how many are ready, and what is wrong."""
+"""What a RayCluster's pods wait for: how many are ready, and what is wrong."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ CRASHES = 3  # times that a head is started before it is given up
 
 @dataclass(frozen=True)
 class PodsState:
-    """`head` is whether the head is ready. `fatal` is what no waiting mends, `trouble` what it may
-    mend, such as a node that an autoscaler adds; "" for nothing."""
+    """`head`: the head is ready. `fatal` is a fault that no waiting fixes, `trouble` one that
+    waiting may fix, such as a node that an autoscaler adds; "" for none."""
 
     head: bool
     workers: int
@@ -41,7 +41,7 @@ class PodsState:
 def pods_state(
     pods: Sequence[Mapping[str, Any]], wanted: int, warnings: Sequence[Mapping[str, Any]] = ()
 ) -> PodsState:
-    """What the pods of a cluster of `wanted` workers say, and the warnings about it."""
+    """Return the state of the pods of a cluster of `wanted` workers, and the warnings about it."""
     alive = [pod for pod in pods if not pod["metadata"].get("deletionTimestamp")]
     ready = [pod for pod in alive if _is_ready(pod)]
     kinds = [pod["metadata"].get("labels", {}).get(NODE_TYPE) for pod in ready]
@@ -65,7 +65,7 @@ def _status(pod: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _containers(pod: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """(the status, what it waits for) of each container."""
+    """Yield (status, waiting reason) of each container."""
     status = _status(pod)
     for kind in ("initContainerStatuses", "containerStatuses"):
         for one in status.get(kind) or ():

@@ -1,16 +1,16 @@
-"""The cluster of one run: made or found again by its name, waited for, kept alive, ended.
+"""The cluster of one run: created or found by its name, waited for, kept alive, deleted.
 
-At most one for a run, and none that nobody ends:
+There is at most one per run, and every one is deleted in the end:
 
 - Its name follows from the run key, and a name can be taken once: of any number of flows one
-  creates it, the others find it there. What is there is used only if its labels, its run directory
-  and its spec are this run's.
-- Who uses it writes itself into it as the holder, against the version it has read, and renews the
-  deadline there while it lives. Whoever comes later takes it over; who is no longer the holder
-  neither renews nor deletes.
-- It is deleted by the holder at the end of its work, in whatever way that ends, unless the run's
-  Ray job goes on without the flow: then the next flow finds both, or, when the deadline has passed,
-  `delete_expired` ends them. It deletes only what has not changed since it looked.
+  creates it and the others find it. An existing cluster is used only if its labels, its run
+  directory and its spec are this run's.
+- A flow that uses it enters itself as the holder, against the version that it read, and renews the
+  deadline there while it lives. A later flow takes it over; a former holder neither renews nor
+  deletes.
+- The holder deletes it at the end of its work, however that ends, unless the run's Ray job
+  continues without the flow. Then the next flow finds both or, after the deadline, `delete_expired`
+  deletes the cluster. It deletes only what has not changed since it looked.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ HEAD_URL = "http://{name}-head-svc.{namespace}.svc:8265"
 
 
 class RunCluster:
-    """The cluster of the run `whose`. `tell` hears what it waits for."""
+    """The cluster of the run `whose`. `tell` is called with what it waits for."""
 
     def __init__(
         self,
@@ -77,11 +77,11 @@ class RunCluster:
 
     @property
     def url(self) -> str:
-        """The job server of its head."""
+        """Return the URL of the job server on its head."""
         return (self.made.url or HEAD_URL).format(name=self.name, namespace=self.api.namespace)
 
     def __enter__(self) -> RunCluster:
-        """Makes it or takes it over, and keeps it alive for the block."""
+        """Create it or take it over, and keep it alive for the block."""
         self.attach()
         self._ticker.__enter__()
         return self
@@ -93,9 +93,9 @@ class RunCluster:
     # --- make or find -----------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Sees that there is the cluster and that this flow holds it.
+        """Ensure that the cluster exists and that this flow holds it.
 
-        Raises `ConfigError` where the name is another's, or the cluster is of another job or spec.
+        Raises `ConfigError` if the name is taken, or if the cluster has another job or spec.
         """
         body = ray_cluster(self.made, self.whose)
         body["metadata"]["annotations"] |= self._claim()
@@ -170,8 +170,8 @@ class RunCluster:
     # --- wait -------------------------------------------------------------------------------
 
     def wait_ready(self) -> None:
-        """Waits for the head and all workers. Raises `ClusterNotReady` for what does not mend
-        itself, and after `ready_within`, with what it has waited for."""
+        """Wait for the head and all workers. Raises `ClusterNotReady` for a fault that waiting does
+        not fix, and after `ready_within`, with what it waited for."""
         began = time.monotonic()
         warnings: list[dict[str, Any]] = []
         looked, warned = 0.0, ""
@@ -212,7 +212,7 @@ class RunCluster:
     # --- keep and end -----------------------------------------------------------------------
 
     def renew(self) -> None:
-        """Puts the deadline off, while this flow is the holder."""
+        """Extend the deadline while this flow is the holder."""
         if not self._held:
             return
         found = self.api.get(self.name)
@@ -233,7 +233,7 @@ class RunCluster:
             )
 
     def leave(self) -> None:
-        """Says that the cluster stays, its Ray job with it."""
+        """Report that the cluster stays, with its Ray job."""
         log.warning(
             "the RayCluster %s goes on until %s; the same run again follows it, and kubectl delete "
             "raycluster %s ends it",
@@ -241,8 +241,8 @@ class RunCluster:
         )
 
     def end(self, keep: bool = False) -> None:
-        """Deletes the cluster if this flow holds it, or lets it stay for the time of `keep` in the
-        job. What fails is logged: how the run has ended matters more."""
+        """Delete the cluster if this flow holds it, or keep it for the job's `keep` time. A failure
+        is only logged: how the run ended matters more."""
         if not self._held:
             return
         try:
@@ -278,8 +278,8 @@ class RunCluster:
                 continue  # the operator writes its status at any time
 
     def end_left_over(self) -> None:
-        """Deletes the cluster that a flow has left of a run that is whole by now, but not one that
-        is kept on request."""
+        """Delete the cluster that another flow left of a run that is complete by now, but not one
+        that is kept on request."""
         try:
             with self.api.briefly(END_WITHIN):
                 found = self.api.get(self.name)
@@ -294,7 +294,7 @@ class RunCluster:
 
 @dataclass(frozen=True)
 class Expired:
-    """A cluster of ours: `over` if its deadline has passed, `why` in words."""
+    """A cluster of a run: `over` if its deadline has passed, `why` in words."""
 
     name: str
     run_key: str
@@ -304,7 +304,7 @@ class Expired:
 
 
 def delete_expired(api: KubeApi, dry_run: bool = False) -> list[Expired]:
-    """Deletes the clusters of runs in the namespace whose deadline has passed; tells of all."""
+    """Delete the run clusters in the namespace whose deadline has passed; return all of them."""
     told = []
     for found in api.clusters():
         meta, notes = found["metadata"], notes_of(found)
@@ -331,12 +331,12 @@ def delete_expired(api: KubeApi, dry_run: bool = False) -> list[Expired]:
 
 
 def notes_of(found: Mapping[str, Any]) -> dict[str, str]:
-    """The annotations of an object."""
+    """Return the annotations of an object."""
     return dict(found["metadata"].get("annotations") or {})
 
 
 def is_past(found: Mapping[str, Any]) -> bool:
-    """Whether the deadline has passed; a cluster without one that can be read has no time."""
+    """Return whether the deadline has passed, or is unreadable."""
     try:
         return datetime.fromisoformat(notes_of(found)[DEADLINE]) < datetime.now(UTC)
     except (KeyError, TypeError, ValueError):

@@ -1,1 +1,2 @@
-"""What a run does, as plain data: made of a validated job once, and never edited afterwards."""
+"""What a run does, as plain data: compiled from a validated job once, and never edited
+afterwards."""

@@ -12,14 +12,14 @@ from prefect_raybatch.job.cluster_access import ClusterAccess
 
 @dataclass(frozen=True)
 class Prices:
-    """What a GPU-hour costs, in any currency: `by_card` by Ray's names of cards, `hour` for all
-    others; None where that is not given."""
+    """Price of a GPU-hour in any currency: `by_card` by Ray's names of cards, `hour` for all
+    others; None if not given."""
 
     hour: float | None
     by_card: Mapping[str, float]
 
     def __bool__(self) -> bool:
-        """Whether any price is given."""
+        """Return whether any price is given."""
         return self.hour is not None or bool(self.by_card)
 
 
@@ -27,8 +27,8 @@ class Prices:
 class ClusterSpec:
     """The cluster that a run joins or starts, and what its CPU stages take of it.
 
-    `name` is the job's, under which others see the run in the cluster. `engine_cpus` are the
-    logical CPUs of one engine, `accelerator` is Ray's name of the GPUs asked for.
+    `name` is the job's, which others see in the cluster. `engine_cpus` are the logical CPUs of one
+    engine, `accelerator` is Ray's name of the GPUs that the job asks for.
     """
 
     name: str
@@ -42,10 +42,8 @@ class ClusterSpec:
 
     @property
     def access(self) -> ClusterAccess:
-        """Return how the cluster is reached.
-
-        Raises `ConfigError` for a block that nobody has loaded.
-        """
+        """Return how to reach the cluster. Raises `ConfigError` for a block that nobody has
+        loaded."""
         if self.loaded is None:
             raise ConfigError(
                 f"cluster.block: {self.block} is not loaded; give the job to `with_blocks` first"

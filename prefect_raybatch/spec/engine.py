@@ -1,4 +1,4 @@
-"""The engines of a run, but for their sizes."""
+"""The engines of a run, except for their sizes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ EarlyStop = Literal["decided", "first_token", "off"]
 class EngineSpec:
     """Which model answers, and how its engines are driven.
 
-    `sort`: rows of a shard go to the engine in the order that suits it; `merge`: equal requests of
-    a shard are asked once. `early_stop` says when an answer that is one of a choice is complete:
-    `decided`, once its tokens tell the labels apart; `first_token`, after one, and rows that it
+    `sort`: rows of a shard enter the engine in the order that suits it. `merge`: equal requests of
+    a shard are asked once. `early_stop` says when an answer out of several choices is complete:
+    `decided`, once its tokens determine the label; `first_token`, after one token, and rows that it
     leaves open are asked again; `off`, when the label is written out. `tries` are the precisions
-    that a sample is to decide between before the first commit, the preferred one first; () where
-    there is nothing to decide.
+    among which a sample decides before the first commit, the preferred one first; () if there is
+    nothing to decide.
     """
 
     model: ModelRequest

@@ -1,4 +1,4 @@
-"""What answers become: the columns of the result."""
+"""How answers become the columns of the result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prefect_raybatch.job.tasks import VectorType
 class ParsingSpec:
     """vLLM's parsers that take answers apart, by name, and the columns that they fill.
 
-    `arguments` of the chat template and `tools` are what parsers are told.
+    `arguments` of the chat template and `tools` are passed to the parsers.
     """
 
     reasoning: str | None
@@ -39,11 +39,11 @@ class FinishSpec:
     """What a row of the result holds.
 
     `column` is the name of the answer's column, `row_number` that of the column with the row's
-    number in the input. `columns` are the input's that the result keeps, None for all. `types` are
-    the Arrow types of what `postprocess` returns, by name; None leaves them to the first shard.
-    `schema` is the text of the JSON Schema that each answer fits, None for free text.
-    `keeps_cut_off`: an answer that was cut off is a good one whatever its form; `fails_cut_off`: it
-    fails its row.
+    number in the input. `columns` are the input columns that the result keeps, None for all.
+    `types` are the Arrow types of what `postprocess` returns, by name; None leaves them to the
+    first shard. `schema` is the text of the JSON Schema that each answer must fit, None for free
+    text. `keeps_cut_off`: a truncated answer is valid whatever its form; `fails_cut_off`: it fails
+    its row.
     """
 
     column: str

@@ -1,4 +1,4 @@
-"""What makes two runs the same run."""
+"""The identity of a run: what makes two runs the same run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Identity:
-    """The fingerprint of whatever changes an answer, in hex, and the `parts` that went into it, as
-    records hold them: without keys."""
+    """The fingerprint, in hex, of everything that changes an answer, and the `parts` that went into
+    it, as records hold them: without credentials."""
 
     fingerprint: str
     parts: Mapping[str, Any]
 
     @property
     def retry(self) -> Mapping[str, Any] | None:
-        """Which failed rows of which run are the input ({parent, errors}); None for an input."""
+        """Return which failed rows of which run are the input ({parent, errors}); None if it is an
+        ordinary input."""
         return self.parts.get("retry")

@@ -11,13 +11,12 @@ from prefect_raybatch.job.tasks import TaskName, pools
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
-    """What decides which model answers, and how it is loaded.
+    """Which model answers, and how it is loaded.
 
     `name` is a Hugging Face name, a folder, an s3:// folder or `demo`. `context` is the context
-    length in tokens, None for the model's own; with `context_auto` it is still to be measured, so
-    that it fits the share `context_share` of the rows. `given` are vLLM's engine arguments beside
-    those that have a field of ours, as the job gives them; `env` are the environment variables of
-    its engines.
+    length in tokens, None for the model's own; with `context_auto` it is still to be measured so
+    that it fits the share `context_share` of the rows. `given` are vLLM engine arguments without a
+    field of ours, as the job gives them; `env` are the environment variables of its engines.
     """
 
     name: str
@@ -33,5 +32,5 @@ class ModelRequest:
 
     @property
     def pools(self) -> bool:
-        """Whether it gives a vector for each text, and draws no tokens."""
+        """Return whether it gives a vector for each text instead of generating tokens."""
         return pools(self.task)

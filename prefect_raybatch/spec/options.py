@@ -7,7 +7,7 @@ from typing import Any
 
 
 class HiddenOptions(Mapping[str, Any]):
-    """A mapping that shows nothing of what it holds, and that no record can be made of.
+    """A mapping that hides its values and that no record can be made of.
 
     `dict(options)` gives the values to the library that needs them.
     """

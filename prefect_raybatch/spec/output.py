@@ -12,8 +12,8 @@ from prefect_raybatch.spec.options import HiddenOptions
 class Layout:
     """How the files of a result are laid out.
 
-    `compact`: in input order, in files of about `file_bytes`; else the pieces stay, under a
-    manifest. `read_back`: each file is read whole after it was written.
+    `compact`: in input order, in files of about `file_bytes`; otherwise the pieces stay, with a
+    manifest. `read_back`: each file is read completely after it was written.
     """
 
     compact: bool

@@ -11,12 +11,12 @@ OTHER_MODALITIES = ("video", "audio")  # what a model may take too, and no reque
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSpec:
-    """The images that go with the text of a row.
+    """The images that accompany the text of a row.
 
     `resize` is None (as they are), the most pixels of the longer side, or (width, height). `most`
-    are the images that a row may have. `max_pixels` and `max_bytes` are of one image. `media_root`
-    is the folder of local images, None where rows name none. `digests`: the result has a column
-    with the digests of the images.
+    is the number of images that a row may have. `max_pixels` and `max_bytes` apply to one image.
+    `media_root` is the folder of local images, None if rows name none. `digests`: the result has a
+    column with the digests of the images.
     """
 
     columns: tuple[str, ...]
@@ -30,7 +30,7 @@ class ImageSpec:
     digests: bool
 
     def pixels(self, size: tuple[int, int]) -> int:
-        """Return the pixels of an image of that (width, height) when a model is given it."""
+        """Return the pixels of an image of that (width, height) as the model gets it."""
         if isinstance(self.resize, tuple):
             size = self.resize
         elif self.resize is not None and max(size) > self.resize:
@@ -45,11 +45,11 @@ class ImageSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSpec:
-    """How a row becomes a request: one of `template`, `function` and `messages` is set.
+    """How a row becomes a request; exactly one of `template`, `function` and `messages` is set.
 
-    `chat_template` is the text of a template, None for the model's own. `columns` are the columns
-    of the input that are named, each with the field of the job that names it; a function may read
-    any. `images` is None for text alone.
+    `chat_template` is the text of a template, None for the model's own. `columns` are the input
+    columns that the job names, each with the field that names it; a function may read any column.
+    `images` is None for text alone.
     """
 
     template: str | None

@@ -1,4 +1,4 @@
-"""Which rows a run is about."""
+"""Which rows a run reads."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from prefect_raybatch.spec.options import HiddenOptions
 class ReadSpec:
     """What to read.
 
-    `format` is as the job names it, `auto` to tell it from the files; `table_format` is the kind of
-    table that format or scheme tell, None where only a look can. `stored`: the URIs name files and
-    folders, not a table in a catalog. `limit` is the number of first rows that are read, None for
-    all. `options` are s3fs options, `catalog` pyiceberg's properties.
+    `format` is as the job names it, `auto` to infer it from the files; `table_format` is the kind
+    of table that format or scheme tell, None if only a look at the files can. `stored`: the URIs
+    name files and folders, not a table in a catalog. `limit` is the number of first rows to read,
+    None for all. `options` are s3fs options, `catalog` pyiceberg properties.
     """
 
     uris: tuple[str, ...]

@@ -1,5 +1,5 @@
-"""Whether requests are asked before the rows, in a ledger of their own, and whose answers are taken
-over."""
+"""Whether requests are asked before the rows, in a ledger of their own, and whose answers are
+reused."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ReuseSpec:
-    """Which answers of earlier runs a run takes over, and whether its own are kept for later ones.
+    """Which answers of earlier runs a run reuses, and whether it keeps its own for later ones.
 
-    `run` is the URI of the run whose answers are taken over, `latest` for the newest complete one
-    of the job, None for none. `keep_days` are the days that raw answers are kept, None for as long
-    as the run. `keeps`: the run looks its answers up and keeps them for later runs. `ordered`: the
+    `run` is the URI of the run whose answers are reused, `latest` for the newest complete one of
+    the job, None for none. `keep_days` is how many days raw answers are kept, None for as long as
+    the run. `keeps`: the run looks its answers up and keeps them for later runs. `ordered`: the
     requests of the whole run are asked in the order of their prompts.
     """
 
@@ -23,5 +23,6 @@ class ReuseSpec:
 
     @property
     def asks_apart(self) -> bool:
-        """Whether requests are asked in a ledger of their own, where rows look answers up."""
+        """Return whether requests are asked in a ledger of their own, where rows look answers
+        up."""
         return self.keeps or self.ordered

@@ -22,7 +22,7 @@ class RunSpec:
     """What a run does, compiled from its job.
 
     What a job leaves to the rows or to a trial is settled by `decide`, which returns another spec.
-    Beside it only two places copy a spec with changes: the requests that a run asks first
+    Only two other places copy a spec with changes: the requests that a run asks first
     (`runs.increment.asks_of`) and the trial of a precision (`runs.precision.SampleBench`).
     """
 
@@ -41,10 +41,10 @@ class RunSpec:
     def decide(
         self, *, context: int | None = None, precision: Mapping[str, str] | None = None
     ) -> RunSpec:
-        """Return the spec with what was open and is decided now.
+        """Return the spec with open decisions settled.
 
-        `context` is the context length in tokens that `auto` came to; `precision` are the engine
-        arguments that a trial chose, {} for the model as it is stored.
+        `context` is the context length in tokens that `auto` resolved to; `precision` are the
+        engine arguments that a trial chose, {} for the model as it is stored.
         """
         engine, sizes = self.engine, self.sizes
         if context is not None:

@@ -1,4 +1,4 @@
-"""What every size of a run follows from, beside its rows, its model and its cluster."""
+"""What every size of a run depends on, besides its rows, its model and its cluster."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class RowSpec:
-    """What the tokens of a row follow from, beside the bytes of its columns.
+    """What the tokens of a row depend on, besides the bytes of its columns.
 
     `shared_characters` begin every prompt (the system prompt, and the template up to its first
     column); `own_characters` are the rest of the template. `caches`: vLLM's prefix cache computes
-    what prompts share once. `form`: answers follow a grammar. `out` are the most tokens of all
-    answers to a row, for which `out_why` is the reason; None where a function of the user decides.
-    Then `longest` is taken: sampling.max_tokens for each answer.
+    shared prefixes once. `form`: answers follow a grammar. `out` is the most tokens of all answers
+    to a row, with the reason in `out_why`; None if a user's function decides, in which case
+    `longest` applies: sampling.max_tokens for each answer.
     """
 
     shared_characters: int
@@ -30,13 +30,13 @@ class RowSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeSpec:
-    """What a job says about sizes; None where a size is to be chosen.
+    """What a job says about sizes; None for a size to be chosen.
 
-    `replicas` are the fewest and the most copies of the model. `tensor` and `pipeline` are the GPUs
-    that share each layer, and the layers. `context` is the context length in tokens, None for the
-    model's own. `given` are the other vLLM arguments of the job, `model` its name in messages.
-    `cpus` are the logical CPUs of an engine, `stage_cpus` the sum of those of one prepare and one
-    finish task.
+    `replicas` is the fewest and the most copies of the model. `tensor` and `pipeline` are the
+    numbers of GPUs that share each layer, and the layers. `context` is the context length in
+    tokens, None for the model's own. `given` are the job's other vLLM arguments, `model` its name
+    for messages. `cpus` are the logical CPUs of an engine, `stage_cpus` the sum of those of one
+    prepare and one finish task.
     """
 
     model: str
@@ -64,7 +64,7 @@ class SizeSpec:
         return self.tensor * self.pipeline
 
     def device_for(self, gpus: float) -> Literal["gpu", "cpu"]:
-        """Return where engines run in a cluster of so many GPUs."""
+        """Return where engines run in a cluster of `gpus` GPUs."""
         if self.device != "auto":
             return self.device
         return "gpu" if gpus >= 1 else "cpu"
@@ -74,6 +74,7 @@ class SizeSpec:
         return replace(self, replicas=(1, 1), engines_per_gpu=1)
 
     def without_engine(self) -> SizeSpec:
-        """Return the sizes of a run that asks nothing: no GPU, and hardly a CPU for lookups."""
+        """Return the sizes of a run that asks nothing: no GPU, and a fraction of a CPU for
+        lookups."""
         alone = replace(self.with_one_engine(), device="cpu", tensor=1, pipeline=1)
         return replace(alone, cpus=0.1)
