@@ -1,7 +1,7 @@
 """The input as the plan sees it: Parquet in place, anything else as a Parquet snapshot.
 
-Runs on the driver. `inventory` reads footers only; the snapshots stream, so
-that none needs memory in proportion to the input.
+Runs on the driver. `inventory` reads only footers, and the snapshots stream, so memory never grows
+with the input.
 """
 
 from __future__ import annotations

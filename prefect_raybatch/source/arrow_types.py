@@ -1,4 +1,4 @@
-"""Arrow types of the input: what of them a run keeps, and which hold the values of two."""
+"""Arrow types of the input: which of them a run keeps, and which type holds the values of two."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONG_WHOLE = "^-?[0-9]{4,}$"  # float16 holds all whole numbers of fewer digits
 
 
 def map_type(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """`kind` with `change` applied to it and, from the inside out, to the types it holds."""
+    """Return `kind` with `change` applied to it and, from the inside out, to nested types."""
     types = pa.types
     if isinstance(kind, pa.BaseExtensionType):
         return kind
@@ -37,7 +37,8 @@ def map_type(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) ->
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """`kind` with dictionaries and view types replaced by what they hold, at any depth."""
+    """Return `kind` with dictionaries and view types replaced by their value types, at any
+    depth."""
 
     def change(kind: pa.DataType) -> pa.DataType:
         if pa.types.is_string_view(kind):
@@ -48,7 +49,7 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def check_carried(schema: pa.Schema, where: str) -> None:
-    """Raise SourceError for a column of a type that Parquet, and so a run, cannot hold."""
+    """Raise SourceError for a column of a type that Parquet, and therefore a run, cannot hold."""
     for field in schema:
         if (name := _field_twice(field.type)) is not None:
             raise SourceError(
@@ -64,7 +65,8 @@ def check_carried(schema: pa.Schema, where: str) -> None:
 
 
 def _field_twice(kind: pa.DataType) -> str | None:
-    """The first name of two fields of one struct within `kind`: Python's dictionaries hold one."""
+    """Return the first duplicate field name of a struct within `kind`: Python's dictionaries hold
+    only one."""
     twice: list[str] = []
 
     def look(inner: pa.DataType) -> pa.DataType:
@@ -78,8 +80,8 @@ def _field_twice(kind: pa.DataType) -> str | None:
 
 
 def _not_carried(kind: pa.DataType) -> pa.DataType | None:
-    """The first type within `kind` that Parquet does not have, or that Arrow does not decode;
-    run-end-encoded values are decoded where they are a whole column."""
+    """Return the first type within `kind` that Parquet lacks or that Arrow does not decode;
+    run-end-encoded values are decoded only as a whole column."""
     types = pa.types
     if types.is_union(kind) or types.is_interval(kind) or types.is_run_end_encoded(kind):
         return kind
@@ -103,7 +105,7 @@ def _not_carried(kind: pa.DataType) -> pa.DataType | None:
 
 
 def decoded(table: pa.Table) -> pa.Table:
-    """A table with its run-end-encoded columns decoded."""
+    """Return a table with its run-end-encoded columns decoded."""
     import pyarrow.compute as pc
 
     for number, field in enumerate(table.schema):
@@ -116,7 +118,7 @@ def decoded(table: pa.Table) -> pa.Table:
 
 
 def decoded_schema(schema: pa.Schema) -> pa.Schema:
-    """The schema that `decoded` gives a table."""
+    """Return the schema that `decoded` gives a table."""
     return pa.schema(
         [
             (f.name, f.type.value_type if pa.types.is_run_end_encoded(f.type) else f.type)
@@ -126,8 +128,8 @@ def decoded_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def written(schema: pa.Schema) -> pa.Schema:
-    """`schema` as a snapshot writes it: what is null throughout becomes text, at any depth, and so
-    do structs without a field, which Parquet does not have."""
+    """Return `schema` as a snapshot writes it: columns of nulls become text, at any depth, and so
+    do structs without a field, which Parquet does not support."""
 
     def change(kind: pa.DataType) -> pa.DataType:
         return pa.string() if pa.types.is_null(kind) or is_empty_struct(kind) else kind
@@ -136,12 +138,12 @@ def written(schema: pa.Schema) -> pa.Schema:
 
 
 def is_empty_struct(kind: pa.DataType) -> bool:
-    """Whether it is the type of objects that hold nothing."""
+    """Return whether it is the type of empty objects."""
     return bool(pa.types.is_struct(kind)) and kind.num_fields == 0
 
 
 def holds_empty_struct(kind: pa.DataType) -> bool:
-    """Whether there is one in `kind`, at any depth."""
+    """Return whether `kind` contains one, at any depth."""
     found = []
 
     def look(inner: pa.DataType) -> pa.DataType:
@@ -153,15 +155,15 @@ def holds_empty_struct(kind: pa.DataType) -> bool:
 
 
 def common_type(a: pa.DataType, b: pa.DataType, union: bool = False) -> pa.DataType | None:
-    """The type that holds the values of both, or None.
+    """Return the type that holds the values of both, or None.
 
-    Null gives way; ints of one sign and floats take the larger width; text, binary and lists
-    their large kind. With `union` (text formats) int and float give float64, numbers with
-    NUMBER_TEXT give that, and structs may differ in fields.
+    Null yields; ints of one sign and floats take the larger width; text, binary and lists their
+    large kind. With `union` (text formats) int and float give float64, numbers with NUMBER_TEXT
+    give that, and structs may differ in fields.
 
-    Not `pyarrow.unify_schemas` with permissive promotion: it also merges what changes values or
-    cannot be cast (uint64 with int64 gives int64, int64 with float64 float64, text with binary
-    binary), at any depth, and so would need as many rules around it.
+    Not `pyarrow.unify_schemas` with permissive promotion: it also merges types in ways that change
+    values or cannot be cast (uint64 with int64 gives int64, int64 with float64 float64, text with
+    binary binary), at any depth, and so would need as many rules around it.
     """
     types = pa.types
     if a == b:
@@ -216,8 +218,8 @@ def _common_list(a: pa.DataType, b: pa.DataType, union: bool) -> pa.DataType | N
 
 
 def cast_exactly(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """As Arrow casts, but a float becomes the text that Python writes (1.0 and not 1), and a whole
-    number that a float does not hold raises ArrowInvalid."""
+    """Cast as Arrow does, except that a float becomes the text that Python writes (1.0 and not 1),
+    and an integer that a float cannot represent raises ArrowInvalid."""
     text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     if text and pa.types.is_floating(column.type):
         texts = [None if value is None else repr(value) for value in column.to_pylist()]
@@ -232,8 +234,8 @@ def cast_exactly(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
 
 
 def _check_whole_numbers(column: pa.ChunkedArray, made: pa.ChunkedArray) -> None:
-    """Raise ArrowInvalid for a text or a wider float of a whole number that the floats that it
-    became do not hold, as a cast of integers does."""
+    """Raise ArrowInvalid for a text or a wider float of an integer that the resulting floats do not
+    represent, as a cast of integers does."""
     import pyarrow.compute as pc
 
     if pa.types.is_floating(column.type):

@@ -1,7 +1,7 @@
-"""Bounds on what an input may hold, so that a small file cannot take a machine's memory.
+"""Bounds on the contents of an input, so that a small file cannot exhaust a machine's memory.
 
-The operator raises them in the environment; a job file cannot, since its author may have made the
-file as well.
+The operator raises them in the environment. A job file cannot, because its author may have made the
+input file as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prefect_raybatch.errors import ConfigError, SourceError
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound by its environment variable and default; `what` completes "... at most N WHAT"."""
+    """A bound with its environment variable and default; `what` completes "... at most N WHAT"."""
 
     variable: str
     default: int
@@ -37,7 +37,7 @@ class Bound:
         return number
 
     def refuse(self, where: str, holds: str) -> SourceError:
-        """Return the error for an input that exceeds the bound: `where` `holds` what."""
+        """Return the error for an input `where` that exceeds the bound; `holds` is what it has."""
         return SourceError(
             f"{where}: {holds}; at most {self.value():,} {self.what}. Write the input in another "
             f"way, or set {self.variable} in the environment of the flow to read it"
@@ -68,7 +68,7 @@ def check_columns_bound(schema: pa.Schema, where: str) -> None:
 
 
 def footer_fault(metadata: Any, size: int) -> str | None:
-    """Return what of a Parquet footer's counts cannot be true of a file of `size` bytes, or None:
+    """Return what is impossible about a Parquet footer's counts in a file of `size` bytes, or None:
     the counts of the file, its row groups and their column chunks must agree."""
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     rows = [group.num_rows for group in groups]
@@ -95,8 +95,8 @@ def footer_fault(metadata: Any, size: int) -> str | None:
 
 
 def check_expansion_bound(declared: int, size: int, where: str) -> None:
-    """Raise SourceError where the compressed parts of a file of `size` bytes declare that more
-    comes out of them than the bound."""
+    """Raise SourceError if the compressed parts of a file of `size` bytes declare more decompressed
+    bytes than the bound allows."""
     if declared > max(FREE_BYTES, size * EXPANSION_BOUND.value()):
         raise EXPANSION_BOUND.refuse(
             where, f"says that {declared:,} bytes or more come out of its {size:,}"
@@ -104,8 +104,7 @@ def check_expansion_bound(declared: int, size: int, where: str) -> None:
 
 
 def declared_bytes(metadata: Any) -> int:
-    """Return the bytes that the column chunks of a Parquet file have when they are decompressed, by
-    its footer."""
+    """Return the decompressed bytes of a Parquet file's column chunks, by its footer."""
     groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
     return sum(
         group.column(index).total_uncompressed_size
@@ -115,6 +114,6 @@ def declared_bytes(metadata: Any) -> int:
 
 
 def check_rows_bound(rows: int, size: int, where: str) -> None:
-    """Raise SourceError where `rows` are more than a file of `size` bytes plausibly holds."""
+    """Raise SourceError for more `rows` than a file of `size` bytes plausibly holds."""
     if rows > max(FREE_ROWS, size * ROWS_BOUND.value()):
         raise ROWS_BOUND.refuse(where, f"says that it has {rows:,} rows in {size:,} bytes")

@@ -1,4 +1,4 @@
-"""The columns of the input: names that may be read, and their types merged over all files."""
+"""The columns of the input: valid names, and types merged over all files."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from prefect_raybatch.source.text_types import common_text_type, text_type
 
 
 def check_columns(wanted: Sequence[str] | None, known: Sequence[str], where: str) -> list[str]:
-    """The columns to read of `known`: `wanted`, or all.
+    """Return the columns to read of `known`: `wanted`, or all.
 
-    Raises ConfigError for an unknown or repeated one, SourceError for names of `where` (a file)
-    that cannot be columns here: repeated, or beginning with the reserved prefix.
+    Raises ConfigError for an unknown or repeated column, and SourceError for names in the file
+    `where` that cannot be columns here: repeated, or starting with the reserved prefix.
     """
     for name in dict.fromkeys(known):
         if known.count(name) > 1:
@@ -50,9 +50,9 @@ def types_in(
     typed: Collection[str],
     merged: Mapping[str, pa.DataType],
 ) -> dict[str, pa.DataType]:
-    """Return the types of a block's columns; of CSV text by its values and those `before`. Whole
-    numbers that floats do not hold, in a column that `merged` to floats over all files, are text.
-    """
+    """Return the types of a block's columns; types of CSV text follow from its values and those
+    `before`. Integers that floats cannot represent, in a column that `merged` to floats over all
+    files, are text."""
     if not text:
         return {
             field.name: NUMBER_TEXT
@@ -69,13 +69,13 @@ def types_in(
 
 
 def _common(a: pa.DataType, b: pa.DataType, text: bool, union: bool) -> pa.DataType | None:
-    """As `common_type`; texts of several types are text."""
+    """Like `common_type`, but texts of several types are text."""
     return common_text_type(a, b) if text else common_type(a, b, union)
 
 
 class TypesSeen:
-    """Types of some files' columns, noted block by block. What does not go together is told by
-    `clash`, and by a `Shape` in which file: there are others before these."""
+    """Column types of some files, noted block by block. `clash` reports incompatible types; a
+    `Shape` finds the file, because other files come before these."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class TypesSeen:
         return pa.schema(list(self._columns.items()))
 
     def see(self, where: str, table: pa.Table) -> None:
-        """Take a block of `where` into account."""
+        """Add the types of a block of `where`."""
         before = self._files.get(where, {})
         found = types_in(table, before, self._text, self._typed, self._columns)
         mine = dict(before)
@@ -117,11 +117,11 @@ class TypesSeen:
 
 
 class Shape:
-    """Column names and types, merged over files; the first file gives the order.
+    """Column names and types, merged over files; the first file determines the order.
 
-    `order`: the columns wanted, in this order, where given. `strict`: all files must have the same
-    columns. `text`: columns are CSV text, whose types are inferred here, but for those of
-    `typed`. `union`: see `common_type`.
+    `order`: the columns wanted, in this order, if given. `strict`: all files must have the same
+    columns. `text`: columns are CSV text, whose types are inferred here, except those of `typed`.
+    `union`: see `common_type`.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Shape:
 
     @property
     def columns(self) -> dict[str, pa.DataType]:
-        """The types of all columns, in the order of `schema`."""
+        """Return the types of all columns, in the order of `schema`."""
         return {field.name: field.type for field in self.schema}
 
     @property
@@ -151,20 +151,20 @@ class Shape:
         return pa.schema([(name, self._columns[name]) for name in names])
 
     def see(self, where: str, table: pa.Table) -> None:
-        """Take a block of `where` into account. Raises as `see_types`."""
+        """Add a block of `where`. Raises like `see_types`."""
         before = self._files.get(where, {})
         found = types_in(table, before, self.text, self._typed, self._columns)
         self.see_types(where, found)
 
     def types_of(self, where: str) -> dict[str, pa.DataType] | None:
-        """Of a file; None while nothing of it was seen."""
+        """Return the column types seen in this file so far, or None."""
         return self._files.get(where)
 
     def see_types(self, where: str, found: dict[str, pa.DataType]) -> None:
-        """Take types found in `where` into account.
+        """Add types found in `where`.
 
-        Raises SourceError naming the column, both files and both types when they do not go
-        together, and for a column that only one of two files has.
+        Raises SourceError that names the column, both files and both types if these are
+        incompatible, and for a column that only one of two files has.
         """
         before = self._files.get(where)
         if before is None and self._strict:
@@ -200,8 +200,8 @@ class Shape:
         self._columns[name] = both
 
     def _clashing(self, name: str, kind: pa.DataType, merged: pa.DataType) -> str:
-        """The first file in which the column does not go together with `kind`, one that made it
-        `merged` before the others."""
+        """Return the first file in which the column is incompatible with `kind`; an earlier file
+        made it `merged`."""
         having = [file for file, types in self._files.items() if name in types]
         having.sort(key=lambda file: self._files[file][name] != merged)
         for file in having:

@@ -1,9 +1,8 @@
-"""What came of a share of the input that was copied, and the record of it, by which a copy that was
-cut off is gone on with.
+"""Copied shares of the input and their records, from which an interrupted copy resumes.
 
-A record stands for what the share was read as: the same bytes, read in the same way under the same
-types known before, by the same code. Until there is a plan nobody deletes what a record names:
-whoever is copying may have found it.
+A record stands for how the share was read: the same bytes, read in the same way, with the same
+types known before, by the same code. Until there is a plan, nobody deletes what a record names,
+because another copy may have found it.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ CopyShare = tuple[Stretch, ...]
 
 @dataclass(frozen=True)
 class ShareCopied:
-    """What came of a share. `files` is None where a later value did not fit `schema`, by which it
-    was being written (before what is null throughout became text); `types` each time a file's
-    were wider."""
+    """The outcome of copying a share. `files` is None if a later value did not fit the `schema`
+    with which it was being written (before columns of nulls became text); `types` are recorded each
+    time a file's types widened."""
 
     files: tuple[InputFile, ...] | None
     schema: pa.Schema
@@ -52,7 +51,8 @@ class ShareCopied:
     part: bool = False  # of a file, whose other parts may have wider types
 
     def under(self, shape: Shape) -> bool:
-        """Whether it was written by the types of all, and shows that its values have them."""
+        """Return whether it was written with the merged types, and shows that its values have
+        them."""
         if self.unfit is not None or self.files is None or self.schema != written(shape.schema):
             return False
         return not (self.part and shape.text) or all(
@@ -64,7 +64,7 @@ class ShareCopied:
 
 @dataclass(frozen=True)
 class _CopyRecord:
-    """A `ShareCopied` without faults, on disk; types as Arrow schemas in base64."""
+    """A `ShareCopied` without faults, on disk; types are Arrow schemas in base64."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -97,7 +97,8 @@ def copy_key(
     known: Mapping[str, pa.DataType],
     of_files: Mapping[str, Mapping[str, pa.DataType]],
 ) -> str:
-    """The name of a share's record; `read_as` tells how its files are read, and by which code."""
+    """Return the name of a share's record; `read_as` describes how its files are read, and by which
+    code."""
     told = [
         read_as,
         [_bytes_told(stretch) for stretch in share],
@@ -111,7 +112,7 @@ def copy_key(
 
 
 def found_copied(store: Store, key: str) -> ShareCopied | None:
-    """The share as it was copied before, if its files are there as they were then."""
+    """Return the share as it was copied before, if its files are unchanged; else None."""
     path = _path(key)
     try:
         record = read_json(_RECORD, read_record(store, path), path)
@@ -129,14 +130,14 @@ def found_copied(store: Store, key: str) -> ShareCopied | None:
 
 
 def note_copied(store: Store, key: str, one: ShareCopied) -> None:
-    """Records a share whose files are stored, if it is whole. Raises the store's errors."""
+    """Record a complete share whose files are stored. Raises the store's errors."""
     if one.files is not None and one.unfit is None and one.error is None:
         put_record(store, _path(key), dump(asdict(_CopyRecord.of(one))))
 
 
 def forget_copied(store: Store, attempt: str, named: Collection[str]) -> None:
-    """Once there is a plan, which names the files `named`: removes the records, and what this
-    attempt has copied under other types than the plan's."""
+    """Remove the records once there is a plan, which names the files `named`, and what this attempt
+    copied with types other than the plan's."""
     ours = (f"{COPIED}/", f"{INPUT}/{attempt}-")
     with suppress(RayBatchError):  # only tidiness
         left = [i.path for i in store.list(INPUT) if i.path.startswith(ours)]
@@ -144,7 +145,7 @@ def forget_copied(store: Store, attempt: str, named: Collection[str]) -> None:
 
 
 def _bytes_told(stretch: Stretch) -> Sequence[object]:
-    """What tells the bytes of a stretch from all others; the change time cannot be set back."""
+    """Return what identifies the bytes of a stretch; the change time cannot be set back."""
     file, info = stretch.file, stretch.file.info
     seen = [info.size, info.etag, info.mtime_ns, info.ctime_ns]
     place = [stretch.start, stretch.stop, stretch.lead, stretch.head.hex()]
@@ -154,7 +155,7 @@ def _bytes_told(stretch: Stretch) -> Sequence[object]:
 def _last(
     changes: Sequence[tuple[str, dict[str, pa.DataType]]],
 ) -> dict[str, dict[str, pa.DataType]]:
-    """The types of each file's text columns after all changes."""
+    """Return the types of each file's text columns after all changes."""
     last: dict[str, dict[str, pa.DataType]] = {}
     for uri, types in changes:
         last.setdefault(uri, {}).update(types)

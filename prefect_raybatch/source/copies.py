@@ -1,4 +1,4 @@
-"""Blocks of rows to a Parquet snapshot, under one schema that is known only at their end."""
+"""Copies blocks of rows to a Parquet snapshot, with one schema that is known only at their end."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from prefect_raybatch.storage import Store
 
 @dataclass(frozen=True)
 class Chosen:
-    """The rows and columns that are written of those read: rows that fit `filter`, and of its
-    columns those that are among `columns` (None: all)."""
+    """Which of the rows and columns read are written: rows that match `filter`, and the columns in
+    `columns` (None: all)."""
 
     filter: Filter
     columns: Sequence[str] | None = None
 
     def rows(self, table: pa.Table, schema: pa.Schema) -> pa.Table:
-        """Those of a table as `schema` reads it. ConfigError where the filter does not go with
-        that."""
+        """Return the matching rows of a table read with `schema`. Raises ConfigError if the filter
+        does not fit the schema."""
         return self.filter.keep(conform(table, schema))
 
     def schema(self, schema: pa.Schema) -> pa.Schema:
-        """What is written of `schema`."""
+        """Return the part of `schema` that is written."""
         names = schema.names if self.columns is None else self.columns
         return pa.schema([field for field in schema if field.name in names])
 
@@ -51,10 +51,10 @@ def copy_tables(
     kind: str,
     chosen: Chosen | None = None,
 ) -> Inventory:
-    """Write all blocks, or what is `chosen` of them, under one schema.
+    """Write all blocks, or what is `chosen` of them, with one schema.
 
-    A pass that meets a value its schema cannot hold goes on without writing, so that the next
-    one knows every type: two passes at most, unless the input changes meanwhile.
+    A pass that meets a value that its schema cannot hold continues without writing, so that the
+    next pass knows every type: at most two passes, unless the input changes meanwhile.
     """
     for _ in range(COPY_TRIES):
         known = written(shape.schema)
@@ -82,8 +82,8 @@ def _pass(
     limit: int | None,
     chosen: Chosen | None,
 ) -> ConfigError | None:
-    """One pass over all blocks. Returns why the filter does not go with the types so far: a later
-    value may change them."""
+    """Read all blocks once. Return why the filter does not fit the types so far, which a later
+    value may change."""
     seen, fault, first = 0, None, None
     for where, table in blocks():
         if limit is not None and chosen is None:

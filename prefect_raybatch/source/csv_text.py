@@ -1,4 +1,4 @@
-"""CSV: blocks of text columns, and what is said of broken files."""
+"""CSV: blocks of text columns, and errors of broken files."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ DELIMITERS = ";\t|,"  # what people separate values by
 def csv_tables(
     file: File, columns: Sequence[str] | None, known: dict[str, None], options: Csv
 ) -> Iterator[pa.Table]:
-    """Blocks of a CSV file with all columns as text; an empty unquoted cell is null.
+    """Yield blocks of a CSV file with all columns as text; an empty unquoted cell is null.
 
-    Of `columns` those that the path tells may be lacking; without any other, all are given.
+    `columns` that the path supplies may be missing from the file; if no others are named, all are
+    read.
     """
     import pyarrow.csv as pc
 
@@ -91,7 +92,7 @@ def csv_tables(
 
 
 def _check_width(file: File, written: _Written) -> None:
-    """Raise SourceError for a first row of more values than the bound on columns."""
+    """Raise SourceError for a first row with more values than the bound on columns."""
     most = COLUMN_BOUND.value()
     with suppress(csv.Error):  # of a value that is too long for Python's csv
         first = next((row for _, row in written.rows(file) if row), [])
@@ -102,7 +103,7 @@ def _check_width(file: File, written: _Written) -> None:
 
 
 def _empty_lines(file: File, written: _Written) -> int:
-    """Return how many empty lines stand before the header."""
+    """Return how many empty lines precede the header."""
     lines = islice(written.lines(file), written.options.skip_rows, None)
     return next((number for number, line in enumerate(lines) if line.strip("\r\n")), 0)
 
@@ -110,8 +111,8 @@ def _empty_lines(file: File, written: _Written) -> int:
 def _check_closed(
     file: File, written: _Written, read: Any, parse: Any, header: Sequence[str]
 ) -> None:
-    """Raises SourceError where a quote is open at the end of a file: what follows it is one value
-    to pyarrow, however many rows it was. Reads the file again, with one more row behind it; `read`
+    """Raise SourceError if a quote is open at the end of a file: pyarrow takes what follows it for
+    one value, however many rows it was. Reads the file again, with one more row appended; `read`
     and `parse` are pyarrow's options."""
     import pyarrow.csv as pc
 
@@ -140,11 +141,11 @@ def _check_closed(
 
 
 def _block_bytes(file: File, options: Csv) -> tuple[int, bool]:
-    """Bytes of a block, about streams.BLOCK_BYTES, and whether none is known to end between a
-    carriage return and a line feed: pyarrow takes the two for the end of a row there, also within
-    quotes, and leaves the line feed out.
+    """Return the bytes of a block, about streams.BLOCK_BYTES, and whether a block may end between a
+    carriage return and a line feed: pyarrow takes the two as the end of a row there, even within
+    quotes, and drops the line feed.
 
-    Of files that are compressed or recoded nobody knows the blocks.
+    The blocks of compressed or recoded files are unknown.
     """
     size = file.info.size if file.cut is None else len(file.cut.content)
     plain = options.encoding == "utf-8" and not ending(file.info.path)[1]
@@ -167,13 +168,13 @@ def _at(data: BinaryIO, at: int) -> bytes:
 
 
 def delimiter_of(file: File, options: Csv) -> str:
-    """What stands between the values of this file."""
+    """Return the delimiter of this file."""
     return options.delimiter or ("\t" if ".tsv" in file.info.path.lower() else ",")
 
 
 def csv_as_seen(file: File) -> tuple[dict[str, Any], bool]:
-    """(fields of `source.csv` that are not as they are by default, whether the encoding is a
-    guess), as the first bytes and the first line of a CSV file say."""
+    """Return (non-default fields of `source.csv`, whether the encoding is a guess) from the first
+    bytes and the first line of a CSV file."""
     try:
         encoding, guessed = seen_encoding(file)
         written = _Written.of(file, Csv(encoding=encoding))
@@ -190,7 +191,7 @@ def csv_as_seen(file: File) -> tuple[dict[str, Any], bool]:
 
 @dataclass(frozen=True)
 class _Written:
-    """How one file is written: the options, with the delimiter that its name tells."""
+    """How one file is written: the options, with the delimiter that its name implies."""
 
     options: Csv
     delimiter: str
@@ -225,7 +226,7 @@ class _Written:
         )
 
     def lines(self, file: File) -> Iterator[str]:
-        """The lines of a file, with their ends; a byte that is no text is replaced."""
+        """Yield the lines of a file with their ends; undecodable bytes are replaced."""
         encoding = self.options.encoding
         with streams.open_bytes(file) as stream:
             raw = io.BufferedReader(Raw(stream))
@@ -235,7 +236,7 @@ class _Written:
             yield from iter(partial(text.readline, streams.BLOCK_BYTES), "")
 
     def rows(self, file: File) -> Iterator[tuple[int, list[str]]]:
-        """(line it begins in, values) of each row, read by Python."""
+        """Yield (line in which it begins, values) of each row, parsed by Python."""
         given, skipped = self.options, self.options.skip_rows
         reader = csv.reader(
             islice(self.lines(file), skipped, None),
@@ -251,7 +252,7 @@ class _Written:
 
 
 def _check_delimiter(file: File, written: _Written) -> None:
-    """Raises ConfigError where the first row is one value, and holds another delimiter."""
+    """Raise ConfigError if the first row is one value and contains another delimiter."""
     first = _first_line(file, written)
     if (named := _named_by_excel(first)) is not None:
         raise ConfigError(
@@ -269,24 +270,24 @@ def _check_delimiter(file: File, written: _Written) -> None:
 
 
 def _first_line(file: File, written: _Written) -> str:
-    """The first line that is read and not empty."""
+    """Return the first non-empty line that is read."""
     lines = (line.strip() for line in islice(written.lines(file), written.options.skip_rows, None))
     return next(filter(None, lines), "")
 
 
 def _named_by_excel(line: str) -> str | None:
-    """The delimiter, where this is the line in which Excel names it."""
+    """Return the delimiter if this is the line in which Excel declares it."""
     return line[4] if line.lower().startswith("sep=") and len(line) == 5 else None
 
 
 def _another_delimiter(line: str, delimiter: str) -> str | None:
-    """What separates the values of a line that does not hold `delimiter`; None where it does, or
+    """Return the delimiter of a line that does not contain `delimiter`; None if it does, or if it
     is one value."""
     return None if delimiter in line else _other_delimiter(line, delimiter)
 
 
 def _other_delimiter(line: str, delimiter: str) -> str | None:
-    """What stands between the values of a line more often than `delimiter`."""
+    """Return the character that separates the values of a line more often than `delimiter`."""
     line = _QUOTED.sub("", line)
     most = max(DELIMITERS, key=line.count)
     return most if line.count(most) > line.count(delimiter) else None

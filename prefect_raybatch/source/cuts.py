@@ -1,9 +1,8 @@
-"""Where a large text file may be cut, so that its parts are read side by side.
+"""Where a large text file may be split, so that its parts are read in parallel.
 
-JSON Lines may be cut after any line, and are cut where one reader's blocks end. A line break of a
-CSV file may stand in quotes: which do is told by how many quotes stand before it, if each of them
-stands where a quote must. Where one does not, it is for the reader to say what it is, and the file
-is not cut.
+JSON Lines may be split after any line, and are split where one reader's blocks end. A line break of
+a CSV file may be inside quotes; the number of quotes before it decides, provided that each quote is
+where a quote must be. If one is not, the file is not split and the reader reports it.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ came of it); the last number is the bytes of all."""
 
 @dataclass(frozen=True)
 class Stretch:
-    """Whole rows of a file: its bytes [start, stop), or all where `stop` is None. `head` is the
-    header line that goes before them, `lead` as in `Cut`."""
+    """Whole rows of a file: its bytes [start, stop), or up to the end if `stop` is None. `head` is
+    the header line that precedes them, `lead` as in `Cut`."""
 
     file: File
     start: int = 0
@@ -47,7 +46,7 @@ class Stretch:
     head: bytes = b""
 
     def opened(self) -> File:
-        """As a file of its own. Raises SourceError when the file is shorter by now."""
+        """Return it as a file of its own. Raises SourceError if the file is shorter by now."""
         if self.stop is None:
             return self.file
         data = _bytes_of(self.file, self.start, self.stop)
@@ -58,7 +57,7 @@ class Stretch:
 
 
 def cut_lines(file: File) -> list[Stretch]:
-    """A JSON Lines file in stretches of about CUT_BYTES; as one where it cannot be cut."""
+    """Return a JSON Lines file as stretches of about CUT_BYTES; as one if it cannot be split."""
     size = file.info.size
     if size <= CUT_BYTES or ending(file.info.path)[1] or is_array(file):
         return [Stretch(file)]
@@ -70,7 +69,7 @@ def cut_lines(file: File) -> list[Stretch]:
 
 
 def cut_csv(file: File, options: Csv, delimiter: str, everywhere: Everywhere) -> list[Stretch]:
-    """A CSV file likewise."""
+    """Return a CSV file as stretches of about CUT_BYTES; as one if it cannot be split."""
     size, quote = file.info.size, options.quote.encode()
     plain = options.encoding == "utf-8" and not options.escape and not options.skip_rows
     if size <= CUT_BYTES or ending(file.info.path)[1] or not plain or len(quote) > 1:
@@ -94,9 +93,9 @@ def cut_csv(file: File, options: Csv, delimiter: str, everywhere: Everywhere) ->
 
 
 class _Seen:
-    """What a part of a CSV file shows, if it begins outside of quotes (`inside` 0) or inside (1):
-    whether each quote stands where it must, how many there are, and where its first row ends, if
-    its first window shows it."""
+    """What a part of a CSV file shows if it begins outside (`inside` 0) or inside (1) quotes:
+    whether each quote is where it must be, how many there are, and where its first row ends, if its
+    first window shows it."""
 
     def __init__(self, inside: int) -> None:
         self.quotes, self.clear = inside, True
@@ -106,8 +105,8 @@ class _Seen:
     def look(
         self, data: bytes, places: np.ndarray, opens: np.ndarray, closes: np.ndarray, at: int
     ) -> None:
-        """Takes the bytes of `data` but the first and the last into account, which begins at byte
-        `at` of the file; `opens` and `closes`: whether those quotes can."""
+        """Process the bytes of `data` except the first and the last; `data` begins at byte `at` of
+        the file. `opens` and `closes` say whether those quotes can."""
         opening = (np.arange(len(places)) + self.quotes) % 2 == 0
         self.clear = self.clear and bool(np.where(opening, opens, closes).all())
         if self._first:
@@ -125,7 +124,8 @@ class _Scan:
     delimiter: bytes
 
     def __call__(self, start: int) -> tuple[_Seen, _Seen]:
-        """For the part at `start`: outside of quotes, inside."""
+        """Return the findings for the part at `start`, if it begins outside and if inside
+        quotes."""
         seen = _Seen(0), _Seen(1)
         edges = np.frombuffer(self.delimiter + b"\r\n" + self.quote, np.uint8)
         none: Any = np.zeros(0, np.int64)
@@ -140,8 +140,8 @@ class _Scan:
         return seen
 
     def _windows(self, start: int) -> Iterator[tuple[int, bytes]]:
-        """(where it begins, bytes) over the part, each with a byte before it and one after it: at
-        the ends of the file a line break."""
+        """Yield (offset, bytes) over the part, each with one byte before and after it: a line break
+        at the ends of the file."""
         size = self.file.info.size
         stop, at = min(start + CUT_BYTES, size), max(start - 1, 0)
         tail = b"" if start else b"\n"
@@ -157,8 +157,8 @@ class _Scan:
 
 
 def beginning(file: File) -> File:
-    """The first lines of a text file as a file, for a guess: what stands in quotes may be cut. The
-    whole file where that is compressed or an array."""
+    """Return the first lines of a text file as a file, for a guess; what is in quotes may be
+    truncated. The whole file if it is compressed or an array."""
     if file.info.size <= HEADER_BYTES or ending(file.info.path)[1] or is_array(file):
         return file
     data = _bytes_of(file, 0, HEADER_BYTES)
@@ -166,7 +166,7 @@ def beginning(file: File) -> File:
 
 
 def _header(file: File, quote: bytes) -> bytes | None:
-    """The first row that is not empty, with what stands before it; None where it is too long."""
+    """Return the first non-empty row with what precedes it; None if it is too long."""
     data = _bytes_of(file, 0, HEADER_BYTES)
     at = data.find(b"\n")
     while at >= 0:
@@ -178,7 +178,7 @@ def _header(file: File, quote: bytes) -> bytes | None:
 
 
 def _line_before(file: File, at: int) -> int:
-    """Where the line begins that the byte before `at` belongs to, or `at` where that ends one."""
+    """Return where the line of the byte before `at` begins, or `at` if a line ends there."""
     window = LINE_WINDOW
     while True:
         start = max(0, at - window)
@@ -191,8 +191,8 @@ def _line_before(file: File, at: int) -> int:
 
 
 def _bytes_of(file: File, start: int, stop: int) -> bytes:
-    """Bytes [start, stop), fewer at the end. Raises as the store, SourceError for a file that is
-    gone."""
+    """Return bytes [start, stop), fewer at the end. Raises like the store, SourceError for a file
+    that is gone."""
     with opened_again(file) as handle:
         handle.seek(start)
         return handle.read(stop - start)

@@ -1,8 +1,8 @@
-"""A `ray.data.Dataset` copied to a snapshot by its own tasks: no row passes through the driver.
+"""Copies a `ray.data.Dataset` to a snapshot by its own tasks: no row passes through the driver.
 
-Each block is written by the task that made it, under the types of its own values, and says which
-these are. What has other types than all blocks together is read and written once more, and so are
-small neighbours, which would be many small files. The dataset itself is computed once.
+The task that made a block writes it, with the types of its own values, and reports them. Blocks
+with types other than the merged ones are read and written again, and so are small neighbours, which
+would be many small files. The dataset itself is computed once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _RECEIPT = "receipt"
 
 @dataclass(frozen=True)
 class BlockCopied:
-    """What came of a block: its files under `written(types)`, or the error that it met."""
+    """The outcome of copying a block: its files, written with `written(types)`, or an error."""
 
     files: tuple[InputFile, ...] = ()
     types: dict[str, pa.DataType] = field(default_factory=dict)
@@ -63,12 +63,12 @@ def snapshot_dataset(
     columns: Sequence[str] | None = None,
     everywhere: Everywheres = in_this_process,
 ) -> Inventory:
-    """Copy any `ray.data.Dataset` to Parquet, as `snapshot` does, its rows in their order.
+    """Copy any `ray.data.Dataset` to Parquet, as `snapshot` does, keeping the order of its rows.
 
     Its own tasks write the blocks, so `run_store` must be reachable where they run; `everywhere`
-    (as in `snapshot`) says where files are written once more. Raises SourceError for columns that
-    cannot be written or change type, ConfigError for an unknown column, and the store's errors.
-    What the dataset itself raises passes through.
+    (as in `snapshot`) says where files are rewritten. Raises SourceError for columns that cannot be
+    written or change type, ConfigError for an unknown column, and the store's errors. Errors of the
+    dataset itself propagate.
     """
     if limit is not None:
         dataset = dataset.limit(limit)
@@ -101,7 +101,7 @@ def snapshot_dataset(
 def _written(
     dataset: ray.data.Dataset, store: Store, attempt: str, columns: Sequence[str] | None
 ) -> Iterator[BlockCopied]:
-    """What came of each block that has rows, in their order."""
+    """Yield the outcome of each block that has rows, in order."""
     write: Any = copy_block
     copies: Any = dataset.map_batches(
         write,
@@ -121,7 +121,7 @@ def _written(
 def copy_block(
     table: pa.Table, store: Store, attempt: str, columns: Sequence[str] | None
 ) -> pa.Table:
-    """Writes a block, in the task that made it; one row with the receipt, none for no rows."""
+    """Write a block in the task that made it; return one row with the receipt, none for no rows."""
     made = [pickle.dumps(_copied(table, store, attempt, columns))] if table.num_rows else []
     return pa.table({_RECEIPT: pa.array(made, pa.binary())})
 
@@ -129,8 +129,8 @@ def copy_block(
 def _copied(
     table: pa.Table, store: Store, attempt: str, columns: Sequence[str] | None
 ) -> BlockCopied:
-    """Errors of ours are values: of those of several blocks the first in their order counts, and
-    Ray would try them again."""
+    """Copy a block. Return our errors as values: the first one in block order counts, and Ray would
+    retry them."""
     parts, shape = _parts(store, attempt), Shape()
     try:
         table = table.select(check_columns(columns, table.column_names, DATASET))
@@ -165,7 +165,7 @@ def _settled(
     attempt: str,
     everywhere: Everywheres,
 ) -> list[BlockCopied]:
-    """The blocks under one schema, small neighbours together."""
+    """Return the blocks with one schema, small neighbours merged."""
     groups = list(_groups(blocks))
     todo = [n for n, group in enumerate(groups) if len(group) > 1 or group[0].schema != schema]
     made: list[BlockCopied] = [group[0] for group in groups]
@@ -202,7 +202,7 @@ def _groups(blocks: Sequence[BlockCopied]) -> Iterator[list[BlockCopied]]:
 
 @dataclass(frozen=True)
 class _Joiner:
-    """Writes the files of some blocks anew, as files of one block under `schema`."""
+    """Rewrites the files of some blocks as files of one block with `schema`."""
 
     store: Store
     attempt: str
@@ -223,8 +223,8 @@ class _Joiner:
         return BlockCopied(files, types, parts.row_bytes, tuple(parts.weights))
 
     def _fitted(self, table: pa.Table, types: dict[str, pa.DataType]) -> pa.Table:
-        """With the columns that held nothing but null, at some depth, as the schema has them: they
-        were written as text, from which no cast leads back."""
+        """Return the table with columns of nulls, at any depth, as the schema has them: they were
+        written as text, which cannot be cast back."""
         for number, (name, kind) in enumerate(types.items()):
             wanted = self.schema.field(name).type
             if _holds_null(kind) and table.schema.field(name).type != wanted:
@@ -251,6 +251,6 @@ def _read(store: Store, file: InputFile) -> Iterator[pa.Table]:
 
 
 def _forget(store: Store, blocks: Sequence[BlockCopied]) -> None:
-    """Takes away what was written: no plan can know it yet."""
+    """Delete what was written, which no plan can know yet."""
     with suppress(RayBatchError):  # only tidiness
         store.delete([file.uri for block in blocks for file in block.files])

@@ -20,7 +20,7 @@ def typed_columns(kind: str, source: ReadSpec, files: Iterable[Values]) -> dict[
     """Return the types of the columns in paths, and of those columns of files that source.types
     names.
 
-    Raises ConfigError where source.types names a column of files that have types of their own.
+    Raises ConfigError if source.types names a column of files that have types of their own.
     """
     declared = {name: arrow_type(text) for name, text in source.types.items()}
     paths = path_types(iter(files), declared)
@@ -47,14 +47,14 @@ def check_type_columns(columns: Collection[str], names: Collection[str]) -> None
 
 
 def digits_kept(types: Mapping[str, pa.DataType]) -> list[str]:
-    """Return the columns whose type tells apart numbers that one float stands for."""
+    """Return the columns whose type distinguishes numbers that one float represents."""
     kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_decimal)
     return [name for name, kind in types.items() if any(held(kind) for held in kinds)]
 
 
 def with_types(table: pa.Table, types: Mapping[str, pa.DataType], where: str) -> pa.Table:
-    """Return rows of the file `where` with the columns of `types` cast. Raises SourceError with
-    the first value that a type does not hold."""
+    """Return rows of the file `where` with the columns of `types` cast. Raises SourceError with the
+    first value that a type cannot hold."""
     for name, kind in types.items():
         if name in table.column_names:
             at = table.column_names.index(name)
@@ -65,7 +65,7 @@ def with_types(table: pa.Table, types: Mapping[str, pa.DataType], where: str) ->
 def cast_column(
     column: pa.ChunkedArray, name: str, kind: pa.DataType, where: str
 ) -> pa.ChunkedArray:
-    """Return a column cast to a declared type. Raises as `with_types`."""
+    """Return a column cast to a declared type. Raises like `with_types`."""
     try:
         return cast_exactly(column, kind)
     except pa.ArrowNotImplementedError:

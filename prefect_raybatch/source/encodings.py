@@ -1,4 +1,4 @@
-"""In what encoding a text file is written, as far as its bytes tell, and which byte is not."""
+"""The encoding of a text file, as far as its bytes show, and its first undecodable byte."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ UTF8_ONLY = "convert it, for example with iconv -f latin1 -t utf-8"
 
 
 def check_kind(file: File, head: bytes) -> None:
-    """Raises SourceError for a file whose first bytes say that it is no text, whatever it is
-    called."""
+    """Raise SourceError for a file whose first bytes show that it is no text, whatever its name."""
     for mark, said in OTHER_KINDS.items():
         if head.startswith(mark):
             name = PurePosixPath(file.info.path).name
@@ -45,7 +44,7 @@ def check_kind(file: File, head: bytes) -> None:
 
 
 def check_encoding(file: File) -> None:
-    """Raises SourceError for a file whose first bytes say that it is UTF-16 or UTF-32."""
+    """Raise SourceError for a file whose first bytes show UTF-16 or UTF-32."""
     with open_bytes(file) as stream:
         head = stream.read(4)
     check_kind(file, head)
@@ -58,8 +57,8 @@ def check_encoding(file: File) -> None:
 
 
 def check_csv_encoding(file: File, encoding: str) -> None:
-    """Raises SourceError for a file whose first bytes say that it is not in `encoding`, a name of
-    Python's: decoded so, most encodings would give wrong text and no error."""
+    """Raise SourceError for a file whose first bytes show that it is not in `encoding` (Python's
+    name): decoded like that, most encodings would give wrong text and no error."""
     with open_bytes(file) as stream:
         head = stream.read(SAMPLE)
     check_kind(file, head)
@@ -85,8 +84,9 @@ def check_csv_encoding(file: File, encoding: str) -> None:
 
 
 def seen_encoding(file: File) -> tuple[str, bool]:
-    """(encoding by Python's name, whether it is a guess) of a file, by its first bytes: cp1252, in
-    which Excel writes CSV in Western Europe, is guessed of bytes that are none of Unicode's."""
+    """Return (Python's name of the encoding, whether it is a guess) by the first bytes of a file.
+    cp1252, in which Excel writes CSV in Western Europe, is the guess for bytes that are not
+    Unicode."""
     with open_bytes(file) as stream:
         head = stream.read(SAMPLE)
     check_kind(file, head)
@@ -101,8 +101,8 @@ def seen_encoding(file: File) -> tuple[str, bool]:
 
 
 def not_decoded(file: File, encoding: str, remedy: str) -> str:
-    """Names the first byte that is not of `encoding`; reads the file again, which only errors
-    pay for."""
+    """Return the message about the first byte that is not in `encoding`; reads the file again,
+    which only errors pay for."""
     place, said = "", ""
     decoder = codecs.getincrementaldecoder(encoding)()
     before, line, data = 0, 1, b""
@@ -126,7 +126,7 @@ def not_decoded(file: File, encoding: str, remedy: str) -> str:
 
 
 def _wide(head: bytes) -> tuple[str | None, str]:
-    """UTF-16 or UTF-32 where the first bytes say so, and what of them does."""
+    """Return UTF-16 or UTF-32 if the first bytes show it, and how they do."""
     found = next((name for mark, name in MARKS.items() if head.startswith(mark)), None)
     if found is not None:
         return found, "its first bytes, the byte order mark, say"
@@ -139,7 +139,7 @@ def _wide(head: bytes) -> tuple[str | None, str]:
 
 
 def _is_utf8(head: bytes) -> bool:
-    """Whether it holds characters that only UTF-8 writes so."""
+    """Return whether it contains characters that only UTF-8 encodes like that."""
     if head.startswith(UTF8_MARK):
         return True
     if head.isascii():

@@ -1,4 +1,5 @@
-"""Parquet that is not read in place, since the place may go or not all rows are: to be copied."""
+"""Parquet that must be copied rather than read in place, because it may go away or only some rows
+are read."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def parquet_tables(
     known: dict[str, None],
     filter: Filter | None = None,
 ) -> Iterator[pa.Table]:
-    """The rows of a Parquet file, with `columns` where given; notes all names. Row groups whose
-    statistics show that no row of them fits `filter` are left out."""
+    """Yield the rows of a Parquet file, with `columns` if given; note all names. Skips row groups
+    whose statistics show that no row matches `filter`."""
     with _opened(file) as (parquet, handle):
         schema = parquet.schema_arrow
         told = {name for name, _ in file.values} - {*schema.names}
@@ -55,7 +56,7 @@ def _at_once(metadata: Any) -> int:
 
 
 def _groups(parquet: Any, filter: Filter | None) -> list[int]:
-    """The row groups in which a row may fit. Told by the footer alone: of a whole file pyarrow
+    """Return the row groups in which a row may match, by the footer alone; on a whole file pyarrow
     would read ahead in threads of its own, see `Store.open`."""
     import pyarrow.dataset as ds
 

@@ -1,6 +1,8 @@
-"""source.filter on rows: one meaning for all formats, and the same in SQL for readers that take it.
+"""Applies source.filter to rows: one meaning for all formats, and the same in SQL for readers that
+accept it.
 
-As in SQL a row is kept where the whole is true: a comparison with a null is neither true nor false.
+As in SQL, a row is kept if the whole condition is true; a comparison with null is neither true nor
+false.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ _WORDS = {bool: "TRUE and FALSE", str: "a text", int: "a number", Decimal: "a nu
 
 @dataclass(frozen=True)
 class Filter:
-    """A filter by its text; `condition` is what it says."""
+    """A filter by its text; `condition` is the parsed form."""
 
     text: str
 
@@ -57,22 +59,23 @@ class Filter:
         return columns_in(self.condition)
 
     def expression(self, schema: pa.Schema) -> pc.Expression:
-        """For rows of `schema`. ConfigError for columns it lacks and values of another type."""
+        """Return the expression for rows of `schema`. Raises ConfigError for missing columns and
+        values of another type."""
         return _expression(self.condition, schema)
 
     def skips(self, schema: pa.Schema) -> bool:
-        """Whether statistics of files may tell that no row fits. Those of floats leave NaN out,
-        which is unequal to all."""
+        """Return whether file statistics may show that no row matches. Those of floats leave out
+        NaN, which is unequal to everything."""
         return not _unequal_floats(self.condition, schema)
 
     def keep(self, table: pa.Table) -> pa.Table:
-        """The rows that fit."""
+        """Return the matching rows."""
         return table.filter(self.expression(table.schema))
 
     def sql(self, schema: pa.Schema, quote: str = '"') -> str | None:
-        """As an SQL condition that keeps at least the rows that fit; None where all must be read.
+        """Return an SQL condition that keeps at least the matching rows; None if all must be read.
 
-        `quote` stands around names; values are of the columns' types.
+        `quote` surrounds names; values have the columns' types.
         """
         return _sql(self.condition, schema, quote)
 
@@ -100,7 +103,7 @@ def _field(name: str, schema: pa.Schema) -> pa.Field:
 
 
 def typed(value: Literal, field: pa.Field) -> pa.Scalar:
-    """`value` as it is compared with a column. ConfigError where the two do not go together."""
+    """Return `value` with the column's type. Raises ConfigError if the two are incompatible."""
     types, kind = pa.types, _value_type(field)
     text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
     try:
@@ -138,7 +141,7 @@ def _value_type(field: pa.Field) -> pa.DataType:
 
 
 def _bounds(kind: pa.DataType) -> tuple[int, int]:
-    """Return the lowest and the highest value of a type of integers, of a decimal type in units of
+    """Return the lowest and the highest value of an integer type, or of a decimal type in units of
     its last digit."""
     if pa.types.is_decimal(kind):
         return 1 - 10**kind.precision, 10**kind.precision - 1
@@ -149,8 +152,8 @@ def _bounds(kind: pa.DataType) -> tuple[int, int]:
 
 
 def _moment(value: str, kind: pa.DataType) -> pa.Scalar:
-    """A time without a zone is in UTC where the column has a zone, and an offset is refused where
-    it has none."""
+    """Return a timestamp: without a zone it is in UTC if the column has a zone, and an offset is
+    rejected if the column has none."""
     if pa.types.is_timestamp(kind):
         zoned = re.search(r"(Z|[+-]\d\d:?\d\d)$", value[10:]) is not None
         if kind.tz is not None and not zoned:
@@ -206,8 +209,8 @@ def _compare(field: pa.Field, op: str, value: Literal) -> pc.Expression:
 def _compare_exactly(
     column: pc.Expression, op: str, value: Decimal, kind: pa.DataType
 ) -> pc.Expression:
-    """Return the comparison with a literal of the column's own type that is true for the same
-    rows, so that Arrow casts nothing."""
+    """Return the comparison with a literal of the column's own type that is true for the same rows,
+    so that Arrow casts nothing."""
 
     def literal(units: int) -> pa.Scalar:
         return pa.scalar(
@@ -259,7 +262,7 @@ def _sql(condition: Condition, schema: pa.Schema, quote: str) -> str | None:
 
 
 def _sql_value(value: Literal, field: pa.Field) -> str | None:
-    """Of the kinds of values that all engines write alike."""
+    """Return a value as SQL, for kinds of values that all engines write alike; else None."""
     scalar: Any = typed(value, field).as_py()
     if isinstance(scalar, bool):
         return "TRUE" if scalar else "FALSE"

@@ -1,4 +1,4 @@
-"""What source.uri stands for: files, folders and globs, and the format their names tell."""
+"""Resolves source.uri: files, folders and globs, and the format that their names imply."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ Weights = tuple[tuple[int, int], ...]
 class Inventory:
     """What a run reads.
 
-    `files` in reading order; `schema` of the columns read, dictionary types decoded; `row_bytes`
-    the largest mean of uncompressed bytes a row over the files; `format` parquet, csv, jsonl,
-    arrow, dataset or a table's, of the source, also where the files are a snapshot of it; `table`
-    which table at which version, for the plan (`Plan.table`); `weights` are (rows, bytes of them)
-    of all rows in reading order, in pieces as they are known; empty where they are not; `guessed`:
-    how many rows there are follows from a part of them.
+    `files` in reading order; `schema` of the columns read, with dictionary types decoded;
+    `row_bytes`, the largest mean of uncompressed bytes per row over the files; `format`: parquet,
+    csv, jsonl, arrow, dataset or a table's, of the source, even if the files are a snapshot of it;
+    `table`: which table at which version, for the plan (`Plan.table`); `weights`: (rows, their
+    bytes) of all rows in reading order, in pieces as known, empty if unknown; `guessed`: the number
+    of rows is estimated from a part of them.
     """
 
     files: tuple[InputFile, ...]
@@ -82,8 +82,8 @@ class Inventory:
 
 @dataclass(frozen=True)
 class Cut:
-    """Whole rows out of a file, read in its place: `content`, which begins at byte `at`. A reader
-    of blocks takes `lead` bytes before it counts, to have the blocks of the whole file."""
+    """Whole rows of a file, read in its place: `content`, which begins at byte `at`. A reader of
+    blocks takes `lead` bytes before it counts, to get the same blocks as of the whole file."""
 
     at: int
     content: bytes = field(repr=False)
@@ -92,9 +92,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class File:
-    """A file found; `given` is the entry of source.uri, `named` when that is the file itself.
+    """A file that was found; `given` is its entry in source.uri, `named` if the entry names the
+    file itself.
 
-    `values` are the columns that its path tells; `cut` the part of it that is read, None for all.
+    `values` are the columns that its path supplies; `cut` is the part of it to read, None for all.
     """
 
     store: Store
@@ -111,8 +112,8 @@ class File:
         return join(self.store.uri, self.info.path)
 
     def input(self, rows: int, footer: str | None = None, values: Values = ()) -> InputFile:
-        """The file as the plan names it, of which a run reads `rows` rows; `footer` where what
-        the file system knows of it is to be compared as well, `values` to be added on reading."""
+        """Return the file as the plan names it, of which a run reads `rows` rows; `footer` if the
+        file system's identity of it must be compared too, `values` to be added on reading."""
         made = replace(input_file(self.uri, self.info, rows), values=values)
         if footer is None:
             return made
@@ -124,9 +125,9 @@ def input_file(uri: str, info: FileInfo, rows: int) -> InputFile:
 
 
 def detect_format(source: ReadSpec) -> str:
-    """`source.format`, or what the folder of a table shows, or by the endings of the files.
+    """Return `source.format`, or infer it from a table's folder or from file extensions.
 
-    Raises SourceError when nothing is found, for a mixture and for unknown endings, and the
+    Raises SourceError if nothing is found, for a mixture and for unknown extensions, and the
     store's errors.
     """
     table = table_format(source)
@@ -136,15 +137,15 @@ def detect_format(source: ReadSpec) -> str:
 
 
 def needs_snapshot(source: ReadSpec) -> bool:
-    """Whether `source` is read through a Parquet snapshot. Raises as `detect_format`."""
+    """Return whether `source` is read through a Parquet snapshot. Raises like `detect_format`."""
     in_place = source.filter is None and not any(map(is_web, source.uris))
     return not in_place or detect_format(source) != "parquet"
 
 
 def table_format(source: ReadSpec) -> str | None:
-    """The table format of `source`: as it is named, or of a table's folder by what lies in it;
-    None where files are to be read. Raises the store's errors, and ConfigError where files
-    are to have a version."""
+    """Return the table format of `source`: as named, or by the contents of a table's folder; None
+    if files are to be read. Raises the store's errors, and ConfigError for a version of plain
+    files."""
     found = source.table_format or (_by_look(source) if source.format == "auto" else None)
     if found is None and source.version is not None:
         raise ConfigError(f"source.version: is of tables ({', '.join(OPENED)}), not of files")
@@ -175,7 +176,7 @@ def _is_folder(root: str, given: str) -> bool:
 
 
 def find(source: ReadSpec) -> tuple[str, list[File]]:
-    """The format of `source` and its files, by name. Raises as `detect_format`."""
+    """Return the format of `source` and its files, by name. Raises like `detect_format`."""
     kind, files = _choose(source, _list(source))
     _refuse_names(files)
     _refuse_links(files)
@@ -183,9 +184,10 @@ def find(source: ReadSpec) -> tuple[str, list[File]]:
 
 
 def _list(source: ReadSpec) -> list[File]:
-    """All files of `source`, by name.
+    """Return all files of `source`, by name.
 
-    Raises SourceError when an entry gives none, or gives what is not to be read by itself.
+    Raises SourceError for an entry that matches none, or that matches what must not be read by
+    itself.
     """
     found: dict[str, File] = {}
     places = Places(source.options)
@@ -218,7 +220,7 @@ def _add(found: dict[str, File], files: Sequence[File], given: str) -> None:
 
 
 def _by_web(given: str, source: ReadSpec) -> File:
-    """The file at a URL, which is asked for it. Raises SourceError, StoreUnavailable."""
+    """Query the server of a URL and return its file. Raises SourceError, StoreUnavailable."""
     headers = source.options.get("headers") or {}
     if not isinstance(headers, Mapping):
         raise ConfigError("source.options.headers: must be a mapping of names to values")
@@ -232,7 +234,7 @@ def _may_be_read(file: File, format: str) -> bool:
 
 
 def _refuse_names(files: Sequence[File]) -> None:
-    """Raises SourceError for a file whose name no record can hold."""
+    """Raise SourceError for a file whose name no record can hold."""
     for file in files:
         if storable(file.uri) != file.uri:
             raise SourceError(
@@ -242,7 +244,7 @@ def _refuse_names(files: Sequence[File]) -> None:
 
 
 def _refuse_links(files: Sequence[File]) -> None:
-    """Raises SourceError when two of the files are one, by a link of either kind."""
+    """Raise SourceError if two of the files are the same one, by a link of either kind."""
     seen: dict[tuple[int | None, int], File] = {}
     for file in files:
         info = file.info
@@ -260,7 +262,8 @@ def _refuse_links(files: Sequence[File]) -> None:
 
 
 def reaches(given: str, output: str) -> bool:
-    """Whether `given` (an entry of source.uri) would read the results of runs below `output`."""
+    """Return whether `given` (an entry of source.uri) would read the results of runs below
+    `output`."""
     if is_web(given):
         return False
     root, pattern = split_glob(given) if is_remote(given) else _as_it_stands(given, {})
@@ -277,9 +280,9 @@ def reaches(given: str, output: str) -> bool:
 
 
 def check_planned(files: Sequence[InputFile], source: ReadSpec, snapshot: bool) -> None:
-    """Raise CorruptRun for a file of a plan that is not among what the job's source.uri names, or,
-    of a `snapshot`, not in the run directory: a plan may have been forged, and what it names is
-    read with the rights of whoever goes on with the run."""
+    """Raise CorruptRun for a file of a plan that the job's source.uri does not cover or, for a
+    `snapshot`, that is outside the run directory: a plan may have been forged, and its files are
+    read with the rights of whoever continues the run."""
     places = [] if snapshot else [_as_it_stands(uri, source.options) for uri in source.uris]
     if not snapshot:
         check_links([file.uri for file in files])
@@ -298,8 +301,8 @@ def check_planned(files: Sequence[InputFile], source: ReadSpec, snapshot: bool) 
 
 
 def _is_within(uri: str, root: str, pattern: str | None) -> bool:
-    """Whether a file is what a root and a pattern stand for. Links below the root are the input's
-    own, and are followed when it is listed; those in the root are resolved."""
+    """Return whether a root and a pattern cover a file. Links below the root belong to the input,
+    and are followed when it is listed; links in the root are resolved."""
     if {".", ".."} & {*uri.split("/")}:
         return False
     uri = uri if is_remote(uri) else os.path.abspath(uri)  # it is read from the working directory
@@ -326,9 +329,10 @@ def _nothing(given: str) -> str:
 
 
 def _as_it_stands(given: str, options: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Root and pattern as `split_glob`, but a name with brackets that exists means itself.
+    """Return root and pattern as `split_glob` does, except that an existing name with brackets
+    means itself.
 
-    `*` and `?` match the names they stand in as well, so only brackets can hide a file.
+    `*` and `?` also match themselves, so only brackets can hide a file.
     """
     root, pattern = split_glob(given)
     parts = pattern.split("/") if pattern else []
@@ -352,7 +356,7 @@ def _exists(root: str, name: str, options: Mapping[str, Any]) -> bool:
 def _expand(
     root: str, pattern: str | None, given: str, options: Mapping[str, Any], places: Places
 ) -> Iterator[File]:
-    """The files one entry of source.uri stands for; tells `places` what the listing shows."""
+    """Yield the files of one entry of source.uri; note in `places` what the listing shows."""
     parts = pattern.split("/") if pattern else []
     folder, _, name = root.rpartition("/")
     if not parts and name and not folder.endswith(":/") and not given.endswith("/"):
@@ -373,7 +377,7 @@ def _expand(
 
 
 def ending(name: str) -> tuple[str | None, str | None]:
-    """Format and compression that a file name tells, each None when it does not."""
+    """Return the format and the compression that a file name implies, each None if it does not."""
     stem, dot, last = name.lower().rpartition(".")
     compression = COMPRESSIONS.get(dot + last)
     if compression:
@@ -385,7 +389,7 @@ def ending(name: str) -> tuple[str | None, str | None]:
 
 
 def _choose(source: ReadSpec, files: list[File]) -> tuple[str, list[File]]:
-    """The format and the files of it; what `_list` found in folders may be left out."""
+    """Return the format and its files; other files that `_list` found in folders may be dropped."""
     if source.format != "auto":
         chosen = [f for f in files if _may_be_read(f, source.format)]
         if not chosen:
@@ -414,7 +418,7 @@ def _choose(source: ReadSpec, files: list[File]) -> tuple[str, list[File]]:
 
 
 def _unreadable(file: File) -> str:
-    """Why the name of a file does not tell how to read it, and what to do."""
+    """Return why the name of a file does not tell how to read it, and what to do."""
     name = file.info.path.lower()
     if name.endswith((".snappy", ".sz", ".zip", ".7z", ".xz")):
         return (
@@ -437,7 +441,7 @@ def _unreadable(file: File) -> str:
 
 
 def _without(file: File, read: Sequence[File]) -> str:
-    """How to leave out a file that was not named itself, with the others in `read`."""
+    """Return how to exclude a file that was not named itself, given the others in `read`."""
     if file.named:
         return ""
     if not read or split_glob(file.given)[1] is not None:

@@ -1,4 +1,4 @@
-"""Globs as source.uri writes them: what matches."""
+"""Matches globs as source.uri writes them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ SYSTEM_FILES = ("thumbs.db", "ehthumbs.db", "ehthumbs_vista.db", "desktop.ini", 
 
 
 def hidden(part: str) -> bool:
-    """What writers leave beside the data (_SUCCESS, _temporary, .part-0.crc), and what a desktop
-    does (.DS_Store, Thumbs.db, ~$open.xlsx)."""
+    """Return whether it is a file that writers leave beside the data (_SUCCESS, _temporary,
+    .part-0.crc), or that a desktop does (.DS_Store, Thumbs.db, ~$open.xlsx)."""
     return part.startswith(("_", ".", "~$")) or part.lower() in SYSTEM_FILES
 
 
 def matches(path: Sequence[str | None], pattern: Sequence[str]) -> bool:
-    """Glob match part by part; `**` stands for any number of folders (at the end: also files).
+    """Match a glob part by part; `**` stands for any number of folders (at the end: also files).
 
-    A part of `path` that is None stands for some name that is not hidden.
+    A part of `path` that is None stands for any name that is not hidden.
     """
     if not pattern:
         return not path

@@ -1,6 +1,6 @@
-"""Columns that stand in the path: `year=2026/city=Bonn/part-0.parquet`, as Hive writes them.
+"""Partition columns in the path: `year=2026/city=Bonn/part-0.parquet`, as Hive writes them.
 
-Names and values are read as pyarrow's hive partitioning reads them, but a value that is not written
+Names and values are read as by pyarrow's hive partitioning, except that a value that is not written
 as a whole number is (`zip=02139`) stays text.
 """
 
@@ -24,8 +24,9 @@ Values = tuple[tuple[str, str | None], ...]  # (column, value as text, None for 
 
 @lru_cache(1024)
 def path_values(root: str, folder: str) -> Values:
-    """The columns of a file in `folder` below `root`: of the folders below, and of those that
-    the root ends in. Raises SourceError for a column that stands there twice, or is no UTF-8."""
+    """Return the columns of a file in `folder` below `root`: those of the folders below, and of the
+    folders at the end of the root. Raises SourceError for a repeated column, or one that is no
+    UTF-8."""
     above: list[str] = []
     for part in reversed(root.split("/")):
         if not _is_pair(part):
@@ -60,9 +61,9 @@ def _decode(text: str, where: str) -> str:
 def path_types(
     files: Iterator[Values], declared: Mapping[str, pa.DataType] | None = None
 ) -> dict[str, pa.DataType]:
-    """Return the types of the columns: as `declared`, else int32 where all values are written as
-    whole numbers are (02139 is not), else text. Raises ConfigError for a value that a declared
-    type does not hold."""
+    """Return the types of the columns: as `declared`, otherwise int32 if all values are written as
+    whole numbers are (02139 is not), otherwise text. Raises ConfigError for a value that a declared
+    type cannot hold."""
     seen: dict[str, set[str]] = {}
     for values in dict.fromkeys(files):
         for name, value in values:
@@ -93,7 +94,7 @@ def _holds(kind: pa.DataType, text: str) -> bool:
 
 
 def agrees(column: pa.Array | pa.ChunkedArray, value: str | None) -> bool:
-    """Whether all of a column is what the path says."""
+    """Return whether all values of a column equal the one in the path."""
     import pyarrow.compute as pc
 
     if value is None or column.null_count:
@@ -119,7 +120,8 @@ def add_columns(
     types: Mapping[str, pa.DataType],
     columns: Sequence[str] | None,
 ) -> pa.Table:
-    """`table` (of the file `where`) with the columns of its path, of `columns` where given."""
+    """Return `table` (of the file `where`) with the columns of its path, restricted to `columns` if
+    given."""
     for name, value in values:
         if columns is not None and name not in columns:
             continue

@@ -1,7 +1,7 @@
-"""Times that Parquet files hold as INT96, as Spark and Impala write them.
+"""INT96 timestamps in Parquet files, as Spark and Impala write them.
 
-pyarrow reads them as nanoseconds by default, which wrap outside of the years 1677 to 2262. They are
-read as microseconds, which Spark writes; times finer than that are refused.
+pyarrow reads them as nanoseconds by default, which wrap outside the years 1677 to 2262. They are
+read as microseconds, which Spark writes; finer times are rejected.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ UNIT = "us"
 
 
 def open_parquet(handle: Any, **options: Any) -> pq.ParquetFile:
-    """Open a Parquet file with its INT96 times as microseconds."""
+    """Open a Parquet file with INT96 timestamps as microseconds."""
     return pq.ParquetFile(handle, pre_buffer=False, coerce_int96_timestamp_unit=UNIT, **options)
 
 
 def int96_columns(metadata: Any, names: Sequence[str]) -> list[str]:
-    """Return which of the top-level columns `names` hold INT96, at any depth."""
+    """Return which of the top-level columns `names` contain INT96, at any depth."""
     columns = (metadata.schema.column(i) for i in range(metadata.num_columns))
     found = {c.path.split(".")[0] for c in columns if c.physical_type == "INT96"}
     return [name for name in names if name in found]
@@ -30,8 +30,8 @@ def int96_columns(metadata: Any, names: Sequence[str]) -> list[str]:
 def int96_batches(
     parquet: pq.ParquetFile, handle: Any, columns: Sequence[str], **options: Any
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of an open file, as its `iter_batches`; ArrowInvalid where a time of INT96
-    is finer than a microsecond."""
+    """Yield the batches of an open file like its `iter_batches`; raise ArrowInvalid for an INT96
+    time finer than a microsecond."""
     batches: Iterator[pa.RecordBatch] = parquet.iter_batches(
         columns=list(columns), use_threads=False, **options
     )

@@ -1,4 +1,4 @@
-"""Arrow IPC files and streams, Feather among them: their batches as tables."""
+"""Reads Arrow IPC files and streams, including Feather, as tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FILE, _FEATHER_1 = b"ARROW1", b"FEA1"
 def arrow_tables(
     file: File, columns: Sequence[str] | None, known: dict[str, None]
 ) -> Iterator[pa.Table]:
-    """The batches of an Arrow file or stream that hold rows, with `columns` where given; notes all
+    """Yield the non-empty batches of an Arrow file or stream, with `columns` if given; note all
     names."""
     rows = 0
     with _readable(file), _opened(file, columns, known) as (reader, chosen):
@@ -43,7 +43,7 @@ def arrow_tables(
 
 @contextmanager
 def _readable(file: File) -> Iterator[None]:
-    """Raise SourceError with the file's name for what pyarrow cannot read."""
+    """Raise SourceError that names the file for errors of pyarrow."""
     try:
         yield
     except RayBatchError:
@@ -56,7 +56,7 @@ def _readable(file: File) -> Iterator[None]:
 
 
 def arrow_rows(file: File) -> int:
-    """About how many rows a file has, by the first batch and the last, or by its size."""
+    """Return the approximate rows of a file, by its first and last batch, or by its size."""
     with _readable(file), _opened(file, None, {}) as (reader, _):
         if hasattr(reader, "num_record_batches"):
             count = int(reader.num_record_batches)
@@ -74,7 +74,7 @@ def arrow_rows(file: File) -> int:
 def _opened(
     file: File, columns: Sequence[str] | None, known: dict[str, None]
 ) -> Iterator[tuple[Any, list[str]]]:
-    """A reader of the chosen columns, and their names."""
+    """Yield a reader of the chosen columns, and their names."""
     with open_bytes(file) as stream:
         head = stream.read(len(_FILE))
     if head.startswith(_FEATHER_1):

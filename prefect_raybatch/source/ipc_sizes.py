@@ -1,9 +1,9 @@
-"""Sizes that the compressed buffers of an Arrow IPC file or stream declare, summed before any of
+"""Sums the sizes that the compressed buffers of an Arrow IPC file or stream declare, before any of
 them is decompressed.
 
-Each compressed buffer begins with the size of what it holds (Arrow's format, Message.fbs). Where it
-lies stands in its batch's metadata, a flatbuffer that pyarrow does not show, so the few fields that
-are needed are read here.
+Each compressed buffer begins with its decompressed size (Arrow's format, Message.fbs). Its offset
+is in its batch's metadata, a flatbuffer that pyarrow does not expose, so the few necessary fields
+are read here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEGACY = b"ARROW:experimental_compression"  # before the format had a field for 
 
 @dataclass(frozen=True)
 class _Table:
-    """A table of a flatbuffer. Fields have numbers; one that is absent has its default."""
+    """A flatbuffer table. Fields have numbers; an absent field has its default."""
 
     data: bytes
     at: int
@@ -54,7 +54,7 @@ class _Table:
         return None if place is None else _Table(self.data, place + self.number(field, "<I"))
 
     def structs(self, field: int, size: int, kind: str) -> list[tuple[int, ...]]:
-        """Return the structs of a vector, each unpacked by `kind` and `size` bytes long."""
+        """Return the structs of a vector, each `size` bytes long and unpacked by `kind`."""
         place = self.place(field)
         if place is None:
             return []
@@ -66,8 +66,8 @@ class _Table:
 
 
 def check_declared_sizes(stream: Any, size: int, is_file: bool, where: str) -> None:
-    """Raise SourceError where the compressed buffers of a file of `size` bytes declare more than
-    the bound on expansion. Raise ValueError or OSError for a damaged one."""
+    """Raise SourceError if the compressed buffers of a file of `size` bytes declare more than the
+    bound on expansion. Raise ValueError or OSError for a damaged file."""
     total = 0
     try:
         blocks = _file_blocks(stream) if is_file else _stream_blocks(stream)
@@ -83,7 +83,7 @@ def check_declared_sizes(stream: Any, size: int, is_file: bool, where: str) -> N
 
 
 def _file_blocks(stream: Any) -> Iterator[tuple[bytes, int]]:
-    """Yield the metadata of each batch of a file, and where its body begins."""
+    """Yield the metadata of each batch of a file, and the offset of its body."""
     stream.seek(-len(ARROW_MAGIC) - 4, os.SEEK_END)
     length = _number("<i", stream.read(4), 0)
     end = stream.tell() - 4
@@ -102,7 +102,7 @@ def _file_blocks(stream: Any) -> Iterator[tuple[bytes, int]]:
 
 
 def _stream_blocks(stream: Any) -> Iterator[tuple[bytes, int]]:
-    """Yield the metadata of each message of a stream, and where its body begins."""
+    """Yield the metadata of each message of a stream, and the offset of its body."""
     while len(head := stream.read(4)) == 4:
         length = _number("<i", head, 0)
         if length == CONTINUATION:
@@ -121,7 +121,7 @@ def _stream_blocks(stream: Any) -> Iterator[tuple[bytes, int]]:
 
 
 def _compressed_buffers(metadata: bytes) -> list[tuple[int, int]]:
-    """Return (offset, length) of a batch's compressed buffers in the order of their offsets."""
+    """Return (offset, length) of a batch's compressed buffers, ordered by offset."""
     message = _Table.root(metadata)
     kind, batch = message.number(1, "<B"), message.table(2)
     if batch is not None and kind == DICTIONARY_BATCH:

@@ -1,7 +1,7 @@
-"""A JSON array of objects, cut into its items without holding more than a few of them.
+"""Splits a JSON array of objects into its items without holding more than a few of them.
 
-Python's own decoder says where an item ends; its text is handed on as it stands, so that arrays
-and lines are read by one parser and come out the same.
+Python's decoder finds where an item ends, and its text is passed on unchanged, so that one parser
+reads arrays and lines alike.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CUT = 16  # an error so near to the end may only mean that more is to come
 
 
 def is_array(file: File) -> bool:
-    """Whether the first character of the file begins a JSON array."""
+    """Return whether the first character of the file begins a JSON array."""
     with open_bytes(file) as stream:
         while head := stream.read(streams.TEXT_CHUNK):
             head = head.removeprefix(UTF8_MARK).lstrip(b" \t\r\n")
@@ -35,7 +35,7 @@ def is_array(file: File) -> bool:
 
 
 def array_blocks(file: File) -> Iterator[tuple[int, bytes]]:
-    """(number of the first item, items one a line) of about streams.BLOCK_BYTES."""
+    """Yield (number of the first item, one item per line) of about streams.BLOCK_BYTES."""
     first, held, size = 1, [], 0
     for number, item in enumerate(_items(file), 1):
         line = item.translate(_BREAKS).encode()
@@ -49,7 +49,7 @@ def array_blocks(file: File) -> Iterator[tuple[int, bytes]]:
 
 
 def _items(file: File) -> Iterator[str]:
-    """The text of each item. Raises SourceError for what is no array of objects."""
+    """Yield the text of each item. Raises SourceError for anything but an array of objects."""
     text = _Text(file)
     decoder = json.JSONDecoder()
     text.take("[", "array")
@@ -69,14 +69,14 @@ def _items(file: File) -> Iterator[str]:
 
 
 class _Text:
-    """The text of a file around the place where it is being read."""
+    """The text of a file around the current position."""
 
     def __init__(self, file: File) -> None:
         self._file, self._at, self._text = file, 0, ""
         self._chunks = _decoded(file)
 
     def peek(self) -> str:
-        """The next character that is no space; "" at the end of the file."""
+        """Return the next character that is no space; "" at the end of the file."""
         while True:
             space = _SPACE.match(self._text, self._at)
             self._at = space.end() if space else self._at
@@ -97,7 +97,7 @@ class _Text:
         self._at += 1
 
     def value(self, decoder: json.JSONDecoder, number: int) -> str:
-        """The text of the value that begins here."""
+        """Return the text of the value that begins here."""
         while True:
             try:
                 _, end = decoder.raw_decode(self._text, self._at)
@@ -119,7 +119,7 @@ class _Text:
                 return found
 
     def end(self) -> None:
-        """Raises SourceError unless the file ends here."""
+        """Raise SourceError unless the file ends here."""
         if self.peek():
             raise self.wrong("something follows the end of the JSON array; write it again")
 
@@ -127,7 +127,7 @@ class _Text:
         return SourceError(f"{self._file.uri}, {said}")
 
     def _more(self, least: int = 1) -> bool:
-        """Read on; False at the end of the file."""
+        """Read on; return False at the end of the file."""
         parts = [self._text[self._at :]]
         while least > 0:
             chunk = next(self._chunks, "")

@@ -1,5 +1,5 @@
-"""How deep JSON is nested, told before it is parsed: pyarrow's parser ends the process with a
-segmentation fault at some thousand levels, and Python's own code runs into its recursion limit."""
+"""Determines the nesting depth of JSON before it is parsed: pyarrow's parser ends the process with
+a segmentation fault at some thousand levels, and Python's own code reaches its recursion limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CLOSE[[*b"]}"]] = 1
 
 
 def is_too_deep(text: bytes) -> bool:
-    """Whether JSON has more than MOST_LEVELS arrays and objects within each other."""
+    """Return whether JSON nests more than MOST_LEVELS arrays and objects."""
     if text.count(b"[") + text.count(b"{") <= MOST_LEVELS:
         return False
     values = np.frombuffer(_STRING.sub(b"", text), np.uint8)
@@ -23,7 +23,7 @@ def is_too_deep(text: bytes) -> bool:
 
 
 def deep_line(block: bytes) -> int | None:
-    """Return the number, from 0, of the first line that is nested too deep; None without one."""
+    """Return the 0-based number of the first line that is nested too deep; None without one."""
     if block.count(b"[") + block.count(b"{") <= MOST_LEVELS:
         return None
     values = np.frombuffer(block, np.uint8)

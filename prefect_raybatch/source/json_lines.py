@@ -1,4 +1,4 @@
-"""JSON: blocks of rows with whatever keys they have, and what is said of broken files."""
+"""JSON: blocks of rows with arbitrary keys, and errors of broken files."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def json_tables(
     known: dict[str, None],
     as_written: Collection[str] = (),
 ) -> Iterator[pa.Table]:
-    """Blocks of JSON Lines, or of one array of objects, without keys that no row of a block has;
-    notes all keys. Fractions of the keys `as_written` become the text that the file has."""
+    """Yield blocks of JSON Lines, or of one array of objects, without keys that no row of a block
+    has; note all keys. Fractions of the keys `as_written` become the text in the file."""
     types: dict[str, pa.DataType] = {}
     schema = None
     try:
@@ -68,7 +68,7 @@ def json_tables(
 
 
 def _tables(file: File, as_written: Collection[str]) -> Iterator[tuple[str, pa.Table]]:
-    """(where its first row stands, rows): a table for each block, or several where the rows of a
+    """Yield (position of its first row, rows): a table for each block, or several if the rows of a
     block have many keys."""
     array = file.cut is None and is_array(file)
     unit = "item" if array else "line"
@@ -79,7 +79,7 @@ def _tables(file: File, as_written: Collection[str]) -> Iterator[tuple[str, pa.T
 
 
 def _line_blocks(file: File) -> Iterator[tuple[int, bytes]]:
-    """(number of the first line, whole lines) of about streams.BLOCK_BYTES."""
+    """Yield (number of the first line, whole lines) of about streams.BLOCK_BYTES."""
     line, carry = 1, b""
     first = file.cut is None or not file.cut.at
     with open_bytes(file) as stream:
@@ -105,8 +105,8 @@ def _line_blocks(file: File) -> Iterator[tuple[int, bytes]]:
 def _parse_json(
     file: File, block: bytes, line: int, unit: str, as_written: Collection[str]
 ) -> list[pa.Table]:
-    """One block as tables; times stay text. Raises SourceError naming file and line, or the item
-    of an array (`unit`)."""
+    """Return one block as tables; times stay text. Raises SourceError that names the file and the
+    line, or the item of an array (`unit`)."""
     try:
         block.decode("utf-8")
     except UnicodeDecodeError:
@@ -124,9 +124,9 @@ def _parse_json(
 
 
 def _pieces(file: File, block: bytes) -> Iterator[bytes]:
-    """Whole lines of a block, so few that the columns and cells they can make are bounded: pyarrow
-    holds each key of any line as a column of all of them. Raises SourceError for a line of more
-    keys than the bound."""
+    """Yield whole lines of a block, few enough to bound the columns and cells that they make:
+    pyarrow holds each key of any line as a column of all lines. Raises SourceError for a line of
+    more keys than the bound."""
     most, waiting = COLUMN_BOUND.value(), [block]
     while waiting:
         piece = waiting.pop()
@@ -196,7 +196,7 @@ def _parse_piece(file: File, piece: bytes, as_written: Collection[str]) -> pa.Ta
 
 
 def _with_number_texts(table: pa.Table, paths: set[Path]) -> pa.Table:
-    """A table with the texts at `paths` as NUMBER_TEXT, which goes together with numbers."""
+    """Return a table with the texts at `paths` as NUMBER_TEXT, which is compatible with numbers."""
 
     def typed(kind: pa.DataType, path: Path) -> pa.DataType:
         if path in paths:
@@ -210,9 +210,9 @@ def _with_number_texts(table: pa.Table, paths: set[Path]) -> pa.Table:
 
 
 def _merged(tables: Iterable[pa.Table], where: str) -> list[pa.Table]:
-    """Tables of one block of the file `where`, joined under one schema as far as they have no more
-    cells than TABLE_CELLS together. Raises ArrowInvalid for types that
-    do not go together, SourceError for more keys than the bound."""
+    """Return tables of one block of the file `where`, joined with one schema as far as they have at
+    most TABLE_CELLS cells together. Raises ArrowInvalid for incompatible types, SourceError for
+    more keys than the bound."""
     held: list[pa.Table] = []
     types: dict[str, pa.DataType] = {}
     for table in tables:
@@ -256,7 +256,7 @@ def _no_time(kind: pa.DataType) -> pa.DataType:
 
 
 def _explain_json(file: File, block: bytes, line: int, unit: str, error: Exception) -> str:
-    """Looks for the line that pyarrow stumbled over: it counts from the start of a block."""
+    """Return the line at which pyarrow failed: pyarrow counts from the start of a block."""
     kinds: dict[str, tuple[str, int]] = {}
     for number, text in enumerate(block.split(b"\n"), line):
         if not text.strip():

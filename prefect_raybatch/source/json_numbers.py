@@ -1,6 +1,6 @@
-"""Numbers of JSON that neither int64 nor float64 holds: their keys become text.
+"""JSON numbers that neither int64 nor float64 can represent: their keys become text.
 
-pyarrow reads an integer above 2^63, and each integer of a key that holds a fraction as well, as a
+pyarrow reads an integer above 2^63, and each integer of a key that also holds a fraction, as a
 float, so that two identifiers may become one.
 """
 
@@ -28,7 +28,7 @@ Path = tuple[str | None, ...]  # keys from the top; None for the items of a list
 
 
 def is_exact_float(number: str) -> bool:
-    """Whether a float holds a number as it is written."""
+    """Return whether a float represents a number exactly as written."""
     value = float(number)
     if number.lstrip("-").isdigit():
         return abs(value) <= EXACT_INTEGERS and int(number) == value
@@ -38,7 +38,7 @@ def is_exact_float(number: str) -> bool:
 
 
 def exact_as_floats(column: pa.ChunkedArray) -> bool:
-    """Whether floats hold all of a column of integers."""
+    """Return whether floats represent all integers of a column exactly."""
     import pyarrow.compute as pc
 
     most = pc.max(pc.abs(column)).as_py()
@@ -46,7 +46,7 @@ def exact_as_floats(column: pa.ChunkedArray) -> bool:
 
 
 def has_floats(schema: pa.Schema) -> bool:
-    """Whether there are floats in a schema, at any depth."""
+    """Return whether a schema contains floats, at any depth."""
     kinds: list[pa.DataType] = []
 
     def note(kind: pa.DataType) -> pa.DataType:
@@ -59,8 +59,8 @@ def has_floats(schema: pa.Schema) -> bool:
 
 
 def inexact_paths(block: bytes, schema: pa.Schema) -> set[Path]:
-    """Return where in JSON Lines, read as `schema`, floats stand for numbers that they do not
-    hold."""
+    """Return the paths in JSON Lines, read with `schema`, at which floats do not represent their
+    numbers."""
     if not has_floats(schema):
         return set()
     inexact = [number for number in _long_numbers(block) if not _holds(number)]
@@ -75,8 +75,8 @@ def inexact_paths(block: bytes, schema: pa.Schema) -> set[Path]:
 
 
 def _long_numbers(block: bytes) -> set[bytes]:
-    """Return what may be numbers, without signs, of more digits than a float holds or too small
-    for one. pyarrow itself refuses those that are too large."""
+    """Return possible numbers, unsigned, with more digits than a float holds or too small for one.
+    pyarrow itself rejects those that are too large."""
     edges = np.diff(_DIGITS[np.frombuffer(block, np.uint8)].view(np.int8), prepend=0, append=0)
     starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
     numbers = set()
@@ -89,7 +89,7 @@ def _long_numbers(block: bytes) -> set[bytes]:
 
 
 def with_texts(block: bytes, paths: Set[Path], as_written: Set[Path] = frozenset()) -> bytes:
-    """Return JSON Lines with the numbers at `paths` as texts: those at `as_written` as they stand,
+    """Return JSON Lines with the numbers at `paths` as texts: those at `as_written` verbatim,
     others as Python writes them."""
     made = []
     for line in block.split(b"\n"):
@@ -101,7 +101,7 @@ def with_texts(block: bytes, paths: Set[Path], as_written: Set[Path] = frozenset
 
 
 class _Number(str):
-    """A number as it is written."""
+    """A number as written in the file."""
 
     __slots__ = ()
 

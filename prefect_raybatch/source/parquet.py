@@ -1,4 +1,4 @@
-"""Parquet files as they lie: what a run must know of them, from their footers alone."""
+"""Parquet files in place: what a run must know of them, from their footers alone."""
 
 from __future__ import annotations
 
@@ -36,16 +36,17 @@ FOOTERS_AHEAD = 64  # with a limit, so many footers more than needed are read
 
 
 def batch_rows(row_bytes: float) -> int:
-    """How many rows of that size to decode at a time."""
+    """Return how many rows of that size to decode at a time."""
     return max(1, min(BATCH_ROWS, int(BATCH_BYTES / max(row_bytes, 1.0))))
 
 
 def inventory(source: ReadSpec) -> Inventory:
-    """Parquet files as they lie, from their footers; `limit` and `columns` of `source` apply.
+    """Return the inventory of Parquet files in place, from their footers; `limit` and `columns` of
+    `source` apply.
 
-    Footers are read by FOOTER_THREADS threads; files past the limit are dropped and theirs not
-    read. Raises SourceError for what is missing, unreadable or does not go together (naming the
-    file), ConfigError for an unknown column, and the store's errors.
+    FOOTER_THREADS threads read footers; files past the limit are dropped without reading theirs.
+    Raises SourceError that names a missing, unreadable or incompatible file, ConfigError for an
+    unknown column, and the store's errors.
     """
     kind, files = find(source)
     if kind != "parquet":
@@ -65,7 +66,7 @@ def inventory(source: ReadSpec) -> Inventory:
 
 
 def _first_rows(groups: Weights, rows: int) -> Iterator[tuple[int, int]]:
-    """Of row groups, as far as the first `rows` go."""
+    """Yield the parts of row groups that hold the first `rows` rows."""
     for held, size in groups:
         taken = min(held, rows)
         if taken:
@@ -79,7 +80,8 @@ def _footers(
     limit: int | None,
     hive: Mapping[str, pa.DataType],
 ) -> Iterator[tuple[File, _Footer, int]]:
-    """Files with their footers and the rows to read of each, until `limit` rows are reached."""
+    """Yield files with their footers and the rows to read of each, until `limit` rows are
+    reached."""
     left = sys.maxsize if limit is None else limit
     footers = read_ahead(
         partial(_footer, columns=columns, hive=hive), files, FOOTER_THREADS, FOOTERS_AHEAD
@@ -103,8 +105,8 @@ class _Footer:
 
 
 def _footer(file: File, columns: Sequence[str] | None, hive: Mapping[str, pa.DataType]) -> _Footer:
-    """Rows, types of the chosen columns and mean uncompressed bytes a row of one file; `hive`
-    are the types of the columns in paths."""
+    """Return rows, types of the chosen columns and mean uncompressed bytes per row of one file;
+    `hive` are the types of the columns in paths."""
     try:
         with (
             file.store.open(file.info.path) as handle,
@@ -143,7 +145,7 @@ def _footer(file: File, columns: Sequence[str] | None, hive: Mapping[str, pa.Dat
 
 
 def check_footer(metadata: Any, file: File) -> None:
-    """Raise SourceError for a footer whose counts cannot be true, or exceed a bound."""
+    """Raise SourceError for a footer whose counts are impossible, or exceed a bound."""
     if (fault := footer_fault(metadata, file.info.size)) is not None:
         raise SourceError(
             f"{file.uri}: is not a readable Parquet file ({fault}); write it again or remove it"
@@ -153,7 +155,7 @@ def check_footer(metadata: Any, file: File) -> None:
 
 
 def _all_are(metadata: Any, field: pa.Field, value: str | None) -> bool:
-    """Whether the statistics show that a column holds `value` alone."""
+    """Return whether the statistics show that a column holds only `value`."""
     kind = plain_type(field.type)
     for group in (metadata.row_group(i) for i in range(metadata.num_row_groups)):
         if not group.num_rows:
@@ -175,7 +177,8 @@ def _all_are(metadata: Any, field: pa.Field, value: str | None) -> bool:
 
 
 def _stored_bytes(metadata: Any, names: set[str] | None) -> Weights:
-    """Rows of each row group, and uncompressed bytes of its named top-level columns (None: all)."""
+    """Return the rows of each row group, and the uncompressed bytes of its named top-level columns
+    (None: all)."""
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     if names is None:
         return tuple((group.num_rows, group.total_byte_size) for group in groups)

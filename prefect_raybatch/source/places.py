@@ -1,7 +1,7 @@
 """Folders that are more than their files: tables of other systems, and runs of ours.
 
-The files of a table hold rows that the table no longer has; only its log tells which count. A
-run's hold answers and failures, and are whole once `_SUCCESS` stands beside them.
+The files of a table include rows that the table no longer has; only its log tells which count. A
+run's files hold answers and failures, and are complete once `_SUCCESS` is there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OPENED = {"Delta": "delta", "Iceberg": "iceberg", "Lance": "lance"}  # and as wh
 
 
 def mark(path: str) -> tuple[str, str] | None:
-    """(folder, kind) of what a file at `path` shows to lie there: a kind of table, or RUN."""
+    """Return (folder, kind) that a file at `path` indicates: a kind of table, or RUN; else None."""
     parts = path.split("/")
     for kind, name in (("Delta", "_delta_log"), ("Hudi", ".hoodie")):
         if name in parts[:-1]:
@@ -46,7 +46,7 @@ def mark(path: str) -> tuple[str, str] | None:
 
 
 def look(store: Store) -> str | None:
-    """What lies at the root of `store`: a kind of table, RUN, or None."""
+    """Return what is at the root of `store`: a kind of table, RUN, or None."""
 
     def listed(name: str, recursive: bool = False) -> bool:
         return any(mark(info.path) for info in islice(store.list(name, recursive), FILES_LOOKED_AT))
@@ -71,8 +71,9 @@ def look(store: Store) -> str | None:
 
 
 def saved_dataset(store: Store) -> bool:
-    """Whether a folder is a dataset, or a dict of them, as `save_to_disk` of Hugging Face's
-    `datasets` writes it. Its Arrow files may be read as files as well: they hold all its rows."""
+    """Return whether a folder is a dataset, or a dict of them, written by `save_to_disk` of Hugging
+    Face's `datasets`. Its Arrow files may be read as plain files as well: they hold all its
+    rows."""
     try:
         return store.holds("dataset_dict.json") or (
             store.holds("dataset_info.json") and store.holds("state.json")
@@ -84,7 +85,7 @@ def saved_dataset(store: Store) -> bool:
 
 
 class Places:
-    """What folders are, by their URI: as listings show it, or looked at once."""
+    """What folders are, by their URI: from listings, or looked up once."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
@@ -92,11 +93,11 @@ class Places:
         self._found: dict[str, tuple[tuple[str, str], ...]] = {}
 
     def note(self, folder: str, kind: str) -> None:
-        """A listing has shown what `folder` is."""
+        """Note what a listing has shown `folder` to be."""
         self._kinds[folder] = kind
 
     def look_above(self, folder: str) -> None:
-        """Look at `folder` and all folders above it."""
+        """Look up `folder` and all its parents."""
         unknown = [place for place in _upwards(folder) if place not in self._kinds]
         if not unknown:
             return
@@ -105,8 +106,8 @@ class Places:
         self._kinds |= dict(zip(unknown, kinds, strict=True))
 
     def around(self, folder: str) -> tuple[tuple[str, str], ...]:
-        """(place, kind) of the nearest table or run that `folder` lies in, and of the nearest
-        that it lies in when links are followed."""
+        """Return (place, kind) of the nearest enclosing table or run of `folder`, and of the
+        nearest one when links are followed."""
         if folder not in self._found:
             real = folder if is_remote(folder) else os.path.realpath(folder)
             if real != folder:
@@ -123,11 +124,11 @@ class Places:
         return None
 
     def refuse(self, root: str, uris: Sequence[str], whole: bool, named: bool) -> None:
-        """Raises SourceError where the files `uris`, one entry's, are not to be read by
-        themselves: those of a table, or of a run that is not finished or is taken whole.
+        """Raise SourceError if the files `uris` of one entry must not be read by themselves: those
+        of a table, or of a run that is not finished or that is taken whole.
 
-        `root` is the folder they were looked for in; `whole` says that all of it was taken,
-        `named` that the entry names the file itself.
+        `root` is the folder they were looked for in; `whole`: all of it was taken; `named`: the
+        entry names the file itself.
         """
         self.look_above(root)
         runs: dict[str, set[str]] = {}
@@ -169,12 +170,12 @@ class Places:
 
 
 def _below(place: str, uri: str) -> str:
-    """The first part of `uri` below `place`."""
+    """Return the first part of `uri` below `place`."""
     return uri[len(place.rstrip("/")) + 1 :].partition("/")[0]
 
 
 def _upwards(folder: str) -> Iterator[str]:
-    """`folder` and all above it, up to the root or the bucket."""
+    """Yield the folder and its parents, up to the root or the bucket."""
     top = folder.find("/", len("s3://")) if is_remote(folder) else 0
     while True:
         yield folder

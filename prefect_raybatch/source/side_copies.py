@@ -1,9 +1,9 @@
-"""Files copied to a snapshot side by side, with the rows and types of one after the other.
+"""Copies files to a snapshot in parallel, with the rows and types of a sequential copy.
 
-Each share (some small files, or a part of a large one) is written by itself under the types known
-so far, and says which types it met. Taken together in the order of the files these are the
-snapshot's; what was written under others is read again under them. A cast would not do: it loses
-how `True` was written.
+Each share (some small files, or a part of a large one) is written separately with the types known
+so far, and reports the types that it met. Merged in file order, these are the snapshot's types; a
+share written with others is read again. A cast would not do, because it loses how `True` was
+written.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ REMOTE_AT_ONCE = 8  # shares from a remote store: it is waited for more than it 
 
 
 class Reader(Protocol):
-    """Blocks of a file; notes the names of all its columns."""
+    """Yields blocks of a file; notes the names of all its columns."""
 
     def __call__(self, file: File, *, known: dict[str, None]) -> Iterator[pa.Table]: ...
 
 
 class NotSideBySide(Exception):
-    """Reading a part of this file failed, or what parts hold does not go together: only who reads
-    it from its start can say in which row, or that nothing is wrong."""
+    """Reading a part of this file failed, or parts are incompatible: only a reader from the start
+    can say in which row, or that nothing is wrong."""
 
     def __init__(self, file: File) -> None:
         super().__init__(file.uri)
@@ -58,9 +58,9 @@ class NotSideBySide(Exception):
 
 @dataclass(frozen=True)
 class ShareCopier:
-    """Copies a share to `store`, unless it was before a copy was cut off. `known` are types that
-    are known of any column, in the order of the snapshot's, `of_files` those of each file;
-    `read_as` as in `copy_key`, the rest as in `Shape`."""
+    """Copies a share to `store`, unless an interrupted copy already did. `known` are the known
+    types of any column, in the order of the snapshot's, `of_files` those of each file; `read_as` as
+    in `copy_key`, the rest as in `Shape`."""
 
     reader: Reader
     store: Store
@@ -74,7 +74,8 @@ class ShareCopier:
     of_files: Mapping[str, dict[str, pa.DataType]] = field(default_factory=dict)
 
     def __call__(self, share: CopyShare) -> ShareCopied:
-        """Errors of reading are values: which of them counts is known when all before are there."""
+        """Copy a share. Errors of reading are returned as values, because which of them counts is
+        known only once all earlier shares are done."""
         names = {stretch.file.uri for stretch in share}
         mine = {uri: types for uri, types in self.of_files.items() if uri in names}
         key = copy_key(self.read_as, share, self.known, mine)
@@ -138,7 +139,7 @@ class ShareCopier:
 def shares_of(
     files: Sequence[File], stretches: Callable[[File], Sequence[Stretch]]
 ) -> Iterator[CopyShare]:
-    """All files in their order: small neighbours together, larger ones in stretches."""
+    """Yield all files in order: small neighbours together, larger ones in stretches."""
     held: list[Stretch] = []
     size = 0
     for file in files:
@@ -157,7 +158,8 @@ def shares_of(
 
 
 def in_threads(cpus: int, remote: bool) -> Everywhere:
-    """In this process, which reads and writes without Python's lock most of the time."""
+    """Return a runner in threads of this process, which mostly reads and writes without Python's
+    lock."""
 
     def everywhere(
         work: Callable[[Any], Any], items: Iterable[Any], size: int
@@ -182,10 +184,10 @@ def copy_shares(
     known: dict[str, None],
     kind: str,
 ) -> Inventory:
-    """The snapshot of all shares, copied by `copier` with the types known so far.
+    """Return the snapshot of all shares, copied by `copier` with the types known so far.
 
-    Raises what a copy of one file after the other raises, `NotSideBySide` for what only that can
-    say. `guess`: types that columns most likely have.
+    Raises what a sequential copy raises, and `NotSideBySide` for what only that can report.
+    `guess`: the likely types of columns.
     """
     made: list[ShareCopied | None] = [None] * len(shares)
     for again in range(COPY_TRIES):
@@ -213,7 +215,7 @@ def _round(
         [Iterable[CopyShare], int], Generator[tuple[int, ShareCopied], None, None]
     ],
 ) -> None:
-    """Copies these shares, and takes their types in the order of the files."""
+    """Copy these shares, and merge their types in file order."""
     size = sum(_bytes(stretch) for number in todo for stretch in shares[number])
     waiting: dict[int, ShareCopied] = {}
     one: ShareCopied
@@ -227,7 +229,7 @@ def _round(
 
 
 def _take(share: CopyShare, one: ShareCopied, shape: Shape) -> None:
-    """The types of a share, then its error."""
+    """Merge the types of a share, then raise its error."""
     part = next((stretch for stretch in share if stretch.stop is not None), None)
     try:
         for uri, types in one.types:

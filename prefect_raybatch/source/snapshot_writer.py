@@ -29,10 +29,10 @@ SNAPSHOT_PART_BYTES = 128 << 20
 
 
 class SnapshotWriter:
-    """Writes tables under one schema; `row_bytes` is the largest mean of bytes a row of a table,
-    `weights` are (rows, bytes) of all that was written, in its order.
+    """Writes tables with one schema; `row_bytes` is the largest mean of bytes per row of a table,
+    `weights` are the (rows, bytes) written, in order.
 
-    Once a table needs a schema other than that of the rows already written it writes no more,
+    Once a table needs a schema other than that of the rows already written, it writes nothing more,
     and `close` returns None.
     """
 
@@ -48,7 +48,7 @@ class SnapshotWriter:
         self._given_up = False
 
     def write(self, table: pa.Table, schema: pa.Schema) -> None:
-        """Add rows; `schema` is the one known so far. Raises as `PartFiles`."""
+        """Add rows; `schema` is the one known so far. Raises like `PartFiles`."""
         if self._given_up or not table.num_rows:
             return
         schema = written(schema)
@@ -73,7 +73,7 @@ class SnapshotWriter:
             table = table.slice(room)
 
     def close(self) -> tuple[InputFile, ...] | None:
-        """Finish the last part; the files written, or None when the schema changed."""
+        """Finish the last part; return the files written, or None if the schema changed."""
         if self._given_up:
             return None
         self._flush()
@@ -81,7 +81,7 @@ class SnapshotWriter:
         return tuple(self._files)
 
     def abandon(self) -> None:
-        """Write no more and take away what was written (no plan can know it yet)."""
+        """Write nothing more and delete what was written, which no plan can know yet."""
         self._given_up = True
         self._held.clear()
         self._parts.discard()
@@ -106,7 +106,7 @@ class SnapshotWriter:
             self._flush()
 
     def _flush(self) -> None:
-        """Write what is held as one row group."""
+        """Write the pending rows as one row group."""
         if not self._held:
             return
         try:
@@ -131,8 +131,8 @@ class SnapshotWriter:
 
 
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """`table` with exactly the columns and types of `schema`; absent columns are null. Raises
-    SourceError for a value that the type cannot hold as it is."""
+    """Return `table` with exactly the columns and types of `schema`; absent columns are null.
+    Raises SourceError for a value that its type cannot hold unchanged."""
     columns = []
     for field in schema:
         if field.name in table.column_names:
@@ -163,7 +163,7 @@ def _convert(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
 
 
 def _with_text(value: Any, kind: pa.DataType) -> Any:
-    """A value with "{}" for objects that hold nothing where `kind` has text."""
+    """Return a value with "{}" for empty objects where `kind` has text."""
     types = pa.types
     if value is None:
         return None

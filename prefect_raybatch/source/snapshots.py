@@ -1,4 +1,4 @@
-"""Copies of inputs that cannot be read in place, streamed: memory does not grow with the input."""
+"""Copies inputs that cannot be read in place, by streaming: memory does not grow with the input."""
 
 from __future__ import annotations
 
@@ -57,16 +57,17 @@ GUESS_FILES = 8  # of which the first block is looked at before they are copied
 def snapshot(
     source: ReadSpec, run_store: Store, attempt: str, everywhere: Everywheres | None = None
 ) -> Inventory:
-    """Copy a table, or files that are no Parquet, to it, under `_raybatch/input/ATTEMPT-UUID/`.
+    """Copy a table, or files other than Parquet, to Parquet files below
+    `_raybatch/input/ATTEMPT-UUID/`.
 
-    Files are copied side by side, by default in threads of this process; `everywhere(bytes, whether
-    all of the input can be reached from elsewhere)` says where instead. Rows, their order and types
-    are those of one file after the other, as it is done with `limit` and for files by http(s).
+    Files are copied in parallel, by default in threads of this process; `everywhere(bytes, whether
+    all of the input is reachable from elsewhere)` chooses where instead. Rows, their order and
+    types are those of a sequential copy, which is used with `limit` and for files over http(s).
 
-    The uris of the inventory are relative to `run_store`. Types come from the values: CSV cells
-    are int64, float64, bool or string, whichever is the narrowest that gives each value back as
-    it stood (so 02139 stays text), and an empty unquoted cell is null; a JSON key that a line
-    lacks is null. Where a later value needs a wider type the copy is begun anew with it.
+    The URIs of the inventory are relative to `run_store`. Types come from the values: CSV cells are
+    int64, float64, bool or string, whichever is the narrowest that reproduces each value as written
+    (so 02139 stays text), and an empty unquoted cell is null; a JSON key missing in a line is null.
+    If a later value needs a wider type, the copy starts again with it.
 
     Raises SourceError (file, line or column, remedy), ConfigError for an unknown column, and the
     stores' errors. Whatever was written before an error belongs to no plan.
@@ -109,7 +110,7 @@ def snapshot(
 
 
 def _found(source: ReadSpec) -> tuple[str, list[File]]:
-    """As `find`. Raises SourceError for a file without a byte, too."""
+    """Like `find`, but raises SourceError for an empty file too."""
     kind, files = find(source)
     for file in files:
         if file.info.size == 0:
@@ -127,7 +128,7 @@ Everywheres = Callable[[int, bool], AbstractContextManager[Everywhere]]
 
 @contextmanager
 def in_this_process(size: int, remote: bool) -> Iterator[Everywhere]:
-    """`Everywheres` that is threads of this process."""
+    """Yield a runner in threads of this process, as `everywhere` of `snapshot`."""
     yield in_threads(len(os.sched_getaffinity(0)), remote)
 
 
@@ -140,8 +141,8 @@ def _side_by_side(
     known: dict[str, None],
     everywhere: Everywheres,
 ) -> Inventory | None:
-    """The files as shares that are copied side by side; None where that is not worth it, or where
-    only one file after the other can tell what is wrong. Raises as `snapshot`."""
+    """Copy the files as parallel shares; return None if that does not pay, or if only a sequential
+    copy can tell what is wrong. Raises like `snapshot`."""
     size = sum(file.info.size for file in files)
     if size <= cuts.CUT_BYTES and len(files) <= side_copies.SHARE_FILES:
         return None
@@ -170,7 +171,8 @@ def _side_by_side(
 def _guess(
     kind: str, files: Sequence[File], reads: ReadSpec, types: Mapping[str, pa.DataType]
 ) -> dict[str, pa.DataType]:
-    """Types of columns by the first blocks of some files; what does not go together ends it."""
+    """Return types of columns by the first blocks of some files; incompatible types end the
+    guess."""
     shape = _shape(kind, reads.columns, types)
     with suppress(RayBatchError):
         for number in sorted({i * (len(files) - 1) // GUESS_FILES for i in range(GUESS_FILES + 1)}):
@@ -183,11 +185,11 @@ def _guess(
 
 
 def peek(source: ReadSpec) -> Inventory:
-    """What `snapshot` would give, guessed from the first block of the first file with rows; writes
-    nothing.
+    """Return what `snapshot` would give, estimated from the first block of the first file with
+    rows; writes nothing.
 
-    Rows are estimated from the sizes of the files (never more than `limit`), types may still
-    widen. Raises as `snapshot` for what shows in that block.
+    Rows are estimated from the sizes of the files (never more than `limit`), types may still widen.
+    Raises like `snapshot` for faults in that block.
     """
     if (table := table_format(source)) is not None:
         return copying.peek_at(table, source)
@@ -229,8 +231,8 @@ def peek(source: ReadSpec) -> Inventory:
 
 
 def seen_csv(source: ReadSpec) -> tuple[dict[str, Any], bool]:
-    """What `source.csv` has to say for the first file of a source to be read, and whether the
-    encoding is a guess; nothing where it is no CSV. Raises as `detect_format`."""
+    """Return the fields that `source.csv` needs for the first file of a source, and whether the
+    encoding is a guess; empty if it is no CSV. Raises like `detect_format`."""
     if table_format(source) is None:
         kind, files = find(source)
         if kind == "csv":
@@ -239,9 +241,8 @@ def seen_csv(source: ReadSpec) -> tuple[dict[str, Any], bool]:
 
 
 def heads(source: ReadSpec, most: int) -> Iterator[tuple[str, pa.Table]]:
-    """(uri, first block) of up to `most` files, spread over all, with types as `peek` guesses
-    them, each file by itself. Writes nothing. Raises as `peek`; a file without rows is left out.
-    """
+    """Yield (uri, first block) of up to `most` files, spread over all, each file with types as
+    `peek` estimates them. Writes nothing. Raises like `peek`; a file without rows is left out."""
     if (table := table_format(source)) is not None:
         yield from copying.head_of(table, source)
         return
@@ -261,8 +262,8 @@ def heads(source: ReadSpec, most: int) -> Iterator[tuple[str, pa.Table]]:
 
 
 def _reads(source: ReadSpec) -> tuple[ReadSpec, Chosen | None]:
-    """The source with the columns of its filter beside those that are written, and what of that
-    is written."""
+    """Return the source with the columns of its filter added to those written, and what of that is
+    written."""
     if source.filter is None:
         return source, None
     filter = Filter(source.filter)
@@ -273,8 +274,8 @@ def _reads(source: ReadSpec) -> tuple[ReadSpec, Chosen | None]:
 
 
 def _fitting(kind: str, wanted: Chosen | None, table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """The rows of a first block that fit the filter. ConfigError where it does not go with the
-    types, which text alone leaves open: there all rows are taken for the guess."""
+    """Return the rows of a first block that match the filter. Raises ConfigError if the filter does
+    not fit the types. If only text leaves the types open, all rows are kept for the estimate."""
     if wanted is None:
         return table
     try:
@@ -287,7 +288,7 @@ def _fitting(kind: str, wanted: Chosen | None, table: pa.Table, schema: pa.Schem
 
 
 def _stored_row_bytes(kind: str, file: File) -> float:
-    """Bytes in the file, compressed or not, that its first rows take each."""
+    """Return the bytes in the file, as stored, that each of its first rows takes."""
     if kind in ("arrow", "parquet"):
         count = arrow_rows(file) if kind == "arrow" else parquet_rows(file)
         return file.info.size / max(1, count)
@@ -317,9 +318,8 @@ def _tables(
     types: Mapping[str, pa.DataType],
     pushed: Filter | None = None,
 ) -> Iterator[pa.Table]:
-    """Blocks of a file with the columns of its path; `types` are those of the columns that have a
-    type before any value is read. Notes all names. Rows that do not fit `pushed` may be left out.
-    """
+    """Yield blocks of a file with the columns of its path; `types` are those of columns typed
+    before any value is read. Notes all names. Rows that do not match `pushed` may be left out."""
     columns = source.columns
     told = [name for name, _ in file.values]
     own = {name: kind for name, kind in types.items() if name not in told}
@@ -346,12 +346,13 @@ def _tables(
 
 
 def _typing(kind: str, types: Collection[str]) -> tuple[bool, bool, frozenset[str]]:
-    """`text`, `union` and `typed` of a `Shape` of such files."""
+    """Return `text`, `union` and `typed` of a `Shape` of such files."""
     return kind == "csv", kind in ("csv", "jsonl"), frozenset(types)
 
 
 def _read_as(kind: str, source: ReadSpec, types: Mapping[str, pa.DataType]) -> str:
-    """What a copy of the same bytes follows from besides: how they are read, and by which code."""
+    """Return what else a copy of the same bytes depends on: how they are read, and by which
+    code."""
     named = sorted((name, str(found)) for name, found in types.items())
     chosen = [source.uris, source.columns, source.limit, source.filter]
     csv = source.csv.model_dump(mode="json")
@@ -364,7 +365,7 @@ def _shape(kind: str, columns: Sequence[str] | None, types: Collection[str]) -> 
 
 
 def _by_web(kind: str, files: Sequence[File]) -> dict[str, str] | None:
-    """What plan.json keeps of files that came by http(s): where from, and what they were then."""
+    """Return what plan.json keeps of files fetched over http(s): their URLs and versions."""
     found = [file for file in files if is_web(file.uri)]
     if not found:
         return None
@@ -393,8 +394,8 @@ def _check_unchanged(files: Sequence[File]) -> None:
 def snapshot_tables(
     tables: Callable[[], Blocks], run_store: Store, attempt: str, kind: str = "parquet"
 ) -> Inventory:
-    """Copy tables of one schema to Parquet, as `snapshot` does; without rows it has no files.
+    """Copy tables of one schema to Parquet, as `snapshot` does; without rows there are no files.
 
-    `tables` gives (where from, rows) from the start each time it is called.
+    `tables` yields (origin, rows) from the start each time it is called.
     """
     return copy_tables(tables, Shape(), run_store, attempt, None, kind)

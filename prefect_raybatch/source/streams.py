@@ -1,4 +1,4 @@
-"""Text files as streams of bytes, decompressed."""
+"""Text files as decompressed byte streams."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT_CHUNK = 1 << 18  # recoded at a time
 
 
 def one_line(error: BaseException) -> str:
-    """The text of `error` for the middle of a sentence."""
+    """Return the text of `error` for the middle of a sentence."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
@@ -28,8 +28,8 @@ def one_line(error: BaseException) -> str:
 def open_text(
     file: File, encoding: str, unbroken: bool = False, more: bytes = b""
 ) -> Iterator[Any]:
-    """The file's text from the start as UTF-8, whatever it is written in, and `more` behind it.
-    With `unbroken` no read of it ends between a carriage return and a line feed."""
+    """Yield the file's text from the start as UTF-8, whatever its encoding, followed by `more`.
+    With `unbroken`, no read ends between a carriage return and a line feed."""
     with open_bytes(file) as stream:
         text: Any = stream
         if encoding != "utf-8":  # a short read would be the end of a block to pyarrow
@@ -47,7 +47,7 @@ def open_text(
 
 @contextmanager
 def open_bytes(file: File) -> Iterator[Any]:
-    """The file's bytes from the start, decompressed: what pyarrow's readers take."""
+    """Yield the file's decompressed bytes from the start, for pyarrow's readers."""
     if file.cut is not None:
         yield pa.BufferReader(file.cut.content)
         return
@@ -70,7 +70,7 @@ def open_bytes(file: File) -> Iterator[Any]:
 
 
 class Raw(io.RawIOBase):
-    """A pyarrow stream as a raw file; pyarrow's own buffering wants to seek."""
+    """A pyarrow stream as a raw file; pyarrow's own buffering requires seeking."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -85,7 +85,7 @@ class Raw(io.RawIOBase):
 
 
 class Expanded(Raw):
-    """A decompressed stream that raises SourceError once it gives more than `most` bytes."""
+    """A decompressed stream that raises SourceError after more than `most` bytes."""
 
     def __init__(self, stream: Any, most: int, where: str) -> None:
         super().__init__(stream)
@@ -102,7 +102,7 @@ class Expanded(Raw):
 
 
 class Followed(Raw):
-    """A stream, and bytes behind it."""
+    """A stream followed by further bytes."""
 
     def __init__(self, stream: Any, more: bytes) -> None:
         super().__init__(stream)
@@ -117,7 +117,7 @@ class Followed(Raw):
 
 
 class Unbroken:
-    """A stream that keeps a carriage return at the end of a read for the next one."""
+    """A stream that holds back a carriage return at the end of a read for the next one."""
 
     closed = False
 
@@ -136,16 +136,16 @@ class Unbroken:
             return data
 
     def close(self) -> None:
-        """Whoever opened the stream closes it."""
+        """Do nothing: whoever opened the stream closes it."""
 
     def end(self) -> None:
-        """Nothing is read any more: pyarrow's threads, which read ahead, find the end."""
+        """Report the end of the stream from now on, so that pyarrow's read-ahead threads stop."""
         with self._reading:
             self._ended = True
 
 
 class Recoded(io.RawIOBase):
-    """Text of another encoding as UTF-8. What cannot be decoded is a UnicodeDecodeError."""
+    """Text of another encoding as UTF-8. Undecodable text raises UnicodeDecodeError."""
 
     def __init__(self, stream: Any, encoding: str) -> None:
         self._stream, self._held = stream, b""

@@ -1,4 +1,4 @@
-"""The types that text values have, so that each value comes back as it stood."""
+"""The types of text values, chosen so that each value is reproduced as written."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _NUMBER = r"^-?[0-9]+(\.[0-9]+)?(e[-+][0-9]+)?$"
 
 
 def text_type(column: pa.ChunkedArray, before: pa.DataType | None) -> pa.DataType:
-    """Return the type whose values are written as the texts of `column` are: int64, float64 or
-    bool, else text. `before` is the type of the values before these, which are to keep it."""
+    """Return the type that reproduces the texts of `column`: int64, float64 or bool, otherwise
+    text. `before` is the type of earlier values, which it must keep."""
     if before == pa.string():
         return before
     if column.null_count == len(column):
