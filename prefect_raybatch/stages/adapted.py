@@ -1,4 +1,4 @@
-"""Which LoRA adapter each row of a block is asked under."""
+"""Assigns a LoRA adapter to each row of a block."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ Adapter = tuple[str, int, str]  # name, number from 1 on, folder on this node
 
 @dataclass(frozen=True)
 class Adapted:
-    """The adapters of a plan; `column` names each row's, None: the one is for all rows. `null`
-    says whether a row without one is asked of the model alone, or fails; `alone` is false where
-    vLLM cannot do that: on a CPU it asks such a row under another's adapter (0.29, tried)."""
+    """The adapters of a plan. `column` names each row's adapter; None: one adapter applies to all
+    rows. `null` says whether a row without one is answered by the base model or fails. `alone` is
+    false if vLLM cannot use the base model alone: on a CPU it answers such a row with another row's
+    adapter (0.29, measured)."""
 
     column: str | None
     pinned: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -26,8 +27,8 @@ class Adapted:
     alone: bool = True
 
     def here(self, numbers: dict[str, int] | None = None) -> dict[str, Adapter]:
-        """Each by its name, on this node. `numbers` are those that the engine knows adapters by,
-        by their content; they get those of the new ones."""
+        """Return each adapter by name, on this node. `numbers` are the engine's numbers of adapters
+        by content; new ones are added to it."""
         numbers = {} if numbers is None else numbers
         made = {}
         for name, adapter in sorted(self.pinned.items()):
@@ -42,7 +43,7 @@ class Adapted:
     def of_rows(
         self, table: pa.Table, here: Mapping[str, Adapter]
     ) -> tuple[list[Adapter | None], dict[int, Failure]]:
-        """Each row's adapter, and the rows whose adapter is not known."""
+        """Return each row's adapter, and the rows whose adapter is unknown."""
         if not self.pinned:
             return [None] * table.num_rows, {}
         if self.column is None:

@@ -1,7 +1,7 @@
-"""Compare an answer with the form that it had to have: a choice, JSON, a pattern or a grammar.
+"""Checks that each answer has the form that it must have: a choice, JSON, a pattern or a grammar.
 
-The engine promises the form, but a backend that could make no grammar may end each answer at once
-and say `stop`. So each answer is compared here, whatever the engine promised.
+The engine promises the form, but a backend that could not build a grammar may end each answer at
+once and report `stop`. So each answer is checked here, whatever the engine promised.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ FormCheck = Callable[[str], str | None]
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """The form of a row's answers. `name`: the sampling field that asks for it; `labels`: of a
-    choice; `misfit`: why a text does not fit, None if it does."""
+    """The form of a row's answers. `name`: the sampling field that asks for it; `labels`: those of
+    a choice; `misfit`: returns why a text does not fit, None if it does."""
 
     name: str
     misfit: FormCheck
@@ -59,7 +59,7 @@ def form_of(job: str | None, own: str | None) -> AnswerForm | None:
 
 
 def not_of_form(form: AnswerForm, why: str, text: str) -> Failure:
-    """Return the failure of a row whose answer does not have the form that it had to have."""
+    """Return the failure of a row whose answer does not have the required form."""
     # Equal in the 120 characters by which failures are counted, whatever the answer is.
     reason = why[:MAX_REASON].encode("utf-8", "replace").decode()
     return Failure(
@@ -73,8 +73,8 @@ def not_of_form(form: AnswerForm, why: str, text: str) -> Failure:
 
 
 class Spelling:
-    """Compares answers of a block with their forms, by what is shown of them and by what their
-    tokens spell: tokenizers drop blanks in front, and special tokens may be part of a grammar."""
+    """Checks answers of a block, both as decoded and as spelled by their tokens: tokenizers drop
+    leading blanks, and special tokens may be part of a grammar."""
 
     def __init__(
         self, table: pa.Table, parsing: ParsingSpec | None, tokenizer: Callable[[], Tokenizer]
@@ -84,8 +84,8 @@ class Spelling:
     def fitted(
         self, form: AnswerForm, shown: str | None, row: int, number: int
     ) -> tuple[str | None, str | None]:
-        """Return a row's answer, a label as it is written in the choice, and why it does not fit;
-        `number`: which of its answers."""
+        """Return a row's answer, with a label as written in the choice, and why it does not fit;
+        `number` is the index of the answer."""
         why = form.misfit(shown or "")
         if why is None:
             return shown or "", None
@@ -108,7 +108,7 @@ class Spelling:
         return bool(self._table[REASONING_OPEN][row].as_py())
 
     def _spelled(self, row: int, number: int) -> Iterator[str]:
-        """What the answer's tokens spell without the one that ended it."""
+        """Yield the texts that the answer's tokens spell, without the token that ended it."""
         if self._table[TEXTS][row].as_py() is not None:
             return
         tokenizer = self._tokenizer()

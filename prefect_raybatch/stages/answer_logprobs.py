@@ -18,14 +18,15 @@ STEPS_TYPE = pa.list_(pa.list_(pa.list_(_STEP)))
 
 
 def logprobs_type(most: int, answers: int) -> pa.DataType:
-    """The column's type: a list of the answer's tokens, of `answers` over 1 a list of those."""
+    """Return the column's type: a list of the answer's tokens; with `answers` over 1, a list of
+    such lists."""
     top = [("top", pa.list_(pa.struct(_TOKEN)))] if most else []
     one = pa.list_(pa.struct([*_TOKEN, *top]))
     return pa.list_(one) if answers > 1 else one
 
 
 def steps_of(answers: Sequence[Sequence[Step]]) -> list[list[list[dict[str, Any]]]]:
-    """A row of `STEPS_TYPE`."""
+    """Return a row of `STEPS_TYPE`."""
     return [[_ordered(step) for step in steps] for steps in answers]
 
 
@@ -35,7 +36,7 @@ def _ordered(step: Step) -> list[dict[str, Any]]:
 
 
 class TokenTexts:
-    """The text of a token alone; a part of a character shows as the replacement character."""
+    """The text of a single token; part of a character shows as the replacement character."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -51,7 +52,7 @@ class TokenTexts:
 
 
 def logprobs_told(rows: Sequence[Any], most: int, several: bool, tokenizer: Tokenizer) -> list[Any]:
-    """The column of rows of `STEPS_TYPE`, None of a row that has no answer."""
+    """Return the column for rows of `STEPS_TYPE`, with None for a row without an answer."""
     texts = TokenTexts(tokenizer)
     texts.learn(o["id"] for row in rows for steps in row or () for s in steps for o in s)
 

@@ -1,8 +1,8 @@
-"""What a block looks like between stages: one Arrow table, one (part of a) shard.
+"""The format of a block between stages: one Arrow table, one (part of a) shard.
 
-Beside the input columns a row carries its shard, its position in it and, once it failed, why.
-A unit that did not get through travels on as a `lost` block, since an exception in a Ray task
-would be retried blindly or swallowed, and its text lost.
+In addition to the input columns, a row carries its shard, its position in the shard and, once it
+failed, the reason. A unit that did not get through travels on as a `lost` block, because Ray would
+retry or swallow an exception in a task and lose its text.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ ERROR_TYPE = pa.struct([("stage", pa.string()), ("kind", pa.string()), ("message
 
 
 def tag(table: pa.Table, unit: Unit) -> pa.Table:
-    """The unit's input rows with shard and position columns in front."""
+    """Return the unit's input rows with shard and position columns prepended."""
     positions = np.arange(unit.offset, unit.offset + unit.rows, dtype=np.int32)
     shards = np.full(unit.rows, unit.shard, dtype=np.int32)
     table = table.add_column(0, POSITION, pa.array(positions))
@@ -77,13 +77,13 @@ def tag(table: pa.Table, unit: Unit) -> pa.Table:
 
 
 def timed(table: pa.Table, stage: str, began: float) -> pa.Table:
-    """The block with the seconds that `stage` took for it, since `began`."""
+    """Return the block with the seconds that `stage` took for it, since `began`."""
     spent = np.full(table.num_rows, time.time() - began)
     return table.append_column(f"{TIMES}_{stage}", pa.array(spent))
 
 
 def lost(unit: Unit, why: Loss) -> pa.Table:
-    """A block of one row that says why `unit` did not get through."""
+    """Return a single-row block that says why `unit` did not get through."""
     return pa.table(
         {
             SHARD: pa.array([unit.shard], pa.int32()),
@@ -99,23 +99,24 @@ def is_lost(table: pa.Table) -> bool:
 
 
 def losses(table: pa.Table) -> list[Loss]:
-    """Why the units of a lost block did not get through."""
+    """Return why the units of a lost block did not get through."""
     return [Loss(**why) for why in table[LOST].to_pylist()]
 
 
 def lost_units(table: pa.Table) -> list[tuple[Unit, Loss]]:
-    """The units of a lost block, each with why it did not get through."""
+    """Return the units of a lost block, each with why it did not get through."""
     places = (table[name].to_pylist() for name in (SHARD, POSITION, LOST_ROWS))
     return list(zip(starmap(Unit, zip(*places, strict=True)), losses(table), strict=True))
 
 
 def passes_by(table: pa.Table) -> bool:
-    """Whether a stage has nothing to do with a block: lost, or empty (all its shards were done)."""
+    """Return whether stages must skip the block: it is lost, or empty (all its shards were
+    done)."""
     return is_lost(table) or table.num_rows == 0
 
 
 def input_columns(table: pa.Table) -> list[str]:
-    """Names of the columns that came from the input, in order."""
+    """Return the names of the columns that came from the input, in order."""
     return [name for name in table.column_names if not name.startswith("__rb_")]
 
 
@@ -141,8 +142,8 @@ class Failure:
 
 
 def rows_of(table: pa.Table, names: list[str]) -> list[Any]:
-    """Rows as dicts of the named columns; a `Failure` for a row that Python cannot hold, such as
-    text that is not valid UTF-8 or a date after the year 9999."""
+    """Return rows as dicts of the named columns; a `Failure` for a row that Python cannot
+    represent, such as invalid UTF-8 or a date after the year 9999."""
     if not names:
         return [{} for _ in range(table.num_rows)]
     part = table.select(names)
@@ -160,9 +161,9 @@ def _row(one: pa.Table) -> Any:
 
 
 def copied(value: object) -> Any:
-    """A copy of what a user function returned, as deep as containers go that Arrow takes.
+    """Return a copy of what a user function returned, as deep as the containers that Arrow accepts.
 
-    A function may return one object for every row and change it from row to row.
+    A function may return the same object for every row and change it from row to row.
     """
     if isinstance(value, dict):
         return {name: copied(inner) for name, inner in value.items()}
@@ -179,7 +180,7 @@ Messages = list[dict[str, Any]]  # of a chat: role, content, and what a template
 
 
 class Tokenizer(Protocol):
-    """What is used of a tokenizer of transformers."""
+    """The part of a transformers tokenizer that is used here."""
 
     chat_template: str | None
     is_fast: bool
@@ -217,7 +218,7 @@ class Tokenizer(Protocol):
 
 @lru_cache(maxsize=4)
 def load_tokenizer(path: str, revision: str | None, trust_remote_code: bool = False) -> Tokenizer:
-    """The model's tokenizer, once a worker process."""
+    """Return the model's tokenizer, loaded once per worker process."""
     if _tokenizer_class(path) == "PreTrainedTokenizerFast":
         # The class that AutoTokenizer would choose, without the six seconds of imports it needs.
         from transformers import PreTrainedTokenizerFast
@@ -241,7 +242,7 @@ def _tokenizer_class(path: str) -> str | None:
 
 
 def units_of(table: pa.Table) -> list[Unit]:
-    """The (parts of) shards a block holds, each as a run of ascending positions."""
+    """Return the (parts of) shards in a block, each as a run of ascending positions."""
     shards = table[SHARD].to_numpy()
     positions = table[POSITION].to_numpy()
     if len(shards) == 0:
@@ -252,5 +253,5 @@ def units_of(table: pa.Table) -> list[Unit]:
 
 
 def lost_all(table: pa.Table, why: Loss) -> pa.Table:
-    """A lost block in place of `table`, with a row for each unit it holds."""
+    """Return a lost block in place of `table`, with a row for each unit in it."""
     return pa.concat_tables([lost(unit, why) for unit in units_of(table)])

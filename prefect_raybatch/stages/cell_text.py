@@ -1,4 +1,4 @@
-"""Show the values of a column as the text that a prompt template puts in."""
+"""Converts the values of a column to the text that a prompt template inserts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _FLOATS = {16: np.float16, 32: np.float32}
 
 
 def cell_texts(column: pa.ChunkedArray, name: str) -> list[str | Failure | None]:
-    """Return the text of each value of column `name`; None for a null or NaN, a `Failure` for a
-    value that has no text, such as bytes that are not UTF-8."""
+    """Return the text of each value of column `name`; None for a null or NaN, and a `Failure` for a
+    value without a text, such as bytes that are not UTF-8."""
     kind, held = column.type, map_type(column.type, _written_out)
     if held != map_type(kind, lambda inner: inner):
         column = column.cast(held)
@@ -33,7 +33,7 @@ def cell_texts(column: pa.ChunkedArray, name: str) -> list[str | Failure | None]
 
 
 def _written_out(kind: pa.DataType) -> pa.DataType:
-    """Times of nanoseconds as text: Python's end at microseconds."""
+    """Return the type with nanosecond times as text, because Python's times end at microseconds."""
     return pa.string() if kind == pa.time64("ns") else kind
 
 
@@ -42,7 +42,8 @@ def _without_zeros(text: str) -> str:
 
 
 def _alone(cell: pa.ChunkedArray, kind: pa.DataType, name: str) -> str | Failure | None:
-    """The text of one value that Python may not hold, such as a date after the year 9999."""
+    """Return the text of one value that Python may not represent, such as a date after the year
+    9999."""
     try:
         return _checked(cell.to_pylist()[0], kind, name)
     except _NOT_IN_PYTHON as error:

@@ -1,7 +1,7 @@
-"""A cell that holds a whole conversation, or documents, to what a chat template takes.
+"""Converts a cell with a conversation, or with documents, to what a chat template takes.
 
-A cell is Arrow's list of structs, or JSON text. What is wrong in it fails the row with the place
-where it stands, such as `messages[2].tool_calls[0].function`.
+A cell is Arrow's list of structs, or JSON text. A fault in it fails the row and names its place,
+such as `messages[2].tool_calls[0].function`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prefect_raybatch.stages.messages import ChatRequest
 
 
 class Conversation:
-    """Makes requests of rows whose conversation stands in a column."""
+    """Makes requests of rows whose conversation is in a column."""
 
     def __init__(self, prompt: PromptSpec):
         self.column = prompt.messages or ""
@@ -38,7 +38,8 @@ class Conversation:
 
 
 def messages_of(cell: Any, name: str) -> Messages:
-    """The messages of a cell of column `name`; ValueError or TypeError says what is wrong where."""
+    """Return the messages of a cell of column `name`; ValueError or TypeError says what is wrong
+    where."""
     found = _list(cell, name, "messages {role, content}")
     if not found:
         raise ValueError(f"{name} is an empty conversation")
@@ -46,7 +47,8 @@ def messages_of(cell: Any, name: str) -> Messages:
 
 
 def documents_of(cell: Any, name: str) -> list[dict[str, Any]] | None:
-    """The documents of a cell; None for a null. A text alone is a document's `text`."""
+    """Return the documents of a cell; None for a null. A plain text is the `text` of one
+    document."""
     if cell is None:
         return None
     made = []
@@ -96,7 +98,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
 
 
 def _content(value: Any, where: str) -> str:
-    """The text of a message; one in parts is put together as vLLM does it."""
+    """Return the text of a message; parts are joined as vLLM does it."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -114,7 +116,8 @@ def _content(value: Any, where: str) -> str:
 
 
 def _call(value: Any, where: str) -> dict[str, Any]:
-    """A call as templates take it: with its arguments as a mapping, not as JSON text."""
+    """Return a tool call as templates take it: with its arguments as a mapping, not as JSON
+    text."""
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict):
         raise TypeError(f"{where} is not of the form {{id, type, function: {{name, arguments}}}}")
@@ -133,7 +136,8 @@ def _call(value: Any, where: str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Without the nulls that Arrow puts where a struct lacks a field; maps become dicts."""
+    """Return the value without the nulls that Arrow adds for missing struct fields; maps become
+    dicts."""
     if isinstance(value, Mapping):
         return {name: _plain(inner) for name, inner in value.items() if inner is not None}
     if isinstance(value, list):

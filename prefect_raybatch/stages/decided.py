@@ -1,14 +1,14 @@
-"""Answers that are certain before they are written out: the labels of `sampling.choice`.
+"""Stops generating once the label of a `sampling.choice` is unambiguous.
 
-After `label_cap` tokens an answer has ended, or its bytes are those of one label only. So
-`max_tokens` is lowered to the cap and the label completed here: from the bytes that the grammar
-itself takes each token for, not from decoded text. The engine is asked the same, step by step, and
-stops sooner. Where the uncapped answer would have been cut off in the middle of a label, there is a
-whole one.
+After `label_cap` tokens, an answer has ended or its bytes are those of only one label. So
+`max_tokens` is lowered to the cap and the label completed here, from the bytes that the grammar
+itself assigns to each token, not from decoded text. The engine computes the same steps, and stops
+sooner. Where the uncapped answer would have been cut off in the middle of a label, the result has
+the whole label.
 
 The second way asks for one token. Rows for which that leaves several labels are asked again, with
-that token behind the prompt and a choice of what is left of each label. A grammar begins at its
-root, so the tokens that may come next are the same ones.
+that token appended to the prompt and a choice of the remaining parts of the labels. A grammar
+begins at its root, so the tokens that may come next are the same ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Ask = Callable[[Sequence["Request"]], list["Completion"]]
 
 @dataclass
 class Labels:
-    """The labels of one choice, and what tokens make of them; tokens are remembered."""
+    """The labels of one choice, and which of them tokens spell; results for tokens are cached."""
 
     texts: dict[bytes, str]
     known: dict[tuple[int, ...], list[bytes]] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Labels:
         return cls({label.encode(): label for label in labels})
 
     def left(self, tokens: Sequence[int], token_bytes: Sequence[bytes]) -> list[bytes]:
-        """What each label that begins with these tokens goes on with; empty for none."""
+        """Return the remaining bytes of each label that begins with these tokens."""
         key = tuple(tokens)
         if key not in self.known:
             begun = b"".join(token_bytes[token] for token in key)
@@ -49,22 +49,23 @@ class Labels:
         return self.known[key]
 
     def decided(self, tokens: Sequence[int], token_bytes: Sequence[bytes]) -> str | None:
-        """The only label that begins with these tokens, None where there are more, or none."""
+        """Return the only label that begins with these tokens; None if there are several, or
+        none."""
         left = self.left(tokens, token_bytes)
         if len(left) != 1:
             return None
         return self.texts[b"".join(token_bytes[token] for token in tokens) + left[0]]
 
     def ended(self, tokens: Sequence[int], token_bytes: Sequence[bytes]) -> str | None:
-        """The label that these tokens spell, the last of them being the end."""
+        """Return the label that these tokens spell, the last of them being the end; else None."""
         return self.texts.get(b"".join(token_bytes[token] for token in tokens[:-1]))
 
 
 @dataclass(frozen=True)
 class Shortened:
-    """A request's sampling fields as they are asked, and the labels to complete its answer from.
-    `again`: whether one that stays undecided may be asked the rest; `whole`: nothing was cut off,
-    since max_tokens is no more than the cap."""
+    """A request's shortened sampling fields, and the labels to complete its answer from. `again`:
+    whether an undecided answer may be asked for the rest; `whole`: nothing was cut off, because
+    max_tokens is at most the cap."""
 
     params: dict[str, Any]
     labels: Labels
@@ -73,7 +74,8 @@ class Shortened:
 
 
 def grammar_bytes(tokenizer: Any) -> Sequence[bytes] | None:
-    """What xgrammar takes each token of a tokenizer for, by token id; None where it cannot tell."""
+    """Return the bytes that xgrammar assigns to each token of a tokenizer, by token id; None if it
+    cannot tell."""
     try:
         import xgrammar
 
@@ -84,10 +86,10 @@ def grammar_bytes(tokenizer: Any) -> Sequence[bytes] | None:
 
 
 class EarlyStopping:
-    """Asks for no more of an answer than decides it.
+    """Generates no more of an answer than decides it.
 
-    token_bytes: makes the bytes that the engine's grammar takes each token for, by token id; called
-    when the first answer has to be completed, and None where they cannot be had.
+    token_bytes: returns the bytes that the engine's grammar assigns to each token, by token id, or
+    None if they are not available; called when the first answer has to be completed.
     """
 
     def __init__(self, way: EarlyStop, token_bytes: Callable[[], Sequence[bytes] | None]) -> None:
@@ -96,13 +98,13 @@ class EarlyStopping:
         self._bytes: Sequence[bytes] | None = None
 
     def run(self, ask: Ask, requests: Sequence[Request]) -> list[Completion]:
-        """The answers to all requests, as `ask` would give them with whole answers."""
+        """Return the answers to all requests, as `ask` would give them with whole answers."""
         if self._way == "off" or not requests:
             return ask(requests)
         return self._run(ask, requests, self._way == "first_token")
 
     def _run(self, ask: Ask, requests: Sequence[Request], once: bool) -> list[Completion]:
-        """`once`: one token is asked for where the rest may be asked again."""
+        """Run the requests; `once`: ask for one token where the rest may be asked again."""
         known: dict[int, Shortened | None] = {}
         for request in requests:
             if id(request.params) not in known:
@@ -115,11 +117,11 @@ class EarlyStopping:
         return self._asked_again(ask, requests, short, done, made)
 
     def concerns(self, params: dict[str, Any]) -> bool:
-        """Whether answers to requests of these fields are cut short."""
+        """Return whether answers to requests with these fields are shortened."""
         return self._way != "off" and labels_cut_short(params) is not None
 
     def ready(self) -> bool:
-        """Whether answers can be completed; takes up to a second the first time."""
+        """Return whether answers can be completed; takes up to a second the first time."""
         if self._bytes is None and self._way != "off":
             self._bytes = self._make()
             if self._bytes is None:
@@ -127,7 +129,7 @@ class EarlyStopping:
         return self._bytes is not None
 
     def _shortened(self, params: dict[str, Any], once: bool) -> Shortened | None:
-        """How a request of these fields is cut short; None where it is asked as it is."""
+        """Return how a request with these fields is shortened; None if it is asked as it is."""
         labels = labels_cut_short(params)
         if labels is None:
             return None
@@ -144,7 +146,7 @@ class EarlyStopping:
         return request if short is None else replace(request, params=short.params)
 
     def _completed(self, done: Completion, short: Shortened | None) -> Completion | None:
-        """The answer with its label whole; None where the tokens leave it open."""
+        """Return the answer with its label complete; None if the tokens leave it open."""
         if short is None or done.error or done.finish_reason != "length":
             return done
         reasons = done.finish_reasons or [done.finish_reason] * len(done.token_ids)
@@ -166,7 +168,8 @@ class EarlyStopping:
         done: Sequence[Completion],
         made: list[Completion | None],
     ) -> list[Completion]:
-        """`made` with what was left open: the rest of a label, else the answer anew."""
+        """Return `made` with undecided answers asked for the rest of a label, or else asked
+        anew."""
         todo = [i for i, completion in enumerate(made) if completion is None]
         seconds = {i: rest for i in todo if (rest := self._rest(requests[i], short[i], done[i]))}
         if seconds:
@@ -183,7 +186,7 @@ class EarlyStopping:
         return [completion for completion in made if completion is not None]
 
     def _rest(self, request: Request, short: Shortened | None, done: Completion) -> Request | None:
-        """The request for what is left of an answer of one token."""
+        """Return the request for the rest of a one-token answer."""
         if short is None or not short.again or request.features is not None:
             return None  # features say where in the prompt the images are
         (tokens,) = done.token_ids
@@ -204,7 +207,7 @@ class EarlyStopping:
     def _joined(
         self, first: Completion, second: Completion, short: Shortened | None
     ) -> Completion | None:
-        """One answer of the token asked first and the rest; None where there is no label of it."""
+        """Return one answer from the first token and the rest; None if they spell no label."""
         if short is None or second.error or second.finish_reason != "stop":
             return None
         begun = b"".join((self._bytes or ())[token] for token in first.token_ids[0])
@@ -217,5 +220,5 @@ class EarlyStopping:
         return replace(first, token_ids=ids, texts=[text], finish_reason="stop")
 
     def _spelt(self, tokens: Sequence[int]) -> bytes:
-        """The bytes of an answer that ended by itself, without its end."""
+        """Return the bytes of an answer that ended by itself, without its end token."""
         return b"".join((self._bytes or ())[token] for token in tokens[:-1])

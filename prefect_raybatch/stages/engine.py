@@ -1,7 +1,7 @@
-"""The engine stage: prompts in tokens to answers in tokens. The only stage that names vLLM.
+"""The engine stage: prompt tokens to answer tokens. The only stage that names vLLM.
 
-One actor an engine. Several blocks are in flight in it at once, so that the tail of one shard
-overlaps the head of the next; `stepper` holds the one thread that drives vLLM.
+One actor per engine. Several blocks are in flight in it at once, so that the tail of one shard
+overlaps the head of the next; `stepper` has the one thread that drives vLLM.
 """
 
 from __future__ import annotations
@@ -101,18 +101,20 @@ GIVEN_BACK = Loss("NodeLeaves", "given back before it was begun, since its node 
 
 @dataclass(frozen=True)
 class EngineLaunch:
-    """All an engine actor needs. `arguments` are vLLM's EngineArgs without the model;
-    `engines_per_gpu` above 1 means that this one may take only its share of the GPU: the arguments
-    in `share`, chosen for a GPU of `gpu_bytes` (0: not known, so the engine looks itself); `done`
-    says whether a shard (by id) is committed, and travels to the actor; `sort` puts a block's rows
-    in the order that suits the engine, `merge` asks once about equal requests of a block;
-    `hang_seconds` is the time a step may take, None any; `labels` are those whose probabilities are
-    written; `early_stop`: how much is asked of an answer that is one of a choice; by `attempt` an
-    actor finds what one of the same driver left that died on its node; `encodes`: the model is an
-    encoder, which has no KV cache; `tell` takes how far the engine's start has come; `work`: what
-    tokens cost it, None where that is not known; `leaving` says, in the actor, whether its node is
-    to leave the cluster; `untaken`: the engine starts before there is a run for it, which takes it
-    over."""
+    """Everything that an engine actor needs.
+
+    `arguments` are vLLM's EngineArgs without the model. With `engines_per_gpu` above 1, this engine
+    takes only its share of the GPU: the arguments in `share`, chosen for a GPU of `gpu_bytes` (0:
+    unknown, so the engine looks itself). `done` returns whether a shard (by id) is committed, and
+    travels to the actor. `sort` puts a block's rows in the order that suits the engine; `merge`
+    asks equal requests of a block once. `hang_seconds` is the time limit of a step, None for any.
+    `labels` are those whose probabilities are written. `early_stop`: how much of an answer out of
+    several choices is generated. By `attempt`, an actor finds what a dead actor of the same driver
+    left on its node. `encodes`: the model is an encoder, which has no KV cache. `tell` receives how
+    far the engine's start has come. `work`: the cost of tokens, None if unknown. `leaving` returns,
+    in the actor, whether its node is being drained. `untaken`: the engine starts before there is a
+    run for it, which takes it over.
+    """
 
     model: dict[str, Any]
     sampling: dict[str, Any]
@@ -145,9 +147,9 @@ def engine_launch(
     task: pooling.Pooling | None = None,
     tell: phases.TellStart | None = None,
 ) -> EngineLaunch:
-    """Return everything that one engine of the pinned `model` is started with.
+    """Return everything that an engine of the pinned `model` is started with.
 
-    Every sizing argument is set on purpose: through Ray, vLLM's own defaults starve a GPU.
+    Every sizing argument is set explicitly: through Ray, vLLM's own defaults starve a GPU.
     """
     cpu, request = size.pool.device == "cpu", spec.engine.model
     sampling = dict(spec.sampling.fields if task is None else task.fields)
@@ -217,8 +219,8 @@ def _arguments(spec: RunSpec, size: Sizing, sampling: Mapping[str, Any]) -> dict
 class EngineStage:
     """A callable class for a Ray actor pool: block in, block out; never raises for a row.
 
-    An engine that cannot start, or that died with the block in it, gives a `lost` block with the
-    reason: an exception would be retried by Ray without end and its text lost.
+    An engine that cannot start, or that died with the block in it, returns a `lost` block with the
+    reason: Ray would retry an exception forever and lose its text.
     """
 
     sampler: Sampler | None = None
@@ -245,7 +247,7 @@ class EngineStage:
         self.ready()
 
     def _bind(self, spec: EngineLaunch) -> None:
-        """All that is of one run."""
+        """Set everything that belongs to one run."""
         self.spec, self._id = spec, uuid.uuid4().hex
         self._meter = Meter(spec.work)
         self._refused: Loss | None = None
@@ -255,11 +257,12 @@ class EngineStage:
         self._early = EarlyStopping(spec.early_stop, self._token_bytes)
 
     def take_over(self, spec: EngineLaunch) -> None:
-        """Works for another run from now on, with the engine that is up; `spec` differs from the
-        one before in nothing that the engine was started with. No block may be inside.
+        """Work for another run from now on with the running engine; `spec` must equal the earlier
+        one in everything that the engine was started with. No block may be inside.
 
-        An engine that was started for this run ahead of it has its start told as the run's own; one
-        that could not be started is not tried again, and the run is told why."""
+        The start of an engine that was prewarmed for this run is reported as the run's own. One
+        that could not start is not tried again, and the run is told why.
+        """
         untaken, refused = self.spec.untaken, self._refused
         if untaken:
             self._note.over()
@@ -285,7 +288,7 @@ class EngineStage:
         self._tell(lambda: 0.0)
 
     def close(self) -> None:
-        """Ends the engine, so that its GPU is free."""
+        """End the engine, so that its GPU is free."""
         with self._lock:
             engine, self.engine = self.engine, None
         if self._teller is not None:
@@ -294,14 +297,15 @@ class EngineStage:
             engine.close()
 
     def ready(self) -> SteppedEngine | None:
-        """The live engine, started anew after a death; None with `_refused` set when it cannot."""
+        """Return the live engine, restarted after a death; None with `_refused` set if that
+        fails."""
         with self._lock:
             if self.engine is None and self._refused is None:
                 self._begin()
             return self.engine
 
     def _begin(self) -> None:
-        """Starts an engine, and tells of it meanwhile."""
+        """Start an engine, reporting its progress."""
         self._marks = phases.StartMarks()
         teller = self._tell(self._stepped_at)
         self._begin_working()
@@ -309,7 +313,7 @@ class EngineStage:
             teller.end()
 
     def _tell(self, stepped: Callable[[], float]) -> phases.StartTeller:
-        """Tells of this start from now on, and of none before it."""
+        """Report this start from now on, and no earlier one."""
         if self._teller is not None:
             self._teller.end()
         self._teller = phases.StartTeller(self.spec.tell, self._marks, stepped, self._id)
@@ -320,7 +324,8 @@ class EngineStage:
         return 0.0 if engine is None else float(engine.stats().get("stepped_at", 0.0))
 
     def _begin_working(self) -> None:
-        """Starts an engine; where one died before with no row through, sees whether it works."""
+        """Start an engine; if one died before without answering a row, check whether this one
+        works."""
         if not (self._take_labels() and self._take_adapters()):
             return
         left, self._left = self._left, None
@@ -344,8 +349,8 @@ class EngineStage:
             self._note.write(note.ROWS)
 
     def _take_labels(self) -> bool:
-        """Reads the tokens of the labels, where their probabilities are asked for. False where that
-        cannot be done: `_refused` says why."""
+        """Read the tokens of the labels if their probabilities are asked for. Return False if that
+        fails: `_refused` says why."""
         if self.spec.labels and self._labels is None:
             place = models.tokenizer_place(self.spec.model)
             try:
@@ -357,8 +362,7 @@ class EngineStage:
         return True
 
     def _take_adapters(self) -> bool:
-        """Lays the run's adapters on this node. False where that cannot be done: `_refused` says
-        why."""
+        """Copy the run's adapters to this node. Return False if that fails: `_refused` says why."""
         try:
             self._adapters = self.spec.adapted.here(self._numbers)
         except Exception as error:
@@ -367,11 +371,12 @@ class EngineStage:
         return True
 
     def _prove(self, cause: str, first: int = 1) -> None:
-        """Asks the engine, started after one died of `cause` without a row, the fixed prompt.
+        """Ask the engine, started after one died of `cause` without answering a row, the
+        health-check prompt.
 
-        One that dies of the same error is the last: `_refused` says so. Of another error the next
-        one is asked; this one is the `first`-th. Blocks wait meanwhile, so that none is lost by it
-        and no row is blamed.
+        If it dies of the same error, give up: `_refused` says so. After another error, try the next
+        engine; this one is number `first`. Blocks wait meanwhile, so that none is lost and no row
+        is blamed.
         """
         from prefect_raybatch.stages.vllm.stepper import EngineDied, Request
 
@@ -424,8 +429,8 @@ class EngineStage:
         return {**arguments, "model": path, "revision": self.spec.model.get("revision")}
 
     def _share(self) -> dict[str, Any]:
-        """Of the GPU that is here: as it was resolved, unless the GPU is smaller than was thought
-        or nobody knew it."""
+        """Return the share of this GPU: as resolved, unless the GPU is smaller than expected or was
+        unknown."""
         there, share = internals.gpu_bytes(), self.spec.share
         if not share or there < SAME * self.spec.gpu_bytes:
             config, stored = models.read_config(self.spec.model)
@@ -437,7 +442,7 @@ class EngineStage:
         return share
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Answers the well rows of a block; adds answers, finish reasons and token counts."""
+        """Answer the valid rows of a block; add answers, finish reasons and token counts."""
         from prefect_raybatch.stages.vllm.stepper import EngineDied
 
         table = self.pending(table)
@@ -468,8 +473,8 @@ class EngineStage:
         return timed(table, "engine", began)
 
     def _ask(self, engine: SteppedEngine, table: pa.Table) -> list[pooling.RowAnswer]:
-        """(the row that was asked about, the rows that get its answer, the answer) of the block's
-        well rows."""
+        """Return (row that was asked, rows that get its answer, answer) for the block's valid
+        rows."""
         from prefect_raybatch.stages.vllm.stepper import Request
 
         spec, pools = self.spec, "task" in self.spec.sampling
@@ -500,8 +505,8 @@ class EngineStage:
         return [*(pooling.without_misfits(made) if pools else made), *refused]
 
     def _answers(self, engine: SteppedEngine, requests: list[Request]) -> list[Completion]:
-        """What the engine answers; where labels part behind their first token, with what it holds
-        probable there."""
+        """Return the engine's answers; where labels diverge after their first token, with the
+        probabilities there."""
         labels, run = self._labels, partial(self._meter.run, engine)
         if labels is None or not labels.later:
             return self._early.run(run, requests)
@@ -523,10 +528,10 @@ class EngineStage:
         return {} if engine is None else engine.load()
 
     def pending(self, table: pa.Table) -> pa.Table:
-        """The block, or none of its rows when another driver committed its shard meanwhile; given
-        back where this engine's node leaves, which would take what is begun now with it.
+        """Return the block, or none of its rows if another driver committed its shard meanwhile; or
+        hand it back if this engine's node is being drained and would take it along.
 
-        Reading looks as well, but runs ahead: blocks can wait here for long.
+        Reading checks this too, but runs ahead: blocks can wait here for a long time.
         """
         if passes_by(table):
             return table
@@ -544,7 +549,7 @@ class EngineStage:
 
 
 def answered_any(engine: SteppedEngine) -> bool:
-    """Whether any request of an engine was answered, also of a call that it then died in."""
+    """Return whether any request of an engine was answered, even in a call during which it died."""
     stats = engine.stats()
     return bool(stats["rows"] > stats["refused"])
 
@@ -561,7 +566,7 @@ _TYPES = {
 
 
 def _further(request: Request, labels: LabelTokens) -> list[Request]:
-    """The requests that go with one, each for a place where labels part."""
+    """Return the requests that accompany one, each for a place where labels diverge."""
     prompt = list(request.prompt_token_ids)
     return [
         replace(request, prompt_token_ids=[*prompt, *tokens], params=fields)
@@ -577,7 +582,8 @@ UNTOLD = Failure(
 
 
 def fields_of(sampling: dict[str, Any], own: str | None) -> dict[str, Any]:
-    """A row's sampling fields: the job's, and those that a prompt function set for it (JSON)."""
+    """Return a row's sampling fields: the job's, updated by those that a prompt function set
+    (JSON)."""
     return {**sampling, **json.loads(own)} if own else sampling
 
 
@@ -587,10 +593,10 @@ def answered(
     began: float,
     labels: LabelTokens | None = None,
 ) -> pa.Table:
-    """A prepared block with the columns of its answers, and when it came to the engine.
+    """Return a prepared block with the columns of its answers, and when it reached the engine.
 
-    `answers` are (the row that was asked about, the rows that get its answer, the answer); with
-    `labels` there is a column of their probabilities.
+    `answers` are (row that was asked, rows that get its answer, answer); with `labels` there is a
+    column of their probabilities.
     """
     errors = table[ERROR].to_pylist()
     columns: dict[str, list[Any]] = {name: [None] * table.num_rows for name in _TYPES}

@@ -1,7 +1,7 @@
-"""Answer to result: detokenize, user postprocess, pieces and receipts. CPU, a block at a time.
+"""From answer to result: detokenize, user postprocess, pieces and receipts. CPU, a block at a time.
 
-Good and failed rows of a shard go to a Parquet piece each. A piece is durable before its receipt
-exists and has a fresh name, so whatever Ray runs twice, nothing is ever overwritten.
+Valid and failed rows of a shard go to a Parquet piece each. A piece is durable before its receipt
+exists and has a fresh name, so nothing is ever overwritten, whatever Ray runs twice.
 """
 
 from __future__ import annotations
@@ -103,11 +103,11 @@ class Finish:
 
     @property
     def several(self) -> bool:
-        """Whether a row has a list of answers."""
+        """Return whether a row has a list of answers."""
         return self.sampling.answers > 1
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """One row a shard found in the block: its receipt, as JSON."""
+        """Return one row for each shard in the block: its receipt, as JSON."""
         if is_lost(table):
             lost = lost_units(table)
             return _receipts([Receipt.of_lost(unit, self.attempt, why) for unit, why in lost])
@@ -177,7 +177,7 @@ class Finish:
         )
 
     def failed(self, unit: Unit, rows: pa.Table, failure: Failure, attempts: int) -> Receipt:
-        """Quarantines a unit whole, after `attempts`; raises the store's errors."""
+        """Quarantine a whole unit after `attempts`; raises the store's errors."""
         positions = rows[POSITION].to_numpy()
         table = quarantine(rows, [failure] * unit.rows, attempts)
         piece = self.write_piece(unit.shard, "quarantine", table, positions)
@@ -191,7 +191,7 @@ class Finish:
         )
 
     def _outcome(self, table: pa.Table) -> list[dict[str, Any] | Failure | None]:
-        """What became of each row: its output columns, its failure, or None where left out."""
+        """Return for each row its output columns, its failure, or None if it is left out."""
         texts = self._texts(table)
         errors = self._errors(table, texts)
         answers = self._answers(table, errors, texts)
@@ -219,8 +219,8 @@ class Finish:
     def _answers(
         self, table: pa.Table, errors: list[dict[str, str] | None], texts: list[Any]
     ) -> list[dict[str, Any]]:
-        """Each row's answer by column; a text that does not parse, or fit the schema, puts its row
-        into `errors`."""
+        """Return each row's answer by column; a text that does not parse, or does not fit the
+        schema, adds its row to `errors`."""
         column = self.spec.column
         beside: list[dict[str, Any]] = [{} for _ in texts]
         if self.spec.parsing is not None:
@@ -250,8 +250,8 @@ class Finish:
     def _compared(
         self, table: pa.Table, texts: list[Any], errors: list[dict[str, str] | None]
     ) -> list[Any]:
-        """The texts, labels as they are written in the choice; one that does not have the form it
-        had to have puts its row into `errors`, unless it was cut off and the job keeps such."""
+        """Return the texts, with labels as written in the choice. One without the required form
+        adds its row to `errors`, unless it was truncated and the job keeps such answers."""
         job = (
             {"choice": self.sampling.choices}
             if self.sampling.choices
@@ -288,7 +288,7 @@ class Finish:
         return made
 
     def _told(self, table: pa.Table) -> list[Any]:
-        """Of each row, what the column of sampling.logprobs holds."""
+        """Return the value of the sampling.logprobs column for each row."""
         rows = table[STEPS].to_pylist() if STEPS in table.column_names else [None] * table.num_rows
         return logprobs_told(rows, self.sampling.logprobs or 0, self.several, self._tokenizer())
 
@@ -300,7 +300,7 @@ class Finish:
         return load_tokenizer(*models.tokenizer_place(self.model))
 
     def _errors(self, table: pa.Table, texts: list[Any]) -> list[dict[str, str] | None]:
-        """Why each row failed before this stage, or because its answer is not whole."""
+        """Return why each row failed before this stage, or because its answer is incomplete."""
         errors: list[dict[str, str] | None] = table[ERROR].to_pylist()
         if not self.spec.fails_cut_off:
             return errors
@@ -339,7 +339,8 @@ class Finish:
     def _result(
         self, table: pa.Table, outcome: list[Any], good: list[int]
     ) -> tuple[list[tuple[pa.Field, pa.Array]], dict[int, Failure]]:
-        """Output columns of the good rows, and the failures of rows that do not fit the schema."""
+        """Return output columns of the valid rows, and the failures of rows that do not fit the
+        schema."""
         schema = self._schema([outcome[i] for i in good])
         bad: dict[int, Failure] = {}
         for i in good:
@@ -365,7 +366,7 @@ class Finish:
         return [(c, pa.array([outcome[i][c.name] for i in rest], c.type)) for c in schema], bad
 
     def _extras(self, table: pa.Table, good: list[int]) -> list[tuple[pa.Field, pa.Array]]:
-        """The columns that tell about the answers of the good rows."""
+        """Return the columns with details about the answers of the valid rows."""
         made = []
         for name in self.spec.extras:
             if name == "finish_reason":
@@ -394,7 +395,8 @@ class Finish:
         return made
 
     def _schema(self, rows: list[dict[str, Any]]) -> pa.Schema:
-        """Types of the output columns: declared, or fixed once for the run by its first shard."""
+        """Return the types of the output columns: declared, or fixed for the run by its first
+        shard."""
         if self.spec.postprocess is None:
             form, several = self.spec.schema, self.several
             record = pa.struct(list(reader_of(form).schema)) if form is not None else pa.string()
@@ -427,7 +429,7 @@ class Finish:
         return Piece(name, kind, table.num_rows, len(data), digest(data), Positions.of(positions))
 
     def _counts(self, table: pa.Table, outcome: Sequence[Any]) -> dict[str, float]:
-        """What is counted of the answers of rows that did not fail."""
+        """Return the counts of the answers of rows that did not fail."""
         well = [i for i, made in enumerate(outcome) if not isinstance(made, Failure)]
         if 0 < len(self.sampling.choices) <= MOST_COUNTED_LABELS and self.spec.schema is None:
             column = self.spec.column
@@ -444,7 +446,7 @@ class Finish:
     def _stats(
         self, load: ShardStats, table: pa.Table, began: float, outcome: Sequence[Any]
     ) -> ShardStats:
-        """What is known of the engine's `load`, with what is counted of the rows."""
+        """Return the engine's `load` figures plus the counts of the rows."""
         answers = table[ANSWERS].to_pylist()
         ends = table[FINISH].to_pylist()
         merged = table[MERGED].to_pylist()
@@ -485,7 +487,7 @@ class Finish:
 
 
 def _reused(table: pa.Table, stats: ShardStats) -> ShardStats:
-    """With rows by where their answers are from, and the tokens that were not computed for them."""
+    """Return the figures with rows by the origin of their answers, and the tokens saved."""
     if REUSE not in table.column_names:
         return stats
     kinds = table[REUSE].to_numpy()
@@ -505,10 +507,11 @@ def _reused(table: pa.Table, stats: ShardStats) -> ShardStats:
 
 
 def quarantine(rows: pa.Table, failures: list[Failure], attempts: int = 1) -> pa.Table:
-    """Failed rows as they are kept: position, stage, error, message, attempts and the input row.
+    """Return failed rows as they are kept: position, stage, error, message, attempts and the input
+    row.
 
-    `rows` holds the position column and the input columns, which become one struct column: names
-    of theirs can then never collide with ours.
+    `rows` holds the position column and the input columns, which become one struct column, so that
+    their names cannot collide with ours.
     """
     names = input_columns(rows)
     arrays = [rows[name].combine_chunks() for name in names]
@@ -537,7 +540,7 @@ def _read_schema(store: Store) -> pa.Schema:
 
 
 def _infer(rows: list[dict[str, Any]]) -> pa.Schema:
-    """Types from the first shard's rows; a column of nothing but nulls is taken as text."""
+    """Return types from the first shard's rows; a column of nulls is taken as text."""
     # The names most rows have: the odd rows then fail, and not all the others.
     names = Counter(frozenset(row) for row in rows).most_common(1)[0][0]
     rows = [row for row in rows if row.keys() == names]
@@ -549,7 +552,8 @@ def _infer(rows: list[dict[str, Any]]) -> pa.Schema:
 
 
 def _infer_type(values: list[Any]) -> pa.DataType:
-    """The type of all values, or of most of them: the odd ones then fail to cast, one by one."""
+    """Return the type of all values, or of most of them: the others then fail to cast, one by
+    one."""
     try:
         return pa.infer_type(values)
     except (pa.ArrowException, TypeError, ValueError, OverflowError):
@@ -567,7 +571,8 @@ def _type_of(value: object) -> pa.DataType | None:
 def postprocessed(
     function: Callable[[dict[str, Any]], Any], row: Any, answer: dict[str, Any], taken: set[str]
 ) -> Any:
-    """What a user's function makes of a row and its answer: columns, None, or its failure."""
+    """Return what a user's function makes of a row and its answer: columns, None, or its
+    failure."""
     if isinstance(row, Failure):
         return row
     try:
@@ -608,7 +613,7 @@ def _key(failure: Failure) -> FailureKey:
 
 
 def _spent(table: pa.Table, stage: str) -> float:
-    """Seconds of a stage; of "began", those since 1970."""
+    """Return the seconds of a stage; for "began", seconds since 1970."""
     return round(float(table[f"{TIMES}_{stage}"][0].as_py()), 4)
 
 

@@ -1,4 +1,5 @@
-"""Answer to raw answer: the finish stage of the asks, which leaves all else to the run itself."""
+"""The finish stage of the requests phase, which writes raw answers and leaves the rest to the rows
+phase."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from prefect_raybatch.stages.raw_answers import raw_columns
 
 
 class RawFinish(Finish):
-    """Writes raw answers in place of result columns. One that is cut off is an answer as well:
-    whether it fails its row is decided where it is finished."""
+    """Writes raw answers instead of result columns. A truncated answer is kept too: the rows phase
+    decides whether it fails its row."""
 
     def _outcome(self, table: pa.Table) -> list[dict[str, Any] | Failure | None]:
         return [Failure(**error) if error else {} for error in table[ERROR].to_pylist()]

@@ -1,20 +1,21 @@
-"""How probable the model held each label of `sampling.choice`, from the steps at which labels part.
+"""Computes the probability of each label of `sampling.choice`, from the steps at which labels
+diverge.
 
 An answer must be one of the labels, so at each of its tokens the model chooses among those that
-some label goes on with. With l(token) the logarithm of the probability that it gives a token after
-the prompt and what stands of the answer,
+continue some label. With l(token) the log probability of a token after the prompt and the answer so
+far,
 
-    p(label) = product over the places where labels part of
+    p(label) = product over the places where labels diverge of
                exp(l(its next token)) / sum over all labels' next tokens of exp(l(other)),
 
-a softmax over the tokens that are allowed there: where only one is, it is certain. This is exact.
-Whatever is added to all logarithms of a place alike cancels out, such as what vLLM's mask took from
-the other tokens; so do raw logits in place of logarithms. By vLLM's default (`logprobs_mode:
-raw_logprobs`) they are those before temperature and penalties.
+a softmax over the tokens that are allowed there; where only one is, it is certain. This is exact.
+Any constant added to all log probabilities of a place cancels out, such as the mass that vLLM's
+mask removed from the other tokens; so do raw logits in place of log probabilities. By vLLM's
+default (`logprobs_mode: raw_logprobs`) they are those before temperature and penalties.
 
-The answer itself tells about its first token. Where labels part later, each such place is one more
-request of one token, whose prompt goes on with what these labels have in common; all but that lies
-in the prefix cache. A label that is the beginning of another parts from it by ending.
+The answer itself provides its first token's. Each later place takes one more request of one token,
+whose prompt ends with what these labels have in common; everything before is in the prefix cache. A
+label that is a prefix of another diverges from it by ending.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ ANCHOR = "\n"  # behind it a label is cut into tokens as it is at the start of a
 
 @dataclass(frozen=True)
 class Fork:
-    """A place where labels part: the tokens before it, and those that some label goes on with."""
+    """A place where labels diverge: the tokens before it, and those that continue some label."""
 
     before: tuple[int, ...]
     tokens: tuple[int, ...]
 
     def shares(self, told: Mapping[int, float]) -> dict[int, float] | None:
-        """How probable each of its tokens is, 0 of one that was not told; None where none has a
-        chance."""
+        """Return the probability of each of its tokens, 0 for one that was not reported; None if
+        none has a chance."""
         found = [told.get(token, -math.inf) for token in self.tokens]
         most = max(found)
         if not math.isfinite(most):
@@ -55,14 +56,14 @@ class Fork:
 
 @dataclass(frozen=True)
 class LabelTokens:
-    """The labels of a job and the tokens of each, up to where no other goes on the same."""
+    """The labels of a job and the tokens of each, up to where no other label continues the same."""
 
     labels: tuple[str, ...]
     paths: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, labels: Sequence[str]) -> LabelTokens:
-        """Raises `ConfigError` naming labels that cannot be told apart."""
+        """Tokenize the labels. Raises `ConfigError` that names indistinguishable labels."""
         paths: dict[tuple[int, ...], str] = {}
         for label in labels:
             path = _path(tokenizer, label)
@@ -86,7 +87,8 @@ class LabelTokens:
 
     @cached_property
     def forks(self) -> tuple[Fork, ...]:
-        """The places where labels part, the first token of an answer before all others."""
+        """Return the places where labels diverge, the first token of an answer before all
+        others."""
         following: dict[tuple[int, ...], dict[int, None]] = {}
         for path in self.paths:
             for at, token in enumerate(path):
@@ -96,16 +98,17 @@ class LabelTokens:
 
     @property
     def later(self) -> tuple[Fork, ...]:
-        """Those behind the first token, each of which takes a request of its own."""
+        """Return those after the first token, each of which takes a request of its own."""
         return tuple(fork for fork in self.forks if fork.before)
 
     def asked(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
-        """The sampling fields that also ask for the logarithms of an answer's first tokens."""
+        """Return the sampling fields that also ask for the log probabilities of the first
+        tokens."""
         first = [fork for fork in self.forks if not fork.before]
         return {**sampling, **({"logprob_token_ids": list(first[0].tokens)} if first else {})}
 
     def asked_later(self, sampling: Mapping[str, Any]) -> list[tuple[list[int], dict[str, Any]]]:
-        """(tokens behind the prompt, sampling fields) of the further requests of a row."""
+        """Return (tokens after the prompt, sampling fields) of the further requests of a row."""
         usual = {"temperature": sampling.get("temperature", 0.0), "max_tokens": 1}
         return [
             (list(fork.before), {**usual, "logprob_token_ids": list(fork.tokens)})
@@ -115,8 +118,8 @@ class LabelTokens:
     def probabilities(
         self, first: Mapping[int, float], later: Sequence[Mapping[int, float]] = ()
     ) -> list[tuple[str, float]] | None:
-        """The probability of each label, by what the answer's first step told and by what was told
-        at the `later` forks; None where a place told of no token."""
+        """Return the probability of each label, from the answer's first step and the `later` forks;
+        None if a place reported no token."""
         told = dict(zip(self.later, later, strict=True))
         shares: dict[tuple[int, ...], dict[int, float]] = {}
         for fork in self.forks:
@@ -131,8 +134,8 @@ class LabelTokens:
 
 
 def check_labels(labels: Sequence[str], asked: ModelRequest, pinned: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for labels that cannot be told apart, where the tokenizer lies here;
-    else the engine says it before its first row."""
+    """Raise `ConfigError` for indistinguishable labels if the tokenizer is available here;
+    otherwise the engine reports them before its first row."""
     if not labels:
         return
     source = str(pinned.get("tokenizer") or pinned["source"])
@@ -142,7 +145,7 @@ def check_labels(labels: Sequence[str], asked: ModelRequest, pinned: Mapping[str
 
 
 def _path(tokenizer: Tokenizer, label: str) -> tuple[int, ...]:
-    """The tokens of an answer that is this label."""
+    """Return the tokens of an answer that is this label."""
     # Behind an anchor, since some tokenizers put a blank in front of every text, which an answer
     # does not begin with and which they leave out again when they decode.
     before, both = _tokens(tokenizer, ANCHOR), _tokens(tokenizer, ANCHOR + label)

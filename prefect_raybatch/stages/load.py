@@ -1,8 +1,8 @@
-"""What an engine and its node were doing: sampled in the engine's process, told shard by shard.
+"""Load of an engine and its node: sampled in the engine's process, reported shard by shard.
 
 The figures travel in the block to `finish` and from there in the receipt to the commit, so they
-survive what the commit survives, and there is no server to run and none to ask. What is not known
-is left out, never 0.
+survive whatever the commit survives, and no server has to run or be queried. Unknown figures are
+left out, never 0.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ NOTHING_MORE = ShardStats()
 class Sampler:
     """Samples an engine and its node every `every` seconds from a thread of its own.
 
-    `load()` says what the engine does now: running, waiting (sequences), sequences (that may run),
-    kv_cache (share in use), steps (since its start); any of them may be missing. `node()` does the
-    same for cpu and gpu (shares), memory and gpu_memory (GiB).
+    `load()` returns the engine's state: running, waiting (sequences), sequences (that may run),
+    kv_cache (share in use), steps (since its start); any of them may be missing. `node()` returns
+    cpu and gpu (shares), memory and gpu_memory (GiB).
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Sampler:
                     log.warning("a sample of figures failed: %s: %s", type(error).__name__, error)
 
     def take(self) -> None:
-        """Takes a sample now."""
+        """Take a sample now."""
         now, load = self.clock(), dict(self.load())
         before, steps = self._steps, load.pop("steps", None)
         self._steps = None if steps is None else (now, steps)
@@ -79,11 +79,11 @@ class Sampler:
         self._samples.append((now, {**load, **self.node()}))
 
     def over(self, began: float, ended: float) -> ShardStats:
-        """Figures of the time between (seconds since 1970).
+        """Return figures of the interval (seconds since 1970).
 
-        Means of running, waiting, sequences, kv_cache, steps_per_s, node_cpu, gpu; `*_peak` the
-        highest of kv_cache, node_memory and gpu_memory; `samples` behind them. A shard that was
-        shorter than the time between two samples gets the latest one; nothing where there is none.
+        Means of running, waiting, sequences, kv_cache, steps_per_s, node_cpu, gpu; `*_peak`, the
+        highest of kv_cache, node_memory and gpu_memory; `samples`, their number. A shard shorter
+        than the sampling interval gets the latest sample; nothing if there is none.
         """
         samples = list(self._samples)
         found = [sample for at, sample in samples if began <= at <= ended]
@@ -103,8 +103,8 @@ class Sampler:
         return ShardStats.of(stats)
 
     def tell(self, table: pa.Table, began: float, once: ShardStats = NOTHING_MORE) -> pa.Table:
-        """The block with the figures since `began`; those of `once` with its first shard alone,
-        since they are summed."""
+        """Return the block with the figures since `began`; those of `once` only with its first
+        shard, because they are summed."""
         stats = self.over(began, self.clock()).to_dict()
         values: list[str | None] = [None] * table.num_rows
         more = once.to_dict()
@@ -131,7 +131,8 @@ PEAK_OF = {
 
 
 def figures_of(table: pa.Table) -> tuple[ShardStats, dict[str, str]]:
-    """(stats, where) that a block, or the rows of one shard in it, brought from the engine."""
+    """Return (stats, places) that a block, or the rows of one shard in it, brought from the
+    engine."""
     if FIGURES not in table.column_names:
         return ShardStats(), {}
     texts = table[FIGURES].drop_null()

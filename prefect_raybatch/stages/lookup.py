@@ -1,7 +1,7 @@
-"""Row to the answer that is there already: in place of prepare and engine, where a run reuses.
+"""Finds each row's existing answer; replaces prepare and engine in a run that reuses answers.
 
-The plan says where each row's answer lies. The row's key is made again: one that came out
-otherwise fails the row, since the answer would be another request's.
+The plan says where each row's answer is. The row's key is computed again, and a different key fails
+the row, because the answer would belong to another request.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ IMAGE_LATE = Failure(
 class LookUp:
     """The stage as a function of one block.
 
-    `prepare` makes requests as it does for the engine; `places` holds a row (kind, at) for each
-    row of the input, and the digests of its images where it has such; `reused`, `asked` and
-    `failed` are raw answers and failures by number; `by_row` has all answers by their rows, where
-    these are written in that order. Shards are of `rows_per_shard` rows.
-    `optional`: columns that finish looks for; `pools`: answers are vectors.
+    `prepare` makes requests as it does for the engine. `places` holds (kind, at) for each row of
+    the input, and the digests of its images if it has any. `reused`, `asked` and `failed` are raw
+    answers and failures by number; `by_row` has all answers by row if they are stored in that
+    order. Shards have `rows_per_shard` rows. `optional`: columns that finish looks for; `pools`:
+    answers are vectors.
     """
 
     prepare: Prepare
@@ -82,7 +82,7 @@ class LookUp:
     pools: bool = False
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Adds answers, errors and times to a block of input rows."""
+        """Add answers, errors and times to a block of input rows."""
         if passes_by(table):
             return table
         try:
@@ -137,8 +137,8 @@ class LookUp:
         kinds: np.ndarray,
         digests: list[Digests],
     ) -> list[ChatRequest | Failure]:
-        """Requests with their images as they were when the run was planned. Of rows that made no
-        request then, they are fetched once more, to tell why."""
+        """Return requests with their images as they were when the run was planned. For rows that
+        made no request then, fetch the images again, to find out why."""
         empty = [r.messages if isinstance(r, ChatRequest) else r for r in requests]
         requests = with_images(requests, empty, digests)
         none = [i for i in np.flatnonzero(kinds == NO_REQUEST) if not isinstance(empty[i], Failure)]
@@ -150,12 +150,12 @@ class LookUp:
         return requests
 
     def _rows(self, table: pa.Table) -> np.ndarray:
-        """The numbers of the rows in the input of the run."""
+        """Return the numbers of the rows in the input of the run."""
         shards = table[SHARD].to_numpy().astype(np.int64)
         return np.asarray(shards * self.rows_per_shard + table[POSITION].to_numpy())
 
     def _places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[Digests]]:
-        """Where each row's answer is: (kind, number, the digests of its images)."""
+        """Return where each row's answer is: (kind, number, digests of its images)."""
         there, places = self.places.take(rows)
         if places is None or not there.all():
             raise CorruptRun(f"the plan does not say where the answer to row {rows[~there][0]} is")
@@ -165,7 +165,8 @@ class LookUp:
     def _answers(
         self, numbers: np.ndarray, kinds: np.ndarray, at: np.ndarray
     ) -> tuple[pa.Table, dict[int, Failure]]:
-        """(the raw answer of each row, null where there is none; why the asks of others failed)."""
+        """Return (the raw answer of each row, null if there is none; why the requests of others
+        failed)."""
         index = np.full(len(kinds), -1, np.int64)
         tables: list[pa.Table] = []
         held = 0
@@ -203,8 +204,8 @@ def _no_answer(schema: pa.Schema) -> pa.Table:
 
 
 def _vectors(answers: pa.Table, errors: list[dict[str, str] | None]) -> pa.Array | None:
-    """The answers' vectors as the engine stage gives them, null for a row that failed; None where
-    all have."""
+    """Return the answers' vectors as the engine stage gives them, null for a failed row; None if
+    all rows failed."""
     lists = answers[VECTOR_COLUMN].combine_chunks()
     well = [i for i, error in enumerate(errors) if error is None]
     if not well:
@@ -238,7 +239,7 @@ def _failure(
     held: bytes | None,
     failed: Failure | None,
 ) -> Failure | None:
-    """Why a row has no answer; None where it has one."""
+    """Return why a row has no answer; None if it has one."""
     if isinstance(request, Failure):
         return request
     if kind == NO_REQUEST:

@@ -1,4 +1,4 @@
-"""Row to chat messages: of a template, or of a user's function."""
+"""Makes chat messages from a row, by a template or a user's function."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from prefect_raybatch.stages.calls.apart import NoChild
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """Chat messages of one row, the sampling fields it overrides, documents for its template.
-    `images`: the SHA-256 of each of its images in the order in which they are fetched, None for
-    text alone or where that is not known yet.
+    """Chat messages of one row, the sampling fields it overrides, and documents for its template.
+    `images`: the SHA-256 of each of its images in the order of fetching, None for text alone or if
+    not yet known.
 
-    What is the job's own text, and no row's: the first `job_messages` messages, and in the last
-    message the spans `job_text` (from, to)."""
+    The parts that are the job's own text, and no row's: the first `job_messages` messages, and in
+    the last message the spans `job_text` (from, to).
+    """
 
     messages: Messages
     sampling: dict[str, Any] | None = None
@@ -31,14 +32,14 @@ class ChatRequest:
     job_text: tuple[tuple[int, int], ...] = field(default=(), compare=False, repr=False)
 
     def under(self, system: str) -> ChatRequest:
-        """The same with a system message in front, unless it brings its own."""
+        """Return it with a system message prepended, unless it brings its own."""
         if self.messages[0]["role"] == "system":
             return self
         messages = [{"role": "system", "content": system}, *self.messages]
         return replace(self, messages=messages, job_messages=1)
 
     def with_content(self, index: int, start: int, stop: int) -> ChatRequest:
-        """The same with the part from `start` to `stop` alone of the text of a message."""
+        """Return it with only the part from `start` to `stop` of the text of a message."""
         messages = list(self.messages)
         content = messages[index]["content"][start:stop]
         messages[index] = {**messages[index], "content": content}
@@ -49,7 +50,7 @@ class ChatRequest:
         return replace(self, messages=messages, job_text=spans)
 
     def continued(self) -> ChatRequest:
-        """The same; ValueError where its last message is none that an answer can go on from."""
+        """Return it; raise ValueError if no answer can continue its last message."""
         role = self.messages[-1]["role"]
         if role != "assistant":
             raise ValueError(
@@ -59,14 +60,14 @@ class ChatRequest:
         return self
 
     def answer(self, most: int) -> int:
-        """Most tokens out: its own max_tokens, or the job's."""
+        """Return the most output tokens: its own max_tokens, or the job's."""
         own = (self.sampling or {}).get("max_tokens")
         return own if isinstance(own, int) else most
 
 
 class Filler:
-    """Fill the template from a row's texts (`cell_text`). Only texts are put in: no attribute of a
-    value is reachable."""
+    """Fills the template from a row's texts (`cell_text`). Only texts are inserted: no attribute of
+    a value is reachable."""
 
     def __init__(self, template: str, prompt: PromptSpec):
         self.parts = _joined(string.Formatter().parse(template))
@@ -93,7 +94,7 @@ class Filler:
 
 
 def _joined(parts: Iterable[Any]) -> list[tuple[str, str | None]]:
-    """(literal text, column after it) of a template; literals without a column between are one."""
+    """Return (literal text, column after it) of a template; adjacent literals are joined."""
     joined, literal = [], ""
     for text, name, _, _ in parts:
         literal += text

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Meter:
-    """Counts for one engine after another. `work` is what tokens cost; without it nothing is
+    """Counts for one engine after another. `work` is the cost of tokens; without it nothing is
     counted. Thread-safe: several blocks are in an engine at once."""
 
     def __init__(self, work: Work | None, clock: Callable[[], float] = time.monotonic):
@@ -27,7 +27,7 @@ class Meter:
         self._steps, self._busy = 0, 0.0  # of that engine, when it told last
 
     def begin(self, engine: SteppedEngine) -> None:
-        """What the engine has done for others before counts for nothing."""
+        """Start counting; earlier work of the engine for others does not count."""
         if self.work is None:
             return
         found = engine.stats()
@@ -35,7 +35,7 @@ class Meter:
             self._engine, self._steps, self._busy = engine, found["steps"], found["busy_s"]
 
     def run(self, engine: SteppedEngine, requests: Sequence[Request]) -> list[Completion]:
-        """The engine's answers, counted. Raises what its `run` raises."""
+        """Return the engine's answers, and count them. Raises what its `run` raises."""
         if self.work is None:
             return engine.run(requests)
         with self._lock:
@@ -54,7 +54,7 @@ class Meter:
         return answers
 
     def tell(self, engine: SteppedEngine) -> ShardStats:
-        """What was done since this was told last; nothing where nothing is counted."""
+        """Return what was done since the last call; empty if nothing is counted."""
         work = self.work
         if work is None:
             return ShardStats()

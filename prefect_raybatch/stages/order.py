@@ -1,11 +1,10 @@
-"""In which order the rows of a block go to the engine, and which of them need not go at all.
+"""The order in which the rows of a block enter the engine, and which of them need not.
 
-Rows with a shared prefix go one after the other, so that the first one's blocks are still in the
-prefix cache for the next; among such groups, and within one, the longest goes first, so that a
-long row does not keep an engine waiting at the end. vLLM enters a prompt's blocks into its cache
-when it schedules them and looks each waiting request up after that (0.26 to 0.29,
-`KVCacheManager.allocate_slots`), so neighbours share even within one step and need not be kept
-apart.
+Rows with a shared prefix are adjacent, so that the first one's blocks are still in the prefix cache
+for the next. Among such groups, and within one, the longest goes first, so that a long row does not
+keep an engine waiting at the end. vLLM enters a prompt's blocks into its cache when it schedules
+them and looks up each waiting request after that (0.26 to 0.29, `KVCacheManager.allocate_slots`),
+so neighbours share even within one step.
 """
 
 from __future__ import annotations
@@ -29,19 +28,20 @@ NOT_EXACT = ("extra_args", "vllm_xargs", "logits_processors")
 
 @dataclass(frozen=True)
 class Asked:
-    """Rows in the order in which the engine gets them. `copies` are the others, by the row whose
-    answer is also theirs."""
+    """Rows in the order in which the engine gets them. `copies` maps a row to the other rows that
+    get its answer."""
 
     rows: list[int]
     copies: dict[int, list[int]] = field(default_factory=dict)
 
     def served(self, row: int) -> list[int]:
-        """The rows that the answer to `row` goes to, itself first."""
+        """Return the rows that get the answer to `row`, itself first."""
         return [row, *self.copies.get(row, ())]
 
 
 def token_keys(tokens: pa.Array | pa.ChunkedArray) -> list[bytes]:
-    """A key a prompt, of list<int32> without nulls; keys compare as the token lists do."""
+    """Return a key for each prompt, from list<int32> without nulls; keys compare as the token lists
+    do."""
     if isinstance(tokens, pa.ChunkedArray):
         tokens = tokens.combine_chunks()
     # Big-endian numbers without sign compare as their bytes do, and bytes compare in C.
@@ -52,7 +52,7 @@ def token_keys(tokens: pa.Array | pa.ChunkedArray) -> list[bytes]:
 
 
 def adapter_keys(keys: Sequence[bytes], adapters: Sequence[int]) -> list[bytes]:
-    """Keys by which rows of one adapter stand together, and equal prompts under two are two."""
+    """Return keys that group rows by adapter and distinguish equal prompts of two adapters."""
     if not any(adapters):
         return list(keys)
     # As long as what keeps rows together: so the first branches are the adapters.
@@ -67,9 +67,10 @@ def arrange(
     sort: bool,
     merge: bool,
 ) -> Asked:
-    """How to ask about the rows `well`, whose prompts are `keys` and sampling fields `params`.
+    """Return how to ask the rows `well`, whose prompts are `keys` and whose sampling fields are
+    `params`.
 
-    `sort` by prefix and length, else in the order given; `merge` equal requests where their
+    `sort` by prefix and length, otherwise keep the given order; `merge` equal requests if their
     answers are certain to be equal.
     """
     asked = _merged(keys, params, well) if merge else Asked(list(well))
@@ -77,8 +78,8 @@ def arrange(
 
 
 def is_exact(params: dict[str, Any]) -> bool:
-    """Whether equal prompts under `params` have equal answers by vLLM's definition: a vector, or
-    greedy, one answer, and no hook of the user's in between."""
+    """Return whether equal prompts under `params` have equal answers by vLLM's definition: a
+    vector, or greedy sampling, one answer, and no hook of the user's in between."""
     if "task" in params:  # of a request that pools: nothing is drawn
         return True
     return (
@@ -89,7 +90,7 @@ def is_exact(params: dict[str, Any]) -> bool:
 
 
 def is_greedy(params: Mapping[str, Any]) -> bool:
-    """Whether nothing is drawn under `params`, the fields of a request."""
+    """Return whether `params`, the fields of a request, sample greedily."""
     temperature = params.get("temperature", 1.0)
     # A row's own fields may be anything: what vLLM would refuse is left to it.
     return isinstance(temperature, (int, float)) and 0 <= temperature < GREEDY
@@ -111,7 +112,8 @@ def _merged(keys: Sequence[bytes], params: Sequence[dict[str, Any]], well: Seque
 
 
 def _sorted(keys: Sequence[bytes], params: Sequence[dict[str, Any]], rows: list[int]) -> list[int]:
-    """Through the tree of prefixes, branch by branch, the one with the costliest row first."""
+    """Return the rows through the tree of prefixes, branch by branch, the costliest branch
+    first."""
     rows = sorted(rows, key=keys.__getitem__)
     common = common_tokens([keys[row] for row in rows])
     bound = _by_identity(_bound)
@@ -135,13 +137,13 @@ def _sorted(keys: Sequence[bytes], params: Sequence[dict[str, Any]], rows: list[
 
 
 def _bound(params: dict[str, Any]) -> int:
-    """Most tokens out, as far as it can be told."""
+    """Return the most output tokens, as far as they are known."""
     given = params.get("max_tokens")
     return min(max(given, 0), 1 << 22) if isinstance(given, int) else 0
 
 
 def common_tokens(keys: Sequence[bytes]) -> np.ndarray:
-    """int64[len(keys)]: tokens at the start that each key shares with the one before it."""
+    """Return int64[len(keys)]: the length in tokens of the prefix shared with the key before."""
     common = np.zeros(len(keys), np.int64)
     before = np.empty(0, np.uint8)
     for i, key in enumerate(keys):
@@ -155,7 +157,7 @@ def common_tokens(keys: Sequence[bytes]) -> np.ndarray:
 
 
 def _by_identity(make: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
-    """`make`, called once for each dict that is one and the same, as the job's own is."""
+    """Return `make` cached by the identity of the dict, because the job's own is one object."""
     made: dict[int, Any] = {}
 
     def known(params: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
-"""Raw answers to thinking, text and tool calls, by vLLM's own parsers.
+"""Splits raw answers into thinking, text and tool calls with vLLM's own parsers.
 
-vLLM is imported for it: twelve seconds and half a GiB in a process that prepares or finishes, and
-only where a job names a parser.
+This imports vLLM, which takes twelve seconds and half a GiB in a process that prepares or finishes,
+and only if a job names a parser.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def parsed_types(parsing: ParsingSpec) -> list[tuple[str, pa.DataType]]:
 
 
 def reasoning_parser_for(parsing: ParsingSpec, tokenizer: Any) -> ReasoningParser:
-    """Return the parser that tells of a prompt whether its thinking has ended."""
+    """Return the parser that finds whether the thinking of a prompt has ended."""
     if parsing.reasoning is None:
         raise ConfigError("output.reasoning_parser is not set")
     quick = internals.quick_tokenizer(tokenizer)
@@ -56,8 +56,8 @@ def reasoning_parser_for(parsing: ParsingSpec, tokenizer: Any) -> ReasoningParse
 
 
 class Parsers:
-    """The parsers in a process that finishes answers. Parsers see special tokens; columns do not
-    hold them, unless `keep_special`."""
+    """The parsers in a process that finishes answers. Parsers see special tokens; columns leave
+    them out unless `keep_special`."""
 
     def __init__(self, parsing: ParsingSpec, tokenizer: Tokenizer, keep_special: bool = False):
         self.parsing = parsing
@@ -68,7 +68,7 @@ class Parsers:
         self._words = re.compile(known) if known and not keep_special else None
 
     def visible(self, ids: Sequence[int]) -> Sequence[int]:
-        """An answer without the token that ended it, as vLLM shows it to its parsers."""
+        """Return an answer without the token that ended it, as vLLM passes it to its parsers."""
         return ids[:-1] if len(ids) and ids[-1] in self.special else ids
 
     def take_apart(
@@ -78,9 +78,9 @@ class Parsers:
         errors: list[dict[str, str] | None],
         several: bool,
     ) -> tuple[list[Any], list[dict[str, Any]]]:
-        """The texts of an answered block without what stands in columns beside them, and those
-        columns; what no parser can read puts its row into `errors`. `several`: each row has a list
-        of answers."""
+        """Return the texts of an answered block without what goes to other columns, and those
+        columns; an unparsable text adds its row to `errors`. `several`: each row has a list of
+        answers."""
         _ = self._open, self._closed  # a parser that cannot be imported is no row's fault
         ids = table[ANSWERS].to_pylist()
         opened = (
@@ -111,8 +111,8 @@ class Parsers:
         return left, beside
 
     def parse(self, text: str, ids: Sequence[int], opened: bool, name: str) -> dict[str, Any]:
-        """What an answer's columns hold, its text under "". `opened`: it may begin with thinking.
-        `name` begins the ids of its calls where the model gives them none."""
+        """Return the columns of an answer, its text under "". `opened`: it may begin with thinking.
+        `name` prefixes the ids of its calls if the model gives none."""
         make = self._open if opened else self._closed
         reasoning: str | None = None
         content: str | None = text
@@ -139,7 +139,8 @@ class Parsers:
         return found
 
     def _shown(self, text: str | None, thinks: bool, answer: bool = False) -> str | None:
-        """Without special tokens, and without the blank lines between thinking and answer."""
+        """Return the text without special tokens and without blank lines between thinking and
+        answer."""
         if text is None:
             return None
         if self._words is not None:

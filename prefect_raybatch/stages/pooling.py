@@ -1,4 +1,4 @@
-"""A task that pools, as the stages see it; and its vectors as they come from the engine."""
+"""A pooling task as the stages see it, and the vectors that the engine returns."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Texts(Enum):
 
 @dataclass(frozen=True)
 class Pooling:
-    """How a task is asked of its model. `fields` go to vLLM with each row;
-    an encoder (`encodes`) takes a prompt in one step, which must have room for `longest` tokens;
-    `labels` are the model's, where it classifies."""
+    """How a task asks its model. `fields` go to vLLM with each row; an encoder (`encodes`)
+    processes a prompt in one step, which must have room for `longest` tokens; `labels` are the
+    model's, if it classifies."""
 
     task: str
     texts: Texts
@@ -48,7 +48,7 @@ class Pooling:
 
     @classmethod
     def of(cls, spec: RunSpec, pinned: Mapping[str, Any]) -> Pooling | None:
-        """Return how the pinned model is asked, by its config.json; None for text."""
+        """Return how the pinned model is asked, by its config.json; None for text generation."""
         model = spec.engine.model
         if not model.pools:
             return None
@@ -71,7 +71,8 @@ class Pooling:
         )
 
     def engine_arguments(self, sized: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
-        """vLLM's arguments for the task, with those that were `sized` and of these the `given`."""
+        """Return vLLM's arguments for the task, made from the `sized` ones; `given` are the names
+        of those that the job sets."""
         step = max(int(sized.get("max_num_batched_tokens") or 0), self.longest)
         made = {**sized, "runner": "pooling", "max_num_batched_tokens": step}
         if self.encodes and "enable_prefix_caching" not in given:
@@ -81,7 +82,8 @@ class Pooling:
 
 
 def _encodes(model: ModelRequest, config: Mapping[str, Any]) -> bool:
-    """Whether a model is an encoder, by the decoders' names: it takes a prompt in one step."""
+    """Return whether a model is an encoder, which processes a prompt in one step, by the decoders'
+    names."""
     names = tasks.architectures(tasks.overridden(model, config))
     decoders = vllm_fields.generating_models() or ()
     stems = {name.removesuffix("ForCausalLM") for name in decoders if "ForCausalLM" in name}
@@ -89,7 +91,7 @@ def _encodes(model: ModelRequest, config: Mapping[str, Any]) -> bool:
 
 
 def _stem(name: str) -> str:
-    """Qwen3 of Qwen3ForSequenceClassification, Llama of LlamaModel."""
+    """Return e.g. Qwen3 for Qwen3ForSequenceClassification, Llama for LlamaModel."""
     return name.partition("For")[0].removesuffix("Model").removesuffix("Embedding")
 
 
@@ -102,9 +104,9 @@ def ask_pairs(
     sort: bool,
     merge: bool,
 ) -> list[RowAnswer]:
-    """The cosine of the two prompts of each row `well`: `request(row, side)`, with `keys[side]` as
-    of `order.token_keys`. A text that stands in several rows, such as a query over its documents,
-    is asked once."""
+    """Return the cosine of the two prompts of each row `well`: `request(row, side)`, with
+    `keys[side]` as from `order.token_keys`. A text that several rows share, such as a query over
+    its documents, is asked once."""
     rows = len(params)
     both = [*well, *(rows + i for i in well)]
     asked = arrange([*keys[0], *keys[1]], [*params, *params], both, sort, merge)
@@ -119,7 +121,7 @@ def ask_pairs(
 
 
 def refusal_of(failure: Failure) -> Completion:
-    """An answer in place of one that nobody was asked for."""
+    """Return an answer for a request that was not sent."""
     from prefect_raybatch.stages.vllm.stepper import Completion
 
     return Completion([], error=(failure.kind, failure.message))
@@ -138,7 +140,7 @@ def _cosine(one: Completion, other: Completion) -> Completion:
 
 
 def without_misfits(answers: Iterable[RowAnswer]) -> list[RowAnswer]:
-    """The same, with an error in place of a vector that is no good."""
+    """Return the answers with an error in place of each invalid vector."""
     made: list[RowAnswer] = []
     size: int | None = None
     for row, served, completion in answers:
@@ -157,7 +159,7 @@ def without_misfits(answers: Iterable[RowAnswer]) -> list[RowAnswer]:
 
 
 def column(rows: int, answers: Iterable[RowAnswer]) -> pa.Array:
-    """fixed_size_list<float32>[rows]: the vector of each row, null where there is none."""
+    """Return fixed_size_list<float32>[rows]: the vector of each row, null if there is none."""
     good = [(served, c.vector) for _, served, c in answers if c.error is None]
     size = len(np.asarray(good[0][1])) if good else 1
     values, missing = np.zeros((rows, size), np.float32), np.ones(rows, bool)

@@ -1,6 +1,6 @@
-"""Row to request: template or user function, chat template, tokens. CPU, one block at a time.
+"""From row to request: template or user function, chat template, tokens. CPU, one block at a time.
 
-A row that fails here is marked and passes by the engine; it never takes its block with it.
+A row that fails here is marked and skips the engine; it never takes its block with it.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ UNKNOWN_CONTEXT = 1 << 20  # tokens that no model whose length is not known take
 class Prepare:
     """The stage as a function of one block; made on the driver, run on any worker.
 
-    `model` is the plan's pinned model, `max_model_len` in tokens (None: the model's own).
-    `sampling` is what a row's own fields are checked against; a prompt that is cut leaves room for
-    an answer of its `max_tokens`. `calls`: how the user's function is called. With a reasoning
-    parser in `parsing`, prompts that leave the thinking open are marked. `images`: where a row's
-    images come from; None for text alone. `keying`: makes the keys of requests that must come out
-    as the block's column of keys says.
+    `model` is the plan's pinned model, `max_model_len` is in tokens (None: the model's own). A
+    row's own fields are checked against `sampling`; a prompt that is cut leaves room for an answer
+    of its `max_tokens`. `calls`: how the user's function is called. With a reasoning parser in
+    `parsing`, prompts that leave the thinking open are marked. `images`: where a row's images come
+    from; None for text alone. `keying`: computes request keys, which must equal those in the
+    block's column of keys.
     """
 
     prompt: PromptSpec
@@ -90,7 +90,7 @@ class Prepare:
     keying: Keying | None = None
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Adds columns of tokens, parameters, errors and seconds to a block of input rows."""
+        """Add columns of tokens, parameters, errors and seconds to a block of input rows."""
         if passes_by(table):
             return table
         try:
@@ -140,12 +140,13 @@ class Prepare:
         return timed(table, "prepare", began)
 
     def requests(self, table: pa.Table) -> list[ChatRequest | Failure]:
-        """The request of each row of a block of input rows, before any template and tokenizer."""
+        """Return the request of each row of a block of input rows, before chat template and
+        tokenizer."""
         return self._requests(table)
 
     def keyed_requests(self, table: pa.Table) -> tuple[list[ChatRequest | Failure], list[Digests]]:
-        """As `requests`, with all that their keys are made of: images are fetched for their
-        digests, which are in the second place."""
+        """Like `requests`, with everything that their keys are made of: images are fetched for
+        their digests, which are the second value."""
         requests = self.requests(table)
         if self.images is None:
             return requests, []
@@ -155,9 +156,9 @@ class Prepare:
     def prompts(
         self, table: pa.Table
     ) -> tuple[list[ChatRequest | Failure], list[TokenIds | Failure]]:
-        """Request and prompt tokens of each row of a block of input rows, of any length; a
-        `Failure` in either place for a row that has none. A prompt of far more tokens than the
-        model takes is a `LongPrompt`."""
+        """Return request and prompt tokens of each row of a block of input rows, of any length,
+        with a `Failure` in either place for a row that has none. A prompt of far more tokens than
+        the model takes is a `LongPrompt`."""
         most = self.max_model_len or models.context_length(models.local_path(self.model))
         requests, tokens, *_ = self._rendered(table, most)
         return requests, tokens
@@ -170,8 +171,8 @@ class Prepare:
         list[dict[str, Any] | None],
         list[Digests],
     ]:
-        """As `prompts`, what the engine gets of each row's images (of `MM_TYPE`), and their
-        digests. `most`: of a prompt with more tokens only the beginning is tokenized."""
+        """Like `prompts`, plus what the engine gets of each row's images (`MM_TYPE`), and their
+        digests. With `most`, only the beginning of a prompt with more tokens is tokenized."""
         most = most or UNKNOWN_CONTEXT
         requests = self._requests(table)
         shown: list[Messages | Failure] = []
@@ -192,8 +193,8 @@ class Prepare:
     def _safe(
         self, request: ChatRequest | Failure, messages: Messages | Failure, most: int
     ) -> Messages | Failure:
-        """Messages with images as vLLM's renderer is given them: without control tokens in row
-        text, and of a text that is not far too long."""
+        """Return messages with images as vLLM's renderer gets them: without control tokens in row
+        text, and not far too long."""
         if isinstance(messages, Failure) or isinstance(request, Failure):
             return messages
         tokenizer, chat = self._tokenizer(), Chat.of(self.prompt)
@@ -215,9 +216,9 @@ class Prepare:
         tokens: Sequence[TokenIds | Failure],
         form: Sequence[bool],
     ) -> list[bool | None]:
-        """Whether each row's answer may begin with thinking: the text that the chat template puts
-        after the last message decides. A row whose answer has a form goes by the whole prompt, as
-        vLLM does when it decides from where on the form counts."""
+        """Return whether each row's answer may begin with thinking, which the text decides that the
+        chat template puts after the last message. For a row whose answer has a form, the whole
+        prompt decides, as in vLLM when it decides from where on the form applies."""
         tokenizer = self._tokenizer()
         parser = reasoning_parser_for(parsing, tokenizer)
         chat = Chat.of(self.prompt)
@@ -239,7 +240,8 @@ class Prepare:
     def _fitted(
         self, request: ChatRequest | Failure, tokens: TokenIds | Failure, limit: int | None
     ) -> TokenIds | Failure:
-        """Tokens that leave room in `limit`, cut where the job says so, or the row's failure."""
+        """Return tokens that leave room in `limit`, cut if the job says so, or the row's
+        failure."""
         if isinstance(tokens, Failure) or isinstance(request, Failure):
             return tokens
         if not limit or self.prompt.on_too_long == "quarantine":
@@ -296,7 +298,8 @@ class Prepare:
 
 
 def _text_rows(table: pa.Table, names: Sequence[str]) -> Iterator[dict[str, str | None] | Failure]:
-    """Rows as dicts of the texts of the named columns; a `Failure` for a row without a text."""
+    """Yield rows as dicts of the texts of the named columns; a `Failure` for a row without a
+    text."""
     columns = [cell_texts(table[name], name) for name in names]
     for cells in zip(*columns, strict=True) if names else [()] * table.num_rows:
         failure = next((cell for cell in cells if isinstance(cell, Failure)), None)
@@ -304,7 +307,7 @@ def _text_rows(table: pa.Table, names: Sequence[str]) -> Iterator[dict[str, str 
 
 
 def with_own_forms(table: pa.Table, requests: Sequence[ChatRequest | Failure]) -> pa.Table:
-    """The block with the fields by which each row changes the form of its answer."""
+    """Return the block with the fields by which each row changes the form of its answer."""
     own = [own_form(r.sampling) if isinstance(r, ChatRequest) else None for r in requests]
     return table.append_column(OWN_FORM, pa.array(own, pa.string()))
 
@@ -314,7 +317,8 @@ def with_images(
     shown: Sequence[Messages | Failure],
     digests: Sequence[Digests],
 ) -> list[ChatRequest | Failure]:
-    """Requests with the `digests` of their images, failed where what is `shown` of them has."""
+    """Return requests with the `digests` of their images, failed where what is `shown` of them has
+    failed."""
     made: list[ChatRequest | Failure] = []
     for request, seen, each in zip(requests, shown, digests, strict=True):
         if isinstance(request, ChatRequest) and not isinstance(seen, Failure):

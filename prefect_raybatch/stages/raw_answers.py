@@ -1,7 +1,7 @@
-"""Raw answers as files: what the engine said, before any parser or function of the user's.
+"""Raw answers as files: what the engine returned, before any parser or function of the user's.
 
-They are what a run takes over from an earlier one, so they hold all that finish asks of an
-engine's block and nothing of the row that was asked about but its request's key.
+Later runs reuse them, so they hold everything that finish needs of an engine's block, and nothing
+of the row except its request's key.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _kept: LRUCache[tuple[str, tuple[str, ...], int], pa.Table] = LRUCache(KEPT_BYTE
 
 
 def raw_columns(table: pa.Table) -> pa.Table:
-    """The raw answers in an engine's block, a row each."""
+    """Return the raw answers in an engine's block, one per row."""
     pooled = VECTOR in table.column_names
     columns = [
         table[name].combine_chunks().cast(kind)
@@ -84,9 +84,9 @@ def raw_columns(table: pa.Table) -> pa.Table:
 
 @dataclass(frozen=True)
 class AnswerFile:
-    """A Parquet file whose rows have the numbers from `first` on: without gaps where `numbered` is
-    off, else as its column `_row` says. `path` is in the store that it is read from; every read is
-    compared with `sums`."""
+    """A Parquet file whose rows have the numbers from `first` on: consecutive unless `numbered`,
+    otherwise as in its column `_row`. `path` is relative to the store that it is read from; every
+    read is compared with `sums`."""
 
     path: str
     first: int
@@ -96,14 +96,14 @@ class AnswerFile:
 
 @dataclass(frozen=True)
 class AnswerFiles:
-    """Files of one kind in the order of their numbers."""
+    """Files of one kind, ordered by their numbers."""
 
     store: Store
     files: tuple[AnswerFile, ...]
     columns: tuple[str, ...]
 
     def take(self, numbers: np.ndarray) -> tuple[np.ndarray, pa.Table | None]:
-        """(which of `numbers` are there, their rows in that order; None for no row)."""
+        """Return (which of `numbers` exist, their rows in that order; None for no row)."""
         there = np.zeros(len(numbers), bool)
         order = np.argsort(numbers, kind="stable")
         wanted = numbers[order]
@@ -145,7 +145,7 @@ class AnswerFiles:
         return there, tables
 
     def _group(self, file: AnswerFile, group: int) -> pa.Table:
-        """A row group, of which the latest are kept: rows far apart may share an answer."""
+        """Return a row group; recent ones are cached, because distant rows may share an answer."""
         names = (*self.columns, *([NUMBER] if file.numbered else []))
         key = (file.sums.sha256, names, group)
         with _lock:
@@ -163,7 +163,7 @@ class AnswerFiles:
 
 @dataclass(frozen=True)
 class _Known:
-    """What the end of a file says of it; `groups`: (row group, first number, behind the last)."""
+    """The contents of a footer; `groups`: (row group, first number, end)."""
 
     metadata: pq.FileMetaData
     groups: list[tuple[int, int, int]]
@@ -173,7 +173,7 @@ _files: LRUCache[tuple[str, int, bool], _Known] = LRUCache(4096)
 
 
 def _known_of(store: Store, file: AnswerFile) -> _Known:
-    """What the footer of a file says, read once for each content."""
+    """Return the footer of a file, read once for each content."""
     key = (file.sums.sha256, file.first, file.numbered)
     with _lock:
         known = _files.get(key)
@@ -207,7 +207,8 @@ def _spans(metadata: Any, file: AnswerFile) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True)
 class NamedFile:
-    """A file of answers as a record names it; `sha256` may be cut to the digits in its name."""
+    """A file of answers as a record names it; `sha256` may be shortened to the digits in its
+    name."""
 
     path: str
     rows: int
@@ -215,9 +216,9 @@ class NamedFile:
 
 
 def in_order(store: Store, files: Sequence[NamedFile]) -> tuple[AnswerFile, ...]:
-    """Check files whose rows have the numbers 0, 1, ... one after the other, and return them.
+    """Check files whose rows have the consecutive numbers 0, 1, ..., and return them.
 
-    Raise `CorruptRun` for a file that is missing or not what its record says.
+    Raise `CorruptRun` for a file that is missing or differs from its record.
     """
     made, first = [], 0
     for file, sums in zip(files, _every_sum(store, files), strict=True):
@@ -227,7 +228,7 @@ def in_order(store: Store, files: Sequence[NamedFile]) -> tuple[AnswerFile, ...]
 
 
 def numbered(store: Store, files: Sequence[tuple[int, NamedFile]]) -> tuple[AnswerFile, ...]:
-    """Check files (first number, file) that say the number of each row, and return them."""
+    """Check files (first number, file) that hold the number of each row, and return them."""
     every = _every_sum(store, [file for _, file in files])
     return tuple(
         AnswerFile(file.path, first, sums, numbered=True)

@@ -1,8 +1,8 @@
-"""All that this package uses of Ray beyond its documented interface, in one file.
+"""Everything that this package uses of Ray beyond its documented interface, in one file.
 
 A new version of Ray may move any of it: `tests/stages/test_ray_internals.py` looks for each name in
-the installed Ray and says which one is gone. `pyproject.toml` allows one minor version for this
-reason.
+the installed Ray and says which one is gone. For this reason `pyproject.toml` allows one minor
+version.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ EXECUTOR_LOG = logging.getLogger("ray.data._internal.execution.streaming_executo
 
 
 class KeptBlocks(Datasource):
-    """A data source each of whose blocks Ray hands on as it is; see `KeepBlocks`."""
+    """A data source whose blocks Ray passes on unchanged; see `KeepBlocks`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -64,12 +64,12 @@ class KeptBlocks(Datasource):
 
 
 class KeepBlocks(Rule):
-    """Makes Ray hand on each block that a shard read yields, in place of one for a whole task.
+    """Makes Ray pass on each block that a shard read yields, instead of one block per task.
 
-    With `target_max_block_size=None` Ray 2.60 joins all that a task yields into one block at its
-    end (`BlockOutputBuffer` without a size option). That would hold up the first shard of a task
-    until the last is read, multiply the memory, and mix `lost` blocks with rows. The same goes
-    for map operators after the read that take whole blocks (batch_size=None): for these one
+    With `target_max_block_size=None`, Ray 2.60 joins everything that a task yields into one block
+    at its end (`BlockOutputBuffer` without a size option). That would hold up the first shard of a
+    task until the last is read, multiply the memory, and mix `lost` blocks with rows. The same
+    applies to map operators after the read that take whole blocks (batch_size=None): for these one
     block in gives one block out, fused with the read or not. Other datasets are left alone.
     """
 
@@ -82,7 +82,7 @@ class KeepBlocks(Rule):
         return [FuseOperators]
 
     def apply(self, plan: Any) -> Any:
-        """`plan` (a PhysicalPlan), its operators changed in place."""
+        """Return `plan` (a PhysicalPlan) with its operators changed in place."""
         operators = list(_with_inputs(plan.dag))
         logical = [plan.op_map.get(operator) for operator in operators]
         if not any(_is_ours(op) for op in logical):
@@ -101,7 +101,7 @@ class KeepBlocks(Rule):
 
 
 def _with_inputs(operator: Any) -> Iterator[Any]:
-    """The operator and all that its input comes from."""
+    """Yield the operator and all its upstream operators."""
     yield operator
     for before in operator.input_dependencies:
         yield from _with_inputs(before)
@@ -119,10 +119,10 @@ def _takes_blocks(function: Any) -> bool:
 
 
 def map_actors(dataset: Dataset, stage: type, **options: Any) -> Dataset:
-    """`Dataset.map_batches` for a class in a pool of actors, blocks as they are.
+    """Run `Dataset.map_batches` for a class in a pool of actors, with blocks as they are.
 
-    The public `map_batches` refuses that with `num_gpus`, and with a batch size it would wait until
-    blocks of that many rows are there.
+    The public `map_batches` rejects that with `num_gpus`, and with a batch size it would wait until
+    blocks with that many rows have arrived.
     """
     return dataset.map_batches_internal(stage, **options)
 
@@ -131,11 +131,11 @@ def map_actors(dataset: Dataset, stage: type, **options: Any) -> Dataset:
 
 
 def limit_in_flight(context: DataContext, blocks: int) -> None:
-    """Lets at most `blocks` shards be between an engine's door and the driver, in `context`.
+    """Let at most `blocks` shards be between an engine's queue and the driver, in `context`.
 
     What an engine has answered and nobody has committed is inferred again after a crash. Ray itself
-    bounds that in bytes only, which is nothing for short rows: while the first finish worker
-    starts, engines could answer the whole input (tried: 1,000 of 1,200 rows were lost to one kill).
+    bounds that only in bytes, which does not help with short rows: while the first finish worker
+    starts, engines could answer the whole input (measured: one kill lost 1,000 of 1,200 rows).
     """
     context.set_config(Window.BLOCKS, blocks)
     # Ray asks no further policy once one of them holds an operator back: those that hold nobody
@@ -146,10 +146,10 @@ def limit_in_flight(context: DataContext, blocks: int) -> None:
 
 
 class Window(BackpressurePolicy):
-    """Gives engines no new block while too many are in them or behind them.
+    """Gives engines no new block while too many are in them or after them.
 
-    Counts what is there now, never what came in less what went out: a block that was lost with its
-    engine would be counted for ever.
+    Counts what is there now, never the difference of arrivals and departures: a block lost with its
+    engine would count forever.
     """
 
     BLOCKS: ClassVar = "prefect_raybatch.window"  # setting of the context: the most blocks
@@ -174,23 +174,23 @@ class Window(BackpressurePolicy):
         return bool(held < self._data_context.get_config(self.BLOCKS, held + 1))
 
     def _held(self, op: Any) -> int:
-        """Return how many blocks are in tasks of a stage behind the engine, or come out of it.
+        """Return how many blocks are in tasks of a stage after the engine, or in their output.
 
-        The stage's own input queue does not count: Ray starts a task for each block that has rows
-        at once, and keeps blocks without rows there until one with rows follows. Those are the
-        shards that engines skip, because another driver committed them or the run is drained.
-        Counted, they would close the window for ever.
+        The stage's own input queue does not count: Ray starts a task at once for each block that
+        has rows, and keeps blocks without rows there until one with rows follows. Those are the
+        shards that engines skip, because another driver committed them or the run is draining.
+        Counting them would close the window forever.
         """
         waiting = self._topology[op].total_enqueued_output_blocks()
         return int(op.num_active_tasks() + waiting)
 
 
 class LeavingNodes(BackpressurePolicy):
-    """Lets go of engines that have nothing left to do on a node that leaves the cluster.
+    """Releases engines that have nothing left to do on a node that is being drained.
 
     Ray gives such an engine no new block, but keeps it: its place in the pool would stay taken, so
     that no other engine starts elsewhere, and the node would wait for it until its deadline. It is
-    a policy because Ray asks policies each time before it starts tasks; it holds nobody back.
+    a policy because Ray asks policies each time before it starts tasks; it never holds back a task.
     """
 
     def can_add_input(self, op: Any) -> bool:
@@ -203,7 +203,7 @@ class LeavingNodes(BackpressurePolicy):
 
 
 class EnginesDied(Exception):
-    """The engines of a pass died again and again, and none answered a block in between."""
+    """The engines of a pass died repeatedly without answering a block in between."""
 
     def __init__(self, engines: int) -> None:
         super().__init__(engines)
@@ -211,14 +211,13 @@ class EnginesDied(Exception):
 
 
 class DeadEngines(BackpressurePolicy):
-    """Replaces engines that Ray does not restart any more; raises `EnginesDied` if that is no use.
+    """Replaces engines that Ray no longer restarts; raises `EnginesDied` if that does not help.
 
-    Ray 2.60 leaves an actor that has used up its `max_restarts` in the pool: the actor gets no
-    blocks, no other takes its place, and once the last one is dead the execution waits for ever.
-    Released, its place is free and Ray's autoscaler starts another actor. Actors that have a
-    placement group of their own are not replaced, since the group keeps its resources until the
-    end of the pass. It is a policy because Ray asks policies each time before it starts tasks; it
-    holds nobody back.
+    Ray 2.60 leaves an actor that has used up its `max_restarts` in the pool: it gets no blocks, no
+    other takes its place, and once the last one is dead the execution waits forever. Once it is
+    released, Ray's autoscaler starts another actor. Actors with a placement group of their own are
+    not replaced, because the group keeps its resources until the end of the pass. It is a policy
+    because Ray asks policies each time before it starts tasks; it never holds back a task.
     """
 
     MOST: ClassVar = "prefect_raybatch.dead_engines"  # setting of the context, see `limit_deaths`
@@ -262,16 +261,16 @@ def is_dead(actor: Any) -> bool:
 
 
 def limit_deaths(context: DataContext, engines: int) -> None:
-    """Let a pass end with `EnginesDied` once that many engines in a row died for good, each after
+    """Let a pass end with `EnginesDied` once `engines` engines in a row died for good, each after
     all of its restarts, without an answered block."""
     context.set_config(DeadEngines.MOST, engines)
 
 
 class LateCancel(BackpressurePolicy):
-    """Where a pass ends early, cancels what is still at work after a while, and nothing before.
+    """If a pass ends early, cancels tasks that are still running after a while, and none before.
 
-    See `still_running` for why. It is a policy because Ray makes the policies of each execution
-    with the operators that it has; it holds nobody back.
+    See `still_running` for the reason. It is a policy because Ray creates the policies of each
+    execution with its operators; it never holds back a task.
     """
 
     def __init__(self, data_context: DataContext, topology: Any, resource_manager: Any) -> None:
@@ -290,19 +289,19 @@ class LateCancel(BackpressurePolicy):
 
 
 def _whole(waitable: Any) -> Any:
-    """What is there once the task is over, not with its first block."""
+    """Return an object that exists once the task is over, not with its first block."""
     return waitable.completed() if isinstance(waitable, ObjectRefGenerator) else waitable
 
 
 def still_running(tasks: Collection[Any], seconds: float | None = None) -> list[Any]:
-    """Those of these references to tasks that are not over after END_GRACE, or so many seconds, at
-    the most: who ends early cancels these and no others.
+    """Return those references whose tasks are not over after END_GRACE, or at most `seconds`; a
+    pass that ends early cancels only these.
 
-    Ray 2.60's driver aborts (`Tried to complete task that was not pending`) where a task is
-    cancelled in the very moment in which it ends: the reply takes it from the tasks under way, and
-    only then completes it. Of tasks of a few milliseconds, cancelled at random moments, a driver
-    survived about 100 rounds of six; 2,645 rounds with this. One that is still at work after
-    seconds will hardly end just then.
+    Ray 2.60's driver aborts (`Tried to complete task that was not pending`) if a task is cancelled
+    at the moment in which it ends: the reply removes it from the running tasks, and only then
+    completes it. With tasks of a few milliseconds, cancelled at random moments, a driver survived
+    about 100 rounds of six; with this, 2,645 rounds. A task that still runs after seconds will
+    hardly end just then.
     """
     import ray
 
@@ -318,8 +317,8 @@ def still_running(tasks: Collection[Any], seconds: float | None = None) -> list[
 
 
 def leaving_nodes() -> dict[str, float | None]:
-    """The ids of the nodes that Ray drains (a preemption notice, SIGTERM to `ray start --block`,
-    `ray drain-node`), and the seconds that each has left; None where nobody said."""
+    """Return the ids of the nodes that Ray drains (a preemption notice, SIGTERM to `ray start
+    --block`, `ray drain-node`) and the seconds that each has left; None if unknown."""
     now = time.time() * 1000
     return {
         node: max(0.0, (deadline - now) / 1000) if deadline else None
@@ -328,7 +327,7 @@ def leaving_nodes() -> dict[str, float | None]:
 
 
 def node_is_leaving() -> bool:
-    """Whether the node of this worker is one of them; False in a process that is none of Ray's."""
+    """Return whether the node of this worker is being drained; False in a process outside Ray."""
     import ray
 
     if not ray.is_initialized():  # to ask would start a cluster
@@ -337,7 +336,7 @@ def node_is_leaving() -> bool:
 
 
 def _after(op: Any) -> list[Any]:
-    """The operators after `op`, which form a line."""
+    """Return the operators after `op`, which form a line."""
     operators = []
     while op.output_dependencies:
         op = op.output_dependencies[0]
@@ -346,9 +345,9 @@ def _after(op: Any) -> list[Any]:
 
 
 def stop_pass(dataset: Dataset) -> None:
-    """Ends the execution of a dataset from another thread than the one that iterates over it.
+    """End the execution of a dataset from a thread other than the one that iterates over it.
 
-    Until its first block is there, Ray's executor is known to nobody but by its thread.
+    Until its first block is there, only the iterating thread knows Ray's executor.
     """
     name = f"StreamingExecutor-{dataset.get_dataset_id()}"
     for thread in threading.enumerate():
@@ -360,14 +359,14 @@ def stop_pass(dataset: Dataset) -> None:
 
 
 def dashboard_address() -> str:
-    """Where the dashboard of the connected cluster listens; "" where there is none."""
+    """Return the address of the connected cluster's dashboard; "" if there is none."""
     from ray._private import worker  # what ray.init() returns, also where somebody else called it
 
     return str(worker.get_dashboard_url() or "")
 
 
 def actors_of_this_job() -> list[dict[str, Any]]:
-    """Ray's table of this driver's actors; its public form needs the dashboard."""
+    """Return Ray's table of this driver's actors; its public form needs the dashboard."""
     import ray
     from ray._private import state
 
@@ -376,7 +375,7 @@ def actors_of_this_job() -> list[dict[str, Any]]:
 
 
 def restarts_of(actor: Any) -> int:
-    """Return how often Ray has started this actor's process again."""
+    """Return how often Ray has restarted this actor's process."""
     from ray._private import state
 
     return int(state.actors(actor_id=actor._actor_id.hex())["NumRestarts"])
@@ -391,7 +390,7 @@ def has_died(actor: Mapping[str, Any]) -> bool:
 
 
 def running_cluster() -> str | None:
-    """The address that `auto` means, as Ray finds it; None when there is none."""
+    """Return the address that `auto` means, as Ray finds it; None if there is none."""
     from ray._private import services
 
     try:
@@ -404,8 +403,8 @@ TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
 
 
 def use_token(token: str | None) -> dict[str, str | None]:
-    """Has Ray send a token from here on; None leaves that to the environment. Returns Ray's
-    variables as they were, for `put_back_auth`."""
+    """Make Ray send a token from now on; None leaves that to the environment. Returns Ray's
+    previous variables for `put_back_auth`."""
     from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
 
     before = {name: os.environ.get(name) for name in (AUTH_MODE_ENV_VAR, TOKEN_VARIABLE)}
@@ -416,11 +415,12 @@ def use_token(token: str | None) -> dict[str, str | None]:
 
 
 def put_back_auth(before: Mapping[str, str | None]) -> None:
-    """Sets Ray's variables for tokens to what they were before Ray was started here.
+    """Restore Ray's token variables to what they were before Ray was started here.
 
     `ray.init()` of a local cluster turns token authentication on for the whole process and leaves
-    it on. As the driver of a cluster without tokens this process would then turn away the calls of
-    that cluster's head, which takes it that nobody refers to our actors any more, and ends them.
+    it on. As the driver of a cluster without tokens, this process would then reject the calls of
+    that cluster's head, which would conclude that nobody refers to our actors any more, and end
+    them.
     """
     if all(os.environ.get(name) == value for name, value in before.items()):
         return
@@ -446,7 +446,7 @@ STARTS_KEPT = 86400.0  # seconds after which what a killed driver left there is 
 
 
 def tell_start(attempt: str, engine: str, marks: Mapping[str, float]) -> None:
-    """Notes for the driver of an attempt how far an engine's start has come, in its actor."""
+    """Report how far an engine's start has come, from its actor to the driver of an attempt."""
     from ray.experimental.internal_kv import _internal_kv_put
 
     known = _told.setdefault(engine, f"{attempt}/{time.time():.0f}/{engine}")
@@ -457,7 +457,7 @@ _told: dict[str, str] = {}  # the key of each engine of this process
 
 
 def told_starts(attempt: str) -> list[dict[str, float]]:
-    """What the engines of an attempt have told."""
+    """Return what the engines of an attempt have reported."""
     from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
 
     keys = _internal_kv_list(f"{attempt}/".encode(), namespace=STARTS)
@@ -466,7 +466,7 @@ def told_starts(attempt: str) -> list[dict[str, float]]:
 
 
 def forget_starts(attempt: str) -> None:
-    """Removes what the engines of an attempt have told, and what others left long ago."""
+    """Remove what the engines of an attempt reported, and old reports of others."""
     from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_list
 
     _internal_kv_del(f"{attempt}/".encode(), del_by_prefix=True, namespace=STARTS)

@@ -1,7 +1,8 @@
-"""Read shards of the input: each unit one tagged block, each row group decoded once a task.
+"""Reads shards of the input: each unit is one tagged block, each row group is decoded once per
+task.
 
-What goes wrong with the input becomes a `lost` block and no exception (see `blocks`): the text of
-an exception in a Ray task would be lost in retries.
+A fault of the input becomes a `lost` block and no exception (see `block`): Ray would lose the text
+of an exception in retries.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class FileRows:
 
 @dataclass(frozen=True)
 class Task:
-    """What one read task reads: units in input order, the parts of each, and the files of these."""
+    """What one read task reads: units in input order, the parts of each, and their files."""
 
     units: tuple[Unit, ...]
     parts: tuple[tuple[FileRows, ...], ...]
@@ -64,12 +65,12 @@ class Task:
 
 
 class ShardReader:
-    """Knows where the rows of a run lie. Lives on the driver; tasks carry only what they need.
+    """Knows where the rows of a run are. Lives on the driver; tasks carry only what they need.
 
-    `files` in the plan's order. `schema` of the columns to read: the type each is cast to, in
-    this order. `store` is the run's store when the files are a snapshot (their uris are then
-    relative to it, and only their size is checked); else None, and `options` are the input's
-    store options. `done` (optional, picklable) says on the worker whether a shard is committed.
+    `files` are in the plan's order. `schema` is that of the columns to read: the type each is cast
+    to, in this order. `store` is the run's store if the files are a snapshot (their URIs are then
+    relative to it, and only their size is checked); else None, and `options` are the input's store
+    options. `done` (optional, picklable) returns on the worker whether a shard is committed.
     """
 
     def __init__(
@@ -97,14 +98,14 @@ class ShardReader:
         shuffle_seed: str | None = None,
         work: np.ndarray | None = None,
     ) -> list[Task]:
-        """Groups of neighbouring units; `units` are pairs of unit and its first row in the input.
+        """Group neighbouring units; `units` are pairs of unit and its first row in the input.
 
-        At most `max_tasks` groups; up to `units_per_task` units in one (more only to keep
-        `max_tasks`), fewer while that would give less than `min_tasks` groups. Groups are in
-        input order, those of the most `work` (by shard) first where that is given, or shuffled by
-        `shuffle_seed` (an attempt's uuid): two live drivers that rotated one order would meet and
-        go on in step, shuffled ones seldom work on the same shard. Raises ValueError for rows
-        outside of the files.
+        At most `max_tasks` groups with up to `units_per_task` units each (more only to keep
+        `max_tasks`), fewer while that would give less than `min_tasks` groups. Groups are in input
+        order, or those of the most `work` (by shard) first if given, or shuffled by `shuffle_seed`
+        (an attempt's uuid): two live drivers that rotated one order would meet and continue in
+        step, whereas shuffled ones seldom work on the same shard. Raises ValueError for rows
+        outside the files.
         """
         ordered = sorted(units, key=lambda pair: pair[1])
         size = max(1, min(units_per_task, len(ordered) // max(1, min_tasks)))
@@ -142,11 +143,11 @@ class ShardReader:
             number += 1
 
     def read(self, task: Task) -> Iterator[pa.Table]:
-        """`read_units` with what this reader knows."""
+        """Call `read_units` with what this reader knows."""
         return self.bind(task)()
 
     def bind(self, task: Task) -> Callable[[], Iterator[pa.Table]]:
-        """A small picklable function that reads `task`."""
+        """Return a small picklable function that reads `task`."""
         return partial(read_units, task, self.schema, self.store, self.options, self.done)
 
 
@@ -157,11 +158,12 @@ def read_units(
     options: Mapping[str, Any] | None = None,
     done: Done | None = None,
 ) -> Iterator[pa.Table]:
-    """One table a unit, in order: tagged (`blocks.tag`) and cast to `schema`, or `blocks.lost`.
+    """Yield one table per unit, in order: tagged (`block.tag`) and cast to `schema`, or
+    `block.lost`.
 
-    Units whose shard is done are left out. Each file is compared with what the plan saw before
-    its first use and again before a unit that read of it is given out. Memory: a unit, a decoded
-    batch (`batch_rows`), and the column chunks of a row group as stored (at most CHUNK_BYTES each).
+    Units whose shard is done are left out. Each file is compared with what the plan saw before its
+    first use and again before a unit read from it is yielded. Memory: a unit, a decoded batch
+    (`batch_rows`), and the column chunks of a row group as stored (at most CHUNK_BYTES each).
     """
     files = _Files(task, schema, store, dict(options or {}))
     with files:
@@ -201,7 +203,7 @@ def _read_unit(unit: Unit, parts: Sequence[FileRows], files: _Files, schema: pa.
 
 
 class _Changed(Exception):
-    """A file is not what the plan saw; the text says what changed."""
+    """A file differs from what the plan saw; the text says what changed."""
 
 
 class _Files:
@@ -231,7 +233,7 @@ class _Files:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def take(self, part: FileRows) -> list[pa.Table]:
-        """The rows of `part`, cast. Raises what reading raises, and _Changed."""
+        """Return the rows of `part`, cast. Raises what reading raises, and _Changed."""
         if self._open is None or self._open[0] != part.file:
             self._close()
             handle = self._handle(part.file)
@@ -263,8 +265,8 @@ class _Files:
         self._check_written(number, planned, found)
 
     def _check_written(self, number: int, planned: InputFile, found: FileInfo) -> None:
-        """Size and time of change can be set: where the file system says that something else
-        happened to the file, its footer decides. Raises as `check`."""
+        """Compare the footer if the file system reports that something else happened to the file,
+        because size and modification time can be set. Raises like `check`."""
         at = (found.ctime_ns, found.inode)
         if planned.footer is None or at in (
             (planned.ctime_ns, planned.inode),
@@ -285,13 +287,13 @@ class _Files:
         self._same[number] = at
 
     def forget(self, number: int) -> None:
-        """After an error: open the file afresh for the next unit."""
+        """Reopen the file for the next unit, after an error."""
         if self._open is not None and self._open[0] == number:
             self._close()
         self._ahead.pop(number, None)
 
     def explain(self, part: FileRows, error: Exception) -> Loss:
-        """Why a part could not be read, and whether that ends the run."""
+        """Return why a part could not be read, and whether that ends the run."""
         uri = self._task.files[part.file].uri
         if self._store is not None:
             uri = f"{self._store.uri}/{uri}"
@@ -325,7 +327,7 @@ class _Files:
         )
 
     def _place(self, number: int) -> tuple[Store, str]:
-        """The store of a file and its path there."""
+        """Return the store of a file and its path there."""
         uri = self._task.files[number].uri
         if self._store is not None:
             return self._store, uri
@@ -343,7 +345,7 @@ class _Files:
         return store.open(path)
 
     def _fetch_ahead(self, number: int) -> Future[bytes] | None:
-        """The content of a small remote file; begins to fetch the next ones as well."""
+        """Return the content of a small remote file, and start fetching the next ones."""
         for following in range(number, min(number + FILES_AHEAD, len(self._task.files))):
             file = self._task.files[following]
             place = file.uri if self._store is None else self._store.uri
@@ -366,7 +368,8 @@ class _Files:
 
 
 def _is_fatal(error: Exception) -> bool:
-    """Whether reading the same again is in vain: a corrupt file, yes; a store in trouble, no."""
+    """Return whether reading again is useless: yes for a corrupt file, no for a store in
+    trouble."""
     if isinstance(error, MemoryError):
         return False
     if isinstance(error, pa.ArrowException):
@@ -377,9 +380,10 @@ def _is_fatal(error: Exception) -> bool:
 
 
 class Cursor:
-    """Goes forward through a Parquet file and gives out row ranges; `stop`: no row from it on.
+    """Reads forward through a Parquet file and returns row ranges; `stop` is the end of the last
+    one.
 
-    `values`: the columns that are not in the file, each of one value, as text.
+    `values`: the columns that are not in the file, each with one value, as text.
     """
 
     def __init__(
@@ -414,7 +418,7 @@ class Cursor:
         self._end = 0  # where `_batches` ends; nothing is being read yet
 
     def take(self, start: int, rows: int) -> list[pa.Table]:
-        """Rows [start, start + rows), in one or more tables of the schema."""
+        """Return rows [start, start + rows), in one or more tables of the schema."""
         stop = start + rows
         group = bisect_right(self._starts, start) - 1
         # Anew when it lies behind, or when whole row groups can be jumped over.
@@ -440,7 +444,7 @@ class Cursor:
         self._handle.close()
 
     def _group_end(self) -> int:
-        """The end of the row group that the next row is in."""
+        """Return the end of the row group of the next row."""
         return self._starts[min(bisect_right(self._starts, self._at), len(self._starts) - 1)]
 
     def _begin(self, group: int) -> None:
@@ -458,8 +462,8 @@ class Cursor:
 
 
 def _cast(batch: pa.RecordBatch, schema: pa.Schema, values: Mapping[str, str | None]) -> pa.Table:
-    """The columns of `schema`, cast: wider numbers, dictionaries decoded, also nested ones; those
-    of `values` hold that, once a row."""
+    """Return the columns of `schema`, cast: wider numbers, dictionaries decoded, also nested ones;
+    columns in `values` repeat their value."""
     columns = [
         pa.repeat(pa.scalar(values[name], pa.string()), batch.num_rows)
         if name in values
@@ -477,7 +481,7 @@ def _cast(batch: pa.RecordBatch, schema: pa.Schema, values: Mapping[str, str | N
 
 
 class ShardDatasource(KeptBlocks):
-    """One Ray read task for each `Task`, one block for each unit. Shown as "ReadShards"."""
+    """One Ray read task for each `Task`, one block for each unit. Displayed as "ReadShards"."""
 
     def __init__(self, reader: ShardReader, tasks: Sequence[Task]) -> None:
         super().__init__()
@@ -495,7 +499,7 @@ class ShardDatasource(KeptBlocks):
         per_task_row_limit: int | None = None,
         data_context: Any = None,
     ) -> list[ReadTask]:
-        """The tasks, whatever `parallelism` asks; Ray calls this several times a dataset."""
+        """Return the tasks, whatever `parallelism` is; Ray calls this several times per dataset."""
         if per_task_row_limit is None:
             return self._read_tasks
         return [
@@ -504,7 +508,7 @@ class ShardDatasource(KeptBlocks):
         ]
 
     def dataset(self, **options: object) -> Dataset:
-        """The dataset of all blocks; `options` are `ray.data.read_datasource`'s.
+        """Return the dataset of all blocks; `options` are those of `ray.data.read_datasource`.
 
         `DataContext.target_max_block_size` must be None when this is called (Ray copies the
         context). Raises ValueError without tasks, which Ray cannot run.

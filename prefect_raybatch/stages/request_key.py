@@ -1,8 +1,8 @@
-"""By what equal requests are known, over the rows of a run and from one run to the next.
+"""Request keys: content hashes that identify equal requests, within a run and between runs.
 
-The key of a request is a hash of what the user's side makes of a row: messages before any chat
-template, the fields of sampling that are the row's own, the content of its adapter. What is the
-same for all rows (model, template, the job's sampling, ...) is the context, and keys the hash.
+The key of a request is a hash of what the user's side makes of a row: messages before the chat
+template, the row's own sampling fields, the content of its adapter. What is the same for all rows
+(model, template, the job's sampling, ...) is the context, with which keys are hashed.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ IMAGE_CHANGED = Failure(
 
 
 def otherwise(request: ChatRequest) -> Failure:
-    """Why a request whose key came out otherwise than planned has no answer."""
+    """Return the failure of a request whose key differs from the planned one."""
     return IMAGE_CHANGED if request.images else NOT_DETERMINISTIC
 
 
 @dataclass(frozen=True)
 class Keying:
-    """Makes keys under one context, whose hash is `context` (32 bytes in hex).
+    """Makes keys in one context, whose hash is `context` (32 bytes in hex).
 
-    `adapters`: the identity of each by its name; `column` names each row's, None: one is for all.
-    `sampling` are the job's fields; with `merge` off no request counts as equal to another.
+    `adapters`: the identity of each by its name; `column` names each row's, None: one applies to
+    all. `sampling` are the job's fields; without `merge` no request equals another.
     """
 
     context: str
@@ -65,14 +65,14 @@ class Keying:
     def under(
         cls, context: str, pinned: Mapping[str, Mapping[str, Any]], column: str | None, **more: Any
     ) -> Keying:
-        """With the adapters that a plan has `pinned`."""
+        """Return it with the adapters that a plan has `pinned`."""
         named = {name: str(adapter["identity"]) for name, adapter in pinned.items()}
         return cls(context, named, column, **more)
 
     def keys(
         self, requests: Sequence[ChatRequest | Failure], table: pa.Table
     ) -> list[bytes | None]:
-        """The key of each row's request; None for a row that makes none."""
+        """Return the key of each row's request; None for a row that makes none."""
         secret, names = bytes.fromhex(self.context), self.adapters_of(table)
         return [
             None if isinstance(request, Failure) else request_key(secret, request, adapter)
@@ -80,13 +80,14 @@ class Keying:
         ]
 
     def exact(self, request: ChatRequest) -> bool:
-        """Whether all equal requests have one answer; else each has its own."""
+        """Return whether all equal requests have one answer; otherwise each has its own."""
         return self.merge and is_exact({**self.sampling, **(request.sampling or {})})
 
     def checked(
         self, requests: Sequence[ChatRequest | Failure], table: pa.Table, planned: Sequence[Any]
     ) -> list[ChatRequest | Failure]:
-        """The requests, those failed whose key is not the `planned` one (None: it made none)."""
+        """Return the requests, failing those whose key differs from the `planned` one (None: it
+        made no request)."""
         return [
             request if key == wanted or isinstance(request, Failure) else otherwise(request)
             for request, key, wanted in zip(
@@ -95,7 +96,7 @@ class Keying:
         ]
 
     def adapters_of(self, table: pa.Table) -> list[str | None]:
-        """The identity of each row's adapter, None for none."""
+        """Return the identity of each row's adapter, None for none."""
         if self.column is None:
             return [self.adapters.get("")] * table.num_rows
         # A name that no adapter has fails its row in the engine; it is a request of its own.
@@ -106,7 +107,7 @@ class Keying:
 
 
 def request_key(secret: bytes, request: ChatRequest, adapter: str | None = None) -> bytes:
-    """The key of one request; `secret` is the hash of its context."""
+    """Return the key of one request; `secret` is the hash of its context."""
     parts: dict[str, Any] = {"messages": request.messages}
     if request.images is not None:  # by what they show, wherever that lies
         parts = {"messages": _without_places(request.messages), "images": request.images}
@@ -120,26 +121,27 @@ def request_key(secret: bytes, request: ChatRequest, adapter: str | None = None)
 
 
 def context_of(parts: Mapping[str, Any]) -> str:
-    """The hash of a context, in hex: what `Keying.context` is."""
+    """Return the hash of a context, in hex, for `Keying.context`."""
     return hashlib.blake2b(canonical(parts), digest_size=32).hexdigest()
 
 
 def canonical(value: Any) -> bytes:
-    """JSON by which equal values have equal bytes: in order of names, in ASCII, no spaces."""
+    """Return JSON whose bytes are equal for equal values: sorted by name, in ASCII, no spaces."""
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), default=_other, check_circular=False
     ).encode()
 
 
 def _other(value: object) -> Any:
-    """What JSON has no form for: bytes (an image) by their content, all else as it shows itself."""
+    """Return the JSON form of other values: bytes (an image) by their content, anything else by its
+    repr."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return {"__sha256": hashlib.sha256(value).hexdigest()}
     return {f"__{type(value).__name__}": str(value)}
 
 
 def _without_places(messages: Messages) -> Messages:
-    """Messages whose images say no more than that they stand there."""
+    """Return messages whose images are reduced to placeholders."""
     return [
         {**message, "content": list(map(_without_place, message["content"]))}
         if isinstance(message["content"], list)

@@ -1,4 +1,4 @@
-"""Which columns a result has beside those of its input, and of which types, told before a run."""
+"""The columns, with types, that a result has in addition to its input's; known before a run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CALLS = "list<item: struct<id: string, name: string, arguments: string>>"
 
 
 def answer_columns(column: str, task: TaskName) -> list[str]:
-    """Return the columns with what the model answered, of an answer column of that name."""
+    """Return the columns that hold the model's answer, for an answer column of that name."""
     return [column, probabilities(column)] if task == "classify" else [column]
 
 
 def result_columns(spec: RunSpec) -> tuple[tuple[str, str], ...]:
-    """Return (name, type in words) of each column that is not the input's."""
+    """Return (name, type in words) of each column that is not from the input."""
     output, answers = spec.finish, spec.sampling.answers
     task = spec.engine.model.task
     if output.postprocess is not None:
@@ -81,7 +81,8 @@ def result_types(spec: RunSpec, given: pa.Schema) -> tuple[pa.Schema, bool]:
 
 
 def declared_schema(schema: Mapping[str, str]) -> pa.Schema:
-    """`output.schema` as an Arrow schema; ValueError names the type that Arrow does not know."""
+    """Return `output.schema` as an Arrow schema; ValueError names a type that Arrow does not
+    have."""
     fields = []
     for name, kind in schema.items():
         if kind.startswith("list<") and kind.endswith(">"):
@@ -92,7 +93,7 @@ def declared_schema(schema: Mapping[str, str]) -> pa.Schema:
 
 
 def _typed(form: str) -> list[tuple[str, str]]:
-    """Of the properties of a JSON Schema."""
+    """Return the columns of the properties of a JSON Schema."""
     made = []
     for name, shape in columns_of(form).items():
         null = "" if shape.nullable else " not null"
@@ -102,7 +103,7 @@ def _typed(form: str) -> list[tuple[str, str]]:
 
 
 def _pooled(column: str, task: TaskName, vector_type: str) -> list[tuple[str, str]]:
-    """Of a task that pools; sizes and labels are the model's."""
+    """Return the columns of a pooling task; sizes and labels are the model's."""
     kinds = {
         "embed": [f"fixed_size_list<item: {vector_type}>"],
         "classify": ["string", "struct with the probability of each label, float32"],
@@ -112,7 +113,7 @@ def _pooled(column: str, task: TaskName, vector_type: str) -> list[tuple[str, st
 
 
 def extra_type(name: str, answers: int) -> pa.DataType:
-    """The type of a column that tells about the answers."""
+    """Return the type of a column with details about the answers."""
     if name == DIGESTS_COLUMN:
         return DIGESTS_TYPE
     kind = pa.string() if name == "finish_reason" else pa.int64()

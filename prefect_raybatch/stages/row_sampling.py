@@ -1,7 +1,8 @@
-"""What a row may set of sampling by itself, and what would be lost or quietly be another value.
+"""Checks the sampling fields that a row sets itself: which would be lost or silently become another
+value.
 
-A prompt function gives a row sampling fields of its own, which vLLM alone would see. What the
-result cannot hold for one row, or what vLLM would take for something else, fails the row here.
+A prompt function can give a row its own sampling fields, which only vLLM would see. A row fails
+here if the result cannot hold its answer, or if vLLM would take a field for something else.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ NUMBERS = (  # a null is vLLM's own default there, not the job's value
 def check_own(
     own: Mapping[str, Any], job: Mapping[str, Any], fixed_form: str | None = None
 ) -> None:
-    """Raises ValueError that names the field of a row's `own` and the remedy. `job` holds the job's
-    sampling fields that are set; both are plain values. `fixed_form`: the field for which all
-    answers have one form."""
+    """Raise ValueError that names the field of a row's `own` and the remedy. `job` holds the job's
+    sampling fields that are set; both are plain values. `fixed_form`: the field that requires one
+    form for all answers."""
     known = vllm_fields.sampling_fields()
     refuse_unknown(own, known, set(Sampling.model_fields), "sampling: ", between="; ")
     for name in (*NOT_WRITTEN, *UNWRITTEN):
@@ -70,13 +71,13 @@ def check_own(
 
 
 def has_form(job: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> bool:
-    """Whether the answer to a row must be one of a choice, JSON, a pattern or the like."""
+    """Return whether the answer to a row must be one of a choice, JSON, a pattern or the like."""
     both = {**job, **(own or {})}
     return bool(both.get("choice") or both.get("structured_outputs"))
 
 
 def _check_answers(own: Mapping[str, Any], job: Mapping[str, Any]) -> None:
-    """How many answers a row has, how long they are and how they become text."""
+    """Check how many answers a row has, how long they are, and how they become text."""
     usual = job.get("n") or 1
     number = own.get("n", usual)
     number = 1 if number is None else number

@@ -1,10 +1,10 @@
-"""Keep control tokens out of row text: a row's `<|im_end|>` is text and ends no turn.
+"""Keeps control tokens out of row text: a row's `<|im_end|>` is text and ends no turn.
 
-A tokenizer turns the texts of its added tokens into single tokens wherever they stand. The job and
-the chat template may use them; a row may not. Two steps tell the two apart. Before the chat
-template runs, each such text in a row is replaced by digits that nobody can guess. Afterwards every
-control token left in the prompt is the template's or the job's: it is marked, the row's texts are
-put back, and a copy of the tokenizer that knows only the marked tokens makes the tokens.
+A tokenizer turns the texts of its added tokens into single tokens wherever they occur. The job and
+the chat template may use them, a row may not. Two steps tell them apart. Before the chat template
+runs, each such text in a row is replaced by unguessable digits. Afterwards every control token left
+in the prompt is the template's or the job's: it is marked, the row's texts are restored, and a copy
+of the tokenizer that knows only the marked tokens makes the tokens.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 
 def _digits(first: str) -> str:
-    """Random digits that survive every normalizer and template filter. `first` stands nowhere else
-    in them, so that they cannot overlap with themselves."""
+    """Return random digits that survive every normalizer and template filter. `first` occurs in
+    them only at the start, so that they cannot overlap with themselves."""
     others = "0123456789".replace(first, "")
     return first + "".join(secrets.choice(others) for _ in range(23))
 
@@ -53,8 +53,8 @@ class RowText:
     """Finds control tokens in the text of rows and encodes such rows as plain text.
 
     `controls` are the texts of the tokenizer's control tokens, `fragments` parts of them that the
-    chat template around a row's text would complete. `normalize`: the tokenizer's normalizer, where
-    it may turn other characters into a control token; `normalized` are the controls after it.
+    chat template around a row's text would complete. `normalize`: the tokenizer's normalizer, if it
+    may turn other characters into a control token; `normalized` are the controls after it.
     """
 
     tokenizer: Any
@@ -65,12 +65,12 @@ class RowText:
     _patterns: dict[str, re.Pattern[str]] = field(default_factory=dict, compare=False, repr=False)
 
     def with_fragments(self, before: str, after: str) -> RowText:
-        """The same for a template that writes `before` in front of row text and `after` behind."""
+        """Return it for a template that writes `before` in front of row text and `after` behind."""
         parts = {part for text in self.controls for part in _completed(text, before, after)}
         return replace(self, fragments=tuple({*self.fragments, *parts}), _patterns={})
 
     def control_in(self, request: ChatRequest) -> str | None:
-        """The first control token in the row's part of a request, or None."""
+        """Return the first control token in the row's part of a request, or None."""
         for i, message in enumerate(request.messages):
             if i < request.job_messages:
                 continue
@@ -89,8 +89,9 @@ class RowText:
         return self._first_of(request.documents) if request.documents else None
 
     def bad_role(self, request: ChatRequest) -> str | None:
-        """The first role that holds a control token, or makes one in a template that writes
-        `<|ROLE|>`; None if there is none. A template compares roles, so they cannot be hidden."""
+        """Return the first role that contains a control token, or makes one in a template that
+        writes `<|ROLE|>`; None if there is none. A template compares roles, so they cannot be
+        hidden."""
         for message in request.messages[request.job_messages :]:
             role = str(message["role"])
             if role not in ROLES and (self.first_in(role) or role in self._inner):
@@ -98,7 +99,8 @@ class RowText:
         return None
 
     def first_in(self, text: str, job_spans: Sequence[tuple[int, int]] = ()) -> str | None:
-        """The first control token in `text` that is not within one of the job's own spans."""
+        """Return the first control token in `text` that is not within one of the job's own
+        spans."""
         for match in self._pattern.finditer(text):
             if not _is_within(match.span(), job_spans):
                 return match.group()
@@ -109,8 +111,9 @@ class RowText:
         return matches[0] if len(matches) > own else None
 
     def hidden(self, request: ChatRequest, keep: re.Pattern[str] | None = None) -> Hidden:
-        """The request with the control tokens in its row text replaced by digits. In messages of
-        the assistant those that match `keep` stay, behind digits by which `settled` knows them."""
+        """Return the request with the control tokens in its row text replaced by digits. In
+        messages of the assistant, those that match `keep` stay, after digits by which `settled`
+        recognizes them."""
         texts: list[str] = []
 
         def hide(match: re.Match[str]) -> str:
@@ -128,8 +131,8 @@ class RowText:
         return Hidden(self._changed(request, text_of), texts)
 
     def settled(self, prompt: str, hidden: list[str]) -> str:
-        """A prompt made of a request with tokens that were kept, once these are hidden as well:
-        what the template has left of them is row text."""
+        """Hide tokens that were kept in a prompt made of a request: what the template left of them
+        is row text."""
 
         def hide(match: re.Match[str]) -> str:
             hidden.append(match[1])
@@ -141,7 +144,7 @@ class RowText:
         )  # a template trims what stood before the token
 
     def neutral(self, request: ChatRequest) -> ChatRequest:
-        """The request with digits in place of the row's own text in each message."""
+        """Return the request with digits instead of the row's own text in each message."""
         messages: Messages = []
         for i, message in enumerate(request.messages):
             content = message["content"]
@@ -154,14 +157,14 @@ class RowText:
         return replace(request, messages=messages, job_text=())
 
     def made_of(self, prompt: str, neutral: str) -> str | None:
-        """A control token that stands more often in a prompt than in that of the neutral request:
-        the chat template made it of the row's text. None if there is none."""
+        """Return a control token that occurs more often in a prompt than in that of the neutral
+        request, because the chat template made it from the row's text; None if there is none."""
         more = Counter(self._exact.findall(prompt)) - Counter(self._exact.findall(neutral))
         return next((text for text in more if not THINKING.search(text)), None)
 
     def spaced(self, request: ChatRequest) -> ChatRequest:
-        """The request with a space within each control token of its row text, for a tokenizer that
-        cannot be copied: the text is altered, but stays text."""
+        """Return the request with a space within each control token of its row text, for a
+        tokenizer that cannot be copied: the text is altered, but stays text."""
 
         def spaced(text: str) -> str:
             if self._normalized_in(text) and self.normalize is not None:
@@ -171,8 +174,8 @@ class RowText:
         return self._changed(request, lambda role: spaced)
 
     def marked(self, prompt: str, hidden: Sequence[str]) -> str:
-        """A prompt made of a hidden request for the copy of the tokenizer (`plain`): the control
-        tokens in it marked, the hidden texts back in their places."""
+        """Return a prompt made of a hidden request for the copy of the tokenizer (`plain`): with
+        its control tokens marked and the hidden texts restored."""
         marked = self._exact.sub(lambda m: MARK + m.group(), prompt)
         return _HIDDEN.sub(lambda m: hidden[int(m[1])], marked)
 
@@ -181,8 +184,8 @@ class RowText:
 
     @cached_property
     def plain(self) -> Plain | None:
-        """The copy of the tokenizer that knows marked control tokens alone; None where it cannot be
-        copied."""
+        """Return the copy of the tokenizer that knows only marked control tokens; None if it cannot
+        be copied."""
         try:
             return _plain(self.tokenizer, self.controls)
         except Exception as error:  # a tokenizer of another kind, or with parts of its own
@@ -192,7 +195,8 @@ class RowText:
     def _changed(
         self, request: ChatRequest, text_of: Callable[[str], Callable[[str], str]]
     ) -> ChatRequest:
-        """The request with its row texts changed by what `text_of` gives for a message's role."""
+        """Return the request with its row texts changed by what `text_of` returns for a message's
+        role."""
         messages: Messages = []
         for i, message in enumerate(request.messages):
             if i < request.job_messages:
@@ -216,8 +220,8 @@ class RowText:
     def _pieces(
         self, text: str, job_spans: Sequence[tuple[int, int]]
     ) -> Iterator[tuple[str, bool]]:
-        """`text` cut around the control tokens that the job wrote, each piece with whether it is
-        one of these. A control token of which any part is the row's is row text."""
+        """Yield `text` split at the control tokens that the job wrote, each piece with whether it
+        is one of these. A control token of which any part is the row's is row text."""
         at = 0
         if job_spans:
             for match in self._pattern.finditer(text):
@@ -259,7 +263,7 @@ class RowText:
 
 @dataclass(frozen=True)
 class Hidden:
-    """A request without control tokens in its row text, and the texts that were taken out."""
+    """A request without control tokens in its row text, and the texts that were removed."""
 
     request: ChatRequest
     texts: list[str]
@@ -267,7 +271,7 @@ class Hidden:
 
 @dataclass(frozen=True)
 class Plain:
-    """A tokenizer that reads marked control tokens alone. `ids`: what its token ids are in the
+    """A tokenizer that reads only marked control tokens. `ids` maps its token ids to those of the
     original, where they differ."""
 
     tokenizer: Tokenizer
@@ -283,7 +287,7 @@ class Plain:
 
 @lru_cache(maxsize=8)
 def row_text(tokenizer: Any) -> RowText | None:
-    """What guards rows against the control tokens of a tokenizer; None where it has none."""
+    """Return what protects rows from the control tokens of a tokenizer; None if it has none."""
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
     named = set(getattr(tokenizer, "all_special_tokens", None) or ())
     tokens = [t for t in added.values() if _is_control(t.content, t.special or t.content in named)]
@@ -329,8 +333,8 @@ def refused_role(role: str) -> Failure:
 
 
 def _is_control(text: str, special: bool) -> bool:
-    """Whether an added token steers the model. Not: runs of spaces, single characters, words and
-    HTML, which tokenizers add to write text with fewer tokens."""
+    """Return whether an added token steers the model. Not: runs of spaces, single characters, words
+    and HTML, which tokenizers add to write text with fewer tokens."""
     bare = text.strip("\u2581 \t\r\n")
     if len(bare) < 2:
         return False
@@ -340,7 +344,7 @@ def _is_control(text: str, special: bool) -> bool:
 
 
 def _completed(control: str, before: str, after: str) -> Iterator[str]:
-    """The parts of a control token that become the whole between `before` and `after`."""
+    """Yield the parts of a control token that become the whole between `before` and `after`."""
     size = len(control)
     starts = [i for i in range(size) if before.endswith(control[:i])]
     stops = [i for i in range(1, size + 1) if after.startswith(control[i:])]
@@ -355,7 +359,7 @@ def _is_within(span: tuple[int, int], spans: Sequence[tuple[int, int]]) -> bool:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in a value that a chat template may print, names of fields included."""
+    """Yield all texts in a value that a chat template may print, including names of fields."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -371,7 +375,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:
-    """`value` with every text of `_texts` changed."""
+    """Return `value` with every text of `_texts` changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -389,8 +393,8 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _plain(tokenizer: Any, controls: Sequence[str]) -> Plain:
-    """A copy of a tokenizer whose control tokens are known by their marked texts alone, in its
-    vocabulary as well: neither merges nor pieces give them for plain text."""
+    """Return a copy of a tokenizer that knows its control tokens only by their marked texts, in its
+    vocabulary as well: neither merges nor pieces produce them from plain text."""
     from tokenizers import Tokenizer as Backend
 
     backend = tokenizer.backend_tokenizer
@@ -424,6 +428,6 @@ def _plain(tokenizer: Any, controls: Sequence[str]) -> Plain:
 
 
 def _joins(pair: Any, names: Mapping[str, str]) -> bool:
-    """Whether a merge of BPE takes part in making a control token of plain text."""
+    """Return whether a BPE merge contributes to a control token made from plain text."""
     left, right = pair.split(" ", 1) if isinstance(pair, str) else pair
     return left in names or right in names or left + right in names

@@ -1,6 +1,6 @@
-"""Validate values with a JSON Schema, in bounded time.
+"""Validates values with a JSON Schema in bounded time.
 
-Schema and answer are both untrusted: a pattern may backtrack without end, and unions that refer to
+Schema and answer are both untrusted: a pattern may backtrack forever, and unions that refer to
 themselves take exponential time. Each value gets `SECONDS`; one that takes longer does not fit.
 """
 
@@ -17,7 +17,7 @@ SECONDS = 10.0  # for one answer; those in use take less than a thousandth of on
 
 
 class AnswerMisfit(ValueError):
-    """Why an answer does not fit; `place` in it, and the `rule` of the schema."""
+    """Why an answer does not fit: the `place` in it, and the `rule` of the schema."""
 
     def __init__(self, place: str, rule: str, message: str):
         super().__init__(message)
@@ -25,7 +25,7 @@ class AnswerMisfit(ValueError):
 
 
 class SchemaCheck:
-    """Validates values with the text of a JSON Schema; one at a time."""
+    """Validates values with the text of a JSON Schema, one at a time."""
 
     def __init__(self, schema: str, seconds: float = SECONDS):
         from jsonschema.validators import Draft202012Validator, extend, validator_for
@@ -60,7 +60,7 @@ class SchemaCheck:
         raise AnswerMisfit(place, str(error.validator), error.message)
 
     def _left(self, rule: str) -> float:
-        """The seconds left; `AnswerMisfit` where there are none."""
+        """Return the seconds left; raise `AnswerMisfit` if there are none."""
         left = self._until - time.monotonic()
         if left <= 0:
             raise self._late(rule)
@@ -79,7 +79,7 @@ class SchemaCheck:
         return checked
 
     def _matches(self, pattern: str, text: str) -> bool:
-        """Whether a pattern is found in a text; True for a pattern of another dialect."""
+        """Return whether a pattern occurs in a text; True for a pattern of another dialect."""
         import regex
 
         try:
@@ -107,7 +107,7 @@ class SchemaCheck:
                     yield from validator.descend(value, part, path=name, schema_path=pattern)
 
     def _additional(self, rule: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
-        """The rule for properties that are not named, given none that a pattern names."""
+        """Return the rule for unnamed properties, without those that a pattern covers."""
 
         def checked(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
             patterns = schema.get("patternProperties")

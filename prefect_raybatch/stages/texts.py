@@ -1,7 +1,7 @@
-"""Row to the plain text of a task that pools, or to a pair of texts; text to tokens.
+"""From row to the plain text of a pooling task, or to a pair of texts; from text to tokens.
 
-No chat template is put around the text, and the tokenizer adds its special tokens: what a model
-that embeds or classifies was trained on, and what vLLM's `LLM.embed` does.
+No chat template surrounds the text, and the tokenizer adds its special tokens: this is what
+embedding and classifying models are trained on, and what vLLM's `LLM.embed` does.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ RowRequests = tuple[ChatRequest, ...]  # one for each text of a row
 
 @dataclass(frozen=True)
 class Input:
-    """The texts of a row as a tokenizer gets them: the model's, or the `plain` copy of it, for
-    which control tokens are marked."""
+    """The texts of a row as a tokenizer gets them: the model's, or its `plain` copy, for which
+    control tokens are marked."""
 
     texts: tuple[str, ...]
     plain: Plain | None = None
@@ -65,8 +65,8 @@ class Input:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids of a row's prompt, or of its two; `types_from` is the first of a pair's second
-    text, where the tokenizer gives types; `cut`: they were shortened."""
+    """Token ids of a row's one or two prompts; `types_from` is the index of the second text of a
+    pair, if the tokenizer gives types; `cut`: they were shortened."""
 
     ids: tuple[TokenIds, ...]
     types_from: int | None = None
@@ -75,7 +75,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class PrepareTexts(Prepare):
-    """The stage for a task that pools; `texts` says what a row's prompt is made of."""
+    """The stage for a pooling task; `texts` says what a row's prompt is made of."""
 
     texts: Texts = Texts.ONE
 
@@ -103,20 +103,21 @@ class PrepareTexts(Prepare):
         return timed(table, "prepare", began)
 
     def requests(self, table: pa.Table) -> list[ChatRequest | Failure]:
-        """The texts of each row, each as a message."""
+        """Return the texts of each row, each as a message."""
         return list(map(_as_request, self._given(table)))
 
     def prompts(
         self, table: pa.Table
     ) -> tuple[list[ChatRequest | Failure], list[TokenIds | Failure]]:
-        """Request and prompt tokens of each row, of any length; of two texts the longer one's. Of
-        a text that is far too long these are the tokens of a part, more than the model takes."""
+        """Return request and prompt tokens of each row, of any length; of two texts the longer
+        one's. For a text that is far too long, these are the tokens of a part, more than the model
+        takes."""
         made = self._encoded(self._given(table), None, self._limit())
         requests = [m if isinstance(m, Failure) else ChatRequest([]) for m in made]
         return requests, [m if isinstance(m, Failure) else max(m.ids, key=len) for m in made]
 
     def _limit(self) -> int | None:
-        """The most tokens of a prompt; there is no answer that would need room."""
+        """Return the most tokens of a prompt; no answer needs room."""
         if self.max_model_len:
             return self.max_model_len
         own = models.context_length(models.local_path(self.model))
@@ -125,7 +126,7 @@ class PrepareTexts(Prepare):
         return min(lengths, default=None)
 
     def _given(self, table: pa.Table) -> list[RowRequests | Failure]:
-        """The request whose text each row is, or its two."""
+        """Return the one or two requests whose texts make up each row."""
         if self.prompt.function:
             count = 1 if self.texts is Texts.ONE else 2
             rows = rows_of(table, input_columns(table))
@@ -141,8 +142,8 @@ class PrepareTexts(Prepare):
     def _encoded(
         self, given: Sequence[RowRequests | Failure], limit: int | None, most: int | None
     ) -> list[Encoded | Failure]:
-        """What becomes of each row under `limit` (None: none). Of a text of more than `most` tokens
-        only a part is tokenized."""
+        """Return the tokens of each row within `limit` (None: none). Of a text with more than
+        `most` tokens, only a part is tokenized."""
         tokenizer, most = self._tokenizer(), most or UNKNOWN_CONTEXT
         rows = self.prompt.special_tokens_in_rows
         guard = None if rows == "allow" else guard_of(tokenizer)
@@ -172,7 +173,7 @@ class PrepareTexts(Prepare):
         return self._bounded(safe, limit, most)
 
     def _batch(self, inputs: Sequence[Input | Failure]) -> list[Encoded | Failure]:
-        """The tokens of each row, those of the tokenizer itself in one call."""
+        """Return the tokens of each row; rows for the tokenizer itself go in one call."""
         ordinary = [a for a in inputs if isinstance(a, Input) and a.plain is None]
         made: Iterator[Encoded | Failure]
         try:
@@ -185,7 +186,7 @@ class PrepareTexts(Prepare):
         ]
 
     def _bounded(self, given: Input, limit: int | None, most: int) -> Input | Failure:
-        """The texts cut where one alone is far too long, or why the row fails."""
+        """Return the texts, cut if one alone is far too long, or why the row fails."""
         tokenizer = self._tokenizer() if given.plain is None else given.plain.tokenizer
         side, texts = self.prompt.on_too_long, list(given.texts)
         for i, text in enumerate(texts):
@@ -212,7 +213,7 @@ class PrepareTexts(Prepare):
     def _whole(
         self, texts: Sequence[tuple[str, ...]], plain: Plain | None = None, **cut: Any
     ) -> list[Encoded]:
-        """The tokens of texts, of the tokenizer itself or of its `plain` copy."""
+        """Return the tokens of texts, from the tokenizer itself or from its `plain` copy."""
         tokenizer = self._tokenizer() if plain is None else plain.tokenizer
         if not cut:
             return self._tokens(tokenizer, texts, plain)
@@ -260,7 +261,8 @@ class PrepareTexts(Prepare):
 
 
 def _input(guard: RowText | None, rows: str, asked: RowRequests) -> Input | Failure:
-    """What the tokenizer gets of a row, by what becomes of control tokens in row text (`rows`)."""
+    """Return what the tokenizer gets of a row, given how control tokens in row text are treated
+    (`rows`)."""
     texts = tuple(map(_text, asked))
     controls = () if guard is None else tuple(filter(None, map(guard.control_in, asked)))
     if guard is None or not controls:
@@ -286,21 +288,22 @@ def _too_long(count: str, limit: int) -> Failure:
 
 
 def prepare_of(task: Pooling | None, *args: Any, **more: Any) -> Prepare:
-    """The prepare stage of a job, by how it asks its model (None: for text)."""
+    """Return the prepare stage of a job, by how it asks its model (None: for text)."""
     if task is None:
         return Prepare(*args, **more)
     return PrepareTexts(*args, **{**more, "texts": task.texts})
 
 
 def _params(made: Encoded) -> str | None:
-    """What vLLM is told of one row, as JSON: where the types of its tokens change."""
+    """Return what vLLM is told about one row, as JSON: where the types of its tokens change."""
     if made.types_from is None:
         return None
     return json.dumps({"extra_kwargs": {"compressed_token_type_ids": made.types_from}})
 
 
 def _first_one(types: Sequence[int] | None) -> int | None:
-    """Where the token types of a pair become 1; vLLM takes 0s followed by 1s."""
+    """Return the index at which the token types of a pair become 1; vLLM takes 0s followed by
+    1s."""
     if types is None:
         return None
     at = next((i for i, kind in enumerate(types) if kind), len(types))
@@ -326,7 +329,7 @@ def _both(first: ChatRequest | Failure, second: ChatRequest | Failure) -> RowReq
 
 
 def _guarded(function: Callable[[dict[str, Any]], Any], count: int, row: Any) -> Any:
-    """What a user's function made of a row, as `count` requests, or why it failed."""
+    """Return what a user's function made of a row, as `count` requests, or why it failed."""
     if isinstance(row, Failure):
         return row
     try:

@@ -1,4 +1,4 @@
-"""Chat messages to tokens: chat template, tokenizer, and the cutting of what is too long."""
+"""From chat messages to tokens: chat template, tokenizer, and truncation."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ BORDER = 64  # tokens that the beginning of a text may have more than the same p
 
 @dataclass(frozen=True)
 class Chat:
-    """What makes a prompt of messages beside them: `template` in place of the tokenizer's own, its
-    `arguments` and `tools`, a text that the answer goes on from (`prefill`), and whether it goes on
-    from the last message (`continued`). `fields` of the job that need a chat template. `rows`: what
-    becomes of control tokens in row text (`prompt.special_tokens_in_rows`). `asked`: whether the
-    prompt ends with the beginning of an answer."""
+    """What makes a prompt in addition to messages: `template` instead of the tokenizer's own, its
+    `arguments` and `tools`, a text that the answer continues (`prefill`), and whether it continues
+    the last message (`continued`). `fields` are those of the job that need a chat template. `rows`:
+    how control tokens in row text are treated (`prompt.special_tokens_in_rows`). `asked`: whether
+    the prompt ends with the beginning of an answer."""
 
     template: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -73,7 +73,8 @@ class Chat:
         )
 
     def templated(self, tokenizer: Tokenizer) -> bool:
-        """Whether there is a chat template; `ConfigError` where there must be one and is none."""
+        """Return whether there is a chat template; raise `ConfigError` if one is required and
+        missing."""
         if self.template or getattr(tokenizer, "chat_template", None):
             return True
         if self.fields:
@@ -85,20 +86,21 @@ PLAIN = Chat()
 
 
 class TemplateTooSlow(Exception):
-    """A chat template does not end in time for a row; the class a row has in quarantine."""
+    """A chat template does not finish in time for a row; the error class of that row in
+    quarantine."""
 
 
 class TemplateLimit:
-    """Limits the time that a chat template takes for the rows of one call. After LATE_ROWS rows for
-    which it took longer, it is tried for no other."""
+    """Limits the time that a chat template takes for the rows of one call. After LATE_ROWS rows
+    that took longer, it is tried for no other row."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._late_rows = 0
 
     def __call__(self, apply: Callable[[], Made], rows: int = 1) -> Made:
-        """Return what `apply` returns for so many rows. Raise `TemplateTooSlow` where that takes
-        too long."""
+        """Return what `apply` returns for `rows` rows. Raise `TemplateTooSlow` if that takes too
+        long."""
         if self._late_rows >= LATE_ROWS:
             raise TemplateTooSlow(
                 f"the chat template took over {self.seconds:g} s for rows before it"
@@ -119,7 +121,7 @@ def render(
     chat: Chat = PLAIN,
     seconds: float = chat_template.TEMPLATE_SECONDS,
 ) -> list[str | Failure]:
-    """Requests to prompt texts through the chat template; failures stay where they are. A row for
+    """Render requests to prompt texts through the chat template; failures stay in place. A row for
     which the template takes over `seconds` fails, and after some of these all others."""
     if not chat.templated(tokenizer):
         return [
@@ -157,8 +159,8 @@ def render(
 
 
 def _given(chat: Chat, documents: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """Arguments of the chat template, without those that are not set: a tokenizer of its own kind
-    may not know them."""
+    """Return the set arguments of the chat template only, because an unusual tokenizer may not know
+    the others."""
     given: dict[str, Any] = {
         "chat_template": chat.template,
         "tools": chat.tools,
@@ -174,7 +176,7 @@ def prompt_tokens(
     chat: Chat = PLAIN,
     most: int | None = None,
 ) -> list[TokenIds | Failure]:
-    """Requests to prompt tokens; failures stay where they are. Control tokens in row text are
+    """Convert requests to prompt tokens; failures stay in place. Control tokens in row text are
     treated as `chat.rows` says. A prompt of far more than `most` tokens is a `LongPrompt`: only its
     beginning was tokenized."""
     guard = None if chat.rows == "allow" else guard_of(tokenizer, chat)
@@ -200,8 +202,8 @@ def prompt_tokens(
 def guarded_request(
     guard: RowText, request: ChatRequest | Failure, rows: str
 ) -> ChatRequest | Failure | None:
-    """The request if its row text holds no control token, or the row's failure; None for a request
-    that must be encoded with care."""
+    """Return the request if its row text contains no control token, or the row's failure; None for
+    a request that must be encoded with care."""
     if isinstance(request, Failure):
         return request
     role = guard.bad_role(request)
@@ -215,8 +217,8 @@ def guarded_request(
 
 @lru_cache(maxsize=8)
 def _guard_of(tokenizer: Any, template: str | None) -> RowText | None:
-    """What guards rows that are put into a chat template, which may complete a control token that
-    a row begins."""
+    """Return what protects rows in a chat template, which may complete a control token that a row
+    begins."""
     guard = row_text(tokenizer)
     if guard is None:
         return None
@@ -235,13 +237,13 @@ def _guard_of(tokenizer: Any, template: str | None) -> RowText | None:
 
 
 def guard_of(tokenizer: Any, chat: Chat | None = None) -> RowText | None:
-    """What guards rows against the control tokens of `tokenizer`, within a chat template where
-    there is one; None where the tokenizer has none."""
+    """Return what protects rows from the control tokens of `tokenizer`, within a chat template if
+    there is one; None if the tokenizer has none."""
     return row_text(tokenizer) if chat is None else _guard_of(tokenizer, chat.template)
 
 
 def _changes_text(tokenizer: Any, template: str | None) -> bool:
-    """Whether a chat template may change the text of messages, and make control tokens of it."""
+    """Return whether a chat template may change the text of messages into control tokens."""
     return _CHANGING.search(str(template or getattr(tokenizer, "chat_template", None))) is not None
 
 
@@ -252,7 +254,8 @@ def _unforged(
     texts: Sequence[str | Failure],
     chat: Chat,
 ) -> list[str | Failure]:
-    """The prompts of requests; a failure where the template made a control token of row text."""
+    """Return the prompts of requests; a failure if the template made a control token from row
+    text."""
     neutral = [r if isinstance(r, Failure) else guard.neutral(r) for r in requests]
     made: list[str | Failure] = []
     for text, other in zip(texts, render(tokenizer, neutral, chat), strict=True):
@@ -266,7 +269,7 @@ def _unforged(
 def _plain_tokens(
     tokenizer: Tokenizer, guard: RowText, request: ChatRequest, chat: Chat, most: int | None
 ) -> TokenIds | Failure:
-    """Prompt tokens of a request whose row text holds control tokens, which become plain text."""
+    """Return prompt tokens of a request whose row text contains control tokens, as plain text."""
     special = not chat.templated(tokenizer)
     if most is not None:  # hiding the control tokens of millions of characters takes long
         (text,) = render(tokenizer, [request], chat)
@@ -306,7 +309,7 @@ def tokenize(
     chat: Chat = PLAIN,
     most: int | None = None,
 ) -> list[TokenIds | Failure]:
-    """Prompt texts to token lists; failures stay where they are. `most` as in `prompt_tokens`."""
+    """Convert prompt texts to token lists; failures stay in place. `most` as in `prompt_tokens`."""
     good = [t for t in texts if not isinstance(t, Failure)]
     special = not chat.templated(tokenizer)
 
@@ -319,8 +322,8 @@ def tokenize(
 
 
 class LongPrompt(list[int]):
-    """The tokens of the first `characters` of a prompt that has far too many; `estimate` is about
-    how many."""
+    """The tokens of the first `characters` of a prompt that has far too many; `estimate` is the
+    approximate total."""
 
     def __init__(self, ids: TokenIds, estimate: int, characters: int) -> None:
         super().__init__(ids)
@@ -329,7 +332,7 @@ class LongPrompt(list[int]):
 
 
 def batches_of(sizes: Sequence[int]) -> Iterator[slice]:
-    """Neighbours that go to a tokenizer together, of texts with these sizes in characters."""
+    """Yield slices of neighbouring texts, given their sizes in characters, to tokenize together."""
     start = total = 0
     for i, size in enumerate(sizes):
         if total and total + size > CHARACTERS_AT_ONCE:
@@ -343,8 +346,9 @@ def batches_of(sizes: Sequence[int]) -> Iterator[slice]:
 def _bounded(
     tokens: Callable[[list[str]], list[TokenIds]], texts: Sequence[str], most: int | None
 ) -> list[TokenIds | Failure]:
-    """The tokens of each text. A tokenizer takes some 200 bytes a character: so texts go to it by
-    `CHARACTERS_AT_ONCE`, and of one that may be too long first its beginning."""
+    """Return the tokens of each text. A tokenizer takes some 200 bytes per character, so texts are
+    passed in batches of `CHARACTERS_AT_ONCE`, and first only the beginning of one that may be too
+    long."""
     made: dict[int, TokenIds | Failure] = {}
     short: list[int] = []
     for i, text in enumerate(texts):
@@ -370,8 +374,9 @@ def _tokens_of(
 def long_tokens(
     tokens: Callable[[list[str]], list[TokenIds]], text: str, most: int, end: bool = False
 ) -> TokenIds:
-    """The tokens of a long text, or a `LongPrompt` once its beginning (its `end`) alone has more
-    than `most`. No text of more than `most` times `CHARACTERS_A_TOKEN_AT_MOST` is tokenized."""
+    """Return the tokens of a long text, or a `LongPrompt` once its beginning (or its `end`) alone
+    has more than `most`. No text of more than `most` times `CHARACTERS_A_TOKEN_AT_MOST` is
+    tokenized."""
     size = most * CHARACTERS_A_TOKEN
     bound = most * CHARACTERS_A_TOKEN_AT_MOST
     while size < len(text):
@@ -384,14 +389,14 @@ def long_tokens(
 
 
 def messages_text(messages: Messages) -> str:
-    """All text in messages."""
+    """Return all text in messages."""
     parts = (m["content"] if isinstance(m["content"], list) else [m["content"]] for m in messages)
     texts = (p.get("text") if isinstance(p, dict) else p for part in parts for p in part)
     return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def longest_text(tokenizer: Tokenizer, text: str, most: int) -> TokenIds | LongPrompt:
-    """As `long_tokens`; empty for a text that is short enough to be of no concern."""
+    """Like `long_tokens`; empty for a text that is certainly short enough."""
     if len(text) <= most * CHARACTERS_A_TOKEN:
         return []
     return long_tokens(
@@ -405,9 +410,9 @@ def last_tokens(
     whole: Sequence[TokenIds | Failure],
     chat: Chat,
 ) -> list[TokenIds | None]:
-    """The tokens that follow the last message in each of the prompts `whole`; with
-    `chat.continued` those from the last message on. None for a row that failed, without a chat
-    template, and where one does not show the message."""
+    """Return the tokens after the last message in each of the prompts `whole`; with
+    `chat.continued`, those from the last message on. None for a failed row, without a chat
+    template, and if one does not show the message."""
     if not chat.templated(tokenizer):
         return [None for _ in requests]
     if chat.continued:
@@ -433,7 +438,7 @@ _NO_MESSAGE = Failure("prepare", "NoMessage", "")
 
 
 def _with_end(request: ChatRequest) -> ChatRequest | Failure:
-    """The request with digits behind the text of its last message."""
+    """Return the request with digits after the text of its last message."""
     last = request.messages[-1]
     if not isinstance(last["content"], str):
         return _NO_MESSAGE
@@ -466,11 +471,10 @@ def shortened(
     left: bool,
     chat: Chat = PLAIN,
 ) -> list[int] | None:
-    """Prompt tokens of a request whose prompt is `whole`, at most `room`, with the beginning
-    (`left`) or the end of its last user message cut off; None where that message is not long
-    enough.
+    """Return prompt tokens of a request whose prompt is `whole`, at most `room`, with the beginning
+    (`left`) or the end of its last user message cut off; None if that message is not long enough.
 
-    The text is cut and not the tokens: the chat template around it must stay whole.
+    The text is cut, not the tokens: the chat template around it must stay whole.
     """
     users = [i for i, m in enumerate(request.messages) if m["role"] == "user"]
     if not users or not isinstance(request.messages[users[-1]]["content"], str):
@@ -518,7 +522,7 @@ def shortened(
 
 
 def _reader_of(tokenizer: Tokenizer, request: ChatRequest, chat: Chat) -> Tokenizer:
-    """The tokenizer that makes the tokens of a request's row text."""
+    """Return the tokenizer that makes the tokens of a request's row text."""
     guard = None if chat.rows == "allow" else guard_of(tokenizer, chat)
     if guard is None or guard.control_in(request) is None or guard.plain is None:
         return tokenizer
@@ -526,7 +530,7 @@ def _reader_of(tokenizer: Tokenizer, request: ChatRequest, chat: Chat) -> Tokeni
 
 
 def _spans(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
-    """Where each token of a text begins and ends in it, in characters."""
+    """Return where each token of a text begins and ends, in characters."""
     if tokenizer.is_fast:
         made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return list(made["offset_mapping"])

@@ -1,5 +1,5 @@
-"""Sampled rows of a run through its stages on one engine, and what came of each: for comparing two
-ways of asking. Writes nothing but to a folder that is removed."""
+"""Runs sampled rows through a run's stages on one engine and collects the outcomes, to compare two
+ways of asking. Writes only to a folder that is removed."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ Read = Callable[[], Iterator[pa.Table]]
 
 @dataclass(frozen=True)
 class TrialStages:
-    """What sampled rows go through: `read` gives their shards, of which `positions` are taken;
-    `ignored` columns of a result are not compared. `pooled` is the task, and the column of its
-    answers, where it is one that pools."""
+    """What sampled rows go through: `read` yields their shards, of which `positions` are taken;
+    `ignored` columns of a result are not compared. `pooled` is the task and its answer column, if
+    it is a pooling task."""
 
     read: Sequence[tuple[Read, Sequence[int]]]
     prepare: Callable[[pa.Table], pa.Table]
@@ -51,7 +51,7 @@ class TrialStages:
 class TrialEngine:
     """One engine, on the worker that runs this; `engine` makes the engine stage of a spec.
 
-    Raises `EngineStartError` when it does not start.
+    Raises `EngineStartError` if it does not start.
     """
 
     def __init__(self, engine: type, stages: TrialStages):
@@ -59,11 +59,11 @@ class TrialEngine:
         self.engine = engine(stages.spec)
 
     def outcomes(self, again: bool = False) -> dict[Row, RowOutcome]:
-        """What came of each row that was asked, whether it got through or failed; rows that make no
-        prompt, and such as their engine died with, are left out. `again`: in another order.
+        """Return the outcome of each row that was asked, valid or failed; rows that make no prompt,
+        and those with which their engine died, are left out. `again`: in another order.
 
-        Raises `SourceError` for rows that cannot be read, `EngineStartError` where the engine does
-        not start, `EngineFailure` where it died with every row.
+        Raises `SourceError` for unreadable rows, `EngineStartError` if the engine does not start,
+        and `EngineFailure` if it died with every row.
         """
         blocks = self._prepared()
         if again:
@@ -79,7 +79,7 @@ class TrialEngine:
         return found
 
     def close(self) -> None:
-        """Ends the engine, so that its GPU is free."""
+        """End the engine, so that its GPU is free."""
         inner = getattr(self.engine, "engine", None)
         if inner is not None and hasattr(inner, "close"):
             inner.close()
@@ -94,7 +94,8 @@ class TrialEngine:
         return [_greedy(table.filter(table[ERROR].is_null())) for table in made]
 
     def _answered(self, blocks: list[pa.Table]) -> list[pa.Table]:
-        """The blocks with their answers. What an engine died with is asked again, one by one."""
+        """Return the blocks with their answers. Rows with which an engine died are asked again, one
+        by one."""
         with ThreadPoolExecutor(BLOCKS_ASKED) as pool:
             first = list(pool.map(self.engine, blocks))
         made, why = [], ""
@@ -146,7 +147,7 @@ def _taken(shard: tuple[Read, Sequence[int]]) -> pa.Table:
 
 
 def _greedy(table: pa.Table) -> pa.Table:
-    """The block with rows that set a temperature or a number of answers of their own asked
+    """Return the block with rows that set their own temperature or number of answers asked
     greedily, once."""
     own = [
         text and json.dumps({**json.loads(text), "temperature": 0.0, "n": 1})
@@ -157,7 +158,7 @@ def _greedy(table: pa.Table) -> pa.Table:
 
 
 def pooled_answers(table: pa.Table, task: str, column: str) -> Iterator[np.ndarray | str | float]:
-    """What is compared of the rows of a task that pools: as they are finished, or raw."""
+    """Yield what is compared of the rows of a pooling task, finished or raw."""
     raw = VECTOR_COLUMN in table.column_names and column != VECTOR_COLUMN
     for value in table[VECTOR_COLUMN if raw else column].combine_chunks():
         if task == "embed" or raw:
@@ -173,8 +174,8 @@ def pooled_answers(table: pa.Table, task: str, column: str) -> Iterator[np.ndarr
 def compared(
     one: Mapping[Row, RowOutcome], other: Mapping[Row, RowOutcome]
 ) -> tuple[int, int, list[Row]]:
-    """(rows that both have, those that agree, those that do not). Good rows agree in the values of
-    all columns, vectors by their cosine, scores by how far they are apart, failed ones in the class
+    """Return (rows that both have, rows that agree, rows that do not). Valid rows agree if all
+    columns do, vectors by their cosine and scores by their distance; failed rows agree by the class
     of the error."""
     both = sorted(one.keys() & other.keys())
     scores = [one[row][1] for row in both if isinstance(one[row][1], float)]
@@ -184,7 +185,7 @@ def compared(
 
 
 def _agree(one: RowOutcome, other: RowOutcome, near: float) -> bool:
-    """`near`: of two scores that say the same."""
+    """Return whether two outcomes agree; `near` is the distance of scores that count as equal."""
     if one[0] != other[0]:
         return False
     if one[0] == "failed":
@@ -197,6 +198,6 @@ def _agree(one: RowOutcome, other: RowOutcome, near: float) -> bool:
 
 
 def cosine(one: np.ndarray, other: np.ndarray) -> float:
-    """Of two vectors; 0 where one has no length or another size."""
+    """Return the cosine similarity of two vectors; 0 for zero or mismatched vectors."""
     length = float(np.linalg.norm(one) * np.linalg.norm(other))
     return float(np.dot(one, other)) / length if length and one.shape == other.shape else 0.0

@@ -1,4 +1,4 @@
-"""Answers that are JSON, read strictly: what does not fit `output.schema_model` fails its row.
+"""Reads JSON answers strictly: an answer that does not fit `output.schema_model` fails its row.
 
 A grammar does not enforce all of a schema, and an answer can end before its object does. So each
 one is parsed and validated here, whatever the engine was asked.
@@ -25,7 +25,7 @@ INT64 = range(-(1 << 63), 1 << 63)
 
 
 class AnswerReader:
-    """Answers as objects and as columns, by the text of a JSON Schema."""
+    """Reads answers as objects and as columns, by the text of a JSON Schema."""
 
     def __init__(self, schema: str):
         self.columns = columns_of(schema)
@@ -33,11 +33,12 @@ class AnswerReader:
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns' types."""
+        """Return the columns' types."""
         return pa.schema([shape.field(name) for name, shape in self.columns.items()])
 
     def read(self, text: str) -> tuple[dict[str, Any], dict[str, Any]] | Failure:
-        """The object that an answer is, and its columns as Arrow takes them."""
+        """Return the object that an answer is, and its columns as Arrow takes them; or the
+        failure."""
         try:
             found = _parsed(text)
             self._check(found)
@@ -52,7 +53,7 @@ class AnswerReader:
 
 @lru_cache(maxsize=4)
 def reader_of(schema: str) -> AnswerReader:
-    """The reader of a schema, once a worker process."""
+    """Return the reader of a schema, made once per worker process."""
     return AnswerReader(schema)
 
 
@@ -109,7 +110,7 @@ def _known(found: Any, names: Any, place: str) -> None:
 
 
 def _value(shape: AnswerShape, found: Any, place: str) -> Any:
-    """A validated value as Arrow takes it for this shape."""
+    """Return a validated value as Arrow takes it for this shape."""
     if found is None and shape.nullable:
         return None
     if shape.kind == "json":

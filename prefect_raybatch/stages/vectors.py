@@ -1,4 +1,4 @@
-"""Vector to result: written as it is, as a label with the probability of each, or as a score."""
+"""From vector to result: as it is, as a label with the probability of each, or as a score."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ SMALL = {"float32": np.float32, "float16": np.float16}
 
 @dataclass(frozen=True)
 class FinishVectors(Finish):
-    """The stage for a task that pools; `labels` are the names of the model's, in their order."""
+    """The stage for a pooling task; `labels` are the names of the model's labels, in their
+    order."""
 
     task: str = "embed"
     labels: tuple[str, ...] = ()
@@ -54,7 +55,7 @@ class FinishVectors(Finish):
         return label_counts([self.labels[int(at)] for at in best], self.labels)
 
     def _answer(self, vector: np.ndarray) -> dict[str, Any] | Failure:
-        """The columns of a row, by its vector."""
+        """Return the columns of a row from its vector."""
         name = self.spec.column
         if self.task == "score":
             return {name: float(vector[0])}
@@ -99,14 +100,14 @@ class FinishVectors(Finish):
 
 
 def finish_of(task: Pooling | None, *args: Any, **more: Any) -> Finish:
-    """The finish stage of a job, by how it asks its model (None: for text)."""
+    """Return the finish stage of a job, by how it asks its model (None: for text)."""
     if task is None:
         return Finish(*args, **more)
     return FinishVectors(*args, **{**more, "task": task.task, "labels": task.labels})
 
 
 def vectors_of(table: pa.Table) -> np.ndarray:
-    """float32[rows, numbers] of a block; rows that have none hold anything."""
+    """Return float32[rows, numbers] of a block; rows without a vector hold arbitrary values."""
     column = table[VECTOR].combine_chunks()
     size = column.type.list_size
     flat = column.values.slice(column.offset * size, len(column) * size)
@@ -115,5 +116,5 @@ def vectors_of(table: pa.Table) -> np.ndarray:
 
 
 def _plain(value: Any) -> Any:
-    """As a user's function gets it."""
+    """Return the value as a user's function gets it."""
     return value.tolist() if isinstance(value, np.ndarray) else value

@@ -1,8 +1,9 @@
-"""Prompts that an engine on a CPU computes whole: those whose answers are drawn with a seed.
+"""Prompts that an engine on a CPU must process in one step: those whose answers are sampled with a
+seed.
 
-vLLM computes a prompt that does not fit into a step in parts, draws after each part, and sets the
-row's random numbers back by the draws it drops. On a CPU PyTorch's generators cannot be set back:
-"CPU Generator does not use offset" ends the engine (seen with vLLM 0.29.0).
+vLLM processes a prompt that does not fit into a step in parts, samples after each part, and resets
+the row's random numbers by the samples that it drops. On a CPU, PyTorch's generators cannot be
+reset: "CPU Generator does not use offset" ends the engine (seen with vLLM 0.29.0).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ IN_PARTS, TOKENS_A_STEP = "enable_chunked_prefill", "max_num_batched_tokens"
 
 
 def _seeded(sampling: Mapping[str, Any]) -> bool:
-    """Whether answers with these fields of a request are drawn, each row from a seed of its own."""
+    """Return whether answers with these request fields are sampled, each row from a seed of its
+    own."""
     return not is_greedy(sampling) and sampling.get("seed") is not None
 
 
@@ -28,15 +30,15 @@ def with_whole_prompts(
     rows_may: bool,
     length: Callable[[], int | None],
 ) -> dict[str, Any]:
-    """vLLM's `arguments` of an engine on a CPU, changed where answers are drawn with a seed: no
-    prompt in parts, and steps that hold the longest one.
+    """Return vLLM's `arguments` for an engine on a CPU, changed if answers are sampled with a seed:
+    no prompt in parts, and steps that hold the longest one.
 
-    `given` are those of them that stand in the job, `sampling` the fields of each request,
-    `rows_may` says that a row may bring a seed of its own, `length` says how many tokens the model
-    takes (None where it is not known: nothing is changed) and is asked only where that decides. Of
-    rows that only may have a seed nothing is made dearer.
+    `given` are those of them that the job sets, `sampling` the fields of each request. `rows_may`:
+    a row may bring a seed of its own. `length` returns how many tokens the model takes (None if
+    unknown: nothing is changed), and is called only if that decides. Rows that merely may have a
+    seed cost nothing extra.
 
-    Raises `ConfigError` where the job gives an argument with which the engine would end.
+    Raises `ConfigError` if the job sets an argument with which the engine would end.
     """
     made = dict(arguments)
     certain = _seeded(sampling)

@@ -1,1 +1,1 @@
-"""How a stage calls a user's function: in its own process or in one apart."""
+"""Calls a user's function, in the stage's own process or in a separate one."""

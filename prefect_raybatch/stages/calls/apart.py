@@ -1,7 +1,8 @@
-"""A user's function in a process of its own (`child`), so that it can end or hang nobody else.
+"""Runs a user's function in a process of its own (`child`), so that it can neither end nor hang the
+stage.
 
-The child says when a row begins. So whatever ends it between two rows (a thread that a function
-left behind, its own idling) is no row's fault, and what ends it in a row is that row's.
+The child reports when a row begins. So a failure between two rows (a thread that a function left
+behind, or idling) is attributed to no row, and a failure within a row is attributed to that row.
 """
 
 from __future__ import annotations
@@ -35,20 +36,21 @@ BOOT = (  # the child gets this process's sys.path, so that it finds the same mo
 
 
 class FunctionDied(Exception):
-    """The process of a user's function ended in a row; the class a row has in quarantine."""
+    """A user's function ended its process during a row; the error class of that row in
+    quarantine."""
 
 
 class FunctionHung(Exception):
-    """A user's function took longer for a row than it may; the class a row has in quarantine."""
+    """A user's function exceeded the time for a row; the error class of that row in quarantine."""
 
 
 class NoChild(RuntimeError):
-    """No process for a user's function could be had: the node's fault, not a row's."""
+    """No process for a user's function could be started: a fault of the node, not of a row."""
 
 
 class BlockHung(NoChild):
-    """A user's function hung for `HUNG` rows one after the other: smaller blocks tell whether the
-    rows are to blame."""
+    """A user's function hung for `HUNG` rows in a row: smaller blocks show whether the rows are the
+    cause."""
 
 
 class _Ended(Exception):
@@ -56,22 +58,23 @@ class _Ended(Exception):
 
 
 class _Late(Exception):
-    """The child said nothing for too long."""
+    """The child did not answer in time."""
 
 
 def raised(kind: str, text: str) -> Exception:
-    """An exception that reads like one of class `kind`, which may not be had here."""
+    """Return an exception that reads like one of class `kind`, which may not be importable here."""
     made: Exception = type(kind, (Exception,), {})(text)
     return made
 
 
 class Apart:
-    """The function `name` of a job's `field`, callable with a row; each call is made in a child.
+    """The function `name` of a job's `field`, callable with a row; each call runs in a child
+    process.
 
-    `seconds` a row may take, None any. A row in which the child ends is given to another, until
-    `deaths` have ended in it. Raises, for a row, `FunctionDied`, `FunctionHung` or what the
-    function raised; `ConfigError` where the function cannot be had, `NoChild` where no child can,
-    `BlockHung` after too many rows that hung.
+    `seconds` is the time for a row, None for any. A row during which the child ends is given to
+    another child, until `deaths` of them have ended. Raises, for a row, `FunctionDied`,
+    `FunctionHung` or what the function raised; `ConfigError` if the function cannot be imported,
+    `NoChild` if no child starts, and `BlockHung` after too many rows that hung.
     """
 
     def __init__(self, name: str, field: str, seconds: float | None, deaths: int = 1) -> None:
@@ -81,7 +84,7 @@ class Apart:
         self.child()
 
     def child(self) -> Child:
-        """A child that has imported the function's module: the last one, while it lives."""
+        """Return a child that has imported the function's module: the last one, while it lives."""
         children: dict[tuple[str, str], Child] = _kept.__dict__.setdefault("children", {})
         child = children.get((self.name, self.field))
         if child is None or not child.lives:
@@ -121,7 +124,7 @@ class Apart:
         )
 
     def _begun(self, data: bytes) -> Child:
-        """The child that has begun with a row, which was sent as `data`."""
+        """Return the child that has begun with the row in `data`."""
         ended = ""
         for _ in range(CHILD_STARTS):
             try:
@@ -140,7 +143,7 @@ class Apart:
 
 
 class Child:
-    """A process that calls one function; `lives` until it ended or was closed."""
+    """A process that calls one function; `lives` until it ends or is closed."""
 
     def __init__(self, name: str, field: str, seconds: float | None) -> None:
         self._wire, theirs = socket.socketpair()
@@ -172,7 +175,7 @@ class Child:
         return self._close.alive and self.process.poll() is None
 
     def close(self) -> str:
-        """Ends it and says how it had ended by itself."""
+        """End it, and return how it had ended by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             # Its end of the wire closes a little earlier than it ends.
             self.process.wait(CHILD_LOOK)
@@ -187,7 +190,7 @@ class Child:
         return f"killed by signal {-code}"
 
     def say(self, data: bytes) -> None:
-        """Sends a row. Raises _Ended, _Late."""
+        """Send a row. Raises _Ended, _Late."""
         self._wire.settimeout(START_SECONDS)
         try:
             self._wire.sendall(HEADER.pack(len(data)) + data)
@@ -197,7 +200,7 @@ class Child:
             raise _Ended from None
 
     def hear(self, seconds: float | None) -> Any:
-        """What it says within `seconds` (None: any time). Raises _Ended, _Late."""
+        """Return its answer within `seconds` (None: any time). Raises _Ended, _Late."""
         waited = _Waited(seconds)
         (size,) = HEADER.unpack(self._read(HEADER.size, waited))
         return pickle.loads(self._read(size, waited))
@@ -223,13 +226,13 @@ class Child:
 
 
 class _Waited:
-    """Time that was waited, without that in which this process was itself stopped."""
+    """Elapsed wait, excluding time this process was suspended."""
 
     def __init__(self, seconds: float | None) -> None:
         self.rest, self.since = seconds, time.monotonic()
 
     def left(self) -> float:
-        """Seconds until the next look. Raises _Late."""
+        """Return the seconds until the next check. Raises _Late."""
         now = time.monotonic()
         if self.rest is not None:
             self.rest -= min(now - self.since, 2 * CHILD_LOOK)

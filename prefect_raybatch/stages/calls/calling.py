@@ -1,4 +1,4 @@
-"""How a stage calls a user's function: what it may do to its row, and what not to its process."""
+"""How a stage calls a user's function, and what it protects its process from."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Function = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Calls:
-    """`seconds` a function may take for a row, None any. `apart`: in a process of its own, where
-    what a row does to it is the row's failure; a row may end `deaths` of them.
+    """`seconds` is the time for a row, None for any. `apart`: in a process of its own, where
+    anything that a row does to it is that row's failure; a row may end `deaths` of them.
 
-    Not apart, a function that ends or hangs its process takes the block along: the alarm ends the
-    process, and the block comes again in a pass that calls functions apart.
+    In the stage's own process, a function that ends or hangs it takes the block along: the alarm
+    ends the process, and the block is retried in a pass that calls functions apart.
     """
 
     seconds: float | None = None
@@ -33,7 +33,7 @@ class Calls:
 
     @contextlib.contextmanager
     def function(self, name: str, field: str) -> Iterator[Function]:
-        """The function `name` of a job's `field`, callable with a row inside of the block."""
+        """Yield the function `name` of a job's `field`, callable with a row inside the block."""
         if self.apart:
             yield Apart(name, field, self.seconds, self.deaths)
             return
@@ -64,22 +64,23 @@ def _guarded(function: Function, alarm: _Alarm) -> Function:
 
 
 def _ends_process(error: BaseException) -> bool:
-    """Whether it came from a signal (Ctrl-C, a task that Ray cancels, a node that stops) and not
-    from the function. Should it be the function's after all, it shows where functions run apart."""
+    """Return whether the exception came from a signal (Ctrl-C, a task that Ray cancels, a stopping
+    node) and not from the function. If it was the function after all, calling functions apart shows
+    it."""
     return isinstance(error, KeyboardInterrupt) or hasattr(error, "ray_terminate_msg")
 
 
 class _Alarm:
-    """Ends this process, showing where each thread is, once a row takes longer than `seconds`.
+    """Ends this process, dumping all thread stacks, once a row takes longer than `seconds`.
 
-    Needs no interpreter: it also strikes where a function holds that for ever.
+    It needs no interpreter, so it also works if a function holds the lock forever.
     """
 
     def __init__(self, seconds: float | None) -> None:
         self.seconds, self.last = seconds, float("-inf")
 
     def set(self, least: float | None = None) -> None:
-        """From now on; a longer time than a row's may be given, at `least`, until the next call."""
+        """Start the timer; `least` allows at least that many seconds until the next call."""
         now = time.monotonic()
         if self.seconds is None or now - self.last < SLACK:
             return

@@ -1,6 +1,6 @@
-"""A user's function in a process of its own: the side that calls it. `apart` is the other side.
+"""A user's function in a process of its own: the calling side. `apart` is the other side.
 
-Imports next to nothing, since such a process is started in the middle of a block.
+Imports almost nothing, because such a process is started in the middle of a block.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ READY, REFUSED, BEGUN, GAVE, RAISED = range(5)
 
 
 def serve(fd: int, parent: int, name: str, field: str) -> None:
-    """Calls the function for each row that comes over socket `fd`, until none comes any more."""
+    """Call the function for each row received over socket `fd`, until none comes."""
     _end_with(parent)
     _leave_nobody()
     faulthandler.enable()  # a segmentation fault shows in the worker's log where it was
@@ -51,7 +51,7 @@ def serve(fd: int, parent: int, name: str, field: str) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Has this process killed when its parent's thread ends, also in the middle of a row."""
+    """Have the kernel kill this process when its parent's thread ends, even during a row."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:  # Linux; elsewhere it ends once it looks for the next row
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -60,9 +60,9 @@ def _end_with(parent: int) -> None:
 
 
 def _leave_nobody() -> None:
-    """Starts a process that kills what this one has started once it is gone, however it ends: what
-    ends a child with its parent holds for no copy of the child. Only where the kernel tells of the
-    end of others' processes (Linux 5.3)."""
+    """Start a process that kills what this one has started once it is gone, however it ends: the
+    parent-death signal does not apply to copies of the child. Only on kernels that report the end
+    of other processes (Linux 5.3)."""
     try:
         watched = os.pidfd_open(os.getpid())
     except (AttributeError, OSError):
@@ -82,7 +82,7 @@ def _leave_nobody() -> None:
 
 
 def _kill_after(watched: int, leader: int) -> None:
-    """Kills the group of `leader` once that has ended, of which `watched` tells."""
+    """Kill the process group of `leader` once it has ended, which `watched` reports."""
     # Without the wire, and without the worker's log: both must end with those that use them.
     os.dup2(watched, 0)
     # Those that are open, and not all that may be: in a container that can be a thousand million,
@@ -97,7 +97,7 @@ def _kill_after(watched: int, leader: int) -> None:
 
 
 def shown(error: BaseException) -> str:
-    """The beginning of an error's own text, whatever its class does when asked for it."""
+    """Return the beginning of an error's own text, whatever its class does when asked for it."""
     try:
         return str(error)[:ERROR_TEXT]
     except Exception:
@@ -105,7 +105,7 @@ def shown(error: BaseException) -> str:
 
 
 def _call(function: Any, row: Any) -> bytes:
-    """What to answer: what the function gave or raised."""
+    """Return the encoded answer: what the function returned or raised."""
     me = os.getpid()
     try:
         answer = _frame(GAVE, function(row))
@@ -117,7 +117,7 @@ def _call(function: Any, row: Any) -> bytes:
 
 
 def _next(wire: socket.socket) -> Any:
-    """The next row, None when there is none. Raises TimeoutError where it does not come."""
+    """Return the next row, None if there is none. Raises TimeoutError if it does not come."""
     wire.settimeout(IDLE)
     header = _exactly(wire, HEADER.size)
     if len(header) < HEADER.size:

@@ -1,1 +1,1 @@
-"""Images of a row: fetched, checked, decoded and sized on a CPU, before any engine sees them."""
+"""Images of a row: fetched, checked, decoded and resized on a CPU, before any engine sees them."""

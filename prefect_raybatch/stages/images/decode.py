@@ -1,7 +1,7 @@
-"""Bytes to a plain RGB image, or the reason why not.
+"""Decodes bytes to a plain RGB image, or gives the reason why not.
 
-What a header says is checked before any pixel is decoded, and every pixel is decoded: a file that
-is cut in half has a whole header, and Pillow's own `verify` accepts it.
+The header is checked before any pixel is decoded, and every pixel is decoded: a truncated file has
+a whole header, and Pillow's own `verify` accepts it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _KNOWN = (  # what arrives in place of an image, by how it begins
 
 
 class BadImage(ValueError):
-    """An image that no model gets to see; the message says what is wrong with it."""
+    """An image that is not passed to a model; the message says what is wrong with it."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What an image may be, and what size it is given: `resize` is None (as it is), (width,
-    height), or the most pixels of its longer side."""
+    """Limits and target size of an image: `resize` is None (as it is), (width, height), or the most
+    pixels of its longer side."""
 
     resize: tuple[int, int] | int | None = None
     max_pixels: int = _MAX_PIXELS
@@ -51,7 +51,8 @@ class Policy:
 
 
 def decode_image(data: bytes, policy: Policy) -> Image:
-    """The first frame as it is meant to be seen, in RGB on white, sized, without metadata."""
+    """Return the first frame in its intended orientation, in RGB on white, resized, without
+    metadata."""
     check_size(len(data), policy)
     image = _loaded(data, policy)
     width, height = image.size
@@ -63,13 +64,13 @@ def decode_image(data: bytes, policy: Policy) -> Image:
 
 
 def check_image(data: bytes, policy: Policy) -> None:
-    """Raises `BadImage` for what shows before any pixel is decoded."""
+    """Raise `BadImage` for faults that show before any pixel is decoded."""
     check_size(len(data), policy)
     _opened(data, policy)
 
 
 def size_of(data: Any) -> tuple[int, int] | None:
-    """Width and height, as the header says; None for what is no image's bytes."""
+    """Return width and height from the header; None if the bytes are no image."""
     import PIL.Image
 
     if not isinstance(data, bytes):
@@ -90,7 +91,8 @@ def check_size(size: int, policy: Policy) -> None:
 
 
 def looks_like(start: bytes) -> str | None:
-    """What data that begins so is, where it is known to be no image we take; None otherwise."""
+    """Return what data that begins like this is, if it is known to be no supported image; else
+    None."""
     start = start.lstrip(b"\xef\xbb\xbf \t\r\n")[:64]
     for magic, name in _KNOWN:
         if start[: len(magic)].lower() == magic.lower():
@@ -101,7 +103,7 @@ def looks_like(start: bytes) -> str | None:
 
 
 def _opened(data: bytes, policy: Policy) -> Image:
-    """The image as its header describes it."""
+    """Return the image as its header describes it."""
     import PIL.Image
 
     try:
@@ -123,7 +125,7 @@ def _opened(data: bytes, policy: Policy) -> Image:
 
 
 def _loaded(data: bytes, policy: Policy) -> Image:
-    """The image with all its pixels decoded."""
+    """Return the image with all its pixels decoded."""
     image = _opened(data, policy)
     width, height = image.size
     try:
@@ -138,7 +140,7 @@ def _loaded(data: bytes, policy: Policy) -> Image:
 
 
 def _upright(image: Image) -> Image:
-    """The image turned as its EXIF data says; data that cannot be read says nothing."""
+    """Return the image rotated by its EXIF data; unreadable data is ignored."""
     from PIL.Image import Transpose
 
     turns = {
@@ -159,7 +161,7 @@ def _upright(image: Image) -> Image:
 
 
 def _rgb(image: Image) -> Image:
-    """Eight bits of red, green and blue a pixel; what is transparent lies on white."""
+    """Return eight bits of red, green and blue per pixel; transparent parts become white."""
     import PIL.Image
 
     if image.mode in DEEP or (image.mode == "I" and image.format == "PNG"):

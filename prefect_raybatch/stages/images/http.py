@@ -1,4 +1,4 @@
-"""An image by http(s), from an address that a row may name: see `storage.internet`."""
+"""Fetches an image over http(s), from an address that a row may name: see `storage.internet`."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ _HEADERS = {
 
 
 class ImageUnavailable(Exception):
-    """An image that could not be fetched for now; it may well be there."""
+    """An image that could not be fetched for now; it may well exist."""
 
 
 @dataclass(frozen=True)
 class Http:
-    """How images are fetched. `seconds` bounds one try from the look-up of the name to the last
-    byte; `allow_private` lets a row name addresses of this network, and any port."""
+    """How images are fetched. `seconds` bounds one attempt from the name lookup to the last byte;
+    `allow_private` lets a row name addresses of this network, and any port."""
 
     max_bytes: int
     seconds: float = 20.0
     allow_private: bool = False
 
     def fetch(self, url: str) -> bytes:
-        """The image's bytes. BadImage for what stays so (404, HTML, a private address);
-        ImageUnavailable for what may pass, after a few tries."""
+        """Return the image's bytes. Raises BadImage for permanent faults (404, HTML, a private
+        address), and ImageUnavailable for transient ones, after a few attempts."""
         for attempt in range(TRIES):
             if attempt:
                 time.sleep(RETRY_PAUSE * 2 ** (attempt - 1))
@@ -75,7 +75,7 @@ class Http:
         raise BadImage(f"{shown_url(url)}: more than {REDIRECTS} redirects")
 
     def _ask(self, parts: SplitResult, until: float) -> bytes | str:
-        """The body of one answer, or where it points to."""
+        """Return the body of one answer, or the target of its redirect."""
         where = shown_url(parts.geturl())
         address = resolved(parts, until, self.allow_private, PRIVATE)
         handles: list[socket.socket] = []

@@ -1,4 +1,4 @@
-"""Where an image's bytes come from: the row itself, a declared folder, a store."""
+"""Fetches an image's bytes: from the row itself, a declared folder, or a store."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SHOWN = 200  # characters of a path or URL in a message
 
 @dataclass(frozen=True)
 class ImagePlaces:
-    """What rows may refer to. `media_root` is the folder of local files, None for no such files;
-    `options` are the input store's; `seconds` bounds a fetch from a store, and one try of `Http`,
-    which `allow_private` is for."""
+    """What rows may refer to. `media_root` is the folder of local files, None to allow none;
+    `options` are the input store's; `seconds` bounds a fetch from a store, and one attempt of
+    `Http`, to which `allow_private` applies."""
 
     media_root: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -37,9 +37,10 @@ class ImagePlaces:
     allow_private: bool = False
 
     def fetch(self, value: Any) -> bytes:
-        """The bytes of an image: itself, or what {bytes, path}, a path or a URL refers to.
+        """Return the bytes of an image: the value itself, or what {bytes, path}, a path or a URL
+        refers to.
 
-        Raises BadImage for what will not be there another time either, else ImageUnavailable.
+        Raises BadImage for permanent faults, else ImageUnavailable.
         """
         if isinstance(value, Mapping):
             data, path = value.get("bytes"), value.get("path")

@@ -1,4 +1,4 @@
-"""The images of a block's rows: gathered, decoded and put into the rows' messages."""
+"""The images of a block's rows: fetched, decoded and put into the rows' messages."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ AT_ONCE = 16  # rows whose images are fetched side by side
 
 
 class TooManyAway(Exception):
-    """So many images could not be fetched that the block should come again."""
+    """So many images could not be fetched that the block must be retried."""
 
 
 @dataclass(frozen=True)
 class RowImages:
-    """What a run does with images, with where they may come from. `arguments` are the engine's, by
-    which its model is given them. `empty`: a null is no image, and no failure. `digests`: those of
-    the images as they were fetched are wanted. Unless `decode`, images are looked at for these
-    alone: their headers are checked."""
+    """What a run does with images, and where they may come from. `arguments` are the engine's,
+    which affect how its model gets them. `empty`: a null is no image, and no failure. `digests`:
+    digests of the fetched images are wanted. Unless `decode`, images are fetched only for these,
+    and only their headers are checked."""
 
     images: ImageSpec
     places: ImagePlaces
@@ -48,17 +48,17 @@ class RowImages:
     def rendered(
         self, shown: Sequence[Messages | Failure], model: dict[str, Any]
     ) -> tuple[list[list[int] | Failure], list[dict[str, Any] | None]]:
-        """Prompt tokens of each row, with room for its images, and these as `MM_TYPE`; of what
-        `fetched` gave."""
+        """Return prompt tokens of each row, with placeholders for its images, and the images as
+        `MM_TYPE`; takes what `fetched` returned."""
         made = renderer(models.local_path(model), model.get("revision"), self.arguments)
         return made.rows(shown)
 
     def put(
         self, table: pa.Table, conversations: Sequence[Messages | Failure]
     ) -> list[Messages | Failure]:
-        """The rows' messages with their images decoded, those of columns before the text.
+        """Return the rows' messages with their images decoded, those from columns before the text.
 
-        Raises `TooManyAway` where the images of too many rows could not be fetched for now.
+        Raises `TooManyAway` if the images of too many rows could not be fetched for now.
         """
         return self.fetched(table, conversations)[0]
 
@@ -68,8 +68,8 @@ class RowImages:
         conversations: Sequence[Messages | Failure],
         too_many: float = TOO_MANY_AWAY,
     ) -> tuple[list[Messages | Failure], list[Digests]]:
-        """As `put`, and the digests of the rows' images, where they are wanted; `too_many` is the
-        part of the rows from which on they are too many."""
+        """Like `put`, plus the digests of the rows' images if wanted; `too_many` is the share of
+        the rows from which on they are too many."""
         rows = rows_of(table, list(self.images.columns))
         digests: list[Digests] = [[] for _ in rows]
         away: list[Failure] = []
@@ -108,7 +108,7 @@ class RowImages:
         return shown
 
     def _of(self, name: str, value: Any) -> list[tuple[str, Any]]:
-        """The images of a column's value, each with where it stands."""
+        """Return the images of a column's value, each with its place."""
         if isinstance(value, list):
             many = [(f"column {name}[{i}]", item) for i, item in enumerate(value)]
         else:
@@ -150,10 +150,10 @@ def row_images(
     options: Mapping[str, Any] | None = None,
     digests_alone: bool = False,
 ) -> RowImages | None:
-    """Return where the images of rows come from; None for text alone.
+    """Return how to get the images of rows; None for text alone.
 
-    `arguments` are the engines', `options` the input store's; with `digests_alone` images are
-    looked at for their digests, and not decoded.
+    `arguments` are the engines', `options` the input store's; with `digests_alone`, images are
+    fetched only for their digests, and not decoded.
     """
     images = prompt.images
     if images is None:
@@ -171,12 +171,12 @@ def row_images(
 
 
 def is_image(part: object) -> bool:
-    """Whether a part of a message's content is an image, as any of the usual forms."""
+    """Return whether a part of a message's content is an image, in any of the usual forms."""
     return isinstance(part, dict) and part.get("type") in ("image", "image_url")
 
 
 def image_reference(part: Mapping[str, Any]) -> Any:
-    """What an image part holds: bytes, {bytes, path}, a path or a URL."""
+    """Return what an image part holds: bytes, {bytes, path}, a path or a URL."""
     kind = part["type"]
     if kind not in part:
         raise BadImage(f"a part of type {kind} has no {kind}")
@@ -195,7 +195,7 @@ def _is_null(value: Any) -> bool:
 
 
 def _before_text(messages: Messages, images: list[dict[str, Any]]) -> None:
-    """Puts images in front of the last user message."""
+    """Put images before the last user message."""
     users = [i for i, m in enumerate(messages) if m["role"] == "user"]
     if not users:
         raise BadImage("there is no user message to put the image into")

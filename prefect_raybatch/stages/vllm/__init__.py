@@ -1,1 +1,2 @@
-"""One vLLM engine: driven, watched, proved, and ended with whoever started it."""
+"""One vLLM engine: driven, monitored, health-checked, and ended with the process that started
+it."""

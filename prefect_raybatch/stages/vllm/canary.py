@@ -1,8 +1,8 @@
-"""Whether an engine works at all: asked of a new one after another died with no row through.
+"""Health check of a new engine after another died without answering a row.
 
-A row that kills its engine is found by the driver and put into quarantine. An engine that fails
-whatever it is asked would be started again for each block, so it is asked a prompt that is always
-the same: one that fails on it too, with the same error, has no work to do.
+The driver finds a row that kills its engine and quarantines it. But an engine that fails whatever
+it is asked would be restarted for each block. So it is asked a health-check prompt that is always
+the same: one that fails on it too, with the same error, is not used further.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ PROMPT_TRIES = 2  # new engines that may fail on the prompt, each in its own way
 
 
 def fields_for(sampling: dict[str, Any]) -> dict[str, Any]:
-    """The job's sampling fields for the prompt: the same work, but short. Those of a request that
-    pools are as they are."""
+    """Return the job's sampling fields for the health-check prompt: the same work, but short. Those
+    of a pooling request are unchanged."""
     if "task" in sampling:
         return sampling
     fields = {name: value for name, value in sampling.items() if name != "min_tokens"}
@@ -33,7 +33,7 @@ def fields_for(sampling: dict[str, Any]) -> dict[str, Any]:
 
 
 def same(one: str, other: str) -> bool:
-    """Whether two engines died of the same error: of the same words, whatever their numbers."""
+    """Return whether two engines died of the same error: the same words, whatever their numbers."""
     return _words(one) == _words(other)
 
 
@@ -43,9 +43,9 @@ def _words(cause: str) -> str:
 
 
 def judged(left: Left) -> Loss | None:
-    """Why the run ends, by what the actor left in whose place this one is; None: it goes on.
+    """Return why the run must end, from what this actor's predecessor left; None to continue.
 
-    An actor that was killed while its engine started says nothing of the engine.
+    An actor that was killed while its engine started says nothing about the engine.
     """
     told = left.cause != note.SILENT
     again = told and same(left.before, left.cause)
@@ -57,7 +57,7 @@ def judged(left: Left) -> Loss | None:
 
 
 def refusal(cause: str) -> Loss:
-    """Why the run ends, by the error that the engine died of."""
+    """Return why the run must end, given the error that the engine died of."""
     return Loss(
         ENGINE_DIED,
         f"{cause} (engines died of this before any row was through, a new one on a prompt that is "

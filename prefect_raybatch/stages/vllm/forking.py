@@ -1,13 +1,13 @@
-"""vLLM's core, forked from a process that imports vLLM while the one that starts it still does.
+"""Forks vLLM's core from a process that imports vLLM while the process that starts it does so too.
 
-In a Ray actor vLLM spawns its core: a new Python that imports vLLM and torch once more, after the
-actor has (18 s each on a machine with GPUs). `begin_fork_server()` starts a fork server (of
-Python's `multiprocessing`) which imports them beside the actor, and `internals.start` has vLLM take
-its core from there. It is forked before anything uses CUDA, and gets the environment that its maker
-has at that time, as a spawned one would. Workers of a core with several GPUs are spawned by it, as
-ever.
+In a Ray actor vLLM spawns its core: a new Python that imports vLLM and torch again, after the actor
+has (18 s each on a machine with GPUs). `begin_fork_server()` starts a fork server (of Python's
+`multiprocessing`) that imports them alongside the actor, and `internals.start` has vLLM take its
+core from there. It is forked before anything uses CUDA, and gets the environment that its creator
+has at that time, like a spawned one. Workers of a core with several GPUs are spawned by it as
+usual.
 
-An engine that dies is started again from the same server, which has imported everything already.
+An engine that dies is restarted from the same server, which has imported everything already.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _begun = False
 
 
 def begin_fork_server(arguments: Mapping[str, Any]) -> None:
-    """Starts the fork server of this process, if its engines have processes of their own. To be
-    called before vLLM is imported; does not wait.
+    """Start the fork server of this process if its engines have processes of their own. Call it
+    before vLLM is imported; it does not wait.
 
-    arguments: fields of vLLM's `EngineArgs`. Where they bind processes to NUMA nodes (vLLM spawns
-        them by another program then), or have Ray start them, nothing is done.
+    `arguments` are fields of vLLM's `EngineArgs`. If they bind processes to NUMA nodes (vLLM then
+    spawns them by another program), or have Ray start them, it does nothing.
     """
     global _begun
     apart = os.environ.get(CORE_APART, "1") == "1"
@@ -49,12 +49,12 @@ def begin_fork_server(arguments: Mapping[str, Any]) -> None:
 
 
 def context_of_core() -> ForkedContext | None:
-    """What a core's process is to be made by; None where vLLM is to choose."""
+    """Return the context that must make a core's process; None to let vLLM choose."""
     return ForkedContext() if _begun else None
 
 
 class ForkedProcess(context.ForkServerProcess):
-    """A process from the fork server, with its maker's environment of when it is started."""
+    """A process from the fork server, with its creator's environment at the time of the start."""
 
     _environment: dict[str, str]
 
@@ -70,6 +70,6 @@ class ForkedProcess(context.ForkServerProcess):
 
 
 class ForkedContext(context.ForkServerContext):
-    """What vLLM makes its core's process by."""
+    """The context with which vLLM makes its core's process."""
 
     Process = ForkedProcess

@@ -1,8 +1,8 @@
 """One short answer of an engine, in a process of its own, for `raybatch doctor`.
 
 `python -m prefect_raybatch.stages.vllm.forward '{"model": ...}'` starts an engine with these
-arguments of vLLM, asks it the fixed prompt and ends with 0 when that was answered; else the last
-line of what it writes to standard error says why, or the signal that ended it does.
+arguments of vLLM, asks it the health-check prompt and exits with 0 once that was answered;
+otherwise the last line on standard error says why not, or the signal that ended it does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Is an engine hung? When it was given work and no step of it has returned for too long.
+"""Detects an engine that hangs: it was given work and no step has returned for too long.
 
-A step of vLLM can wait for ever: for a core that was stopped, a driver call or a collective that
-never ends. Nothing dies then, so nobody who looks for dead processes sees it.
+A step of vLLM can wait forever for a core that was stopped, a driver call or a collective. Nothing
+dies then, so a check for dead processes does not see it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ STATUS = 70  # exit status of a process that ends itself: an internal error, in 
 
 
 class HangWatch:
-    """Says, asked about every second, how long a step may take when one has taken longer.
+    """Reports, called about every second, a step that has taken longer than allowed, with the
+    limit.
 
-    `seconds`: the time a step may take, twice that until the engine has given its first answer;
-    None: any time. A process that was itself stopped, or got no CPU, could not have seen a step
-    return: between two looks no more than two seconds count.
+    `seconds` is the time limit of a step, twice that until the engine's first answer; None: no
+    limit. A process that was suspended, or got no CPU, could not have seen a step return: between
+    two calls at most two seconds count.
     """
 
     def __init__(self, seconds: float | None):
@@ -33,10 +34,10 @@ class HangWatch:
         self._step = self._waited = self._last = 0.0
 
     def look(self, now: float, step: float, answered: bool) -> float | None:
-        """Seconds that are allowed, when the step that is running has taken them; else None.
+        """Return the seconds allowed if the running step has exceeded them; else None.
 
-        now: seconds of a clock that does not jump. step: anything that is another for each step,
-        0 while the engine has nothing to do.
+        now: seconds of a monotonic clock. step: a number that differs for each step, 0 while the
+        engine has nothing to do.
         """
         if step != self._step or not step:
             self._step, self._waited = step, 0.0
@@ -50,9 +51,10 @@ class HangWatch:
 
 
 def end_process(cause: str) -> NoReturn:
-    """Ends this process, since a thread of it cannot be ended, after showing where each one is.
+    """End this process after dumping all thread stacks, because a single thread cannot be ended.
 
-    At once, before anybody is told: work that comes in the meantime would be blamed for the death.
+    It ends at once, before anybody is told: work that arrives meanwhile would be blamed for the
+    death.
     """
     log.critical("%s; its process %d ends itself, to be started anew", cause, os.getpid())
     with contextlib.suppress(Exception):  # even if stderr is closed, the process must end

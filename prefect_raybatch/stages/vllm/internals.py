@@ -1,7 +1,7 @@
-"""All that this package uses of vLLM beyond its documented interface, in one file.
+"""Everything that this package uses of vLLM beyond its documented interface, in one file.
 
 A new version of vLLM may move any of it: `tests/stages/test_vllm_internals.py` looks for each name
-in the installed vLLM and says which one is gone. vLLM is imported where it is needed, since that
+in the installed vLLM and says which one is gone. vLLM is imported where it is needed, because that
 takes over ten seconds. Works with vLLM 0.26 to 0.29.
 """
 
@@ -41,8 +41,8 @@ CORE_MODULES = (
 
 
 class Params(Protocol):
-    """What is used of vLLM's `SamplingParams`; a request that pools has `PoolingParams`, with
-    neither."""
+    """The part of vLLM's `SamplingParams` that is used here; a pooling request has `PoolingParams`,
+    with neither."""
 
     n: int
     detokenize: bool
@@ -51,7 +51,7 @@ class Params(Protocol):
 
 
 class CompletionOutput(Protocol):
-    """What is used of vLLM's `CompletionOutput`."""
+    """The part of vLLM's `CompletionOutput` that is used here."""
 
     text: str
     token_ids: Sequence[int]
@@ -60,7 +60,7 @@ class CompletionOutput(Protocol):
 
 
 class RequestOutput(Protocol):
-    """What is used of vLLM's `RequestOutput`."""
+    """The part of vLLM's `RequestOutput` that is used here."""
 
     request_id: str
     finished: bool
@@ -69,7 +69,7 @@ class RequestOutput(Protocol):
 
 
 class LLMEngine(Protocol):
-    """What is used of vLLM's `LLMEngine`, here and by the stepper."""
+    """The part of vLLM's `LLMEngine` that is used here and by the stepper."""
 
     vllm_config: Any
     engine_core: Any
@@ -82,7 +82,7 @@ class LLMEngine(Protocol):
 
 
 def start(arguments: Mapping[str, Any]) -> LLMEngine:
-    """A vLLM engine with these fields of `EngineArgs`."""
+    """Start a vLLM engine with these fields of `EngineArgs`."""
     import vllm
     from vllm.engine.arg_utils import EngineArgs
 
@@ -103,7 +103,7 @@ def _class_of(name: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _core_made_by(made: forking.ForkedContext | None) -> Iterator[None]:
-    """A core that is started meanwhile is made by this context, unless it is None."""
+    """Have this context make a core that is started in the block, unless it is None."""
     if made is None:
         yield
         return
@@ -116,13 +116,13 @@ def _core_made_by(made: forking.ForkedContext | None) -> Iterator[None]:
 
 
 def most_sequences(engine: LLMEngine) -> int:
-    """The sequences that may run at once."""
+    """Return the most sequences that may run at once."""
     return int(engine.vllm_config.scheduler_config.max_num_seqs)
 
 
 def sampling_params(fields: Mapping[str, Any]) -> Params:
-    """vLLM's `SamplingParams`, for a final answer only. Raises `ValueError` for a value that is not
-    of its field's type: vLLM takes any, and a seed that is a text ends the engine."""
+    """Return vLLM's `SamplingParams`, for a final answer only. Raises `ValueError` for a value of
+    the wrong type: vLLM accepts any, and a seed that is a text ends the engine."""
     import msgspec
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
@@ -146,32 +146,33 @@ def _types_of(kind: type) -> dict[str, Any]:
 
 
 def pooling_params(fields: Mapping[str, Any]) -> Params:
-    """vLLM's `PoolingParams`; `task` is among the fields."""
+    """Return vLLM's `PoolingParams`; `task` is among the fields."""
     from vllm.pooling_params import PoolingParams
 
     return cast(Params, PoolingParams(**fields))
 
 
 def lora_request(name: str, number: int, path: str) -> Any:
-    """vLLM's request for an adapter; it takes two of one name for the same."""
+    """Return vLLM's request for an adapter; vLLM takes two of the same name for the same
+    adapter."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
 
 
 def sequences(params: Params) -> int:
-    """The sequences that a request takes: as many as it has answers, one where it pools."""
+    """Return the sequences that a request takes: one per answer, or one if it pools."""
     return int(getattr(params, "n", 1))
 
 
 def vector_of(output: Any) -> np.ndarray | None:
-    """The numbers (float32) of a request that pools; None for an answer in tokens."""
+    """Return the numbers (float32) of a pooling request; None for an answer in tokens."""
     data = getattr(output.outputs, "data", None)
     return None if data is None else data.float().cpu().numpy().reshape(-1)
 
 
 def first_logprobs(output: RequestOutput) -> dict[int, float] | None:
-    """The logarithms of the probabilities that the first step of the first answer was asked for."""
+    """Return the log probabilities requested for the first step of the first answer."""
     steps = output.outputs[0].logprobs
     if not steps:
         return None
@@ -179,8 +180,8 @@ def first_logprobs(output: RequestOutput) -> dict[int, float] | None:
 
 
 def answer_logprobs(answer: CompletionOutput) -> list[dict[int, float]]:
-    """The logarithms of the probabilities that each step of an answer was asked for, that of its
-    token first."""
+    """Return the log probabilities requested for each step of an answer, that of its token
+    first."""
     return [
         {int(token): float(found.logprob) for token, found in step.items()}
         for step in answer.logprobs or ()
@@ -188,11 +189,11 @@ def answer_logprobs(answer: CompletionOutput) -> list[dict[int, float]]:
 
 
 def accept_always(params: Params) -> None:
-    """Spares parameters that vLLM has accepted the same check for each row.
+    """Skip the repeated check, for each row, of parameters that vLLM has accepted.
 
-    The object is never changed and belongs to one engine. Checking anew means parsing the grammar
-    or JSON schema for every row (16 us for nine choices, more than the rest of add_request for a
-    large schema).
+    The object is never changed and belongs to one engine. The check parses the grammar or JSON
+    schema for every row (16 us for nine choices, more than the rest of add_request for a large
+    schema).
     """
     accepted: Any = params
     if not hasattr(accepted, "__dict__"):  # of a request that pools: nothing of it is parsed
@@ -202,11 +203,11 @@ def accept_always(params: Params) -> None:
 
 
 def _accept(*_: Any) -> None:
-    """Stands in for `SamplingParams.verify`."""
+    """Replaces `SamplingParams.verify`."""
 
 
 def keep_scheduler_stats(engine: Any, keep: Callable[[Any], None], front: bool) -> None:
-    """Calls `keep` with what vLLM's scheduler counts in each step; unless `front`, nothing is
+    """Call `keep` with what vLLM's scheduler counts in each step; unless `front`, nothing is
     counted in this process."""
     processor: Any = getattr(engine, "output_processor", None)
     if processor is not None and not front:
@@ -225,8 +226,8 @@ def keep_scheduler_stats(engine: Any, keep: Callable[[Any], None], front: bool) 
 
 
 def running(engine: LLMEngine, stats: Any) -> tuple[int, float] | None:
-    """(sequences that run, share of the KV cache in use), from the scheduler where the core is in
-    this process, else from its latest `stats`; None where there is neither."""
+    """Return (running sequences, share of the KV cache in use), from the scheduler if the core is
+    in this process, else from its latest `stats`; None if there is neither."""
     core = getattr(engine.engine_core, "engine_core", None)
     scheduler = getattr(core, "scheduler", None)
     if scheduler is not None:
@@ -237,8 +238,8 @@ def running(engine: LLMEngine, stats: Any) -> tuple[int, float] | None:
 
 
 def shut_down(engine: LLMEngine, waiting: bool) -> None:
-    """Ends the engine's core; what vLLM raises while it dies is of no interest. `waiting` frees a
-    thread that waits in step()."""
+    """End the engine's core, ignoring what vLLM raises while it dies. `waiting` frees a thread that
+    waits in step()."""
     core = engine.engine_core
     with contextlib.suppress(Exception):
         core.shutdown()
@@ -248,8 +249,8 @@ def shut_down(engine: LLMEngine, waiting: bool) -> None:
 
 
 def free_process() -> None:
-    """Makes room for the next engine in this process: vLLM keeps its process groups in globals,
-    and after an out-of-memory error a new engine would stumble over them (tried, 0.29)."""
+    """Make room for the next engine in this process: vLLM keeps its process groups in globals, and
+    after an out-of-memory error a new engine would fail because of them (0.29, measured)."""
     with contextlib.suppress(Exception):
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -257,26 +258,27 @@ def free_process() -> None:
 
 
 def engine_is_gone(error: BaseException) -> bool:
-    """Whether an error of add_request means the engine is gone, and not the request refused."""
+    """Return whether an error of add_request means that the engine is gone, and not a rejected
+    request."""
     kind = type(error)
     return kind.__name__ == "EngineDeadError" or kind.__module__.split(".")[0] == "zmq"
 
 
 def gpu_bytes() -> int:
-    """The memory of the GPU that this process sees."""
+    """Return the memory of the GPU that this process sees."""
     from vllm.platforms import current_platform
 
     return int(current_platform.get_device_total_memory())
 
 
 class ReasoningParser(Protocol):
-    """What is used of vLLM's `ReasoningParser`."""
+    """The part of vLLM's `ReasoningParser` that is used here."""
 
     def is_reasoning_end(self, input_ids: Sequence[int]) -> bool: ...
 
 
 class ToolCall(Protocol):
-    """What is used of vLLM's `FunctionCall`."""
+    """The part of vLLM's `FunctionCall` that is used here."""
 
     id: str | None
     name: str
@@ -284,7 +286,7 @@ class ToolCall(Protocol):
 
 
 class Parser(Protocol):
-    """What is used of vLLM's `Parser`; one serves one answer."""
+    """The part of vLLM's `Parser` that is used here; each serves one answer."""
 
     def parse(
         self,
@@ -300,14 +302,14 @@ RANDOM_ID = "chatcmpl-tool-"  # so begin ids of calls that vLLM made up
 
 @lru_cache(maxsize=4)
 def quick_tokenizer(tokenizer: Any) -> Any:
-    """A tokenizer of transformers that makes its vocabulary once and not for each parser."""
+    """Return a transformers tokenizer that makes its vocabulary once and not for each parser."""
     from vllm.tokenizers.hf import get_cached_tokenizer
 
     return get_cached_tokenizer(tokenizer)
 
 
 def reasoning_parser(name: str, tokenizer: object, arguments: Mapping[str, Any]) -> ReasoningParser:
-    """vLLM's parser of that name; `arguments` are those of the chat template."""
+    """Return vLLM's parser of that name; `arguments` are those of the chat template."""
     from vllm.parser.parser_manager import ParserManager
 
     kind: Any = ParserManager.get_reasoning_parser(name)
@@ -321,7 +323,7 @@ def parser_maker(
     tools: Sequence[Mapping[str, Any]] | None,
     arguments: Mapping[str, Any],
 ) -> Callable[[], tuple[Parser, object]]:
-    """What makes a parser for one answer, and the request that it is asked with."""
+    """Return a function that makes a parser for one answer, and the request that it takes."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.parser.parser_manager import ParserManager
 
@@ -343,7 +345,7 @@ def parser_maker(
 
 
 def version() -> str:
-    """vLLM's, whose objects no other version is given."""
+    """Return vLLM's version; its objects are passed to no other version."""
     import vllm
 
     return str(vllm.__version__)
@@ -358,11 +360,10 @@ def image_renderer(
     arguments: Mapping[str, Any],
     bounded: Callable[[Callable[[], Any]], Any],
 ) -> Render | None:
-    """Chat messages with decoded images to what the model of an engine's `arguments` is asked, a
-    conversation at a time; None for a model that takes no images. `bounded` calls what applies the
-    chat template. Needs no GPU (as `vllm launch render`). Raises ImportError where this version has
-    no such renderer.
-    """
+    """Return a function from chat messages with decoded images, one conversation at a time, to the
+    input of the model with an engine's `arguments`; None for a model that takes no images.
+    `bounded` calls what applies the chat template. Needs no GPU (as `vllm launch render`). Raises
+    ImportError if this version has no such renderer."""
     from vllm.config import DeviceConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform

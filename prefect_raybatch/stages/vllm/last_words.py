@@ -1,8 +1,8 @@
-"""What an engine's processes said before they ended, for the message of the engine's death.
+"""Collects the errors of an engine's processes before they ended, for the message of its death.
 
-vLLM tells the process that drives an engine only "See stack trace (above) for the root cause"; the
+vLLM tells the process that drives an engine only "See stack trace (above) for the root cause". The
 cause is in the log of the engine's core, and so is the exit code of a worker below the core. Our
-plugin listens to vLLM's log there and writes errors, and nothing of the rows, to a file.
+plugin listens to vLLM's log there and writes errors, but nothing of the rows, to a file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STARTED = re.compile(r"'[^']*': (-\d+)")  # vLLM, of a core that did not start: 
 
 
 class _Listener(logging.Handler):
-    """Writes what vLLM logs as an error; not in the process that reads it."""
+    """Writes what vLLM logs as an error, except in the process that reads it."""
 
     def __init__(self, place: str) -> None:
         super().__init__(logging.ERROR)
@@ -49,7 +49,8 @@ class _Listener(logging.Handler):
 
 
 def _code(args: object) -> int | None:
-    """The exit code of the worker whose name vLLM has logged; None where it cannot be had."""
+    """Return the exit code of the worker whose name vLLM has logged; None if it is not
+    available."""
     name = args[0] if isinstance(args, tuple) and args else None
     # Not active_children(): that forgets, without a word, those that have just ended.
     for worker in list(getattr(multiprocessing.process, "_children", ())):
@@ -60,7 +61,7 @@ def _code(args: object) -> int | None:
 
 
 def listen() -> None:
-    """Listens in this process and those forked from it, where an engine's reader wants it."""
+    """Listen in this process and those forked from it, if an engine's reader wants it."""
     place = os.environ.get(PLACE)
     if place is None:
         return
@@ -79,7 +80,7 @@ class LastWords:
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
-        """Processes that are started meanwhile write here; one engine at a time."""
+        """Make processes that are started in the block write here; one engine at a time."""
         me = os.getpid()
         os.environ[PLACE] = f"{me}:/proc/{me}/fd/{self._file.fileno()}"
         try:
@@ -88,9 +89,9 @@ class LastWords:
             os.environ.pop(PLACE, None)
 
     def read(self) -> str:
-        """The first error, which is the cause of those that follow it; empty where there is none.
+        """Return the first error, which is the cause of those after it; empty if there is none.
 
-        A signal that ended a process is named.
+        Names the signal that ended a process.
         """
         if self._file.closed:
             return ""
@@ -102,7 +103,7 @@ class LastWords:
 
 
 def with_signal(text: str) -> str:
-    """A text of vLLM's with the signal named, where it has the exit code of one."""
+    """Return a message of vLLM's with the signal named if it contains the exit code of one."""
     found = EXIT.search(text) or STARTED.search(text)
     meaning = signal_text(int(found[1])) if found else ""
     return f"{text} ({meaning})" if meaning else text

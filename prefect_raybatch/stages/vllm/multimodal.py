@@ -1,8 +1,8 @@
-"""Images to what a model takes, by vLLM's own code but outside of its engine: tokens with room for
-the images, and their features. An engine that is given these only copies them.
+"""Prepares images for a model with vLLM's own code but outside its engine: tokens with
+placeholders, and features. An engine that gets these only copies them.
 
-Made for vLLM 0.29, whose renderer needs no GPU (`vllm launch render`); `Renderer` says so where
-another version has none.
+Made for vLLM 0.29, whose renderer needs no GPU (`vllm launch render`); `Renderer` raises if another
+version has none.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NO_IMAGE = bytes(32)  # in place of a digest
 @dataclass(frozen=True)
 class Rendered:
     """A request in tokens. `features` are what the engine gets of its images, pickled, and `key`
-    stands for the images themselves; None for a request of text alone."""
+    identifies the images; None for a request of text alone."""
 
     tokens: list[int]
     features: bytes | None = None
@@ -61,7 +61,7 @@ class Rendered:
 
 
 class Renderer:
-    """Chat messages with decoded images to requests in tokens and features, for one model.
+    """Converts chat messages with decoded images to requests in tokens and features, for one model.
 
     `arguments` are an engine's. Raises ConfigError for a model that takes no images.
     """
@@ -85,7 +85,8 @@ class Renderer:
     def rows(
         self, conversations: Sequence[Messages | Failure]
     ) -> tuple[list[list[int] | Failure], list[dict[str, Any] | None]]:
-        """Tokens of each row's messages, or why it has none, and its features as `MM_TYPE`."""
+        """Return tokens of each row's messages, or why it has none, and its features as
+        `MM_TYPE`."""
         tokens: list[list[int] | Failure] = []
         features: list[dict[str, Any] | None] = []
         here = internals.version()
@@ -108,7 +109,7 @@ class Renderer:
             return Failure.of("prepare", error)
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> Rendered:
-        """One request; its image parts are {"type": "image_pil", "image_pil": ...}."""
+        """Return one request; its image parts are {"type": "image_pil", "image_pil": ...}."""
         made = self._render(list(messages))
         tokens = list(made["prompt_token_ids"])
         if made["type"] != "multimodal":
@@ -125,13 +126,13 @@ def _renderer(path: str, revision: str | None, arguments: str) -> Renderer:
 
 
 def renderer(path: str, revision: str | None, arguments: Mapping[str, Any]) -> Renderer:
-    """The model's renderer, once a worker process."""
+    """Return the model's renderer, made once per worker process."""
     given = {name: arguments[name] for name in RENDERING if name in arguments}
     return _renderer(path, revision, json.dumps(given, sort_keys=True))
 
 
 def engine_input(tokens: Sequence[int], features: bytes | memoryview | None) -> dict[str, Any]:
-    """What vLLM's add_request takes of a request in tokens."""
+    """Return what vLLM's add_request takes of a request in tokens."""
     if features is None:
         return {"type": "token", "prompt_token_ids": tokens}
     kwargs, hashes, placeholders = pickle.loads(features)
@@ -145,8 +146,8 @@ def engine_input(tokens: Sequence[int], features: bytes | memoryview | None) -> 
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors as their bytes: as torch pickles them, in a ZIP file each, reading 0.6 MB takes
-    12 ms."""
+    """Pickles tensors as their bytes: as torch pickles them, in a ZIP file each, reading 0.6 MB
+    takes 12 ms."""
 
     def reducer_override(self, value: Any) -> Any:
         import torch
@@ -172,7 +173,8 @@ def _tensor(data: Any, kind: str, shape: tuple[int, ...]) -> Any:
 
 
 def other_version(column: pa.ChunkedArray) -> Loss | None:
-    """Why an engine here cannot take a block's features (`MM_TYPE`): another vLLM made them."""
+    """Return why an engine here cannot take a block's features (`MM_TYPE`): another vLLM made
+    them."""
     # `flatten` and not `field`: what is under a null is then null as well.
     made = set(column.combine_chunks().flatten()[0].drop_null().to_pylist())
     if not made or made <= {here := internals.version()}:
@@ -186,8 +188,8 @@ def other_version(column: pa.ChunkedArray) -> Loss | None:
 
 
 def seen(keys: Sequence[bytes], column: pa.ChunkedArray) -> tuple[list[bytes], list[Any]]:
-    """Keys of the requests that tell apart equal text about other images, and each row's features,
-    which stay where they lie in the block."""
+    """Return keys of the requests that distinguish equal text about different images, and each
+    row's features, which are not copied out of the block."""
     _, names, sent = column.combine_chunks().flatten()
     images = names.to_pylist()
     features = [f.as_buffer() if f.is_valid else None for f in sent]

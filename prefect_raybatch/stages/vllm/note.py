@@ -1,11 +1,11 @@
-"""What an engine's actor is doing, noted for the one that takes its place.
+"""Notes what an engine's actor is doing, for the actor that replaces it.
 
-With vLLM's core in the actor's own process, as it is by default on a CPU, an engine that dies of a
-signal takes the actor with it. Ray starts that anew, or the next pass another one, and tells it
-nothing, so it would do the same again. The note lies on the node, in a folder for temporary files
-that only this user can enter, while an engine starts, while it is asked the fixed prompt and until
-its first rows are through, and Python writes a fatal signal into it. Whose process is alive holds a
-lock on its note.
+With vLLM's core in the actor's own process, as by default on a CPU, an engine that dies of a signal
+takes the actor with it. Ray restarts the actor, or the next pass starts another one, without any
+information, so it would do the same again. The note exists on the node, in a temporary folder that
+only this user can enter, while an engine starts, during the health-check prompt, and until its
+first rows are answered; Python writes a fatal signal into it. A live process holds a lock on its
+note.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ FATAL_LINE = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Left:
-    """What a process left: what it was `doing` for the how many-th time in a row (`times`), the
-    `cause` of its end, and the one `before` it, empty where there was none."""
+    """What a process left: what it was `doing`, for the how many-th time in a row (`times`), the
+    `cause` of its end, and the cause `before` it, empty if there was none."""
 
     doing: str
     times: int = 1
@@ -56,7 +56,7 @@ class Left:
 
 
 class Note:
-    """The note of one actor of a driver's `attempt`; of none ("") nothing is written or found."""
+    """The note of one actor of a driver's `attempt`; for "" nothing is written or found."""
 
     def __init__(self, attempt: str) -> None:
         self.attempt = attempt
@@ -66,9 +66,10 @@ class Note:
         self._traced = False
 
     def left(self) -> Left | None:
-        """Takes what a dead actor of the attempt left on this node; None where there is nothing.
+        """Return and remove what a dead actor of the attempt left on this node; None if there is
+        nothing.
 
-        Removes what other attempts left a day ago.
+        Also removes what other attempts left a day ago.
         """
         if not self.attempt:
             return None
@@ -92,7 +93,7 @@ class Note:
         return None
 
     def write(self, doing: str, times: int = 1, before: str = "") -> None:
-        """Notes what this process does from now on, in place of what it did."""
+        """Note what this process does from now on, replacing the earlier note."""
         if not self.attempt:
             return
         name = f"{_plain(self.attempt)}-{uuid.uuid4().hex}.note"
@@ -111,7 +112,7 @@ class Note:
             faulthandler.enable(self.file, all_threads=False)
 
     def over(self) -> None:
-        """Nothing of the noted kind is being done any more; also where nothing was."""
+        """Remove the note, if any: what it described is over."""
         with self._lock:
             file, self.file = self.file, None
             if file is None:

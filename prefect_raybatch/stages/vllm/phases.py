@@ -1,8 +1,8 @@
-"""How far an engine's start has come: when each of its phases began, told while it starts.
+"""Reports how far an engine's start has come: when each of its phases began, while it starts.
 
-vLLM says in its log what it does next, in the process of the engine's core or of a worker below
-it. Our plugin listens there and writes the time of each phase to a file of the process that starts
-the engine; a thread in that one passes on what is new.
+vLLM logs what it does next, in the process of the engine's core or of a worker below it. Our plugin
+listens there and writes the time of each phase to a file of the process that starts the engine; a
+thread in that process passes on what is new.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Phases(logging.Handler):
 
 
 def listen_for_phases() -> None:
-    """Listens in this process and those forked from it, where a starting engine wants it."""
+    """Listen in this process and those forked from it, if a starting engine wants it."""
     heard = logging.getLogger("vllm")
     for old in [handler for handler in heard.handlers if isinstance(handler, _Phases)]:
         heard.removeHandler(old)
@@ -61,7 +61,8 @@ def listen_for_phases() -> None:
 
 
 class StartMarks:
-    """The marks of one engine's start: start it inside `heard()`, and say `stepped` after."""
+    """The marks of one engine's start: start it inside `heard()`, and set `stepped` after its first
+    step."""
 
     def __init__(self) -> None:
         self._marks = {ENGINE_IMPORTS: time.time()}
@@ -69,14 +70,16 @@ class StartMarks:
 
     @classmethod
     def of_warm(cls) -> StartMarks:
-        """Of an engine that was started for another run: there is nothing left to start."""
+        """Return the marks of an engine that was started for another run: nothing is left to
+        start."""
         made, now = cls(), time.time()
         made._marks = {FIRST_STEP: now, STEPPED: now}
         return made
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
-        """Processes that are started meanwhile write their phases here; one engine at a time."""
+        """Make processes that are started in the block write their phases here; one engine at a
+        time."""
         # Has no name, so nothing is left after a kill -9.
         with tempfile.TemporaryFile() as self._file:
             os.environ[PHASES_PLACE] = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
@@ -91,7 +94,7 @@ class StartMarks:
         self._marks[STEPPED] = at
 
     def read(self) -> dict[str, float]:
-        """What is known now. Of several workers the one that begins a phase first counts."""
+        """Return what is known now. Of several workers, the first to begin a phase counts."""
         marks, file = dict(self._marks), self._file
         lines: list[bytes] = []
         with contextlib.suppress(ValueError, OSError):  # closed meanwhile, by the other thread
@@ -105,12 +108,13 @@ class StartMarks:
 
 
 class StartTeller:
-    """Tells of an engine's start from a thread of its own, until the first step or the end."""
+    """Reports an engine's start from a thread of its own, until the first step or the end."""
 
     def __init__(
         self, tell: TellStart | None, marks: StartMarks, stepped: Callable[[], float], id: str
     ):
-        """`stepped()` says when the first step was over, 0 before; `id` is the engine's."""
+        """Set it up; `stepped()` returns when the first step was over, 0 before; `id` is the
+        engine's."""
         self.tell, self.marks, self.stepped, self.id = tell, marks, stepped, id
         self._wake, self._over = threading.Event(), False
 
@@ -120,12 +124,12 @@ class StartTeller:
         return self
 
     def end(self) -> None:
-        """There will be no first step."""
+        """Stop: there will be no first step."""
         self._over = True
         self._wake.set()
 
     def answered(self) -> None:
-        """The first step is over: that is told at once."""
+        """Report at once that the first step is over."""
         self._wake.set()
 
     def _main(self) -> None:

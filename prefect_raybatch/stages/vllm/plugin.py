@@ -1,4 +1,4 @@
-"""What each process of vLLM does of ours before it runs a model.
+"""What this package does in each process of vLLM before it runs a model.
 
 An entry point of the group `vllm.general_plugins`: vLLM calls `register` in the process that makes
 an engine, in the engine's core and in its workers.
@@ -19,18 +19,19 @@ ALLOWED = "VLLM_PLUGINS"  # vLLM's list of the plugins that it may load; without
 
 
 def register() -> None:
-    """What vLLM calls, perhaps several times in a process."""
+    """Called by vLLM, perhaps several times in a process."""
     ask_for_amx()
     last_words.listen()
     phases.listen_for_phases()
 
 
 def ask_for_amx() -> None:
-    """Asks the kernel for AMX where this CPU has it and torch computes on the CPU.
+    """Request AMX from the kernel if this CPU has it and torch computes on the CPU.
 
-    A process that uses AMX's tiles before it has asked dies of an illegal instruction. oneDNN asks
-    when it first uses them; vLLM's attention in bfloat16 does not, and comes first when the first
-    forward is small. What is granted holds for all threads and for processes forked later.
+    A process that uses AMX tiles before it has requested them dies of an illegal instruction.
+    oneDNN requests them when it first uses them; vLLM's attention in bfloat16 does not, and comes
+    first if the first forward is small. The permission holds for all threads and for processes
+    forked later.
     """
     torch = sys.modules.get("torch")  # vLLM has imported it; without it nothing computes here
     if torch is None or any(getattr(torch.version, kind, None) for kind in ("cuda", "hip", "xpu")):
@@ -47,7 +48,7 @@ def ask_for_amx() -> None:
 
 
 def allow(environment: MutableMapping[str, str]) -> None:
-    """Puts this plugin into vLLM's list of allowed ones, where there is such a list."""
+    """Add this plugin to vLLM's list of allowed ones, if there is such a list."""
     names = environment.get(ALLOWED)
     if names is not None and PLUGIN not in names.split(","):
         environment[ALLOWED] = f"{names},{PLUGIN}" if names else PLUGIN

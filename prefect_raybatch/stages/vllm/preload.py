@@ -1,7 +1,7 @@
 """Imports what an engine's processes need: the module that their fork server loads.
 
 See `prefect_raybatch.stages.vllm.forking`. What cannot be imported here is imported by the process
-that needs it, which then says why it cannot.
+that needs it, which then reports the reason.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""No engine process outlives the process that started it, not even after `kill -9`.
+"""Ensures that no engine process outlives the process that started it, not even after `kill -9`.
 
 vLLM runs its core and its workers as subprocesses (`VLLM::EngineCore`, `VLLM::Worker...`). When
-their parent is killed they are left with parent 1 and keep their memory for hours, so every
-process that starts an engine calls `watch_children()` first. That starts one tiny detached helper
-(this same file run as a script, standard library only, about 8 MB), which notes the engine's
-processes and ends them as soon as the watched process is gone. While engines start it looks for
-them twice a second, which takes 1 to 3 % of a core; at other times seldom.
+their parent is killed they are left with parent 1 and keep their memory for hours. So every process
+that starts an engine calls `watch_children()` first. That starts one tiny detached helper (this
+same file run as a script, standard library only, about 8 MB), which notes the engine's processes
+and ends them as soon as the watched process is gone. While engines start, it looks for them twice a
+second, which takes 1 to 3 % of a core; otherwise seldom.
 
-The helper watches by process id and start time, through a pidfd where the kernel has one, and
-holds nothing of its parent: no pipe (a forked engine would inherit the other end and keep it open
-for ever), no standard streams, no folder. Linux only; elsewhere `watch_children()` does nothing.
+The helper watches by process id and start time, through a pidfd if the kernel has one, and holds
+nothing of its parent: no pipe (a forked engine would inherit the other end and keep it open
+forever), no standard streams, no folder. Linux only; elsewhere `watch_children()` does nothing.
 
-A plugin of vLLM cannot take its place: vLLM calls it in a core about 15 s after the core's start
-and after a handshake with the parent. In 3 of 3 trials with the parent killed before that, the core
-was still there after 60 s.
+A vLLM plugin cannot replace it: vLLM calls it in a core about 15 s after the core's start and after
+a handshake with the parent. In 3 of 3 trials with the parent killed before that, the core still
+existed after 60 s.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ _helper: Process | None = None
 
 
 def watch_children() -> bool:
-    """See to it that engine processes started from now on die with this process. To be called
-    before each engine.
+    """Ensure that engine processes started from now on die with this process. Call it before each
+    engine.
 
-    Returns True when the helper runs (also when an earlier call started it), False where there is
-    no /proc. Ends only children that look like vLLM's or multiprocessing's, with everything below
-    them: other programs that this process starts are left alone. Children of earlier than the
-    call count too. Costs one short-lived subprocess, about 0.05 s, on the first call.
+    Returns True if the helper runs (also if an earlier call started it), False without /proc. Ends
+    only children that look like vLLM's or multiprocessing's, with everything below them; other
+    programs that this process starts are left alone. Children from before the call count too. Costs
+    one short-lived subprocess, about 0.05 s, on the first call.
 
-    Raises OSError or subprocess.CalledProcessError when the helper cannot be started.
+    Raises OSError or subprocess.CalledProcessError if the helper cannot be started.
     """
     global _watched_pid, _helper
     if _watched_pid == os.getpid() and _helper is not None and _alive(_helper):
@@ -104,7 +104,7 @@ def watch_children() -> bool:
 
 
 class _Stat:
-    """What /proc says of one process: `parent` id, `started` in ticks, `state` letter."""
+    """What /proc says about one process: `parent` id, `started` in ticks, `state` letter."""
 
     __slots__ = ("parent", "started", "state")
 
@@ -138,7 +138,7 @@ def _command(pid: int) -> bytes:
 
 
 def _children(pid: int) -> list[int]:
-    """Ids of the direct children of a process; empty when it has gone."""
+    """Return the ids of a process's direct children; empty if it has gone."""
     found: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -234,10 +234,10 @@ def _wait_for_end(root: Process, root_command: bytes, seen: Seen) -> None:
 
 
 def _end(root_command: bytes, seen: Seen) -> None:
-    """SIGTERM, then after `GRACE_S` SIGKILL, to all seen and whatever they have started since.
+    """Send SIGTERM, then after `GRACE_S` SIGKILL, to all seen processes and their later children.
 
-    Trackers come last: killed with the others, they would leave the segments of shared memory of
-    these (some 200 MB an engine) behind.
+    Trackers come last: killed with the others, they would leave the shared memory segments of these
+    behind (some 200 MB per engine).
     """
     _look(0, root_command, seen)
     trackers = {process for process in seen if TRACKER in _command(process[0])}
@@ -252,7 +252,8 @@ def _end(root_command: bytes, seen: Seen) -> None:
 
 
 def _wait(root_command: bytes, seen: Seen, besides: set[Process]) -> None:
-    """Up to `GRACE_S`, until all seen but these have ended; adds what they start meanwhile."""
+    """Wait up to `GRACE_S` until all seen processes except `besides` have ended; add their new
+    children."""
     until = time.monotonic() + GRACE_S
     while time.monotonic() < until and any(_alive(process) for process in seen.keys() - besides):
         _look(0, root_command, seen)
@@ -260,8 +261,8 @@ def _wait(root_command: bytes, seen: Seen, besides: set[Process]) -> None:
 
 
 def kill_all(pids: list[int]) -> None:
-    """SIGKILL these processes and all below them, which ends those that are stopped, too; waits
-    for their end, up to `GRACE_S`."""
+    """Send SIGKILL to these processes and all below them, which ends stopped ones too; wait up to
+    `GRACE_S` for their end."""
     seen = {(pid, stat.started): True for pid in pids if (stat := _read(pid)) is not None}
     _look(0, b"", seen)
     for process in seen:
@@ -272,7 +273,8 @@ def kill_all(pids: list[int]) -> None:
 
 
 def main(pid: int, started: int) -> None:
-    """The helper: detach, wait for the process (`pid`, `started` ticks) to end, clean up, exit."""
+    """Run the helper: detach, wait for the process (`pid`, `started` ticks) to end, clean up,
+    exit."""
     signal.signal(signal.SIGUSR1, lambda *_: None)  # before anybody can know of the helper
     helper = os.fork()
     if helper:
