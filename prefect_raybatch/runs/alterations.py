@@ -1,5 +1,5 @@
-"""Settings that may change answers: which of them `raybatch tune` tries, and how far the answers
-agree with those of the job as it is."""
+"""Settings that may change answers: which of them `raybatch tune` tries, and how well their answers
+agree with those of the unchanged job."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ SUFFIX_PACKAGE = "arctic_inference"  # that vLLM takes its suffix trees from
 
 
 def alterations(spec: RunSpec, have: Capacity, experts: int) -> list[dict[str, Any]]:
-    """Changes to try one by one, each {field: value}. `experts`: of a layer of the model, 0 of a
-    dense one."""
+    """Return changes to try one by one, each {field: value}. `experts`: those of a layer of the
+    model, 0 for a dense one."""
     given, sizes = spec.engine.model.given, spec.sizes
     if spec.engine.model.pools:
         return []
@@ -63,8 +63,9 @@ def alterations(spec: RunSpec, have: Capacity, experts: int) -> list[dict[str, A
 
 
 def _wider(sizes: SizeSpec, times: int) -> dict[str, Any]:
-    """Engines over `times` as many GPUs: so many fewer copies where the job says how many, at least
-    one, and one on a GPU, since the best so far may be several."""
+    """Return the changes for engines over `times` as many GPUs: fewer copies by that factor if the
+    job sets their number, at least one, and one engine per GPU, because the best so far may be
+    several."""
     changes: dict[str, Any] = {
         "engine.tensor_parallel_size": times * sizes.tensor,
         "engine.engines_per_gpu": 1,
@@ -77,8 +78,8 @@ def _wider(sizes: SizeSpec, times: int) -> dict[str, Any]:
 
 
 def sampled_rows(least: float, rows: int, tries: int) -> int:
-    """Return how many of `rows` rows are asked both ways where so many changes are compared, so
-    that they show an agreement of `least`."""
+    """Return how many of `rows` rows are asked both ways if `tries` changes are compared, to show
+    an agreement of `least`."""
     return min(rows, sample_size(least, confidence_of_each(tries)))
 
 
@@ -87,8 +88,8 @@ def agreements(
     tried: Sequence[Mapping[str, Any]],
     changed: Callable[[Mapping[str, Any]], RunSpec],
 ) -> Iterator[PrecisionTry]:
-    """What each of `tried` changes in the sampled answers, against the job without them. Of what
-    cannot be compared the `error` says why."""
+    """Yield what each of `tried` changes in the sampled answers, relative to the unchanged job. If
+    it cannot be compared, its `error` says why."""
     try:
         with bench.asking(bench.spec, "how far answers agree") as ask:
             plain = ask(False)

@@ -1,9 +1,9 @@
-"""The answers that a run looks up, written once more in the order of its rows.
+"""Writes the answers that a run looks up once more, in the order of its rows.
 
 Requests are asked in the order of their prompts, and an earlier run's answers have an order of
-their own. So the rows of a shard find their answers all over the files, and each shard would read
-nearly all of them again: the work of the square of the rows. Dealing them out over the local disk
-(TMPDIR) reads each answer once.
+their own. So the answers of a shard's rows are scattered over all files, and each shard would read
+nearly all of them: quadratic work in the number of rows. Sorting them on the local disk (TMPDIR)
+reads each answer once.
 """
 
 from __future__ import annotations
@@ -62,12 +62,11 @@ def place_answers(
     known: Known,
     waits: Callable[[str], None] = lambda why: None,
 ) -> None:
-    """Writes the answers to the run's rows in the order of the input and names them in a record,
-    where looking them up would read most of them many times. Done by now, it does nothing.
+    """Write the answers to the run's rows in input order and name them in a record, if looking them
+    up would read most of them many times. Does nothing if that is done.
 
-    `known` are the files of the answers as they are; `waits` is told what the run waits for
-    meanwhile, "" at the end. Raises `StoreError` for a full local disk, and
-    the store's errors.
+    `known` are the files of the answers as they are; `waits` is called with what the run waits for
+    meanwhile, "" at the end. Raises `StoreError` for a full local disk, and the store's errors.
     """
     size = sum(part.bytes for part in increment.reused) + known.asked_bytes
     if size <= KEPT_ANYWAY or _are_there(store, plan):
@@ -104,7 +103,7 @@ def place_answers(
 
 
 def _are_there(store: Store, plan: Plan) -> bool:
-    """Whether a record of such files is there; one that is damaged cannot be written again."""
+    """Return whether a record of such files exists; a damaged one cannot be written again."""
     try:
         return read_answers_by_row(store, plan) is not None
     except CorruptRun as error:
@@ -121,7 +120,7 @@ def _made(folder: Path) -> Path:
 def _near(
     store: Store, increment: Increment, taken: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(rows, the numbers of their answers, those taken over first) of NEAR rows at a time."""
+    """Yield (rows, the numbers of their answers, reused ones first) for NEAR rows at a time."""
     start = 0
     for name in increment.places:
         path = table_path(name)
@@ -141,7 +140,7 @@ def _pairs(rows: np.ndarray, numbers: np.ndarray) -> pa.Table:
 def _with_answers(
     pairs: Iterator[tuple[str, pa.Table]], known: Known, taken: int
 ) -> Iterator[tuple[str, pa.Table]]:
-    """The answers of rows, with the rows as their RANK; of requests that failed there are none."""
+    """Yield the answers of rows, with the rows as their RANK; failed requests have none."""
     for what, every in pairs:
         for start in range(0, every.num_rows, FOUND_AT_ONCE):
             part = every.slice(start, FOUND_AT_ONCE)
@@ -162,7 +161,7 @@ def _found(files: AnswerFiles, numbers: np.ndarray, rows: np.ndarray) -> pa.Tabl
 
 
 def _write(store: Store, tables: Iterator[tuple[str, pa.Table]]) -> Iterator[RowAnswers]:
-    """Writes answers in the order of their rows."""
+    """Write answers in the order of their rows."""
     parts = PartFiles(store, f"{BY_ROW}/{uuid.uuid4().hex}")
     first = 0
 

@@ -1,4 +1,4 @@
-"""Record how an attempt at a run went, also where it fails before there is a plan."""
+"""Records how an attempt at a run went, even if it fails before there is a plan."""
 
 from __future__ import annotations
 
@@ -140,9 +140,9 @@ def record_bad_job(
     error: BaseException,
     scheduled: datetime | None = None,
 ) -> None:
-    """Record an attempt whose job is no valid one: `value` is what its file holds. Nothing is
-    recorded where that does not say where the runs are, or names a place that the policy in force
-    does not allow."""
+    """Record an attempt with an invalid job: `value` is the content of its file. Records nothing if
+    that does not say where the runs are, or names a place that the policy in force does not
+    allow."""
     output, source = value.get("output"), value.get("source")
     uri = output.get("uri") if isinstance(output, Mapping) else None
     name = value.get("name")
@@ -184,7 +184,7 @@ def record_command(store: Store, command: str) -> None:
 
 
 def secrets_of(job: BatchJob) -> list[str]:
-    """Return the texts in a job that are not shown to others, the longest first."""
+    """Return the secret texts in a job, the longest first."""
     found: set[str] = set()
     _collect(job.to_dict(), job.model_dump(mode="json", by_alias=True), found)
     return sorted(found, key=len, reverse=True)

@@ -1,4 +1,4 @@
-"""Runs of a job for many dates: one a date, several at once, and what is done is left alone."""
+"""Runs a job for many dates: one run per date, several at once, skipping completed ones."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ MOST_NIGHTS = 10_000
 
 @dataclass(frozen=True)
 class NightRun:
-    """A run of a back-fill. `state` is that of the run, or failed or stopped by this call; rows are
-    known of a completed one, `seconds` of its work, of a failed one of this call. `done`: it was
-    complete before. `trouble` says why it is not complete, `transient` whether that may pass."""
+    """A run of a backfill. `state` is that of the run, or failed or stopped by this call. Rows are
+    known for a completed run, `seconds` of work also for one that this call failed. `done`: it was
+    complete before. `trouble` says why it is not complete, `transient` whether a retry may help."""
 
     date: date
     run_key: str
@@ -55,11 +55,11 @@ class NightRun:
 
 
 def planned_nights(job: BatchJob, first: date, last: date) -> list[NightRun]:
-    """The nights from `first` to `last`, both included, and what there is of each. `job` has its
-    keys. Starts nothing and reads no input.
+    """Return the runs from `first` to `last`, both included, with the state of each. `job` has its
+    credentials. Starts nothing and reads no input.
 
-    Raises `ConfigError` for a job whose input and output are the same every night, and for dates
-    that are none of a back-fill.
+    Raises `ConfigError` for a job whose input and output are the same for every date, and for
+    invalid dates.
     """
     if not places_are_dated(job):
         raise ConfigError(
@@ -132,12 +132,12 @@ def backfill(
     stop_on_failure: bool = False,
     told: Callable[[NightRun], None] = lambda night: None,
 ) -> list[NightRun]:
-    """Runs the nights that are not done, in order, at most `at_most` at once; all of them as they
-    are then. `run_night` runs one to its end, in a thread; `told` hears of each that has ended.
+    """Run the incomplete dates in order, at most `at_most` at once; return the state of all.
+    `run_night` runs one to its end, in a thread; `told` is called with each that has ended.
 
-    A night that fails stops the others only with `stop_on_failure`: what works then goes on to its
-    end, and nothing new begins. A signal stops all; what is committed is kept. One Ray cluster
-    serves all of them. Raises `ConfigError` for `at_most` under 1, and what no cluster raises.
+    A failed run stops the others only with `stop_on_failure`: active ones finish, and nothing new
+    begins. A signal stops all; committed shards are kept. One Ray cluster serves all of them.
+    Raises `ConfigError` for `at_most` under 1, and errors of starting the cluster.
     """
     if at_most < 1:
         raise ConfigError(f"at most {at_most} runs at once is none; give 1 or more")
@@ -183,8 +183,8 @@ def _one(run_night: Callable[[NightRun], RunReport], night: NightRun) -> NightRu
 
 @contextmanager
 def _held(job: BatchJob) -> Iterator[Callable[[], None]]:
-    """Holds the cluster of all nights, so that one that is started here is started once, and the
-    engines between two nights; gives what stops the runs that are in it."""
+    """Hold the cluster of all runs, so that a local one is started once, and the engines between
+    two runs; yields what stops the runs in it."""
     where = cluster_spec(job)
     if where.access.remote:  # the runs are jobs of their own
         yield lambda: None
@@ -198,7 +198,7 @@ def _held(job: BatchJob) -> Iterator[Callable[[], None]]:
 
 
 def nights_table(nights: Sequence[NightRun]) -> list[dict[str, str]]:
-    """A row a night, for people."""
+    """Return one row for each run, for display."""
     return [
         {
             "date": f"{night.date}",
@@ -213,7 +213,7 @@ def nights_table(nights: Sequence[NightRun]) -> list[dict[str, str]]:
 
 
 def summary(nights: Sequence[NightRun]) -> str:
-    """How many are complete, in a line."""
+    """Return how many are complete, in a line."""
     complete = sum(night.complete for night in nights)
     before = sum(night.done for night in nights)
     return f"{complete:,} of {len(nights):,} nights are complete, {before:,} of them were before"

@@ -1,4 +1,4 @@
-"""What a run came to in money: the costs in its report."""
+"""The cost of a run in money, for its report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prefect_raybatch.spec.cluster import Prices
 
 
 def plain_price(prices: Prices) -> float | None:
-    """Return the price of a GPU-hour, where it is the same on every card."""
+    """Return the price of a GPU-hour if it is the same on every card; else None."""
     return None if prices.by_card else prices.hour
 
 
@@ -23,8 +23,8 @@ def with_cost(
     prices: Prices | None = None,
     asks: RunReport | None = None,
 ) -> RunReport:
-    """The report with its costs; `asks` is that of the asks of a run that reuses, by which its
-    engines are known. Without a price it tells GPU-hours alone."""
+    """Return the report with its costs; `asks` is that of the requests phase of a run that reuses
+    answers, which knows its engines. Without a price it has only GPU-hours."""
     spent = spent_on(ledger, plan)
     price = plain_price(prices) if prices is not None else None
     found = _costs(report, asks or report, spent, price)

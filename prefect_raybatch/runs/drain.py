@@ -1,4 +1,4 @@
-"""Lets those who work on a run commit what is in flight and end."""
+"""Drain requests: ask active drivers to finish in-flight shards and stop."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from prefect_raybatch.runs.status import Status, status
 
 @dataclass(frozen=True)
 class Drained:
-    """Who was told to end: `live` are the heartbeats (newest first) of attempts that were heard of
-    within a minute; where there is none, nobody may be there to hear it."""
+    """Who was asked to stop: `live` are the heartbeats (newest first) of attempts heard of within
+    the last minute. If it is empty, possibly nobody is there to receive the request."""
 
     run: str
     run_key: str
@@ -27,10 +27,10 @@ class Drained:
 
 
 def drain_run(run_dir: str, options: Mapping[str, Any] | None = None) -> Drained:
-    """Tells every attempt that works on a run to begin nothing more, to commit what is in flight,
-    and to end with `RunDrained`; returns at once. An attempt that begins later is not concerned.
+    """Ask every attempt that works on a run to begin nothing more, commit in-flight shards, and end
+    with `RunDrained`; returns at once. Later attempts are not affected.
 
-    Raises `ConfigError` for a run that is complete, `NoSuchRun` and the store's errors.
+    Raises `ConfigError` for a complete run, `NoSuchRun` and the store's errors.
     """
     from prefect_raybatch.ledger.ledger import Ledger
     from prefect_raybatch.storage import open_store

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What `raybatch plan` shows; `result`: names and types of what is written beside the input's
-    columns, as far as they are known before a run; `table`: which table at which version is read,
-    as a plan keeps it; `tokens` where asked for or needed for max_model_len: auto."""
+    """What `raybatch plan` shows. `result`: names and types of the columns written in addition to
+    the input's, as far as known before a run; `table`: which table at which version is read, as a
+    plan keeps it; `tokens`, if asked for or needed for max_model_len: auto."""
 
     job: str
     rows: int
@@ -67,8 +67,8 @@ class DryRun:
 
 @dataclass(frozen=True)
 class ReusePlan:
-    """What a job that reuses would take over: rows by where their answers come from; the `earlier`
-    runs, and the fields that `differs` from theirs, so that nothing is taken over."""
+    """What a job would reuse: rows by the origin of their answers; the `earlier` runs, and the
+    fields in which the job `differs` from theirs, so that nothing is reused."""
 
     counts: RowCounts
     earlier: tuple[str, ...]
@@ -81,10 +81,10 @@ def dry_run(
     what_if: Capacity | None = None,
     sample: int = 0,
 ) -> DryRun:
-    """What a run would do, without writing and without Ray, unless a cluster is named: then its
-    capacity is asked. `what_if` takes the cluster's place. `problems` is empty when the run can
-    start and its engines are kept busy. `sample` rows are made into prompts to see how long they
-    are (0: none, unless max_model_len is auto)."""
+    """Return what a run would do, without writing and without Ray, unless a cluster is named, whose
+    capacity is then queried. `what_if` replaces the cluster. `problems` is empty if the run can
+    start and keeps its engines busy. `sample` rows are made into prompts to measure their length
+    (0: none, unless max_model_len is auto)."""
     from prefect_raybatch import source
 
     resolved = resolve(job)
@@ -163,8 +163,8 @@ def dry_run(
 def reuse_plan(
     resolved: Resolved, spec: RunSpec, found: Inventory, copied: bool, run_key: str | None
 ) -> ReusePlan:
-    """What the job would take over, told by all its rows: what is to be copied is copied to TMPDIR
-    and removed again."""
+    """Return what the job would reuse, by all its rows; input that must be copied is copied to
+    TMPDIR and removed again."""
     import tempfile
 
     from prefect_raybatch import source

@@ -1,4 +1,4 @@
-"""The earlier run whose raw answers a run takes over, and the runs that retried its failed rows."""
+"""The earlier run whose raw answers a run reuses, and the runs that retried its failed rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Held = list[tuple[Store, Answers]]
 
 
 class DamagedAnswers(CorruptRun):
-    """Stored answers of an earlier run are missing or changed: `run` (its URI) is passed over."""
+    """Stored answers of an earlier run are missing or changed: `run` (its URI) is skipped."""
 
     run = ""
 
@@ -63,8 +63,8 @@ def pass_over(error: DamagedAnswers) -> None:
 
 @dataclass(frozen=True)
 class Earlier:
-    """Runs with raw answers, the one that was named first: `held` are (store, what it keeps) of
-    those under the same context; `differs` the fields in which the first one's is another."""
+    """Runs with raw answers, the named one first: `held` are (store, what it keeps) of those with
+    the same context; `differs` are the fields in which the named one's context differs."""
 
     runs: tuple[str, ...] = ()
     held: tuple[tuple[Store, Answers], ...] = ()
@@ -72,8 +72,8 @@ class Earlier:
 
     @property
     def files(self) -> list[tuple[Store, Answers, AnswerPart]]:
-        """The files of answers, those of the newest retry first: of equal greedy requests the first
-        answer is taken."""
+        """Return the files of answers, those of the newest retry first: of equal greedy requests
+        the first answer is reused."""
         newest_first = reversed(self.held)
         return [(store, answers, part) for store, answers in newest_first for part in answers.files]
 
@@ -83,14 +83,15 @@ class Earlier:
 
     @property
     def seconds(self) -> float | None:
-        """Engine time that an answer took, as the newest of them has measured it."""
+        """Return the engine seconds per answer, as the newest of them measured it; None if
+        unknown."""
         known = [answers.seconds for _, answers in self.held if answers.seconds is not None]
         return known[-1] if known else None
 
     def every_key(self) -> Iterator[tuple[list[bytes], np.ndarray]]:
-        """Yield keys of answers, in the order of the files and of the rows in them, each with
-        whether its answer may be taken over. Raise `DamagedAnswers` if a file is damaged so that it
-        cannot be read; its checksum is compared when answers of it are taken over."""
+        """Yield keys of answers, in the order of the files and their rows, each with whether its
+        answer may be reused. Raise `DamagedAnswers` if a file is too damaged to read; its checksum
+        is compared when its answers are reused."""
         for store, answers, part in self.files:
             with (
                 _reading(store, part),
@@ -118,7 +119,7 @@ def find_earlier(
     skipped: Collection[str] = (),
 ) -> Earlier:
     """Return the runs that `reuse` names, without those in `skipped` (URIs), whose answers are
-    damaged. Raise `ConfigError` for a run that is not there, is not finished, or keeps no answers;
+    damaged. Raise `ConfigError` for a run that is missing, unfinished, or keeps no answers;
     `latest` without such a run is no error."""
     held = _held_answers(spec, run_key, skipped)
     if held is None:
@@ -133,9 +134,8 @@ def find_earlier(
 def with_earlier_length(
     spec: RunSpec, run_key: str | None, measured: PromptLengths
 ) -> PromptLengths:
-    """Return the context length that `auto` comes to: that of the run whose answers are taken over,
-    while tonight's prompts fit into it. Another length is another context, under which all is
-    asked."""
+    """Return the context length that `auto` resolves to: that of the run whose answers are reused,
+    as long as the new prompts fit. Another length is another context, which reuses nothing."""
     held = _held_answers(spec, run_key)
     before = held[0][1].parts.get("engine.max_model_len") if held is not None else None
     if not isinstance(before, int) or before <= measured.max_model_len:
@@ -235,7 +235,7 @@ def _descendants(family: Family, key: str) -> Iterator[Member]:
 
 
 def _follow_forks(root: Store, key: str) -> str:
-    """Return the finished run that goes on in the place of run `key`, else `key` itself."""
+    """Return the finished run that supersedes run `key`, else `key` itself."""
     ledger = Ledger(root.sub(key))
     with suppress(CorruptRun):
         plan = ledger.load_plan()
@@ -270,7 +270,8 @@ def _newest_first(root: Store, name: str, run_key: str | None) -> list[str]:
 
 def night_of(plan: Plan) -> datetime:
     """Return the time that a run is for: the scheduled start or date in its key, so that a backfill
-    of an old night is old; else when it was planned, of a repaired run when the first one was."""
+    of an old date is old; otherwise when it was planned, for a repaired run when the first one
+    was."""
     start = start_of_key(plan.run_key)
     if start is not None:
         return start
@@ -283,8 +284,8 @@ def night_of(plan: Plan) -> datetime:
 
 @contextmanager
 def opened_answers(store: Store, part: AnswerPart) -> Iterator[Any]:
-    """Open a file of raw answers, fetched to the local disk. Raise `DamagedAnswers` unless it is
-    what was written."""
+    """Open a file of raw answers, downloaded to the local disk. Raise `DamagedAnswers` if it was
+    changed."""
     with tempfile.TemporaryFile(prefix="raybatch-") as local, _reading(store, part):
         hashed = hashlib.sha256()
         with store.open(part.path) as stream:

@@ -1,4 +1,4 @@
-"""What a run may cost, by an earlier run of the same job."""
+"""Estimates the cost of a run from an earlier run of the same job."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ RUNS_TRIED = 5  # finished runs that are looked at for one that says what a row 
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """What a run may cost: `cost` of `rows` that are asked, by the GPU-seconds that a row took in
-    the run `by`. Where that is not known `why` says so, and the others are None. `warning`: it is
-    more than limits.max_cost."""
+    """The estimated `cost` of asking `rows`, by the GPU-seconds per row in the run `by`. If that is
+    unknown, `why` says so and the others are None. `warning`: it exceeds limits.max_cost."""
 
     rows: int
     cost: float | None = None
@@ -41,7 +40,7 @@ class CostEstimate:
 
 
 def estimate(spec: RunSpec, have: Capacity, rows: int) -> CostEstimate | None:
-    """Return what asking `rows` rows may cost; None without prices. Never raises."""
+    """Return the estimated cost of asking `rows` rows; None without prices. Never raises."""
     if not spec.cluster.prices:
         return None
     price = gpu_price(spec.cluster, have)
@@ -64,7 +63,7 @@ def estimate(spec: RunSpec, have: Capacity, rows: int) -> CostEstimate | None:
 
 
 def _last_known(output: str, options: Mapping[str, Any], job: str) -> tuple[str, float] | None:
-    """(run key, GPU-hours a row that was asked) of the newest run of the job that knows it."""
+    """Return (run key, GPU-hours per asked row) of the newest run of the job that knows it."""
     lines = list_runs(output, options, job)
     done = [line for line in lines if line.state == COMPLETED and line.parent is None]
     for line in done[:RUNS_TRIED]:

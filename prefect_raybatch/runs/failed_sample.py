@@ -1,4 +1,4 @@
-"""Some of a run's failed rows, for who is told that it failed."""
+"""A sample of a run's failed rows, to explain its failure."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ FROM_A_SHARD = 5  # of one shard, so that others have their say
 
 
 def failed_sample(uri: str, options: dict[str, Any] | None, most: int) -> list[Sample]:
-    """Up to `most` failed rows: of the shard that crossed the error budget, which no commit tells
-    of, and of what is committed. What cannot be read is left out: it explains, no more."""
+    """Return up to `most` failed rows: of the shard that crossed the error budget, which no commit
+    covers, and of committed shards. Unreadable rows are left out, because the sample only
+    explains."""
     try:
         return _sample(Ledger(open_store(uri, options)), most)
     except (RayBatchError, OSError) as error:
@@ -44,7 +45,7 @@ def _sample(ledger: Ledger, most: int) -> list[Sample]:
 
 
 def _latest_stop(ledger: Ledger) -> Stop | None:
-    """Why the latest attempt stopped, where it was the error budget."""
+    """Return why the latest attempt stopped, if it was the error budget."""
     notes = []
     for name in ledger.attempts():
         try:

@@ -62,9 +62,9 @@ DAY = 86_400.0  # seconds
 
 
 def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
-    """Writes the result and _SUCCESS; returns the report. A finished run gives its report again.
+    """Write the result and _SUCCESS; return the report. A finished run returns its report again.
 
-    Raises `IncompleteRun` while shards are missing, `CorruptRun` when coverage does not hold.
+    Raises `IncompleteRun` while shards are missing, `CorruptRun` if the coverage is wrong.
     """
     ledger = Ledger(open_store(run.uri, job.output.options or None))
     plan, shards = load_run(ledger, run)
@@ -113,7 +113,7 @@ def completed_report(
     parts: Sequence[Part],
     progress: Progress | None = None,
 ) -> RunReport:
-    """Return the report of a run whose result is written. Write first, where it keeps raw answers,
+    """Return the report of a run whose result is written. If it keeps raw answers, first record
     which files hold them."""
     store, accepted = ledger.store, all_accepted(ledger)
     made = reports.build(
@@ -141,8 +141,8 @@ def completed_report(
 
 
 def report_again(ledger: Ledger, plan: Plan, parts: Sequence[Part]) -> RunReport:
-    """Return the report of a finished run as its commits tell it, without what its last attempt
-    alone knew."""
+    """Return the report of a finished run from its commits, without what only its last attempt
+    knew."""
     from prefect_raybatch.result.survey import survey
 
     spec = compile_planned(BatchJob.from_dict(plan.job, "plan.json"), plan)
@@ -165,8 +165,8 @@ def _report_of_asks(store: Store, increment: Increment | None) -> RunReport | No
 def write_parts(
     cluster: ClusterSpec, write: Callable[[PartTask], Part], tasks: Iterator[PartTask], size: int
 ) -> Iterator[Part]:
-    """Write the files of a result, on the workers of the cluster where there is enough to write,
-    else here."""
+    """Write the files of a result, on the workers of the cluster if there is enough to write, else
+    here."""
     from prefect_raybatch.cluster.side_by_side import TASKS_A_CPU, side_by_side, workers_for
     from prefect_raybatch.result.finalize import one_by_one
 
@@ -186,9 +186,10 @@ def with_reuse(
     tally: Tally,
     days: float | None,
 ) -> RunReport:
-    """The report of a run that reuses: with what its asks tell of engines, and what was saved.
+    """Return the report of a run that reuses answers: with its requests phase's engine figures and
+    the savings.
 
-    Says first, in the run directory, which files hold the raw answers, kept for `days`.
+    First records in the run directory which files hold the raw answers, kept for `days`.
     """
     store, counts, stats = ledger.store, increment.counts, tally.stats
     begun = begin_asks(store, increment)
@@ -267,9 +268,9 @@ def of_whom(plan: Plan) -> list[str]:
 
 
 def _end(ledger: Ledger, plan: Plan, tidy: bool) -> RunReport:
-    """The report of a finished run; `tidy` removes the pieces that its result does not need.
+    """Return the report of a finished run; `tidy` removes the pieces that its result does not need.
 
-    Whose `_SUCCESS` it is and whether the parts are there is looked at again, by `orphans`.
+    `orphans` checks again whose `_SUCCESS` it is and whether the parts exist.
     """
     from prefect_raybatch.result.reap import answers_by_row, ended_notes, orphans
 
@@ -281,7 +282,7 @@ def _end(ledger: Ledger, plan: Plan, tidy: bool) -> RunReport:
 
 
 def load_report(store: Store) -> RunReport:
-    """The report of a finished run; raises `CorruptRun` when it is gone."""
+    """Return the report of a finished run; raise `CorruptRun` if it is missing."""
     try:
         found = read_report(store)
     except FileNotFoundError:
@@ -292,14 +293,14 @@ def load_report(store: Store) -> RunReport:
 
 
 def html_page(report: RunReport) -> str:
-    """The report as one HTML file, with the present time in its footer."""
+    """Return the report as one HTML file, with the current time in its footer."""
     from prefect_raybatch.report.html import html
 
     return html(report, datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"))
 
 
 def last_dashboard(store: Store) -> str:
-    """Ray's dashboard as the latest heartbeat names it; "" where none does."""
+    """Return the URL of Ray's dashboard in the latest heartbeat; "" if there is none."""
     from prefect_raybatch.driver.heartbeat import newest
 
     try:

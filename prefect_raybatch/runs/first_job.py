@@ -1,4 +1,4 @@
-"""A first job file for somebody's own table, with what was seen in it."""
+"""Writes a first job file for a user's own table, from what was seen in it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _UNFIT = re.compile(r"[^A-Za-z0-9._-]+")
 
 @dataclass(frozen=True)
 class SeenColumn:
-    """A column of a table; `length` is the mean characters of its first values where it is text."""
+    """A column of a table; `length` is the mean characters of its first values if it is text."""
 
     name: str
     kind: str
@@ -40,8 +40,8 @@ class SeenColumn:
 
 @dataclass(frozen=True)
 class SeenTable:
-    """What was seen of a table: its columns, the fields that `source.csv` needs for it, and
-    whether the encoding among them is a guess."""
+    """What was seen of a table: its columns, the fields that `source.csv` needs for it, and whether
+    the encoding among them is a guess."""
 
     columns: list[SeenColumn]
     csv: dict[str, Any]
@@ -49,7 +49,8 @@ class SeenTable:
 
 
 def seen_table(uri: str, options: dict[str, Any] | None = None) -> SeenTable:
-    """A table as its first rows show it. Raises as `raybatch plan` for what cannot be read."""
+    """Return a table as its first rows show it. Raises like `raybatch plan` for unreadable
+    input."""
     from prefect_raybatch import source
 
     job = BatchJob.from_dict(_fields("first", uri, "-", "demo", "out"))
@@ -88,13 +89,14 @@ def _mean_length(rows: pa.Table, field: pa.Field) -> float | None:
 
 
 def name_of(uri: str) -> str:
-    """A job's name from the last part of a URI: `customers` of data/customers.csv.gz."""
+    """Return a job's name from the last part of a URI: `customers` for data/customers.csv.gz."""
     last = uri.rstrip("/").rpartition("/")[2].partition("?")[0].partition(".")[0]
     return _UNFIT.sub("-", last).strip("-._") or "job"
 
 
 def default_template(columns: list[SeenColumn]) -> str:
-    """A question about the column with the longest text, or about the first where none has any."""
+    """Return a question about the column with the longest text, or about the first if none has
+    any."""
     plain = [column for column in columns if not _MARKUP.search(column.name)] or columns
     chosen = max(plain, key=lambda column: column.length or 0.0)  # the first of equal ones
     return f"What is this? {{{chosen.name}}}"
@@ -103,7 +105,7 @@ def default_template(columns: list[SeenColumn]) -> str:
 def job_text(
     table: SeenTable, *, name: str, uri: str, template: str, model: str, output: str
 ) -> str:
-    """The job file, commented. Raises `ConfigError` where these make no job."""
+    """Return the commented job file. Raises `ConfigError` if these make no valid job."""
     fields = _fields(name, uri, template, model, output)
     BatchJob.from_dict({**fields, "source": {"uri": uri, "csv": table.csv}})
     columns = table.columns
@@ -141,7 +143,7 @@ def job_text(
 
 
 def _csv_lines(table: SeenTable) -> list[str]:
-    """How the file is written, where that is not as by default."""
+    """Return how the file is written, if not as by default."""
     if not table.csv:
         return []
     shown = {name: "tab" if value == "\t" else value for name, value in table.csv.items()}
@@ -169,5 +171,5 @@ def _leaves(value: dict[str, Any], above: str = "") -> list[tuple[str, str]]:
 
 
 def _scalar(text: str) -> str:
-    """YAML of one line."""
+    """Return a text as one line of YAML."""
     return visible_yaml([text], width=10**6, default_flow_style=True).strip()[1:-1]

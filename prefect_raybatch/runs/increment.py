@@ -1,4 +1,4 @@
-"""Plans a run that reuses answers: which rows take over which, and what is left to ask."""
+"""Plans a run that reuses answers: which rows reuse which answer, and what is left to ask."""
 
 from __future__ import annotations
 
@@ -71,8 +71,9 @@ def increment_for(
     earlier: bool = True,
     context: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """`Plan.increment` of a new run in `store`, with all that it names written. `copied`: the
-    input's files are a snapshot there; `context`: what `auto` came to. As `worked_out`."""
+    """Return `Plan.increment` of a new run in `store`, with everything that it names written.
+    `copied`: the input's files are a snapshot there; `context`: what `auto` resolved to. Raises
+    like `worked_out`."""
     rows = store if copied else None
     skipped: set[str] = set()
     while True:
@@ -86,14 +87,14 @@ def increment_for(
 
 
 def _skip(error: DamagedAnswers, skipped: set[str]) -> None:
-    """Leave a run out whose answers are damaged."""
+    """Exclude a run whose answers are damaged."""
     pass_over(error)
     skipped.add(error.run)
 
 
 @dataclass
 class Worked:
-    """What a run would reuse and ask: `join` says it row by row."""
+    """What a run would reuse and ask; `join` gives it row by row."""
 
     keying: Keying
     parts: dict[str, Any]
@@ -118,13 +119,12 @@ def worked_out(
     in_order: bool = False,
     skipped: set[str] | None = None,
 ) -> Iterator[Worked]:
-    """Makes the keys of all rows and joins them with the earlier run's; `store` holds the files
-    where they are a snapshot, which with `alone` no other node can read. Without `earlier` nothing
-    is taken over. With `in_order` the asks are numbered in the order of their prompts, where that
-    is of use. Writes to TMPDIR alone.
+    """Compute the keys of all rows and join them with the earlier run's. `store` holds the files if
+    they are a snapshot, which with `alone` no other node can read. Without `earlier`, nothing is
+    reused. With `in_order`, asks are numbered in the order of their prompts if that helps. Writes
+    only to TMPDIR.
 
-    Raises `ConfigError` for a `reuse` that names no such run, `SourceError` for what cannot be
-    read.
+    Raises `ConfigError` for a `reuse` that names no such run, `SourceError` for unreadable input.
     """
     model = resolved.with_adapters()
     keying, parts = keying_of(spec, model)
@@ -167,7 +167,7 @@ def _begun_join(
 
 
 def _in_prompt_order(spec: RunSpec, rows: int) -> bool:
-    """Whether requests of this run that begin alike are asked one after the other."""
+    """Return whether requests of this run with a common prefix are asked one after the other."""
     pools = spec.engine.model.pools  # from one pass over each text: encoders keep no cache
     return spec.engine.sort and rows <= MOST_ORDERED and not pools
 
@@ -180,9 +180,9 @@ def planned(
     attempt: str,
     context: dict[str, Any] | None = None,
 ) -> Increment:
-    """Writes all that the run's plan is going to name: answers that are taken over, the input and
-    the tables of the asks, and where each row's answer is. Nothing of it counts before plan.json
-    is there."""
+    """Write everything that the run's plan is going to name: reused answers, the input and the
+    tables of the requests phase, and where each row's answer is. Nothing of it counts before
+    plan.json exists."""
     join, earlier = worked.join, worked.earlier
     reused = _copy_answers(worked, store, attempt)
     precision = _precision(resolved, spec, earlier)
@@ -225,7 +225,7 @@ def _precision(resolved: Resolved, spec: RunSpec, earlier: Earlier) -> TakenPrec
 
 
 def _write_places(join: Join, store: Store) -> Iterator[str]:
-    """Writes the tables of places; their names in order."""
+    """Write the tables of places; yield their names in order."""
     start = 0
     for kind, at in join.places():
         out = io.BytesIO()
@@ -241,7 +241,7 @@ def _write_places(join: Join, store: Store) -> Iterator[str]:
 
 
 def _copy_answers(worked: Worked, store: Store, attempt: str) -> Iterator[AnswerPart]:
-    """Copies the earlier answers that rows take over, in their order."""
+    """Copy the earlier answers that rows reuse, in their order."""
     parts = PartFiles(store, f"{REUSED_FOLDER}/{attempt}-{uuid.uuid4()}")
     held: list[pa.Table] = []
     start = 0
@@ -284,7 +284,7 @@ def _copy_answers(worked: Worked, store: Store, attempt: str) -> Iterator[Answer
 
 
 def _with_origin(table: pa.Table, run_key: str, schema: pa.Schema) -> pa.Table:
-    """Raw answers with the run that asked for each."""
+    """Return raw answers with the run that asked for each."""
     if ORIGIN in table.column_names:
         origin = table[ORIGIN]
     else:
@@ -302,8 +302,8 @@ def _plan_asks(
     context: dict[str, Any] | None,
     precision: TakenPrecision | None,
 ) -> Plan:
-    """Writes the input of the asks and the tables of their plan; the plan itself is begun later,
-    with the bytes that the run's plan holds."""
+    """Write the input of the requests phase and the tables of its plan. The plan itself is written
+    later, from the bytes that the run's plan holds."""
     ledger, join = asks_ledger(store), worked.join
 
     found = snapshot_tables(lambda: worked.rows.asked(join), ledger.store, attempt)
@@ -337,8 +337,8 @@ def _plan_asks(
 
 
 def asks_of(spec: RunSpec) -> RunSpec:
-    """Return what a run does that asks the distinct requests of `spec`. Its answers are raw: what
-    finish would make of them is left to the run itself."""
+    """Return what the requests phase of a run does: it asks the distinct requests of `spec`. Its
+    answers are raw; finishing them is left to the rows phase."""
     finish = replace(
         spec.finish, columns=(), row_number=NUMBER, postprocess=None, types=None, extras=()
     )
@@ -348,7 +348,7 @@ def asks_of(spec: RunSpec) -> RunSpec:
 
 
 def _asks_job(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a public job as the plan of its asks keeps it (`asks_of`)."""
+    """Return a public job as the plan of its requests phase keeps it (`asks_of`)."""
     by_default = ("postprocess", "schema", "keep_answers", "extras", "publish", "row_number")
     output = {n: value for n, value in job["output"].items() if n not in (*by_default, "compact")}
     made = {name: value for name, value in job.items() if name != "reuse"}

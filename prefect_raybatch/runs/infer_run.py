@@ -1,4 +1,4 @@
-"""Reads, infers and commits what is pending."""
+"""Reads, infers and commits pending shards."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def infer_run(
     observe: Callable[[Progress], None] = lambda progress: None,
     engine: type | None = None,
 ) -> Progress:
-    """Reads, infers and commits every pending shard; returns the progress at the end.
+    """Read, infer and commit every pending shard; return the progress at the end.
 
-    Starts no engine when nothing is pending. An observer that is a `heartbeat.Listener` is told of
-    beats as well. `engine` replaces the engine stage in tests.
+    Starts no engine if nothing is pending. An observer that is a `heartbeat.Listener` also receives
+    heartbeats. `engine` replaces the engine stage in tests.
     """
     check_trust(job)
     check_run_place(run.uri)
@@ -78,8 +78,7 @@ def _infer(
     observe: Callable[[Progress], None],
     engine: type | None,
 ) -> Progress:
-    """Infer and commit the pending shards. What a run that reuses answers has to ask is asked
-    before."""
+    """Infer and commit the pending shards. A run that reuses answers first asks its requests."""
     store, increment = ledger.store, increment_of(plan)
     if increment is None or ledger.finished(plan) is not None:
         return _attempt(spec, run, observe, engine)
@@ -118,8 +117,8 @@ def _attempt(
     before: OtherLedger | None = None,
     later: OtherLedger | None = None,
 ) -> Progress:
-    """One attempt at the pending shards of one ledger; `held`: in a cluster that is held already,
-    by this user of it; `before`, `later`: what the run's other ledger has to do."""
+    """Make one attempt at the pending shards of one ledger. `held`: the cluster is held already, by
+    this user of it; `before`, `later`: the progress in the run's other ledger."""
     attempt = _Attempt(spec, run, observe, engine)
     progress = attempt.driver.progress
     progress.before = before or progress.before
@@ -152,8 +151,8 @@ def _attempt(
 
 
 class _Attempt:
-    """What one attempt at a ledger works with, and the steps from there to its pipeline, in their
-    order. `looks_up`: its answers are all there, and nothing is asked."""
+    """The objects of one attempt at a ledger, and the steps from there to its pipeline, in their
+    order. `looks_up`: all its answers exist, and nothing is asked."""
 
     def __init__(
         self,
@@ -198,7 +197,7 @@ class _Attempt:
         return int(self.driver.done.sum())
 
     def check(self) -> None:
-        """What may speak against it before the cluster is joined; then it is noted."""
+        """Run preflight checks, then record the attempt."""
         self.spent = spent_on(self.ledger, self.plan)
         check_cost(self.spec.limits, self.spent.at(None), self.plan.shards, self.committed)
         self.monitor(self.driver.progress)
@@ -215,8 +214,8 @@ class _Attempt:
             log.info("Ray's dashboard: %s", self.monitor.dashboard)
 
     def decide(self, user: User, capacity: Capacity) -> None:
-        """What is open until the run is in the cluster: where the answers of rows lie that
-        are looked up, and the precision that engines are started with."""
+        """Settle what is open until the run is in the cluster: where the answers of rows are that
+        it looks up, and the precision of its engines."""
         if self.increment is not None and self.looks_up:
             from prefect_raybatch.cluster.lookups import known_answers
             from prefect_raybatch.runs.answers_by_row import place_answers
@@ -233,7 +232,8 @@ class _Attempt:
             self.spec = self.spec.decide(precision=found)
 
     def pipeline(self, stack: ExitStack, user: User, capacity: Capacity) -> Pipeline:
-        """The stages in their sizes, once the cluster has room for them, which `stack` holds."""
+        """Return the stages with their sizes, once the cluster has room for them, which `stack`
+        holds."""
         from prefect_raybatch.cluster import connect as cluster
         from prefect_raybatch.cluster.early import engines_begun
         from prefect_raybatch.cluster.near import nearest_up
@@ -278,7 +278,7 @@ class _Attempt:
 
 
 class Whoami:
-    """The note of an attempt, which grows; several threads add to it."""
+    """The note of an attempt, to which several threads add."""
 
     def __init__(self, ledger: Ledger, attempt: str, known: dict[str, Any]):
         self.ledger, self.attempt, self.known = ledger, attempt, known
@@ -291,8 +291,8 @@ class Whoami:
 
 
 def meter_for(spec: RunSpec, capacity: Capacity, pool: Pool, spent: Spent) -> CostMeter:
-    """Counts what an attempt with that pool costs, beside what was spent before. Raises
-    `ConfigError` where a limit on costs is set and no price is known."""
+    """Return a meter for the costs of an attempt with that pool, in addition to earlier costs.
+    Raises `ConfigError` if a limit on costs is set and no price is known."""
     price = gpu_price(spec.cluster, capacity)
     if price.hour is None and pool.gpus[1] and price.why:
         if spec.limits.max_cost is not None:
@@ -305,8 +305,8 @@ def meter_for(spec: RunSpec, capacity: Capacity, pool: Pool, spent: Spent) -> Co
 
 
 def _interruptible(pipeline: Pipeline, monitor: Monitor, user: User, limits: Limits) -> RunPass:
-    """The pass, so that a stall or its costs can end it where they are to, and a signal to the main
-    thread ends also a run in another one, in which it is not raised."""
+    """Return the pass such that a stall or its costs can end it, and a signal to the main thread
+    also ends a run in another thread, in which it is not raised."""
     from prefect_raybatch.driver.stall import interruptible
 
     # A nightly run that nobody watches needs `fail_on_stall`: Ray waits for ever for room in a
@@ -319,7 +319,7 @@ def _interruptible(pipeline: Pipeline, monitor: Monitor, user: User, limits: Lim
 
 
 def _halted(user: User, monitor: Monitor) -> RayBatchError | None:
-    """Why the run is to stop now."""
+    """Return why the run must stop now; None to continue."""
     return user.halted() or monitor.spent
 
 

@@ -1,4 +1,4 @@
-"""The runs below an output folder: what each is, and the newest complete one."""
+"""Lists the runs below an output folder, and finds the newest complete one."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ PRUNING, DAMAGED = "half removed", "not readable"
 
 @dataclass(frozen=True)
 class RunLine:
-    """A run as a list shows it. `rows` are planned ones, `shards` of them committed; good and
+    """A run as a list shows it. `rows` are planned, `shards` of them committed; valid and
     quarantined rows are None until it is completed. `created` and `finished` are seconds since
-    1970; `parent` is the run whose failed rows it retries. `trouble` says what is wrong with a
-    directory that is not readable. `failure` says why the last attempt at a run that is not
-    complete failed, `command` runs it again. Without `has_plan` it is no run, but an attempt that
-    has not come to a plan; `finished` is then when it ended."""
+    1970; `parent` is the run whose failed rows it retries. `trouble` says why a directory is
+    unreadable. `failure` says why the last attempt at an incomplete run failed, `command` runs it
+    again. Without `has_plan` it is an attempt that did not reach a plan; `finished` is then when it
+    ended."""
 
     run_key: str
     run: str
@@ -57,13 +57,13 @@ class RunLine:
 
     @property
     def is_attempt(self) -> bool:
-        """Whether it is an attempt without a plan."""
+        """Return whether it is an attempt without a plan."""
         return not self.has_plan
 
 
 def need_output(output: str, options: Mapping[str, Any] | None = None) -> None:
-    """Raises `NoSuchRun` where `output` is no folder of runs: nothing is there, or a file, or it
-    is itself a run. A folder without runs is one."""
+    """Raise `NoSuchRun` if `output` is no folder of runs: missing, a file, or itself a run. An
+    empty folder is accepted."""
     root = open_store(output, dict(options) if options else None)
     if not is_remote(root.uri) and os.path.isfile(root.uri):
         raise NoSuchRun(f"{output} is a file; name the folder of the runs, the job's output.uri")
@@ -79,8 +79,8 @@ def need_output(output: str, options: Mapping[str, Any] | None = None) -> None:
 def list_runs(
     output: str, options: Mapping[str, Any] | None = None, job: str | None = None
 ) -> list[RunLine]:
-    """The runs below `output`, newest first; of that job alone where one is named. A folder that is
-    no run directory is not listed."""
+    """Return the runs below `output`, newest first, of one job if named. Folders that are no run
+    directory are skipped."""
     return lines_of(open_store(output, dict(options) if options else None), job)
 
 
@@ -92,15 +92,15 @@ def lines_of(root: Store, job: str | None = None) -> list[RunLine]:
 
 
 def run_age(line: RunLine) -> tuple[float, float, str]:
-    """Later ones are larger; plans tell their time in seconds."""
+    """Sort key: larger for later runs; plans record their time in seconds."""
     return line.created or 0.0, line.finished or math.inf, line.run_key
 
 
 def latest_complete(
     output: str, options: Mapping[str, Any] | None = None, job: str | None = None
 ) -> RunLine:
-    """The completed run below `output` that finished last; not one that retries another's failed
-    rows. Raises `NoSuchRun` where there is none."""
+    """Return the completed run below `output` that finished last, except retries of another's
+    failed rows. Raises `NoSuchRun` if there is none."""
     lines = list_runs(output, options, job)
     done = [line for line in lines if line.state == COMPLETED and line.parent is None]
     if not done:
@@ -110,8 +110,8 @@ def latest_complete(
 
 
 def line_of(root: Store, key: str) -> RunLine | None:
-    """The run of that key below `root`, or an attempt at it that has no plan; None where there is
-    neither. A directory that cannot be read is a line that says why; only a store that is away
+    """Return the run of that key below `root`, or an attempt at it without a plan; None if there is
+    neither. An unreadable directory becomes a line that says why; only an unreachable store
     raises."""
     store = root.sub(key)
     try:
@@ -182,7 +182,7 @@ def _holds_anything(root: Store) -> bool:
 
 
 def _seconds(created: str) -> float | None:
-    """Since 1970, of the time in a plan."""
+    """Return the time in a plan as seconds since 1970."""
     with suppress(ValueError):
         when = datetime.fromisoformat(created)
         return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()

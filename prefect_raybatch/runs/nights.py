@@ -1,4 +1,4 @@
-"""Reads the last nights of a job from the records of its runs: one report at a time."""
+"""Reads the recent runs of a job from their records, one report at a time."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def nights_of(
     job: str | None = None,
     most: int = NIGHTS_SHOWN,
 ) -> list[NightsPage]:
-    """A page for each job below `output`, or of that job alone. Runs that retry the failed rows of
-    others are no nights. Where a job's `output` has {run_date} or {run_key} in it, the nights of
-    all dates are meant. What is missing or broken is named; only a store that is away raises."""
+    """Return a page for each job below `output`, or for one job. Retries of failed rows are left
+    out. If a job's `output` contains {run_date} or {run_key}, all its folders are read. Missing or
+    broken runs are named; only an unreachable store raises."""
     lines = _lines(output, options)
     broken = {line.run_key: line.trouble for line in lines if line.state == DAMAGED}
     broken = dict(list(broken.items())[:UNREADABLE_SHOWN])
@@ -46,14 +46,14 @@ def nights_of(
 
 
 def _lines(output: str, options: Mapping[str, Any] | None) -> list[RunLine]:
-    """The runs of all folders that `output` stands for, newest first."""
+    """Return the runs of all folders that `output` stands for, newest first."""
     folders = _dated_folders(output, options)
     lines = [line for folder in folders for line in list_runs(folder, options)]
     return lines if len(folders) == 1 else sorted(lines, key=run_age, reverse=True)
 
 
 def _dated_folders(output: str, options: Mapping[str, Any] | None) -> list[str]:
-    """The folders of the nights, at most DATES_LOOKED_AT of the last names."""
+    """Return the dated folders, at most DATES_LOOKED_AT of the last names."""
     base, parts = dated_parts(output)
     folders = [base]
     for part in parts:
@@ -66,7 +66,7 @@ def _dated_folders(output: str, options: Mapping[str, Any] | None) -> list[str]:
 
 
 def _compared(nights: list[NightLine]) -> tuple[NightLine, ...]:
-    """Each with how its answers differ from those of the completed night before it."""
+    """Return each run with how its answers differ from those of the completed run before it."""
     made = []
     before: NightLine | None = None
     for night in reversed(nights):

@@ -1,4 +1,4 @@
-"""A run directory opened from Python: what became of it, and its rows."""
+"""Opens a run directory from Python: its state and its rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from prefect_raybatch.storage import open_store
 
 @dataclass(frozen=True)
 class OpenRun(FinishedRows):
-    """A run that is there; state and rows are looked at when they are asked for."""
+    """An existing run; state and rows are read on demand."""
 
     uri: str
     options: Mapping[str, Any] | None = field(default=None, repr=False)  # may hold keys
@@ -30,24 +30,24 @@ class OpenRun(FinishedRows):
 
     @property
     def state(self) -> str:
-        """planned, unfinished or completed; partial, of a partial result."""
+        """Return planned, unfinished or completed; partial for a partial result."""
         return state_of(self.uri, self.options)
 
     @property
     def report(self) -> RunReport:
-        """What the run came to; of one that is not finished, what its commits say now."""
+        """Return the report of the run; for an unfinished one, from its commits so far."""
         return report_of(self.uri, dict(self.options or {}) or None)
 
 
 def open_run(
     uri: str, options: Mapping[str, Any] | None = None, partial: bool | str = False
 ) -> OpenRun:
-    """Opens the run directory `uri`, a local folder or s3://.
+    """Open the run directory `uri`, a local folder or s3://.
 
-    `options` are s3fs's, as in `output.options`; without them keys come from the environment.
-    `partial` opens a partial result of the run instead: the newest (True), or that of a name
-    (_UUID); so does its own folder as `uri`. Raises `NoSuchRun` where there is none, naming those
-    that are near.
+    `options` are s3fs's, as in `output.options`; without them, credentials come from the
+    environment. `partial` opens a partial result of the run instead: the newest (True), or that of
+    a name (_UUID); so does its own folder as `uri`. Raises `NoSuchRun` if there is none, naming
+    similar ones.
     """
     check_run_read(uri)
     if partial:
@@ -57,7 +57,7 @@ def open_run(
 
 
 def partial_place(uri: str, options: Mapping[str, Any] | None, name: str | None) -> str:
-    """The folder of a run's partial result, by default the newest. Raises `NoSuchRun`."""
+    """Return the folder of a run's partial result, by default the newest. Raises `NoSuchRun`."""
     store = open_store(uri, options)
     plan = need_plan(Ledger(store))
     if name is None:

@@ -1,4 +1,4 @@
-"""Writes the rows that a run has committed so far, for who cannot wait for the others."""
+"""Writes the rows that a run has committed so far, for users who cannot wait for the others."""
 
 from __future__ import annotations
 
@@ -41,18 +41,16 @@ log = logging.getLogger(__name__)
 def finalize_partial(
     run_dir: str, options: Mapping[str, Any] | None = None, job: BatchJob | None = None
 ) -> RunReport:
-    """Writes what is committed of a run that is not complete to `partial/_UUID/data` and
-    `_quarantine` below `run_dir`; returns its report, whose state is "partial" and whose `run` is
-    that folder.
+    """Write the committed rows of an incomplete run to `partial/_UUID/data` and `_quarantine` below
+    `run_dir`; return its report, whose state is "partial" and whose `run` is that folder.
 
-    The run is not touched: it stays unfinished, is resumed and finished as before, and nothing is
-    deleted. Reads commits and the pieces they name alone, so it may run beside a driver. `options`
-    are s3fs's, as in `output.options`; `job` says on which cluster a large one is written, by
-    default the run's own.
+    The run is not changed: it stays unfinished, is resumed and finished as before, and nothing is
+    deleted. Reads only commits and the pieces that they name, so it may run while a driver is
+    active. `options` are s3fs's, as in `output.options`; `job` says on which cluster a large result
+    is written, by default the run's own.
 
-    Raises `ConfigError` for a run whose shards are all committed, or that is complete before this
-    ends, `IncompleteRun` while nothing is committed, `NoSuchRun`, `CorruptRun` and the store's
-    errors.
+    Raises `ConfigError` for a run whose shards are all committed, or that is completed meanwhile,
+    `IncompleteRun` while nothing is committed, `NoSuchRun`, `CorruptRun` and the store's errors.
     """
     from prefect_raybatch.result.finalize import finalize_committed
     from prefect_raybatch.result.survey import survey_committed
@@ -124,8 +122,8 @@ def finalize_partial(
 
 
 def _check_kept(ledger: Ledger, plan: Plan, told: PartialResult) -> None:
-    """A reaper takes files that no record names, if it is told to leave none for their age: of one
-    that was taken so, the record goes as well, and `IncompleteRun` says so."""
+    """Check that no reaper removed files that no record named yet; if one did, delete the record
+    and raise `IncompleteRun`."""
     try:
         check_parts(ledger.store, told.parts)
     except CorruptRun:
@@ -138,11 +136,11 @@ def _check_kept(ledger: Ledger, plan: Plan, told: PartialResult) -> None:
 
 
 def finalize_whole(run_dir: str, job: BatchJob | None = None) -> RunReport:
-    """Writes result, report and `_SUCCESS` of a run whose shards are all committed, without the job
-    file; the report of one that is complete already. Publishes nothing.
+    """Write result, report and `_SUCCESS` of a run whose shards are all committed, without the job
+    file; for a complete run return its report. Publishes nothing.
 
-    `job` says how to reach the store and on which cluster a large result is written, by default
-    the run's own. Raises `IncompleteRun` while shards are missing, and as `finalize_run`.
+    `job` says how to reach the store and on which cluster a large result is written, by default the
+    run's own. Raises `IncompleteRun` while shards are missing, and like `finalize_run`.
     """
     check_run_place(run_dir)
     store = open_store(without_link(run_dir), (job.output.options if job else None) or None)

@@ -1,4 +1,4 @@
-"""Makes a run's plan, or adopts the one that is there; what a job is checked for before."""
+"""Makes a run's plan, or adopts the existing one, after checking the job."""
 
 from __future__ import annotations
 
@@ -55,12 +55,11 @@ def plan_run(
     dataset: ray.data.Dataset | None = None,
     accept: Sequence[str] = (),
 ) -> Run:
-    """Makes the run's plan, or adopts the one that is there; returns the run.
+    """Make the run's plan, or adopt the existing one; return the run.
 
-    `dataset` takes the place of the job's source files. `accept` names fields in which the job may
-    differ from the one the run was begun with: a person takes that on, and the run tells of it.
-    Raises `ConfigError`, `SourceError`, `PlanMismatch` or `UnsafeStore`; nothing of it is worth a
-    retry but a store that is away.
+    `dataset` replaces the job's source files. `accept` names fields in which the job may differ
+    from the run's plan, which the user accepts and the run records. Raises `ConfigError`,
+    `SourceError`, `PlanMismatch` or `UnsafeStore`; only an unreachable store is worth a retry.
     """
     resolved = resolve(job)
     job = resolved.job
@@ -81,7 +80,7 @@ def plan_run(
 
 
 def _adopted(plan: Plan, resolved: Resolved, ledger: Ledger, accept: Sequence[str]) -> Run:
-    """Return the run that is there, or the one that goes on in its place."""
+    """Return the existing run, or the one that supersedes it."""
     store = ledger.store
     accepted = _check_same(plan, resolved, store.uri, accept)
     ledger, plan = follow_forks(ledger, plan)
@@ -91,7 +90,7 @@ def _adopted(plan: Plan, resolved: Resolved, ledger: Ledger, accept: Sequence[st
 
 
 def _with_accepted(run: Run, accepted: tuple[Accepted, ...], resolved: Resolved) -> Run:
-    """The run that goes on with a job that differs in what was accepted."""
+    """Return the run that continues with a job that differs in the accepted fields."""
     if not accepted:
         return run
     for one in accepted:
@@ -102,9 +101,10 @@ def _with_accepted(run: Run, accepted: tuple[Accepted, ...], resolved: Resolved)
 
 
 def precheck(job: BatchJob | Resolved, store: Store, accept: Sequence[str] = ()) -> Resolved:
-    """What can be told about a job within a second: a wrong one fails before anything starts.
+    """Check everything about a job that can be checked within a second, so that a wrong one fails
+    before anything starts; return it resolved.
 
-    Looks at the plan of the run directory where there is one, else at a sample of the input.
+    Reads the plan in the run directory if there is one, otherwise a sample of the input.
     """
     from prefect_raybatch import source
     from prefect_raybatch.cluster import connect as cluster
@@ -142,7 +142,7 @@ def precheck(job: BatchJob | Resolved, store: Store, accept: Sequence[str] = ())
 
 
 def check_places(source: Source, output: Output) -> None:
-    """Raises `ConfigError` where the output would lie in the input, or in a file."""
+    """Raise `ConfigError` if the output is inside the input, or is a file."""
     from prefect_raybatch.source import reaches
 
     for uri in source.uris if source.stored else ():
@@ -162,7 +162,7 @@ def check_places(source: Source, output: Output) -> None:
 
 
 def check_schema_names(output: Output) -> None:
-    """Raises `ConfigError` for a type in output.schema that Arrow does not know."""
+    """Raise `ConfigError` for a type in output.schema that Arrow does not have."""
     if output.output_schema:
         from prefect_raybatch.stages.result_columns import declared_schema
 
@@ -175,22 +175,23 @@ def check_schema_names(output: Output) -> None:
 def _check_same(
     plan: Plan, resolved: Resolved, where: str, accept: Sequence[str] = ()
 ) -> tuple[Accepted, ...]:
-    """Return the differences from the plan's job that `accept` names; raise `PlanMismatch` for
-    others. The input of a run that retries failed rows is what it took, whatever the job reads."""
+    """Return the accepted differences; raise `PlanMismatch` if the job differs from the plan in
+    anything else. The input of a run that retries failed rows is what it took, whatever the job
+    reads."""
     own = resolved.retrying(plan.parts.get("retry"))
     return check_acceptable(plan, own.identity, where, accept, who())
 
 
 def _checked(resolved: Resolved) -> Resolved:
-    """Its model can be loaded and answers, as far as the files tell; looks at them once."""
+    """Check from its files, once, that the model can be loaded and can answer."""
     if not resolved.checked:
         check_pinned_model(resolved.compile(), resolved.model)
     return replace(resolved, checked=True)
 
 
 def check_pinned_model(spec: RunSpec, model: Mapping[str, Any], files: bool = True) -> None:
-    """Raise `ConfigError` where a pinned model cannot do what a run asks of it, as far as its files
-    tell; without `files` by its config.json and its chat template alone."""
+    """Raise `ConfigError` if a pinned model cannot do what a run asks of it, as far as its files
+    tell; without `files`, by its config.json and its chat template only."""
     model_check.check(spec, model, files)
     chat_template.check_template(spec.prompt, spec.engine.model, model)
     check_labels(spec.sampling.labels, spec.engine.model, model)
@@ -199,7 +200,7 @@ def check_pinned_model(spec: RunSpec, model: Mapping[str, Any], files: bool = Tr
 def increment_of_spec(
     resolved: Resolved, spec: RunSpec, found: Inventory, *args: Any, **more: Any
 ) -> dict[str, Any] | None:
-    """As `increment.increment_for`, which is imported only for a run whose answers are asked
+    """Call `increment.increment_for`, which is imported only for a run whose requests are asked
     apart from its rows."""
     if not spec.reuse.asks_apart:
         return None
@@ -215,8 +216,8 @@ def increment_of_spec(
 def length_of_spec(
     spec: RunSpec, run_key: str | None, measured: counting.PromptLengths
 ) -> counting.PromptLengths:
-    """Return what an `auto` context length comes to, as `measured` or, for a run that reuses, as
-    the run has it whose answers are taken over."""
+    """Return what an `auto` context length resolves to: as `measured` or, for a run that reuses
+    answers, as in the run whose answers it reuses."""
     if not spec.reuse.keeps:
         return measured
     from prefect_raybatch.runs.earlier import with_earlier_length

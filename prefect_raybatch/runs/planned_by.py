@@ -1,5 +1,5 @@
-"""Which code of this package made a run's plan: for people, and for a warning where another one
-goes on with it."""
+"""Records which version of this package made a run's plan, to warn when another one continues
+it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def note_planner(store: Store) -> None:
-    """Says in the run directory whose code has made the plan, unless that is said already."""
+    """Record in the run directory which code made the plan, unless that is recorded already."""
     at = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         record = dump({"code": code_version(), "who": who(), "at": at})
@@ -28,7 +28,7 @@ def note_planner(store: Store) -> None:
 
 
 def planner_code(store: Store) -> str | None:
-    """The code that made the plan; None where that is not noted."""
+    """Return the code that made the plan; None if it is not recorded."""
     try:
         code = load(read_record(store, PLANNED_BY), PLANNED_BY).get("code")
     except (FileNotFoundError, RayBatchError):
@@ -37,7 +37,7 @@ def planner_code(store: Store) -> str | None:
 
 
 def compare_code(store: Store) -> None:
-    """Warns where this process runs other code than the one that made the plan."""
+    """Warn if this process runs other code than the one that made the plan."""
     planned, own = planner_code(store), code_version()
     if planned is not None and planned != own:
         log.warning(

@@ -1,4 +1,4 @@
-"""Decides, before the first shard is asked, whether a run asks in fewer bits (`try-fp8`)."""
+"""Decides, before the first shard, whether a run uses a quantization (`try-fp8`)."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def decided_precision(
     meter: CostMeter | None = None,
     halted: Callable[[], RayBatchError | None] | None = None,
 ) -> Mapping[str, str]:
-    """Return the engine arguments of the precision that a run has decided on; decide where that is
+    """Return the engine arguments of the precision that a run has decided on; decide if that is
     still open.
 
-    A run that retries rows of another takes over its decision, and so does one that takes over
-    answers: those of two precisions do not mix. `meter` counts what the trial's engines hold, and
-    `halted` says why it is to stop. Raises `CorruptRun` where shards are committed and no decision
-    is there, `ConfigError` where the rows cannot show what is asked for, `EngineStartError` and
-    `EngineFailure` where the model as it is stored does not work.
+    A run that retries rows of another takes over its decision, and so does one that reuses answers,
+    because answers of two precisions must not mix. `meter` counts what the trial's engines hold,
+    and `halted` returns why to stop. Raises `CorruptRun` if shards are committed without a
+    decision, `ConfigError` if the rows cannot show what is asked for, `EngineStartError` and
+    `EngineFailure` if the unquantized model does not work.
     """
     note = read_precision(ledger.store)
     if note is None:
@@ -93,7 +93,7 @@ def decided_precision(
 
 
 def said(note: PrecisionNote) -> str:
-    """The decision in a line."""
+    """Return the decision in a line."""
     if not note.tries:
         return f"{settings_text(note.decided)}, as run {note.by} decided"
     told = []
@@ -109,7 +109,7 @@ def said(note: PrecisionNote) -> str:
 
 
 def _of_parent(output: OutputSpec, plan: Plan) -> PrecisionNote | None:
-    """The decision of the run whose failed rows this one retries."""
+    """Return the decision of the run whose failed rows this one retries."""
     if plan.parent is None:
         return None
     root = open_store(output.uri, dict(output.options) or None)
@@ -118,7 +118,7 @@ def _of_parent(output: OutputSpec, plan: Plan) -> PrecisionNote | None:
 
 
 def _of_plan(plan: Plan) -> PrecisionNote | None:
-    """The decision by which the answers were made that a run takes over, as its plan keeps it."""
+    """Return the decision in this run's plan under which the reused answers were made."""
     increment = increment_of(plan)
     if increment is None or increment.precision is None:
         return None
@@ -127,7 +127,8 @@ def _of_plan(plan: Plan) -> PrecisionNote | None:
 
 
 def precision_of(store: Store) -> PrecisionNote | None:
-    """What a run has decided, itself or in its asks, or has taken over; None where it has not."""
+    """Return what a run has decided, itself or in its requests phase, or has taken over; None if it
+    has not."""
     plan = Ledger(store).load_plan()
     asks = read_precision(asks_ledger(store).store)
     return asks or read_precision(store) or (None if plan is None else _of_plan(plan))
@@ -136,11 +137,11 @@ def precision_of(store: Store) -> PrecisionNote | None:
 def taken_precision(
     tries: Sequence[Mapping[str, str]], earlier: Sequence[Store], parent: Store | None
 ) -> TakenPrecision | None:
-    """Return what the plan of a run keeps that leaves its precision to `tries`, and that takes
-    answers over from `earlier` runs, the first one that was named first, or asks again what failed
-    in `parent`; None where it is to decide itself.
+    """Return the decision that the plan of a run with `tries` takes over from the `earlier` runs
+    whose answers it reuses (the named one first), or from the `parent` whose failed rows it
+    retries; None if it must decide itself.
 
-    Raises `CorruptRun` where their decision is missing.
+    Raises `CorruptRun` if their decision is missing.
     """
     stores = [parent] if parent is not None else list(earlier)
     if not tries or not stores:
@@ -158,8 +159,8 @@ def taken_precision(
 
 
 class SampleBench:
-    """Asks a sample of a run's rows in several ways, and compares the answers; `rows` of them, by
-    default as many as show what the job asks of fewer bits."""
+    """Asks a sample of a run's rows in several ways, and compares the answers: `rows` of them, by
+    default as many as the required agreement takes."""
 
     def __init__(
         self,
@@ -182,7 +183,7 @@ class SampleBench:
         self.sample = drawn_rows(shards, plan.rows, rows, plan.hash)
 
     def decide(self) -> PrecisionNote:
-        """Tries one after the other until one holds."""
+        """Try one precision after the other until one passes."""
         began = time.monotonic()
         tries, least = self.spec.engine.tries, self.spec.limits.min_agreement
         rows = sum(map(len, self.sample.values()))
@@ -215,7 +216,7 @@ class SampleBench:
         stored: Mapping[Row, RowOutcome],
         confidence: float,
     ) -> PrecisionTry:
-        """How far the answers to `spec`, which is the run's with `tried`, agree with `stored`."""
+        """Return how well the answers to `spec`, the run's with `tried`, agree with `stored`."""
         began = time.monotonic()
         try:
             with self.asking(spec, _deciding(tried)) as ask:
@@ -240,12 +241,12 @@ class SampleBench:
         )
 
     def _number(self, row: Row) -> int:
-        """The row's number in the input of the run."""
+        """Return the row's number in the input of the run."""
         return self.shards[row[0]].start + row[1]
 
     @contextmanager
     def asking(self, spec: RunSpec, why: str) -> Iterator[AskSample]:
-        """An engine of a run that is this one but for its engine, alone on its GPUs."""
+        """Yield an engine of this run with another engine spec, alone on its GPUs."""
         from prefect_raybatch.cluster import connect as cluster
         from prefect_raybatch.cluster.trial_actor import trial_on_worker
 
@@ -306,8 +307,8 @@ def _deciding(arguments: Mapping[str, str]) -> str:
 
 
 def drawn_rows(shards: Shards, rows: int, sample: int, seed: str) -> dict[int, list[int]]:
-    """{shard: positions, ascending}: `sample` rows of all, drawn at random from shards drawn at
-    random, of which there are as few as have twice as many rows, and 64 at least."""
+    """Return {shard: ascending positions}: `sample` random rows from random shards, of which there
+    are as few as hold twice as many rows, and at least 64."""
     draw = random.Random(seed)
     order = draw.sample(range(len(shards)), len(shards))
     sizes = np.diff(shards.starts)
@@ -334,7 +335,7 @@ def _compared(
 
 
 def _both(stored: RowOutcome, tried: RowOutcome) -> tuple[str, str]:
-    """The two outcomes of a row for people."""
+    """Return the two outcomes of a row for display."""
     from prefect_raybatch.stages.trial import cosine
 
     one, other = stored[1], tried[1]
@@ -344,7 +345,7 @@ def _both(stored: RowOutcome, tried: RowOutcome) -> tuple[str, str]:
 
 
 def _text(outcome: RowOutcome) -> str:
-    """An outcome for people."""
+    """Return an outcome for display."""
     kind, value = outcome
     if kind == "failed":
         return str(value)[:KEPT_TEXT]

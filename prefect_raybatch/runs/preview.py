@@ -1,4 +1,4 @@
-"""The first rows of a job answered in this process: without Prefect, Ray or a run to keep."""
+"""Answers the first rows of a job in this process: without Prefect, Ray or a run to keep."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PREVIEW_KEY = "preview"
 
 @dataclass(frozen=True)
 class PreviewedPrompt:
-    """What one row asks: the prompt as the model gets it, its tokens; or why it asks nothing."""
+    """What one row asks: the prompt as the model gets it and its tokens; or why it asks nothing."""
 
     row: int
     text: str
@@ -50,8 +50,8 @@ class PreviewedPrompt:
 @dataclass(frozen=True)
 class Preview:
     """`columns`: (name, type) of the input, `asked` those that make the prompts; `answers` and
-    `failed`: rows of the result and of the quarantine, empty where no engine was asked; `seconds`
-    by what took them."""
+    `failed`: rows of the result and of the quarantine, empty if no engine was asked; `seconds` by
+    phase."""
 
     job: str
     columns: tuple[tuple[str, str], ...]
@@ -65,12 +65,12 @@ class Preview:
 def preview_rows(
     job: BatchJob, rows: int = 5, answers: bool = True, engine: type | None = None
 ) -> Preview:
-    """The first `rows` rows through every stage of the job, in this process, on one engine.
+    """Send the first `rows` rows through every stage of the job, in this process, on one engine.
 
-    Nothing is kept, published, or taken over from earlier runs. Raises as `plan_run` for a job
-    that cannot run, `InsufficientResources` where this machine has no GPU for its engine,
-    `EngineStartError` or `EngineFailure` where the engine does not start or dies.
-    `engine` replaces the engine stage in tests.
+    Nothing is kept, published, or reused from earlier runs. Raises like `plan_run` for a job that
+    cannot run, `InsufficientResources` if this machine has no GPU for its engine,
+    `EngineStartError` or `EngineFailure` if the engine does not start or dies. `engine` replaces
+    the engine stage in tests.
     """
     if rows < 1:
         raise ConfigError(f"rows {rows}: at least one row is shown")
@@ -79,8 +79,8 @@ def preview_rows(
 
 
 def _small(job: BatchJob, rows: int, folder: str) -> BatchJob:
-    """The job over its first rows, with one engine here, in the precision that the model is stored
-    in, and the result in `folder`."""
+    """Return the job restricted to its first rows, with one local engine, without quantization
+    trials, and with its result in `folder`."""
     limit = min(rows, job.source.limit or rows)
     changes: dict[str, Any] = {
         "source.limit": limit,
@@ -162,7 +162,7 @@ def _preview(job: BatchJob, answers: bool, made: type | None) -> Preview:
 
 
 def _check_here(spec: SizeSpec, have: Capacity) -> None:
-    """Raise `InsufficientResources` where an engine takes more GPUs than this machine has."""
+    """Raise `InsufficientResources` if an engine takes more GPUs than this machine has."""
     takes = spec.gpus_per_replica
     if spec.device_for(have.gpus) == "gpu" and takes > have.gpus:
         raise InsufficientResources(
@@ -174,7 +174,7 @@ def _check_here(spec: SizeSpec, have: Capacity) -> None:
 def _finished(
     ledger: Ledger, plan: Plan, shards: Shards, table: pa.Table
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """(kind, rows as the result would have them) of what a block became."""
+    """Yield (kind, rows as in the result) of what a block became."""
     from prefect_raybatch.ledger.layout import POSITION
     from prefect_raybatch.ledger.records import Receipt
     from prefect_raybatch.result.pieces import read_pieces
@@ -209,7 +209,7 @@ def _prompts(model: dict[str, Any], table: pa.Table) -> list[PreviewedPrompt]:
 
 
 class _Clock:
-    """Seconds by what took them."""
+    """Seconds by phase."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

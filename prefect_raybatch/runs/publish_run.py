@@ -1,4 +1,4 @@
-"""Publishes a finished run to the targets of its job; the report tells of it."""
+"""Publishes a finished run to the targets of its job, and updates its report."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def publish_run(
     run_date: date | None = None,
     targets_from_plan: bool = False,
 ) -> RunReport:
-    """Publishes the finished run at `uri` to what `output.publish` of the job names, each target
-    once; returns the report, which tells of it.
+    """Publish the finished run at `uri` to the targets in `output.publish` of the job, each once;
+    return the updated report.
 
-    A run directory is not trusted with targets: whoever can write to it could name a place of their
-    own. So `job` None is refused, with the targets that the run's plan names, unless
-    `targets_from_plan` says that these were looked at. `run_date` is what {run_date} in a
-    target stands for, by default the date in the run key. Raises `IncompleteRun` while the run is
-    not finished, `ConfigError` for what cannot be published, `PublishFailed` (worth a retry).
+    Targets in a run directory are not trusted, because whoever can write to it could name a place
+    of their own. So `job` None is rejected, with the targets in the run's plan, unless
+    `targets_from_plan` says that these were reviewed. `run_date` is the value of {run_date} in a
+    target, by default the date in the run key. Raises `IncompleteRun` while the run is not
+    finished, `ConfigError` for what cannot be published, `PublishFailed` (worth a retry).
     """
     from prefect_raybatch.publish.publish import publish
 
@@ -81,8 +81,8 @@ def publish_run(
 
 
 def targets_text(job: BatchJob, run_key: str) -> str:
-    """The targets of a job, one a line: name, format, place, mode, and the variables of the
-    environment that would be sent there."""
+    """Return the targets of a job, one per line: name, format, place, mode, and the environment
+    variables that would be sent there."""
     lines = []
     for target in job.output.publish:
         named = [target.uri or "", *map(str, target.catalog.values())]
@@ -96,8 +96,8 @@ def targets_text(job: BatchJob, run_key: str) -> str:
 
 
 def other_targets(job: BatchJob, uri: str, run_date: date | None = None) -> tuple[str, str] | None:
-    """(targets of the job, targets of the plan) of the run at `uri`, each as lines, where they
-    differ: a person may have taken the wrong job or the wrong run. None where they are the same."""
+    """Return (targets of the job, targets of the plan) of the run at `uri`, as lines, if they
+    differ: the user may have chosen the wrong job or the wrong run. None if they are equal."""
     plan = need_plan(Ledger(open_store(uri, job.output.options or None)))
     planned = BatchJob.from_dict(plan.job, "plan.json")
     mine, theirs = (
@@ -108,7 +108,7 @@ def other_targets(job: BatchJob, uri: str, run_date: date | None = None) -> tupl
 
 
 def _tell(ledger: Ledger) -> None:
-    """The pages for people, with what is published so far."""
+    """Update the pages for people with what is published so far."""
     made = load_report(ledger.store)
     if made.published:
         ledger.store.put(REPORT_PAGE, reports.markdown(made).encode())

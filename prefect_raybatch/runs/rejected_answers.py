@@ -1,8 +1,7 @@
-"""Find the raw answers that no row came out good with.
+"""Finds the raw answers with which no row succeeded.
 
-A failure is never stored: a row that failed is asked again the next night. Where the row failed
-after its answer was there (in a check of the answer or in postprocess), the answer is stored, and
-must not be taken over.
+A failure is never stored: the next run asks a failed row again. If the row failed after it was
+answered (in a check of the answer or in postprocess), the answer is stored and must not be reused.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from prefect_raybatch.ledger.success import read_success
 def rejected_answers(ledger: Ledger, plan: Plan, increment: Increment) -> dict[str, SomePositions]:
     """Return the positions of rejected answers by the path of their file.
 
-    An answer is rejected if rows failed with it and none came out good or was left out by
-    postprocess. All shards are committed. Memory: two bytes an answer, and a table of places.
+    An answer is rejected if rows failed with it and none succeeded or was left out by postprocess.
+    All shards are committed. Memory: two bytes per answer, and a table of places.
     """
     taken = sum(part.rows for part in increment.reused)
     answers = taken + increment.counts.asked
@@ -60,14 +59,14 @@ def rejected_answers(ledger: Ledger, plan: Plan, increment: Increment) -> dict[s
 
 
 class _Places:
-    """The number of each row's answer, those taken over first: -1 where a row has none."""
+    """The number of each row's answer, reused ones first: -1 if a row has none."""
 
     def __init__(self, ledger: Ledger, increment: Increment, taken: int) -> None:
         self._ledger, self._names, self._taken = ledger, increment.places, taken
         self._table, self._numbers = -1, np.zeros(0, np.int64)
 
     def of(self, start: int, stop: int) -> np.ndarray:
-        """Return the numbers of rows [start, stop), which come in the order of the input."""
+        """Return the numbers of rows [start, stop), in input order."""
         found = []
         while start < stop:
             table = start // PLACES_ROWS
@@ -104,9 +103,9 @@ def _files_of_asks(ledger: Ledger, increment: Increment) -> Iterator[tuple[str, 
 
 
 def _positions_in_asks(ledger: Ledger, increment: Increment, asks: np.ndarray) -> np.ndarray:
-    """Return where the answers to these asks (ascending numbers) stand among the stored ones.
+    """Return the positions of the answers to these asks (ascending numbers) among the stored ones.
 
-    An ask that failed has no stored answer and is left out.
+    A failed ask has no stored answer and is left out.
     """
     begun = begin_asks(ledger.store, increment)
     if begun is None:

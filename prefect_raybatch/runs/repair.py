@@ -1,8 +1,8 @@
-"""Repairs a run by a fork: a run beside it that begins with all that is whole.
+"""Repairs a run by a fork: a new run that begins with its intact shards.
 
-Not in place: finalize may have fixed the result over what the run holds, and rows written anew
-would then be in two places. The fork has the same input and the same shards; what was lost is
-simply not committed in it, so it is resumed, finished and proved as any run is.
+Not in place: finalize may have fixed the result from what the run holds, and rows written anew
+would then be in two places. The fork has the same input and the same shards. Lost shards are simply
+not committed in it, so it is resumed, finished and verified like any run.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ MOST_SAID = 20  # of what is wrong
 
 @dataclass(frozen=True)
 class Repaired:
-    """What a repair came to. `run_key` is None where no row was lost: then no run was begun.
-    `restored` says what was put right in the run itself."""
+    """The outcome of a repair. `run_key` is None if no row was lost: then no run was created.
+    `restored` lists what was restored in the run itself."""
 
     run: str
     run_key: str | None
@@ -66,13 +66,13 @@ class Repaired:
 
 
 def repair_run(run_dir: str, options: dict[str, Any] | None = None) -> Repaired:
-    """Forks a run of which a commit, a piece, a table or a file of the result is lost or damaged.
+    """Create a new run from the intact shards of a damaged one: a commit, a piece, a table or a
+    file of the result is lost or changed.
 
-    The fork holds a commit for each shard that is whole; a repair that was killed goes on. Where
-    the result is whole and raw answers that it keeps for later nights are not, answers.json is
-    written again to name those that are whole; row checksums, precision.json and report.json of
-    such a run are made again. Raises `ConfigError` for a run that cannot be
-    forked, `CorruptRun` where its plan is not readable.
+    The fork has a commit for each intact shard; an interrupted repair is resumed. If the result is
+    intact but raw answers kept for later runs are not, answers.json is rewritten to name the intact
+    ones, and row checksums, precision.json and report.json of such a run are recreated. Raises
+    `ConfigError` for a run that cannot be forked, `CorruptRun` if its plan is unreadable.
     """
     root, key = place(run_dir, options)
     old = Ledger(root.sub(key))
@@ -128,7 +128,7 @@ def repair_run(run_dir: str, options: dict[str, Any] | None = None) -> Repaired:
 
 
 def _check_alone(plan: Plan, where: str) -> None:
-    """`ConfigError` for a run that others hang on, or that hangs on others."""
+    """Raise `ConfigError` for a run that depends on others, or on which others depend."""
     if plan.parent is not None:
         raise ConfigError(
             f"{where} retries failed rows of {plan.parent}, and such a run is not repaired: move "
@@ -137,8 +137,8 @@ def _check_alone(plan: Plan, where: str) -> None:
 
 
 def _asks(old: Ledger, increment: Increment | None, fault: Tell) -> Member | None:
-    """What a run that reuses or keeps answers asks first, as its plan says; None where there is no
-    such."""
+    """Return the requests phase of a run that reuses or keeps answers, as in its plan; else
+    None."""
     if increment is None or increment.asks is None:
         return None
     ledger, plan = asks_ledger(old.store), Plan.from_bytes(dump(increment.asks))
@@ -150,7 +150,7 @@ def _asks(old: Ledger, increment: Increment | None, fault: Tell) -> Member | Non
 
 
 def _lost(member: Member, fault: Tell) -> tuple[int, ...]:
-    """The shards that were committed and are not whole; `fault` is told of what is not."""
+    """Return the shards that were committed and are damaged; call `fault` for each fault."""
     committed = member.ledger.committed(member.plan)
     if member.summary is not None and not committed.all():
         absent = np.flatnonzero(~committed)
@@ -162,7 +162,7 @@ def _lost(member: Member, fault: Tell) -> tuple[int, ...]:
 
 
 def _check_answers(asks: Member, answers: StoredAnswers) -> None:
-    """`ConfigError` where nothing is left of the raw answers that lost rows would look up."""
+    """Raise `ConfigError` if none of the raw answers is left that lost rows would look up."""
     faults: list[str] = []
     if next(whole_shards(asks, faults.append), None) is None:
         why = "are kept no longer"
@@ -177,7 +177,7 @@ def _check_answers(asks: Member, answers: StoredAnswers) -> None:
 
 
 def _begin(old: Ledger, ours: Ledger, plan: Plan, key: str) -> Plan:
-    """Plans the fork: the tables, the snapshot and the schema of the old run, then its plan."""
+    """Plan the fork: the tables, the snapshot and the schema of the old run, then its plan."""
     ours.store.probe()
     if plan.snapshot:
         for file in old.files(plan):
@@ -206,7 +206,7 @@ def _begin(old: Ledger, ours: Ledger, plan: Plan, key: str) -> Plan:
 
 
 def _fork_asks(asks: Member, ours: Ledger, increment: Increment) -> None:
-    """Begins the asks of the fork, with what of the old ones is whole."""
+    """Create the requests phase of the fork, with the intact part of the old one."""
     ledger = asks_ledger(ours.store)
     if ledger.load_plan() is None:
         named = increment_of(asks.plan)
@@ -221,8 +221,8 @@ def _fork_asks(asks: Member, ours: Ledger, increment: Increment) -> None:
 
 
 def _decision(store: Store) -> PrecisionNote | None:
-    """Return the decision in which precision rows are asked; `CorruptRun` says what to do where it
-    is damaged."""
+    """Return the decision on the precision of the run; raise `CorruptRun` with what to do if it is
+    damaged."""
     try:
         return read_precision(store)
     except CorruptRun as error:
@@ -237,7 +237,7 @@ def _undecided(text: str) -> CorruptRun:
 
 
 def _table(old: Ledger, name: str) -> bytes:
-    """A table of the old run; `CorruptRun` says what to do where it is lost."""
+    """Return a table of the old run; raise `CorruptRun` with what to do if it is lost."""
     try:
         return old.table(name)
     except CorruptRun as error:
@@ -264,7 +264,7 @@ def _copy(old: Ledger, ours: Ledger, path: str, sha256: str | None = None) -> No
 
 
 def _take_over(member: Member, ours: Ledger, plan: Plan) -> int:
-    """Commits in the fork what is whole and not committed there yet; how many shards it has."""
+    """Commit intact shards in the fork that are not committed there yet; return how many it has."""
     shards, done = ours.shards(plan), ours.committed(plan)
     for whole in whole_shards(member, lambda text: None):
         shard = whole.commit.shard
@@ -291,7 +291,7 @@ def _receipt(whole: WholeShard) -> Receipt:
 
 
 def _pieces(ours: Ledger, whole: WholeShard) -> Iterator[Piece]:
-    """Writes the rows of a shard as pieces of the fork, under names of their own."""
+    """Write the rows of a shard as pieces of the fork, with fresh names."""
     for held in whole.held:
         name = f"{whole.commit.shard:08d}-{uuid.uuid4().hex}.parquet"
         put_proved(ours.store, piece_path(name), held.data)

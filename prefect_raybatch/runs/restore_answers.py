@@ -1,4 +1,5 @@
-"""Put the records of a finished run's raw answers right, so that later nights use what is whole."""
+"""Restores the records of a finished run's raw answers, so that later runs reuse the intact
+ones."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def restore_answers(
 ) -> tuple[str, ...]:
     """Restore what can be restored of a finished run's raw answers; return a sentence for each.
 
-    Files of answers cannot be made again without asking. So the record is written anew with those
-    that are whole, and the next night asks about the others. The run's rows stay as they are.
+    Files of answers cannot be recreated without asking. So the record is rewritten with the intact
+    ones, and the next run asks for the others. The run's rows stay as they are.
     """
     increment = increment_of(plan)
     if increment is None or answers.gone or not answers.faults:
@@ -58,7 +59,7 @@ def restore_answers(
 
 
 def _restore_plan(ledger: Ledger, increment: Increment) -> list[str]:
-    """Write the plan of the asks again, whose bytes the run's plan holds."""
+    """Rewrite the plan of the requests phase, whose bytes the run's plan holds."""
     if increment.asks is None:
         return []
     asks, wanted = asks_ledger(ledger.store), Plan.from_bytes(dump(increment.asks)).to_bytes()
@@ -72,7 +73,7 @@ def _restore_plan(ledger: Ledger, increment: Increment) -> list[str]:
 
 
 def _made_again(ledger: Ledger, plan: Plan, increment: Increment, success: Success) -> Answers:
-    """Return the record as the end of the run wrote it, but for the measured engine time."""
+    """Return the record as the end of the run wrote it, except for the measured engine time."""
     job = BatchJob.from_dict(plan.job, "plan.json")
     days = job.output.keep_answers if job.keeps_answers else 0.0
     return Answers(

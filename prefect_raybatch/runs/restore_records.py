@@ -1,4 +1,4 @@
-"""Write records of a finished run again that are missing or damaged, from what else it holds."""
+"""Rewrites missing or damaged records of a finished run from its other contents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from prefect_raybatch.storage.proof import put_proved
 
 def restore_records(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, ...]:
     """Restore the row checksums, precision.json and report.json of a finished run whose result is
-    whole, and those of its asks; return a sentence for each that was missing or damaged."""
+    intact, and those of its requests phase; return a sentence for each that was missing or
+    damaged."""
     restored = [
         text
         for part in success.parts
@@ -46,7 +47,7 @@ def restore_told(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, ...
 
 
 def restore_precision(store: Store, plan: Plan) -> tuple[str, ...]:
-    """Write the decision again that the report of a finished run holds."""
+    """Rewrite the decision that the report of a finished run holds."""
     if not decides_precision(plan):
         return ()
     try:
@@ -78,7 +79,7 @@ def _restore_report(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, 
 
 
 def _restore_sums(store: Store, part: Part, row_number: str) -> tuple[str, ...]:
-    """Write the checksums of a file's rows again, where they come out as they were."""
+    """Rewrite the checksums of a file's rows if they come out as recorded."""
     path = row_sums_path(part.path)
     if part.sums is None or _is_whole(store, path, part.sums):
         return ()

@@ -1,8 +1,8 @@
-"""Retries the failed rows of a finished run in a child run beside it.
+"""Retries the failed rows of a finished run in a child run.
 
 A finished run never changes: its failed rows are copied from its quarantine into the child as a
-snapshot, under the row numbers they have, and no two children of a run take the same row. From
-there on a child is a run like any other.
+snapshot, with their row numbers, and no two children of a run take the same row. From there on, a
+child is a run like any other.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ FIXED_BY_PARENT = "the rows come from the run's quarantine, and the retry is wri
 
 @dataclass(frozen=True)
 class Retry:
-    """A child run that is planned: `job` and `run` are what infer and finalize take."""
+    """A planned child run: infer and finalize take its `job` and `run`."""
 
     job: BatchJob
     run: Run
@@ -66,7 +66,7 @@ class Retry:
 
 @dataclass(frozen=True)
 class Nothing:
-    """No row is left to retry; `message` says why that is well."""
+    """No row is left to retry; `message` says why that is fine."""
 
     run: str
     message: str
@@ -74,9 +74,9 @@ class Nothing:
 
 @dataclass(frozen=True)
 class RetryRequest:
-    """A retry that can be begun: `job` is the child's, `going` the unfinished run it goes on with
-    and `selection` ({parent, errors}) the rows it is about. `limited`: a limit on failed rows is
-    among the fields that were given. `known` is the job with keys, resolved."""
+    """A retry that can begin: `job` is the child's, `going` the unfinished run that it continues,
+    and `selection` ({parent, errors}) its rows. `limited`: a limit on failed rows is among the
+    given fields. `known` is the job with credentials, resolved."""
 
     family: Family
     parent: Member
@@ -94,21 +94,21 @@ def plan_retry(
     job: BatchJob | None = None,
     keys: Keys = lambda job: job,
 ) -> Retry | Nothing:
-    """Makes the child run that retries failed rows of `run_dir`, or goes on with it.
+    """Plan the child run that retries failed rows of `run_dir`, or resume it.
 
-    `errors` are error classes; by default all failed rows that no other child has taken. The job
-    is the run's own or `job`, with the fields `overrides` ({"sampling.max_tokens": 99}) replaced.
-    Without `job` the fields of `FROM_OPERATOR` come from `overrides` alone.
-    All rows of the child may fail again, unless a limit on failed rows is among these: they count
-    against the limit of the run they are from. Raises as `retry_request`, and `PlanMismatch` when
-    another retry of these rows began at the same moment.
+    `errors` are error classes; by default all failed rows that no other child has taken. The job is
+    the run's own or `job`, with the fields in `overrides` ({"sampling.max_tokens": 99}) replaced.
+    Without `job`, the fields of `FROM_OPERATOR` come only from `overrides`. All rows of the child
+    may fail again, unless `overrides` limits failed rows: they already count against the limit of
+    their own run. Raises like `retry_request`, and `PlanMismatch` if another retry of these rows
+    began at the same moment.
     """
     asked = retry_request(run_dir, errors, overrides, job, keys)
     return asked if isinstance(asked, Nothing) else begin(asked)
 
 
 def begin(asked: RetryRequest) -> Retry | Nothing:
-    """Makes the child run of a request, or goes on with it; see `plan_retry`."""
+    """Create the child run of a request, or resume it; see `plan_retry`."""
     if asked.going is not None:
         ledger, plan = asked.going.ledger, asked.going.plan
     else:
@@ -132,11 +132,11 @@ def retry_request(
     job: BatchJob | None = None,
     keys: Keys = lambda job: job,
 ) -> RetryRequest | Nothing:
-    """What a retry would be, from the records alone: writes nothing and reads no row.
+    """Return what a retry would be, from the records alone: writes nothing and reads no row.
 
-    Raises `ConfigError` for an unfinished run, a wrong job, a class in `errors` that no failed row
-    has, and rows that another retry has taken and not answered; `CorruptRun` when runs that belong
-    to this one are not readable.
+    Raises `ConfigError` for an unfinished run, an invalid job, a class in `errors` that no failed
+    row has, and rows that another retry has taken and not answered; `CorruptRun` if runs related to
+    this one are unreadable.
     """
     overrides = dict(overrides or {})
     root, key = place(run_dir, _options(run_dir, overrides, job, keys))
@@ -185,13 +185,13 @@ def retry_request(
 def planned_targets(
     run_dir: str, overrides: Mapping[str, Any], keys: Keys = lambda job: job
 ) -> list[dict[str, Any]]:
-    """Return output.publish as the plan of a run names it, for a person who has looked at it."""
+    """Return output.publish as in the plan of a run, for a user who has reviewed it."""
     store = open_store(run_dir, _options(run_dir, overrides, None, keys))
     return list(need_plan(Ledger(store)).job.get("output", {}).get("publish", ()))
 
 
 def _check_operators(parent: Member, overrides: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for targets and clusters that the plan of the run alone names."""
+    """Raise `ConfigError` for targets and clusters that only the plan of the run names."""
     from prefect_raybatch.runs.publish_run import targets_text
 
     job = BatchJob.from_dict(parent.plan.job, f"the job of {parent.key}")
@@ -218,9 +218,9 @@ def _check_operators(parent: Member, overrides: Mapping[str, Any]) -> None:
 
 
 def _check_classes(parent: Member, errors: Sequence[str]) -> None:
-    """Raises `ConfigError` naming the classes there are when no failed row has one of `errors`.
+    """Raise `ConfigError` that names the existing classes if no failed row has one of `errors`.
 
-    The commits tell; the report names the commonest failures alone.
+    The commits tell; the report names only the most common failures.
     """
     classes: Counter[str] = Counter()
     ledger, plan = parent.ledger, parent.plan
@@ -239,8 +239,8 @@ def _check_classes(parent: Member, errors: Sequence[str]) -> None:
 def _options(
     run_dir: str, overrides: Mapping[str, Any], job: BatchJob | None, keys: Keys
 ) -> dict[str, Any] | None:
-    """Store options to reach the run with: what the caller gives of `output`. Its own job tells
-    no more before it is read, and holds no keys."""
+    """Return the store options to reach the run with: those that the caller gives for `output`. Its
+    own job is not read yet, and holds no credentials."""
     value = job.to_dict().get("output", {}) if job is not None else {}
     given = {name: v for name, v in overrides.items() if name.partition(".")[0] == "output"}
     output = with_fields({"output": value}, given)["output"]
@@ -255,8 +255,8 @@ def _options(
 
 
 def _job(parent: Member, root: str, overrides: Mapping[str, Any], job: BatchJob | None) -> BatchJob:
-    """The child's job. Store options come only from the caller: a plan holds none, and one that
-    somebody put there must not say where the keys of this machine are sent."""
+    """Return the child's job. Store options come only from the caller: a plan holds none, and one
+    planted there must not decide where this machine's credentials are sent."""
     for name in overrides:
         if name in ("source", "output", "output.uri") or (
             name.startswith("source.") and name != "source.rows_per_shard"
@@ -279,7 +279,7 @@ def _job(parent: Member, root: str, overrides: Mapping[str, Any], job: BatchJob 
 
 
 def _new_child(asked: RetryRequest) -> tuple[Ledger, Plan] | Nothing:
-    """A child with the rows that are asked for and free, under the next key."""
+    """Create a child with the requested free rows, with the next key."""
     from prefect_raybatch import source
 
     family, parent = asked.family, asked.parent
@@ -329,7 +329,7 @@ def _new_child(asked: RetryRequest) -> tuple[Ledger, Plan] | Nothing:
 
 
 class _FailedRows:
-    """The failed rows of a run that are asked for and free, and what was seen on the way."""
+    """The requested free failed rows of a run, and findings on the way."""
 
     def __init__(self, parent: Member, errors: list[str] | None, children: Sequence[Member]):
         self.parent, self.errors = parent, errors
@@ -345,7 +345,7 @@ class _FailedRows:
         self.free: list[np.ndarray] = []
 
     def tables(self) -> Iterator[tuple[str, pa.Table]]:
-        """(file, input rows)."""
+        """Yield (file, input rows)."""
         import pyarrow.compute as pc
 
         from prefect_raybatch.source.snapshot_writer import conform
@@ -373,21 +373,21 @@ class _FailedRows:
         return np.concatenate([np.zeros(0, np.int64), *self.free])
 
     def takers(self) -> list[Member]:
-        """The children that have taken rows that were asked for."""
+        """Return the children that have taken requested rows."""
         asked = np.concatenate([np.zeros(0, np.int64), *self.asked])
         return [self.children[k] for k, rows in self.taken.items() if among(rows, asked).any()]
 
 
 def _missing_targets(member: Member) -> list[str]:
-    """Return the targets that the plan of a finished run names and no record says it was published
-    to: a kill after `_SUCCESS`, or a target that refused the rows, leaves some."""
+    """Return the targets in the plan of a finished run to which no record says it was published: a
+    kill after `_SUCCESS`, or a target that rejected the rows, leaves some."""
     job = BatchJob.from_dict(member.plan.job, f"the job of {member.key}")
     published = {record.target for record in all_published(member.ledger.store)}
     return [target.label for target in job.output.publish if target.label not in published]
 
 
 def _all_taken(family: Family, parent: Member, takers: Sequence[Member]) -> Nothing:
-    """That all rows are in other retries already: well, or `ConfigError` saying what to do."""
+    """Return that all rows are in other retries already, or raise `ConfigError` with what to do."""
     here = family.root.uri
     ends = [end for taker in takers for end in _ends(family, taker)]
     said = f"the failed rows of {parent.key} have been taken by "
@@ -416,7 +416,8 @@ def _all_taken(family: Family, parent: Member, takers: Sequence[Member]) -> Noth
 
 
 def _ends(family: Family, member: Member) -> list[Member]:
-    """Where the failed rows of `member` are now: there, or in the runs that took all of them."""
+    """Return where the failed rows of `member` are now: there, or in the runs that took all of
+    them."""
     children = family.children(member.key)
     if member.summary is None or not children:
         return [member]
@@ -426,8 +427,8 @@ def _ends(family: Family, member: Member) -> list[Member]:
 
 
 def _as_parent(resolved: Resolved, parent: Plan) -> Resolved:
-    """Pinned. A Hugging Face name stays at the parent's commit: the results are to be one table,
-    and the name may mean another commit by now."""
+    """Return it pinned. A Hugging Face name stays at the parent's commit, because the results form
+    one table and the name may refer to another commit by now."""
     before = BatchJob.from_dict(parent.job, "the parent's job").engine
     now = resolved.job.engine
     same = (now.model, now.revision) == (before.model, before.revision)
@@ -437,8 +438,8 @@ def _as_parent(resolved: Resolved, parent: Plan) -> Resolved:
 
 
 def _same_types(asked: RetryRequest, ledger: Ledger) -> None:
-    """Gives the child the output types that the parent's first shard fixed: the results are to be
-    one table. Whoever comes first fixes them, as in any run."""
+    """Give the child the output types that the parent's first shard fixed, because the results form
+    one table. The first to write them fixes them, as in any run."""
     from prefect_raybatch.ledger.layout import OUTPUT_SCHEMA
 
     before = asked.parent.plan.job.get("output", {}).get("postprocess")

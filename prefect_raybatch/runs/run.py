@@ -1,4 +1,4 @@
-"""Where a run is, and what it is: its directory, its key, its plan."""
+"""A run's location and identity: its directory, its key, its plan."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STORE_AWAY = (StoreUnavailable, CredentialsUnusable)  # of the whole store, not 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as tasks hand it on: small, plain and without secrets."""
+    """A run as tasks pass it on: small, plain and without secrets."""
 
     uri: str
     run_key: str
@@ -59,13 +59,13 @@ class Run:
 
 
 def run_store(output: Output, run_key: str) -> Store:
-    """The store rooted at the run directory of that key."""
+    """Return the store rooted at the run directory of that key."""
     return open_store(join(output.uri, check_run_key(run_key)), output.options or None)
 
 
 def default_run_key(job: BatchJob | Resolved, scheduled: datetime | None = None) -> str:
-    """Job name and the scheduled start; without one, the newest unfinished run of this job, so
-    that running again after a crash continues, else a new key of this second."""
+    """Return the job's name and the scheduled start; without one, the newest unfinished run of this
+    job, so that running again after a crash resumes it, else a new key of this second."""
     if scheduled is not None:
         name = job.name if isinstance(job, BatchJob) else job.job.name
         return f"{name}-{scheduled.astimezone(UTC):%Y%m%dT%H%M%SZ}"
@@ -100,8 +100,8 @@ def begun(
     scheduled: datetime | None,
     run_date: date | None = None,
 ) -> tuple[BatchJob, str]:
-    """The job with {run_date} and {run_key} filled in, and the run's key. The date is `run_date`,
-    else that of the run key, else of the scheduled start, else today's, all in UTC."""
+    """Return the job with {run_date} and {run_key} filled in, and the run's key. The date is
+    `run_date`, else that of the run key, else of the scheduled start, else today's, all in UTC."""
     if run_date is not None and run_key is None:  # so that the same date finds the same run
         scheduled = datetime.combine(run_date, time(), UTC)
     words = run_words(job)
@@ -119,7 +119,7 @@ def begun(
 
 
 def complete_before(run: Run | RunReport) -> str:
-    """Return what is said of a run that had nothing left to do."""
+    """Return the message about a run that had nothing left to do."""
     key, uri = run.run_key, run.uri if isinstance(run, Run) else run.run
     return (
         f"run {key} is finished already: it was complete before, nothing was started, and these "
@@ -131,7 +131,7 @@ PARTIAL_STATE = "partial"  # of a partial result; its run is what `state_name` s
 
 
 def who() -> str:
-    """user@host of this process."""
+    """Return user@host of this process."""
     user = "unknown"
     with suppress(OSError, KeyError):  # containers run under numbers without a name
         user = getpass.getuser()
@@ -139,18 +139,18 @@ def who() -> str:
 
 
 def state_name(finished: bool, begun: bool) -> str:
-    """completed, unfinished or planned: what a run is called by whether it has its `_SUCCESS`, and
-    whether any shard is committed."""
+    """Return completed, unfinished or planned, by whether the run has its `_SUCCESS` and whether
+    any shard is committed."""
     return "completed" if finished else "unfinished" if begun else "planned"
 
 
 def run_keys(root: Store) -> list[str]:
-    """Names right below `root` that may be run directories."""
+    """Return names directly below `root` that may be run directories."""
     return sorted(name for name in root.folders() if NAME.match(name))
 
 
 def run_of(store: Store, plan: Plan, ledger: Ledger, probed: bool = False) -> Run:
-    """The run that a plan stands for, as tasks hand it on."""
+    """Return the run of a plan, as tasks pass it on."""
     return Run(
         store.uri,
         plan.run_key,

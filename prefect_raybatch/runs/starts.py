@@ -1,4 +1,4 @@
-"""How long the attempts at a run took, and until their first commits, by notes and heartbeats."""
+"""How long the attempts at a run took, and until their first commits, from notes and heartbeats."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _STARTS = TypeAdapter(StartTimes)
 
 
 def starts_of(notes: Sequence[Mapping[str, Any]]) -> tuple[StartTimes, ...]:
-    """Of attempts' notes (with `attempt`, their name) in order, the latest; what a note does not
-    tell, or tells wrongly, is left out."""
+    """Return the start times in attempts' notes (with `attempt`, their name), in order, the latest
+    ones; missing or invalid values are left out."""
     found = []
     for note in notes:
         try:
@@ -36,14 +36,14 @@ def starts_of(notes: Sequence[Mapping[str, Any]]) -> tuple[StartTimes, ...]:
 
 
 def read_starts(ledger: Ledger) -> tuple[StartTimes, ...]:
-    """The same, of the notes that are in a run directory."""
+    """Return the start times in the notes of a run directory."""
     return starts_of(sorted(_notes(ledger), key=lambda note: str(note.get("started"))))
 
 
 def attempts_seconds(ledger: Ledger, plan: Plan) -> float:
-    """The time in which somebody was at a run, its asks included: from the begin of an attempt to
-    its last heartbeat, with the start of engines and all waiting. Attempts side by side count once;
-    what a note or a heartbeat does not tell counts for nothing."""
+    """Return the time in which anybody worked on a run, its requests phase included: from the begin
+    of an attempt to its last heartbeat, with the start of engines and all waiting. Concurrent
+    attempts count once; anything missing in a note or heartbeat counts as nothing."""
     ledgers, increment = [ledger], increment_of(plan)
     if increment is not None and increment.asks is not None:
         ledgers.append(asks_ledger(ledger.store))

@@ -1,4 +1,4 @@
-"""What a run directory says now."""
+"""The current state of a run directory."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ ATTEMPTS_SHOWN = 20  # attempts whose heartbeats a status looks at, the latest
 
 @dataclass(frozen=True)
 class Status:
-    """What a run directory says now. `rate` is rows a second over the latest commits; `beats` are
-    the heartbeats of attempts that have not said that they ended, newest first; `strays` are files
-    among the commits that are none; `stopped` says why the latest attempt stopped, where it was the
-    error budget; `asks` is the state of what a run that reuses asks first; `partials` are the
-    partial results that were written of it, newest first: they change nothing of its state. `cost`
-    is that of all attempts until now, `cost_end` what it will be at the end; None where it is not
-    known. `superseded_by` is the run that goes on in the place of this one, which was repaired.
-    `drained` is the word that told the latest attempt to end. `failure` says why the latest attempt
-    at a run that is not complete failed, `command` continues the run."""
+    """The current state of a run directory. `rate` is rows per second over the latest commits;
+    `beats` are the heartbeats of attempts that have not reported their end, newest first; `strays`
+    are unexpected files among the commits; `stopped` says why the latest attempt stopped, if it was
+    the error budget; `asks` is the state of the requests phase of a run that reuses answers;
+    `partials` are its partial results, newest first, which do not change its state. `cost` is that
+    of all attempts so far, `cost_end` the expected total; None if unknown. `superseded_by` is the
+    run that replaces this one, which was repaired. `drained` is the drain request that stopped the
+    latest attempt. `failure` says why the latest attempt at an incomplete run failed, `command`
+    continues the run."""
 
     run: str
     run_key: str
@@ -92,7 +92,7 @@ class Status:
 
 
 def status(uri: str, options: dict[str, Any] | None = None) -> Status:
-    """Reads a run directory, also while it runs and from another machine."""
+    """Read a run directory, even while it runs, from any machine."""
     store = open_store(uri, options)
     ledger = Ledger(store)
     plan = need_plan(ledger)
@@ -142,7 +142,8 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
 
 
 def _asks(store: Store, plan: Plan, options: dict[str, Any] | None) -> Status | None:
-    """The state of the asks of a run that reuses; None of any other, and before they are begun."""
+    """Return the state of the requests phase of a run that reuses answers; None for any other, and
+    before it has begun."""
     increment = increment_of(plan)
     if increment is None or increment.asks is None:
         return None
@@ -151,8 +152,8 @@ def _asks(store: Store, plan: Plan, options: dict[str, Any] | None) -> Status | 
 
 
 def state_of(uri: str, options: Mapping[str, Any] | None = None) -> str:
-    """planned, unfinished or completed, by a listing alone; partial, of the folder of a partial
-    result. Raises `NoSuchRun`."""
+    """Return planned, unfinished or completed, from a listing alone; partial for the folder of a
+    partial result. Raises `NoSuchRun`."""
     uri, name = split_partial(uri)
     ledger = Ledger(open_store(uri, options))
     plan = need_plan(ledger)
@@ -164,8 +165,8 @@ def state_of(uri: str, options: Mapping[str, Any] | None = None) -> str:
 
 
 def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
-    """Return the report of a run directory: the one that was written at its end or, before that,
-    what the commits say now. Of a partial result's folder, return the one written with it."""
+    """Return the report of a run directory: the one written at its end or, before that, one from
+    the commits so far. For a partial result's folder, return the one written with it."""
     uri, name = split_partial(uri)
     store = open_store(uri, options)
     ledger = Ledger(store)
@@ -192,7 +193,7 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
 
 
 def _prices(plan: Plan) -> Prices:
-    """Return the prices of GPUs that the job of a run names."""
+    """Return the GPU prices in the job of a run."""
     return prices_of(BatchJob.from_dict(plan.job, "plan.json").cluster)
 
 
@@ -207,7 +208,8 @@ def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
 
 
 def _stop_of(attempts: list[dict[str, Any]], done: np.ndarray) -> Stop | None:
-    """Why the latest attempt stopped, unless the shard it held back is committed meanwhile."""
+    """Return why the latest attempt stopped, unless the shard it held back was committed
+    meanwhile."""
     stop = Stop.from_note(attempts[-1]) if attempts else None
     if stop is None or type(stop.shard) is not int or not 0 <= stop.shard < len(done):
         return None
@@ -215,14 +217,14 @@ def _stop_of(attempts: list[dict[str, Any]], done: np.ndarray) -> Stop | None:
 
 
 def _drained(store: Store, attempts: list[dict[str, Any]]) -> Drain | None:
-    """What told the latest attempt to end."""
+    """Return the drain request that stopped the latest attempt."""
     found = read_drain(store)
     latest = attempts[-1]["attempt"] if attempts else None
     return found if found is not None and latest in found.attempts else None
 
 
 def _beats(store: Store, attempts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Heartbeats of attempts that have not ended, with `age` in seconds by this clock."""
+    """Return heartbeats of attempts that have not ended, with `age` in seconds by this clock."""
     from prefect_raybatch.driver.heartbeat import ENDED, read_beats
 
     now = time.time()

@@ -1,8 +1,9 @@
-"""Tries a handful of engine settings on a sample of the job's own rows, and says which is best.
+"""Tries some engine settings on a sample of the job's own rows, and finds the best.
 
 A trial is the real path (read, prepare, engine, finish) for a short time; nothing is committed and
-nothing stays in the output. What may change answers (fewer bits, guessing ahead, tensor parallel)
-is tried after what does not; where it is faster, sampled answers are compared with the job's own.
+nothing stays in the output. Settings that may change answers (quantization, speculation, tensor
+parallelism) are tried after the others; if one is faster, sampled answers are compared with the
+job's own.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ ENGINES, REPLICAS, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = (
 
 @dataclass(frozen=True)
 class Trial:
-    """Settings (field: value) that were tried: rows a second in the steady state, seconds until
+    """Settings (field: value) that were tried: rows per second in the steady state, seconds until
     the first row was in an engine, replicas of the model and engines in all; or why it did not
     work."""
 
@@ -79,8 +80,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What came of it. `rows` of the whole input, which would take `seconds` with `best`.
-    `deadline`, in seconds, and the replicas it `needs`, where one was given and can be met."""
+    """The outcome. `rows` of the whole input would take `seconds` with `best`. `deadline`, in
+    seconds, and the replicas it `needs`, if one was given and can be met."""
 
     trials: tuple[Trial, ...]
     best: Trial
@@ -99,12 +100,12 @@ def tune(
     observe: Callable[[Trial], None] = lambda trial: None,
     engine: type | None = None,
 ) -> Tuned:
-    """Tries settings for about `minutes` from the job's own first row in an engine on, each for
-    `trial_seconds` after its first shard. That first start, which may have kernels to compile, is
-    not counted; those of the others are, so few are tried with a large model.
+    """Try settings for about `minutes`, from the unchanged job's first row in an engine, each for
+    `trial_seconds` after its first shard. The first start, which may compile kernels, does not
+    count; later ones do, so few settings are tried with a large model.
 
-    `deadline`: seconds in which the whole input should be done. `engine` replaces the engine stage
-    in tests. Raises `ConfigError` when nothing worked, and what planning raises.
+    `deadline`: seconds for the whole input. `engine` replaces the engine stage in tests. Raises
+    `ConfigError` if nothing worked, and errors of planning.
     """
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.cluster.sharing import User
@@ -147,7 +148,7 @@ def _experts(resolved: Resolved) -> int:
 
 
 def keeps(trial: Trial, least: float) -> bool:
-    """Whether a trial's settings leave answers as they are, or at least `least` of them."""
+    """Return whether a trial's settings leave answers unchanged, or at least `least` of them."""
     if not trial.may_alter:
         return True
     return trial.agreement is not None and trial.agreement.bound >= least
@@ -161,8 +162,8 @@ def altered(
     observe: Callable[[Trial], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Trial]:
-    """Each of `options`, which may change answers, on top of the best of `trials`, as long as there
-    is time for another."""
+    """Try each of `options`, which may change answers, on top of the best of `trials`, as long as
+    there is time for another."""
     best = max(trials, key=lambda trial: trial.rows_per_s)
     made: list[Trial] = []
     took = 0.0
@@ -179,7 +180,7 @@ def altered(
 def said_of_altered(
     trials: Sequence[Trial], options: Sequence[Mapping[str, Any]], least: float
 ) -> list[str]:
-    """What each option brought and what it changes, and which there was no time for."""
+    """Return what each option brought and what it changes, and which there was no time for."""
     plain = max((t.rows_per_s for t in trials if not t.may_alter), default=0.0)
     tried = [trial for trial in trials if trial.may_alter]
     said = []
@@ -213,12 +214,12 @@ def search(
     kept: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Trial]:
-    """Trials, the job as it is first; then one field after the other is moved from the best so
-    far, and on in the same direction while that helps, until there is no time for another trial:
-    `seconds` from the first trial's first row on. Of these the time of `kept` trials, half of it at
-    most, is left for others.
+    """Try the unchanged job first. Then move one field after the other from the best so far, and on
+    in the same direction while that helps, until there is no time for another trial: `seconds` from
+    the first trial's first row. Of these, the time of `kept` trials, at most half of it, is
+    reserved for others.
 
-    `starts` are the values that the fields have in the job as it is, `axes` say where to go from a
+    `starts` are the values of the fields in the unchanged job, `axes` the next values to try from a
     value.
     """
     took = 0.0  # the latest trial
@@ -258,8 +259,9 @@ def search(
 
 
 def ends_at(began: float, first: Trial, seconds: float) -> float:
-    """When no other trial is begun: so many seconds after the first row of the first trial, which
-    `began` then. In its start kernels may be compiled: 140 s of an 8B where others took 50."""
+    """Return when to start no further trial: `seconds` after the first row of the first trial,
+    which began at `began`. Its start may compile kernels: 140 s for an 8B model where others took
+    50 s."""
     return began + first.start_s + seconds
 
 
@@ -283,14 +285,14 @@ class Bench:
         self.spec = self.changed({})
 
     def changed(self, changes: Mapping[str, Any]) -> RunSpec:
-        """Return what the run does with fields such as engine.max_num_seqs changed, in the
-        precision that the model is stored in: another may change answers, and no trial does."""
+        """Return what the run does with fields such as engine.max_num_seqs changed, without its
+        quantization trials, because those may change answers."""
         job = edited(self.job, changes, "the tuned job")
         return compile_planned(job, self.plan).decide(precision={})
 
     def compared(self, trials: Sequence[Trial], user: User) -> list[Trial]:
-        """The trials; those that may alter answers and were faster than all others with how far
-        their answers agree."""
+        """Return the trials; those that may change answers and were faster than all others with how
+        well their answers agree."""
         plain = max(trial.rows_per_s for trial in trials if not trial.may_alter)
         faster = [t for t in trials if t.may_alter and t.rows_per_s > BETTER * plain]
         if not faster:
@@ -306,7 +308,7 @@ class Bench:
         return [found.get(id(trial), trial) for trial in trials]
 
     def starts(self) -> dict[str, Any]:
-        """What the job's own fields come to, those that are automatic included."""
+        """Return the resolved values of the job's own fields, automatic ones included."""
         size = sized.for_attempt(self.spec.sizes, self.plan, self.have)
         return {
             ENGINES: size.pool.engines_per_gpu,
@@ -316,7 +318,7 @@ class Bench:
         }
 
     def __call__(self, changes: Mapping[str, Any]) -> Trial:
-        """One trial; what went wrong stands in its `error`."""
+        """Run one trial; a failure is in its `error`."""
         try:
             return self._trial(changes)
         except RayBatchError as error:
@@ -350,7 +352,8 @@ class Bench:
         return Trial(changes, round(rate, 1), start, rows, pool.replicas[1], pool.engines)
 
     def _receipts(self, pipeline: Pipeline) -> tuple[list[Receipt], str]:
-        """Receipts of shards that got through until time is up, and why one did not."""
+        """Return receipts of shards that came through until the time was up, and why one did
+        not."""
         done: list[Receipt] = []
         until = math.inf
         error = ""
@@ -370,7 +373,7 @@ class Bench:
         return done, error
 
     def _units(self) -> Iterator[Unit]:
-        """Shards in an order that is spread over the input from its first few on."""
+        """Yield shards in an order whose first few are spread over the input."""
         number = min(self.plan.shards, MOST_SHARDS)
         for place in spread(number):
             shard = place * self.plan.shards // number
@@ -378,15 +381,15 @@ class Bench:
 
 
 def spread(number: int) -> list[int]:
-    """0 to number - 1, each next one far from those before: bits turned round."""
+    """Return 0 to number - 1, each far from those before it (bit reversal)."""
     bits = max(1, (number - 1).bit_length())
     turned = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits))
     return [i for i in turned if i < number]
 
 
 def steady(receipts: list[Receipt]) -> tuple[float, int]:
-    """(rows a second, rows): between the ends of the first and the last shard, where there are at
-    least three; else over the whole time in the engine."""
+    """Return (rows per second, rows): between the ends of the first and the last shard if there are
+    at least three; otherwise over the whole time in the engine."""
     figures = [receipt.stats for receipt in receipts]
     ends = sorted((one.ended or 0.0, int(one.rows or 0)) for one in figures)
     rows = sum(number for _, number in ends)
@@ -397,7 +400,7 @@ def steady(receipts: list[Receipt]) -> tuple[float, int]:
 
 
 def _sampled(job: BatchJob, key: str) -> tuple[BatchJob, str]:
-    """The job that a trial runs, and its key: small shards, out of the way of runs."""
+    """Return the job of the trials and its key: small shards, separate from runs."""
     from prefect_raybatch import source
 
     rows = job.source.rows_per_shard or job.engine.batch_size
@@ -415,7 +418,7 @@ def _sampled(job: BatchJob, key: str) -> tuple[BatchJob, str]:
 
 
 def axes(sizes: SizeSpec, have: Any) -> dict[str, Callable[[Any], list[Any]]]:
-    """Which fields are moved, and from a value where to."""
+    """Return which fields are moved, and the next values from a value."""
 
     def twice_or_half(least: int, most: int) -> Callable[[Any], list[Any]]:
         return lambda value: [v for v in (value * 2, value // 2) if least <= v <= most]
@@ -451,8 +454,8 @@ def tuned_of(trials: tuple[Trial, ...], best: Trial, rows: int, deadline: float 
 
 
 def _remove(output: Store, top: str) -> None:
-    """All files of the trials in the folder `top`, those in the making too: their writers were
-    killed with the pass. Removed from the output's root, so that their folders go as well."""
+    """Delete all files of the trials in the folder `top`, including unfinished ones, whose writers
+    were killed with the pass. Deletes from the output's root, so that their folders go as well."""
     trials = output.sub(top)
     try:
         for _ in range(REMOVALS):
@@ -467,7 +470,7 @@ def _remove(output: Store, top: str) -> None:
 
 
 def told(changes: Mapping[str, Any]) -> str:
-    """Settings in words, speculation by its method alone."""
+    """Return settings in words, speculation only by its method."""
     named = (
         (name, value.get("method", value) if isinstance(value, Mapping) else value)
         for name, value in changes.items()
@@ -476,12 +479,12 @@ def told(changes: Mapping[str, Any]) -> str:
 
 
 def line(trial: Trial) -> str:
-    """A trial in a line."""
+    """Return a trial in a line."""
     return f"{told(trial.changes)} -> {trial.error or f'{trial.rows_per_s:,.1f} rows/s'}"
 
 
 def table(tuned: Tuned) -> list[dict[str, str]]:
-    """What was tried, in order, the best marked."""
+    """Return what was tried, in order, with the best marked."""
     first = tuned.trials[0].rows_per_s
     compared = any(trial.may_alter for trial in tuned.trials)
     return [
@@ -504,7 +507,7 @@ def _agreed(trial: Trial) -> str:
 
 
 def conclusion(tuned: Tuned) -> list[str]:
-    """What it comes to, in sentences."""
+    """Return the conclusion in sentences."""
     engines = counted(tuned.best.engines, "engine")
     said = [
         f"{counted(tuned.rows, 'row')} would take {duration(tuned.seconds)} with {engines} "
@@ -525,13 +528,14 @@ def conclusion(tuned: Tuned) -> list[str]:
 
 
 def settings(tuned: Tuned) -> dict[str, Any]:
-    """The fields to change in the job."""
+    """Return the fields to change in the job."""
     more = {REPLICAS: tuned.needs} if tuned.needs else {}
     return {**tuned.best.changes, **more}
 
 
 def job_file(value: Mapping[str, Any], tuned: Tuned) -> str:
-    """A job (as its file says it) with the best settings as YAML; what was tried in comments."""
+    """Return a job (as its file has it) with the best settings as YAML, and the trials in
+    comments."""
     rows = ("  ".join(cell for cell in row.values() if cell) for row in table(tuned))
     lines = "\n".join([*rows, *conclusion(tuned)]).splitlines()  # an error may have several
     said = "".join(f"# {visible(text)}\n" for text in lines)

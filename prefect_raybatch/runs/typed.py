@@ -17,7 +17,7 @@ _typed: ContextVar[tuple[str, ...]] = ContextVar("typed", default=())
 
 @contextmanager
 def typed_command(words: Sequence[str]) -> Iterator[None]:
-    """Take `words` for the command that was typed, values of secret fields masked, in the block."""
+    """Note `words` as the typed command, with values of secret fields masked, for the block."""
     token = _typed.set(tuple(without_secrets(words)))
     try:
         yield
@@ -34,8 +34,8 @@ def name_typed_run(run_key: str) -> None:
 
 
 def typed_words(run_key: str | None = None, changes: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the words that were typed; of a `raybatch run` with another run key and with fields
-    of the job changed, where given. Empty where nothing was typed, as in a worker of Prefect."""
+    """Return the words that were typed; for a `raybatch run` with another run key and with fields
+    of the job changed, if given. Empty if nothing was typed, as in a Prefect worker."""
     words = _typed.get()
     if run_key is not None and words[1:2] == ("run",):
         words = _with_option(words, "--run-key", run_key)
@@ -46,7 +46,7 @@ def typed_words(run_key: str | None = None, changes: Mapping[str, Any] | None = 
 
 
 def _with_option(words: Sequence[str], option: str, value: str) -> tuple[str, ...]:
-    """Return the words with the option's value, in place of one that is there."""
+    """Return the words with the option's value, replacing an existing one."""
     kept: list[str] = []
     rest = iter(words)
     for word in rest:
@@ -58,8 +58,8 @@ def _with_option(words: Sequence[str], option: str, value: str) -> tuple[str, ..
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """Return the words of a command, with the value of each `FIELD=VALUE` masked that may be a
-    key. A mapping as a value is masked whole."""
+    """Return the words of a command with the value of each `FIELD=VALUE` masked that may be a
+    credential. A mapping as a value is masked entirely."""
     return [_shown_word(word) for word in words]
 
 
