@@ -1,1 +1,2 @@
-"""A finished result to tables and files of other systems, each once, whatever is killed."""
+"""Publishes a finished result to tables and files of other systems, exactly once despite
+crashes."""

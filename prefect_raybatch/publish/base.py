@@ -1,4 +1,5 @@
-"""What all targets share: the rows, the steps at which a test may stop, and plain errors."""
+"""The common part of all targets: the rows, the steps at which a test may stop, and plain
+errors."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ Observe = Callable[[str], None]
 
 @dataclass(frozen=True)
 class AnsweredRows:
-    """The answered rows of a run. `plan` is the key under which a target knows them; `read` gives
-    them in input order, each time anew."""
+    """The answered rows of a run. `plan` is the key under which a target knows them; `read` yields
+    them in input order, anew at each call."""
 
     plan: str
     run_key: str
@@ -42,7 +43,7 @@ class AnsweredRows:
     faults: list[RayBatchError] = field(default_factory=list, compare=False)
 
     def as_schema(self, schema: pa.Schema) -> pa.RecordBatchReader:
-        """The rows cast to a target's `schema`, by the names of its columns."""
+        """Return the rows cast to a target's `schema`, by column name."""
         return pa.RecordBatchReader.from_batches(schema, self._cast(schema))
 
     def _cast(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
@@ -54,13 +55,13 @@ class AnsweredRows:
 
     @property
     def marks(self) -> dict[str, str]:
-        """What a commit says of where its rows are from."""
+        """Return what a commit records about the origin of its rows."""
         return {f"{PROPERTY}plan": self.plan, f"{PROPERTY}run_key": self.run_key}
 
 
 class Sink(ABC):
-    """A target that is opened anew for each publishing. `planned`: it is looked at for a plan, with
-    no result yet."""
+    """A target, opened anew for each publication. `planned`: it is opened for planning, before
+    there is a result."""
 
     module = "pyarrow"  # what must be importable
     never_null: tuple[str, ...] = ()  # columns of the result to which the table takes no null
@@ -76,7 +77,7 @@ class Sink(ABC):
         return f"output.publish: {self.target.label}"
 
     def need_library(self) -> None:
-        """`ConfigError` when the target's library is not installed."""
+        """Raise `ConfigError` if the target's library is not installed."""
         if find_spec(self.module) is None:
             raise ConfigError(
                 f"{self.what}: needs {self.module}, which is not installed; "
@@ -84,11 +85,11 @@ class Sink(ABC):
             )
 
     def check(self, schema: pa.Schema, whole: bool = True) -> str:
-        """Whether columns of these types can be published there; a line that says to what. `whole`:
-        whether they are all columns of the result.
+        """Check that columns of these types can be published there; return a line that says to
+        what. `whole`: they are all columns of the result.
 
-        Writes nothing. `ConfigError` names column and remedy; `PublishFailed` where the target does
-        not answer.
+        Writes nothing. Raises `ConfigError` that names column and remedy; `PublishFailed` if the
+        target does not answer.
         """
         wanted = converted_schema(schema, self.target, whole)
         self.check_names(wanted.names)
@@ -108,20 +109,20 @@ class Sink(ABC):
         return made if there is None else "is there, and its columns fit"
 
     def check_place(self) -> None:  # noqa: B027 - a catalog or a server has no place to look at
-        """`ConfigError` where a local folder cannot be written to."""
+        """Raise `ConfigError` if a local folder is not writable."""
 
     @property
     def system(self) -> str:
-        """The name by which people know what keeps the rows: of a database, its own."""
+        """Return the name by which people know the system; a database's own name."""
         return self.target.format
 
     def check_names(self, names: Sequence[str]) -> None:
-        """`ConfigError` for names of columns that the target cannot keep apart, or at all."""
+        """Raise `ConfigError` for column names that the target cannot hold or distinguish."""
         self.refuse_alike(names, lambda name: name)
 
     def refuse_alike(self, names: Sequence[str], folded: Callable[[str], str]) -> None:
-        """`ConfigError` for two columns that are one to the target. `folded` gives a name as the
-        target compares it."""
+        """Raise `ConfigError` for two columns that are the same to the target. `folded` returns a
+        name as the target compares it."""
         columns: dict[str, str] = {}
         for name in names:
             other = columns.setdefault(folded(name), name)
@@ -135,12 +136,12 @@ class Sink(ABC):
 
     @abstractmethod
     def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
-        """Find out what else the target would refuse, and leave nothing there. What it raises is
-        told as an error of the target."""
+        """Find out what else the target would reject, and leave nothing there. What it raises is
+        reported as an error of the target."""
 
     def need_writable(self, folder: str, made: bool = True) -> None:
-        """`ConfigError` unless files can be written to a local folder, or, if it may be `made`, the
-        folder can."""
+        """Raise `ConfigError` unless files can be written to a local folder or, with `made`, the
+        folder can be created."""
         above = folder
         while made and not os.path.lexists(above) and os.path.dirname(above) != above:
             above = os.path.dirname(above)
@@ -154,32 +155,32 @@ class Sink(ABC):
             )
 
     def fit(self, wanted: pa.Schema, there: pa.Schema, whole: bool = True) -> pa.Schema:
-        """The schema that rows take to go into a table that is there; `ConfigError` if none."""
+        """Return the schema of rows for an existing table; raise `ConfigError` if there is none."""
         return fitted(wanted, there, self.what, whole)
 
     @abstractmethod
     def existing(self) -> pa.Schema | None:
-        """The schema of the table that is there, None where there is none."""
+        """Return the schema of the existing table, None if there is none."""
 
     @abstractmethod
     def place(self) -> tuple[str, ...]:
-        """What tells this table or folder from others, however the job writes it. A target in a
-        folder gives ("folder", its absolute path or URI)."""
+        """Return what identifies this table or folder, however the job writes it. A target in a
+        folder returns ("folder", its absolute path or URI)."""
 
     @abstractmethod
     def holds(self, plan: str, recorded: str) -> bool:
-        """Return whether the target still has the rows of `plan`, which were published before as
-        version `recorded`. Where the target cannot tell, the record counts."""
+        """Return whether the target still has the rows of `plan`, published before as version
+        `recorded`. If the target cannot tell, the record counts."""
 
     @abstractmethod
     def publish(self, rows: AnsweredRows, observe: Observe) -> str:
-        """Brings the rows there, unless they are: returns the version that has them, "" where there
-        are none. May be called by several at once and again after any crash."""
+        """Write the rows unless they are there; return the version that has them, "" if there are
+        none. Safe to call concurrently and again after any crash."""
 
     @contextmanager
     def plainly(self, rows: AnsweredRows | None = None) -> Iterator[None]:
-        """What the target's library raises as one line, without keys; a fault of `rows` as it
-        was."""
+        """Convert errors of the target's library to one line without credentials; errors of `rows`
+        propagate."""
         try:
             yield
         except (RayBatchError, KeyboardInterrupt):
@@ -206,7 +207,7 @@ class Sink(ABC):
             ) from error
 
     def hopeless(self, error: Exception) -> str | None:
-        """What to mend where trying again cannot help; None where it may."""
+        """Return what to fix if retrying cannot help; None if it may."""
         failure = failure_in(error)
         remedies = {"denied": KEYS_REFUSED, "no bucket": NO_BUCKET}
         if failure in remedies:
@@ -214,8 +215,8 @@ class Sink(ABC):
         return None if failure == "away" else self.refused(error)
 
     def refused(self, error: Exception) -> str | None:
-        """What the target's library refuses at any time, such as a column or a value; None for what
-        may pass."""
+        """Return what the target's library always rejects, such as a column or a value; None for a
+        transient error."""
         return None
 
     def lost(self) -> PublishFailed:
@@ -225,8 +226,8 @@ class Sink(ABC):
         )
 
     def scrub(self, error: object) -> str:
-        """The first line of an error, without values of options, catalog and URL that may be
-        keys."""
+        """Return the first line of an error, without values of options, catalog and URL that may be
+        credentials."""
         from prefect_raybatch.job.secrets import hide_users
 
         line = next((line for line in str(error).splitlines() if line.strip()), "")

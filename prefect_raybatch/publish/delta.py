@@ -1,8 +1,8 @@
 """A Delta table: one commit that carries an application transaction of the run's plan.
 
-One handle looks for the transaction and commits: whoever commits the same one meanwhile makes this
-commit fail, and the next look finds it. A handle that is opened anew between look and commit would
-not do: the log accepts the same (app_id, version) again (delta-rs#2580, #3821), and rows double.
+One handle looks for the transaction and commits. A concurrent commit of the same transaction makes
+this commit fail, and the next look finds it. A handle opened anew between look and commit would not
+do: the log accepts the same (app_id, version) again (delta-rs#2580, #3821), and rows would double.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REFUSED = re.compile(
 
 
 class DeltaSink(FolderSink):
-    """Append, or merge by key, into a table that is made where there is none."""
+    """Appends to, or merges by key into, a table that is created if missing."""
 
     module, extra = "deltalake", "delta"
 
@@ -136,7 +136,7 @@ class DeltaSink(FolderSink):
             return None
 
     def _create(self, rows: AnsweredRows) -> Any:
-        """An empty table to commit to, or None where another writer made one meanwhile."""
+        """Return an empty table to commit to, or None if another writer created one meanwhile."""
         from deltalake import DeltaTable, Schema
         from deltalake.exceptions import DeltaError
 
@@ -159,13 +159,13 @@ def _app_id(plan: str) -> str:
 
 
 def _version_with(handle: Any, plan: str, recorded: str = "") -> str | None:
-    """The version in the table's present history that brought the rows of `plan`, or None.
+    """Return the version in the table's present history that wrote the rows of `plan`, or None.
 
-    The application transaction alone does not tell: it outlives a RESTORE to an earlier version.
-    So the history is followed from the newest version down, and at a RESTORE to the version that it
-    went back to; the rows are gone where somebody emptied or overwrote the table after them. Where
-    the log no longer reaches the commit, the transaction or the version `recorded` in the run
-    directory counts.
+    The application transaction alone does not tell: it survives a RESTORE to an earlier version. So
+    the history is followed from the newest version down, and at a RESTORE to the version that it
+    restored; the rows are gone if the table was emptied or overwritten after them. If the log no
+    longer reaches the commit, the transaction or the version `recorded` in the run directory
+    counts.
     """
     known = handle.transaction_version(_app_id(plan)) is not None
     if not known and not recorded:
@@ -194,7 +194,7 @@ def _version_with(handle: Any, plan: str, recorded: str = "") -> str | None:
 
 
 def _empties(handle: Any, commit: Mapping[str, Any]) -> bool:
-    """Whether a commit took every row that was there before it out of the table."""
+    """Return whether a commit removed every earlier row from the table."""
     operation, given = str(commit.get("operation")), commit.get("operationParameters") or {}
     if operation.startswith(("TRUNCATE", "REPLACE TABLE", "CREATE OR REPLACE TABLE")):
         return True
@@ -206,8 +206,8 @@ def _empties(handle: Any, commit: Mapping[str, Any]) -> bool:
 
 
 def _restored_version(commit: Mapping[str, Any], commits: Mapping[int, Any]) -> int | None:
-    """The version that a RESTORE went back to: named, or the last one at a time; None where the log
-    does not tell."""
+    """Return the version that a RESTORE restored: a named one, or the last one at a time; None if
+    the log does not tell."""
     given = commit.get("operationParameters") or {}
     version, at = str(given.get("version")), given.get("datetime") or given.get("timestamp")
     if version.isdigit():
@@ -226,6 +226,6 @@ def _restored_version(commit: Mapping[str, Any], commits: Mapping[int, Any]) -> 
 
 
 def _millis(text: str) -> int:
-    """A time as Spark writes it, "2026-07-01 10:00:00.0", in milliseconds since 1970."""
+    """Return a time as Spark writes it, "2026-07-01 10:00:00.0", in milliseconds since 1970."""
     when = datetime.fromisoformat(text)
     return int((when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp() * 1000)

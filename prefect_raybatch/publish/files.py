@@ -1,8 +1,8 @@
-"""Parquet or JSON Lines files in a folder, by partitions where asked for.
+"""Parquet or JSON Lines files in a folder, partitioned if asked for.
 
-Their names follow from the run's plan and their rows from its result, so whoever publishes again
-writes the same files in the same places. A mark that readers leave out is put last: without it the
-files may not be all there.
+Their names follow from the run's plan and their rows from its result, so publishing again writes
+the same files in the same places. A marker that readers ignore is written last: without it, files
+may be missing.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class FilesSink(Sink):
         return "gets files of its own"
 
     def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
-        """Files are written by this package, which refuses what `check` refuses."""
+        """Do nothing: this package writes the files, and rejects what `check` rejects."""
 
     def check_place(self) -> None:
         uri = join(self.target.uri or "")
@@ -111,11 +111,12 @@ class FilesSink(Sink):
             return self._whole(open_store(self.target.uri or "", self.options), plan)
 
     def _mark(self, plan: str) -> str:
-        """The file that is put last. It names the format: two targets may share a folder."""
+        """Return the file that is written last. It names the format: two targets may share a
+        folder."""
         return f"_{PROPERTY}{plan[:16]}.{self.target.format}.json"
 
     def _whole(self, store: Store, plan: str) -> bool:
-        """Whether the mark is there, and every file that it names, in its size."""
+        """Return whether the marker exists, and every file that it names, with its size."""
         try:
             note = json.loads(store.read(self._mark(plan), MARK_BYTES))
             named, whole = note["files"].items(), note[f"{PROPERTY}plan"] == plan
@@ -136,7 +137,7 @@ class _Partitions:
         self._made = 0
 
     def files(self, rows: AnsweredRows, stem: str) -> Iterator[tuple[str, str]]:
-        """(path in the target, local file), as each is whole."""
+        """Yield (path in the target, local file) of each completed file."""
         with local_disk():
             for batch in to_schema(rows.read(), self._schema):
                 for place, table in self._split(pa.Table.from_batches([batch])):
@@ -211,8 +212,8 @@ class _File:
 
 
 def _quoted(value: Any) -> str:
-    """Return a name or value of a partition as a part of a folder's name: an empty text as nothing,
-    a null as Hive writes it, and the text that Hive means a null by with an encoded character."""
+    """Return a name or value of a partition as part of a folder's name: an empty text as nothing, a
+    null as Hive writes it, and the text that Hive uses for null with an encoded character."""
     if value is None:
         return NULL_FOLDER
     text = str(value).lower() if isinstance(value, bool) else str(value)
@@ -220,7 +221,7 @@ def _quoted(value: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """NaN and infinity as null, which JSON has no other word for."""
+    """Return NaN and infinity as null, because JSON has no form for them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,13 +1,13 @@
 """An Iceberg table: one transaction with the rows and a property that names the run's plan.
 
-The rows are there if a snapshot with the plan is an ancestor of the table's present one: a table
-that was rolled back does not have them. The property tells of a snapshot that has expired. The
-library's own retry is switched off on the handle: it would rebase the append on a table in which
-another publisher has put the rows meanwhile, and double them. Any error, an unknown outcome
-included, is answered by loading the table again and looking.
+The rows are there if a snapshot with the plan is an ancestor of the table's current one: a table
+that was rolled back does not have them. The property covers a snapshot that has expired. The
+library's own retry is switched off on the handle: it would rebase the append on a table to which
+another publisher has added the rows meanwhile, and double them. After any error, including an
+unknown outcome, the table is loaded again and checked.
 
-A merge deletes the rows of its keys and appends its own in that transaction. Snapshots of the steps
-between are in the table's history; no reader of the table meets them.
+A merge deletes the rows of its keys and appends its own in that transaction. Intermediate snapshots
+are in the table's history; no reader of the table sees them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MOST_GROUPS = 1000  # of keys of several columns: the library looks at each for 
 
 
 class IcebergSink(Sink):
-    """Append, or merge by key, into a table of a catalog; it is made, not partitioned, where there
-    is none."""
+    """Appends to, or merges by key into, a table of a catalog; it is created, without partitions,
+    if missing."""
 
     module, extra = "pyiceberg", "iceberg"
 
@@ -72,7 +72,7 @@ class IcebergSink(Sink):
             raise ConfigError(f"{self.what}: Iceberg takes no column without a name. Give it one")
 
     def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
-        """Make the table in a catalog in memory, with files in a folder that is removed."""
+        """Create the table in an in-memory catalog, with files in a temporary folder."""
         from pyiceberg.catalog.memory import InMemoryCatalog
 
         if there is not None:
@@ -129,7 +129,7 @@ class IcebergSink(Sink):
             )
 
     def _need_mergeable(self, table: Any) -> None:
-        """`ConfigError` for a table that the library cannot merge into."""
+        """Raise `ConfigError` for a table that the library cannot merge into."""
         if not self.target.key:
             return
         snapshot = table.current_snapshot()
@@ -147,7 +147,7 @@ class IcebergSink(Sink):
             )
 
     def _same_keys(self, rows: AnsweredRows, there: pa.Schema) -> Any:
-        """An expression that is true for the rows of the table that have one of the rows' keys."""
+        """Return an expression that is true for the table's rows with one of the rows' keys."""
         from pyiceberg import expressions
 
         of: Any = expressions  # its types know of less than its classes take
@@ -185,7 +185,8 @@ class IcebergSink(Sink):
             return None
 
     def _need_namespace(self, catalog: Any) -> None:
-        """`ConfigError` where a table cannot be made; keys that may not look are no fault."""
+        """Raise `ConfigError` if a table cannot be created; credentials without permission to check
+        are no error."""
         from pyiceberg.exceptions import ForbiddenError, NoSuchNamespaceError
 
         try:
@@ -224,15 +225,15 @@ def _property(plan: str) -> str:
 
 
 def _age(snapshot: Any) -> int:
-    """A number that is larger for later snapshots; tables of format 1 count none."""
+    """Return a number that is larger for later snapshots; tables of format 1 have none."""
     return int(snapshot.sequence_number or snapshot.timestamp_ms)
 
 
 def _snapshot_with(table: Any, plan: str, recorded: str = "") -> str | None:
-    """The snapshot in the table's present history that brought the rows of `plan`, or None.
+    """Return the snapshot in the table's present history that wrote the rows of `plan`, or None.
 
-    Snapshots expire: where the history is cut off, the table's property tells (or, without it, the
-    snapshot `recorded` in the run directory), unless it names a snapshot that is there and no
+    Snapshots expire. If the history is cut off, the table's property decides (or, without it, the
+    snapshot `recorded` in the run directory), unless it names an existing snapshot that is no
     ancestor, or one younger than the oldest ancestor.
     """
     from pyiceberg.table.snapshots import Operation, ancestors_of

@@ -1,5 +1,5 @@
-"""A Lance data set: a new one a run, or a merge by key. An append cannot be fenced there: of two
-with the same rows both are accepted."""
+"""A Lance dataset: a new one per run, or a merge by key. An append cannot be fenced there: of two
+with the same rows, both are accepted."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class LanceSink(FolderSink):
     def _create(
         self, rows: AnsweredRows, observe: Observe, mode: Literal["create", "overwrite"] = "create"
     ) -> str | None:
-        """The version of the data set made; None where another writer made one meanwhile. Several
-        that overwrite an emptied one write the same rows."""
+        """Return the version of the dataset created; None if another writer created one meanwhile.
+        Several that overwrite an emptied one write the same rows."""
         import lance
 
         fields = [
@@ -113,7 +113,7 @@ class LanceSink(FolderSink):
         return str(made.version)
 
     def _own(self, found: Any, rows: AnsweredRows) -> str:
-        """The version of a data set that must be this run's."""
+        """Return the version of a dataset that must be this run's."""
         if _plan(found) != rows.plan:
             raise ConfigError(
                 f"{self.what}: {self.uri} is there and not of this run; name another place with "
@@ -133,7 +133,7 @@ class LanceSink(FolderSink):
 
 
 def _is_empty(found: Any) -> bool:
-    """Whether somebody emptied a data set: only runs with rows make one."""
+    """Return whether a dataset was emptied: only runs with rows create one."""
     return bool(found.count_rows() == 0)
 
 
@@ -143,8 +143,8 @@ def _plan(found: Any) -> str | None:
 
 
 def _has_version(found: Any, recorded: str) -> bool:
-    """Whether version `recorded` is in the present history of a data set, which a restore leaves
-    out. True where its transactions were cleaned up."""
+    """Return whether version `recorded` is in the present history of a dataset, which a restore
+    leaves out. True if its transactions were cleaned up."""
     if not recorded.isdigit():
         return True
     version, wanted = int(found.version), int(recorded)

@@ -1,4 +1,4 @@
-"""What a job's targets would take, told before anything is asked."""
+"""Checks a job's targets before anything is asked."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def check_targets_of(
 ) -> tuple[str, ...]:
     """Return a line for each target of the run, whose input has the columns `given`.
 
-    `found` is the whole input, of which the columns are read that a target takes no null in, or
-    merges by; `store` is the run's where they are its snapshot. `later`: the input is not at hand
-    yet, and this is called again with it. Raises `ConfigError` for whatever would make publishing
+    `found` is the whole input; columns are read in which a target accepts no null, or by which it
+    merges. `store` is the run's if they are its snapshot. `later`: the input is not available yet,
+    and this is called again with it. Raises `ConfigError` for anything that would make publishing
     fail, as far as it can be known: a missing library or variable, a column that a target cannot
-    keep or that does not fit the table there, a place that cannot be written to, a key that is not
+    hold or that does not fit the existing table, a place that is not writable, a key that is not
     unique; `PublishFailed` for a target that does not answer.
     """
     targets, keys = spec.output.targets, dict(spec.output.options)
@@ -48,7 +48,7 @@ def check_targets_of(
 
 
 class _InputColumns:
-    """Columns that go from the input to the result, and what is in them."""
+    """Columns that go from the input to the result, and their values."""
 
     def __init__(
         self,
@@ -63,9 +63,10 @@ class _InputColumns:
         self._kept = {name for name in spec.finish.kept(given.names) if name in given.names}
 
     def check(self, target: PublishTarget, never_null: Sequence[str]) -> None:
-        """`ConfigError` for a null where the table takes none, and for a key that is not unique.
+        """Raise `ConfigError` for a null where the table accepts none, and for a key that is not
+        unique.
 
-        Postprocess may leave out the rows concerned, so with it this is seen at the end only.
+        Postprocess may leave out the rows concerned, so with it this is only checked at the end.
         """
         if self._spec.finish.postprocess is not None:
             return

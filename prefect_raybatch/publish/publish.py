@@ -45,8 +45,8 @@ KEYS_NAMED = 3  # keys that stand there twice, named in an error
 def open_sink(
     target: PublishTarget, run_key: str, options: Mapping[str, Any], planned: bool = False
 ) -> Sink:
-    """The target with all that is filled in; `planned`: to look at it for a plan. `ConfigError` for
-    a missing library or variable."""
+    """Return the target with all placeholders filled in; `planned`: opened for planning. Raises
+    `ConfigError` for a missing library or variable."""
     filled = target.filled(run_key)
     sink = SINKS[target.format](filled, filled.options or dict(options), planned)
     sink.need_library()
@@ -61,9 +61,9 @@ def check_publish(
     whole: bool = True,
     look: Callable[[PublishTarget, Sequence[str]], None] = lambda target, never_null: None,
 ) -> list[str]:
-    """A line a target on what publishing columns of these types would find; `whole`: they are all
-    columns of the result. Leaves nothing there. `look` is called with each target and the columns
-    to which its table takes no null.
+    """Return a line per target about what publishing columns of these types would find; `whole`:
+    they are all columns of the result. Leaves nothing there. `look` is called with each target and
+    the columns in which its table accepts no null.
 
     Raises `ConfigError` for what cannot be published, `PublishFailed` for a target that does not
     answer.
@@ -78,9 +78,9 @@ def check_publish(
 
 
 def _check_apart(sinks: Sequence[Sink]) -> None:
-    """`ConfigError` for two targets that write the same table or folder, or files of one format in
-    a folder and below it: readers would meet the rows twice. Parquet and JSON Lines may share a
-    folder."""
+    """Raise `ConfigError` for two targets that write the same table or folder, or files of one
+    format in a folder and below it: readers would see the rows twice. Parquet and JSON Lines may
+    share a folder."""
     for at, first in enumerate(sinks):
         for second in sinks[at + 1 :]:
             (kind, *one), (other_kind, *other) = first.place(), second.place()
@@ -107,11 +107,11 @@ def publish(
     options: Mapping[str, Any],
     observe: Observe = lambda step: None,
 ) -> list[Published]:
-    """Publishes a finished run to each of the targets that do not have its rows.
+    """Publish a finished run to each of the targets that do not have its rows.
 
-    `options` reach those that have none of their own; `observe` is called at each step. Any number
-    may do this at once, and again after any crash. Raises `ConfigError`, `PublishFailed` and the
-    store's errors; what is published stays recorded.
+    `options` apply to targets without their own; `observe` is called at each step. Safe to call
+    concurrently, and again after any crash. Raises `ConfigError`, `PublishFailed` and the store's
+    errors; what is published stays recorded.
     """
     store, plan = member.ledger.store, member.plan
     rows: AnsweredRows | None = None
@@ -184,15 +184,15 @@ def _check_record(
 
 
 def _check_keys(target: PublishTarget, rows: AnsweredRows) -> None:
-    """`ConfigError` unless the key's columns are unique and never null. Memory: the keys."""
+    """Raise `ConfigError` unless the key's columns are unique and never null. Memory: the keys."""
     if target.key:
         tables = [pa.Table.from_batches([batch.select(target.key)]) for batch in rows.read()]
         check_unique(target, pa.concat_tables(tables), "the result")
 
 
 def check_unique(target: PublishTarget, keys: pa.Table, where: str) -> None:
-    """`ConfigError` unless the columns of the target's key are unique and never null in `keys`,
-    rows of `where`."""
+    """Raise `ConfigError` unless the columns of the target's key are unique and never null in
+    `keys`, rows of `where`."""
     for name in target.key:
         if nulls := keys[name].null_count:
             raise ConfigError(

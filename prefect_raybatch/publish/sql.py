@@ -1,9 +1,9 @@
 """A table of a database: one transaction, whose first statement inserts a mark.
 
 A mark is the plan and the table, and both are its primary key. So of two publishers the second
-waits for the first and then finds that the rows are there. Marks are in a table of their own in the
-schema of the table that they are about, so they are restored with it. A table that is empty or new
-lost the rows that marks tell of: such marks do not count, and go with the next rows.
+waits for the first and then finds the rows. Marks are in a table of their own in the schema of the
+table that they describe, so they are restored with it. A table that is empty or new lost the rows
+that its marks name: such marks do not count, and are deleted with the next rows.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _FINAL = re.compile(
 
 
 class SqlSink(Sink):
-    """Append, or replace by key, through SQLAlchemy."""
+    """Appends, or replaces by key, through SQLAlchemy."""
 
     module, extra = "sqlalchemy", "postgresql"
 
@@ -122,8 +122,8 @@ class SqlSink(Sink):
                 )
 
     def fit(self, wanted: pa.Schema, there: pa.Schema, whole: bool = True) -> pa.Schema:
-        """By name, nullability and kind: widths differ from database to database, and it
-        converts."""
+        """Return the schema by name, nullability and kind: widths differ between databases, which
+        convert them."""
         named = {field.name: field.type for field in wanted}
         shown = []
         for field in there:
@@ -133,8 +133,8 @@ class SqlSink(Sink):
         return super().fit(wanted, pa.schema(shown), whole)
 
     def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
-        """Make what is missing and write no row, in a transaction that is rolled back. It shows
-        what the user may not do, and which table or column the database refuses."""
+        """Create what is missing and write no row, in a transaction that is rolled back. It shows
+        missing permissions, and which table or column the database rejects."""
         from sqlalchemy import create_engine, false, null, select
 
         engine = self._engine()
@@ -211,8 +211,8 @@ class SqlSink(Sink):
         raise PublishFailed(f"{self.what}: the database did not take the rows")
 
     def _attempt(self, engine: Any, rows: AnsweredRows, observe: Observe) -> bool:
-        """Whether the rows are there; False where another publisher was faster, so that the table
-        is to be looked at again."""
+        """Return whether the rows are there; False if another publisher was faster, so that the
+        table must be checked again."""
         wanted = converted_schema(rows.schema, self.target)
         table, marks = self._tables(engine, wanted)
         self.fit(wanted, _columns(table))  # else SQLAlchemy leaves out what is not there
@@ -271,8 +271,9 @@ class SqlSink(Sink):
     def _published(
         self, engine: Any, table: Any, marks: Any
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """(plans whose rows are in the table, plans whose rows it lost), each with the time in its
-        mark. Marks are read first: whoever adds rows after that is not among them."""
+        """Return (plans whose rows are in the table, plans whose rows it lost), each with the time
+        in its mark. Marks are read first, so a publisher that adds rows after that is not among
+        them."""
         from sqlalchemy import literal, select
         from sqlalchemy.exc import DBAPIError
 
@@ -294,13 +295,13 @@ class SqlSink(Sink):
 
     @property
     def _names(self) -> tuple[str, str]:
-        """(schema or "", name) of the table."""
+        """Return (schema or "", name) of the table."""
         schema, _, name = (self.target.table or "").rpartition(".")
         return schema, name
 
     @property
     def _mark_name(self) -> str:
-        """The table in a mark. Its schema is that of the marks."""
+        """Return the table in a mark. Its schema is that of the marks."""
         return _folded(self._names[1], self._url().get_backend_name())
 
     def _mark(self, marks: Any, plan: str) -> tuple[Any, ...]:
@@ -320,7 +321,7 @@ class SqlSink(Sink):
         )
 
     def _check_marks(self, engine: Any) -> None:
-        """`ConfigError` for a table of our name that holds something else."""
+        """Raise `ConfigError` for a table with our name that holds something else."""
         there = self._columns_of(engine, OURS)
         names = {column["name"].lower() for column in there or ()}
         if there is not None and not {"plan", "target", "run_key", "rows", "published_at"} <= names:
@@ -331,7 +332,7 @@ class SqlSink(Sink):
             )
 
     def _defined(self, engine: Any, wanted: pa.Schema) -> tuple[Any, Any]:
-        """(the table, as it is there or as it will be made; ours)."""
+        """Return (the table, as it is or as it will be created; the marks)."""
         from sqlalchemy import Column, MetaData, Table
 
         schema, name = self._names
@@ -345,8 +346,8 @@ class SqlSink(Sink):
         return table, self._marks()
 
     def _tables(self, engine: Any, wanted: pa.Schema) -> tuple[Any, Any]:
-        """(the table, ours), made where they are not there. In transactions of their own, since
-        many databases end one at such a statement."""
+        """Return (the table, the marks), created if missing. In separate transactions, because many
+        databases end one at such a statement."""
         from sqlalchemy.exc import IntegrityError
 
         table, marks = self._defined(engine, wanted)
@@ -373,8 +374,8 @@ class SqlSink(Sink):
             return None
 
     def _reflected(self, engine: Any) -> Any:
-        """The table that is there, with its columns alone: of keys and indexes DuckDB's dialect
-        cannot tell."""
+        """Return the existing table with its columns only: DuckDB's dialect cannot reflect keys and
+        indexes."""
         from sqlalchemy import Column, MetaData, Table, Uuid
 
         schema, name = self._names
@@ -436,7 +437,8 @@ class SqlSink(Sink):
         return engine
 
     def _file(self) -> str | None:
-        """The database's file; None for a server's, and for one that SQLite opens by a URI."""
+        """Return the database's file; None for a server's, and for one that SQLite opens by a
+        URI."""
         url = self._url()
         if url.get_backend_name() not in FILE_DATABASES or str(url.database).startswith(
             ("file:", "md:")
@@ -450,26 +452,26 @@ class SqlSink(Sink):
         return str(url.database)
 
     def _database_is_there(self) -> bool:
-        """Whether a connection would make no file."""
+        """Return whether a connection would create no file."""
         file = self._file()
         return file is None or os.path.exists(file)
 
     def _check_folder(self) -> None:
-        """`ConfigError` where the database's file cannot be made."""
+        """Raise `ConfigError` if the database's file cannot be created."""
         if (file := self._file()) is not None:
             self.need_writable(os.path.dirname(os.path.abspath(file)), made=False)
 
 
 def _quoted(name: str, engine: Any) -> Any:
-    """A name that is quoted where it has to be. DuckDB's dialect knows the reserved words of
-    PostgreSQL alone ("at" is one of DuckDB's), so there each name is quoted."""
+    """Return a name that is quoted if necessary. DuckDB's dialect knows only PostgreSQL's reserved
+    words ("at" is one of DuckDB's), so there each name is quoted."""
     from sqlalchemy.sql import quoted_name
 
     return quoted_name(name, True) if engine.dialect.name == "duckdb" else name
 
 
 def _folded(name: str, dialect: str) -> str:
-    """A name as the database tells it from others."""
+    """Return a name as the database distinguishes it from others."""
     if dialect in CASE_COUNTS:
         return name
     if dialect in UPPER_CASE:
@@ -480,8 +482,8 @@ def _folded(name: str, dialect: str) -> str:
 
 
 def _passes(error: Any) -> bool:
-    """Whether an error of a database may pass: the SQLSTATE, MySQL's number, or its text tells. An
-    OperationalError that says nothing known may pass, but not one of a database in a file."""
+    """Return whether an error of a database is transient, by the SQLSTATE, MySQL's number, or its
+    text. An unknown OperationalError may be, but not one of a database in a file."""
     from sqlalchemy import exc
 
     original, text = error.orig, str(error.orig)
@@ -504,7 +506,7 @@ def _passes(error: Any) -> bool:
 
 
 def _columns(table: Any) -> pa.Schema:
-    """Names, nullability, and about what they hold; null where that cannot be told."""
+    """Return names, nullability, and approximate types; null if a type is unknown."""
     return pa.schema([pa.field(c.name, _kind(c), bool(c.nullable)) for c in table.columns])
 
 
@@ -516,7 +518,7 @@ def _kind(column: Any) -> pa.DataType:
 
 
 def _unpacked(table: Any) -> dict[str, Callable[[Any], Any]]:
-    """What the values of columns that are not flat in the database become, by column."""
+    """Return converters for values of columns that are not flat in the database, by column."""
     from sqlalchemy import ARRAY, JSON
 
     found: dict[str, Callable[[Any], Any]] = {}
@@ -529,7 +531,7 @@ def _unpacked(table: Any) -> dict[str, Callable[[Any], Any]]:
 
 
 def _create(engine: Any, table: Any) -> None:
-    """Makes a table unless it is there; another publisher may make it at the same moment."""
+    """Create a table unless it exists; another publisher may create it at the same moment."""
     from sqlalchemy import inspect
     from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
 
@@ -568,8 +570,8 @@ def _values(
     dialect: str,
     unpacked: dict[str, Callable[[Any], Any]],
 ) -> Iterator[list[dict[str, Any]]]:
-    """Rows as a database's driver takes them: nested values as JSON text unless `unpacked` names
-    their column, in SQLite decimals as text, too."""
+    """Yield rows as a database's driver takes them: nested values as JSON text unless `unpacked`
+    names their column; in SQLite, decimals as text too."""
     change: dict[str, Callable[[Any], Any]] = {}
     for given, kept in zip(rows.schema, wanted, strict=True):
         if kinds.is_nested(given.type):
@@ -589,8 +591,8 @@ def _values(
 
 
 def _first_nul(rows: AnsweredRows) -> str | None:
-    """The first row and column whose text, or a text within, holds NUL: PostgreSQL refuses it and
-    does not say where."""
+    """Return the first row and column whose text, or a nested text, contains NUL: PostgreSQL
+    rejects it without saying where."""
     number = 0
     for batch in rows.read():
         for row in batch.to_pylist():
@@ -611,7 +613,7 @@ def _json(value: Any) -> str:
 
 
 def as_json(value: Any) -> Any:
-    """What JSON has no type for: decimals and times as text, bytes in base64."""
+    """Return values that JSON has no type for: decimals and times as text, bytes in base64."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     return value.isoformat() if hasattr(value, "isoformat") else str(value)

@@ -1,4 +1,4 @@
-"""What targets that are tables in a folder share: where it is, and the keys to it."""
+"""The common part of targets that are tables in a folder: its location, and its credentials."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prefect_raybatch.storage.library_errors import text_of
 
 
 class FolderSink(Sink):
-    """A table in a folder, local or on S3, that a library with an S3 client of its own opens."""
+    """A table in a folder, local or on S3, opened by a library with its own S3 client."""
 
     @property
     def uri(self) -> str:
@@ -22,7 +22,7 @@ class FolderSink(Sink):
 
     @property
     def keys(self) -> dict[str, str] | None:
-        """The library's `storage_options`; what is not given it looks up itself."""
+        """Return the library's `storage_options`; it looks up missing ones itself."""
         return object_store_options(s3_settings(self.options) if is_remote(self.uri) else None)
 
     def place(self) -> tuple[str, ...]:
@@ -33,8 +33,8 @@ class FolderSink(Sink):
             self.need_writable(self.uri)
 
     def rehearse_in_folder(self, wanted: pa.Schema) -> None:
-        """Make the table and write no row to it, in a folder that is removed: what its library
-        refuses of names and types shows there."""
+        """Create the table without rows in a temporary folder, which shows names and types that its
+        library rejects."""
         with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
             changed: dict[str, Any] = {"uri": f"{folder}/table", "options": {}}
             for names in ("key", "partition_by"):  # of a result whose columns are not all known
@@ -46,11 +46,11 @@ class FolderSink(Sink):
             type(self)(target, {}).publish(rows, lambda step: None)
 
     def scrub(self, error: object) -> str:
-        """These libraries say what happened in the last of several lines."""
+        """Return the last of several lines, in which these libraries say what happened."""
         return super().scrub(text_of(error))
 
 
 def folder_place(uri: str) -> tuple[str, ...]:
-    """The folder a target writes to, by which two targets are compared. Links are followed."""
+    """Return the folder a target writes to, for comparing two targets. Links are followed."""
     whole = join(uri)
     return ("folder", whole if is_remote(whole) else os.path.realpath(whole))

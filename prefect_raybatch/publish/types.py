@@ -1,6 +1,6 @@
-"""Which types a target keeps: told when a run is planned, not when its rows are there.
+"""The types that a target can hold, checked when a run is planned and not when its rows are ready.
 
-A conversion is one that loses nothing but the zone's name, the packing or the width.
+A conversion may lose only the zone's name, the packing or the width.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ WIDTHS = {**{pa.int8(): 1, pa.int16(): 2, pa.int32(): 4, pa.int64(): 8}}
 
 
 class Unfit(ValueError):
-    """A type that a target cannot keep; says what to do."""
+    """A type that a target cannot hold, with what to do."""
 
 
 def converted_schema(schema: pa.Schema, target: PublishTarget, whole: bool = True) -> pa.Schema:
-    """The columns as `target` keeps them. `ConfigError` names the one that it cannot keep.
+    """Return the columns as `target` stores them. Raises `ConfigError` that names one it cannot
+    hold.
 
-    `whole`: whether these are all columns of the result.
+    `whole`: these are all columns of the result.
     """
     for name in (*target.key, *target.partition_by):
         if whole and name not in schema.names:
@@ -46,7 +47,7 @@ def converted_schema(schema: pa.Schema, target: PublishTarget, whole: bool = Tru
 
 
 def converted(kind: pa.DataType, target: PublishTarget) -> pa.DataType:
-    """The type that a target keeps values of `kind` in; raises `Unfit`."""
+    """Return the type in which a target stores values of `kind`; raise `Unfit`."""
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     if target.format in ("parquet", "lance"):
@@ -117,9 +118,9 @@ def _timestamp(kind: Any, where: str) -> pa.DataType:
 
 
 def fitted(wanted: pa.Schema, there: pa.Schema, what: str, whole: bool = True) -> pa.Schema:
-    """The schema of a table that is there, in which rows of `wanted` go. `ConfigError` where a
-    column is missing, of another type, or null where the table takes none. `whole`: `wanted` are
-    all columns of the result."""
+    """Return the schema of an existing table into which rows of `wanted` go. Raises `ConfigError`
+    for a column that is missing, has another type, or is null where the table accepts none.
+    `whole`: `wanted` are all columns of the result."""
     for field in wanted:
         if field.name not in there.names:
             raise ConfigError(
@@ -142,7 +143,7 @@ def fitted(wanted: pa.Schema, there: pa.Schema, what: str, whole: bool = True) -
 
 
 def _takes(there: Any, given: Any) -> bool:
-    """Whether values of a converted type go into a column of a table without loss."""
+    """Return whether values of a converted type go into a column of a table without loss."""
     if there == given or (there in WIDTHS and given in WIDTHS and WIDTHS[there] >= WIDTHS[given]):
         return True
     if kinds.is_floating(there) and kinds.is_floating(given):
@@ -172,7 +173,7 @@ def _listed(kind: Any) -> bool:
 
 
 def to_schema(batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """The rows with the columns of `schema`: those it has more are null."""
+    """Yield the rows with the columns of `schema`; missing ones are null."""
     for batch in batches:
         table = pa.Table.from_batches([batch])
         columns = []

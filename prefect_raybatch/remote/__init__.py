@@ -1,1 +1,1 @@
-"""A run as a Ray job: submitted, found again, followed, stopped."""
+"""Runs as Ray jobs: submitted, found again, followed, stopped."""

@@ -1,7 +1,7 @@
-"""What Ray's job server starts: `python -m prefect_raybatch.remote RUN_URI NUMBER`.
+"""The program that Ray's job server starts: `python -m prefect_raybatch.remote RUN_URI NUMBER`.
 
 Reads its job from the record of that number and works on the run as a driver in a flow's process
-would. Exit status: 0 whole, 1 an error, 3 another job has taken over, 4 drained, 143 stopped.
+would. Exit status: 0 complete, 1 an error, 3 superseded by another job, 4 drained, 143 stopped.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ SUPERSEDED, DRAINED = 3, 4
 
 
 def work(uri: str, number: int) -> int:
-    """Work on the run until it is whole; return the exit status. The job lies in the run directory,
-    which others may write to, so the operator's policy limits it."""
+    """Work on the run until it is complete; return the exit status. The job is in the run
+    directory, which others may write to, so the operator's policy limits it."""
     with under(operator_policy()):
         return _work(uri, number)
 
@@ -110,7 +110,7 @@ def _recorded_job(record: Record, plan: Plan) -> BatchJob:
 
 
 def _output(uri: str) -> BatchJob:
-    """A job that only knows how to reach the run directory; the real one lies there."""
+    """Return a job that only knows how to reach the run directory, where the real job is."""
     given = json.loads(os.environ.get(OUTPUT_ENV, "{}"))
     return _with_keys(
         BatchJob.from_dict(
@@ -141,7 +141,7 @@ def _superseded(records: JobRecords, number: int) -> bool:
 
 
 def guard(records: JobRecords, number: int, over: threading.Event) -> None:
-    """Ends this process when a newer job is recorded: then this one was taken for dead."""
+    """End this process when a newer job is recorded: this one was then considered dead."""
     while not over.wait(NEWER_JOB_LOOK):
         try:
             if _superseded(records, number):
@@ -152,7 +152,7 @@ def guard(records: JobRecords, number: int, over: threading.Event) -> None:
 
 
 class _Lines:
-    """Progress for those who look into Ray's dashboard; the flow makes its own from the commits."""
+    """Progress for readers of Ray's dashboard; the flow derives its own from the commits."""
 
     def __init__(self) -> None:
         self.printed = 0.0

@@ -1,20 +1,20 @@
-"""The run that outlives its process: inference as a job of Ray's job server, followed from here.
+"""Runs inference as a job of Ray's job server, which outlives this process, and follows it.
 
 Never two live jobs for one run, and none that nobody knows of:
 
 - A job has a number and, made from it, a submission id. Its record is written by put-if-absent
-  *before* it is submitted (`job_records`), so whoever comes next finds it, also when the submitter
-  died between the two. Ray takes an id once in the life of a head: of any number of submitters of
-  the same record one starts the job, the others find it there.
-- Whoever wants the run done looks at the newest record and asks the server. Live: follow it.
-  Succeeded: collect. Unknown (the submitter died first, or the head has lost its memory): submit
-  the same id. Failed or stopped: write record N + 1 and look again; the loser of that race finds
-  the winner's record there.
-- A job looks for a newer record than its own and ends itself when there is one. So the submit of a
-  flow that slept for an hour starts nothing, and a job that its server took for dead stops.
+  *before* it is submitted (`job_records`), so the next flow finds it even if the submitter died
+  between the two. Ray accepts an id once in the life of a head: of any number of submitters of the
+  same record one starts the job, and the others find it.
+- A flow that wants the run done reads the newest record and asks the server. Live: follow it.
+  Succeeded: collect. Unknown (the submitter died first, or the head lost its memory): submit the
+  same id. Failed or stopped: write record N + 1 and look again; the loser of that race finds the
+  winner's record.
+- A job looks for a newer record than its own and ends itself if there is one. So the submission of
+  a flow that slept for an hour starts nothing, and a job that its server considered dead stops.
 
-Rows do not hang on any of this: commits say what is done, and two live jobs would only ask some
-rows twice.
+Rows do not depend on this: commits say what is done, and two live jobs would only ask some rows
+twice.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ REMOTE_COMMAND = "python -m prefect_raybatch.remote"
 
 @dataclass(frozen=True)
 class Owner:
-    """The flow run on whose behalf a job is followed. Outside of Prefect these defaults serve.
+    """The flow run on whose behalf a job is followed. The defaults apply outside Prefect.
 
     `attached(submission id, server)` is called when a job is found or submitted; `cancelled()`
-    says, after a signal, whether a person has cancelled the flow run; `api` is the URL of Prefect's
-    API, empty where there is none; `retried()` says, after an error that a retry can help, whether
-    there will be one.
+    returns, after a signal, whether a user has cancelled the flow run; `api` is the URL of
+    Prefect's API, empty if there is none; `retried()` returns, after a transient error, whether
+    there will be a retry.
     """
 
     id: str | None = None
@@ -95,11 +95,12 @@ def infer(
     observe: Callable[[Progress], None] = lambda progress: None,
     owner: Owner | None = None,
 ) -> Progress:
-    """`infer_run`, here or, where the job names a job server, as a Ray job followed from here.
+    """Run `infer_run` here or, if the job names a job server, as a Ray job that is followed from
+    here.
 
-    `loaded` is the job with the keys of its credentials blocks. Raises what the job raised;
+    `loaded` is the job with the credentials of its blocks. Raises what the job raised;
     `JobServerUnavailable` and `JobLost` (worth a retry, which finds the job again), `JobStopped`,
-    `ConfigError` for secrets that would be shown.
+    and `ConfigError` for secrets that would be exposed.
     """
     if loaded.cluster.access.job_server is None:
         return infer_run(loaded, run, observe)
@@ -134,7 +135,7 @@ class Follower:
         self._current: tuple[Record, JobServer] | None = None
 
     def run_to_end(self) -> Progress:
-        """The progress once every shard is committed."""
+        """Return the progress once every shard is committed."""
         self.watch.begin()
         with self._on_signal():
             for _ in range(MOST_JOBS):
@@ -149,13 +150,13 @@ class Follower:
 
     @property
     def attached(self) -> bool:
-        """Whether there is a Ray job that works on when this process ends."""
+        """Return whether a Ray job continues when this process ends."""
         return self._current is not None
 
     # --- find or submit ---------------------------------------------------------------------
 
     def attach(self) -> tuple[Record, JobServer]:
-        """The record of the one job that is live, or has succeeded, and its server."""
+        """Return the record of the one job that is live or has succeeded, and its server."""
         for _ in range(MOST_JOBS):
             newest = self.records.newest()
             if newest is None:
@@ -186,7 +187,7 @@ class Follower:
         raise JobLost(f"{self.run.uri}: {MOST_JOBS} jobs ended one after another; see their logs")
 
     def _check_accepted(self, record: Record) -> None:
-        """Says of a job that goes on what was not accepted when it was submitted."""
+        """Report differences of a continuing job that were not accepted when it was submitted."""
         known = {(one.field, one.new) for one in record.accepted_fields}
         for one in self.run.accepted:
             if (one.field, one.new) not in known:
@@ -200,9 +201,9 @@ class Follower:
         self.records.add(number, self.sent, self.url, self.owner.id, self.run)
 
     def _pass_over(self, record: Record) -> None:
-        """Begin the next job in place of one that is recorded at another server. That server is not
-        asked: whoever may write to the run directory could name one of their own, which would get
-        the keys of this one and could say that the run is at work."""
+        """Begin the next job instead of one that is recorded at another server. That server is not
+        contacted: whoever may write to the run directory could name one of their own, which would
+        receive this one's credentials and could claim that the run is being worked on."""
         where = f"the Ray job {record.id} is recorded at {hide_path(record.server)[:200]!r}"
         ours = f"cluster.job_server is {self.url}"
         if self._current is not None:
@@ -244,7 +245,7 @@ class Follower:
     # --- follow -----------------------------------------------------------------------------
 
     def follow(self, record: Record, server: JobServer) -> RayJob | None:
-        """Waits for the job's end; None when the server no longer knows of it."""
+        """Wait for the job's end; return None if the server no longer knows it."""
         feed = LogFeed(partial(server.logs, record.id))
         while True:
             found = server.find(record.id)
@@ -256,8 +257,8 @@ class Follower:
             self.sleep(POLL)
 
     def _collect(self, record: Record, ended: RayJob) -> None:
-        """Returns when the run is whole or a newer job is there to follow; raises what the job
-        raised otherwise."""
+        """Return if the run is complete or a newer job is there to follow; otherwise raise what the
+        job raised."""
         outcome = self.records.outcome(record.number)
         if outcome is not None:
             self.watch.progress.process_deaths = outcome.engine_deaths
@@ -275,8 +276,8 @@ class Follower:
 
     @contextmanager
     def _on_signal(self) -> Iterator[None]:
-        """A cancelled flow run takes its job with it; of one that is only interrupted (a worker
-        that is drained, Ctrl-C) the job goes on, unless on_crash says stop."""
+        """Cancel the job with a cancelled flow run. If the flow run is only interrupted (a drained
+        worker, Ctrl-C), the job continues, unless on_crash says stop."""
         try:
             yield
         except Exception:
@@ -300,8 +301,8 @@ class Follower:
 
 
 class Watch:
-    """Progress of a run from its commits, whoever makes them: of a run that reuses answers, from
-    those of its asks and then from its own."""
+    """Progress of a run from its commits, whoever makes them; for a run that reuses answers, from
+    those of its requests phase and then from its own."""
 
     def __init__(self, ledger: Ledger, plan: Plan, observe: Callable[[Progress], None]):
         self.observe = observe
@@ -325,11 +326,11 @@ class Watch:
 
     @property
     def _now(self) -> Commits:
-        """Those that are made now."""
+        """Return the commits of the current phase."""
         return self.own if self.asks is None or self.asks.whole else self.asks
 
     def begin(self) -> None:
-        """Counts what is committed already."""
+        """Count what is committed already."""
         for commits in (self.asks, self.own):
             if commits is not None:
                 commits.begin()
@@ -337,12 +338,12 @@ class Watch:
         self.observe(self._now.progress)
 
     def look_now(self) -> bool:
-        """Looks, and says whether every shard is committed."""
+        """Look, and return whether every shard is committed."""
         self.look(now=True)
         return self.whole
 
     def look(self, now: bool = False) -> None:
-        """Counts new commits, if it is time to look or `now`."""
+        """Count new commits if it is time to look, or `now`."""
         began = time.monotonic()
         if not now and began < self._next:
             return
@@ -356,7 +357,7 @@ class Watch:
         self._next = began + max(LOOK_EVERY, (time.monotonic() - began) / LOOK_SHARE)
 
     def _tell(self, over: bool = False) -> None:
-        """Tells a listener what the run's driver says that it does, by its heartbeat."""
+        """Pass the heartbeat of the run's driver to a listener."""
         if not isinstance(self.observe, Listener):
             return
         commits = self._now
@@ -370,7 +371,7 @@ class Watch:
 
 
 class Commits:
-    """What the commits of one ledger come to; `seen` are the shards that are counted."""
+    """Progress from the commits of one ledger; `seen` are the shards that are counted."""
 
     def __init__(self, ledger: Ledger, plan: Plan):
         self.ledger, self.plan = ledger, plan
@@ -383,7 +384,7 @@ class Commits:
         return bool(self.seen.all())
 
     def begin(self) -> None:
-        """Counts what is committed already."""
+        """Count what is committed already."""
         listing = self.ledger.listing(self.plan)
         for commit in self.ledger.commits(self.plan, listing):
             self.progress.add(commit, self._last)
@@ -392,7 +393,7 @@ class Commits:
         self.progress.resumed_shards = self.progress.tally.shards
 
     def look(self) -> bool:
-        """Counts new commits; whether there are any."""
+        """Count new commits; return whether there are any."""
         commits = self._fresh()
         for commit in commits:
             # The first commit's work began with the engines, not with the job.
@@ -418,10 +419,10 @@ class Commits:
 
 
 def environment(job: BatchJob, api: str) -> dict[str, str]:
-    """What the job's process is told by environment variables: nothing secret. `api` is the URL of
-    Prefect's API as it is known here.
+    """Return the environment variables of the job's process: nothing secret. `api` is the URL of
+    Prefect's API as known here.
 
-    Raises `ConfigError` when blocks are named and the cluster could not reach Prefect's API.
+    Raises `ConfigError` if blocks are named and the cluster could not reach Prefect's API.
     """
     block = job.output.credentials_block
     given = {"options": job.output.options, "credentials_block": block}
@@ -438,7 +439,7 @@ def environment(job: BatchJob, api: str) -> dict[str, str]:
 
 
 def error_of(outcome: Outcome) -> Exception:
-    """The error a job left behind: one of ours, or a builtin that no retry helps, else JobLost."""
+    """Return the error a job left: one of ours, or a builtin that no retry helps, else JobLost."""
     kind = getattr(errors, str(outcome.error), None)
     if isinstance(kind, type) and issubclass(kind, RayBatchError):
         return kind(outcome.message)

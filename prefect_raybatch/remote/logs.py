@@ -1,9 +1,9 @@
-"""Log lines of a Ray job, in the Prefect page: ours alone, each once, never a flood.
+"""Log lines of a Ray job in the Prefect page: only ours, each once, and limited in number.
 
 The job marks its own lines (`MarkedLines`); whatever else a driver prints (Ray, vLLM, tokenizers)
-stays in Ray's dashboard. Following means reading the log again and taking what is new: Ray's
-websocket ends without a word when a proxy or the head drops it, repeats everything when opened
-again, and says nothing reliable about the job, so it is not used.
+stays in Ray's dashboard. Following means reading the log again and taking what is new. Ray's
+websocket is not used: it ends silently when a proxy or the head drops it, repeats everything when
+reopened, and is no reliable source about the job.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DIGITS = re.compile(r"\d+")
 
 
 class MarkedLines(logging.Formatter):
-    """`[raybatch LEVEL] text`; further lines of a message are marked as such."""
+    """Formats `[raybatch LEVEL] text`; further lines of a message are marked as such."""
 
     def format(self, record: logging.LogRecord) -> str:
         first, *more = (visible(super().format(record)) or " ").split("\n")
@@ -37,7 +37,7 @@ class MarkedLines(logging.Formatter):
 
 
 def parse(lines: list[str]) -> Iterator[tuple[int, str]]:
-    """(level, message) of the marked lines."""
+    """Yield (level, message) of the marked lines."""
     level, text = 0, ""
     for line in lines:
         match = _MARK.match(line)
@@ -52,10 +52,10 @@ def parse(lines: list[str]) -> Iterator[tuple[int, str]]:
 
 
 class LogFeed:
-    """Hands new marked lines of a growing log to `emit(level, message)`.
+    """Passes new marked lines of a growing log to `emit(level, message)`.
 
-    Repetitions (same text but for its numbers) within a minute are counted, not shown, and of
-    lines below ERROR at most LINES_A_MINUTE are; what was left out is said.
+    Repetitions (same text except for its numbers) within a minute are counted, not shown, and at
+    most LINES_A_MINUTE lines below ERROR are shown; the number left out is reported.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class LogFeed:
         self._given_up = False
 
     def poll(self, last: bool = False) -> None:
-        """Looks if it is time to; `last` looks in any case and takes an unfinished line as well."""
+        """Look if it is time to; `last` always looks and takes an unfinished line as well."""
         began = self.clock()
         if self._given_up or (began < self._next and not last):
             return

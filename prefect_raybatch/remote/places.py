@@ -1,4 +1,5 @@
-"""Inference where the job asks for it: here, at a job server, on a cluster made for it."""
+"""Runs inference where the job asks for it: here, at a job server, or on a cluster created for
+it."""
 
 from __future__ import annotations
 
@@ -33,11 +34,11 @@ def infer_in_place(
     owner: Owner | None = None,
     api_of: Callable[[Kubernetes], KubeApi] = KubeApi,
 ) -> Progress:
-    """`infer`, with the cluster made before and ended after it where `cluster.kubernetes` asks for
-    one.
+    """Call `infer`, with the cluster created before and deleted after it if `cluster.kubernetes`
+    asks for one.
 
     Raises what `infer` does, and `ClusterNotReady`, `ClusterUnavailable` (Kubernetes does not
-    answer) and `ConfigError` for what Kubernetes refuses.
+    answer) and `ConfigError` for what Kubernetes rejects.
     """
     check_run_place(run.uri)
     check_trust(loaded)
@@ -60,7 +61,7 @@ def infer_in_place(
 
 
 def _on_cluster(cluster: RunCluster, follower: Follower, owner: Owner, stops: bool) -> Progress:
-    """Works on the cluster and ends it, however that ends, unless the job is to go on."""
+    """Work on the cluster and delete it, however that ends, unless the job must continue."""
     with cluster:
         try:
             cluster.wait_ready()
@@ -82,14 +83,14 @@ def _on_cluster(cluster: RunCluster, follower: Follower, owner: Owner, stops: bo
 
 
 def _reached(loaded: BatchJob, url: str) -> BatchJob:
-    """The job, reached at that job server, with the keys it had."""
+    """Return the job with that job server and the credentials it had."""
     was = loaded.cluster.access
     access = ClusterAccess(None, url, was.headers, was.token, was.block)
     return with_access(loaded, access)
 
 
 def _tell(observe: Callable[[Progress], None], progress: Progress, text: str) -> None:
-    """Shows what is waited for where the phases of a start are shown."""
+    """Show what the run waits for where the start-up phases are shown."""
     if isinstance(observe, Listener):
         now = time.time()
         observe.hear(Beat.of(Counts.of(progress, now), now, phase=MAKING, about=text))

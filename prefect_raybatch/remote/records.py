@@ -1,9 +1,9 @@
-"""Which Ray jobs a run has had: numbered records in the run directory, written before each submit.
+"""The Ray jobs of a run: numbered records in the run directory, written before each submission.
 
-A number is a fencing token. Record N + 1 is written only by somebody who saw that job N has ended
-or cannot be reached; job N looks for it when it starts and every few seconds, and ends itself when
-it is there. So even a job that a lost head has forgotten, or a submit that arrives an hour late,
-does not work beside its successor for long.
+A number is a fencing token. Record N + 1 is written only by a flow that saw that job N has ended or
+cannot be reached; job N looks for it when it starts and every few seconds, and ends itself if it
+exists. So even a job that a lost head has forgotten, or a submission that arrives an hour late,
+does not work alongside its successor for long.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from prefect_raybatch.storage import Store
 class Record:
     """Job `number` of a run, as it was about to be submitted. `job` is what it works on, without
     secrets; `flow_run` is the Prefect flow run that submitted it. `accepted` and `model` are the
-    run's, where a person has taken on that the job differs from the plan."""
+    run's, if a user has accepted that the job differs from the plan."""
 
     number: int
     id: str
@@ -65,18 +65,18 @@ class Record:
 
     @property
     def accepted_fields(self) -> tuple[Accepted, ...]:
-        """The accepted differences; `CorruptRun` where the record holds something else there."""
+        """Return the accepted differences; raise `CorruptRun` if the record is malformed there."""
         return accepted_in({"accepted": self.accepted}, job_path(self.number))
 
     @property
     def digest(self) -> str:
-        """The `job_digest` of what the record says."""
+        """Return the `job_digest` of the record."""
         return job_digest(self.plan_hash, self.job, self.accepted_fields, self.model)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job says it ended: `error` is a class name, None for a run that is whole."""
+    """How a job ended by its own account: `error` is a class name, None for a complete run."""
 
     error: str | None = None
     message: str = ""
@@ -91,7 +91,7 @@ class JobRecords:
         self.store, self.run_key, self.plan_hash = store, run_key, plan_hash
 
     def newest_number(self) -> int:
-        """0 while there is none."""
+        """Return the newest number; 0 if there is none."""
         listed = ((JOB_NAME.match(info.path), info.path) for info in self.store.list(JOBS))
         numbers = (
             int(match[1]) for match, path in listed if match and path == job_path(int(match[1]))
@@ -127,8 +127,8 @@ class JobRecords:
         flow_run: str | None,
         run: Run | None = None,
     ) -> bool:
-        """Takes the number, by put-if-absent; False when another flow was first. `run` says what
-        was accepted of it."""
+        """Claim the number by put-if-absent; return False if another flow was first. `run` holds
+        what was accepted for it."""
         user = "unknown"
         with suppress(OSError, KeyError):  # containers run under numbers without a name
             user = getpass.getuser()
@@ -150,16 +150,16 @@ class JobRecords:
         return put_record_if_absent(self.store, job_path(number), dump(value))
 
     def id_of(self, number: int) -> str:
-        """The submission id: the same from whichever process, and never another run's."""
+        """Return the submission id: the same from every process, and never another run's."""
         key = re.sub(r"[^A-Za-z0-9_-]", "-", self.run_key)
         return f"raybatch-{key}-{self.plan_hash[:12]}-{number}"
 
     def end(self, number: int, outcome: Outcome) -> None:
-        """What the job itself leaves behind when it ends."""
+        """Record the job's outcome when it ends."""
         put_record(self.store, job_end_path(number), dump(asdict(outcome)))
 
     def outcome(self, number: int) -> Outcome | None:
-        """None when the job ended without a word."""
+        """Return the recorded outcome; None if the job ended without one."""
         path = job_end_path(number)
         try:
             return Outcome(**load(read_record(self.store, path), path))
@@ -210,8 +210,8 @@ def check_recorded_job(job: BatchJob, accepted: Iterable[Accepted], plan: Plan, 
 
 
 def _with_planned_texts(job: BatchJob, plan: Plan) -> BatchJob:
-    """Return the job with the chat template and the schema whose texts the plan holds, since the
-    files that the job names may be elsewhere."""
+    """Return the job with the chat template and the schema from the plan, since the files that the
+    job names may be elsewhere."""
     template = plan.parts.get("prompt.chat_template")
     if job.prompt.chat_template is not None and isinstance(template, str):
         job = with_template_text(job, template)
@@ -227,10 +227,10 @@ def _accepted(run: Run | None) -> dict[str, Any]:
 
 
 def sendable(job: BatchJob) -> dict[str, Any]:
-    """The job as it may stand in a record and be sent to a cluster.
+    """Return the job as it may be recorded and sent to a cluster.
 
-    Raises `ConfigError` naming the field that may be a secret: what goes through Ray's job server
-    is shown to everybody who may open its dashboard.
+    Raises `ConfigError` that names a field that may be a secret: Ray's job server shows what passes
+    through it to everybody who can open its dashboard.
     """
     value = public_job(job)
     value.get("cluster", {}).pop("kubernetes", None)  # of no use to who works there

@@ -1,10 +1,10 @@
-"""Ray's job server, asked patiently: a head that is busy or restarting is no failure of a job.
+"""A client of Ray's job server with retries: a busy or restarting head is no failure of a job.
 
-A thin cover of `ray.job_submission.JobSubmissionClient`. What it adds: a limit of time for each
-request (the client has none), no redirects (the client takes headers along to other hosts), an
-address that the environment cannot replace (the client lets RAY_ADDRESS win over its argument), and
-a difference between "there is no such job" and "I do not know", which the client hands out as the
-same RuntimeError.
+A thin wrapper of `ray.job_submission.JobSubmissionClient`. It adds a time limit for each request
+(the client has none), no redirects (the client sends headers along to other hosts), an address that
+the environment cannot replace (the client lets RAY_ADDRESS override its argument), and a
+distinction between "there is no such job" and "unknown", for which the client raises the same
+RuntimeError.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Reply = TypeVar("Reply")
 
 @dataclass(frozen=True)
 class RayJob:
-    """A job as the server tells of it. `ended` is in seconds since the epoch."""
+    """A job as the server describes it. `ended` is in seconds since the epoch."""
 
     id: str
     status: str
@@ -59,7 +59,7 @@ class RayJob:
 
 class JobServer:
     """The job server at `url`. Methods wait up to `patience` seconds for it to come back and then
-    raise `JobServerUnavailable`; `ConfigError` when it refuses us."""
+    raise `JobServerUnavailable`; they raise `ConfigError` if it rejects us."""
 
     def __init__(
         self,
@@ -76,19 +76,19 @@ class JobServer:
         self._made: Any = None
 
     def find(self, id: str) -> RayJob | None:
-        """The job, or None when the server knows of no such job."""
+        """Return the job, or None if the server knows no such job."""
         return self._patiently(lambda: self._find(id))
 
     def jobs(self) -> list[RayJob]:
-        """All submitted jobs the server remembers, ended ones included."""
+        """Return all submitted jobs that the server remembers, including ended ones."""
         found = self._patiently(lambda: self._client().list_jobs())
         return [_job(details) for details in found if details.submission_id]
 
     def submit(
         self, id: str, command: str, metadata: Mapping[str, str], env: Mapping[str, str]
     ) -> None:
-        """Sees that there is a job of that id, by whomever it was submitted: an id can be used
-        once, so of any number of submitters one starts it and the others find it."""
+        """Ensure that a job of that id exists, whoever submitted it: an id can be used once, so of
+        any number of submitters one starts it and the others find it."""
 
         def once() -> None:
             try:
@@ -108,7 +108,7 @@ class JobServer:
         self._patiently(once)
 
     def stop(self, id: str, wait: float = 0.0) -> bool:
-        """Asks the job to stop; True once it has ended, within `wait` seconds."""
+        """Ask the job to stop; return True once it has ended, within `wait` seconds."""
         deadline = time.monotonic() + wait
 
         def once() -> None:
@@ -126,7 +126,7 @@ class JobServer:
             self._sleep(0.5)
 
     def logs(self, id: str) -> str | None:
-        """All the job has printed so far; None when they cannot be had right now."""
+        """Return everything the job has printed so far; None if it is not available now."""
         try:
             return str(self._client().get_job_logs(id))
         except Exception as error:  # without logs the job is still followed, by its state
@@ -134,7 +134,8 @@ class JobServer:
             return None
 
     def _refused(self, said: str) -> str:
-        """What Ray's AuthenticationError means: 403 is "Authentication failed" there."""
+        """Return the meaning of Ray's AuthenticationError; its text for 403 is "Authentication
+        failed"."""
         wrong = said.startswith("Authentication failed")
         return (token_wrong if wrong else token_missing)(
             f"cluster.job_server: {self.url}", self.access
@@ -183,7 +184,7 @@ class JobServer:
                 return reply
 
     def _missed(self, silent: float, left: float, error: Exception) -> bool:
-        """Tells of a question without a good answer; whether that was the warning."""
+        """Report a request without a good answer; return whether that was the warning."""
         if silent < HEAD_AWAY_AFTER:
             log.info(
                 "Ray's job server at %s does not answer (%s), asking again", self.url, _brief(error)
@@ -201,7 +202,7 @@ class JobServer:
 
 
 def connect_client(url: str, headers: Mapping[str, str] | None = None) -> Any:
-    """Ray's client of the server at `url`; `headers` come before those of the environment."""
+    """Return Ray's client of the server at `url`; `headers` override those of the environment."""
     from ray.job_submission import JobSubmissionClient
 
     check_token_file()
@@ -227,7 +228,8 @@ def connect_client(url: str, headers: Mapping[str, str] | None = None) -> Any:
 
 
 def _headers() -> dict[str, str] | None:
-    """Headers for a proxy before the server, from the variable that Ray's own commands read."""
+    """Return headers for a proxy in front of the server, from the variable that Ray's own commands
+    read."""
     text = os.environ.get(HEADERS_ENV)
     if not text:
         return None
@@ -251,7 +253,8 @@ def _job(details: Any) -> RayJob:
 
 
 def _brief(error: BaseException) -> str:
-    """What it says, or what the network said first: clients of HTTP tell all their classes."""
+    """Return the message of an error, or what the network reported first: HTTP clients nest several
+    errors."""
     first: BaseException | None = error
     while first is not None:
         if isinstance(first, (ConnectionError, TimeoutError, socket.gaierror)) and first.strerror:
