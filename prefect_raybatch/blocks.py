@@ -1,4 +1,4 @@
-"""The address of the Prefect blocks, also for the entry point `prefect.collections`; their home is
+"""Import path of the Prefect blocks, also for the entry point `prefect.collections`; defined in
 `flow/blocks/`."""
 
 from __future__ import annotations

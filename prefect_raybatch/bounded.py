@@ -1,5 +1,5 @@
-"""Calls that may hang without a limit of their own, such as the look-up of a name in a network that
-is away, and files that may be pipes."""
+"""Time limits for calls that may hang, such as a name lookup in an unreachable network, and for
+reading files that may be pipes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Returned = TypeVar("Returned")
 
 
 class Question:
-    """A call that may hang and is made again and again. While one hangs no other is begun, so it
-    costs its caller `seconds` once, and one thread."""
+    """A call that may hang and is repeated. While one hangs, no other is started, so it costs its
+    caller `seconds` once, and one thread."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds
         self.under_way = False
 
     def __call__(self, work: Callable[[], Returned]) -> Returned:
-        """Call `work` as `within` does. Raise `TimeoutError` at once while an earlier call is under
-        way."""
+        """Call `work` as `within` does. Raise `TimeoutError` at once while an earlier call is
+        running."""
         if self.under_way:
             raise TimeoutError("an earlier question is not answered yet")
         self.under_way = True
@@ -42,8 +42,8 @@ class Question:
 
 
 def read_regular_file(path: str | os.PathLike[str], most_bytes: int) -> bytes:
-    """Return a file's content, of a larger one the first `most_bytes`. Raise `OSError` for a pipe
-    or a device: somebody may have put it there, and it would be waited for or never end."""
+    """Return a file's content, or its first `most_bytes`. Raise `OSError` for a pipe or a device in
+    its place, which could block or never end."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file; remove it", str(path))

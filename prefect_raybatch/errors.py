@@ -1,19 +1,19 @@
-"""What can go wrong, as one tree. Every error is either transient (worth a retry) or terminal.
+"""All errors of this package, as one tree. Every error is either transient (worth a retry) or
+terminal.
 
-Errors cross process borders (Ray workers, Prefect subprocesses), so each takes its message as its
-only argument and pickles without help.
+Errors cross process boundaries (Ray workers, Prefect subprocesses), so each takes its message as
+its only argument and pickles without help.
 """
 
 from __future__ import annotations
 
 
 class RayBatchError(Exception):
-    """Base of every error this package raises on purpose.
+    """Base of every error that this package raises on purpose.
 
     `transient` says whether running the same thing again can help. Terminal errors are never
-    retried: they need a person, and the message says what that person should change. `remedy` says
-    in a line what helps against errors of the class. `plain` is the message alone, where what
-    is to be done was added to it for a page.
+    retried: the message says what to change. `remedy` says in a line what helps against errors of
+    the class. `plain` is the message alone, if what to do was added to it for a page.
     """
 
     transient = False
@@ -46,7 +46,7 @@ class CorruptRun(RayBatchError):
 
 
 class NoSuchRun(RayBatchError):
-    """There is no run at the place that was named; the message says which runs are near."""
+    """There is no run at that place; the message names similar runs."""
 
 
 class UnsafeStore(RayBatchError):
@@ -56,7 +56,8 @@ class UnsafeStore(RayBatchError):
 
 
 class StoreError(RayBatchError):
-    """The store refused or failed in a way that a retry may not mend (permission, full disk)."""
+    """The store rejected a call or failed in a way that a retry may not fix (permission, full
+    disk)."""
 
 
 class StoreUnavailable(StoreError):
@@ -67,20 +68,20 @@ class StoreUnavailable(StoreError):
 
 
 class CredentialsUnusable(StoreError):
-    """The store was asked with credentials that have expired, or with none at all."""
+    """The store was called with expired credentials, or with none."""
 
     remedy = "Renew the credentials where the message says they come from, then run it again."
 
 
 class BadUpload(StoreError):
-    """The store keeps other bytes than it was sent; what they were made from is kept."""
+    """The store holds other bytes than it was sent; the local source of the upload is kept."""
 
     remedy = "Run it again; if it comes back, look at the store and the proxy before it."
     transient = True
 
 
 class InsufficientResources(RayBatchError):
-    """The cluster can never give what the job asks for; the message says what is short."""
+    """The cluster can never provide what the job asks for; the message says what is missing."""
 
     remedy = "Give the job fewer engines or smaller ones, or the cluster more nodes."
 
@@ -93,7 +94,7 @@ class ClusterUnavailable(InsufficientResources):
 
 
 class ClusterNotReady(InsufficientResources):
-    """The cluster that a run has made on Kubernetes does not come up; the message says why."""
+    """The Kubernetes cluster created for a run does not become ready; the message says why."""
 
     remedy = "Mend what the message names (kubectl describe raycluster has more), then run again."
 
@@ -105,27 +106,28 @@ class PrefectUnavailable(RayBatchError):
 
 
 class EngineStartError(RayBatchError):
-    """The inference engine did not start (a model that does not load, an argument vLLM refuses), or
-    started and died whatever it was asked."""
+    """The inference engine did not start (a model that does not load, an argument that vLLM
+    rejects), or started and died whatever it was asked."""
 
     remedy = "Change what the engine refuses; the rest of its reason is in Ray's logs on the node."
 
 
 class EngineFailure(RayBatchError):
-    """Engines kept dying and no shard got through: the infrastructure, not the rows."""
+    """Engines kept dying and no shard came through: the infrastructure is at fault, not the
+    rows."""
 
     remedy = "Look at the nodes and their memory, then run it again."
     transient = True
 
 
 class ErrorBudgetExceeded(RayBatchError):
-    """More rows failed than the job's limits allow; what is committed is kept."""
+    """More rows failed than the job's limits allow; committed shards are kept."""
 
     remedy = "Mend the cause, or raise the limit; then run it again."
 
 
 class CostExceeded(RayBatchError):
-    """The run has cost as much as limits.max_cost allows; what is committed is kept."""
+    """The run has cost as much as limits.max_cost allows; committed shards are kept."""
 
     remedy = "Raise limits.max_cost, or leave the run as it is; again it goes on where it was."
 
@@ -138,40 +140,42 @@ class IncompleteRun(RayBatchError):
 
 
 class JobServerUnavailable(RayBatchError):
-    """Ray's job server gave no good answer for minutes; a job that it runs goes on."""
+    """Ray's job server did not answer properly for minutes; a job that it runs continues."""
 
     remedy = "Look at the Ray head; run it again, it finds its job."
     transient = True
 
 
 class JobLost(RayBatchError):
-    """The Ray job of a run ended without saying why: its process or its node was lost."""
+    """The Ray job of a run ended without a reason: its process or its node was lost."""
 
     remedy = "Look at the Ray head and its node; run it again, it goes on from the commits."
     transient = True
 
 
 class JobStopped(RayBatchError):
-    """Somebody stopped the process or the Ray job of a run; what is committed is kept."""
+    """The process or the Ray job of a run was stopped; committed shards are kept."""
 
     remedy = "Run it again to continue."
 
 
 class RunDrained(RayBatchError):
-    """Somebody told the run to end: what was in flight is committed, the rest was not begun."""
+    """The run was drained: in-flight shards are committed, the others were not begun."""
 
     remedy = "Run it again to continue with what is left."
 
 
 class PublishFailed(RayBatchError):
-    """A target of output.publish did not take the rows; the result in data/ is whole and stays."""
+    """A target of output.publish did not accept the rows; the result in data/ is complete and
+    stays."""
 
     remedy = "Mend what the target says; the result stays, and only what is missing is published."
     transient = True
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether a retry can help: our own errors say so, unknown ones (network, Ray) count as yes."""
+    """Return whether a retry can help: our own errors say so, unknown ones (network, Ray) count as
+    transient."""
     if isinstance(error, RayBatchError):
         return error.transient
     return not isinstance(error, (TypeError, ValueError, NotImplementedError, KeyboardInterrupt))

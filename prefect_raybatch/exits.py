@@ -1,4 +1,4 @@
-"""What an exit code means, in words: which signal ended the process, and what that is due to."""
+"""Explains exit codes: which signal ended the process, and the usual cause."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ MEANINGS = {
 
 
 def exit_text(code: int) -> str:
-    """`exit code 1`, or with a signal `exit code -4 (SIGILL: an illegal instruction ...)`."""
+    """Return `exit code 1`, or with a signal `exit code -4 (SIGILL: an illegal instruction
+    ...)`."""
     meaning = signal_text(code)
     return f"exit code {code} ({meaning})" if meaning else f"exit code {code}"
 
 
 def signal_text(code: int) -> str:
-    """Name and meaning of the signal that ended a process; empty where none did.
+    """Return name and meaning of the signal that ended a process; "" if none did.
 
-    code: as Python gives it, negative for a signal, or 128 and the signal, as a shell does.
+    code: as Python gives it, negative for a signal, or 128 plus the signal, as a shell does.
     """
     try:
         ended_by = signal.Signals(-code if code < 0 else code - 128)

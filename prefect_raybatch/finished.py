@@ -1,4 +1,4 @@
-"""The rows of a finished run for other libraries: pyarrow, pandas, Polars, Ray Data."""
+"""Opens the rows of a finished run with other libraries: pyarrow, pandas, Polars, Ray Data."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ Options = Mapping[str, Any] | None
 class FinishedRows:
     """The files of a run's result, exactly those that its `_SUCCESS` names, as a table.
 
-    `options` are s3fs's, as in `output.options`; without them keys come from the environment. Each
-    method raises `IncompleteRun` while the run is not finished, `CorruptRun` for a file that is
-    missing or has another size, and `ConfigError` where the run was not compacted. Of a partial
-    result (RUN_DIR/partial/_UUID) the files that its own record names.
+    `options` are s3fs's, as in `output.options`; without them, credentials come from the
+    environment. Each method raises `IncompleteRun` while the run is not finished, `CorruptRun` for
+    a file that is missing or has another size, and `ConfigError` if the run was not compacted. For
+    a partial result (RUN_DIR/partial/_UUID), the files that its own record names.
     """
 
     @abstractmethod
     def _place(self) -> tuple[str, Options]:
-        """The run directory, and the options to open it with."""
+        """Return the run directory, and the options to open it with."""
 
     def dataset(self, options: Options = None) -> pyarrow.dataset.Dataset:
-        """The answered rows, in input order, read when they are asked for."""
+        """Return the answered rows, in input order, read on demand."""
         return _dataset(*self._opened(options), "data")
 
     def quarantine(self, options: Options = None) -> pyarrow.dataset.Dataset:
-        """The failed rows: stage, error, message, attempts and the input row."""
+        """Return the failed rows: stage, error, message, attempts and the input row."""
         return _dataset(*self._opened(options), "quarantine")
 
     def to_pandas(self, options: Options = None) -> pandas.DataFrame:
-        """The answered rows as a pandas DataFrame, in memory."""
+        """Return the answered rows as a pandas DataFrame, in memory."""
         return self.dataset(options).to_table().to_pandas()
 
     def to_polars(self, options: Options = None) -> polars.LazyFrame:
-        """The answered rows as a Polars LazyFrame; needs polars."""
+        """Return the answered rows as a Polars LazyFrame; needs polars."""
         try:
             import polars
         except ImportError:
@@ -58,7 +58,7 @@ class FinishedRows:
         return polars.scan_pyarrow_dataset(self.dataset(options))
 
     def ray_dataset(self, options: Options = None) -> ray.data.Dataset:
-        """The answered rows as a Ray data set, read by Ray's workers."""
+        """Return the answered rows as a Ray dataset, read by Ray's workers."""
         import ray.data
 
         store, success = self._opened(options)
@@ -111,7 +111,7 @@ def _dataset(store: Store, success: Success | PartialResult, kind: str) -> pyarr
 
 
 def _empty(success: Success | PartialResult, kind: str) -> Any:
-    """No rows: a run in which none was answered has fixed no types."""
+    """Return no rows: a run without answered rows has fixed no types."""
     import pyarrow as pa
 
     columns = {name: pa.array([], pa.string()) for name in QUARANTINE if kind == "quarantine"}

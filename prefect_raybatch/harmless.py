@@ -1,6 +1,6 @@
-"""Foreign text made harmless where people look at it: a terminal, a page, a Markdown viewer.
+"""Escapes untrusted text for a terminal, a page or a Markdown viewer.
 
-Text of rows, files, nodes, stages and errors is anybody's. In a terminal a control character moves
+Text of rows, files, nodes, stages and errors is untrusted. In a terminal a control character moves
 the cursor or sets the title; in Markdown brackets make links and images; characters that set the
 direction of text make a name look like another one.
 """
@@ -35,11 +35,11 @@ _PLAIN_URL = re.compile(r"https?://[A-Za-z0-9.-]+(?::\d{1,5})?(?:/[A-Za-z0-9/.#-
 
 
 class PageLink(str):
-    """A web address that pages link to, made by `link`: nothing but what stands there."""
+    """A web address that pages link to, made by `link`."""
 
 
 def link(url: str) -> str:
-    """Return the address as a `PageLink` where it has a plain form, else as the text that it is."""
+    """Return the address as a `PageLink` if it has a plain form, else as text."""
     return PageLink(url) if _PLAIN_URL.fullmatch(url) else url
 
 
@@ -55,9 +55,9 @@ def clean(words: str) -> str:
 
 
 def markdown_text(text: object) -> str:
-    """Return one line of Markdown that shows the text as it is, wherever in a page it stands: no
-    tag, link, image or other mark in it counts. Addresses are code, which nothing makes a link of;
-    a `PageLink` stays one."""
+    """Return one line of Markdown that shows the text verbatim anywhere in a page: no tag, link,
+    image or other mark in it takes effect. Addresses become code, which is not linked; a `PageLink`
+    stays one."""
     if isinstance(text, PageLink):
         return text
     line = " ".join(visible(str(text)).split())
@@ -66,13 +66,13 @@ def markdown_text(text: object) -> str:
 
 
 def code_span(text: str) -> str:
-    """Return the text as code within a line of Markdown; escaped where it could end the code."""
+    """Return the text as code within a line of Markdown; escaped if it could end the code."""
     line = " ".join(visible(text).split())
     return f"`{line}`" if line and not {"`", "<"} & set(line) else markdown_text(line)
 
 
 def fenced(lines: Iterable[str]) -> list[str]:
-    """Return the lines of a block of code in Markdown, between fences that no line of it ends."""
+    """Return the lines as a Markdown code block, with fences that no line of it ends."""
     shown = [part for line in lines for part in visible(line).split("\n")]
     longest = max((len(run) for line in shown for run in _FENCES.findall(line)), default=0)
     fence = "`" * max(3, longest + 1)

@@ -1,5 +1,5 @@
-"""Which installed packages do not fit each other, told by their metadata and, where only the names
-of builds differ, by an import in another process."""
+"""Finds installed packages that are incompatible, from their metadata and, if only the names of
+builds differ, by an import in another process."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ print(json.dumps(broken))
 
 @cache
 def code_version() -> str:
-    """The version of this package and what its code is: `0.1.0+3f2a91c07be4`. Two processes that
-    say the same run the same code, wherever they found it."""
+    """Return the version of this package and a hash of its code: `0.1.0+3f2a91c07be4`. Two
+    processes with the same value run the same code, wherever it is installed."""
     folder = Path(__file__).parent
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
@@ -55,8 +55,8 @@ def code_version() -> str:
 
 @dataclass(frozen=True)
 class Misfit:
-    """A package that does not fit what is installed beside it. `proved` is off where only the names
-    of two builds differ, which need not break anything."""
+    """A package that is incompatible with another installed one. `proved` is false if only the
+    names of two builds differ, which need not break anything."""
 
     package: str
     found: str
@@ -64,16 +64,16 @@ class Misfit:
 
 
 def misfits() -> list[Misfit]:
-    """All that do not fit here; empty in an environment that is as it should be."""
+    """Return all incompatible packages; empty in a sound environment."""
     found = [misfit for owner in OWNERS for misfit in _unmet(owner)]
     named = {misfit.package for misfit in found}
     return [*found, *(misfit for misfit in _builds() if misfit.package not in named)]
 
 
 def broken(found: Sequence[Misfit], seconds: float) -> list[Misfit]:
-    """Those that are proved, or that cannot be imported, which a process of its own tries.
+    """Return those that are proved, or that cannot be imported, which a separate process tries.
 
-    Raises `subprocess.TimeoutExpired` when that takes longer than `seconds`.
+    Raises `subprocess.TimeoutExpired` if that takes longer than `seconds`.
     """
     asked = [misfit.package for misfit in found if not misfit.proved]
     fails: list[str] = []
@@ -86,12 +86,12 @@ def broken(found: Sequence[Misfit], seconds: float) -> list[Misfit]:
 
 
 def in_words(found: Sequence[Misfit]) -> str:
-    """Each package with its version and what it wants, in one line."""
+    """Return each package with its version and what it requires, in one line."""
     return ", ".join(misfit.found for misfit in found)
 
 
 def remedy(found: Sequence[Misfit]) -> str:
-    """The pip command, or the two, that mend all of these."""
+    """Return the pip command, or the two, that fix all of these."""
     parts, names = [], [misfit.package for misfit in found]
     if spare := [name for name in COMPANIONS if name in names]:
         why = f"text needs none of them, and builds for a CPU torch are at {TORCH_CPU}"
@@ -105,8 +105,8 @@ def remedy(found: Sequence[Misfit]) -> str:
 
 
 def misfits_line() -> str:
-    """What does not fit here, proved or not, with its remedy; empty for nothing. For where
-    something has failed already."""
+    """Return what is incompatible, proved or not, with its remedy; empty for nothing. For use after
+    something has failed."""
     found = misfits()
     return f"packages that do not fit: {in_words(found)}; {remedy(found)}" if found else ""
 
@@ -122,15 +122,15 @@ def check_engine_packages() -> None:
 
 
 def extra() -> str:
-    """Our extra whose engine is installed: gpu or cpu, or empty for none."""
+    """Return the extra of this package whose engine is installed: gpu or cpu, or "" for none."""
     return next(
         (name for engine, name in ENGINE_EXTRAS.items() if _version(engine) is not None), ""
     )
 
 
 def _unmet(owner: str) -> Iterator[Misfit]:
-    """What `owner` wants otherwise of the packages that matter. A package that is missing is no
-    misfit: a lock leaves out on purpose what text does not need."""
+    """Yield requirements of `owner` that relevant packages do not meet. A missing package does not
+    count: a lock file leaves out on purpose what text does not need."""
     here = _version(owner)
     if here is None:
         return
@@ -144,9 +144,9 @@ def _unmet(owner: str) -> Iterator[Misfit]:
 
 
 def _builds() -> Iterator[Misfit]:
-    """Companions whose build is called otherwise than that of torch. What PyPI has for Linux on
-    x86-64 is for CUDA and has no tag; it cannot be loaded beside torch's CPU build, which its
-    version alone would fit."""
+    """Yield packages whose build differs in name from torch's. Those on PyPI for Linux on x86-64
+    are for CUDA and have no tag; they cannot be loaded with torch's CPU build, although their
+    version fits."""
     torch = _version("torch")
     intel = (sys.platform, platform.machine()) == ("linux", "x86_64")
     for name in COMPANIONS:

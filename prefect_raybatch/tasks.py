@@ -1,4 +1,4 @@
-"""The address of the Prefect tasks; their home is `flow/tasks.py`."""
+"""Import path of the Prefect tasks; defined in `flow/tasks.py`."""
 
 from __future__ import annotations
 

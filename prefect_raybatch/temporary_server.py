@@ -1,7 +1,7 @@
-"""Prefect's temporary server, which Prefect starts for a flow where no API URL is set.
+"""Prefect's temporary server, which Prefect starts for a flow if no API URL is set.
 
 Prefect starts it as an ordinary child process. A terminal's Ctrl-C then ends it together with the
-flow, which waits minutes for an API that is gone, and it outlives a flow that is killed.
+flow, which waits minutes for the missing API, and it outlives a flow that is killed.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from prefect_raybatch.proxies import bypass_for_local_addresses
 
 
 def guard_temporary_server(server: ModuleType) -> None:
-    """Have Prefect start the server out of reach of signals to this process's group, reach it
-    through no proxy, and end it when this process ends.
+    """Make Prefect start the server shielded from signals to this process's group, contact it
+    without a proxy, and end it when this process ends.
 
-    `server` is the module `prefect.server.api.server`, which starts it. The package has this called
-    when Prefect imports that module, which it does before it runs code of a flow.
+    `server` is the module `prefect.server.api.server`, which starts it. The package arranges that
+    this is called when Prefect imports that module, which it does before it runs code of a flow.
     """
     bypass_for_local_addresses()
     vars(server)["subprocess"] = _Subprocess()
@@ -28,14 +28,14 @@ def guard_temporary_server(server: ModuleType) -> None:
 
 
 class _Subprocess:
-    """The module `subprocess` as Prefect's server uses it, with a `Popen` of ours."""
+    """The module `subprocess` as Prefect's server uses it, with our `Popen`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)
 
     @staticmethod
     def Popen(*arguments: Any, **options: Any) -> subprocess.Popen[Any]:
-        """Start a process in a group of its own: terminals and `timeout` signal whole groups."""
+        """Start a process in its own group, because terminals and `timeout` signal whole groups."""
         process: subprocess.Popen[Any] = subprocess.Popen(*arguments, process_group=0, **options)
         _end_with_us(process.pid)
         return process
@@ -47,8 +47,8 @@ _WATCHERS: list[subprocess.Popen[bytes]] = []  # kept, since each ends once its 
 def _end_with_us(pid: int) -> None:
     """Start a process that waits for the end of this one, however it ends, and then ends `pid`.
 
-    The pipe that it reads from is closed by the kernel. Prefect's own exit handler comes first in
-    an ordinary end, so `kill` may find nothing.
+    The kernel closes the pipe that it reads from. In an ordinary end Prefect's own exit handler
+    comes first, so `kill` may find nothing.
     """
     script = "trap '' INT TERM; cat > /dev/null; kill $0 2> /dev/null"
     command = ["sh", "-c", script, str(pid)]

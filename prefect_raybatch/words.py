@@ -1,4 +1,4 @@
-"""Numbers in sentences; text that databases can hold."""
+"""Numbers in sentences, and text that databases can hold."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from pydantic import ValidationError
 
 
 def counted(number: float, noun: str, plural: str | None = None) -> str:
-    """`1 row`, `1,234 rows`, `0.5 GPUs`; `plural` where it is not the noun with an s."""
+    """Return `1 row`, `1,234 rows`, `0.5 GPUs`; `plural` if it is not the noun with an s."""
     figure = f"{number:,.0f}" if number == int(number) else f"{number:,g}"
     return f"{figure} {noun if number == 1 else plural or noun + 's'}"
 
 
 def money(value: float) -> str:
-    """`1,234.50`, and small sums with the digits that tell them from nothing: `0.00123`."""
+    """Return `1,234.50`, and small sums with their significant digits: `0.00123`."""
     return f"{value:,.2f}" if value == 0 or abs(value) >= 1 else f"{value:.3g}"
 
 
 def are(number: float) -> str:
-    """The verb behind so many."""
+    """Return the verb for that number: is or are."""
     return "is" if number == 1 else "are"
 
 
 def storable(text: str) -> str:
-    """Text that UTF-8 and PostgreSQL can hold: `\N{SYMBOL FOR NULL}` for NUL, `?` for half a
-    surrogate pair. Errors quote what rows hold, and rows hold anything."""
+    """Return text that UTF-8 and PostgreSQL can hold: `␀` for NUL, `?` for half a surrogate pair.
+    Errors quote rows, and rows may hold anything."""
     if text.isascii() and "\0" not in text:
         return text
     return text.replace("\0", "\N{SYMBOL FOR NULL}").encode("utf-8", "replace").decode()
 
 
 def storable_in(value: Any) -> Any:
-    """The same value, with the texts in it made storable."""
+    """Return the same value with its texts made storable."""
     return change_texts(value, storable)
 
 
 def change_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return the same value with each text in it changed, also in mappings, their keys, lists and
+    """Return the same value with each text changed, also in mappings, their keys, lists and
     tuples."""
     if isinstance(value, str):
         return change(value)
@@ -54,8 +54,8 @@ def change_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def error_text(error: BaseException) -> str:
-    """An error's message; of Pydantic's, which vLLM raises, what is wrong with which field, without
-    its links and what else was given."""
+    """Return an error's message; for Pydantic errors, which vLLM raises, what is wrong with which
+    field, without links and other input."""
     if not isinstance(error, ValidationError):
         return str(error)
     lines = []

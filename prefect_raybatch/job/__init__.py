@@ -1,4 +1,4 @@
-"""What a user writes, and what it may not bring about."""
+"""What a user writes, and what it is not allowed to do."""
 
 from __future__ import annotations
 

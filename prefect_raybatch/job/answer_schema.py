@@ -1,8 +1,8 @@
-"""`output.schema_model`: what an answer must be, as the text of a JSON Schema.
+"""`output.schema_model`: the required form of an answer, as the text of a JSON Schema.
 
-A job gives it inline, as a file or as a pydantic class; a plan keeps the text that this meant when
-it was made. As text, and not as a mapping, since the order of properties is the order in which a
-model writes them, and records sort their names.
+A job gives it inline, as a file or as a pydantic class; a plan keeps the text that it stood for. It
+is a text and not a mapping because a model writes properties in the order of the schema, and
+records sort their names.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def check_form(value: str | dict[str, Any]) -> str:
     """Return JSON text, the path of a .json file or package.module:Class as it is, and a mapping as
     JSON text; raise ValueError for anything else.
 
-    Text, since Prefect takes each mapping with a `$ref` in a flow's parameters for a block, and
-    sorts the names of others."""
+    Text, because Prefect treats each mapping with a `$ref` in a flow's parameters as a block, and
+    sorts the names of others.
+    """
     if isinstance(value, dict):
         return json.dumps(_parsed(value), ensure_ascii=False, separators=(",", ":"))
     if value.lstrip().startswith("{"):
@@ -52,8 +53,8 @@ def check_form(value: str | dict[str, Any]) -> str:
 
 
 def schema_text(value: str | Mapping[str, Any]) -> str:
-    """The schema as the text that a plan keeps. Raises `ConfigError` for a file or class that
-    cannot be had, and for a schema that is none or that no engine would take."""
+    """Return the schema as the text that a plan keeps. Raises `ConfigError` for a file or class
+    that cannot be loaded, and for a schema that is invalid or that no engine accepts."""
     try:
         schema = _loaded(value)
         _check(schema)
@@ -118,7 +119,7 @@ def _of_class(name: str) -> dict[str, Any]:
 
 
 def _check(schema: dict[str, Any]) -> None:
-    """ValueError for what is no JSON Schema, or refers to another document."""
+    """Raise ValueError for an invalid JSON Schema, or one that refers to another document."""
     check_schema_limits(schema)
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import Draft202012Validator, validator_for
@@ -149,8 +150,8 @@ def _check(schema: dict[str, Any]) -> None:
 
 
 def _check_grammar(schema: dict[str, Any]) -> None:
-    """ValueError with what the grammar's library, where it is installed, says of a schema: vLLM
-    would refuse each row."""
+    """Raise ValueError with what the grammar library, if installed, rejects in a schema: vLLM would
+    reject each row."""
     if said := guidance_says("json", json.dumps(closed(schema)), blanks=False):
         raise ValueError(
             f"vLLM cannot make a grammar of it: {' '.join(said.split())[:400]}; remove that, and "
@@ -159,7 +160,7 @@ def _check_grammar(schema: dict[str, Any]) -> None:
 
 
 def closed(part: Any) -> Any:
-    """A schema in which objects that name properties have no others, unless they say so."""
+    """Return a schema whose objects with named properties accept no others, unless they say so."""
     if isinstance(part, list):
         return [closed(item) for item in part]
     if not isinstance(part, dict):
@@ -171,7 +172,7 @@ def closed(part: Any) -> Any:
 
 
 def schema_sampling_fields(sampling: Mapping[str, Any], schema: str | None) -> dict[str, Any]:
-    """The sampling fields of a job whose answers have that schema."""
+    """Return the sampling fields of a job whose answers have that schema."""
     if schema is None:
         return dict(sampling)
     form = {
@@ -183,10 +184,11 @@ def schema_sampling_fields(sampling: Mapping[str, Any], schema: str | None) -> d
 
 
 def schema_engine_fields(given: Mapping[str, Any], schema: str | None) -> dict[str, Any]:
-    """vLLM's engine arguments `given` for answers of that schema; what the job sets stays.
+    """Return vLLM's engine arguments `given`, completed for answers of that schema; what the job
+    sets stays.
 
-    Blanks between the parts are forbidden, since models can go on with blanks until max_tokens.
-    vLLM takes this for an engine, and not for a request.
+    Blanks between the parts are forbidden, because models can continue with blanks until
+    max_tokens. vLLM accepts this for an engine, and not for a request.
     """
     if schema is None:
         return dict(given)

@@ -1,8 +1,8 @@
-"""A JSON Schema as typed columns: which Arrow type each property of an answer has.
+"""A JSON Schema as typed columns: the Arrow type of each property of an answer.
 
-Text, whole numbers, numbers, truth values, lists, objects with known properties and objects with
-names of one type have a type of their own. Everything else (unions, recursion, open objects) is
-kept as JSON text, and a plan says so.
+Text, integers, numbers, booleans, lists, objects with known properties and objects whose values
+have one type get types of their own. Everything else (unions, recursion, open objects) is kept as
+JSON text, and the plan says so.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ MIXED = ("patternProperties", "unevaluatedProperties", "dependencies", *COMPOSED
 
 @dataclass(frozen=True)
 class AnswerShape:
-    """One value of an answer. `names`: a struct's properties; `item`: what a list or map holds;
-    `why`: of JSON text, what kept it from a type."""
+    """One value of an answer. `names`: a struct's properties; `item`: the type in a list or map;
+    `why`: for JSON text, why it has no type."""
 
     kind: AnswerKind
     nullable: bool = False
@@ -62,7 +62,7 @@ class AnswerShape:
         return pa.field(name, self.type(), nullable=self.nullable)
 
     def texts(self, place: str) -> Iterator[tuple[str, str]]:
-        """(place, reason) of each part that is kept as JSON text."""
+        """Yield (place, reason) of each part that is kept as JSON text."""
         if self.kind == "json":
             yield place, self.why
         if self.item is not None:
@@ -73,8 +73,8 @@ class AnswerShape:
 
 @lru_cache(maxsize=8)
 def columns_of(text: str) -> dict[str, AnswerShape]:
-    """The columns that the schema's root object gives, by name in order. Raises `ConfigError` for
-    a root that is no object with known properties."""
+    """Return the columns of the schema's root object, by name in order. Raises `ConfigError` for a
+    root that is no object with known properties."""
     schema = _Schema(json.loads(text))
     shape = _shape(schema, schema.root, ())
     if shape.kind != "struct" or shape.nullable:
@@ -88,7 +88,7 @@ def columns_of(text: str) -> dict[str, AnswerShape]:
 
 @dataclass
 class _Schema:
-    """A schema whose shapes are counted: each $ref to a type makes that type anew, so that a short
+    """A schema whose shapes are counted: each $ref creates its target's type anew, so a short
     schema of references to references can have more columns than memory holds."""
 
     root: dict[str, Any]
@@ -104,7 +104,7 @@ class _Schema:
 
 
 def _shape(schema: _Schema, part: Any, path: tuple[str, ...]) -> AnswerShape:
-    """The shape of `part` of a schema; `path` are the references that lead to it."""
+    """Return the shape of `part` of a schema; `path` are the references that lead to it."""
     schema.count_shape()
     if not isinstance(part, dict):
         return AnswerShape(
@@ -131,8 +131,8 @@ def _shape(schema: _Schema, part: Any, path: tuple[str, ...]) -> AnswerShape:
 
 
 def _only_member(part: dict[str, Any]) -> tuple[Any, bool] | None:
-    """What is left of a union without null, where that is one schema, and whether null was there;
-    None for any other union, and where there is none."""
+    """Return the only member of a union besides null, and whether null was there; None for any
+    other union, and without one."""
     composed = [word for word in COMPOSED if word in part]
     if len(composed) == 1 and composed[0] in ("anyOf", "oneOf", "allOf"):
         members = part[composed[0]]

@@ -1,5 +1,5 @@
-"""What a job says of its chat, as far as the job alone can tell: tools, arguments of the chat
-template, names of parsers."""
+"""Checks of a job's chat settings that need only the job: tools, arguments of the chat template,
+names of parsers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def is_template_text(value: str) -> bool:
 
 
 def check_template_arguments(value: dict[str, Any]) -> dict[str, Any]:
-    """`prompt.chat_template_kwargs` in one order; ValueError for what is no JSON or is not free."""
+    """Return `prompt.chat_template_kwargs` in a fixed order; raise ValueError for values that are
+    no JSON or not allowed."""
     for name in value:
         if name in TAKEN:
             raise ValueError(f"{name!r} is set by the run itself; leave it out")
@@ -37,7 +38,7 @@ def check_template_arguments(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_tools(value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """`prompt.tools` in one order; ValueError names the tool that is no definition of one."""
+    """Return `prompt.tools` in a fixed order; raise ValueError that names an invalid tool."""
     if value is None:
         return None
     if not value:
@@ -63,7 +64,7 @@ def check_tools(value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | No
 
 
 def check_parser(name: str | None, known: frozenset[str] | None) -> str | None:
-    """A parser's name as it is; ValueError where the installed vLLM knows it not."""
+    """Return a parser's name; raise ValueError if the installed vLLM does not know it."""
     if name is not None and known is not None and name not in known:
         raise ValueError(f"vLLM has no such parser as {name!r}{nearest(name, known)}")
     return name
@@ -77,8 +78,9 @@ def _json(value: Any) -> Any:
 
 
 def _ordered(value: Any) -> Any:
-    """In one order of names, since templates write tools as they stand: records and Prefect's
-    database keep no order, and the prompts of a retry must be those of its run."""
+    """Return values in a fixed order of names, because templates write tools in their given order:
+    records and Prefect's database keep no order, and the prompts of a retry must equal those of its
+    run."""
     if isinstance(value, list):
         return [_ordered(inner) for inner in value]
     if not isinstance(value, Mapping):

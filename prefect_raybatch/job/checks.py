@@ -1,4 +1,4 @@
-"""Checks of what a job says that need neither the input nor a cluster."""
+"""Checks of a job that need neither the input nor a cluster."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def seconds_of(text: str) -> float:
-    """Seconds of `90s`, `15m`, `2h`, `3d`; `ConfigError` for anything else."""
+    """Return the seconds of `90s`, `15m`, `2h`, `3d`; raise `ConfigError` for anything else."""
     match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([smhd])", text.strip())
     if match is None:
         raise ConfigError(f"{text!r} is no duration; write 90s, 15m, 2h or 3d")
@@ -38,7 +38,7 @@ def seconds_of(text: str) -> float:
 
 
 def check_duration(text: str | None) -> str | None:
-    """As `seconds_of` takes it, and more than none; ValueError says what is wrong otherwise."""
+    """Return a duration above zero as `seconds_of` takes it; raise ValueError otherwise."""
     if text is not None:
         try:
             seconds = seconds_of(text)
@@ -50,7 +50,7 @@ def check_duration(text: str | None) -> str | None:
 
 
 def without_user(uri: str) -> str:
-    """`uri` itself; ValueError, which does not quote it, where it holds a user or a password."""
+    """Return `uri`; raise ValueError, without quoting it, if it contains a user or a password."""
     if USERINFO.search(uri):
         raise ValueError(
             "holds a user or a key before an @; write s3://bucket/key, and keys into the options, "
@@ -60,7 +60,7 @@ def without_user(uri: str) -> str:
 
 
 def check_uri(uri: str) -> str:
-    """A local path, file:// or s3://bucket/key; ValueError says what is wrong otherwise."""
+    """Return a local path, file:// or s3://bucket/key; raise ValueError otherwise."""
     if not uri or not uri.strip() or "\x00" in uri:
         raise ValueError("is empty; write a path such as data/customers.csv or s3://bucket/key")
     without_user(uri)
@@ -75,12 +75,12 @@ def check_uri(uri: str) -> str:
 
 
 def is_web(uri: str) -> bool:
-    """Whether `uri` names a file by http(s)."""
+    """Return whether `uri` is an http(s) URL."""
     return uri.partition("://")[0].lower() in WEB_SCHEMES and "://" in uri
 
 
 def check_web(uri: str) -> str:
-    """A file's http(s) URL; ValueError says what is wrong otherwise."""
+    """Return the http(s) URL of a file; raise ValueError otherwise."""
     without_user(uri)
     place = uri.partition("://")[2].partition("#")[0].partition("?")[0]
     host, _, path = place.partition("/")
@@ -90,22 +90,22 @@ def check_web(uri: str) -> str:
 
 
 def check_function(name: str) -> str:
-    """`package.module:function`; ValueError otherwise. Nothing is imported here."""
+    """Return `package.module:function`; raise ValueError otherwise. Imports nothing."""
     if not FUNCTION.match(name):
         raise ValueError(f"{name!r} is not of the form package.module:function")
     return name
 
 
 def class_name(value: object) -> str | None:
-    """The `package.module:Class` that stands in place of a schema, else None."""
+    """Return the `package.module:Class` that replaces a schema, else None."""
     return value if isinstance(value, str) and FUNCTION.match(value) else None
 
 
 def template_fields(template: str) -> tuple[str, ...]:
-    """Column names a template uses, in order of first use.
+    """Return the column names that a template uses, in order of first use.
 
-    Only plain `{Column}` fields are allowed ({{ and }} are literal braces): attribute or index
-    access, conversions and format specs are refused, since a job file is untrusted input.
+    Only plain `{Column}` fields are allowed ({{ and }} are literal braces). Attribute or index
+    access, conversions and format specs are rejected, because a job file is untrusted input.
     """
     names: list[str] = []
     try:
@@ -134,7 +134,8 @@ def refuse_unknown(
     where: str = "",
     between: str = "\n",
 ) -> None:
-    """ValueError naming, a line each, the fields that neither we nor the installed vLLM know."""
+    """Raise ValueError that names, one per line, the fields that neither we nor the installed vLLM
+    know."""
     unknown = [name for name in given if known is not None and name not in known | ours]
     if known is not None and unknown:
         names = known | ours
@@ -146,8 +147,8 @@ def refuse_unknown(
 def unknown_too(
     kind: type[BaseModel], value: object, known: Callable[[], frozenset[str] | None]
 ) -> Iterator[None]:
-    """Of a group in which another field is wrong, what is unknown is told as well: else it would be
-    the next error, once that one is mended."""
+    """Report unknown fields of a group together with other errors in it; otherwise they would be
+    the next error, once the others are fixed."""
     try:
         yield
     except ValidationError as error:
@@ -173,7 +174,8 @@ def nearest(name: str, known: set[str] | frozenset[str]) -> str:
 
 
 def check_count(value: object, most: int, auto: bool = True) -> Any:
-    """A whole number from 1 to `most`, or auto; ValueError otherwise. A form sends text."""
+    """Return a whole number from 1 to `most`, or auto; raise ValueError otherwise. A form sends
+    text."""
     if auto and value == "auto":
         return value
     if isinstance(value, str) and value.isdecimal():
@@ -190,7 +192,8 @@ def check_count(value: object, most: int, auto: bool = True) -> Any:
 
 
 def not_finite(value: object) -> str | None:
-    """Where in a plain value NaN or an infinity stands, such as `.bias.3`; None if nowhere."""
+    """Return the place of a NaN or an infinity in a plain value, such as `.bias.3`; None if there
+    is none."""
     if isinstance(value, float):
         return None if math.isfinite(value) else ""
     if isinstance(value, Mapping):
@@ -205,7 +208,8 @@ def not_finite(value: object) -> str | None:
 
 
 def check_run_key(key: str) -> str:
-    """A run key is one path segment; `ConfigError` for anything that could leave the root."""
+    """Return a run key, which is one path segment; raise `ConfigError` for anything that could
+    leave the root."""
     if not NAME.match(key) or ".." in key:
         raise ConfigError(
             f"run key {key!r} may only hold letters, digits and ._- (a letter or digit first, "

@@ -91,7 +91,8 @@ class Cluster(Group):
 
     @property
     def access(self) -> ClusterAccess:
-        """How the cluster is reached. Raises `ConfigError` for a block that nobody has loaded."""
+        """Return how to reach the cluster. Raises `ConfigError` for a block that nobody has
+        loaded."""
         if self._access is not None:
             return self._access
         if self.block is not None:
@@ -102,24 +103,25 @@ class Cluster(Group):
 
     @property
     def access_if_loaded(self) -> ClusterAccess | None:
-        """How the cluster is reached where its block is loaded, else None."""
+        """Return how to reach the cluster if its block is loaded, else None."""
         return self._access
 
     def with_access(self, access: ClusterAccess) -> Cluster:
-        """The same, reached as its block says."""
+        """Return it with the access that its block gives."""
         made = self.model_copy()
         made._access = access
         return made
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the job names a running cluster to join, or one to be made on Kubernetes."""
+        """Return whether the job names a running cluster to join, or one to create on
+        Kubernetes."""
         address = self.address not in (None, LOCAL)
         return bool(address or self.block or self.kubernetes.asked)
 
     @property
     def priced(self) -> bool:
-        """Whether any price is given."""
+        """Return whether any price is given."""
         return self.price_per_gpu_hour is not None or bool(self.price_by_card)
 
     @field_validator("price_by_card")

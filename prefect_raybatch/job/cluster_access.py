@@ -1,4 +1,4 @@
-"""Where a job's cluster is and what it asks of those who come, as a block or the job says."""
+"""How to reach a job's cluster and authenticate, from a block or from the job."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from prefect_raybatch.job.kubernetes import Kubernetes
 @dataclass(frozen=True)
 class ClusterAccess:
     """The address or the job server of a cluster, both None for a local one. `token` is Ray's, by
-    default that of the environment; `headers` go with each request to the job server, the token
-    among them. `block` is the block that says so, None where the job does. Secrets are in no
+    default that of the environment; `headers` are sent with each request to the job server,
+    including the token. `block` is the block that says so, None if the job does. Secrets are in no
     repr."""
 
     address: str | None = None
@@ -24,5 +24,5 @@ class ClusterAccess:
 
     @property
     def remote(self) -> bool:
-        """Whether runs are Ray jobs of a job server, that is, work in no process of ours."""
+        """Return whether runs are jobs of a Ray job server and so work in no process of ours."""
         return self.job_server is not None or self.kubernetes is not None

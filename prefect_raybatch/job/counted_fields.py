@@ -1,4 +1,4 @@
-"""Which fields of a job decide its answers, and so count in its fingerprint."""
+"""The fields of a job that decide its answers and so count in its fingerprint."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Which answers are certain before they are written out, and after how many tokens: the labels of
-`sampling.choice`.
+"""When answers out of several labels (`sampling.choice`) are certain before they are complete, and
+after how many tokens.
 
-The grammar of a choice lets a token through only if its bytes go on one of the labels, so each
-token of an answer is the end or at least one byte of a label. With
+The grammar of a choice accepts a token only if its bytes continue one of the labels, so each token
+of an answer is the end or at least one byte of a label. After
 
-    cap = (bytes of the longest beginning that two labels share) + 1
+    cap = (bytes of the longest common prefix of two labels) + 1
 
-tokens an answer has ended, or its bytes are those of one label only.
+tokens an answer has ended, or its bytes are those of only one label.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ PENALTIES = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty"
 
 
 def may_stop_early(arguments: Mapping[str, Any]) -> bool:
-    """Whether an engine of these arguments asks xgrammar alone which tokens may come."""
+    """Return whether only xgrammar decides which tokens may come in an engine with these
+    arguments."""
     forms = arguments.get("structured_outputs_config") or {}
     backend = forms.get("backend") if isinstance(forms, Mapping) else str(forms)
     backend = arguments.get("guided_decoding_backend") or backend or "auto"
@@ -40,8 +41,8 @@ def may_stop_early(arguments: Mapping[str, Any]) -> bool:
 
 
 def labels_cut_short(fields: Mapping[str, Any]) -> Sequence[str] | None:
-    """The labels of a request with these sampling fields whose answer may be cut short; None where
-    it is asked as it is."""
+    """Return the labels of a request with these sampling fields whose answer may be cut short; None
+    if it is asked unchanged."""
     given = {name: value for name, value in fields.items() if value is not None}
     labels = _labels(given)
     if labels is None or not given.keys() <= ALLOWED_BESIDE:
@@ -52,7 +53,8 @@ def labels_cut_short(fields: Mapping[str, Any]) -> Sequence[str] | None:
 
 
 def may_ask_rest(fields: Mapping[str, Any]) -> bool:
-    """Whether an answer cut short with these sampling fields goes on alike in a second request."""
+    """Return whether a second request can continue an answer cut short with these sampling
+    fields."""
     given = {name: value for name, value in fields.items() if value is not None}
     if given.get("n", 1) != 1 or "seed" in given:
         return False
@@ -60,26 +62,27 @@ def may_ask_rest(fields: Mapping[str, Any]) -> bool:
 
 
 def label_cap(labels: Sequence[str]) -> int:
-    """The tokens after which one label only is left, for any tokenizer."""
+    """Return the number of tokens after which only one label is left, for any tokenizer."""
     texts = sorted({label.encode() for label in labels})
     return 1 + max((_shared(one, other) for one, other in pairwise(texts)), default=0)
 
 
 def _shared(one: bytes, other: bytes) -> int:
-    """Bytes at the beginning of both."""
+    """Return the length of the common prefix in bytes."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def choice_of(given: Mapping[str, Any]) -> Sequence[Any] | None:
-    """The labels of a request, however they are written, that its answer is one of."""
+    """Return the labels that a request's answer must be one of, however they are written; None
+    without."""
     form = given.get("structured_outputs")
     in_form = form.get("choice") if isinstance(form, Mapping) else None
     return given.get("choice") or in_form
 
 
 def _labels(given: Mapping[str, Any]) -> Sequence[str] | None:
-    """The labels of a request of which nothing but them says what its answer may be."""
+    """Return the labels of a request whose answer nothing else constrains; else None."""
     form = given.get("structured_outputs")
     if form is not None and not (isinstance(form, Mapping) and set(form) == {"choice"}):
         return None

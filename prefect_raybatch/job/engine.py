@@ -157,7 +157,7 @@ class Engine(Group):
 
     @classmethod
     def _may_hold_keys(cls, name: str) -> bool:
-        """Also the arguments that are no fields of ours."""
+        """Include arguments that are no fields of ours."""
         return name == "env" or name not in cls.model_fields
 
     @field_validator("model")
@@ -239,17 +239,17 @@ class Engine(Group):
 
     @property
     def given(self) -> dict[str, Any]:
-        """vLLM's engine arguments beside those that have a field here."""
+        """Return vLLM's engine arguments that have no field here."""
         return dict(self.model_extra or {})
 
     @property
     def spans_nodes(self) -> bool:
-        """Whether the GPUs of one engine may be on several nodes."""
+        """Return whether the GPUs of one engine may be on several nodes."""
         return self.given.get("distributed_executor_backend") == "ray"
 
     @property
     def context(self) -> int | None:
-        """`max_model_len` in tokens; None for the model's own. An `auto` is settled later
+        """Return `max_model_len` in tokens; None for the model's own. An `auto` is settled later
         (`RunSpec.decide`)."""
         return None if self.max_model_len == "auto" else self.max_model_len
 

@@ -1,9 +1,9 @@
-"""Values that vLLM's engine arguments take, by its own annotations and without importing it.
+"""Checks values of vLLM's engine arguments against its own annotations, without importing it.
 
-vLLM looks at them when an engine starts: after half a minute, once for each of its restarts. What
-the source of the installed vLLM says is asked instead: of each argument its annotation, the bounds
-of the configuration class that it goes to, and the fields of such a class. What cannot be told from
-there (a class of torch, a callable) is not looked at.
+vLLM checks them when an engine starts: after half a minute, once for each of its restarts. This
+module reads the source of the installed vLLM instead: the annotation of each argument, the bounds
+in its configuration class, and the fields of such a class. What cannot be derived from there (a
+class of torch, a callable) is not checked.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ MAPPINGS = {"speculative_config": "SpeculativeConfig"}
 
 
 class _Unknown(Exception):
-    """Of a type nothing can be told."""
+    """A type about which nothing is known."""
 
 
 def wrong_values(given: Mapping[str, Any]) -> str | None:
-    """What vLLM would refuse of `given` ({engine argument: value}), a line each; None where that is
-    nothing, or vLLM is not installed. null is the default and always right."""
+    """Return what vLLM would reject in `given` ({engine argument: value}), one per line; None if
+    nothing, or if vLLM is not installed. null is the default and always valid."""
     fields = {
         name: (kind | None, None) for name, kind in types_of_arguments(tuple(sorted(given))).items()
     }
@@ -55,7 +55,7 @@ def wrong_values(given: Mapping[str, Any]) -> str | None:
 
 @cache
 def types_of_arguments(names: tuple[str, ...]) -> dict[str, Any]:
-    """The types of those engine arguments of which one can be told."""
+    """Return the types of those engine arguments of which one can be derived."""
     found = {}
     for item in vllm_fields.annotated(vllm_fields.class_body(*ENGINE_ARGS)):
         name = item.target.id
@@ -73,8 +73,8 @@ def types_of_arguments(names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _default_of(value: ast.expr | None) -> ast.expr | None:
-    """The default of the class's field that an argument has: `Class.name`, or
-    `get_field(Class, "name")`."""
+    """Return the default of the class field behind an argument: `Class.name`, or `get_field(Class,
+    "name")`."""
     match value:
         case ast.Attribute(value=ast.Name(id=owner), attr=name):
             pass
@@ -90,7 +90,7 @@ def _default_of(value: ast.expr | None) -> ast.expr | None:
 
 
 def _bounded(kind: Any, default: ast.expr | None) -> Any:
-    """The type with the bounds that `Field(...)` gives it."""
+    """Return the type with the bounds in its `Field(...)`."""
     match default:
         case ast.Call(func=ast.Name(id="Field"), keywords=given):
             bounds = {one.arg: ast.literal_eval(one.value) for one in given if one.arg in BOUNDS}
@@ -100,7 +100,7 @@ def _bounded(kind: Any, default: ast.expr | None) -> Any:
 
 
 def _type(node: ast.expr) -> Any:
-    """The type that an annotation names."""
+    """Return the type that an annotation names."""
     match node:
         case ast.Constant(value=None):
             return None
@@ -143,13 +143,13 @@ def _named(name: str) -> Any:
 
 
 def _decorators(node: ast.ClassDef | ast.FunctionDef) -> dict[str, ast.expr]:
-    """The decorators of a class or function by name."""
+    """Return the decorators of a class or function by name."""
     return {re.sub(r"\(.*", "", ast.unparse(one), flags=re.S): one for one in node.decorator_list}
 
 
 def _class(node: ast.ClassDef) -> type[BaseModel]:
-    """A configuration class: its fields and no other. A field that its own code makes fit first is
-    taken as it is."""
+    """Return a configuration class: only its fields. A field that its own code converts first is
+    not checked."""
     made_fit = set(_made_fit(node))
     fields: dict[str, Any] = {}
     for item in vllm_fields.annotated(node.body):
@@ -163,7 +163,7 @@ def _class(node: ast.ClassDef) -> type[BaseModel]:
 
 
 def _made_fit(node: ast.ClassDef) -> Iterator[str]:
-    """The fields (or *) whose values a class changes before they are looked at."""
+    """Yield the fields (or *) whose values a class converts before it checks them."""
     for item in node.body:
         if not isinstance(item, ast.FunctionDef):
             continue

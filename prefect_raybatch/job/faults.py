@@ -1,4 +1,4 @@
-"""What is wrong with a job's fields, a line each: where it stands, what is wrong, what to write."""
+"""Explains what is wrong with a job's fields, one per line: where, what is wrong, what to write."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ YES_OR_NO = {True: ("true", "yes, on and true", "yes"), False: ("false", "no, of
 
 
 def unknown_words(place: FieldPlace) -> None:
-    """Of values that come from no file."""
+    """Return None: the values come from no file."""
     return
 
 
 def explain(
     error: ValidationError, model: type[BaseModel], where: str, words: Words = unknown_words
 ) -> str:
-    """A pydantic error as lines a person can act on: field, what is wrong, value; `words` tells
-    how a value was written in the job's file."""
+    """Return a pydantic error as actionable lines: field, what is wrong, value; `words` returns how
+    a value was written in the job's file."""
     items = [(item, *_place(model, item["loc"])) for item in error.errors(include_url=False)]
     told: dict[FieldPlace, list[str]] = {}
     for item, place, kind, branch in items:
@@ -47,7 +47,8 @@ def explain(
 
 
 def _joined(messages: list[str]) -> Iterator[str]:
-    """The messages on one place, what unions ask for in one; those of several lines as such."""
+    """Yield the messages about one place, with those of a union joined; multi-line ones stay
+    separate."""
     value = messages[-1][messages[-1].find(" (value: ") :] if " (value: " in messages[-1] else ""
     plain = [message.removesuffix(value) for message in messages]
     yield from (" or ".join(dict.fromkeys(plain)) + value).splitlines()
@@ -74,7 +75,7 @@ def _message(item: ErrorDetails, place: FieldPlace, kind: Any, words: Words) -> 
 
 
 def _no_group(name: str, kind: type[BaseModel], given: object) -> str:
-    """What is said of a value that stands where fields should."""
+    """Return the message about a value in the place of a group of fields."""
     first, field = next(iter(kind.model_fields.items()))
     kinds = (field.annotation, *get_args(field.annotation))
     taken = isinstance(given, str) and (str in kinds or given in kinds)
@@ -89,7 +90,7 @@ def _no_group(name: str, kind: type[BaseModel], given: object) -> str:
 
 
 def _no_text(given: object, written: str | None, hidden: bool) -> str:
-    """What is said of a value that YAML has read as something else than text."""
+    """Return the message about a value that YAML read as something other than text."""
     if isinstance(given, dict):
         return "is a mapping, and text is wanted; put quotes around a text that begins with {"
     if isinstance(given, (list, tuple)):
@@ -114,9 +115,9 @@ def _no_text(given: object, written: str | None, hidden: bool) -> str:
 
 
 def _place(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[FieldPlace, Any, bool]:
-    """(names, kind, branch): where an error is as a person writes it, without pydantic's names of
-    a union's branches; what is wanted there, of an unknown field its group; and whether the place
-    ends with such a branch."""
+    """Return (names, kind, branch): the place of an error as a user writes it, without pydantic's
+    names of union branches; what is expected there, for an unknown field its group; and whether the
+    place ends with such a branch."""
     kind: Any = model
     names: list[int | str] = []
     branch = False
@@ -141,7 +142,7 @@ def _place(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[FieldPlace
 
 
 def _options(kind: Any) -> list[Any]:
-    """What a value may be beside None."""
+    """Return the alternatives of a value besides None."""
     if get_origin(kind) in (Union, UnionType):
         return [one for one in get_args(kind) if one is not type(None)]
     return [kind]
@@ -157,14 +158,14 @@ def _label_of(part: str) -> str:
 
 
 def _names(kind: Any) -> set[str]:
-    """The names of all fields of a group."""
+    """Return the names of all fields of a group."""
     if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
         return set()
     return {field.alias or name for name, field in kind.model_fields.items()}
 
 
 def _short(value: object) -> str:
-    """The start of a value; never all of one that aliases have blown up."""
+    """Return the start of a value; never all of one that aliases have expanded."""
     if isinstance(value, str):
         return value[:80]
     brief = reprlib.Repr()

@@ -1,7 +1,7 @@
-"""source.filter as it is written: a small part of SQL's WHERE, read into conditions.
+"""Parses source.filter: a small part of SQL's WHERE.
 
-One language for all formats. NOT is moved inwards while reading, so that what is left is AND and OR
-over conditions on one column, each of which can be handed to any format's own reader.
+One language for all formats. NOT is moved inwards while parsing, so the result is AND and OR over
+conditions on one column, each of which can be passed to any format's own reader.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ _OPPOSITE = {"=": "!=", "!=": "=", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
 
 
 def parse_filter(text: str) -> Condition:
-    """The conditions of a filter. ValueError says where it cannot be read, and what would be."""
+    """Return the conditions of a filter. Raises ValueError with the position and what is
+    expected."""
     if not text.strip():
         raise ValueError("is empty; write a condition such as amount > 10, or leave it out")
     if len(text) > LONGEST:
@@ -90,14 +91,14 @@ def parse_filter(text: str) -> Condition:
 
 
 def columns_in(condition: Condition) -> tuple[str, ...]:
-    """The columns that it looks at, in order of first use."""
+    """Return the columns it uses, in order of first use."""
     if isinstance(condition, AllOf | AnyOf):
         return tuple(dict.fromkeys(name for part in condition.parts for name in columns_in(part)))
     return (condition.column,)
 
 
 def negate(condition: Condition) -> Condition:
-    """NOT, moved inwards. As in SQL a null fits neither a condition nor its opposite."""
+    """Return NOT, moved inwards. As in SQL, null satisfies neither a condition nor its negation."""
     if isinstance(condition, AllOf | AnyOf):
         parts = tuple(map(negate, condition.parts))
         return AnyOf(parts) if isinstance(condition, AllOf) else AllOf(parts)
@@ -118,12 +119,12 @@ class _Token:
 
     @property
     def keyword(self) -> str:
-        """The token as a keyword or a sign."""
+        """Return the token as a keyword or a sign."""
         return self.value.upper() if self.kind in ("word", "sign") else ""
 
 
 class _Reader:
-    """Reads the tokens from left to right; OR binds weaker than AND, AND weaker than NOT."""
+    """Parses the tokens from left to right; OR binds weaker than AND, AND weaker than NOT."""
 
     def __init__(self, text: str) -> None:
         self._tokens = list(_tokens(text))
@@ -141,7 +142,7 @@ class _Reader:
         return self._tokens[self._next]
 
     def _take(self, *keywords: str) -> _Token | None:
-        """The next token if it is one of these."""
+        """Return the next token if it is one of these."""
         token = self._seen
         if token.keyword not in keywords or not keywords:
             return None

@@ -1,4 +1,4 @@
-"""How the fields of a job show in the form of the Prefect page: their order, titles and types."""
+"""How the fields of a job appear in the Prefect form: order, titles and types."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pydantic import Field
 
 
 def field(position: int, default: Any = ..., *, title: str, text: str, **kwargs: Any) -> Any:
-    """A described field; `position` keeps the order in the Prefect form, which else is A to Z."""
+    """Return a described field; `position` sets the order in the Prefect form, which is otherwise
+    alphabetical."""
     return Field(
         default,
         title=title,
@@ -25,10 +26,10 @@ TABS = {
 
 
 def show_plainly(field: dict[str, Any]) -> None:
-    """Makes of a field that may be left out a plain one without a default, for which Prefect's
-    server takes null as well, and of int | float a number. Prefect's form shows a union as tabs
-    named after Python's types, and to fill in a field one must find the right tab first; what
-    remains of unions gets tabs with names for people."""
+    """Turn an optional field into a plain one without a default, for which Prefect's server accepts
+    null as well, and int | float into a number. Prefect's form shows a union as tabs named after
+    Python's types, and users must find the right tab first; remaining unions get tabs with readable
+    names."""
     if "ge" in field:  # pydantic leaves the bound of a union as it is
         field["minimum"] = field.pop("ge")
     kinds = [kind for kind in field.get("anyOf", ()) if kind.get("type") != "null"]

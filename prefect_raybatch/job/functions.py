@@ -1,4 +1,5 @@
-"""Loads the functions a job names; only from importable modules that the operator installed."""
+"""Loads the functions that a job names, only from importable modules that the operator
+installed."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def check_defined_in(value: object, module: str, attribute: str, field: str) -> 
 
 
 def load_function(name: str, field: str) -> Callable[..., Any]:
-    """The callable `package.module:function`; `ConfigError` names `field` when it cannot be had."""
+    """Return the callable `package.module:function`; raise `ConfigError` that names `field` if it
+    cannot be loaded."""
     module_name, _, attribute = name.partition(":")
     check_module(module_name, field)
     try:
@@ -78,7 +80,7 @@ def load_function(name: str, field: str) -> Callable[..., Any]:
 
 
 def import_failure(module: str, error: BaseException) -> str:
-    """Say in a line what a module's own code raised on import, and where."""
+    """Return in a line what a module's own code raised on import, and where."""
     if isinstance(error, SyntaxError):
         reason, place = error.msg, f"{error.filename}, line {error.lineno}"
     else:
@@ -92,7 +94,8 @@ def import_failure(module: str, error: BaseException) -> str:
 
 
 def source_digest(name: str, field: str) -> str:
-    """SHA-256 of the source file of the function's module: a changed helper beside it counts too.
+    """Return the SHA-256 of the source file of the function's module, so that a changed helper in
+    it counts too.
 
     Falls back to the function's own source, then to its name (a builtin has none).
     """

@@ -1,4 +1,5 @@
-"""What all groups of a job's fields share: unknown fields are refused, keys are hidden."""
+"""The common base of a job's groups of fields: unknown fields are rejected, credentials are
+masked."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def _is_group(annotation: object) -> bool:
 
 
 class Group(BaseModel):
-    """Fields that belong together; unknown ones are refused."""
+    """Fields that belong together; unknown ones are rejected."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True, hide_input_in_errors=True)
 
@@ -59,7 +60,7 @@ class Group(BaseModel):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """The schema, with each field as the form in the Prefect page shows it best."""
+        """Return the schema, with each field as the Prefect form shows it best."""
         schema = handler(core_schema)
         # As what is written out, a group is any object: which keys are hidden is told only then.
         for shown in handler.resolve_ref_schema(schema).get("properties", {}).values():
@@ -70,7 +71,8 @@ class Group(BaseModel):
     def _hidden(
         self, handler: SerializerFunctionWrapHandler, info: SerializationInfo
     ) -> dict[str, Any]:
-        """As JSON, keys are hidden unless the context asks for them (`to_dict` does)."""
+        """Serialize to JSON with credentials masked, unless the context asks for them (`to_dict`
+        does)."""
         value: dict[str, Any] = handler(self)
         if info.mode != "json" or (info.context or {}).get("clear"):
             return value
@@ -82,7 +84,7 @@ class Group(BaseModel):
 
     @classmethod
     def _may_hold_keys(cls, name: str) -> bool:
-        """Mappings whose names anybody may choose."""
+        """Return whether it is a mapping with arbitrary names."""
         return name in ("options", "env", "catalog")
 
     def _shown(self, name: str, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a job says of the images that go with a row's text."""
+"""The images that accompany a row's text."""
 
 from __future__ import annotations
 
@@ -102,5 +102,5 @@ class Images(Group):
 
     @property
     def most(self) -> int:
-        """Images a row may have."""
+        """Return how many images a row may have."""
         return self.per_row or 1

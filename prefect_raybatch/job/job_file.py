@@ -17,8 +17,8 @@ MAX_VALUES = 100_000  # in a job file; a few aliases of aliases can stand for bi
 
 
 def read_job_file(path: str | Path) -> YamlText:
-    """What a job file says; `ConfigError` when it is missing, not YAML, no mapping, or says
-    something twice."""
+    """Return the content of a job file; raise `ConfigError` if it is missing, not YAML, no mapping,
+    or repeats a key."""
     from prefect_raybatch.job.yaml_text import read_yaml
 
     try:
@@ -43,9 +43,9 @@ def read_job_file(path: str | Path) -> YamlText:
 
 
 def with_fields(value: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A job as plain values with `changes` ({"sampling.max_tokens": 99}) made in a copy of it.
+    """Return a job as plain values with `changes` ({"sampling.max_tokens": 99}) made in a copy.
 
-    Groups that are not there are made; `ConfigError` where a field is taken for a group.
+    Missing groups are created; raises `ConfigError` if a field is used as a group.
     """
     made = copy.deepcopy(dict(value))
     for field, new in changes.items():
@@ -60,7 +60,7 @@ def with_fields(value: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
 
 
 def _fits(value: object) -> bool:
-    """Whether a value holds at most MAX_VALUES values; stops counting there."""
+    """Return whether a value holds at most MAX_VALUES values; stops counting there."""
     waiting, seen = [value], 0
     while waiting and seen <= MAX_VALUES:
         seen += 1

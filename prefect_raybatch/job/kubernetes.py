@@ -1,4 +1,5 @@
-"""The Ray cluster that a run has made for itself on Kubernetes: `cluster.kubernetes` of a job."""
+"""The Ray cluster that a run creates for itself on Kubernetes: `cluster.kubernetes` of a job
+file."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ SHAPE = (
 
 
 def quantity(text: object) -> Decimal:
-    """The value of a quantity such as 500m, 8 or 32Gi. `ValueError` for anything else."""
+    """Return the value of a quantity such as 500m, 8 or 32Gi. Raises `ValueError` for anything
+    else."""
     match = None if isinstance(text, bool) else QUANTITY.fullmatch(str(text))
     if match is None:
         raise ValueError(
@@ -65,7 +67,7 @@ class PodShape:
 
     @property
     def head_ray_cpus(self) -> int:
-        """The CPUs that Ray is told of on the head."""
+        """Return the CPUs that Ray is told about on the head."""
         return max(1, int(quantity(self.head_cpu)))
 
 
@@ -248,7 +250,7 @@ class Kubernetes(Group):
 
     @property
     def asked(self) -> Kubernetes | None:
-        """None where the group is empty, which asks for no cluster."""
+        """Return None if the group is empty, which asks for no cluster."""
         return self if self.image or self.manifest or self.manifest_file else None
 
     @property
@@ -277,8 +279,8 @@ class Kubernetes(Group):
 
 
 def check_manifest(value: Mapping[str, Any]) -> None:
-    """Raises `ValueError` naming the field of a RayCluster in which `value` is none that a run can
-    use, or that holds a key in clear."""
+    """Raise `ValueError` that names the field of a RayCluster that a run cannot use, or that
+    contains a credential in clear text."""
     kind = (value.get("apiVersion"), value.get("kind"))
     if kind != ("ray.io/v1", "RayCluster"):
         raise ValueError(
@@ -341,7 +343,7 @@ def _check_group(group: Mapping[str, Any], where: str) -> None:
 
 
 def containers(pod: Mapping[str, Any], where: str = "spec") -> Iterator[Mapping[str, Any]]:
-    """The containers of a pod's spec; `ValueError` where there are none."""
+    """Return the containers of a pod's spec; raise `ValueError` if there are none."""
     found = pod.get("containers")
     if not isinstance(found, list) or not found:
         raise ValueError(f"{where}.containers: a list of at least one container is needed")

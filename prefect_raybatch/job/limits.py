@@ -1,4 +1,4 @@
-"""When a run gives up: the limits of a job, and what they come to for so many rows."""
+"""When a run gives up: the limits of a job, and their values for a number of rows."""
 
 from __future__ import annotations
 
@@ -140,10 +140,10 @@ class Limits(Group):
         return given or {"max_failed_fraction": MAX_FAILED}
 
     def allowed(self, rows: int) -> int:
-        """Failed rows allowed of `rows` planned.
+        """Return the failed rows allowed among `rows` planned.
 
-        A fraction is rounded down; `max_failed_fraction` above 0 allows at least one row, and
-        below 1 not all of them, so that neither one bad row of 20 fails a run, nor one of 1 passes.
+        A fraction is rounded down; `max_failed_fraction` above 0 allows at least one row, and below
+        1 not all of them, so that neither one bad row of 20 fails a run, nor one of 1 passes.
         """
         allowed = []
         for name, value in self._limits().items():
@@ -155,13 +155,14 @@ class Limits(Group):
         return min(allowed)
 
     def said(self, rows: int) -> str:
-        """The limit in words: `limits.max_failed_rows 2 (2 rows) allows`."""
+        """Return the limit in words: `limits.max_failed_rows 2 (2 rows) allows`."""
         fields = [f"limits.{name} {value}" for name, value in self._limits().items()]
         words = counted(self.allowed(rows), "row")
         return f"{' and '.join(fields)} ({words}) allow{'s' if len(fields) == 1 else ''}"
 
     def reported(self, rows: int) -> int:
-        """Failed rows of `rows` planned above which the quarantine is reported."""
+        """Return the number of failed rows, of `rows` planned, above which the quarantine is
+        reported."""
         return (
             self.allowed(rows) // 2 if self.warn_failed is None else _share(self.warn_failed, rows)
         )

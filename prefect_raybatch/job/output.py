@@ -221,7 +221,8 @@ class Output(Group):
 
     @property
     def parsed_columns(self) -> dict[str, str]:
-        """Columns that parsers fill beside the answer's, by the field that names them."""
+        """Return the columns that parsers fill in addition to the answer's, by the field that names
+        them."""
         fields = {}
         if self.reasoning_parser:
             fields["output.reasoning_column"] = self.reasoning_column
@@ -261,7 +262,7 @@ class Output(Group):
 
     @property
     def answer_form(self) -> str | None:
-        """The JSON Schema of each answer, as text. A file or class is looked at anew each time,
+        """Return the JSON Schema of each answer, as text. A file or class is read at each call,
         unless the job holds its text already (`with_answer_schema`)."""
         value = self.schema_model
         if isinstance(value, str) and value.lstrip().startswith("{"):
@@ -270,5 +271,5 @@ class Output(Group):
 
     @property
     def fails_cut_off(self) -> bool:
-        """Whether an answer that was cut off fails its row."""
+        """Return whether a truncated answer fails its row."""
         return self.on_cut_off == "fail" or self.schema_model is not None

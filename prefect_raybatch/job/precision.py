@@ -1,5 +1,5 @@
-"""Fewer bits where a sample of the rows proves them harmless: what a job has tried, and the job as
-it is once that is decided."""
+"""Quantization that is used only if a sample of the rows shows it to be harmless: what a job tries,
+and the job once that is decided."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PRECISION_FIELDS = ("quantization", "kv_cache_dtype")  # of vLLM's engine: weigh
 
 
 def precision_tries(engine: Engine) -> list[dict[str, str]]:
-    """The settings that are tried, one after the other until one holds: all that the job asks for
-    together, then each alone. [] where nothing is to be tried."""
+    """Return the settings to try one after the other until one passes: all that the job asks for
+    together, then each alone. [] if nothing is to be tried."""
     extra = engine.model_extra or {}
     asked = [name for name in PRECISION_FIELDS if extra.get(name) == TRY_FP8]
     if not asked:
@@ -35,7 +35,7 @@ def without_tries(engine: Engine) -> dict[str, Any]:
 
 
 def with_precision(job: BatchJob, decided: Mapping[str, str]) -> BatchJob:
-    """The job with what it has tried replaced by what was decided; {}: as the model is stored."""
+    """Return the job with its trials replaced by the decision; {}: the model as it is stored."""
     if not precision_tries(job.engine):
         return job
     engine = job.engine.model_copy()
@@ -49,7 +49,7 @@ def with_precision(job: BatchJob, decided: Mapping[str, str]) -> BatchJob:
 
 
 def check_precision(job: BatchJob) -> None:
-    """Raises ValueError for a job that a trial cannot be made for, or says nothing for."""
+    """Raise ValueError for a job for which a trial is impossible or useless."""
     tries = precision_tries(job.engine)
     if not tries:
         return

@@ -193,8 +193,8 @@ class Prompt(Group):
 
     @property
     def columns(self) -> dict[str, str]:
-        """Columns of the input that are named, with the field that names them; what a function
-        reads is not known."""
+        """Return the input columns that are named, with the field that names them; what a function
+        reads is unknown."""
         named = dict.fromkeys(template_fields(self.template or ""), "prompt.template")
         for name in template_fields(self.second or ""):
             named.setdefault(name, "prompt.second")

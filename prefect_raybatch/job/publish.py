@@ -128,14 +128,14 @@ class PublishTarget(Group):
         return self.name or self.format
 
     def place(self, run_key: str) -> str:
-        """Where it is, for people and for the record: nothing secret, no variable filled in."""
+        """Return its location for display and records: nothing secret, no variable filled in."""
         where = self.uri or str(self.catalog.get("name") or self.catalog.get("uri") or "catalog")
         whole = f"{where}#{self.table}" if self.table else where
         return whole.replace("{run_key}", run_key)
 
     def filled(self, run_key: str) -> PublishTarget:
-        """With run key and environment variables filled in. `ConfigError` for one that is not
-        set."""
+        """Return it with run key and environment variables filled in. Raises `ConfigError` for an
+        unset one."""
         changed = {
             name: fill_variables(getattr(self, name), f"output.publish: {self.label}: {name}")
             for name in ("uri", "catalog", "options")
@@ -147,7 +147,7 @@ class PublishTarget(Group):
         return self.model_copy(update=changed)
 
     def public(self) -> dict[str, Any]:
-        """As the run directory keeps it: without what may hold keys."""
+        """Return it as the run directory keeps it: without possible credentials."""
         value = self.model_dump(mode="json", exclude_defaults=True)  # hidden, as for others
         value.pop("options", None)
         if "catalog" in value:
@@ -170,7 +170,7 @@ def _without_password(uri: str) -> str:
 
 
 def check_targets(targets: list[PublishTarget]) -> list[PublishTarget]:
-    """Each under a name of its own; ValueError if not."""
+    """Return the targets; raise ValueError unless their names are unique."""
     labels = [target.label for target in targets]
     for label in labels:
         if labels.count(label) > 1:

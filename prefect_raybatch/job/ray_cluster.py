@@ -1,5 +1,5 @@
-"""The pods that `cluster.kubernetes` asks for, as far as engines need to know them: what they hold,
-and whether the job's engines could ever fit."""
+"""The pods of `cluster.kubernetes`, as far as engines depend on them: their resources, and whether
+the job's engines could ever fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from prefect_raybatch.words import counted
 
 
 class PodGroup(NamedTuple):
-    """Pods that are alike: how many, and the GPUs and CPUs that Ray has on each."""
+    """Identical pods: how many, and the GPUs and CPUs that Ray has on each."""
 
     name: str
     pods: int
@@ -29,15 +29,15 @@ class PodGroup(NamedTuple):
 
 
 def check_made_cluster(job: BatchJob) -> None:
-    """`check_shape` of a job; nothing where it has no cluster made."""
+    """Call `check_shape` for a job; does nothing if it creates no cluster."""
     made = job.cluster.access.kubernetes
     if made is not None:
         check_shape(made, job.engine)
 
 
 def check_shape(made: Kubernetes, engine: Engine) -> None:
-    """Raises `ConfigError` where the cluster could never hold the job's engines, or its manifest
-    cannot be used. Asks nobody."""
+    """Raise `ConfigError` if the cluster could never hold the job's engines, or if its manifest is
+    unusable. Contacts nobody."""
     groups = worker_groups(made)
     if engine.device == "cpu":
         return
@@ -77,7 +77,7 @@ def _groups_text(groups: list[PodGroup]) -> str:
 
 
 def worker_groups(made: Kubernetes) -> list[PodGroup]:
-    """The groups of workers. Raises `ConfigError` for a manifest file that cannot be used."""
+    """Return the groups of workers. Raises `ConfigError` for an unusable manifest file."""
     body = given_manifest(made)
     if body is not None:
         return groups_of(body["spec"])
@@ -86,7 +86,7 @@ def worker_groups(made: Kubernetes) -> list[PodGroup]:
 
 
 def pod_groups(made: Kubernetes) -> list[PodGroup]:
-    """The same, and the head."""
+    """Return the groups of workers, and the head."""
     body = given_manifest(made)
     if body is not None:
         head = _pods("head", 1, body["spec"]["headGroupSpec"])
@@ -96,7 +96,7 @@ def pod_groups(made: Kubernetes) -> list[PodGroup]:
 
 
 def groups_of(spec: Mapping[str, Any]) -> list[PodGroup]:
-    """The groups of workers of a RayCluster's spec."""
+    """Return the groups of workers of a RayCluster's spec."""
     return [
         _pods(
             str(group["groupName"]),
@@ -115,8 +115,8 @@ def _pods(name: str, pods: int, group: Mapping[str, Any]) -> PodGroup:
 
 
 def _of_pod(group: Mapping[str, Any], resource: str) -> float:
-    """As KubeRay reads it: of the first container, which is Ray's; its limits, and requests where a
-    CPU has no limit."""
+    """Return a resource as KubeRay reads it: of the first container, which is Ray's; its limits,
+    and requests if a CPU has no limit."""
     resources = group["template"]["spec"]["containers"][0].get("resources") or {}
     named = resources.get("limits") or {}
     if resource not in named and resource == "cpu":
@@ -125,12 +125,12 @@ def _of_pod(group: Mapping[str, Any], resource: str) -> float:
 
 
 def _whole(amount: object) -> float:
-    """A quantity as Kubernetes gives it to KubeRay: a part of one counts as one."""
+    """Return a quantity as Kubernetes passes it to KubeRay: fractions are rounded up."""
     return float(math.ceil(quantity(amount)))
 
 
 def given_manifest(made: Kubernetes) -> dict[str, Any] | None:
-    """The user's own RayCluster, checked; None where the fields say what to make."""
+    """Return the user's own RayCluster, checked; None if the fields define it."""
     if made.manifest is not None:
         return copy.deepcopy(made.manifest)
     if made.manifest_file is None:

@@ -1,7 +1,7 @@
-"""{run_date} and {run_key} in a job: what is read and where it is written, night by night.
+"""{run_date} and {run_key} in a job: placeholders in its input and output locations.
 
-They are filled in once, where a run begins, and everything after that sees plain names; so they
-must come out the same each time that the run is begun, continued or looked for.
+They are filled in once, where a run begins, and everything after that sees plain names. So they
+must have the same values each time that the run is begun, resumed or looked for.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RUN_WORDS = frozenset(("run_date", "run_key"))
 
 
 def check_run_words(text: str) -> str:
-    """`text` itself; ValueError for a word in braces that is nearly one of ours."""
+    """Return `text`; raise ValueError for a word in braces that resembles a placeholder."""
     for name, form in _WORD.findall(text):
         if name not in RUN_WORDS:
             raise ValueError(f"{{{name}}} is not filled in{nearest(name, RUN_WORDS)}")
@@ -37,13 +37,13 @@ def check_run_words(text: str) -> str:
 
 
 def run_words(job: BatchJob) -> set[str]:
-    """Which of the words a job uses; of its targets the date alone, as {run_key} is filled in there
-    when a run is published: a retry's child has its own."""
+    """Return which placeholders a job uses; of its targets only the date, because {run_key} is
+    filled in there when a run is published: a retry's child has its own."""
     return _place_words(job) | ({"run_date"} if _dated(job) else set())
 
 
 def places_are_dated(job: BatchJob) -> bool:
-    """Whether {run_date} is in what a job reads, or in where its runs are written."""
+    """Return whether {run_date} is in a job's input, or in the place where its runs are written."""
     return "run_date" in _place_words(job)
 
 
@@ -58,13 +58,14 @@ def _dated(job: BatchJob) -> bool:
 
 
 def date_of_key(run_key: str) -> date | None:
-    """The date in a default run key, which is that of the scheduled start in UTC."""
+    """Return the date in a default run key, which is that of the scheduled start in UTC; else
+    None."""
     start = start_of_key(run_key)
     return start.date() if start else None
 
 
 def start_of_key(run_key: str) -> datetime | None:
-    """The scheduled start in UTC that a default run key holds; None for any other key."""
+    """Return the scheduled start in UTC in a default run key; None for any other key."""
     stamp = _STAMP.search(run_key)
     try:
         return datetime.strptime(f"{stamp[1]}Z", "%Y%m%dT%H%M%S%z") if stamp else None
@@ -73,7 +74,7 @@ def start_of_key(run_key: str) -> datetime | None:
 
 
 def date_of(text: str) -> date:
-    """The date of a text such as 2026-07-01; `ConfigError` for another."""
+    """Return the date of a text such as 2026-07-01; raise `ConfigError` for any other."""
     try:
         return date.fromisoformat(text)
     except ValueError:
@@ -85,18 +86,18 @@ def today() -> date:
 
 
 def of_today(job: BatchJob) -> BatchJob:
-    """With {run_date} and {run_key} as a run of today would have them."""
+    """Return it with {run_date} and {run_key} as for a run of today."""
     return with_run_words(job, f"{job.name}-{today():%Y%m%d}T000000Z")
 
 
 def with_run_words(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
-    """The job with {run_date} and {run_key} filled in. Without `run_date` it is the one in the run
-    key; `ConfigError` where that has none. A job without such words stays as it is."""
+    """Return the job with {run_date} and {run_key} filled in. Without `run_date`, use the date in
+    the run key; raise `ConfigError` if there is none. A job without placeholders is unchanged."""
     return with_dated_targets(with_places(job, run_key, run_date), run_key, run_date)
 
 
 def with_places(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
-    """As `with_run_words`, but for the targets to publish to, which stay as they are."""
+    """Like `with_run_words`, except for the targets to publish to, which are unchanged."""
     words = _place_words(job)
     if not words:
         return job
@@ -112,7 +113,7 @@ def with_places(job: BatchJob, run_key: str, run_date: date | None = None) -> Ba
 
 
 def with_dated_targets(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
-    """The job with {run_date} filled in where it publishes to, as by `with_run_words`."""
+    """Return the job with {run_date} filled in for its targets, as by `with_run_words`."""
     if not _dated(job):
         return job
     when = _day(run_key, run_date)
@@ -138,8 +139,9 @@ def filled_uri(uri: str, run_key: str, run_date: date) -> str:
 
 
 def dated_parts(uri: str) -> tuple[str, list[re.Pattern[str]]]:
-    """The folder below which all nights of a URI with {run_date} or {run_key} are, and a pattern
-    for the name of each folder from there down to one of them; none for a URI without words."""
+    """Return the folder that contains all dated folders of a URI with {run_date} or {run_key}, and
+    a pattern for the name of each folder from there down to one of them; no pattern for a URI
+    without placeholders."""
     first = _WORD.search(uri)
     if first is None:
         return uri, []

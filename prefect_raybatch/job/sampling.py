@@ -36,7 +36,7 @@ class Sampling(Group):
     )
 
     def given(self) -> dict[str, Any]:
-        """The fields that are set, as plain values."""
+        """Return the fields that are set, as plain values."""
         fields = self.model_dump(mode="json")
         return {name: value for name, value in fields.items() if value is not None}
 

@@ -1,8 +1,8 @@
-"""Values of vLLM's sampling fields that it takes, checked without importing it.
+"""Valid values of vLLM's sampling fields, checked without importing it.
 
-vLLM checks them request by request, so a wrong one would fail every row, once the engines are up.
-The ranges are those of `SamplingParams._verify_args` in vLLM 0.26 to 0.29; tests compare them. Of
-a seed over 64 bits vLLM sees only in the engine that there is no such number, which ends it.
+vLLM checks them request by request, so a wrong one would fail every row once the engines are up.
+The ranges are those of `SamplingParams._verify_args` in vLLM 0.26 to 0.29; tests compare them. A
+seed over 64 bits is only noticed in the engine, and ends it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _token_ids(value: Any) -> bool:
 
 
 def _biases(value: Any) -> bool:
-    """JSON has the tokens as text."""
+    """Return whether it is a valid logit_bias; JSON has its tokens as text."""
     return isinstance(value, Mapping) and all(
         (_whole(token) or (isinstance(token, str) and token.isdecimal())) and _number(bias)
         for token, bias in value.items()
@@ -77,9 +77,8 @@ RANGES: dict[str, RangeCheck] = {
 
 
 def wrong(sampling: Mapping[str, Any], job: Mapping[str, Any] = MappingProxyType({})) -> str | None:
-    """What of `sampling` ({field: value}) vLLM would refuse, or None. None as a value is vLLM's
-    default and always right. `job`: the fields, known to be right, that a row's `sampling` goes
-    beside."""
+    """Return what vLLM would reject in `sampling` ({field: value}), or None. None as a value is
+    vLLM's default and always valid. `job`: the valid fields that a row's `sampling` complements."""
     given = {name: value for name, value in sampling.items() if value is not None}
     for name, (fits, what) in RANGES.items():
         if name in given and not fits(given[name]):

@@ -1,4 +1,5 @@
-"""Limits of a JSON Schema for answers: what would hang a plan, or what no engine writes exactly.
+"""Limits of a JSON Schema for answers: rejects what would hang a plan, or what no engine enforces
+exactly.
 
 A schema is untrusted text. Grammars are built from it and answers are validated with it, so its
 size, its nesting and its counts are limited before any library sees it.
@@ -64,7 +65,7 @@ def parts_of(
 
 
 def target_of(schema: Any, reference: str) -> Any:
-    """Return what a $ref of this document leads to; raise ValueError if there is nothing."""
+    """Return the target of a $ref within this document; raise ValueError if there is none."""
     at: Any = schema
     for name in reference.lstrip("#").split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
@@ -138,7 +139,7 @@ def _values_in(value: Any) -> Iterator[Any]:
 
 def _check_references(schema: Any) -> None:
     """Raise ValueError if references lead back to a schema without going into a part of the value:
-    such a schema never ends, for any answer."""
+    validating any answer with it would never end."""
     done: set[int] = set()
     for place, part in parts_of(schema):
         path: set[int] = set()

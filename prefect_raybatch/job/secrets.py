@@ -1,8 +1,8 @@
-"""Keys in a job, hidden wherever a job is turned into text for others: Prefect keeps a flow's
-parameters, and shows them to whoever may see its page.
+"""Masks credentials in a job wherever it is turned into text for others: Prefect keeps a flow's
+parameters, and shows them to everybody who can see its page.
 
-A value is secret unless its name is known to be of something else: nobody can list the names that
-people give to their keys.
+A value is secret unless its name is known to be of something else, because nobody can list all
+names of credentials.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _PARAMETER = re.compile(r"([?&])([^=&#?\s]+)=([^&#\s\"']*)")
 
 
 def hide_options(value: object, name: str = "") -> Any:
-    """Store options with everything masked that `OPTIONS` does not name."""
+    """Return store options with everything masked that `OPTIONS` does not name."""
     if isinstance(value, Mapping):
         return {key: hide_options(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -94,13 +94,13 @@ def hide_options(value: object, name: str = "") -> Any:
 
 
 def hide_catalog(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Properties of a catalog with everything masked that neither `CATALOG` nor `OPTIONS` names;
-    what stands in a variable of the environment is not in the job, so its name is shown."""
+    """Return properties of a catalog with everything masked that neither `CATALOG` nor `OPTIONS`
+    names; names of environment variables are shown, because their values are not in the job."""
     return {name: _shown_property(str(name), inner) for name, inner in value.items()}
 
 
 def catalog_secrets(properties: Mapping[str, Any]) -> Iterator[str]:
-    """The texts in a catalog's properties, with their variables filled in, that are not shown."""
+    """Yield the secret texts in a catalog's properties, with their variables filled in."""
     for name, inner in properties.items():
         if isinstance(inner, Mapping):
             yield from catalog_secrets(inner)
@@ -121,8 +121,8 @@ CATALOG_PLACE = ("type", "name", "uri", "warehouse", "prefix")
 
 
 def catalog_place(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The properties of a catalog that say which one it is; no key is among them. What is left out
-    is `...`, so that the job of a plan can be read."""
+    """Return the properties of a catalog that identify it, none of them a credential. Anything left
+    out is `...`, so that the job of a plan can be read."""
     return {
         name: hide_users(item).replace(MASK, "...") if isinstance(item, str) else item
         for name, item in counted_catalog(value).items()
@@ -130,20 +130,20 @@ def catalog_place(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def counted_catalog(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The same as the fingerprint counts them: with what looks like a token in a URL's path, since
-    it may be the name of a warehouse."""
+    """Return the same as the fingerprint counts it: including what looks like a token in a URL's
+    path, because it may be the name of a warehouse."""
     place = {name: _without_users(value[name]) for name in CATALOG_PLACE if name in value}
     return place or {"name": "default"}
 
 
 def hide_env(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Environment variables with all masked but those of `VARIABLES`."""
+    """Return environment variables with all masked except those in `VARIABLES`."""
     return {k: hide_path(v) if safe_variable(k) else MASK for k, v in value.items()}
 
 
 def hide_argument(value: object, name: str) -> Any:
-    """An engine argument, its texts masked where its name says that they are keys, or the name of a
-    mapping that they are in; of URLs in other texts all but the host."""
+    """Return an engine argument with texts masked if its name, or that of the enclosing mapping,
+    says that they are credentials; of URLs in other texts, only the host is shown."""
     if isinstance(value, Mapping):
         above = name if ARGUMENT.search(name) or name in FREE_ARGUMENTS else None
         return {key: hide_argument(inner, above or str(key)) for key, inner in value.items()}
@@ -155,8 +155,8 @@ def hide_argument(value: object, name: str) -> Any:
 
 
 def hide_path(value: object) -> Any:
-    """A text with all of each http(s) URL in it masked but its host: many services put a key into
-    the path. Anything else as `hide_users`."""
+    """Return a text with each http(s) URL masked except for its host, because many services put a
+    credential into the path. Anything else as in `hide_users`."""
     if not isinstance(value, str):
         return value
 
@@ -168,8 +168,8 @@ def hide_path(value: object) -> Any:
 
 
 def hide_users(value: object) -> Any:
-    """A text with user, password, signature and tokens taken out of the URLs in it; anything else
-    as it is."""
+    """Return a text without user, password, signature and tokens in its URLs; anything else
+    unchanged."""
     return hide_tokens(_without_users(value)) if isinstance(value, str) else value
 
 
@@ -191,7 +191,8 @@ def hide_tokens(text: str, mask: str = MASK) -> str:
 
 
 def _is_token(segment: str, before: str) -> bool:
-    """Return whether a part of a path may be a key, by its look or the part `before` it."""
+    """Return whether a part of a path may be a credential, by its form or by the part `before`
+    it."""
     if not segment or _named(segment) or set(segment) <= set("*.") or _DIGEST.fullmatch(segment):
         return False
     for part in segment.split(";"):
@@ -212,7 +213,8 @@ def recorded(url: str) -> str:
 
 
 def unsigned(url: str) -> str:
-    """A URL as the fingerprint counts it: without what signs it, which expires and is secret."""
+    """Return a URL as the fingerprint counts it: without its signature, which expires and is
+    secret."""
     parts = urlsplit(url)
     query = parse_qsl(parts.query, keep_blank_values=True)
     kept = [(name, value) for name, value in query if not SIGNATURE.fullmatch(name)]
@@ -220,7 +222,7 @@ def unsigned(url: str) -> str:
 
 
 def hide_signature(url: str) -> str:
-    """A URL with what signs it masked, and a password among its parameters."""
+    """Return a URL with its signature masked, and any password among its parameters."""
 
     def shown(match: re.Match[str]) -> str:
         name = unquote(match[2])
@@ -231,7 +233,7 @@ def hide_signature(url: str) -> str:
 
 
 def holds_password(url: str) -> bool:
-    """Whether a database's or catalog's URL has a password among its parameters."""
+    """Return whether a database's or catalog's URL has a password among its parameters."""
     found = _PARAMETER.findall(url)
     return any(value and PASSWORD.fullmatch(unquote(name)) for _, name, value in found)
 
@@ -246,7 +248,7 @@ def safe_variable(name: str) -> bool:
 
 
 def is_masked(value: object) -> bool:
-    """Whether a masked text stands anywhere in it."""
+    """Return whether it contains a masked text."""
     if isinstance(value, Mapping):
         return any(is_masked(inner) for inner in value.values())
     if isinstance(value, list):
@@ -255,7 +257,7 @@ def is_masked(value: object) -> bool:
 
 
 def masked(shown: object, where: str) -> Iterator[str]:
-    """Dotted names of what is masked in `shown`, which stands at `where`."""
+    """Yield the dotted names of what is masked in `shown`, which is at `where`."""
     if isinstance(shown, Mapping):
         for name, inner in shown.items():
             yield from masked(inner, f"{where}.{name}")
@@ -264,12 +266,14 @@ def masked(shown: object, where: str) -> Iterator[str]:
 
 
 def _is_open(value: object) -> bool:
-    """What cannot hold a key, whatever its name: nothing, yes or no."""
+    """Return whether the value cannot be a credential, whatever its name: nothing, true or
+    false."""
     return value is None or isinstance(value, bool) or value == ""
 
 
 def _named(name: str) -> bool:
-    """Whether the operator says that the name is of no secret; a * covers no word for secrets."""
+    """Return whether the operator declares that the name is of no secret; a * does not cover words
+    for secrets."""
     given = [one.strip() for one in os.environ.get(SAFE_NAMES, "").split(",")]
     wild = not SECRET_WORD.search(name) and any(fnmatchcase(name, one) for one in given)
     return name in given or wild

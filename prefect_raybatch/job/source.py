@@ -272,8 +272,8 @@ class Source(Group):
 
     @property
     def table_format(self) -> str | None:
-        """The table format that format or the scheme of the URI tells. A folder with format auto
-        may be a table as well, which only looking into it tells."""
+        """Return the table format given by format or by the URI's scheme. A folder with format auto
+        may be a table as well, which only a look into it shows."""
         if self.format in TABLE_FORMATS:
             return self.format
         if self.format == "auto" and self.catalog:
@@ -284,6 +284,6 @@ class Source(Group):
 
     @property
     def stored(self) -> bool:
-        """Whether the URIs name files and folders, not a table in a catalog."""
+        """Return whether the URIs name files and folders, not a table in a catalog."""
         schemes = (*SCHEMES, *WEB_SCHEMES)
         return not self.catalog and all(scheme_of(uri) in schemes for uri in self.uris)

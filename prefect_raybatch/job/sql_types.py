@@ -10,8 +10,8 @@ _TIMESTAMP = re.compile(r"timestamp\[(s|ms|us|ns)(?:,\s*(?:tz=)?([\w/+:-]+))?\]"
 
 
 def arrow_type(name: str) -> Any:
-    """The Arrow type of a name such as int64, string, decimal(38,9), timestamp[us] or
-    timestamp[us, UTC]; ValueError for one that is none."""
+    """Return the Arrow type for a name such as int64, string, decimal(38,9), timestamp[us] or
+    timestamp[us, UTC]; raise ValueError for an unknown one."""
     import pyarrow as pa
 
     if match := _DECIMAL.fullmatch(name.strip()):

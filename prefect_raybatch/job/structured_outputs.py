@@ -1,8 +1,9 @@
-"""`sampling.structured_outputs`: whether vLLM takes such a form of an answer, without importing it.
+"""Checks `sampling.structured_outputs`: whether vLLM accepts such a form of an answer, without
+importing it.
 
-vLLM looks at it request by request, so a wrong one would fail every row, once the engines are up.
-`check_form_shape` is what its types say; `check_form_parses` asks the two libraries that it parses
-regular expressions, grammars and JSON Schemas with, where they are installed.
+vLLM checks it request by request, so a wrong one would fail every row once the engines are up.
+`check_form_shape` checks the types; `check_form_parses` asks the two libraries with which vLLM
+parses regular expressions, grammars and JSON Schemas, if they are installed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ GRAMMAR_SECONDS = 30.0  # a parser may take to make a grammar; those in use take
 
 
 def with_schema_text(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling fields whose JSON Schema, where it is a mapping, is the text of it: a model writes
+    """Return sampling fields whose JSON Schema, if it is a mapping, is a text: a model writes
     properties in the order of the schema, and records, keys and Prefect's database keep none."""
     form = sampling.get(FORM)
     if not isinstance(form, Mapping) or not isinstance(form.get("json"), Mapping):
@@ -44,9 +45,10 @@ def with_schema_text(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_form_shape(form: Any) -> None:
-    """ValueError, with the field and the remedy, for what vLLM would refuse whatever parses it.
+    """Raise ValueError, with the field and the remedy, for what vLLM would reject whatever parses
+    it.
 
-    `form` is the field's value, plain; None is none. A null in it counts as left out.
+    `form` is the field's plain value; None is absent. A null in it counts as left out.
     """
     if form is None:
         return
@@ -145,9 +147,10 @@ def check_backend(config: Any) -> None:
 
 
 def check_labels_held(labels: Sequence[str], where: str, config: Any) -> None:
-    """Raise ValueError if the backend of the engine would let an answer be none of the labels.
+    """Raise ValueError if the backend of the engine would accept an answer that is none of the
+    labels.
 
-    `config` is `engine.structured_outputs_config`. After a label that another one begins with,
+    `config` is `engine.structured_outputs_config`. After a label that is a prefix of another,
     `outlines` constrains the answer no further.
     """
     if _backend_of(config) != "outlines":
@@ -164,10 +167,10 @@ def label_form(labels: Sequence[str]) -> dict[str, Any]:
     """Return the `structured_outputs` that make an answer one of the labels, for any backend.
 
     vLLM writes a choice as an EBNF grammar for xgrammar, in which control characters stay as they
-    are. xgrammar refuses a line break there, so that `auto` goes to guidance for it; an engine
-    keeps the backend of its first grammar, and guidance takes none with a tab: it then ends each
-    answer at once. outlines cannot read the characters of emoji or no-break spaces in a choice.
-    Escaped in a regular expression, each backend takes all of these.
+    are. xgrammar rejects a line break there, so `auto` uses guidance for it; an engine keeps the
+    backend of its first grammar, and guidance accepts none with a tab: it then ends each answer at
+    once. outlines cannot read the characters of emoji or no-break spaces in a choice. Escaped in a
+    regular expression, every backend accepts all of these.
     """
     if all(map(_is_plain, "".join(labels))):
         return {"choice": list(labels)}
@@ -208,10 +211,10 @@ def _parsed(where: str, text: str) -> dict[str, Any]:
 
 
 def check_form_parses(form: Mapping[str, Any] | None, config: Any) -> None:
-    """ValueError with what the parsers of vLLM say of a form that passed `check_form_shape`.
+    """Raise ValueError with what vLLM's parsers reject in a form that passed `check_form_shape`.
 
-    `config` is `engine.structured_outputs_config`. By default vLLM takes a form that xgrammar does,
-    or else guidance: then both must refuse it. Other backends are not asked.
+    `config` is `engine.structured_outputs_config`. By default vLLM accepts a form that xgrammar
+    does, or else guidance: then both must reject it. Other backends are not asked.
     """
     given = {name: value for name, value in (form or {}).items() if value is not None}
     kind = next((name for name in ("json", "regex", "grammar") if name in given), None)
@@ -230,8 +233,8 @@ def check_form_parses(form: Mapping[str, Any] | None, config: Any) -> None:
 
 
 def guidance_says(kind: str, value: Any, blanks: bool = True) -> str | None:
-    """What llguidance has against it, by the steps of vLLM's own check; None where it takes it or
-    is not installed. In a hundredth of a second, without torch. `blanks`: JSON may hold some
+    """Return what llguidance rejects, by the steps of vLLM's own check; None if it accepts it or is
+    not installed. Takes a hundredth of a second, without torch. `blanks`: JSON may have blanks
     between its parts."""
     try:
         import llguidance  # noqa: F401
@@ -259,8 +262,8 @@ def _guidance_says(kind: str, value: Any, blanks: bool) -> str | None:
 
 
 def _xgrammar_says(kind: str, value: Any) -> str | None:
-    """What xgrammar has against it; None where it takes it, is not installed, or vLLM would rewrite
-    it first (Lark). It imports torch: seconds, so it is asked second."""
+    """Return what xgrammar rejects; None if it accepts it, is not installed, or vLLM would rewrite
+    it first (Lark). It imports torch, which takes seconds, so it is asked second."""
     if kind == "grammar" and "::=" not in value:
         return None
     try:

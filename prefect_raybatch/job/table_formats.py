@@ -1,6 +1,6 @@
-"""Formats of source.format that are tables with versions, not files: what a job must know of them.
+"""The values of source.format that are versioned tables rather than files.
 
-How they are opened is in `prefect_raybatch.source.tables`.
+`prefect_raybatch.source.tables` opens them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from prefect_raybatch.job.secrets import USERINFO
 class TableFormat:
     """A table format.
 
-    `title`: as its makers write it. `module`: what must be importable; `extra`: what of
-    `pip install "prefect-raybatch[EXTRA]"` brings it. `schemes`: of its URIs, and where such a
-    scheme is no store's, it tells the format. `version`: what source.version may be, in words for
-    an error; None where nothing can be pinned.
+    `title`: its official spelling. `module`: what must be importable; `extra`: the extra of `pip
+    install "prefect-raybatch[EXTRA]"` that installs it. `schemes`: those of its URIs; a scheme that
+    is no store's determines the format. `version`: the valid forms of source.version, in words for
+    an error; None if nothing can be pinned.
     """
 
     title: str
@@ -32,7 +32,7 @@ class TableFormat:
 
     @property
     def source(self) -> str:
-        """A source of this format, in words."""
+        """Return a source of this format, in words."""
         return f"{'an' if self.title in ('Iceberg', 'SQL') else 'a'} {self.title} source"
 
     @property
@@ -66,12 +66,12 @@ HUB_NAME = re.compile(
 
 
 def scheme_of(uri: str) -> str:
-    """The scheme of a URI in lower case, without a driver after a +; "" for a path."""
+    """Return the scheme of a URI in lower case, without a driver after a +; "" for a path."""
     return uri.split("://", 1)[0].lower().partition("+")[0] if "://" in uri else ""
 
 
 def format_of_scheme(scheme: str) -> str | None:
-    """The table format that a scheme tells, where it is no store's."""
+    """Return the table format that a scheme determines, if it is no store's; else None."""
     return next((name for name, one in TABLE_FORMATS.items() if scheme in one.own_schemes), None)
 
 
@@ -84,7 +84,7 @@ class HubName:
 
 
 def hub_name(uri: str) -> HubName:
-    """Of `hf://datasets/OWNER/NAME[@REVISION]`; ValueError for another form."""
+    """Parse `hf://datasets/OWNER/NAME[@REVISION]`; raise ValueError for another form."""
     match = HUB_NAME.fullmatch(uri)
     if match is None:
         raise ValueError(
@@ -96,7 +96,7 @@ def hub_name(uri: str) -> HubName:
 
 
 def check_catalog_code(properties: Mapping[str, Any]) -> None:
-    """ValueError for properties of a catalog that name Python to import."""
+    """Raise ValueError for properties of a catalog that name Python to import."""
     for name, value in properties.items():
         if "impl" in str(name).lower() or (isinstance(value, Mapping) and "impl" in value):
             raise ValueError(
@@ -106,7 +106,8 @@ def check_catalog_code(properties: Mapping[str, Any]) -> None:
 
 
 def check_catalog(properties: Mapping[str, Any]) -> None:
-    """ValueError for properties of a catalog that name Python to import, and for a password."""
+    """Raise ValueError for properties of a catalog that name Python to import, and for a
+    password."""
     check_catalog_code(properties)
     for name, value in properties.items():
         if isinstance(value, str) and USERINFO.search(value):

@@ -1,5 +1,5 @@
-"""What a job asks of the model: text, or a vector, a label or the score of a pair, and what of a
-job has no meaning then."""
+"""What a job asks of the model: text, or a vector, a label or the score of a pair; and which fields
+do not apply to it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ OF_A_TEXT = ("schema_model", "probabilities", "reasoning_parser", "tool_parser")
 
 
 def pools(task: str) -> bool:
-    """Whether a task is one of vLLM's pooling runner: one step, no tokens out."""
+    """Return whether a task runs on vLLM's pooling runner: one step, no output tokens."""
     return task != "generate"
 
 
 def check_task(job: BatchJob) -> None:
-    """Raises ValueError that names the field which the job's task has no use for."""
+    """Raise ValueError that names a field which does not apply to the job's task."""
     task = job.engine.task
     if task != "score" and job.prompt.second is not None:
         raise ValueError(
@@ -75,7 +75,7 @@ def _check_pooling(job: BatchJob, task: str) -> None:
 
 
 def check_adapters(job: BatchJob) -> None:
-    """Raises ValueError where it cannot be told which rows an adapter is for."""
+    """Raise ValueError if it is unclear which rows an adapter is for."""
     column, several = job.prompt.adapter_column, job.engine.adapters
     if job.engine.adapter is not None and (several or column is not None):
         raise ValueError(
@@ -92,19 +92,19 @@ def check_adapters(job: BatchJob) -> None:
 
 
 def _set(group: Any) -> list[str]:
-    """The fields of a group that are not as they are by default."""
+    """Return the fields of a group that differ from their defaults."""
     usual = type(group)().model_dump()
     return [name for name, value in group.model_dump().items() if value != usual.get(name)]
 
 
 def probabilities(column: str) -> str:
-    """The column beside a label with the probability of each."""
+    """Return the name of the column with the probability of each label."""
     return f"{column}_probabilities"
 
 
 def pooling_fields(job: BatchJob) -> dict[str, Any]:
-    """vLLM's pooling fields of each row beside `task`, which the model decides (`model.tasks`):
-    `score` of two texts in one prompt is `classify`, of two vectors `embed`."""
+    """Return vLLM's pooling fields of each row except `task`, which the model decides
+    (`model.tasks`): `score` of two texts in one prompt is `classify`, of two vectors `embed`."""
     if job.engine.task == "embed" and not job.output.normalize:
         return {"use_activation": False}
     return {}

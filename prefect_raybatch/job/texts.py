@@ -1,4 +1,4 @@
-"""A job with the texts that its files and classes mean now, in place of their names."""
+"""Replaces the names of files and classes in a job by the texts that they stand for now."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from prefect_raybatch.job.batch_job import BatchJob
 
 
 def with_answer_schema(job: BatchJob, text: str | None = None) -> BatchJob:
-    """Return the job with the text of its answers' schema, by default what it means now.
+    """Return the job with the text of its answers' schema, by default what it stands for now.
 
-    Raises `ConfigError` for one that cannot be had, or that no engine would take.
+    Raises `ConfigError` for one that cannot be loaded, or that no engine accepts.
     """
     if job.output.schema_model is None:
         return job

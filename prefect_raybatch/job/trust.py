@@ -1,7 +1,7 @@
-"""What a job may not bring about, and what data may not be.
+"""Limits what a job may do, and what data may be.
 
 What a job names (code, settings, folders, hosts) is compared with the policy in force, which is
-decided where the job comes in and never by the job itself. docs/security.md has the rules for
+decided where the job arrives and never by the job itself. docs/security.md has the rules for
 people.
 """
 
@@ -43,9 +43,9 @@ def check_trust(job: BatchJob) -> None:
 
 
 def check_types(schema: pa.Schema, where: str, error: type[RayBatchError] = CorruptRun) -> None:
-    """Raises `error` for a column whose type is more than data.
+    """Raise `error` for a column whose type is more than data.
 
-    Ray's object columns, for one, are unpickled when a value is looked at, which runs whatever the
+    Ray's object columns, for example, are unpickled when a value is read, which runs whatever the
     file's writer put there.
     """
     for field in schema:

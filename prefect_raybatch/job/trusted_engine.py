@@ -1,4 +1,4 @@
-"""Which engine arguments and variables a job may set: by vLLM's own types, else by name."""
+"""The engine arguments and variables that a job may set: by vLLM's own types, otherwise by name."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def check_engine_trust(engine: Engine, policy: JobPolicy) -> None:
 
 
 def refused_parts(name: str, value: object, kind: Any, policy: JobPolicy) -> Iterator[str]:
-    """Yield the dotted names of what in an argument's value the policy does not allow. `kind` is
-    vLLM's type of it, Any where that cannot be told."""
+    """Yield the dotted names of what the policy does not allow in an argument's value. `kind` is
+    vLLM's type of it, Any if unknown."""
     yield from _runs_code(name, value, policy)
     if _is_harmless(value) or policy.may_set_argument(name):
         return
@@ -77,7 +77,7 @@ def refused_parts(name: str, value: object, kind: Any, policy: JobPolicy) -> Ite
 
 
 def _runs_code(name: str, value: object, policy: JobPolicy) -> Iterator[str]:
-    """Yield the switches that run code, however deep in a mapping they stand."""
+    """Yield the switches that run code, at any depth of a mapping."""
     last = name.rpartition(".")[2]
     if last in ENGINE_CODE and value not in (None, False, 0, "") and not _allows(policy, name):
         yield name
@@ -88,12 +88,12 @@ def _runs_code(name: str, value: object, policy: JobPolicy) -> Iterator[str]:
 
 
 def _allows(policy: JobPolicy, name: str) -> bool:
-    """Return whether the operator names such a switch itself, and not a mapping that it is in."""
+    """Return whether the operator names such a switch itself, and not an enclosing mapping."""
     return bool({name, name.rpartition(".")[2]} & set(policy.engine_arguments))
 
 
 def _is_harmless(value: object) -> bool:
-    """Return whether a value can name nothing: a number, yes or no, or emptiness."""
+    """Return whether a value cannot name anything: a number, a boolean, or empty."""
     return value in (None, "") or isinstance(value, (bool, int, float)) or value in ([], {}, ())
 
 
@@ -108,7 +108,7 @@ def _is_known_text(name: str, value: str, kind: Any, policy: JobPolicy) -> bool:
 
 
 def _options(kind: Any) -> Iterator[Any]:
-    """Yield the alternatives of a union, bounds taken off."""
+    """Yield the alternatives of a union, without bounds."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     if get_origin(kind) is not None and get_origin(kind) not in (list, set, dict, tuple, Literal):
@@ -119,7 +119,7 @@ def _options(kind: Any) -> Iterator[Any]:
 
 
 def _is_word_list(kind: Any) -> bool:
-    """Return whether a type lists its words and takes no other text: vLLM refuses any other, and
+    """Return whether a type lists its words and accepts no other text: vLLM rejects any other, and
     the plan says so."""
     options = [option for option in _options(kind) if option is not type(None)]
     literals = [option for option in options if get_origin(option) is Literal]

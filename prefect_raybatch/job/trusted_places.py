@@ -1,4 +1,4 @@
-"""Which folders, hosts, variables and blocks a job names, asked of the policy in force."""
+"""Checks the folders, hosts, variables and blocks that a job names against the policy in force."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ ODD_IN_DATABASE = re.compile(r"[@#;\\\s\x00-\x1f\x7f]")
 
 
 class Reach:
-    """Asks a policy about what a job names. Each method raises `ConfigError` with the field, what
-    is refused, and what the operator can add to the policy."""
+    """Checks what a job names against a policy. Each method raises `ConfigError` with the field,
+    what is rejected, and what the operator can add to the policy."""
 
     def __init__(self, policy: JobPolicy) -> None:
         self.policy = policy
@@ -68,8 +68,7 @@ class Reach:
             self._refuse(field, f"name the host {shown}", _add("it to hosts"))
 
     def connect_url(self, field: str, url: str) -> None:
-        """Ask about the host of a URL. A URL in which libraries could see another host than this
-        one is refused."""
+        """Check the host of a URL. Rejects a URL in which libraries could see another host."""
         match = AUTHORITY.fullmatch(url)
         if match is None or int(match["port"] or 0) > MOST_PORT:
             self._refuse(
@@ -93,13 +92,13 @@ class Reach:
             self._refuse(field, "reach private addresses", _add("allow_private: true"))
 
     def variables(self, field: str, value: object) -> None:
-        """Ask about each ${NAME} in texts at any depth."""
+        """Check each ${NAME} in texts at any depth."""
         for text in _texts(value):
             for match in VARIABLE.finditer(text):
                 self.secret(field, match[1])
 
     def model(self, field: str, name: str) -> None:
-        """Ask about a model or an adapter: bundled, in a folder, or of Hugging Face."""
+        """Check a model or an adapter: bundled, in a folder, or on Hugging Face."""
         local = name.startswith((".", "/", "~", "file:")) or os.path.exists(name)
         if local or (ANY_URL.match(name) and not name.startswith("hf://")):
             self.read(field, name)
@@ -107,7 +106,7 @@ class Reach:
             self.connect(field, HUB_HOST)
 
     def options(self, field: str, options: Mapping[str, Any]) -> None:
-        """Ask about store options: their names, hosts and variables."""
+        """Check store options: their names, hosts and variables."""
         for name, value in options.items():
             where = f"{field}.{name}"
             if name not in STORE_OPTIONS:
@@ -128,12 +127,12 @@ class Reach:
                         self.connect_url(where, text)
 
     def region(self, field: str, value: object) -> None:
-        """Refuse a region that is more than a word: clients put it into the name of the host."""
+        """Reject a region that is more than a word: clients put it into the name of the host."""
         if value is not None and not re.fullmatch(REGION, str(value)):
             self._refuse(field, "name the region so", "write its name, such as eu-central-1")
 
     def catalog(self, field: str, catalog: Mapping[str, Any], writes: bool) -> None:
-        """Ask about the properties of a catalog: their names, hosts, folders and variables."""
+        """Check the properties of a catalog: their names, hosts, folders and variables."""
         self.variables(field, catalog)
         kind = catalog.get("type")
         if kind is not None and kind not in CATALOG_TYPES:
@@ -154,7 +153,7 @@ class Reach:
                 self.connect_url(where, text)
 
     def database(self, field: str, url: str, writes: bool) -> None:
-        """Ask about a database's URL: its dialect, parameters, and its file or its host."""
+        """Check a database's URL: its dialect, parameters, and its file or its host."""
         head, _, query = url.partition("?")
         dialect, _, driver = head.partition("://")[0].lower().partition("+")
         if dialect not in SQL_SCHEMES:
@@ -195,7 +194,7 @@ def _add(what: str) -> str:
 
 
 def check_reach(job: BatchJob, policy: JobPolicy) -> None:
-    """Raise `ConfigError` for the first folder, host, variable or block that the policy refuses."""
+    """Raise `ConfigError` for the first folder, host, variable or block that the policy rejects."""
     if not policy.limited:
         return
     reach = Reach(policy)
@@ -236,34 +235,34 @@ def _limited_reach() -> Reach | None:
 
 
 def check_run_place(uri: str) -> None:
-    """Raise `ConfigError` where the policy in force does not allow work in this run directory."""
+    """Raise `ConfigError` if the policy in force does not allow work in this run directory."""
     if reach := _limited_reach():
         reach.write("run directory", uri)
 
 
 def check_output_place(uri: str, options: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` where the policy in force does not allow to write to an output."""
+    """Raise `ConfigError` if the policy in force does not allow writing to an output."""
     if reach := _limited_reach():
         reach.write("output.uri", uri)
         reach.options("output.options", options)
 
 
 def check_run_read(uri: str) -> None:
-    """Raise `ConfigError` where the policy in force does not allow to read this run directory."""
+    """Raise `ConfigError` if the policy in force does not allow reading this run directory."""
     if reach := _limited_reach():
         reach.read("run directory", uri)
 
 
 def check_store_options(field: str, options: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for store options that the policy in force does not allow: they say which
-    host gets requests that are signed with this machine's keys."""
+    """Raise `ConfigError` for store options that the policy in force does not allow: they decide
+    which host gets requests signed with this machine's credentials."""
     if reach := _limited_reach():
         reach.options(field, options)
 
 
 def check_links(uris: Sequence[str]) -> None:
-    """Raise `ConfigError` for a file of a listing that a link leads to, out of the folders that the
-    policy in force allows."""
+    """Raise `ConfigError` for a listed file that a link takes out of the folders that the policy in
+    force allows."""
     if reach := _limited_reach():
         for uri in uris:
             if "://" not in uri and os.path.realpath(uri) != uri:
@@ -271,8 +270,8 @@ def check_links(uris: Sequence[str]) -> None:
 
 
 def check_table_files(uris: Iterable[str]) -> None:
-    """Raise `ConfigError` for a file that a table names as one of its own, out of the folders that
-    the policy in force allows."""
+    """Raise `ConfigError` for a file that a table names as its own, outside the folders that the
+    policy in force allows."""
     if reach := _limited_reach():
         for uri in uris:
             reach.read("source.uri", uri)
@@ -286,7 +285,7 @@ def check_blocks(job: BatchJob) -> None:
 
 def url_check(field: str) -> Callable[[str], None]:
     """Return a function that raises `ConfigError` for a URL whose host the policy in force does not
-    allow. The policy stays that of now, whichever thread calls the function."""
+    allow. It keeps the present policy, whichever thread calls it."""
     reach = _limited_reach()
 
     def check(url: str) -> None:
@@ -297,7 +296,7 @@ def url_check(field: str) -> Callable[[str], None]:
 
 
 def check_server(field: str, url: str) -> None:
-    """Raise `ConfigError` where the policy in force does not allow a job server or address."""
+    """Raise `ConfigError` if the policy in force does not allow a job server or address."""
     if reach := _limited_reach():
         reach.connect_url(field, url if "://" in url else f"//{url}")
 
@@ -355,8 +354,8 @@ def _check_cluster(reach: Reach, job: BatchJob) -> None:
 
 
 def _is_place(warehouse: str, kind: object) -> bool:
-    """Return whether a catalog's warehouse may be a folder. A catalog over REST sends its server
-    the name; one that is only named may be of any type."""
+    """Return whether a catalog's warehouse may be a folder. A REST catalog sends its server the
+    name; one that is only named may be of any type."""
     if kind == "rest":
         return bool(ANY_URL.match(warehouse)) or warehouse.startswith((".", "/", "~"))
     return kind is not None or not NAME.match(warehouse)
@@ -374,5 +373,5 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _shown(uri: str) -> str:
-    """Return a place for a message, without what may be a key."""
+    """Return a location for a message, without possible credentials."""
     return uri.partition("?")[0].rpartition("@")[2][:200]

@@ -1,4 +1,4 @@
-"""Which clusters on Kubernetes a job may have made: names, numbers, and what pods may contain."""
+"""The Kubernetes clusters that a job may create: names, numbers, and the contents of pods."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def check_pods(made: Kubernetes, policy: JobPolicy) -> None:
 
 
 def _pods_of(spec: Mapping[str, Any]) -> Iterator[int]:
-    """Yield the most pods of each group of workers, with what an autoscaler may add. KubeRay makes
-    at least `minReplicas`, also without one."""
+    """Yield the most pods of each group of workers, including what an autoscaler may add. KubeRay
+    creates at least `minReplicas`, also without one."""
     for at, group in enumerate(spec["workerGroupSpecs"]):
         numbers = {name: group.get(name) for name in POD_NUMBERS if group.get(name) is not None}
         for name, number in numbers.items():
@@ -96,7 +96,7 @@ def _check_names(
 
 
 def _check_variables(field: str, names: Iterable[str], policy: JobPolicy) -> None:
-    """Refuse variables of pods that decide what a process there loads, or which policy it has."""
+    """Reject variables of pods that decide what a process there loads, or which policy it has."""
     for name in names:
         if policy.limited and not policy.may_set_variable(name):
             raise ConfigError(
@@ -181,7 +181,8 @@ def _check_container(container: Mapping[str, Any], place: str, policy: JobPolicy
 
 
 def _check_request(value: object, place: str) -> None:
-    """Refuse a probe or hook of another host than the pod: the kubelet asks it, from the node."""
+    """Reject a probe or hook of a host other than the pod: the kubelet contacts it, from the
+    node."""
     for kind, request in _mapping(value, place).items():
         if kind in ("httpGet", "tcpSocket") and "host" in _mapping(request, f"{place}.{kind}"):
             _refuse_pod(f"{place}.{kind}.host")
@@ -212,8 +213,8 @@ def _check_fields(value: Mapping[str, Any], known: Iterable[str], place: str) ->
 
 
 def _mapping(value: object, place: str) -> Mapping[str, Any]:
-    """Return the fields that stand there, none where nothing does; refuse anything else, which
-    nobody has looked into."""
+    """Return the fields there, none if there is nothing; reject anything else, because nobody has
+    checked it."""
     if value is not None and not isinstance(value, Mapping):
         _refuse_pod(place)
     return value or {}

@@ -1,8 +1,8 @@
-"""Which engine and sampling fields and which models the installed vLLM knows, by its source.
+"""The engine and sampling fields and the models that the installed vLLM knows, from its source.
 
-Importing vLLM takes over ten seconds; parsing two of its files takes a tenth of one. So a
-misspelt field is refused at once, also on a laptop that holds vLLM without a GPU. Where vLLM is
-not installed nothing is known here, and the engine itself refuses the field later.
+Importing vLLM takes over ten seconds; parsing two of its files takes a tenth of one. So a misspelt
+field is rejected at once, even on a laptop that has vLLM without a GPU. Without vLLM nothing is
+known here, and the engine itself rejects the field later.
 """
 
 from __future__ import annotations
@@ -22,40 +22,41 @@ REGISTRY = "model_executor/models/registry.py"
 
 @cache
 def engine_fields() -> frozenset[str] | None:
-    """Field names of vLLM's `EngineArgs`; None when vLLM is not installed."""
+    """Return the field names of vLLM's `EngineArgs`; None if vLLM is not installed."""
     return _class_fields("engine/arg_utils.py", "EngineArgs")
 
 
 @cache
 def sampling_fields() -> frozenset[str] | None:
-    """Public field names of vLLM's `SamplingParams`; None when vLLM is not installed."""
+    """Return the public field names of vLLM's `SamplingParams`; None if vLLM is not installed."""
     return _class_fields("sampling_params.py", "SamplingParams")
 
 
 @cache
 def form_fields() -> frozenset[str] | None:
-    """Public field names of vLLM's `StructuredOutputsParams`; None when vLLM is not installed."""
+    """Return the public field names of vLLM's `StructuredOutputsParams`; None if vLLM is not
+    installed."""
     return _class_fields("sampling_params.py", "StructuredOutputsParams")
 
 
 @cache
 def generating_models() -> frozenset[str] | None:
-    """Architectures that vLLM lists as generating text; None when vLLM is not installed."""
+    """Return architectures that vLLM lists as generating text; None if vLLM is not installed."""
     lists = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")
     return _listed(REGISTRY, *lists)
 
 
 @cache
 def text_models() -> frozenset[str] | None:
-    """Those that generate text from text alone; None when vLLM is not installed."""
+    """Return those that generate text from text alone; None if vLLM is not installed."""
     text = _listed(REGISTRY, "_TEXT_GENERATION_MODELS")
     return None if text is None else text - (_listed(REGISTRY, "_MULTIMODAL_MODELS") or frozenset())
 
 
 @cache
 def media_limits(architecture: str) -> Mapping[str, int | None] | None:
-    """How many images, videos, ... a request to that architecture may hold (None: any number), as
-    its module in vLLM says; None where that cannot be told from it."""
+    """Return how many images, videos, ... a request to that architecture may hold (None: any
+    number), from its module in vLLM; None if it does not tell."""
     for table in _tables(REGISTRY, "_MULTIMODAL_MODELS"):
         for key, value in zip(table.keys, table.values, strict=True):
             if isinstance(key, ast.Constant) and key.value == architecture:
@@ -67,30 +68,30 @@ def media_limits(architecture: str) -> Mapping[str, int | None] | None:
 
 @cache
 def classifying_models() -> frozenset[str] | None:
-    """Architectures that vLLM lists as classifying text; None when vLLM is not installed."""
+    """Return architectures that vLLM lists as classifying text; None if vLLM is not installed."""
     return _listed(REGISTRY, "_SEQUENCE_CLASSIFICATION_MODELS")
 
 
 @cache
 def late_models() -> frozenset[str] | None:
-    """Those that vLLM lists as giving a vector a token; None when vLLM is not installed."""
+    """Return those that vLLM lists as giving a vector per token; None if vLLM is not installed."""
     return _listed(REGISTRY, "_LATE_INTERACTION_MODELS")
 
 
 @cache
 def reasoning_parsers() -> frozenset[str] | None:
-    """Names of vLLM's reasoning parsers; None when vLLM is not installed."""
+    """Return the names of vLLM's reasoning parsers; None if vLLM is not installed."""
     return _listed("reasoning/__init__.py", "_REASONING_PARSERS_TO_REGISTER")
 
 
 @cache
 def tool_parsers() -> frozenset[str] | None:
-    """Names of vLLM's tool parsers; None when vLLM is not installed."""
+    """Return the names of vLLM's tool parsers; None if vLLM is not installed."""
     return _listed("tool_parsers/__init__.py", "_TOOL_PARSERS_TO_REGISTER")
 
 
 def _listed(file: str, *tables: str) -> frozenset[str] | None:
-    """The keys of the tables of these names in one of vLLM's files."""
+    """Return the keys of the tables of these names in one of vLLM's files."""
     found = _tables(file, *tables)
     keys = (key for table in found for key in table.keys)
     return frozenset(str(key.value) for key in keys if isinstance(key, ast.Constant)) or None
@@ -108,7 +109,7 @@ def _tables(file: str, *names: str) -> list[ast.Dict]:
 
 
 def _asked_about(file: str, name: str) -> str | None:
-    """The class that tells about a model's inputs: `info` where the model is registered."""
+    """Return the class that describes a model's inputs: `info` where the model is registered."""
     for node in _statements(file):
         if isinstance(node, ast.ClassDef) and node.name == name:
             for call in node.decorator_list:
@@ -119,8 +120,8 @@ def _asked_about(file: str, name: str) -> str | None:
 
 
 def _limits(file: str, name: str | None) -> Mapping[str, int | None] | None:
-    """What `get_supported_mm_limits` of a class returns, its own or one that it inherits, where
-    that is written out."""
+    """Return what `get_supported_mm_limits` of a class returns, its own or an inherited one, if it
+    is a literal."""
     body = _statements(file) if name else []
     for node in body:
         if isinstance(node, ast.ClassDef) and node.name == name:
@@ -150,7 +151,8 @@ def _returned(method: ast.FunctionDef) -> Mapping[str, int | None] | None:
 
 @cache
 def definition(folder: str, name: str) -> ast.stmt | None:
-    """The class, or the assignment, of that name at the top of a file in one of vLLM's folders."""
+    """Return the class, or the assignment, of that name at the top of a file in one of vLLM's
+    folders."""
     root = _root()
     begins = re.compile(rf"^(class )?{name}\b[^.(\n]*[=:(]", re.MULTILINE)
     for path in sorted((root / folder).glob("*.py")) if root else ():
@@ -168,7 +170,7 @@ def _targets(node: ast.stmt) -> list[ast.expr]:
 
 
 def class_body(file: str, name: str) -> list[ast.stmt]:
-    """What stands in a class of one of vLLM's files; nothing where it is not installed."""
+    """Return the statements of a class in one of vLLM's files; empty if vLLM is not installed."""
     for node in _statements(file):
         if isinstance(node, ast.ClassDef) and node.name == name:
             return node.body
@@ -176,7 +178,7 @@ def class_body(file: str, name: str) -> list[ast.stmt]:
 
 
 def annotated(body: list[ast.stmt]) -> Iterator[Any]:
-    """The fields among the statements of a class: `name: type = default`."""
+    """Yield the fields among the statements of a class: `name: type = default`."""
     for item in body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             yield item
@@ -190,15 +192,15 @@ def _root() -> Path | None:
 
 
 def _statements(file: str) -> list[ast.stmt]:
-    """What stands at the top of one of vLLM's files; nothing where it is not installed."""
+    """Return the top-level statements of one of vLLM's files; empty if vLLM is not installed."""
     root = _root()
     path = None if root is None else root / file
     return parsed(path.read_text(encoding="utf-8")).body if path and path.exists() else []
 
 
 def parsed(source: str) -> ast.Module:
-    """The syntax tree of Python source, whatever other threads parse meanwhile: up to 3.11.7 and
-    3.12.1 Python counts the depth of all of them together (CPython's issue 106905)."""
+    """Return the syntax tree of Python source, whatever other threads parse meanwhile: up to 3.11.7
+    and 3.12.1 Python counts the depth of all of them together (CPython's issue 106905)."""
     for _ in range(PARSES):
         try:
             return ast.parse(source)

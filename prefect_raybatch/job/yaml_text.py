@@ -1,4 +1,4 @@
-"""YAML as a person wrote it: its values, and in which words each stands there."""
+"""YAML as its author wrote it: its values, and the original text of each."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MOST_VALUES = 100_000  # of a text; a few aliases of aliases can stand for billi
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe reader, out of reach of libraries that change the one all share: an import of
-    vLLM makes that one read dates as text (lm-format-enforcer)."""
+    """YAML's safe reader, independent of libraries that change the shared one: importing vLLM makes
+    that one read dates as text (lm-format-enforcer)."""
 
 
 def _timestamp(loader: _Loader, node: yaml.ScalarNode) -> Any:
@@ -26,7 +26,7 @@ _Loader.add_constructor("tag:yaml.org,2002:timestamp", _timestamp)
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML's safe writer, with texts that hold hidden characters in double quotes."""
+    """YAML's safe writer, with texts that contain hidden characters in double quotes."""
 
 
 def _quoted_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
