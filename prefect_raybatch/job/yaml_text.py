@@ -46,14 +46,14 @@ def visible_yaml(value: Any, **options: Any) -> str:
 
 @dataclass(frozen=True)
 class YamlText:
-    """A YAML text: its `value`, and the nodes that it was made of."""
+    """A YAML text: its `value`, and the nodes that it was parsed into."""
 
     value: Any
     root: yaml.Node | None = None
 
     def words(self, place: Sequence[int | str]) -> str | None:
-        """What stands at `place` (names and numbers from the top) without quotes, as it was
-        written; None for what is quoted, no single value, or not there by itself."""
+        """Return the original text at `place` (names and numbers from the top); None for a quoted
+        text, a collection, or a value that comes from elsewhere."""
         node = self.root
         for part in place:
             if isinstance(node, yaml.MappingNode):
@@ -68,8 +68,8 @@ class YamlText:
 
 
 def read_yaml(text: str) -> YamlText:
-    """What a YAML text holds. ValueError says what is no YAML and in which line; or which keys
-    stand twice in one mapping, of which YAML's readers take the last without a word."""
+    """Parse a YAML text. Raises ValueError with the line of a syntax error, or with the keys that
+    are repeated in a mapping, of which YAML readers silently take the last."""
     try:
         return _read(text)
     except yaml.MarkedYAMLError as error:
@@ -98,8 +98,8 @@ def _read(text: str) -> YamlText:
 
 
 def _size(node: yaml.Node, sizes: dict[int, int | None]) -> int:
-    """Return how many values a node stands for: what an alias or a merge key (<<) refers to counts
-    each time. Raises ValueError for an alias within what it refers to."""
+    """Return how many values a node stands for, counting the target of an alias or a merge key (<<)
+    each time. Raises ValueError for an alias to an enclosing node."""
     if id(node) not in sizes:
         sizes[id(node)] = None
         inner = []
@@ -118,7 +118,7 @@ def _size(node: yaml.Node, sizes: dict[int, int | None]) -> int:
 
 
 def _repeated(node: yaml.Node, name: str, seen: set[int]) -> Iterator[tuple[int, str]]:
-    """(line, what is said) of each key below `node` that stands several times in a mapping."""
+    """Yield (line, message) for each key below `node` that is repeated in its mapping."""
     if id(node) in seen:  # an alias
         return
     seen.add(id(node))

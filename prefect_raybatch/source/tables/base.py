@@ -1,9 +1,10 @@
-"""What a table format must give so that its rows can be a run's input: the seam for new formats.
+"""The seam for table formats: what a format must provide so that its rows can be a run's input.
 
-A *table source* is a table, data set or query opened at one version. It is always copied once to
-the Parquet snapshot in the run directory when the plan is made, and a resume reads that snapshot
-alone, so a version that vanishes later does no harm. Ranges of rows are never read in place:
-deletion vectors, partition values, column mapping and field ids are the format's own reader's.
+A *table source* is a table, dataset or query opened at one version. It is always copied once to the
+Parquet snapshot in the run directory when the plan is made, and a resumed run reads only that
+snapshot, so a version that vanishes later does no harm. Ranges of rows are never read in place,
+because deletion vectors, partition values, column mapping and field ids are left to the format's
+own reader.
 
 To add a format:
 
@@ -12,13 +13,13 @@ To add a format:
    (`prefect_raybatch/job/source.py`);
 2. a subclass of `TableSource` in a module of its own here, and the function that opens it in
    `OPENERS` (`prefect_raybatch/source/tables/registry.py`). The library is imported in that
-   function, never at module level. What it raises is turned into our errors by `said_plainly`;
-3. where a folder shows by what lies in it that it is of the format: `mark` and `OPENED`
+   function, never at module level. `said_plainly` converts its errors to ours;
+3. if the contents of a folder show that it has the format: `mark` and `OPENED`
    (`prefect_raybatch/source/places.py`).
 
-Everything else comes with it: `source.columns`, `source.limit`, `source.filter`, the check of types
-that a snapshot cannot keep, the estimate for `raybatch plan`, sampled prompts, the record in
-plan.json and the error for a missing extra.
+Everything else follows: `source.columns`, `source.limit`, `source.filter`, the check of types that
+a snapshot cannot hold, the estimate for `raybatch plan`, sampled prompts, the record in plan.json
+and the error for a missing extra.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ from prefect_raybatch.storage.library_errors import failure_in, text_of
 
 @dataclass(frozen=True)
 class TablePin:
-    """Which table at which version: what plan.json keeps of it, so nothing here holds a key.
+    """Which table at which version: what plan.json keeps of it, so nothing here holds a credential.
 
-    `id` is what the format calls the table for good (a UUID where it has one, else the URI);
-    `version` tells its content for good (a version number, a snapshot id, a commit, the time of a
-    transaction); `made` when that version was written, in ISO 8601, where the format knows.
+    `id` is the format's permanent identity of the table (a UUID if it has one, else the URI);
+    `version` identifies its content permanently (a version number, a snapshot id, a commit, the
+    time of a transaction); `made` is when that version was written, in ISO 8601, if the format
+    knows.
     """
 
     format: str
@@ -60,10 +62,10 @@ class TablePin:
 class TableSource(ABC):
     """A table opened at one version, by a function `open_...(source: Source) -> TableSource`.
 
-    That function is bounded in time and reads no rows, or few. `schema` are all columns, in the
-    table's order; dictionaries and view types may stand in it. `rows`: how many there are without
-    the filter, from metadata, None where only reading would tell; `counted`: that is no guess of a
-    database's.
+    That function is bounded in time and reads no rows, or few. `schema` has all columns, in the
+    table's order, and may contain dictionaries and view types. `rows` is their number without the
+    filter, from metadata, None if only reading would tell; `counted`: it is no estimate of a
+    database.
     """
 
     pin: TablePin
@@ -75,16 +77,17 @@ class TableSource(ABC):
     def batches(
         self, columns: Sequence[str] | None, filter: Filter | None
     ) -> Iterator[pa.RecordBatch]:
-        """All rows of the version, streamed, in the same order each time where the format has one.
+        """Yield all rows of the version, streamed, in the same order each time if the format has
+        one.
 
-        `columns`: those to give (None: all), the filter's own among them; more are dropped later.
-        `filter` may be pushed down as far as the format can: it is applied to what comes back in
-        any case, so what is pushed may let too much through but never too little. May be called
+        `columns`: those to read (None: all), including the filter's own, which are dropped later.
+        `filter` may be pushed down as far as the format can: it is applied to the result in any
+        case, so the pushed part may keep too many rows but never drop a matching one. May be called
         several times; the iterator may be closed before its end.
         """
 
     def close(self) -> None:  # noqa: B027 - most have nothing to end
-        """Ends connections and transactions; nothing is read afterwards."""
+        """End connections and transactions; nothing is read afterwards."""
 
     def __enter__(self) -> TableSource:
         return self
@@ -108,8 +111,8 @@ def check_own_files(table: str, files: Iterable[str]) -> None:
 
 @contextmanager
 def said_plainly(what: str, scrub: Any = str) -> Iterator[None]:
-    """Turns what a library raises while `what` is read into one line of ours. `scrub` takes keys
-    out of a text."""
+    """Convert what a library raises while `what` is read into one line of ours. `scrub` removes
+    credentials from a text."""
     try:
         yield
     except RayBatchError:

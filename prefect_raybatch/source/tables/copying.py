@@ -1,4 +1,4 @@
-"""A table source to a snapshot, or to what a plan can tell of it beforehand."""
+"""Copies a table source to a snapshot, or describes it for a plan beforehand."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def snapshot_of(format: str, source: ReadSpec, run_store: Store, attempt: str) -
 
 
 def peek_at(format: str, source: ReadSpec) -> Inventory:
-    """What `snapshot_of` would give, guessed from metadata and the first rows. Writes nothing."""
+    """Return what `snapshot_of` would give, estimated from metadata and the first rows. Writes
+    nothing."""
     with open_table(format, source) as table:
         chosen = _Chosen(table, source)
         looked, sample, whole = chosen.sample()
@@ -65,7 +66,7 @@ def peek_at(format: str, source: ReadSpec) -> Inventory:
 
 
 def head_of(format: str, source: ReadSpec) -> Iterator[tuple[str, pa.Table]]:
-    """(uri, first rows that fit the filter) of the table, if any. Writes nothing."""
+    """Yield (uri, first matching rows) of the table, if any. Writes nothing."""
     with open_table(format, source) as table:
         first = next(_Chosen(table, source).tables(pushed=True), None)
         if first is not None:
@@ -73,7 +74,7 @@ def head_of(format: str, source: ReadSpec) -> Iterator[tuple[str, pa.Table]]:
 
 
 def plain(schema: pa.Schema) -> pa.Schema:
-    """`schema` without dictionaries, views and metadata: as its rows come to the snapshot."""
+    """Return `schema` without dictionaries, views and metadata: as its rows reach the snapshot."""
     return pa.schema([(field.name, plain_type(field.type)) for field in schema])
 
 
@@ -92,14 +93,15 @@ class _Chosen:
             self._filter.expression(self._all)  # faults of it before anything is read
 
     def tables(self, pushed: bool) -> Iterator[pa.Table]:
-        """The rows that fit; `pushed`: the filter is handed to the format's reader as well."""
+        """Yield the matching rows; `pushed`: the filter is passed to the format's reader as
+        well."""
         for table in self._read(self._filter if pushed else None):
             kept = table if self._filter is None else self._filter.keep(table)
             if kept.num_rows:
                 yield kept.select(self._names)
 
     def sample(self) -> tuple[int, pa.Table, bool]:
-        """(rows looked at, those of them that fit, whether these are all that there are)."""
+        """Return (rows looked at, the matching ones, whether these are all rows)."""
         looked, found = 0, [self.schema.empty_table()]
         for table in self._read(None):
             looked += table.num_rows
@@ -123,7 +125,7 @@ class _Chosen:
 
 
 def _check_storable(name: str, schema: pa.Schema) -> None:
-    """Raises SourceError for a column whose type a snapshot cannot keep."""
+    """Raise SourceError for a column whose type a snapshot cannot hold."""
     import pyarrow.parquet as pq
 
     check_types(schema, name, SourceError)

@@ -1,4 +1,4 @@
-"""Delta Lake by the `deltalake` library: its SQL engine applies deletion vectors."""
+"""Delta Lake through the `deltalake` library: its SQL engine applies deletion vectors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SESSION = {"datafusion.execution.target_partitions": "1"}
 
 
 def open_delta(source: ReadSpec) -> TableSource:
-    """A Delta table in a folder, local or on S3."""
+    """Open a Delta table in a folder, local or on S3."""
     from deltalake import DeltaTable
     from deltalake.exceptions import TableNotFoundError
 
@@ -115,9 +115,9 @@ def _name(column: str) -> str:
 
 
 def _made(newest: Any, version: int) -> str | None:
-    """When a version was committed, by the log; None where that is cleaned up, or far back.
+    """Return when a version was committed, by the log; None if that was cleaned up, or is far back.
 
-    Asked of the newest version: of another the library counts the log's entries wrongly.
+    It asks the newest version: for another one, the library counts the log's entries wrongly.
     """
     back = newest.version() - version + 1
     if back <= HISTORY:
@@ -129,15 +129,15 @@ def _made(newest: Any, version: int) -> str | None:
 
 
 def _files(table: Any, uri: str) -> Iterator[str]:
-    """Yield the places of the table's files, which its log names by URL: below the table's folder,
-    or anywhere."""
+    """Yield the locations of the table's files, which its log names by URL: below the table's
+    folder, or anywhere."""
     for path in pa.table(table.get_add_actions())["path"].to_pylist():
         whole = "://" in path or path.startswith("/")
         yield path if "://" in path else unquote(path) if whole else f"{uri}/{unquote(path)}"
 
 
 def _rows(table: Any) -> int | None:
-    """By the log's statistics, which writers may leave out; less what deletion vectors say."""
+    """Return the rows by the log's statistics, which writers may leave out, minus deleted ones."""
     actions = pa.table(table.get_add_actions(flatten=True))
     if "num_records" not in actions.column_names:
         return None

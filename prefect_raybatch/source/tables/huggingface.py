@@ -1,7 +1,7 @@
-"""Hugging Face datasets by the `datasets` library: of the Hub at a commit, streamed.
+"""Hugging Face datasets through the `datasets` library: from the Hub at a commit, streamed.
 
 Images and other media are not decoded: they are structs of {bytes, path}, as image columns take
-them. What a dataset names outside of itself, a local file or another place, is not opened.
+them. Anything that a dataset names outside itself, a local file or another place, is not opened.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FOOTERS = 50  # Parquet files whose footers are read for the number of rows
 
 
 def open_huggingface(source: ReadSpec) -> TableSource:
-    """A dataset of the Hub (`hf://datasets/OWNER/NAME`), or in a local folder."""
+    """Open a dataset of the Hub (`hf://datasets/OWNER/NAME`), or in a local folder."""
     if scheme_of(source.uris[0]) == "hf":
         return _of_hub(source)
     return open_saved(source)
@@ -66,7 +66,7 @@ def _of_hub(source: ReadSpec) -> TableSource:
 
 
 def _token(source: ReadSpec) -> str | None:
-    """The key for the Hub; None where its library looks for one itself."""
+    """Return the token for the Hub; None if its library looks for one itself."""
     variable = source.options.get("token_env")
     if variable is None:
         return source.options.get("token")
@@ -81,7 +81,7 @@ def _token(source: ReadSpec) -> str | None:
 def _commit(
     what: str, repository: str, revision: str | None, token: str | None
 ) -> tuple[str, str | None]:
-    """(the commit that `revision` is now, when it was made)."""
+    """Return (the commit that `revision` refers to now, when it was made)."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RevisionNotFoundError
 
@@ -104,7 +104,7 @@ def _commit(
 def _builder(
     repository: str, commit: str, config: str | None, token: str | None, **more: Any
 ) -> Any:
-    """The library's reader of a dataset at a commit, and of nothing else it may have stored."""
+    """Return the library's reader of a dataset at a commit, ignoring anything else in its cache."""
     from datasets import get_dataset_config_names, load_dataset_builder
 
     # With the scheme: without it a local folder of that name would be taken.
@@ -123,8 +123,9 @@ def _builder(
 
 
 def _refuse_elsewhere(what: str, builder: Any, repository: str, commit: str) -> None:
-    """Raises SourceError unless all data files are of the dataset at its commit: its card may name
-    any, and of a Hub that fails the library takes what an earlier commit left in its cache."""
+    """Raise SourceError unless all data files belong to the dataset at its commit: its card may
+    name any file, and if the Hub fails the library takes what an earlier commit left in its
+    cache."""
     own = _own(repository, commit)
     files = [str(f) for found in (builder.config.data_files or {}).values() for f in found]
     if not files:
@@ -138,7 +139,7 @@ def _refuse_elsewhere(what: str, builder: Any, repository: str, commit: str) -> 
 
 
 def _own(repository: str, commit: str) -> str:
-    """What the paths of a dataset's files begin with."""
+    """Return the prefix of the paths of a dataset's files."""
     return f"hf://datasets/{repository}@{commit}/"
 
 
@@ -165,7 +166,7 @@ class HubSource(TableSource):
 
     @cached_property
     def rows(self) -> int | None:  # type: ignore[override]
-        """By the dataset's card, or the footers of Parquet; None where there are neither."""
+        """Return the rows by the dataset's card, or the footers of Parquet; None without either."""
         told = self._builder.info.splits or {}
         parts = self._split.split("+")
         if all(part in told and told[part].num_examples for part in parts):
@@ -190,8 +191,8 @@ class HubSource(TableSource):
                 yield from self._with_media(rows)
 
     def _reader(self, names: Sequence[str], filter: Filter | None) -> Any:
-        """Of all columns, or of Parquet of these alone, and of row groups that may have rows that
-        fit."""
+        """Return a reader of all columns, or for Parquet of these columns, and of row groups that
+        may contain matching rows."""
         builder = self._builder
         if self._is_parquet:
             more: dict[str, Any] = {"columns": list(names), "batch_size": ROWS_AT_ONCE}
@@ -216,7 +217,7 @@ class HubSource(TableSource):
         return HfFileSystem(token=self._token)
 
     def _with_media(self, rows: pa.Table) -> Iterator[pa.RecordBatch]:
-        """The rows, with the content of media that they name among the dataset's files."""
+        """Yield the rows with the content of media files of the dataset that they name."""
         at = [i for i, field in enumerate(rows.schema) if has_media(field.type)]
         if not at:
             yield from rows.to_batches()
@@ -250,7 +251,7 @@ class HubSource(TableSource):
 
 
 def _status(error: BaseException | None) -> int | None:
-    """The status with which the Hub answered, as the causes of an error tell it."""
+    """Return the HTTP status with which the Hub answered, from the causes of an error."""
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status is not None:
@@ -260,8 +261,8 @@ def _status(error: BaseException | None) -> int | None:
 
 
 def _unanswered(error: BaseException | None) -> bool:
-    """Whether nobody answered. The Hub's HTTP client has errors of its own, and is another library
-    from version to version."""
+    """Return whether nobody answered. The Hub's HTTP client has its own errors, and is another
+    library in other versions."""
     while error is not None:
         own = (kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("http"))
         if isinstance(error, ConnectionError | TimeoutError) or "TransportError" in own:
@@ -280,7 +281,7 @@ def _denied(what: str, error: Exception, scrub: Callable[[str], str]) -> SourceE
 
 @contextmanager
 def _explained(what: str, token: str | None) -> Iterator[None]:
-    """What the libraries raise, as our errors and without the token."""
+    """Convert errors of the libraries to ours, without the token."""
     from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     def scrub(text: str) -> str:

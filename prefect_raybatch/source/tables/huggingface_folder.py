@@ -1,4 +1,4 @@
-"""Hugging Face datasets in a folder, here or on S3, as `save_to_disk` of `datasets` writes them."""
+"""Hugging Face datasets in a folder, local or on S3, written by `save_to_disk` of `datasets`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from prefect_raybatch.storage.proof import CHUNK
 
 
 def open_saved(source: ReadSpec) -> TableSource:
-    """A dataset in a folder, or with `source.split` one of several in it."""
+    """Open a dataset in a folder, or with `source.split` one of several in it."""
     place = join(source.uris[0])
     store = open_store(place, source.options)
     what = f"source.uri: the Hugging Face dataset in {place}"
@@ -67,7 +67,7 @@ def open_saved(source: ReadSpec) -> TableSource:
 
 
 def _json(store: Store, name: str) -> Mapping[str, Any]:
-    """What a small file of JSON holds, {} where it is not there."""
+    """Return the content of a small JSON file, {} if it does not exist."""
     try:
         value = json.loads(store.read(name, INFO_BYTES))
     except FileNotFoundError:
@@ -80,7 +80,7 @@ def _json(store: Store, name: str) -> Mapping[str, Any]:
 def _streamed(
     what: str, data: Any, columns: Sequence[pa.Field], before: int
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of a `datasets.Dataset`, `before` which so many were."""
+    """Yield the rows of a `datasets.Dataset`, after `before` earlier ones."""
     names = [field.name for field in columns]
     for table in data.select_columns(names).with_format("arrow").iter(ROWS_AT_ONCE):
         rows = as_typed(what, table, list(columns), before)
@@ -92,7 +92,7 @@ INFO_BYTES = 64 << 20  # bytes of a file that tells about a dataset
 
 
 class FolderSource(TableSource):
-    """A dataset in a local folder, whose files are mapped into memory and not read at once."""
+    """A dataset in a local folder, whose files are memory-mapped rather than read at once."""
 
     def __init__(self, folder: Path, pin: TablePin) -> None:
         from datasets import Dataset
@@ -118,7 +118,7 @@ class FolderSource(TableSource):
 
 
 class RemoteFolderSource(TableSource):
-    """A dataset in a folder of a store, whose files are fetched to TMPDIR one by one."""
+    """A dataset in a folder of a store, whose files are downloaded to TMPDIR one by one."""
 
     def __init__(self, store: Store, state: Mapping[str, Any], pin: TablePin) -> None:
         from datasets import Features

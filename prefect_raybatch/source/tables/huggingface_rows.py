@@ -1,4 +1,4 @@
-"""Rows of Hugging Face datasets, as Arrow stores them for others: what Hub and folder share."""
+"""Rows of Hugging Face datasets as plain Arrow: the common part of Hub and folder."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def choose_split(asked: str | None, names: Sequence[str], field: str) -> str:
 
 
 def stored_type(kind: pa.DataType) -> pa.DataType:
-    """`kind` without the library's own types around it, at any depth: arrays of several dimensions
-    are lists of lists, JSON is text."""
+    """Return `kind` without the library's own types, at any depth: arrays of several dimensions are
+    lists of lists, JSON is text."""
     if isinstance(kind, pa.BaseExtensionType):
         return stored_type(kind.storage_type)
     types = pa.types
@@ -41,8 +41,8 @@ def stored_type(kind: pa.DataType) -> pa.DataType:
 
 
 def as_typed(what: str, table: pa.Table, fields: Sequence[pa.Field], before: int) -> pa.Table:
-    """The columns `fields` of rows of which `before` came earlier. SourceError where text in later
-    rows is of another type than in the first."""
+    """Return the columns `fields` of rows, after `before` earlier ones. Raises SourceError if text
+    in later rows has another type than in the first."""
     made = []
     for field in fields:
         if field.name not in table.column_names:
@@ -79,7 +79,7 @@ def has_media(kind: pa.DataType) -> bool:
 
 
 def media_in(value: Any) -> Iterator[dict[str, Any]]:
-    """The media in a value, at any depth."""
+    """Yield the media in a value, at any depth."""
     if isinstance(value, dict):
         if value.keys() == MEDIA:
             yield value

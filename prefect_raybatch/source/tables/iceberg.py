@@ -1,4 +1,5 @@
-"""Iceberg by the `pyiceberg` library: from a catalog, or a bare folder by its newest metadata."""
+"""Iceberg through the `pyiceberg` library: from a catalog, or from a folder by its newest
+metadata."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ SHORTEST_KEY = 3  # characters; a shorter value is part of other words
 
 
 def open_iceberg(source: ReadSpec) -> TableSource:
-    """An Iceberg table of a catalog (`namespace.table`), or in a folder, local or on S3."""
+    """Open an Iceberg table of a catalog (`namespace.table`), or in a folder, local or on S3."""
     given = source.uris[0]
     place = given if source.catalog else join(given)
     remote = bool(source.catalog) or is_remote(place)
@@ -69,7 +70,7 @@ def open_iceberg(source: ReadSpec) -> TableSource:
 
 
 def _scrub(keys: S3Settings | None, properties: Mapping[str, Any]) -> Callable[[str], str]:
-    """Takes the keys of store and catalog out of a text."""
+    """Return a function that removes the credentials of store and catalog from a text."""
     secrets = sorted(catalog_secrets(properties), key=len, reverse=True)
 
     def scrub(text: str) -> str:
@@ -81,8 +82,8 @@ def _scrub(keys: S3Settings | None, properties: Mapping[str, Any]) -> Callable[[
 
 
 def open_catalog(properties: Mapping[str, Any]) -> Any:
-    """Return pyiceberg's catalog of these properties. One over REST follows no redirects: it would
-    send its client's secret and its own headers on to another host."""
+    """Return pyiceberg's catalog with these properties. A REST catalog follows no redirects: it
+    would send its client's secret and its own headers to another host."""
     from pyiceberg.catalog import load_catalog, rest
     from requests import Response, Session
 
@@ -119,10 +120,10 @@ def _from_catalog(name: str, properties: dict[str, Any]) -> Any:
 
 
 def _from_folder(place: str, options: Mapping[str, Any], properties: dict[str, str]) -> Any:
-    """The table by its newest metadata file, or by the one that `place` names.
+    """Return the table by its newest metadata file, or by the one that `place` names.
 
     Not `StaticTable`: it lets properties in the metadata override ours, which may name Python code
-    to load, and other endpoints to send keys to.
+    to load, and other endpoints to send credentials to.
     """
     from pyiceberg.catalog.noop import NoopCatalog
     from pyiceberg.io import load_file_io
@@ -161,7 +162,8 @@ def _newest(place: str, options: Mapping[str, Any]) -> str:
 
 
 def _snapshot(table: Any, version: str | None, place: str) -> Any:
-    """The snapshot by id, by name of a branch or tag, or of a time; the current one for None."""
+    """Return the snapshot by id, by name of a branch or tag, or by time; the current one for
+    None."""
     if version is None:
         found = table.current_snapshot()
         if found is None:
@@ -189,7 +191,7 @@ def _utc(milliseconds: int) -> str:
 
 
 class IcebergSource(TableSource):
-    """An Iceberg table at a snapshot; files are read one after the other, by their names."""
+    """An Iceberg table at a snapshot; files are read one after the other, by name."""
 
     def __init__(
         self, table: Any, snapshot: Any, place: str, of_catalog: bool, scrub: Any = str
@@ -250,8 +252,8 @@ class IcebergSource(TableSource):
             )
 
     def _check_files(self, files: Iterable[str]) -> None:
-        """Raise an error for files that the table may not name. A catalog is trusted with where the
-        files of its tables lie on S3."""
+        """Raise an error for files that the table may not name. A catalog is trusted with the
+        locations of its tables' files on S3."""
         place = str(self._table.location()) if self._of_catalog else self.pin.uri
         named = (file for file in files if not (self._of_catalog and is_remote(file)))
         check_own_files(place, (FILE_URL.sub("file:///", file) for file in named))
@@ -264,14 +266,16 @@ def _rows(told: Mapping[str, str]) -> int | None:
 
 
 def _expressions() -> Any:
-    """The library's expressions, whose signatures type checkers take for those of pydantic."""
+    """Return the library's expressions, whose signatures type checkers take for those of
+    pydantic."""
     from pyiceberg import expressions
 
     return expressions
 
 
 def _expression(condition: Condition, schema: pa.Schema) -> Any:
-    """As pyiceberg's, which keeps at least the rows that fit; None where all must be read."""
+    """Return it as pyiceberg's, which keeps at least the matching rows; None if all must be
+    read."""
     ice = _expressions()
     if isinstance(condition, AllOf | AnyOf):
         parts = [_expression(part, schema) for part in condition.parts]
@@ -310,7 +314,7 @@ def _compare(condition: Compare, value: Any) -> Any:
 
 
 def _value(value: Literal, field: pa.Field) -> Any:
-    """A literal where the library takes it for the column as it is; None elsewhere."""
+    """Return a literal if the library takes it for the column unchanged; else None."""
     types, kind = pa.types, field.type
     plain = (
         types.is_integer(kind) and isinstance(value, int),

@@ -1,4 +1,4 @@
-"""Lance data sets by the `pylance` library."""
+"""Lance datasets through the `pylance` library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ABSENT = "was not found"  # what the library says of a data set or version
 
 
 def open_lance(source: ReadSpec) -> TableSource:
-    """A Lance data set in a folder, local or on S3."""
+    """Open a Lance dataset in a folder, local or on S3."""
     import lance
 
     uri = join(source.uris[0])
@@ -54,7 +54,7 @@ def open_lance(source: ReadSpec) -> TableSource:
 def _pinned(
     version: str, uri: str, versions: Mapping[int, datetime], opened: Callable[[int | str], Any]
 ) -> Any:
-    """The data set at a version number, a tag, or as it was at a time."""
+    """Return the dataset at a version number, a tag, or as it was at a time."""
     when = None if version.isdecimal() else moment_of(version)
     chosen: int | str = int(version) if version.isdecimal() else version
     if when is not None:
@@ -71,8 +71,8 @@ def _pinned(
 
 
 def _files(data: Any, uri: str) -> Iterator[str]:
-    """Yield the places of the data set's files: in its folder, or in other folders that it names as
-    its bases."""
+    """Yield the locations of the dataset's files: in its folder, or in other folders that it names
+    as its bases."""
     bases = [str(base.path) for base in data.base_paths().values()]
     yield from bases
     for fragment in data.get_fragments():
@@ -83,12 +83,12 @@ def _files(data: Any, uri: str) -> Iterator[str]:
 
 
 def _utc(when: datetime) -> datetime:
-    """The library tells local time without a zone."""
+    """Return a time in UTC: the library returns local time without a zone."""
     return when.astimezone(UTC)
 
 
 class LanceSource(TableSource):
-    """A Lance data set at a version; rows come in the order of its fragments."""
+    """A Lance dataset at a version; rows come in the order of its fragments."""
 
     def __init__(self, data: Any, uri: str, made: datetime | None, scrub: Any = str) -> None:
         self._data, self._scrub = data, scrub

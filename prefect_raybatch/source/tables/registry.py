@@ -1,4 +1,4 @@
-"""Which function opens which table format, and what is said when its library is missing."""
+"""Maps table formats to the functions that open them, and reports missing libraries."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ OPENERS: dict[str, Callable[[ReadSpec], TableSource]] = {
 
 
 def open_table(format: str, source: ReadSpec) -> TableSource:
-    """The table that `source` names, of a format of `OPENERS`, at source.version or as it is now.
+    """Return the table that `source` names, in a format of `OPENERS`, at source.version or as it is
+    now.
 
-    Raises ConfigError for a missing extra or a source.version of the wrong form, SourceError for
-    a table or version that is not there or may not be read, `StoreUnavailable` where the place
-    does not answer.
+    Raises ConfigError for a missing extra or a malformed source.version, SourceError for a table or
+    version that does not exist or may not be read, `StoreUnavailable` if the location does not
+    answer.
     """
     need_extra(format)
     return OPENERS[format](source)
 
 
 def need_extra(format: str) -> None:
-    """Raises ConfigError unless the library of a table format is installed."""
+    """Raise ConfigError unless the library of a table format is installed."""
     known = TABLE_FORMATS[format]
     if find_spec(known.module) is None:
         raise ConfigError(

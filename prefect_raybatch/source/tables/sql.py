@@ -1,7 +1,7 @@
-"""A query of any database that SQLAlchemy knows, streamed in one read-only transaction.
+"""A query of any database that SQLAlchemy supports, streamed in one read-only transaction.
 
-One connection and one transaction give one state of the database, however long the copy takes:
-REPEATABLE READ where there is such a level, which on PostgreSQL and MySQL is a snapshot.
+One connection and one transaction show one state of the database, however long the copy takes:
+REPEATABLE READ if that level exists, which on PostgreSQL and MySQL is a snapshot.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _OF_DUCKDB = {
 
 
 def open_sql(source: ReadSpec) -> TableSource:
-    """The rows that source.query gives, in a transaction that begins now."""
+    """Return the rows of source.query, in a transaction that begins now."""
     import sqlalchemy
     from sqlalchemy.pool import NullPool
 
@@ -138,7 +138,7 @@ class SqlSource(TableSource):
             self._connection.close()
 
     def _fetched(self) -> Iterator[tuple[Any, list[Any]]]:
-        """(the answer, rows of it); by a cursor of the server's where the driver has one."""
+        """Yield (the result, rows of it), through a server-side cursor if the driver has one."""
         # Not sqlalchemy.text, to which a colon in the query is a parameter.
         options = {"stream_results": True, "max_row_buffer": FETCH_ROWS}
         result = self._connection.exec_driver_sql(self._query, execution_options=options)
@@ -152,7 +152,8 @@ class SqlSource(TableSource):
             result.close()
 
     def _first(self) -> pa.Schema:
-        """Names and types: as declared, as the database tells, or as the first rows show."""
+        """Return names and types: as declared, as the database reports, or as the first rows
+        show."""
         fetched = self._fetched()
         result, _ = next(fetched)
         names = list(result.keys())
@@ -179,7 +180,8 @@ class SqlSource(TableSource):
         return pa.schema(fields)
 
     def _told_by_duckdb(self, description: Sequence[Any]) -> dict[str, pa.DataType | None]:
-        """Types that the values do not show. Raises SourceError for those that Python cuts off."""
+        """Return types that the values do not show. Raises SourceError for types that Python
+        truncates."""
         for name, kind, *_ in description:
             if "TIMESTAMP_NS" in str(kind) and name not in self._declared:
                 raise SourceError(
@@ -224,7 +226,7 @@ class SqlSource(TableSource):
             ) from None
 
     def _count(self) -> int | None:
-        """How many rows the database expects; None where it does not tell without reading."""
+        """Return how many rows the database expects; None if it does not tell without reading."""
         dialect = self._connection.dialect.name
         if dialect == "sqlite":  # a file at hand
             query = self._query.strip().rstrip(";")
@@ -238,7 +240,7 @@ class SqlSource(TableSource):
 
 
 def _url(source: ReadSpec) -> tuple[Any, list[str]]:
-    """The URL with user and password, and what of it no message may hold."""
+    """Return the URL with user and password, and its parts that no message may contain."""
     import sqlalchemy
 
     try:
@@ -266,8 +268,8 @@ def _url(source: ReadSpec) -> tuple[Any, list[str]]:
 
 
 def _read_only(url: Any) -> Any:
-    """Return the URL of a SQLite file that is only read: opened in any other way, SQLite makes a
-    file that is not there. Raise `SourceError` where there is none, `ConfigError` for a mode."""
+    """Return the URL of a SQLite file opened for reading only: otherwise SQLite creates a missing
+    file. Raise `SourceError` if there is none, `ConfigError` for a mode."""
     place = database_file(url.render_as_string(hide_password=False))
     modes = {str(url.query.get("mode", "ro")), *_modes_in(url.database or "")}
     if modes - {"ro", "memory"}:
@@ -302,8 +304,8 @@ def _arguments(url: Any) -> Mapping[str, Any]:
 
 
 def _begin(connection: Any) -> None:
-    """A transaction that shows one state of the database, and writes nothing where the database
-    can promise that."""
+    """Begin a transaction that shows one state of the database, and is read-only if the database
+    supports it."""
     dialect = connection.dialect
     connection.execution_options(no_parameters=True)  # else % has to be doubled
     if dialect.name == "sqlite":
@@ -324,7 +326,7 @@ def _begin(connection: Any) -> None:
 
 
 def _authorize(action: int, *_: object) -> int:
-    """Tell SQLite to refuse to open any other file."""
+    """Make SQLite refuse to open any other file."""
     refused = (sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH)
     return sqlite3.SQLITE_DENY if action in refused else sqlite3.SQLITE_OK
 
@@ -359,13 +361,13 @@ def _explained(what: str, secrets: Sequence[str]) -> Iterator[None]:
 
 
 def _shown(url: Any) -> str:
-    """Without user, password and options, which may hold keys."""
+    """Return a URL without user, password and options, which may hold credentials."""
     plain = type(url).create(url.drivername, host=url.host, port=url.port, database=url.database)
     return str(plain.render_as_string())
 
 
 def missing_driver(url: Any, error: Exception) -> str:
-    """What to install where SQLAlchemy has no dialect or no driver for a URL."""
+    """Return what to install if SQLAlchemy has no dialect or no driver for a URL."""
     dialect, name = url.get_backend_name(), url.drivername
     module = getattr(error, "name", None)
     if dialect not in SQL_SCHEMES:
@@ -385,7 +387,7 @@ def missing_driver(url: Any, error: Exception) -> str:
 
 
 def _plain(value: Any, text: bool = False) -> Any:
-    """A value as Arrow takes it: JSON as text, what Arrow does not know as its text."""
+    """Return a value as Arrow takes it: JSON as text, unknown types as their text."""
     if value is None or isinstance(value, (str, bytes) if text else _PLAIN):
         return value
     if isinstance(value, memoryview | bytearray):
@@ -398,8 +400,8 @@ def _plain(value: Any, text: bool = False) -> Any:
 
 
 def _exact_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """Return values as an array. Raises ArrowInvalid where Arrow would cut off a part of one:
-    a fraction, a time of day, an offset."""
+    """Return values as an array. Raises ArrowInvalid if Arrow would drop a part of one: a fraction,
+    a time of day, an offset."""
     made, types = pa.array(values, kind), pa.types
     if types.is_integer(kind) or types.is_floating(kind) or types.is_temporal(kind):
         for value, held in zip(values, made.to_pylist(), strict=True):
@@ -419,7 +421,7 @@ def _is_held(value: Any, held: Any, kind: pa.DataType) -> bool:
 
 
 def _misfit(values: Sequence[Any], kind: pa.DataType) -> tuple[int, str]:
-    """The first value that is not of a type, and why."""
+    """Return the first value that is not of a type, and why."""
     for at, value in enumerate(values):
         try:
             _exact_array([value], kind)

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 
 def moment_of(text: str) -> datetime | None:
-    """The time that an ISO 8601 text tells, in UTC where it names no zone; None for another."""
+    """Return the time of an ISO 8601 text, in UTC if it names no zone; None for other texts."""
     try:
         found = datetime.fromisoformat(text)
     except ValueError:
