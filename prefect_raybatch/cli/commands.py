@@ -269,7 +269,7 @@ def run(
 
 @app.command()
 def status(run_dir: RunDir, as_json: Json = False) -> None:
-    """What a run has committed, also while it runs and from another machine."""
+    """Show what a run has committed, even while it runs, from any machine."""
     found = status_of(run_dir)
     if as_json:
         print_json(found)
@@ -365,7 +365,7 @@ def verify(
 
 @app.command()
 def repair(run_dir: RunDir, as_json: Json = False) -> None:
-    """Begin a run beside one that lost files, with all of it that is whole; nothing is changed."""
+    """Create a new run from the intact shards of a damaged one, which is not changed."""
     from prefect_raybatch.runs.repair import repair_run
 
     found = repair_run(run_dir)
