@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from prefect_raybatch.compile.sizes import size_spec
+from prefect_raybatch.compile.sizes import answers_of, size_spec
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.answer_schema import schema_sampling_fields
 from prefect_raybatch.job.batch_job import BatchJob
@@ -179,7 +179,7 @@ def sampling_spec(job: BatchJob, planned: Planned | None = None) -> SamplingSpec
         pooling=pooling_fields(job),
         temperature=sampling.temperature,
         max_tokens=job.drawn.max_tokens,
-        answers=int(given.get("n") or 1),
+        answers=answers_of(job),
         logprobs=None if logprobs is None else int(logprobs),
         choices=tuple(choice_of(given) or ()),
         labels=tuple(sampling.choice or ()) if job.output.probabilities else (),
