@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prefect_raybatch.bounded import ANSWER, Question
 from prefect_raybatch.driver import metrics
@@ -46,6 +46,14 @@ ASK_ENGINES = 10.0  # seconds between questions to Ray
 NOTE_AFTER = 2.0  # seconds from the first commit, in which the slowest engines may still tell
 
 
+class EngineStates(Protocol):
+    """What Ray knows about the engines of a pipeline."""
+
+    def engines(self) -> Mapping[str, int]: ...
+    def starts(self) -> Sequence[Marks]: ...
+    def deaths(self) -> Mapping[str, tuple[int, str]]: ...
+
+
 class Monitor:
     """An observer that stands between the driver and `observe`.
 
@@ -66,6 +74,7 @@ class Monitor:
         observe: Callable[[Progress], None],
         engines: Callable[[], Mapping[str, int]] = dict,
         clock: Callable[[], float] = time.monotonic,
+        on_started: Callable[[Starting], None] = lambda starting: None,
     ):
         self.attempt, self.plan, self.store, self.limits = attempt, plan, store, limits
         self.starts: Callable[[], Sequence[Marks]] = list
@@ -74,7 +83,7 @@ class Monitor:
         self._counting = threading.Lock()  # deaths are looked at from two threads
         self.leaving: Callable[[], Mapping[str, float | None]] = dict  # nodes, and seconds left
         self._left: frozenset[str] = frozenset()  # nodes that were told of
-        self.on_started: Callable[[Starting], None] = lambda starting: None
+        self.on_started = on_started
         self.starting = Starting()
         self.noted = False
         self.observe, self.engines, self.clock = observe, engines, clock
@@ -105,6 +114,17 @@ class Monitor:
             series = progress.tally.series
             self._longest = max(self._longest, series.ended[-1] - series.started[-1])
         self.observe(progress)
+
+    def joined(self, dashboard: str, leaving: Callable[[], Mapping[str, float | None]]) -> None:
+        """Note the address of Ray's dashboard, and how to ask which nodes are about to leave."""
+        self.dashboard, self.leaving = dashboard, leaving
+        if dashboard:
+            log.info("Ray's dashboard: %s", dashboard)
+
+    def watch(self, engines: EngineStates) -> None:
+        """Ask these engines from now on."""
+        self.engines, self.starts = engines.engines, engines.starts
+        self.deaths = engines.deaths
 
     def held(self, why: str) -> None:
         """Note that the run waits for its turn, with the reason in `why`; "" when it goes on. A

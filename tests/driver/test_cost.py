@@ -26,7 +26,7 @@ from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.runs.costs import with_cost
 from prefect_raybatch.runs.estimate import estimate
 from prefect_raybatch.runs.finalize_run import finalize_run
-from prefect_raybatch.runs.infer_run import meter_for
+from prefect_raybatch.runs.phases import meter_for
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.status import report_of, status
 from prefect_raybatch.sizing.prices import gpu_price
