@@ -12,6 +12,8 @@ import time
 from collections import Counter
 from typing import Any
 
+from prefect_raybatch.compile.job import compile_job
+from prefect_raybatch.compile.public_job import public_job
 from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import Counts, Listener
@@ -21,6 +23,7 @@ from prefect_raybatch.flow.page import Page
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.records import Commit, InputFile
+from prefect_raybatch.plan.plan import make_plan
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.storage import open_store
 
@@ -57,9 +60,9 @@ def plan_of(job: BatchJob) -> Any:
     files = [InputFile("in.parquet", 1, None, 1, SHARDS * ROWS)]
     model = {"source": "demo", "revision": None, "identity": "0" * 64}
     resolved, schema = Resolved.of(job, model), pa.schema([("x", pa.string())])
-    return resolved.new_plan(
-        resolved.compile(schema.names), "k", files, schema, 50.0, snapshot=False
-    )
+    spec = compile_job(resolved.job, schema.names)
+    kept = public_job(resolved.job, spec.finish)
+    return make_plan(spec, resolved.identity, model, kept, "k", files, schema, 50.0, snapshot=False)
 
 
 def counted(run: Run, job: BatchJob) -> Counter[str]:

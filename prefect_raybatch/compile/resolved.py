@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from prefect_raybatch.compile.fingerprint import fingerprint
-from prefect_raybatch.compile.job import compile_job, model_request
-from prefect_raybatch.compile.public_job import public_job
+from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.texts import with_answer_schema, with_template_text
 from prefect_raybatch.job.trust import check_trust
-from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.model import adapters, chat_template
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.plan.plan import make_plan
 from prefect_raybatch.spec.identity import Identity
 from prefect_raybatch.spec.model import ModelRequest
-from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.storage import is_remote
 
 
@@ -78,18 +74,6 @@ class Resolved:
         if retry == self.identity.retry:
             return self
         return replace(self, identity=fingerprint(self.job, self.known, retry))
-
-    def compile(self, columns: Sequence[str] | None = None) -> RunSpec:
-        """Return what a new run does, for an input with these `columns`. For a planned run use
-        `compile_planned`, which takes what its plan settled."""
-        return compile_job(self.job, columns)
-
-    def new_plan(
-        self, spec: RunSpec, run_key: str, *args: Any, **more: Any
-    ) -> tuple[Plan, dict[str, bytes]]:
-        """Return the plan of a new run that does `spec`, as `make_plan` makes it."""
-        job = public_job(self.job, spec.finish)
-        return make_plan(spec, self.identity, self.with_adapters(), job, run_key, *args, **more)
 
 
 def resolve(job: BatchJob | Resolved, retry: Mapping[str, Any] | None = None) -> Resolved:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cluster import sizes as sized
-from prefect_raybatch.compile.job import read_spec
+from prefect_raybatch.compile.job import compile_job, read_spec
 from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job.batch_job import BatchJob
@@ -95,7 +95,7 @@ def dry_run(
     read = read_spec(job.source)
     snapshot = source.needs_snapshot(read)
     found = source.peek(read) if snapshot else source.inventory(read)
-    spec = resolved.compile(found.schema.names)
+    spec = compile_job(job, found.schema.names)
     planning.check_against_schema(spec, found.schema)
     whole = None if snapshot else found
     publish = check_targets_of(spec, found.schema, run_key or "RUN_KEY", whole, later=snapshot)

@@ -47,6 +47,7 @@ from prefect_raybatch.runs.earlier import (
     opened_answers,
     pass_over,
 )
+from prefect_raybatch.runs.new_plan import RunInput
 from prefect_raybatch.runs.precision import taken_precision
 from prefect_raybatch.source import Inventory, snapshot_tables
 from prefect_raybatch.spec.reuse import ReuseSpec
@@ -63,25 +64,22 @@ PLACES_A_GROUP = 1 << 16  # rows of a table of places that are read together
 def increment_for(
     resolved: Resolved,
     spec: RunSpec,
-    found: Inventory,
-    store: Store,
-    attempt: str,
-    copied: bool,
     run_key: str,
+    taken: RunInput,
+    context: Mapping[str, Any] | None = None,
     earlier: bool = True,
-    context: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return `Plan.increment` of a new run in `store`, with everything that it names written.
-    `copied`: the input's files are a snapshot there; `context`: what `auto` resolved to. Raises
-    like `worked_out`."""
-    rows = store if copied else None
+    """Return `Plan.increment` of a new run, with everything that it names written. `context`
+    records what an automatic context length resolved to. Raises like `worked_out`."""
     skipped: set[str] = set()
     while True:
         try:
             with worked_out(
-                resolved, spec, found, rows, run_key, earlier, in_order=True, skipped=skipped
+                *(resolved, spec, taken.found, taken.snapshot, run_key, earlier),
+                in_order=True,
+                skipped=skipped,
             ) as worked:
-                return planned(worked, resolved, spec, store, attempt, context).to_dict()
+                return planned(worked, resolved, spec, taken, context).to_dict()
         except DamagedAnswers as error:  # found while answers were copied: join without that run
             _skip(error, skipped)
 
@@ -176,19 +174,19 @@ def planned(
     worked: Worked,
     resolved: Resolved,
     spec: RunSpec,
-    store: Store,
-    attempt: str,
-    context: dict[str, Any] | None = None,
+    taken: RunInput,
+    context: Mapping[str, Any] | None = None,
 ) -> Increment:
     """Write everything that the run's plan is going to name: reused answers, the input and the
     tables of the requests phase, and where each row's answer is. Nothing of it counts before
     plan.json exists."""
     join, earlier = worked.join, worked.earlier
-    reused = _copy_answers(worked, store, attempt)
+    store = taken.store
+    reused = _copy_answers(worked, store, taken.attempt)
     precision = _precision(resolved, spec, earlier)
     asks = None
     if join.asked:
-        asks = _plan_asks(worked, resolved, spec, store, attempt, context, precision)
+        asks = _plan_asks(worked, resolved, spec, taken, context, precision)
     counts = join.counts
     log.info(
         "reuse: %d rows take over answers, %d share another row's, %d are asked",
@@ -297,16 +295,15 @@ def _plan_asks(
     worked: Worked,
     resolved: Resolved,
     spec: RunSpec,
-    store: Store,
-    attempt: str,
-    context: dict[str, Any] | None,
+    taken: RunInput,
+    context: Mapping[str, Any] | None,
     precision: TakenPrecision | None,
 ) -> Plan:
     """Write the input of the requests phase and the tables of its plan. The plan itself is written
     later, from the bytes that the run's plan holds."""
-    ledger, join = asks_ledger(store), worked.join
+    ledger, join = asks_ledger(taken.store), worked.join
 
-    found = snapshot_tables(lambda: worked.rows.asked(join), ledger.store, attempt)
+    found = snapshot_tables(lambda: worked.rows.asked(join), ledger.store, taken.attempt)
     weights = to_parquet(pa.table({"rows": pa.array(join.weights())}))
     name = f"weights-{digest(weights)[:16]}.parquet"
     asks = asks_of(spec)

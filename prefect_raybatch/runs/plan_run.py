@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefect_raybatch.cluster import sizes as sized
-from prefect_raybatch.compile.job import cluster_spec, read_spec
+from prefect_raybatch.compile.job import cluster_spec, compile_job, read_spec
 from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
@@ -25,14 +24,13 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.model import chat_template
 from prefect_raybatch.model import check as model_check
-from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.accepting import check_acceptable, of_model
-from prefect_raybatch.plan.prefix_order import MOST_ORDERED
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.runs.attempts import PLANNING, recorded_attempt
 from prefect_raybatch.runs.estimate import estimate
+from prefect_raybatch.runs.new_plan import RunInput, new_plan
 from prefect_raybatch.runs.planned_by import note_planner
 from prefect_raybatch.runs.run import Run, run_of, run_store, who
 from prefect_raybatch.sizing.agreement import trial_rows
@@ -43,8 +41,6 @@ from prefect_raybatch.storage import Store, is_remote, join
 
 if TYPE_CHECKING:
     import ray.data
-
-    from prefect_raybatch.source import Inventory
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +131,7 @@ def precheck(job: BatchJob | Resolved, store: Store, accept: Sequence[str] = ())
         schema = source.peek(read).schema
     else:  # the first file with rows is enough here; the plan reads every footer
         schema = source.inventory(replace(read, limit=1)).schema
-    spec = resolved.compile(schema.names)
+    spec = compile_job(job, schema.names)
     planning.check_against_schema(spec, schema)
     check_targets_of(spec, schema, later=True)
     return resolved
@@ -185,7 +181,7 @@ def _check_same(
 def _checked(resolved: Resolved) -> Resolved:
     """Check from its files, once, that the model can be loaded and can answer."""
     if not resolved.checked:
-        check_pinned_model(resolved.compile(), resolved.model)
+        check_pinned_model(compile_job(resolved.job), resolved.model)
     return replace(resolved, checked=True)
 
 
@@ -195,22 +191,6 @@ def check_pinned_model(spec: RunSpec, model: Mapping[str, Any], files: bool = Tr
     model_check.check(spec, model, files)
     chat_template.check_template(spec.prompt, spec.engine.model, model)
     check_labels(spec.sampling.labels, spec.engine.model, model)
-
-
-def increment_of_spec(
-    resolved: Resolved, spec: RunSpec, found: Inventory, *args: Any, **more: Any
-) -> dict[str, Any] | None:
-    """Call `increment.increment_for`, which is imported only for a run whose requests are asked
-    apart from its rows."""
-    if not spec.reuse.asks_apart:
-        return None
-    rows = sum(file.rows for file in found.files)
-    if rows > MOST_ORDERED and not spec.reuse.keeps:
-        log.warning("engine.order: run is left out: %d rows are more than %d", rows, MOST_ORDERED)
-        return None
-    from prefect_raybatch.runs.increment import increment_for
-
-    return increment_for(resolved, spec, found, *args, **more)
 
 
 def length_of_spec(
@@ -226,61 +206,53 @@ def length_of_spec(
 
 
 def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) -> Plan:
+    """Read what the input holds, make the plan and write it; return the plan, or that of another
+    process that was first."""
     from prefect_raybatch import source
-    from prefect_raybatch.cluster.early import begin_early
-    from prefect_raybatch.cluster.side_by_side import copying_for
 
-    early, attempt = resolved.compile(), uuid.uuid4().hex
-    read, copying = early.read, partial(copying_for, early.cluster)
-    copied = dataset is not None or source.needs_snapshot(read)
-    if copied and dataset is None:
-        begin_early(early, resolved.with_adapters)
-    if dataset is not None:
-        found = source.snapshot_dataset(
-            dataset, ledger.store, attempt, read.limit, read.columns, copying
-        )
-    elif copied:
-        found = source.snapshot(read, ledger.store, attempt, copying)
-    else:
-        found = source.inventory(read)
-    spec, rows = resolved.compile(found.schema.names), sum(file.rows for file in found.files)
+    taken = _taken_input(resolved, ledger.store, dataset)
+    found = taken.found
+    spec = compile_job(resolved.job, found.schema.names)
     planning.check_against_schema(spec, found.schema)
-    trial_rows(spec.engine.tries, spec.limits.min_agreement, rows)
+    trial_rows(spec.engine.tries, spec.limits.min_agreement, taken.rows)
     if note := planning.alike_note(spec):
         log.warning("%s", note)
-    store = ledger.store if copied else None
-    for line in check_targets_of(spec, found.schema, run_key, found, store):
+    for line in check_targets_of(spec, found.schema, run_key, found, taken.snapshot):
         log.info("to publish: %s", line)
     context = None
     if spec.engine.model.context_auto:
-        measured = counting.of_files(spec, resolved.model, found, store)
+        measured = counting.of_files(spec, resolved.model, found, taken.snapshot)
         tokens = length_of_spec(spec, run_key, measured)
         log.info("engine.max_model_len auto: %d (%s)", tokens.max_model_len, tokens.why)
         for note in (*tokens.notes, *tokens.hints):
             log.warning("%s", note)
-        context = tokens.context()
-        spec = spec.decide(context=tokens.max_model_len)
-    plan, tables = resolved.new_plan(
-        spec,
-        run_key,
-        found.files,
-        found.schema,
-        image_bytes.row_bytes(spec, resolved.model, found, store),
-        snapshot=copied,
-        engines=sized.engines_to_plan_for(spec.sizes, spec.cluster),
-        context=context,
-        table=found.table,
-        increment=increment_of_spec(
-            *(resolved, spec, found, ledger.store, attempt, copied, run_key), context=context
-        ),
-        weights=found.weights,
-    )
+        context, spec = tokens.context(), spec.decide(context=tokens.max_model_len)
+    plan, tables = new_plan(resolved, spec, run_key, taken, context)
     _warn_of_cost(spec, plan)
     made = ledger.create_plan(plan, tables)
-    if copied:
-        source.forget_copied(ledger.store, attempt, {file.uri for file in ledger.files(made)})
+    if taken.copied:
+        kept = {file.uri for file in ledger.files(made)}
+        source.forget_copied(ledger.store, taken.attempt, kept)
     note_planner(ledger.store)
     return made
+
+
+def _taken_input(resolved: Resolved, store: Store, dataset: Any) -> RunInput:
+    """Return the input of a new run, copied into the run directory unless its files can be read in
+    place. While the job's own input is copied, its engines may start already."""
+    from prefect_raybatch import source
+    from prefect_raybatch.cluster.early import begin_early
+    from prefect_raybatch.cluster.side_by_side import copying_for
+
+    spec, attempt = compile_job(resolved.job), uuid.uuid4().hex
+    read, copying = spec.read, partial(copying_for, spec.cluster)
+    if dataset is not None:
+        found = source.snapshot_dataset(dataset, store, attempt, read.limit, read.columns, copying)
+        return RunInput(found, store, attempt, copied=True)
+    if not source.needs_snapshot(read):
+        return RunInput(source.inventory(read), store, attempt, copied=False)
+    begin_early(spec, resolved.with_adapters)
+    return RunInput(source.snapshot(read, store, attempt, copying), store, attempt, copied=True)
 
 
 def _warn_of_cost(spec: RunSpec, plan: Plan) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.compile.public_job import public_job
 from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
@@ -39,12 +39,12 @@ from prefect_raybatch.ledger.published import all_published
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.row_numbers import among, numbers_table
-from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as tokens
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.result.rows import quarantine_of
-from prefect_raybatch.runs.plan_run import check_schema_names, increment_of_spec
+from prefect_raybatch.runs.new_plan import RunInput, new_plan
+from prefect_raybatch.runs.plan_run import check_schema_names
 from prefect_raybatch.runs.run import Run, run_of
 from prefect_raybatch.storage import open_store
 
@@ -175,7 +175,7 @@ def retry_request(
         _check_operators(parent, overrides)
     check_schema_names(known.job.output)
     schema = decode_schema(parent.plan.input_schema)
-    spec = known.compile(schema.names)
+    spec = compile_job(known.job, schema.names)
     planning.check_against_schema(spec, schema)
     check_targets_of(spec, schema, family.next_key, later=True)
     limited = {"limits", *(f"limits.{name}" for name in FAILED_LIMITS)} & set(overrides)
@@ -292,8 +292,9 @@ def _new_child(asked: RetryRequest) -> tuple[Ledger, Plan] | Nothing:
     numbers = rows.numbers()
     if not len(numbers):
         return _all_taken(family, parent, rows.takers())
+    taken = RunInput(found, ledger.store, attempt, copied=True)
     resolved = _as_parent(asked.known, parent.plan)
-    spec = resolved.compile(found.schema.names)
+    spec = compile_job(resolved.job, found.schema.names)
     context = None
     if spec.engine.model.context_auto:  # these are other rows, often the long ones
         lengths = tokens.of_files(spec, resolved.model, found, ledger.store)
@@ -301,23 +302,9 @@ def _new_child(asked: RetryRequest) -> tuple[Ledger, Plan] | Nothing:
         if spec.reuse.keeps and before > lengths.max_model_len:  # so that its answers are reused
             lengths = replace(lengths, max_model_len=before)
         context, spec = lengths.context(), spec.decide(context=lengths.max_model_len)
-    plan, tables = resolved.new_plan(
-        spec,
-        family.next_key,
-        found.files,
-        found.schema,
-        image_bytes.row_bytes(spec, resolved.model, found, ledger.store),
-        snapshot=True,
-        numbers=numbers_table(numbers),
-        engines=sized.engines_to_plan_for(spec.sizes, spec.cluster),
-        context=context,
-        # Failures are not stored, so there is nothing that these rows could take over.
-        increment=increment_of_spec(
-            *(resolved, spec, found, ledger.store, attempt, True, family.next_key),
-            earlier=False,
-            context=context,
-        ),
-        weights=found.weights,
+    # Failures are not stored, so there are no answers that these rows could reuse.
+    plan, tables = new_plan(
+        resolved, spec, family.next_key, taken, context, numbers_table(numbers), earlier=False
     )
     try:
         return ledger, ledger.create_plan(plan, tables)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cluster import sizes as sized
-from prefect_raybatch.compile.job import compile_planned, read_spec
+from prefect_raybatch.compile.job import compile_job, compile_planned, read_spec
 from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.harmless import visible
@@ -118,7 +118,7 @@ def tune(
     try:
         user = User(f"tuning of {job.name}")
         # The whole cluster: beside another run a trial would measure that one as well.
-        spec = resolved.compile()
+        spec = compile_job(resolved.job)
         with cluster.connected(spec.cluster, user) as have:
             with cluster.admitted(spec.sizes, have, None, user):
                 bench = Bench(sampled[0], run, store, have, trial_seconds, engine)

@@ -31,7 +31,7 @@ from prefect_raybatch.cluster.pipeline import Pipeline, resources_of, warm_kind_
 from prefect_raybatch.cluster.sharing import Shared
 from prefect_raybatch.cluster.warm import WarmEngines
 from prefect_raybatch.cluster.warm_actors import warm_kind
-from prefect_raybatch.compile.job import compile_planned, finish_spec
+from prefect_raybatch.compile.job import compile_job, compile_planned, finish_spec
 from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
@@ -106,7 +106,7 @@ def _recorded(golden: GoldenJob) -> dict[str, Any]:
             "plan": _plan_record(plan),
             "files": [_file(file) for file in ledger.files(plan)],
             "shards": [ledger.shards(plan)[shard].rows for shard in range(plan.shards)],
-            "keys": _keys(resolve(job).compile(), plan, ledger),
+            "keys": _keys(compile_job(resolve(job).job), plan, ledger),
             "result": dict(result_columns(spec)),
             "expected_engines": {
                 name: expected_engines(spec.sizes, have) for name, have in CLUSTERS.items()

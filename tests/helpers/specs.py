@@ -16,6 +16,7 @@ from prefect_raybatch.compile.job import (
     read_spec,
     sampling_spec,
 )
+from prefect_raybatch.compile.public_job import public_job
 from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.images import Images
@@ -24,7 +25,7 @@ from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.records import InputFile, Plan
 from prefect_raybatch.model import chat_template
-from prefect_raybatch.plan.plan import check_against_schema
+from prefect_raybatch.plan.plan import check_against_schema, make_plan
 from prefect_raybatch.spec.finish import ParsingSpec
 from prefect_raybatch.spec.prompt import ImageSpec, PromptSpec
 from prefect_raybatch.spec.read import ReadSpec
@@ -104,7 +105,9 @@ def new_plan_of(
 ) -> tuple[Plan, dict[str, bytes]]:
     """The plan of a new run of a resolved job, and its tables."""
     spec = compile_job(resolved.job, schema.names)
-    return resolved.new_plan(spec, run_key, files, schema, *args, **more)
+    job = public_job(resolved.job, spec.finish)
+    model = resolved.with_adapters()
+    return make_plan(spec, resolved.identity, model, job, run_key, files, schema, *args, **more)
 
 
 def check_columns(job: BatchJob, schema: pa.Schema) -> None:
