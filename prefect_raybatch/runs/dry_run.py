@@ -13,6 +13,7 @@ from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.ray_cluster import check_made_cluster
 from prefect_raybatch.ledger.increments import RowCounts
+from prefect_raybatch.model.memory import Model
 from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
@@ -93,30 +94,87 @@ def dry_run(
     check_schema_names(job.output)
     check_made_cluster(job)
     read = read_spec(job.source)
-    snapshot = source.needs_snapshot(read)
-    found = source.peek(read) if snapshot else source.inventory(read)
+    copied = source.needs_snapshot(read)
+    found = source.peek(read) if copied else source.inventory(read)
     spec = compile_job(job, found.schema.names)
     planning.check_against_schema(spec, found.schema)
-    whole = None if snapshot else found
-    publish = check_targets_of(spec, found.schema, run_key or "RUN_KEY", whole, later=snapshot)
+    whole = None if copied else found
+    publish = check_targets_of(spec, found.schema, run_key or "RUN_KEY", whole, later=copied)
     resolved = resolved.pinned()
-    model = resolved.model
-    check_pinned_model(spec, model, files=what_if is None)
+    check_pinned_model(spec, resolved.model, files=what_if is None)
     tokens = None
     if sample or spec.engine.model.context_auto:
-        sample = sample or counting.SAMPLE_ROWS
-        tokens = (
-            counting.of_heads(spec, model, sample)
-            if snapshot
-            else counting.of_files(spec, model, found, sample=sample)
-        )
-        tokens = length_of_spec(spec, run_key, tokens)
-        if spec.engine.model.context_auto:
-            spec = spec.decide(context=tokens.max_model_len)
+        tokens = _prompt_lengths(spec, resolved.model, found, copied, run_key, sample)
+    if tokens is not None and spec.engine.model.context_auto:
+        spec = spec.decide(context=tokens.max_model_len)
     rows = sum(file.rows for file in found.files)
-    row_bytes = image_bytes.row_bytes(spec, model, found, read=not snapshot)
+    row_bytes = image_bytes.row_bytes(spec, resolved.model, found, read=not copied)
+    fitted = _fitted(spec, resolved.model, rows, row_bytes, what_if)
+    reuse = reuse_plan(resolved, spec, found, copied, run_key) if spec.reuse.keeps else None
+    return DryRun(
+        job=job.name,
+        rows=rows,
+        files=len(found.files),
+        format=found.format,
+        sizing=fitted.sizing,
+        columns=tuple(found.schema.names),
+        result=result_columns(spec),
+        model=resolved.model,
+        run=join(job.output.uri, run_key or f"{job.name}-..."),
+        needs=fitted.needs,
+        have=asdict(fitted.capacity),
+        figures=tuple(figures(spec, fitted.capacity, fitted.sizing, fitted.model)),
+        problems=tuple(fitted.problems),
+        tokens=tokens,
+        table=found.table,
+        publish=publish,
+        types=tuple(str(found.schema.field(name).type) for name in found.schema.names),
+        reuse=reuse,
+        cost=estimate(spec, fitted.capacity, rows if reuse is None else reuse.counts.asked),
+        rows_guessed=found.guessed,
+    )
+
+
+def _prompt_lengths(
+    spec: RunSpec,
+    model: Mapping[str, Any],
+    found: Inventory,
+    copied: bool,
+    run_key: str | None,
+    sample: int,
+) -> counting.PromptLengths:
+    """Return the lengths of the prompts of `sample` rows (0: as many as a plan samples), and the
+    context length that follows from them."""
+    sample = sample or counting.SAMPLE_ROWS
+    if copied:
+        lengths = counting.of_heads(spec, model, sample)
+    else:
+        lengths = counting.of_files(spec, model, found, sample=sample)
+    return length_of_spec(spec, run_key, lengths)
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """The sizes of a run on a cluster: its capacity, what the run needs of it, what is known of the
+    model, and why the run cannot start or keep its engines busy."""
+
+    sizing: Sizing
+    capacity: Capacity
+    needs: dict[str, Any]
+    model: Model | None
+    problems: tuple[str, ...]
+
+
+def _fitted(
+    spec: RunSpec,
+    model: Mapping[str, Any],
+    rows: int,
+    row_bytes: float,
+    what_if: Capacity | None,
+) -> _Fitted:
+    """Return the sizes of a run of so many rows, on the job's cluster or on `what_if`."""
     asked = spec.sizes
-    have, wrong = (what_if, []) if what_if else sized.ask(asked, spec.cluster)
+    have, problems = (what_if, []) if what_if else sized.ask(asked, spec.cluster)
     known, unknown = sized.model_sizes(asked, model, have)
     if what_if:
         expected = sizes.expected_engines(asked, what_if)
@@ -125,39 +183,17 @@ def dry_run(
     try:
         size = sizes.sizes_of(asked, rows, row_bytes, have, known, unknown, expected=expected)
     except (ConfigError, InsufficientResources) as error:
-        wrong.append(str(error))
+        problems.append(str(error))
         size = sizes.sizes_of(asked, rows, row_bytes, have, expected=expected)
     if note := planning.alike_note(spec):
         size = replace(size, warnings=(note, *size.warnings))
-    wrong += size.problems
+    problems += size.problems
     try:
         trial_rows(spec.engine.tries, spec.limits.min_agreement, rows)
     except ConfigError as error:
-        wrong.append(str(error))
-    needs = sized.checked_needs(asked, have, size, wrong)
-    reuse = reuse_plan(resolved, spec, found, snapshot, run_key) if spec.reuse.keeps else None
-    return DryRun(
-        job=job.name,
-        rows=rows,
-        files=len(found.files),
-        format=found.format,
-        sizing=size,
-        columns=tuple(found.schema.names),
-        result=result_columns(spec),
-        model=model,
-        run=join(job.output.uri, run_key or f"{job.name}-..."),
-        needs=needs,
-        have=asdict(have),
-        figures=tuple(figures(spec, have, size, known)),
-        problems=tuple(wrong),
-        tokens=tokens,
-        table=found.table,
-        publish=publish,
-        types=tuple(str(found.schema.field(name).type) for name in found.schema.names),
-        reuse=reuse,
-        cost=estimate(spec, have, rows if reuse is None else reuse.counts.asked),
-        rows_guessed=found.guessed,
-    )
+        problems.append(str(error))
+    needs = sized.checked_needs(asked, have, size, problems)
+    return _Fitted(size, have, needs, known, tuple(problems))
 
 
 def reuse_plan(
