@@ -271,7 +271,7 @@ JOB_IMPORTERS = """
     flow: assets blocks.cluster blocks.job continuing failure flows job_flow nights page tasks
     remote: __main__ follower places records
     runs: attempts backfill dry_run finalize_run first_job infer_run partial_run plan_run preview
-    runs: publish_run restore_answers retry run status tune
+    runs: publish_run retry run tune
 """
 
 
@@ -313,8 +313,8 @@ def test_no_further_module_imports_the_whole_job():
 REPLACES_A_SPEC = {"spec.run", "runs.increment", "runs.precision"}
 GIVES_A_SPEC = {
     "compile.job.compile_job",
+    "compile.job.compile_plan",
     "compile.job.compile_planned",
-    "compile.resolved.Resolved.compile",
     "spec.run.RunSpec.decide",
     "runs.increment.asks_of",
     "runs.tune.Bench.changed",

@@ -60,7 +60,7 @@ class Planned:
             schema=plan.parts.get("output.schema_model"),
             chat_template=plan.parts.get("prompt.chat_template"),
             names={f: kept[f] for f in GIVE_WAY if isinstance(kept.get(f), str)},
-            layout=layout_spec(BatchJob.from_dict(plan.job, "plan.json").output),
+            layout=layout_spec(planned_job(plan).output),
         )
 
 
@@ -103,6 +103,16 @@ def compile_job(
 def compile_planned(job: BatchJob, plan: Plan) -> RunSpec:
     """Return what a planned run does, whatever its job's files and classes say by now."""
     return compile_job(job, decode_schema(plan.input_schema).names, Planned.of(plan))
+
+
+def compile_plan(plan: Plan) -> RunSpec:
+    """Return what a planned run does by its plan alone, in which its job has no keys."""
+    return compile_planned(planned_job(plan), plan)
+
+
+def planned_job(plan: Plan) -> BatchJob:
+    """Return the job as the plan of its run keeps it, without keys."""
+    return BatchJob.from_dict(plan.job, "plan.json")
 
 
 def read_spec(source: Source) -> ReadSpec:

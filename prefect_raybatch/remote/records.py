@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from prefect_raybatch.compile.fingerprint import LOOKED_UP, answer_fields, shown_parts
-from prefect_raybatch.compile.job import model_request
+from prefect_raybatch.compile.job import model_request, planned_job
 from prefect_raybatch.compile.public_job import public_job
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job.batch_job import BatchJob
@@ -185,14 +185,14 @@ def job_digest(
 def check_recorded_job(job: BatchJob, accepted: Iterable[Accepted], plan: Plan, where: str) -> None:
     """Raise `CorruptRun` if a job from the run directory is not the job of the plan, apart from the
     accepted fields and from those that change no answer."""
-    planned_job = BatchJob.from_dict(plan.job, "plan.json")
+    kept = planned_job(plan)
     planned = {name: part for name, part in plan.parts.items() if name not in LOOKED_UP}
     if "retry" in plan.parts:  # its rows are those of the parent's quarantine
-        fields = answer_fields(planned_job)
+        fields = answer_fields(kept)
         planned |= {name: part for name, part in fields.items() if name.startswith("source.")}
     fields = shown_parts(answer_fields(_with_planned_texts(job, plan)))
     recorded = json.loads(dump(bounded_parts(fields)))
-    for parts, engine in ((planned, planned_job.engine), (recorded, job.engine)):
+    for parts, engine in ((planned, kept.engine), (recorded, job.engine)):
         parts["engine.adapters"] = {"": engine.adapter, **engine.adapters}
     names = {one.field for one in accepted}
     differences = [

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
-from prefect_raybatch.compile.job import compile_planned
+from prefect_raybatch.compile.job import compile_plan, compile_planned
 from prefect_raybatch.driver import metrics
 from prefect_raybatch.errors import CorruptRun, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
@@ -145,7 +145,7 @@ def report_again(ledger: Ledger, plan: Plan, parts: Sequence[Part]) -> RunReport
     knew."""
     from prefect_raybatch.result.survey import survey
 
-    spec = compile_planned(BatchJob.from_dict(plan.job, "plan.json"), plan)
+    spec = compile_plan(plan)
     tally = survey(ledger, plan, ledger.shards(plan), pieces=False).tally
     return completed_report(spec, ledger, plan, tally, parts)
 

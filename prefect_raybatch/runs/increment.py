@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -47,7 +47,6 @@ from prefect_raybatch.runs.earlier import (
     opened_answers,
     pass_over,
 )
-from prefect_raybatch.runs.new_plan import RunInput
 from prefect_raybatch.runs.precision import taken_precision
 from prefect_raybatch.source import Inventory, snapshot_tables
 from prefect_raybatch.spec.reuse import ReuseSpec
@@ -55,6 +54,9 @@ from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.raw_answers import NUMBER, ORIGIN, POOLED, RAW
 from prefect_raybatch.stages.request_key import Keying
 from prefect_raybatch.storage import Store, open_store
+
+if TYPE_CHECKING:
+    from prefect_raybatch.runs.new_plan import RunInput
 
 log = logging.getLogger(__name__)
 ANSWERS_A_FILE = 1 << 18  # answers in a file of those taken over

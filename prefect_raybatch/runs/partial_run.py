@@ -9,11 +9,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from prefect_raybatch.compile.job import cluster_spec, compile_planned
+from prefect_raybatch.compile.job import cluster_spec, compile_plan, planned_job
 from prefect_raybatch.errors import ConfigError, CorruptRun, IncompleteRun
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.accepted import all_accepted
+from prefect_raybatch.ledger.checkpoints import Listing
 from prefect_raybatch.ledger.family import without_link
 from prefect_raybatch.ledger.layout import partial_path
 from prefect_raybatch.ledger.ledger import Ledger
@@ -31,6 +32,7 @@ from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import check_parts
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.runs.finalize_run import finalize_run, of_whom, write_parts
 from prefect_raybatch.runs.run import PARTIAL_STATE, run_of, who
 from prefect_raybatch.storage import open_store
@@ -61,19 +63,8 @@ def finalize_partial(
     plan = need_plan(ledger)
     _check_open(ledger, plan)
     shards, listing, at = ledger.shards(plan), ledger.listing(plan), time.time()
-    if not listing.done.any():
-        first = " (it asks first, and looks its rows up then)" if plan.increment else ""
-        raise IncompleteRun(
-            f"{store.uri}: none of {plan.shards} shards is committed{first}, so there is no row "
-            "that a partial result could hold; run the job again to go on"
-        )
-    if listing.done.all():
-        raise ConfigError(
-            f"{store.uri}: all {plan.shards} shards are committed, so nothing is missing: raybatch "
-            "finalize without --partial writes the whole result"
-        )
-    spec = compile_planned(BatchJob.from_dict(plan.job, "plan.json"), plan)
-    cluster = spec.cluster if job is None else cluster_spec(job)
+    _check_incomplete(ledger, plan, listing)
+    spec = compile_plan(plan)
     layout, row_number, name = spec.output.layout, spec.finish.row_number, new_partial_name()
     try:
         found = survey_committed(ledger, plan, shards, listing)
@@ -81,14 +72,14 @@ def finalize_partial(
             *(ledger, plan, shards, found, row_number, layout.file_bytes),
             partial_path(name),
             layout.read_back,
-            partial(write_parts, cluster),
+            partial(write_parts, spec.cluster if job is None else cluster_spec(job)),
         )
     except CorruptRun:
         _check_open(ledger, plan)
         raise
     missing = MissingRows.of(listing.done, shards, ledger.numbers(plan))
     tally = found.tally
-    told = PartialResult(
+    record = PartialResult(
         warning=f"PARTIAL, not the result of run {plan.run_key}: {tally.rows:,} of {plan.rows:,} "
         f"rows, without {missing.text()}. The run is not complete.",
         name=name,
@@ -104,33 +95,52 @@ def finalize_partial(
         parts=tuple(parts),
         row_number=row_number,
     )
-    where = f"{store.uri}/{partial_path(name)}"
-    accepted = all_accepted(ledger)
-    notes = (told.warning, *of_whom(plan), *map(str, accepted))
-    # From its folder on, as all else that a report says.
-    inside = [
-        replace(part, path=part.path.removeprefix(f"{partial_path(name)}/")) for part in parts
-    ]
-    report = reports.build(where, plan, tally, PARTIAL_STATE, inside, notes=notes)
-    report = replace(report, accepted=accepted)
-    put_record(store, partial_path(name, PARTIAL_REPORT), report.to_bytes())
-    store.put(partial_path(name, PARTIAL_PAGE), reports.markdown(report).encode())
-    told.put(store)
-    _check_kept(ledger, plan, told)
-    log.warning("%s In %s", told.warning, where)
+    report = _put_report(ledger, plan, record, tally)
+    record.put(store)
+    _check_kept(ledger, plan, record)
+    log.warning("%s In %s", record.warning, report.run)
     return report
 
 
-def _check_kept(ledger: Ledger, plan: Plan, told: PartialResult) -> None:
+def _check_incomplete(ledger: Ledger, plan: Plan, listing: Listing) -> None:
+    """Raise unless some of the shards are committed and some are not."""
+    if not listing.done.any():
+        first = " (it asks first, and looks its rows up then)" if plan.increment else ""
+        raise IncompleteRun(
+            f"{ledger.store.uri}: none of {plan.shards} shards is committed{first}, so there is no "
+            "row that a partial result could hold; run the job again to go on"
+        )
+    if listing.done.all():
+        raise ConfigError(
+            f"{ledger.store.uri}: all {plan.shards} shards are committed, so nothing is missing: "
+            "raybatch finalize without --partial writes the whole result"
+        )
+
+
+def _put_report(ledger: Ledger, plan: Plan, record: PartialResult, tally: Tally) -> RunReport:
+    """Write the report of a partial result, as JSON and Markdown; return it. Its paths begin at the
+    folder of the partial result."""
+    folder, store = partial_path(record.name), ledger.store
+    accepted = all_accepted(ledger)
+    notes = (record.warning, *of_whom(plan), *map(str, accepted))
+    inside = [replace(part, path=part.path.removeprefix(f"{folder}/")) for part in record.parts]
+    report = reports.build(f"{store.uri}/{folder}", plan, tally, PARTIAL_STATE, inside, notes=notes)
+    report = replace(report, accepted=accepted)
+    put_record(store, partial_path(record.name, PARTIAL_REPORT), report.to_bytes())
+    store.put(partial_path(record.name, PARTIAL_PAGE), reports.markdown(report).encode())
+    return report
+
+
+def _check_kept(ledger: Ledger, plan: Plan, record: PartialResult) -> None:
     """Check that no reaper removed files that no record named yet; if one did, delete the record
     and raise `IncompleteRun`."""
     try:
-        check_parts(ledger.store, told.parts)
+        check_parts(ledger.store, record.parts)
     except CorruptRun:
-        ledger.store.delete([partial_path(told.name, PARTIAL_RECORD)])
+        ledger.store.delete([partial_path(record.name, PARTIAL_RECORD)])
         _check_open(ledger, plan)
         raise IncompleteRun(
-            f"{ledger.store.uri}/{partial_path(told.name)} was removed by raybatch reap while it "
+            f"{ledger.store.uri}/{partial_path(record.name)} was removed by raybatch reap while it "
             "was written; run the same command again"
         ) from None
 
@@ -146,7 +156,7 @@ def finalize_whole(run_dir: str, job: BatchJob | None = None) -> RunReport:
     store = open_store(without_link(run_dir), (job.output.options if job else None) or None)
     ledger = Ledger(store)
     plan = need_plan(ledger)
-    job = job or BatchJob.from_dict(plan.job, "plan.json")
+    job = job or planned_job(plan)
     try:
         return finalize_run(job, run_of(store, plan, ledger))
     except IncompleteRun as error:

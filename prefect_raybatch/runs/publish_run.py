@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import date
 
+from prefect_raybatch.compile.job import planned_job
 from prefect_raybatch.errors import ConfigError, IncompleteRun
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.run_words import with_dated_targets
@@ -53,7 +54,7 @@ def publish_run(
             f"was begun with (raybatch run JOB --run-key {plan.run_key})"
         )
     if job is None:
-        job = BatchJob.from_dict(plan.job, "plan.json")
+        job = planned_job(plan)
         if job.output.publish and not targets_from_plan:
             raise ConfigError(
                 f"{store.uri}: name the job whose targets are meant with --job JOB. The run "
@@ -99,7 +100,7 @@ def other_targets(job: BatchJob, uri: str, run_date: date | None = None) -> tupl
     """Return (targets of the job, targets of the plan) of the run at `uri`, as lines, if they
     differ: the user may have chosen the wrong job or the wrong run. None if they are equal."""
     plan = need_plan(Ledger(open_store(uri, job.output.options or None)))
-    planned = BatchJob.from_dict(plan.job, "plan.json")
+    planned = planned_job(plan)
     mine, theirs = (
         targets_text(with_dated_targets(one, plan.run_key, run_date), plan.run_key)
         for one in (job, planned)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from prefect_raybatch.compile.job import compile_plan
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.increments import (
     Answers,
     Increment,
@@ -74,8 +74,8 @@ def _restore_plan(ledger: Ledger, increment: Increment) -> list[str]:
 
 def _made_again(ledger: Ledger, plan: Plan, increment: Increment, success: Success) -> Answers:
     """Return the record as the end of the run wrote it, except for the measured engine time."""
-    job = BatchJob.from_dict(plan.job, "plan.json")
-    days = job.output.keep_answers if job.keeps_answers else 0.0
+    reuse = compile_plan(plan).reuse
+    days = reuse.keep_days if reuse.keeps else 0.0
     return Answers(
         run_key=plan.run_key,
         plan=plan.hash,

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from prefect_raybatch.compile.job import prices_of
+from prefect_raybatch.compile.job import planned_job, prices_of
 from prefect_raybatch.driver.cost import HOUR, spent_on
 from prefect_raybatch.driver.stops import Stop
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.accepted import all_accepted
 from prefect_raybatch.ledger.drains import Drain, read_drain
 from prefect_raybatch.ledger.failures import alike, failure_texts
@@ -194,7 +193,7 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
 
 def _prices(plan: Plan) -> Prices:
     """Return the GPU prices in the job of a run."""
-    return prices_of(BatchJob.from_dict(plan.job, "plan.json").cluster)
+    return prices_of(planned_job(plan).cluster)
 
 
 def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
