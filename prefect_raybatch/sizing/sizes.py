@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from prefect_raybatch.job.ray_cluster import PodGroup
+from prefect_raybatch.job.secrets import hide_argument
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, packed
 from prefect_raybatch.sizing import cost, sequences
@@ -134,8 +135,10 @@ class Sizing:
         return 2 * self.pool.engines * (self.concurrent + 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the sizes as JSON-compatible values."""
-        value = {**asdict(self), "arguments": self.arguments.vllm()}
+        """Return the sizes as JSON-compatible values, with credentials masked."""
+        arguments = self.arguments.vllm()
+        shown = {name: hide_argument(value, name) for name, value in arguments.items()}
+        value = {**asdict(self), "arguments": shown}
         value["uncommitted"] = self.uncommitted
         del value["work"], value["rate"]  # in a run's report, with what came of it
         value["pool"] |= {"engines": self.pool.engines, "gpus": self.pool.gpus}
