@@ -118,7 +118,7 @@ def _added_columns(spec: RunSpec) -> list[str]:
     return added
 
 
-def _check_result_columns(spec: RunSpec, names: Sequence[str]) -> None:
+def _check_result_columns(spec: RunSpec, names: list[str]) -> None:
     """Raise `ConfigError` if the result would have a column twice, or one with a reserved name."""
     finish, kept, added = spec.finish, spec.finish.kept(names), _added_columns(spec)
     parsed = () if finish.parsing is None else finish.parsing.columns

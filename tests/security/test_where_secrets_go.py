@@ -545,7 +545,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, SECRETS["environment"])
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     # Small inputs go the way of large ones.
-    monkeypatch.setattr(cuts, "CUT_BYTES", 1)
+    monkeypatch.setattr(cuts, "CUT_BYTES", 128)
     monkeypatch.setattr(side_copies, "SHARE_FILES", 1)
     monkeypatch.setattr("prefect_raybatch.plan.row_keys.ROWS_A_TASK", 16)
 
