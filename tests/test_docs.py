@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -235,6 +236,33 @@ def test_the_room_table_names_every_room() -> None:
     rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
     table = re.findall(r"^\| `(\w+)(?:/|\.py)` \| .+ \|$", text_of("architecture.md"), re.M)
     assert sorted(table) == sorted(rooms - {"__init__", "__pycache__"})
+
+
+def symbols_of(path: Path) -> set[str]:
+    """The names that a module defines: its functions, classes and values, and those of classes."""
+    names = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names |= {target.id for target in targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        for inner in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(inner, ast.FunctionDef):
+                names.add(f"{node.name}.{inner.name}")
+    return names
+
+
+WHERE = text_of("architecture.md").partition("## Where is ...?")[2].partition("\n## ")[0]
+NAMED = re.compile(r"`(prefect_raybatch/[\w/]+\.py)`: (`[\w.]+`(?:, `[\w.]+`)*)")
+
+
+def test_where_is_names_symbols_of_the_files_that_it_names() -> None:
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", WHERE.partition("Everything else")[0], re.M)[2:]
+    assert len(rows) > 25
+    assert [behaviour for behaviour, place in rows if not NAMED.search(place)] == []
+    for file, symbols in NAMED.findall(WHERE):
+        lacking = set(re.findall(r"`([\w.]+)`", symbols)) - symbols_of(ROOT / file)
+        assert not lacking, f"{file} does not define {sorted(lacking)}"
 
 
 def test_every_file_that_a_page_names_is_there() -> None:

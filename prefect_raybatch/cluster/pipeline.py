@@ -181,11 +181,8 @@ class Pipeline:
                     gone = True
             left_over = missing.units()
             if left_over and not (gone or node_errors):
-                now = self._nodes()
-                if nodes is None or now is None:
-                    gone, loss = True, NODES_UNHEARD
-                else:
-                    gone = bool(nodes - now)
+                found = self._node_lost_since(nodes)
+                gone, loss = found is not None, found or loss
             if left_over and (gone or node_errors):
                 for unit in left_over:
                     yield Receipt.of_lost(unit, self.attempt, loss)
@@ -205,6 +202,14 @@ class Pipeline:
         except TimeoutError as error:
             log.warning("Ray does not tell of its nodes: %s; the run goes on", error)
             return None
+
+    def _node_lost_since(self, before: set[str] | None) -> Loss | None:
+        """Return the loss if one of the nodes `before` is gone, or if that is not known; else
+        None."""
+        now = self._nodes()
+        if before is None or now is None:
+            return NODES_UNHEARD
+        return NODE_LOST if before - now else None
 
     def _died_starting(self, error: ActorDiedError) -> Loss:
         tries = 1 + self.engine_resources()["max_restarts"]

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from prefect_raybatch.job.secrets import hide_argument
 from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
@@ -38,17 +39,21 @@ class WarmKind:
     options: Mapping[str, Any] = field(compare=False)
     calls: int
     takes: Mapping[str, float] = field(compare=False)
-    arguments: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    arguments: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     base: str = field(default="", compare=False)
 
     def beside(self, other: WarmKind) -> str:
         """Return the vLLM arguments in which this kind differs from another, if nothing else
-        does."""
+        does; credentials among them are masked."""
         if self.base != other.base:
             return ""
         names = sorted(self.arguments.keys() | other.arguments.keys())
         pairs = [(name, self.arguments.get(name), other.arguments.get(name)) for name in names]
-        return ", ".join(f"{name} {one}, not {two}" for name, one, two in pairs if one != two)
+        return ", ".join(
+            f"{name} {hide_argument(one, name)}, not {hide_argument(two, name)}"
+            for name, one, two in pairs
+            if one != two
+        )
 
 
 class HostAccess(Protocol):

@@ -112,57 +112,77 @@ def interruptible(
     """
 
     def passing(units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:
-        receipts: queue.Queue[Any] = queue.Queue(maxsize=1)
-        over = threading.Event()
-
-        def give(item: object) -> bool:
-            while not over.is_set():
-                try:
-                    receipts.put(item, timeout=STALL_LOOK)
-                    return True
-                except queue.Full:
-                    continue
-            return False
-
-        def pump() -> None:
-            end: Any = _END
-            try:
-                for receipt in run_pass(units, isolated):
-                    if not give(receipt):
-                        return
-            except BaseException as error:
-                end = error
-            give(end)
-
-        context = copy_context().run  # log lines from there belong to the same flow run
-        thread = threading.Thread(target=context, args=(pump,), name="raybatch-pass", daemon=True)
-        thread.start()
-        ended = False
+        started = _PassInThread(run_pass, units, isolated)
         try:
             while True:
                 over_now = halted()
                 if over_now is not None:
                     raise over_now
                 try:
-                    item = receipts.get(timeout=STALL_LOOK)
+                    item = started.take()
                 except queue.Empty:
                     error = failure()
                     if error is not None:
                         raise error from None
                     continue
-                ended = item is _END or isinstance(item, BaseException)
                 if item is _END:
                     return
-                if ended:
+                if isinstance(item, BaseException):
                     raise item
                 yield item
         finally:
-            over.set()
-            if not ended:
-                _give_up(stop)
-                thread.join(STOP)  # what it holds of Ray it should let go of before Ray is left
+            started.leave(stop)
 
     return passing
+
+
+class _PassInThread:
+    """A pass that runs in a thread of its own, which waits until each receipt is taken."""
+
+    def __init__(self, run_pass: RunPass, units: Sequence[Unit], isolated: bool) -> None:
+        self._receipts: queue.Queue[Any] = queue.Queue(maxsize=1)
+        self._left = threading.Event()
+        self._ended = False
+        context = copy_context().run  # log lines from there belong to the same flow run
+        work = (self._pump, run_pass, units, isolated)
+        self._thread = threading.Thread(
+            target=context, args=work, name="raybatch-pass", daemon=True
+        )
+        self._thread.start()
+
+    def take(self) -> Any:
+        """Return the next receipt, `_END`, or the exception that ended the pass. Raises
+        `queue.Empty` if there is none yet."""
+        item = self._receipts.get(timeout=STALL_LOOK)
+        self._ended = item is _END or isinstance(item, BaseException)
+        return item
+
+    def leave(self, stop: Callable[[], None]) -> None:
+        """Take no more receipts; `stop` the pass unless it has ended."""
+        self._left.set()
+        if not self._ended:
+            _give_up(stop)
+            self._thread.join(STOP)  # what it holds of Ray it should let go of before Ray is left
+
+    def _pump(self, run_pass: RunPass, units: Sequence[Unit], isolated: bool) -> None:
+        end: Any = _END
+        try:
+            for receipt in run_pass(units, isolated):
+                if not self._give(receipt):
+                    return
+        except BaseException as error:
+            end = error
+        self._give(end)
+
+    def _give(self, item: object) -> bool:
+        """Hand an item over; return False if nobody takes it any more."""
+        while not self._left.is_set():
+            try:
+                self._receipts.put(item, timeout=STALL_LOOK)
+                return True
+            except queue.Full:
+                continue
+        return False
 
 
 def _give_up(stop: Callable[[], None]) -> None:

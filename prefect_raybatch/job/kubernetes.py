@@ -14,7 +14,7 @@ from pydantic import field_validator, model_validator
 from prefect_raybatch.job.checks import SERVER, check_duration, seconds_of
 from prefect_raybatch.job.form import field
 from prefect_raybatch.job.group import Group
-from prefect_raybatch.job.secrets import SAFE_NAMES, safe_variable
+from prefect_raybatch.job.secrets import PASSWORD, SAFE_NAMES, safe_variable
 
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
@@ -321,6 +321,10 @@ def _check_group(group: Mapping[str, Any], where: str) -> None:
     for name in ("num-cpus", "num-gpus"):
         if name in told and not COUNT.fullmatch(str(told[name])):
             raise ValueError(f'{where}.rayStartParams.{name}: {told[name]!r} is none; write "4"')
+    for name, value in told.items():
+        # The shell that starts Ray fills in $NAME, whose value comes from a Secret.
+        if PASSWORD.fullmatch(str(name)) and not str(value).startswith("$"):
+            _refuse_key(str(name), f"{where}.rayStartParams: {name}")
     template = _mapping(group.get("template"), f"{where}.template")
     pod = _mapping(template.get("spec"), f"{where}.template.spec")
     for at, container in enumerate(containers(pod, f"{where}.template.spec")):

@@ -22,7 +22,7 @@ class EngineArguments:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int | None = None
-    more: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold a token
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> EngineArguments:

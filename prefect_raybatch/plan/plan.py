@@ -59,9 +59,24 @@ def shard_work(starts: np.ndarray, weights: Weights) -> np.ndarray | None:
 def check_against_schema(spec: RunSpec, schema: pa.Schema) -> None:
     """Raise `ConfigError`, with field and remedy, if template or output do not fit the input's
     columns; `spec` must be compiled for them."""
-    import difflib
+    names = list(schema.names)
+    _check_writable(spec)
+    check_taken_by_vllm(spec)
+    for name, field in spec.prompt.columns.items():
+        _check_known(name, field, names)
+    _check_asked(spec, names)
+    check_chat_columns(spec.prompt, schema)
+    for name in spec.prompt.image_columns:
+        _check_known(name, "prompt.images.columns", names)
+        _check_image_column(schema.field(name))
+    for name in spec.finish.columns or ():
+        _check_known(name, "output.columns", names)
+    _check_result_columns(spec, names)
 
-    finish, sampling = spec.finish, spec.sampling
+
+def _check_writable(spec: RunSpec) -> None:
+    """Raise `ConfigError` for result files that no store takes, and for sampling fields whose
+    outcome is not written."""
     file_mb = spec.output.layout.file_bytes >> 20
     if file_mb > MOST_FILE_MB:
         raise ConfigError(
@@ -69,43 +84,45 @@ def check_against_schema(spec: RunSpec, schema: pa.Schema) -> None:
             "result is written in one request, and stores take no larger ones; lower it"
         )
     for name in UNWRITTEN:
-        if sampling.fields.get(name):
+        if spec.sampling.fields.get(name):
             raise ConfigError(
                 f"sampling.{name} is not supported: only the answer's text is written; remove it"
             )
-    check_taken_by_vllm(spec)
-    names = list(schema.names)
-    parsed = {} if finish.parsing is None else finish.parsing.columns
-    rename = ["output.column", *parsed, "output.row_number"]
-    remedy = f"{', '.join(rename)} or output.schema"
 
-    def known(name: str, field: str) -> None:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(
-                f"{field}: the input has no column {name!r}{hint} (columns: {', '.join(names)})"
-            )
 
-    for name, field in spec.prompt.columns.items():
-        known(name, field)
-    _check_asked(spec, names)
-    check_chat_columns(spec.prompt, schema)
-    for name in spec.prompt.image_columns:
-        known(name, "prompt.images.columns")
-        _check_image_column(schema.field(name))
-    kept = finish.kept(names)
-    for name in finish.columns or ():
-        known(name, "output.columns")
+def _check_known(name: str, field: str, names: Sequence[str]) -> None:
+    """Raise `ConfigError` if the input has no column of that name."""
+    import difflib
+
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"{field}: the input has no column {name!r}{hint} (columns: {', '.join(names)})"
+        )
+
+
+def _added_columns(spec: RunSpec) -> list[str]:
+    """Return the columns that the result has in addition to the input's; a name may be there
+    twice."""
+    finish, sampling = spec.finish, spec.sampling
     added = [finish.row_number]
     if finish.postprocess is None:
         free = finish.schema is None or sampling.answers > 1
         own = answer_columns(finish.column, spec.engine.model.task)
         added += own if free else columns_of(finish.schema or "")
-        added += parsed.values()
+        added += () if finish.parsing is None else finish.parsing.columns.values()
     added += [*(finish.types or ()), *finish.extras]
     added += [PROBABILITIES] if finish.probabilities else []
     added += [LOGPROBS] if sampling.logprobs is not None else []
+    return added
+
+
+def _check_result_columns(spec: RunSpec, names: list[str]) -> None:
+    """Raise `ConfigError` if the result would have a column twice, or one with a reserved name."""
+    finish, kept, added = spec.finish, spec.finish.kept(names), _added_columns(spec)
+    parsed = () if finish.parsing is None else finish.parsing.columns
+    remedy = f"{', '.join(['output.column', *parsed, 'output.row_number'])} or output.schema"
     for name in finish.columns or ():
         if kept.count(name) > 1:
             raise ConfigError(f"output.columns: {name!r} stands there twice; remove one")
@@ -255,13 +272,7 @@ def make_plan(
     engines = engines or expected_engines(spec.sizes, None)
     size, _ = choose_rows_per_shard(spec.sizes, rows=rows, row_bytes=row_bytes, engines=engines)
     starts = shard_starts(rows, size)
-    uris = job["source"]["uri"]
-    made = {
-        "shards": shards_table(starts, shard_work(starts, weights)),
-        "files": files_table(files),
-    }
-    made |= {} if numbers is None else {"numbers": numbers}
-    made |= {"uris": uris_table(uris)} if too_many(uris) else {}
+    made = _plan_tables(starts, weights, files, numbers, job["source"]["uri"])
     names = {kind: f"{kind}-{digest(data)[:16]}.parquet" for kind, data in made.items()}
     plan = Plan(
         run_key=run_key,
@@ -287,3 +298,21 @@ def make_plan(
         increment=increment,
     )
     return plan, {names[kind]: data for kind, data in made.items()}
+
+
+def _plan_tables(
+    starts: np.ndarray,
+    weights: Weights,
+    files: Sequence[InputFile],
+    numbers: bytes | None,
+    uris: Any,
+) -> dict[str, bytes]:
+    """Return the tables of a plan, {kind: Parquet bytes}; those of `numbers` and `uris` only if the
+    run has such."""
+    made = {
+        "shards": shards_table(starts, shard_work(starts, weights)),
+        "files": files_table(files),
+    }
+    made |= {} if numbers is None else {"numbers": numbers}
+    made |= {"uris": uris_table(uris)} if too_many(uris) else {}
+    return made

@@ -278,7 +278,7 @@ class SampleBench:
             self.ledger.files(self.plan),
             decode_schema(self.plan.input_schema),
             store if self.plan.snapshot else None,
-            options,
+            {} if self.plan.snapshot else options,
         )
         read = []
         for shard, positions in self.sample.items():

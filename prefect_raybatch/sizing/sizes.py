@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from prefect_raybatch.job.ray_cluster import PodGroup
+from prefect_raybatch.job.secrets import hide_argument
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, packed
 from prefect_raybatch.sizing import cost, sequences
@@ -134,8 +135,10 @@ class Sizing:
         return 2 * self.pool.engines * (self.concurrent + 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the sizes as JSON-compatible values."""
-        value = {**asdict(self), "arguments": self.arguments.vllm()}
+        """Return the sizes as JSON-compatible values, with credentials masked."""
+        arguments = self.arguments.vllm()
+        shown = {name: hide_argument(value, name) for name, value in arguments.items()}
+        value = {**asdict(self), "arguments": shown}
         value["uncommitted"] = self.uncommitted
         del value["work"], value["rate"]  # in a run's report, with what came of it
         value["pool"] |= {"engines": self.pool.engines, "gpus": self.pool.gpus}
@@ -339,50 +342,19 @@ def sizes_of(
     gpu = gpu_of(spec.accelerator, have)
     row = Tokens.of(spec.row, row_bytes)
     length = spec.context or (model.context if model else None)
-    arguments = _asked(spec, spec.device_for(have.gpus))
     pool = choose_pool(
         spec,
         have,
         model=model,
         unknown=unknown,
         gpu=gpu,
-        arguments=arguments,
+        arguments=_asked(spec, spec.device_for(have.gpus)),
         row=row,
         length=length,
     )
-    fit = None
-    if pool.device == "gpu" and model and pool.gpu_bytes:
-        fit = Fit(model, arguments, pool.gpu_bytes, length or 0)
-    seqs, seqs_why = sequences.choose_max_num_seqs(
-        asked=spec.max_num_seqs,
-        fit=fit,
-        card=gpu.card,
-        row=row,
-        longest=spec.row.longest,
-        engines_per_gpu=pool.engines_per_gpu,
-        step=spec.max_num_batched_tokens,
-    )
-    arguments, share, rate = replace(arguments, max_num_seqs=seqs), {}, 0.0
-    warnings = over_pcie(spec.tensor, pool.kind)
-    if pool.device == "gpu":
-        warnings += over_network(spec.tensor, max(have.gpus_by_node, default=0))
-    if fit is not None:
-        fit = fit.asking(max_num_seqs=seqs)
-        check_memory(replace(fit, gpu_bytes=max(gpu.most, gpu.memory)), spec.model, pool.kind)
-        if pool.engines_per_gpu > 1:
-            share = packed(fit.model, arguments, pool.gpu_bytes, pool.engines_per_gpu)
-        else:
-            if not spec.max_num_batched_tokens:
-                batched = step_tokens(fit, row, BATCHED["gpu"])
-                fit = fit.asking(max_num_batched_tokens=batched)
-            warnings += cramped(fit, row)
-            arguments = fit.arguments
-        rate = _rate(fit, gpu.card, row, pool.engines_per_gpu, spec.row.longest)
-    chosen, why = choose_rows_per_shard(
-        spec, rows=rows, row_bytes=row_bytes, engines=expected or pool.engines
-    )
-    if planned:
-        chosen, why = planned, "the run's plan"
+    engine = _engine_sizes(spec, model, gpu, row, length, pool)
+    seqs = engine.arguments.max_num_seqs
+    chosen, why = _rows_per_shard(spec, rows, row_bytes, expected or pool.engines, planned)
     uneven = row.out is None or row.out > packing.SHORT
     concurrent = concurrent_batches(spec.max_concurrent_batches, chosen, seqs, uneven)
     shards = math.ceil(rows / chosen)
@@ -399,17 +371,88 @@ def sizes_of(
         concurrent=concurrent,
         concurrent_why=f"ceil({'2 * ' if uneven else ''}{seqs} / {chosen:,}) + 1, at least 2",
         max_num_seqs=seqs,
-        sequences_why=seqs_why,
+        sequences_why=engine.sequences_why,
         # A run with fewer rows than that has all of them in flight.
         saturated=min(chosen, max(rows, 1)) * concurrent >= min(seqs, rows),
-        arguments=arguments,
-        share=share,
+        arguments=engine.arguments,
+        share=engine.share,
         length=length,
         problems=tuple(idle),
-        warnings=tuple(warnings),
+        warnings=(*_slow_links(spec, have, pool), *engine.warnings),
         work=_work(model, gpu, pool),
-        rate=rate,
+        rate=engine.rate,
     )
+
+
+def _rows_per_shard(
+    spec: SizeSpec, rows: int, row_bytes: float, engines: int, planned: int | None
+) -> tuple[int, str]:
+    if planned:
+        return planned, "the run's plan"
+    return choose_rows_per_shard(spec, rows=rows, row_bytes=row_bytes, engines=engines)
+
+
+@dataclass(frozen=True)
+class _EngineSizes:
+    """The sizes of one engine, as in `Sizing`."""
+
+    arguments: EngineArguments
+    sequences_why: str
+    share: dict[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    rate: float = 0.0
+
+
+def _slow_links(spec: SizeSpec, have: Capacity, pool: Pool) -> list[str]:
+    """Return warnings about GPUs that share a layer over PCIe or over the network."""
+    warnings = over_pcie(spec.tensor, pool.kind)
+    if pool.device == "gpu":
+        warnings += over_network(spec.tensor, max(have.gpus_by_node, default=0))
+    return warnings
+
+
+def _engine_sizes(
+    spec: SizeSpec,
+    model: Model | None,
+    gpu: EngineGpu,
+    row: Tokens,
+    length: int | None,
+    pool: Pool,
+) -> _EngineSizes:
+    """Return the sizes of one engine. Raises as `sizes_of`."""
+    arguments, fit = _asked(spec, pool.device), None
+    if pool.device == "gpu" and model and pool.gpu_bytes:
+        fit = Fit(model, arguments, pool.gpu_bytes, length or 0)
+    seqs, why = sequences.choose_max_num_seqs(
+        asked=spec.max_num_seqs,
+        fit=fit,
+        card=gpu.card,
+        row=row,
+        longest=spec.row.longest,
+        engines_per_gpu=pool.engines_per_gpu,
+        step=spec.max_num_batched_tokens,
+    )
+    if fit is None:
+        return _EngineSizes(replace(arguments, max_num_seqs=seqs), why)
+    return _sizes_in_memory(spec, fit.asking(max_num_seqs=seqs), why, gpu, row, pool)
+
+
+def _sizes_in_memory(
+    spec: SizeSpec, fit: Fit, sequences_why: str, gpu: EngineGpu, row: Tokens, pool: Pool
+) -> _EngineSizes:
+    """Return the sizes of an engine whose model and GPU are known. Raises as `sizes_of`."""
+    check_memory(replace(fit, gpu_bytes=max(gpu.most, gpu.memory)), spec.model, pool.kind)
+    arguments, share, warnings = fit.arguments, {}, []
+    if pool.engines_per_gpu > 1:
+        share = packed(fit.model, arguments, pool.gpu_bytes, pool.engines_per_gpu)
+    else:
+        if not spec.max_num_batched_tokens:
+            batched = step_tokens(fit, row, BATCHED["gpu"])
+            fit = fit.asking(max_num_batched_tokens=batched)
+        warnings = cramped(fit, row)
+        arguments = fit.arguments
+    rate = _rate(fit, gpu.card, row, pool.engines_per_gpu, spec.row.longest)
+    return _EngineSizes(arguments, sequences_why, share, tuple(warnings), rate)
 
 
 def _rate(fit: Fit, kind: Card | None, row: Tokens, engines: int, longest: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prefect_raybatch.job.tasks import TaskName, pools
@@ -27,7 +27,7 @@ class ModelRequest:
     context_share: float
     adapter: str | None
     adapters: Mapping[str, str]
-    given: Mapping[str, Any]
+    given: Mapping[str, Any] = field(repr=False)  # a token may be among them
     env: Mapping[str, str]
 
     @property

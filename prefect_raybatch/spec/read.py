@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.job.web_options import Web
@@ -20,7 +20,7 @@ class ReadSpec:
     None for all. `options` are s3fs options, `catalog` pyiceberg properties.
     """
 
-    uris: tuple[str, ...]
+    uris: tuple[str, ...] = field(repr=False)  # may be signed
     format: str
     table_format: str | None
     stored: bool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 
@@ -56,7 +56,7 @@ class SizeSpec:
     pools: bool
     cpus: float
     stage_cpus: float
-    given: Mapping[str, Any]
+    given: Mapping[str, Any] = field(repr=False)  # a token may be among them
     row: RowSpec
 
     @property

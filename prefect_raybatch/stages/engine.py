@@ -118,8 +118,8 @@ class EngineLaunch:
 
     model: dict[str, Any]
     sampling: dict[str, Any]
-    arguments: dict[str, Any]
-    env: dict[str, str] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(repr=False)  # a token of Hugging Face may be among them
+    env: dict[str, str] = field(default_factory=dict, repr=False)
     engines_per_gpu: int = 1
     gpu_bytes: int = 0
     share: dict[str, Any] = field(default_factory=dict)

@@ -31,6 +31,7 @@ from prefect_raybatch.ledger.records import InputFile, Unit
 from prefect_raybatch.sizing.shards import longest_first
 from prefect_raybatch.source.int96 import int96_batches, open_parquet
 from prefect_raybatch.source.parquet import batch_rows
+from prefect_raybatch.spec.options import HiddenOptions
 from prefect_raybatch.stages import block as blocks
 from prefect_raybatch.stages.ray_internals import KeptBlocks
 from prefect_raybatch.storage import FileInfo, Store, footer_digest, is_remote, open_store
@@ -82,7 +83,7 @@ class ShardReader:
         done: Done | None = None,
     ) -> None:
         self.files, self.schema, self.store = tuple(files), schema, store
-        self.options, self.done = dict(options or {}), done
+        self.options, self.done = HiddenOptions(options), done
         self._stops = np.cumsum([file.rows for file in self.files], dtype=np.int64)
 
     @property

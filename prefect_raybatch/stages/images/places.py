@@ -31,7 +31,7 @@ class ImagePlaces:
     `Http`, to which `allow_private` applies."""
 
     media_root: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     max_bytes: int = 20_000_000
     seconds: float = 20.0
     allow_private: bool = False
