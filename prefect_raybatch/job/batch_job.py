@@ -1,8 +1,7 @@
-"""`BatchJob`: the YAML file, the flow parameter and the manual of a job, as one pydantic model.
+"""`BatchJob`: a job as one pydantic model, for the YAML file, the flow parameter and the docs.
 
-Fields are grouped (source, prompt, sampling, engine, output, limits, cluster) and each describes
-itself, because the same text is the form in the Prefect page and the table in docs/job.md. What
-can be checked without reading the input is checked here; `plan` checks the rest.
+The title and description of a field appear in the Prefect form and in the tables of docs/job.md.
+Checks that need the input are left to `plan`.
 """
 
 from __future__ import annotations
@@ -37,24 +36,45 @@ MOST_LOGPROBS = 20  # unless engine.max_logprobs says more
 
 
 class BatchJob(Group):
-    """One batch inference job: read a table, ask a model about every row, write the answers."""
+    """A batch inference job: read a table, ask a model about every row, write the answers."""
 
     name: str = field(
-        1, title="Name", text="Letters, digits and ._- ; part of the default run key."
+        1,
+        title="Name",
+        text="Used in default run keys. Up to 128 letters, digits, dots, underscores "
+        "and hyphens; the first is a letter or digit.",
     )
-    source: Source = field(2, title="Source", text="What to read.")
-    prompt: Prompt = field(3, title="Prompt", text="How a row becomes a request.")
-    sampling: Sampling = field(4, Sampling(), title="Sampling", text="How answers are drawn.")
-    engine: Engine = field(5, Engine(), title="Engine", text="The model and how it is run.")
-    output: Output = field(6, title="Output", text="Where the result goes.")
-    limits: Limits = field(7, Limits(), title="Limits", text="When to give up.")
-    cluster: Cluster = field(8, Cluster(), title="Cluster", text="Which Ray cluster.")
+    source: Source = field(2, title="Source", text="The table or files to read.")
+    prompt: Prompt = field(3, title="Prompt", text="How a row becomes a request to the model.")
+    sampling: Sampling = field(
+        4,
+        Sampling(),
+        title="Sampling",
+        text="How the model generates an answer: temperature, length, labels.",
+    )
+    engine: Engine = field(5, Engine(), title="Engine", text="The model and how vLLM runs it.")
+    output: Output = field(
+        6, title="Output", text="Where the result is written and which columns it has."
+    )
+    limits: Limits = field(
+        7,
+        Limits(),
+        title="Limits",
+        text="How many failed rows, how much time and what cost are acceptable.",
+    )
+    cluster: Cluster = field(
+        8,
+        Cluster(),
+        title="Cluster",
+        text="The Ray cluster to run on and the resources of the CPU stages.",
+    )
     reuse: str | None = field(
         9,
         None,
-        title="Reuse answers",
-        text="Run whose raw answers are taken over where a row's request is the same: its URI, or "
-        "latest for the newest complete run of this job in output.uri. docs/increments.md.",
+        title="Reuse answers from",
+        text="Earlier run whose raw answers are reused for rows with the same "
+        "request. Either the URI of a run, or latest: the newest complete run of this job under "
+        "output.uri.",
         min_length=1,
     )
 

@@ -1,4 +1,4 @@
-"""How the CSV files of a source are written."""
+"""The CSV options of a source."""
 
 from __future__ import annotations
 
@@ -14,57 +14,64 @@ TAB = ("tab", "\\t")  # a form cannot send the character itself
 
 
 class Csv(Group):
-    """How the CSV files of a source are written."""
+    """Delimiter, encoding and header of CSV files."""
 
     delimiter: str | None = field(
         1,
         None,
         title="Delimiter",
-        text="One character between the values, such as ; or |, or tab. By default a comma, and a "
-        "tab where the file's name holds .tsv.",
+        text="Character between values, such as a semicolon; write tab for a tab. "
+        "Default: a comma, or a tab if the file name contains .tsv.",
     )
     encoding: str = field(
         2,
         "utf-8",
         title="Encoding",
-        text="As Python names it, such as cp1252 (Excel in Western Europe), latin-1 or utf-16.",
+        text="Text encoding by its Python name, such as cp1252 (Excel in Western "
+        "Europe), latin-1 or utf-16.",
     )
     quote: str = field(
         3,
         '"',
-        title="Quote",
-        text="The character around values that hold delimiters or line breaks; empty for none.",
+        title="Quote character",
+        text="Character around values that contain delimiters or line breaks. Leave "
+        "empty if values are never quoted.",
     )
     escape: str | None = field(
         4,
         None,
-        title="Escape",
-        text="The character that takes a quote or delimiter after it as it is. By default none: a "
-        "quote inside of quotes is doubled.",
+        title="Escape character",
+        text="Character that makes the quote or delimiter after it part of the value. "
+        "Default: none; a quote inside a quoted value is doubled.",
     )
     header: bool = field(
         5,
         True,
         title="Header line",
-        text="The first line holds the names of the columns. Without it they are f0, f1 and so "
-        "on, or names.",
+        text="The first line contains the column names. If off, columns are named by "
+        "names, or f0, f1 and so on.",
     )
     names: list[str] | None = field(
         6,
         None,
-        title="Names",
-        text="Of all columns, in their order, in place of the header's.",
+        title="Column names",
+        text="Names of all columns, in order. They replace the names in the header line.",
         min_length=1,
     )
     skip_rows: int = field(
-        7, 0, title="Lines to skip", text="Before the header.", ge=0, le=1_000_000
+        7,
+        0,
+        title="Lines to skip",
+        text="Number of lines to skip before the header.",
+        ge=0,
+        le=1_000_000,
     )
     null_values: list[str] = field(
         8,
         [],
         title="Null values",
-        text="Unquoted texts that are null, such as NULL or \\N. An empty unquoted cell is in any "
-        "case.",
+        text="Unquoted texts that are read as null, such as NULL or \\N. An empty "
+        "unquoted cell is always null.",
     )
 
     @field_validator("delimiter", "quote", "escape", mode="before")

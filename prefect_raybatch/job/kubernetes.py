@@ -72,91 +72,126 @@ class PodShape:
 
 
 class Kubernetes(Group):
-    """A Ray cluster that the run makes on Kubernetes by KubeRay, works on, and ends."""
+    """A Ray cluster that KubeRay creates for the run and that is deleted afterwards."""
 
     image: str | None = field(
         1,
         None,
         title="Image",
-        text="Of head and workers, with this package, the same Ray and Python as here.",
+        text="Container image of the head and the workers. It must contain this "
+        "package and the same versions of Ray and Python as the flow.",
     )
     workers: int | None = field(
-        2, None, title="Workers", text=f"Pods with GPUs; by default {WORKERS}.", ge=1
+        2, None, title="Workers", text=f"Number of worker pods. Default: {WORKERS}.", ge=1
     )
     gpus_per_worker: int | None = field(
-        3, None, title="GPUs a worker", text=f"As {GPU}; by default {GPUS}, 0 for CPUs alone.", ge=0
+        3,
+        None,
+        title="GPUs per worker",
+        text=f"GPUs of each worker pod ({GPU}). Default: {GPUS}; 0 for a CPU cluster.",
+        ge=0,
     )
     worker_cpu: str | None = field(
-        4, None, title="CPUs a worker", text=f"As a quantity; by default {WORKER_CPU}."
+        4,
+        None,
+        title="CPUs per worker",
+        text=f"CPUs of each worker pod, as a Kubernetes quantity. Default: {WORKER_CPU}.",
     )
     worker_memory: str | None = field(
-        5, None, title="Memory a worker", text=f"As a quantity; by default {WORKER_MEMORY}."
+        5,
+        None,
+        title="Memory per worker",
+        text=f"Memory of each worker pod, as a Kubernetes quantity. Default: {WORKER_MEMORY}.",
     )
     head_cpu: str | None = field(
-        6, None, title="CPUs of the head", text=f"As a quantity; by default {HEAD_CPU}."
+        6,
+        None,
+        title="Head CPUs",
+        text=f"CPUs of the head pod, as a Kubernetes quantity. Default: {HEAD_CPU}.",
     )
     head_memory: str | None = field(
-        7, None, title="Memory of the head", text=f"As a quantity; by default {HEAD_MEMORY}."
+        7,
+        None,
+        title="Head memory",
+        text=f"Memory of the head pod, as a Kubernetes quantity. Default: {HEAD_MEMORY}.",
     )
     shm: str | None = field(
-        8, None, title="Shared memory a pod", text=f"As a quantity; by default {POD_SHM}."
+        8,
+        None,
+        title="Shared memory per pod",
+        text=f"Size of /dev/shm in each pod, as a Kubernetes quantity. Default: {POD_SHM}.",
     )
     service_account: str | None = field(
-        9, None, title="Service account", text="Of the pods; by default the namespace's own."
+        9,
+        None,
+        title="Service account",
+        text="Kubernetes service account of the pods. Default: the namespace's default account.",
     )
     env: dict[str, str] = field(
-        10, {}, title="Environment", text="Variables of the pods; keys belong into secrets."
+        10,
+        {},
+        title="Environment variables",
+        text="Environment variables of the pods. Put keys into secrets instead.",
     )
     secrets: list[str] = field(
-        11, [], title="Secrets", text="Names of Secrets whose entries become variables of the pods."
+        11,
+        [],
+        title="Secrets",
+        text="Names of Kubernetes Secrets whose entries become environment variables of the pods.",
     )
     manifest: dict[str, Any] | None = field(
         12,
         None,
         title="Manifest",
-        text="A RayCluster (ray.io/v1) in place of the fields above.",
+        text="Complete RayCluster manifest (ray.io/v1), in place of the fields above.",
     )
     manifest_file: str | None = field(
-        13, None, title="Manifest file", text="The same in a YAML file where the flow runs."
+        13,
+        None,
+        title="Manifest file",
+        text="Path of a YAML file with a RayCluster manifest, on the machine where the flow runs.",
     )
     namespace: str | None = field(
         14,
         None,
         title="Namespace",
-        text="By default the flow's own pod's, else the kubeconfig's, else default.",
+        text="Kubernetes namespace of the cluster. Default: that of the flow's pod, "
+        "otherwise that of the kubeconfig, otherwise default.",
     )
     context: str | None = field(
         15,
         None,
         title="Context",
-        text="Of the kubeconfig; by default its current one, and the service account in a pod.",
+        text="Context in the kubeconfig. Default: the current context, or the service "
+        "account if the flow runs in a pod.",
     )
     url: str | None = field(
         16,
         None,
-        title="Job server's URL",
-        text="Where the flow is outside of the cluster's network: an ingress or a forwarded port, "
-        "with {name} and {namespace}. By default http://{name}-head-svc.{namespace}.svc:8265.",
+        title="Job server URL",
+        text="URL of the cluster's job server for a flow outside the cluster network, "
+        "such as an ingress. {name} and {namespace} are filled in. Default: "
+        "http://{name}-head-svc.{namespace}.svc:8265.",
     )
     ready_within: str | None = field(
         17,
         None,
-        title="Ready within",
-        text=f"Such as 45m: how long to wait for all pods; by default {READY_WITHIN}.",
+        title="Start timeout",
+        text=f"Time to wait until all pods are ready, such as 45m. Default: {READY_WITHIN}.",
     )
     lease: str | None = field(
         18,
         None,
         title="Lease",
-        text=f"Such as 2h: how long the cluster outlives its flow; by default {LEASE}. Past it "
-        "raybatch reconcile deletes it.",
+        text="Time that the cluster may outlive its flow, such as 2h. Default: "
+        f"{LEASE}. After that, `raybatch reconcile` deletes it.",
     )
     keep: str | None = field(
         19,
         None,
-        title="Keep",
-        text="Such as 30m: how long the cluster stays after the run's end, to be looked into; "
-        "then raybatch reconcile deletes it. By default it is deleted at the end.",
+        title="Retention",
+        text="Time to keep the cluster after the run for debugging, such as 30m; then "
+        "`raybatch reconcile` deletes it. Default: delete it when the run ends.",
     )
 
     @field_validator("worker_cpu", "worker_memory", "head_cpu", "head_memory", "shm", mode="before")

@@ -19,57 +19,64 @@ TargetFormat = Literal["delta", "iceberg", "sql", "lance", "parquet", "jsonl"]
 
 
 class PublishTarget(Group):
-    """A table or folder that gets the answered rows of a finished run, once."""
+    """A table or folder that receives the answered rows of a finished run, once."""
 
-    format: TargetFormat = field(1, title="Format", text="What is written there.")
+    format: TargetFormat = field(1, title="Format", text="Format of the target.")
     uri: str | None = field(
         2,
         None,
-        title="Where",
-        text="Folder of the table or the files, local or s3://; for sql a SQLAlchemy URL. "
-        "{run_key}, {run_date}, and environment variables as ${NAME}, are filled in.",
+        title="Location",
+        text="Local or s3:// folder of the table or files, or a SQLAlchemy URL for "
+        "sql. {run_key}, {run_date} and environment variables (${NAME}) are filled in.",
         min_length=1,
     )
     table: str | None = field(
         3,
         None,
         title="Table",
-        text="Of sql its name, of iceberg namespace.table. {run_key} and {run_date} are filled in.",
+        text="Name of the table, for sql and iceberg (namespace.table). {run_key} and "
+        "{run_date} are filled in.",
         min_length=1,
     )
     name: str | None = field(
         4,
         None,
         title="Name",
-        text="Under which the run directory records it; by default the format.",
+        text="Name of the target in the run's records; must be unique. Default: the format.",
     )
     mode: Literal["append", "merge"] = field(
         5,
         "append",
         title="Mode",
-        text="append: rows are added. merge: a row whose key is there replaces that one.",
+        text="append: add the rows. merge: replace rows that have the same key, and "
+        "add the others.",
     )
     key: list[str] = field(
-        6, [], title="Key columns", text="With merge: unique in the result, and never null."
+        6,
+        [],
+        title="Key columns",
+        text="Columns that identify a row, for mode: merge. They must be unique in "
+        "the result and never null.",
     )
     partition_by: list[str] = field(
         7,
         [],
-        title="Partition by",
-        text="Columns: of files the folders key=value, of a Delta table that is made anew.",
+        title="Partition columns",
+        text="Columns that partition the files (key=value folders) or a new Delta table.",
     )
     catalog: dict[str, Any] = field(
         8,
         {},
-        title="Catalog",
-        text="Of iceberg: pyiceberg's properties, such as {type: rest, uri: ...}, or {name: ...} "
-        "of one in .pyiceberg.yaml.",
+        title="Iceberg catalog",
+        text="pyiceberg properties of the catalog, such as {type: rest, uri: ...}, or "
+        "{name: ...} for a catalog in .pyiceberg.yaml. ${NAME} is replaced by an environment "
+        "variable.",
     )
     options: dict[str, Any] = field(
         9,
         {},
-        title="Store options",
-        text="s3fs options for the place; by default those of output.options.",
+        title="Storage options",
+        text="s3fs options for the target. Default: output.options.",
     )
 
     @field_validator("name")

@@ -1,4 +1,4 @@
-"""The block that says where Ray is."""
+"""The block that names a Ray cluster."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ CLIENT_REFUSED = (
 
 
 class RayCluster(CredentialsBlock):
-    """Where Ray is: a local cluster, a running one by its address, a job server, or a cluster that
-    is made on Kubernetes for each run.
+    """A Ray cluster: a running one, by its address or job server, or one that KubeRay creates on
+    Kubernetes for each run.
 
-    With neither address nor job server a cluster is started for the run and stopped after it.
+    If no cluster is named, a local one is started for the run and stopped afterwards.
 
     Attributes:
-        address: Address of a running cluster that this process can join.
+        address: Address of a running cluster that the flow's process can join.
         job_server: URL of the job server of a running cluster.
         headers: HTTP headers for the job server.
-        token: Ray's token, where the cluster wants one.
-        kubernetes: The cluster that each run makes for itself.
+        token: Ray's authentication token, if the cluster requires one.
+        kubernetes: Cluster to create on Kubernetes for each run.
 
     Example:
-        Use a saved cluster for a job:
+        Run a job on a saved cluster:
         ```python
         from prefect_raybatch.flow.blocks import RayCluster
 
@@ -56,27 +56,29 @@ class RayCluster(CredentialsBlock):
     address: str | None = block_field(
         None,
         title="Address",
-        text="host:6379 (the GCS) or auto for a running cluster; empty starts a local one.",
+        text="Address of a running Ray cluster: host:6379 (the GCS), or auto. If no "
+        "cluster is named, a local one is started.",
     )
     job_server: str | None = block_field(
         None,
         title="Job server",
-        text="http(s)://host:8265 of a running cluster; runs are submitted there as Ray jobs and "
-        "outlive the flow's process.",
+        text="URL of a Ray job server, such as http://host:8265. Runs are submitted "
+        "as Ray jobs, so they survive the flow's process.",
     )
     headers: SecretDict | None = block_field(
-        None, title="Headers", text="HTTP headers for the job server, kept as a secret."
+        None, title="Headers", text="HTTP headers for the job server, stored as a secret."
     )
     token: SecretStr | None = block_field(
         None,
         title="Token",
-        text="Ray's token, where the cluster wants one; a job server gets it as a bearer token.",
+        text="Ray's authentication token, if the cluster requires one. It is sent to "
+        "a job server as a bearer token.",
     )
     kubernetes: Kubernetes = block_field(
         Kubernetes(),
         title="Cluster on Kubernetes",
-        text="Made by KubeRay for each run, and deleted at its end; the fields of a job's "
-        "cluster.kubernetes.",
+        text="Create a Ray cluster with KubeRay for each run and delete it "
+        "afterwards. The fields are those of cluster.kubernetes in a job.",
     )
 
     @field_validator("address")
@@ -125,7 +127,8 @@ class RayCluster(CredentialsBlock):
         return self
 
     def apply(self, job: BatchJob) -> BatchJob:
-        """The job on this cluster. Raises `ConfigError` when the job cannot be run that way."""
+        """Return the job with this cluster in place of its own. Raises `ConfigError` if the job
+        cannot run on it."""
         value = job.to_dict()
         places = {
             "address": self.address,
@@ -138,24 +141,26 @@ class RayCluster(CredentialsBlock):
         return BatchJob.from_dict(value, "job on the RayCluster block")
 
     def access(self, name: str | None = None) -> ClusterAccess:
-        """How the cluster is reached, secrets in clear; `name` is that of the saved block."""
+        """Return how to reach the cluster, with secrets in clear text; `name` is the saved block's
+        name."""
         token = None if self.token is None else self.token.get_secret_value()
         headers = self.request_headers()
         made = self.kubernetes.asked
         return ClusterAccess(self.address, self.job_server, headers, token, name, made)
 
     def request_headers(self) -> dict[str, str]:
-        """Headers for each request to the job server, with the token. They are secrets."""
+        """Return the headers for requests to the job server, including the token. They are
+        secret."""
         found = {} if self.headers is None else dict(self.headers.get_secret_value())
         if self.token is not None:
             found["Authorization"] = f"Bearer {self.token.get_secret_value()}"
         return {str(name): str(value) for name, value in found.items()}
 
     def get_client(self) -> Any:
-        """A `ray.job_submission.JobSubmissionClient` of the job server.
+        """Return a `ray.job_submission.JobSubmissionClient` for the job server.
 
-        Asks the server for its version. Raises `ConfigError` without `job_server` and
-        `ConnectionError` when it does not answer.
+        Requests the server's version. Raises `ConfigError` without `job_server`, and
+        `ConnectionError` if the server does not answer.
         """
         if self.job_server is None:
             raise ConfigError("this RayCluster has no job_server; set it to http://host:8265")
@@ -163,8 +168,8 @@ class RayCluster(CredentialsBlock):
 
 
 def access_of(name: str) -> ClusterAccess:
-    """How the cluster of the saved block ray-cluster/NAME is reached. Raises `ConfigError` when it
-    cannot be loaded."""
+    """Return how to reach the cluster of the saved block ray-cluster/NAME. Raises `ConfigError` if
+    the block cannot be loaded."""
     block = load_block("cluster.block", name)
     if not isinstance(block, RayCluster):
         raise ConfigError(f"cluster.block: {name!r} is no RayCluster block")
