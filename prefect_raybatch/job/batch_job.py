@@ -83,7 +83,8 @@ class BatchJob(Group):
     def _name(cls, value: str) -> str:
         if not NAME.match(value):
             raise ValueError(
-                f"{value!r} may only hold letters, digits and ._- (not first), at most 128"
+                f"{value!r} is not a valid name; use up to 128 letters, digits, '.', '_' and '-', "
+                "starting with a letter or digit"
             )
         return value
 
@@ -109,28 +110,31 @@ class BatchJob(Group):
     def _with_images(self) -> BatchJob:
         if not self.prompt.images.used:
             if self.source.media_root is not None:
-                raise ValueError("source.media_root: no images are asked for (prompt.images)")
+                raise ValueError(
+                    "source.media_root needs prompt.images; set prompt.images, or remove media_root"
+                )
             if DIGESTS_COLUMN in self.output.extras:
                 raise ValueError(
-                    f"output.extras: {DIGESTS_COLUMN} are of images, and none are asked for "
-                    "(prompt.images); leave it out"
+                    f"output.extras: {DIGESTS_COLUMN} needs prompt.images; set prompt.images, or "
+                    f"remove {DIGESTS_COLUMN}"
                 )
             return self
         if tasks.pools(self.engine.task):
             raise ValueError(
-                f"prompt.images: engine.task {self.engine.task} takes text alone; leave one out"
+                f"prompt.images: engine.task {self.engine.task} accepts only text; remove one of "
+                "them"
             )
         if self.engine.adapter is not None or self.engine.adapters:
-            raise ValueError("prompt.images: adapters do not go with images yet; leave one out")
+            raise ValueError("prompt.images cannot be combined with adapters; remove one of them")
         if self.engine.max_model_len == "auto":
             raise ValueError(
-                "engine.max_model_len: auto counts text alone; set a number that has room for "
-                "the images, such as 8192"
+                "engine.max_model_len: auto counts only text, not images; set a number that "
+                "includes the images, such as 8192"
             )
         engine = self.engine.model_extra or {}
         for name in ("limit_mm_per_prompt", "mm_processor_cache_gb"):
             if name in engine:
-                raise ValueError(f"engine.{name} follows from prompt.images.per_row; remove it")
+                raise ValueError(f"engine.{name} is set from prompt.images.per_row; remove it")
         return self
 
     @property
@@ -154,8 +158,8 @@ class BatchJob(Group):
     def _priced(self) -> BatchJob:
         if self.limits.max_cost is not None and not self.cluster.priced:
             raise ValueError(
-                "limits.max_cost: nothing says what a GPU costs; set cluster.price_per_gpu_hour "
-                "or cluster.price_by_card"
+                "limits.max_cost needs the price of a GPU; set cluster.price_per_gpu_hour or "
+                "cluster.price_by_card"
             )
         return self
 
@@ -165,7 +169,7 @@ class BatchJob(Group):
         if own and self.output.reasoning_parser not in (None, own):
             raise ValueError(
                 f"engine.reasoning_parser {own!r} is not output.reasoning_parser "
-                f"{self.output.reasoning_parser!r}; leave out the engine's, which follows the other"
+                f"{self.output.reasoning_parser!r}; remove engine.reasoning_parser"
             )
         self._check_logprobs()
         return self
@@ -176,18 +180,18 @@ class BatchJob(Group):
             return
         if type(told) is not int or told < 0:
             raise ValueError(
-                f"sampling.logprobs: {str(told)[:80]!r} is no whole number from 0 on; give how "
-                "many of the most probable tokens to write beside each that was chosen"
+                f"sampling.logprobs must be a whole number, at least 0, and is {str(told)[:80]!r}; "
+                "set the number of most probable tokens to write for each output token"
             )
         if self.output.probabilities:
             raise ValueError(
-                "sampling.logprobs and output.probabilities ask vLLM for different tokens; keep one"
+                "sampling.logprobs and output.probabilities cannot be combined; remove one of them"
             )
         most = (self.engine.model_extra or {}).get("max_logprobs", MOST_LOGPROBS)
         if isinstance(most, int) and 0 <= most < told:
             raise ValueError(
-                f"sampling.logprobs: {told} is over the engine's {most}; lower it, or raise "
-                "engine.max_logprobs"
+                f"sampling.logprobs ({told}) exceeds engine.max_logprobs ({most}); lower it, or "
+                "raise engine.max_logprobs"
             )
 
     @model_validator(mode="after")
@@ -195,15 +199,15 @@ class BatchJob(Group):
         if not self.output.probabilities:
             return self
         if not self.sampling.choice:
-            raise ValueError("output.probabilities: are those of labels; set sampling.choice")
+            raise ValueError("output.probabilities needs labels; set sampling.choice")
         if len(self.sampling.choice) > MOST_LABELS:
             raise ValueError(
-                f"output.probabilities: of at most {MOST_LABELS} labels, and sampling.choice has "
-                f"{len(self.sampling.choice)}; leave some out"
+                f"output.probabilities supports at most {MOST_LABELS} labels, and sampling.choice "
+                f"has {len(self.sampling.choice)}; remove some labels"
             )
         if ((self.sampling.model_extra or {}).get("n") or 1) > 1:
             raise ValueError(
-                "output.probabilities: are the same for all answers to a row; leave sampling.n out"
+                "output.probabilities are the same for all answers of a row; remove sampling.n"
             )
         return self
 
@@ -215,12 +219,13 @@ class BatchJob(Group):
         for name in ("choice", "structured_outputs"):
             if self.sampling.choice if name == "choice" else extra.get(name):
                 raise ValueError(
-                    f"sampling.{name}: output.schema_model is the form of each answer; keep one"
+                    f"sampling.{name} cannot be combined with output.schema_model; remove one of "
+                    "them"
                 )
         if extra.get("skip_special_tokens") is False:
             raise ValueError(
-                "sampling.skip_special_tokens: the end token would stand behind the JSON of "
-                "output.schema_model; leave it out"
+                "sampling.skip_special_tokens: false would append the end token to the JSON of "
+                "output.schema_model; remove it"
             )
         return self
 

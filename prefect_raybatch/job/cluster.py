@@ -150,7 +150,9 @@ class Cluster(Group):
     def _prices(cls, value: dict[str, float]) -> dict[str, float]:
         for card, price in value.items():
             if not (price > 0 and math.isfinite(price)):
-                raise ValueError(f"{card}: {price} is no price; write one greater than 0")
+                raise ValueError(
+                    f"{card}: {price} is not a valid price; write a number greater than 0"
+                )
         return value
 
     @field_validator("address")
@@ -159,7 +161,7 @@ class Cluster(Group):
         if value is not None and value.startswith("ray://"):
             raise ValueError(
                 "ray:// (the Ray client) ends the work after 30 s without network; run the flow "
-                "on the cluster and use auto, or give the GCS address host:6379"
+                "on the cluster and write auto, or write the GCS address host:6379"
             )
         return value
 
@@ -170,11 +172,13 @@ class Cluster(Group):
             return None
         if value.startswith("ray://"):
             raise ValueError(
-                "ray:// (the Ray client) ends the work after 30 s without network, so nothing "
-                "would outlive the flow; write the job server's http://host:8265"
+                "ray:// (the Ray client) ends the work after 30 s without network; write the URL "
+                "of the job server, such as http://host:8265"
             )
         if not SERVER.match(value):
-            raise ValueError(f"{value!r} is no job server; write http://host:8265, no more")
+            raise ValueError(
+                f"{value!r} is not the URL of a job server; write only http://host:8265"
+            )
         return value.rstrip("/")
 
     @field_validator("block")
@@ -182,7 +186,7 @@ class Cluster(Group):
     def _block(cls, value: str | None) -> str | None:
         if value is not None and not RAY_CLUSTER.fullmatch(value):
             raise ValueError(
-                f"{value!r} names no RayCluster block; write ray-cluster/NAME, as it is saved"
+                f"{value!r} is not the name of a RayCluster block; write ray-cluster/NAME"
             )
         return value
 
@@ -191,16 +195,14 @@ class Cluster(Group):
         beside = [name for name in ("address", "job_server", "block") if getattr(self, name)]
         if self.kubernetes.asked and beside:
             raise ValueError(
-                f"kubernetes makes a cluster of the run's own, and {beside[0]} names another; keep "
-                "one"
+                f"kubernetes creates a cluster, but {beside[0]} names an existing one; remove one "
+                "of them"
             )
         if self.block and (self.address or self.job_server):
-            raise ValueError(
-                "block says where the cluster is, as address and job_server do; keep one"
-            )
+            raise ValueError("block replaces address and job_server; remove one of them")
         if self.address and self.job_server:
             raise ValueError(
-                "address is for a driver in the flow's process, job_server for one on the "
-                "cluster; keep one"
+                "address and job_server exclude each other: the driver runs in the flow's process, "
+                "or on the cluster; remove one of them"
             )
         return self

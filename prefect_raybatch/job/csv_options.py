@@ -83,14 +83,14 @@ class Csv(Group):
     @classmethod
     def _one_character(cls, value: str | None) -> str | None:
         if value and (len(value) != 1 or not value.isascii() or value in "\r\n\0"):
-            raise ValueError(f"{value!r} is not one ASCII character; write one, or tab")
+            raise ValueError(f"{value!r} is not a single ASCII character; write one, or tab")
         return value
 
     @field_validator("delimiter", "escape")
     @classmethod
     def _not_empty(cls, value: str | None) -> str | None:
         if value == "":
-            raise ValueError("is empty; name a character, or leave it out")
+            raise ValueError("is empty; write a character, or remove it")
         return value
 
     @field_validator("encoding")
@@ -101,7 +101,7 @@ class Csv(Group):
             "a".encode(value)  # some of Python's codecs are not of text
         except (LookupError, ValueError, UnicodeError):
             raise ValueError(
-                f"{value!r} is no encoding that Python knows; write for example utf-8, cp1252, "
+                f"{value!r} is not a text encoding in Python; write for example utf-8, cp1252, "
                 "latin-1 or utf-16"
             ) from None
         return "utf-8" if found.name == "utf-8-sig" else found.name
@@ -111,12 +111,14 @@ class Csv(Group):
     def _distinct(cls, value: list[str] | None) -> list[str] | None:
         repeated = sorted({name for name in value or () if (value or []).count(name) > 1})
         if repeated:
-            raise ValueError(f"{repeated[0]!r} stands there twice; rename one")
+            raise ValueError(f"duplicate name {repeated[0]!r}; rename one")
         return value
 
     @model_validator(mode="after")
     def _apart(self) -> Csv:
         used = [one for one in (self.delimiter, self.quote, self.escape) if one]
         if len(set(used)) < len(used):
-            raise ValueError("delimiter, quote and escape must be different characters")
+            raise ValueError(
+                "delimiter, quote and escape are not all different; change one of them"
+            )
         return self

@@ -214,10 +214,13 @@ class Engine(Group):
         if not isinstance(value, (list, tuple)):
             return check_count(value, MOST_REPLICAS)
         if len(value) != 2:
-            raise ValueError("write [fewest, most], such as [2, 8]")
+            raise ValueError("must be [fewest, most]; write for example [2, 8]")
         fewest, most = (check_count(number, MOST_REPLICAS, auto=False) for number in value)
         if fewest > most:
-            raise ValueError(f"the fewest ({fewest}) are more than the most ({most})")
+            raise ValueError(
+                f"[fewest, most]: fewest ({fewest}) exceeds most ({most}); write the smaller "
+                "number first"
+            )
         return [fewest, most]
 
     @field_validator("engines_per_gpu", mode="before")
@@ -249,19 +252,19 @@ class Engine(Group):
         packed = self.engines_per_gpu != "auto" and self.engines_per_gpu > 1
         if packed and self.gpus_per_replica > 1:
             raise ValueError(
-                "engines_per_gpu packs engines of one GPU each; set tensor_parallel_size and "
-                "pipeline_parallel_size to 1 or engines_per_gpu to 1"
+                "engines_per_gpu needs engines that use a single GPU; set tensor_parallel_size and "
+                "pipeline_parallel_size to 1, or engines_per_gpu to 1"
             )
         refuse_unknown(extra, vllm_fields.engine_fields(), set(type(self).model_fields))
         if self.spans_nodes:
             if self.gpus_per_replica == 1:
                 raise ValueError(
-                    "distributed_executor_backend: ray joins several GPUs to one engine; set "
-                    "tensor_parallel_size or pipeline_parallel_size, or leave it out"
+                    "distributed_executor_backend: ray needs an engine with several GPUs; raise "
+                    "tensor_parallel_size or pipeline_parallel_size, or remove it"
                 )
             if self.device == "cpu":
                 raise ValueError(
-                    "distributed_executor_backend: ray needs GPUs, and device is cpu; leave it out"
+                    "distributed_executor_backend: ray needs GPUs, and device is cpu; remove it"
                 )
         return self
 

@@ -87,7 +87,7 @@ class Images(Group):
     def _distinct(cls, value: list[str]) -> list[str]:
         repeated = sorted({name for name in value if value.count(name) > 1})
         if repeated:
-            raise ValueError(f"column {repeated[0]!r} stands there twice; remove one")
+            raise ValueError(f"duplicate column {repeated[0]!r}; remove one")
         return value
 
     @field_validator("resize")
@@ -95,12 +95,15 @@ class Images(Group):
     def _size(cls, value: int | list[int] | None) -> int | list[int] | None:
         sides = [value] if isinstance(value, int) else value or []
         if isinstance(value, list) and len(value) != 2:
-            raise ValueError("write [width, height], such as [225, 225]")
+            raise ValueError("must be a number or [width, height]; write for example [225, 225]")
         for side in sides:
             if not 1 <= side <= 16384:
-                raise ValueError(f"{side} is no side of an image; write 1 to 16384")
+                raise ValueError(f"{side} is not a valid image side; write 1 to 16384")
         if len(sides) == 2 and max(sides) >= ASPECT * min(sides):
-            raise ValueError(f"one side is {ASPECT} times the other, which no model takes")
+            raise ValueError(
+                f"one side is at least {ASPECT} times the other, which models reject; write "
+                "another size"
+            )
         return value
 
     @property

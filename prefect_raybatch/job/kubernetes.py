@@ -46,8 +46,8 @@ def quantity(text: object) -> Decimal:
     match = None if isinstance(text, bool) else QUANTITY.fullmatch(str(text))
     if match is None:
         raise ValueError(
-            f"{text!r} is no quantity of Kubernetes; write 500m or 8 of CPUs, 512Mi or 32Gi of "
-            "memory"
+            f"{text!r} is not a Kubernetes quantity; write for example 500m or 8 for CPUs, 512Mi "
+            "or 32Gi for memory"
         )
     return Decimal(match[1]) * SCALES[match[2]]
 
@@ -200,21 +200,23 @@ class Kubernetes(Group):
         if value is None:
             return None
         if not quantity(value) > 0:
-            raise ValueError(f"{value!r} is nothing; write a quantity above 0")
+            raise ValueError(f"{value!r} is not above 0; write a larger quantity")
         return str(value)
 
     @field_validator("worker_memory", "head_memory", "shm")
     @classmethod
     def _memory(cls, value: str | None) -> str | None:
         if value is not None and quantity(value) < 2**20:
-            raise ValueError(f"{value!r} is less than a MiB; did you mean {value}Gi?")
+            raise ValueError(f"{value!r} is less than 1 MiB; did you mean {value}Gi?")
         return value
 
     @field_validator("namespace", "service_account")
     @classmethod
     def _names(cls, value: str | None) -> str | None:
         if value is not None and not DNS_LABEL.fullmatch(value):
-            raise ValueError(f"{value!r} is no name of Kubernetes: small letters, digits and -")
+            raise ValueError(
+                f"{value!r} is not a Kubernetes name; use only lower-case letters, digits and -"
+            )
         return value
 
     @field_validator("secrets")
@@ -222,7 +224,10 @@ class Kubernetes(Group):
     def _secrets(cls, value: list[str]) -> list[str]:
         for name in value:
             if not DNS_NAME.fullmatch(name):
-                raise ValueError(f"{name!r} names no Secret: small letters, digits, - and .")
+                raise ValueError(
+                    f"{name!r} is not the name of a Secret; use only lower-case letters, digits, - "
+                    "and ."
+                )
         return value
 
     @field_validator("env")
@@ -230,7 +235,9 @@ class Kubernetes(Group):
     def _env(cls, value: dict[str, str]) -> dict[str, str]:
         for name in value:
             if not VARIABLE_NAME.fullmatch(name):
-                raise ValueError(f"{name!r} is no name of a variable")
+                raise ValueError(
+                    f"{name!r} is not the name of a variable; use letters, digits, _, - and ."
+                )
             _refuse_key(name, name)
         return value
 
@@ -242,9 +249,13 @@ class Kubernetes(Group):
         try:
             filled = value.format(name="name", namespace="namespace")
         except (KeyError, IndexError, ValueError):
-            raise ValueError(f"{value!r} may hold {{name}} and {{namespace}}, no more") from None
+            raise ValueError(
+                f"{value!r} has unknown fields; use only {{name}} and {{namespace}}"
+            ) from None
         if not SERVER.match(filled):
-            raise ValueError(f"{value!r} is no job server; write http://host:8265, no more")
+            raise ValueError(
+                f"{value!r} is not the URL of a job server; write only http://host:8265"
+            )
         return value.rstrip("/")
 
     @field_validator("ready_within", "lease", "keep")
@@ -257,8 +268,8 @@ class Kubernetes(Group):
     def _lease(cls, value: str | None) -> str | None:
         if value is not None and seconds_of(value) < LEAST_LEASE:
             raise ValueError(
-                f"{value!r} is too short: the flow renews it every few seconds to a minute; "
-                f"write at least {LEAST_LEASE:g}s"
+                f"{value!r} is too short for the flow to renew it in time; write at least "
+                f"{LEAST_LEASE:g}s"
             )
         return value
 
@@ -273,14 +284,17 @@ class Kubernetes(Group):
     def _one_shape(self) -> Kubernetes:
         given = [name for name in ("manifest", "manifest_file") if getattr(self, name)]
         if len(given) == 2:
-            raise ValueError("manifest and manifest_file say the same; keep one")
+            raise ValueError("manifest and manifest_file exclude each other; remove one of them")
         beside = [name for name in SHAPE if getattr(self, name) not in (None, {}, [])]
         if given and beside:
             raise ValueError(
-                f"{beside[0]} stands beside {given[0]}, which says that itself; keep one"
+                f"{beside[0]} cannot be combined with {given[0]}, which defines it; remove one of "
+                "them"
             )
         if self != Kubernetes.model_construct() and not given and not self.image:
-            raise ValueError("image is missing: name the image of head and workers, or a manifest")
+            raise ValueError(
+                "image is missing; set the image of the head and the workers, or a manifest"
+            )
         return self
 
     @property
@@ -324,30 +338,34 @@ def check_manifest(value: Mapping[str, Any]) -> None:
     metadata = _mapping(value.get("metadata") or {}, "metadata")
     for name in ("name", "namespace"):
         if metadata.get(name):
-            how = "follows from the run key" if name == "name" else "is cluster.kubernetes's"
-            raise ValueError(f"metadata.{name}: {name} of the cluster {how}; leave it out")
+            how = "the run key" if name == "name" else "cluster.kubernetes.namespace"
+            raise ValueError(f"metadata.{name} is set from {how}; remove it")
     for name in ("labels", "annotations"):
         for key, text in _mapping(metadata.get(name) or {}, f"metadata.{name}").items():
             if not isinstance(text, str):
-                raise ValueError(f"metadata.{name}.{key}: {text!r} is no text; put it in quotes")
+                raise ValueError(f"metadata.{name}.{key}: {text!r} is not text; put it in quotes")
     spec = _mapping(value.get("spec"), "spec")
     _check_group(_mapping(spec.get("headGroupSpec"), "spec.headGroupSpec"), "spec.headGroupSpec")
     groups = spec.get("workerGroupSpecs")
     if not isinstance(groups, list) or not groups:
-        raise ValueError("spec.workerGroupSpecs: a list of at least one group of workers is needed")
+        raise ValueError(
+            "spec.workerGroupSpecs is not a list of worker groups; write at least one group"
+        )
     names = []
     for at, group in enumerate(groups):
         where = f"spec.workerGroupSpecs[{at}]"
         _check_group(_mapping(group, where), where)
         names.append(group.get("groupName"))
         if not isinstance(names[-1], str) or not DNS_LABEL.fullmatch(names[-1]):
-            raise ValueError(f"{where}.groupName: {names[-1]!r} is no name; write one such as gpu")
+            raise ValueError(
+                f"{where}.groupName: {names[-1]!r} is not a valid name; write one such as gpu"
+            )
         if names[-1] in names[:-1]:
-            raise ValueError(f"{where}.groupName: {names[-1]} is there twice")
+            raise ValueError(f"{where}.groupName: duplicate name {names[-1]}; rename one")
         replicas = group.get("replicas")
         if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 0:
             raise ValueError(
-                f"{where}.replicas: {replicas!r} is no number of pods; write 0 or more"
+                f"{where}.replicas: {replicas!r} is not a number of pods; write 0 or more"
             )
 
 
@@ -355,14 +373,16 @@ def _check_group(group: Mapping[str, Any], where: str) -> None:
     told = _mapping(group.get("rayStartParams") or {}, f"{where}.rayStartParams")
     for name in ("num-cpus", "num-gpus"):
         if name in told and not COUNT.fullmatch(str(told[name])):
-            raise ValueError(f'{where}.rayStartParams.{name}: {told[name]!r} is none; write "4"')
+            raise ValueError(
+                f'{where}.rayStartParams.{name}: {told[name]!r} is not a number; write "4"'
+            )
     template = _mapping(group.get("template"), f"{where}.template")
     pod = _mapping(template.get("spec"), f"{where}.template.spec")
     for at, container in enumerate(containers(pod, f"{where}.template.spec")):
         place = f"{where}.template.spec.containers[{at}]"
         image = _mapping(container, place).get("image")
         if not isinstance(image, str) or not image:
-            raise ValueError(f"{place}.image: an image is needed")
+            raise ValueError(f"{place}.image is missing; set it")
         resources = _mapping(container.get("resources") or {}, f"{place}.resources")
         for kind in ("requests", "limits"):
             named = _mapping(resources.get(kind) or {}, f"{place}.resources.{kind}")
@@ -381,20 +401,25 @@ def containers(pod: Mapping[str, Any], where: str = "spec") -> Iterator[Mapping[
     """Return the containers of a pod's spec; raise `ValueError` if there are none."""
     found = pod.get("containers")
     if not isinstance(found, list) or not found:
-        raise ValueError(f"{where}.containers: a list of at least one container is needed")
+        raise ValueError(
+            f"{where}.containers is not a list of containers; write at least one container"
+        )
     yield from found
 
 
 def _mapping(value: object, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: fields are needed here, found {type(value).__name__}")
+        raise ValueError(
+            f"{where} must be a mapping and is of type {type(value).__name__}; write fields below "
+            "it"
+        )
     return value
 
 
 def _refuse_key(name: str, where: str) -> None:
     if not safe_variable(name):
         raise ValueError(
-            f"{where} may be a key, which everybody who may read the cluster's pods would see: put "
-            "it into a Secret and name that in secrets (envFrom or valueFrom of a manifest); if "
-            f"it is none, name it in {SAFE_NAMES} in the environment of the flow"
+            f"{where} may be a key, and everybody who can read the cluster's pods would see it; "
+            "put it into a Secret and name that in secrets (envFrom or valueFrom in a manifest), "
+            f"or, if it is not secret, name it in {SAFE_NAMES} in the environment of the flow"
         )

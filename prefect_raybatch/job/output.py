@@ -193,7 +193,7 @@ class Output(Group):
         check_run_words(value)
         check_uri(value)
         if any(c in value for c in "*?["):
-            raise ValueError(f"{value!r} holds a wildcard; name one folder")
+            raise ValueError(f"{value!r} contains a wildcard; name one folder")
         return value
 
     @field_validator("postprocess")
@@ -205,7 +205,7 @@ class Output(Group):
     @classmethod
     def _extras(cls, value: list[Any]) -> list[Any]:
         if len(set(value)) < len(value):
-            raise ValueError("a name stands there twice; remove one")
+            raise ValueError("contains a duplicate name; remove one")
         return value
 
     @field_validator("publish")
@@ -222,7 +222,7 @@ class Output(Group):
     @classmethod
     def _column(cls, value: str) -> str:
         if not value or value.startswith(RESERVED):
-            raise ValueError(f"{value!r} cannot be a column name here; choose another")
+            raise ValueError(f"{value!r} is not allowed as a column name; choose another")
         return value
 
     @field_validator("reasoning_parser")
@@ -252,27 +252,32 @@ class Output(Group):
         for name in parsed:
             if [self.column, *parsed].count(name) > 1:
                 raise ValueError(
-                    f"column {name!r} would be written twice; name column, reasoning_column and "
-                    "tool_calls_column apart"
+                    f"column {name!r} would be written twice; use different names in column, "
+                    "reasoning_column and tool_calls_column"
                 )
         if self.publish and not self.compact:
-            raise ValueError("publish needs the files of data/; leave compact on")
+            raise ValueError(
+                "publish needs the files in data/, and compact is off; set compact: true"
+            )
         if self.output_schema is not None and self.postprocess is None:
-            raise ValueError("schema describes what postprocess returns; set postprocess as well")
+            raise ValueError(
+                "schema needs postprocess, whose columns it describes; set postprocess, or remove "
+                "schema"
+            )
         if self.probabilities and self.reasoning_parser is not None:
             raise ValueError(
-                "probabilities and reasoning_parser exclude each other: probabilities are those of "
-                "an answer's first token, and thinking comes before it; keep one"
+                "probabilities and reasoning_parser exclude each other: probabilities are taken "
+                "from the first output token, which belongs to the reasoning; remove one of them"
             )
         if self.schema_model is not None and self.tool_parser is not None:
             raise ValueError(
-                "schema_model and tool_parser exclude each other: an answer that has the form of "
-                "the schema calls no tool; keep one"
+                "schema_model and tool_parser exclude each other: an answer that matches the "
+                "schema cannot call a tool; remove one of them"
             )
         if self.schema_model is not None and self.on_cut_off == "keep":
             raise ValueError(
-                "on_cut_off: an answer that is cut off does not fit schema_model; leave it out, "
-                "or set it to fail"
+                "on_cut_off: keep cannot be combined with schema_model, which a truncated answer "
+                "does not match; remove it, or set it to fail"
             )
         return self
 

@@ -152,7 +152,7 @@ class Prompt(Group):
     @classmethod
     def _named(cls, value: str | None) -> str | None:
         if value is not None and not value.strip():
-            raise ValueError("is empty; name it, or leave it out")
+            raise ValueError("is empty; set it, or remove it")
         return value
 
     @field_validator("chat_template_kwargs")
@@ -171,12 +171,12 @@ class Prompt(Group):
             raise ValueError("set exactly one of template, function and messages")
         if self.continue_final_message and self.template is not None:
             raise ValueError(
-                "continue_final_message: a template makes no message of the assistant; set prefill"
+                "continue_final_message does not apply to a template, which creates no assistant "
+                "message; set prefill instead"
             )
         if self.continue_final_message and self.prefill is not None:
             raise ValueError(
-                "prefill and continue_final_message exclude each other: an answer goes on from "
-                "one text; keep one"
+                "prefill and continue_final_message exclude each other; remove one of them"
             )
         return self
 
@@ -185,20 +185,20 @@ class Prompt(Group):
         if not self.images.used:
             if self.images != Images():
                 raise ValueError(
-                    "images.columns is empty; name the columns with the images, or set "
-                    "images.per_row for a function or conversations that bring them"
+                    "images.columns is empty; name the image columns, or set images.per_row if a "
+                    "function or conversations supply the images"
                 )
             return self
         if self.template is not None and not self.images.columns:
-            raise ValueError("images.columns is empty; name the columns with the images")
+            raise ValueError("images.columns is empty; name the image columns")
         if self.on_too_long != "quarantine":
             raise ValueError(
-                f"on_too_long {self.on_too_long} cuts text, which does not go with images; leave "
-                "it at quarantine"
+                f"on_too_long: {self.on_too_long} cannot be combined with images; set it to "
+                "quarantine"
             )
         for name in WITHOUT_IMAGES:
             if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} does not go with images yet; leave one of them out")
+                raise ValueError(f"{name} cannot be combined with images; remove one of them")
         return self
 
     @property

@@ -83,7 +83,10 @@ class PublishTarget(Group):
     @classmethod
     def _name(cls, value: str | None) -> str | None:
         if value is not None and not NAME.match(value):
-            raise ValueError(f"{value!r} may only hold letters, digits and ._- (not first)")
+            raise ValueError(
+                f"{value!r} is not a valid name; use up to 128 letters, digits, '.', '_' and '-', "
+                "starting with a letter or digit"
+            )
         return value
 
     @field_validator("uri", "table")
@@ -109,24 +112,27 @@ class PublishTarget(Group):
         needs = {"iceberg": ("table", "catalog"), "sql": ("uri", "table")}.get(kind, ("uri",))
         for name in ("uri", "table", "catalog"):
             if name in needs and not getattr(self, name):
-                raise ValueError(f"{where} needs {name}")
+                raise ValueError(f"{where} needs {name}; set it")
             if name not in needs and getattr(self, name):
-                raise ValueError(f"{where} has no {name}; remove it")
+                raise ValueError(f"{where} does not use {name}; remove it")
         if self.partition_by and kind not in ("parquet", "jsonl", "delta"):
             raise ValueError(
-                f"partition_by goes with parquet, jsonl and delta; make the {kind} table beforehand"
+                f"partition_by applies to parquet, jsonl and delta; create the {kind} table "
+                "yourself"
             )
         if (self.mode == "merge") != bool(self.key):
-            raise ValueError("mode merge and key go together: name the key's columns in key")
+            raise ValueError("mode: merge and key need each other; set both or neither")
         for names in (self.key, self.partition_by):
             if len(set(names)) < len(names):
-                raise ValueError(f"{', '.join(names)}: a column stands there twice")
+                raise ValueError(f"{', '.join(names)}: duplicate column; remove one")
         if self.mode == "merge" and kind in ("parquet", "jsonl"):
-            raise ValueError(f"{where} cannot merge in one commit; append, or choose another")
+            raise ValueError(
+                f"{where} cannot merge atomically; set mode: append, or choose another format"
+            )
         if kind == "lance" and self.mode == "append" and "{run_key}" not in (self.uri or ""):
             raise ValueError(
-                "lance cannot fence an append: put {run_key} into uri, which makes a data set a "
-                "run, or merge by key"
+                "format lance cannot append exactly once; put {run_key} into uri, so that each run "
+                "gets its own dataset, or use mode: merge with a key"
             )
         return self
 
@@ -170,8 +176,8 @@ def _without_password(uri: str) -> str:
         password = None
     if password or holds_password(VARIABLE.sub("", uri)):
         raise ValueError(
-            "the URL holds a password or a key; set an environment variable where the flow runs, "
-            "and write ${NAME} in its place"
+            "the URL contains a password or key; put it into an environment variable where the "
+            "flow runs, and write ${NAME} instead"
         )
     return uri
 
@@ -181,5 +187,7 @@ def check_targets(targets: list[PublishTarget]) -> list[PublishTarget]:
     labels = [target.label for target in targets]
     for label in labels:
         if labels.count(label) > 1:
-            raise ValueError(f"two targets are called {label!r}; set `name` in one of them")
+            raise ValueError(
+                f"two targets are called {label!r}; set a different `name` in one of them"
+            )
     return targets

@@ -54,7 +54,7 @@ class Sampling(Group):
         if value is None:
             return None
         if not value:
-            raise ValueError("is an empty list; name the labels, or leave it out")
+            raise ValueError("is an empty list; name the labels, or remove it")
         check_label_texts(value)
         return value
 
@@ -70,11 +70,14 @@ class Sampling(Group):
         refuse_unknown(extra, vllm_fields.sampling_fields(), set(type(self).model_fields))
         for name in NOT_WRITTEN:
             if extra.get(name) is not None:
-                raise ValueError(f"{name} is not supported: only the answer's text is written")
+                raise ValueError(
+                    f"{name} is not supported: the result contains only the text of an answer; "
+                    "remove it"
+                )
         wrong = sampling_ranges.wrong(dict(self))
         if wrong is not None:
             raise ValueError(wrong)
         if self.choice and extra.get("structured_outputs"):
-            raise ValueError("choice and structured_outputs exclude each other; keep one")
+            raise ValueError("choice and structured_outputs exclude each other; remove one of them")
         extra.update(with_schema_text(extra))
         return self

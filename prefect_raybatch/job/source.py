@@ -161,8 +161,9 @@ class Source(Group):
     def _signed(cls, value: Any) -> Any:
         if isinstance(value, Mapping) and is_masked(value.get("uri")):
             raise ValueError(
-                "uri: what signs the URL was hidden on its way through Prefect's parameters; name "
-                "the file by s3:// with a credentials_block, or call the flow where the URL is made"
+                "uri: the signature of the URL was masked in Prefect's flow parameters; use an "
+                "s3:// URI with a credentials_block, or call the flow in the process that signs "
+                "the URL"
             )
         return value
 
@@ -199,7 +200,10 @@ class Source(Group):
         if value is not None:
             check_uri(value)
             if value.startswith("s3://"):
-                raise ValueError("is a local folder; rows name s3:// images by their whole URL")
+                raise ValueError(
+                    "must be a local folder; remove it, and name s3:// images by their full URL in "
+                    "the rows"
+                )
         return value
 
     @field_validator("uri")
@@ -217,8 +221,8 @@ class Source(Group):
                 without_user(uri)
                 if holds_password(uri):
                     raise ValueError(
-                        "holds a password behind its ?; name the variable that has it in "
-                        "options.password_env"
+                        "contains a password after the ?; put the password into an environment "
+                        "variable, and name that variable in options.password_env"
                     )
                 if scheme_of(uri) == "hf":
                     hub_name(uri)
@@ -241,10 +245,14 @@ class Source(Group):
         other = format_of_scheme(scheme_of(self.uris[0])) != "sql"
         if other and self.table_format not in ("sql", None) and self.types:
             raise ValueError(
-                f"types: the columns of a {self.table_format} table have their own types; remove it"
+                f"types does not apply to a {self.table_format} table, whose columns are typed; "
+                "remove it"
             )
         if other and self.table_format != "sql" and self.query:
-            raise ValueError("query: is of databases, and uri names none; remove it")
+            raise ValueError(
+                "query needs a database, and uri names none; remove query, or set uri to a "
+                "database such as sqlite:///sales.db"
+            )
         return self
 
     @model_validator(mode="after")
@@ -253,15 +261,19 @@ class Source(Group):
         name = self.table_format
         if told - {name}:
             raise ValueError(
-                f"uri: {self.uris[0]!r} does not go with format: {self.format}; leave format out, "
-                "and name a table or data set alone"
+                f"uri: {self.uris[0]!r} cannot be read as format: {self.format}; remove format. A "
+                "table or data set must be the only entry"
             )
         if name is not None and len(self.uris) > 1:
-            raise ValueError(f"uri: {TABLE_FORMATS[name].source} is one; name it alone")
+            raise ValueError(
+                f"uri: {TABLE_FORMATS[name].source} must be the only entry; remove the others"
+            )
         if self.catalog and name != "iceberg":
-            raise ValueError("catalog: is of Iceberg tables, with format: iceberg; remove it")
+            raise ValueError(
+                "catalog applies only to Iceberg tables; remove it, or set format: iceberg"
+            )
         if self.version is not None and self.format not in ("auto", *TABLE_FORMATS):
-            raise ValueError(f"version: {self.format} files have no versions; remove it")
+            raise ValueError(f"version does not apply to {self.format} files; remove it")
         return self
 
     @model_validator(mode="after")
@@ -269,12 +281,16 @@ class Source(Group):
         on_hub = scheme_of(self.uris[0]) == "hf"
         if self.config is not None and not on_hub:
             raise ValueError(
-                "config: is of datasets on Hugging Face (hf://datasets/...); remove it"
+                "config applies only to Hugging Face datasets (hf://datasets/...); remove it"
             )
         if self.split is not None and self.format not in ("auto", "huggingface"):
-            raise ValueError(f"split: is of Hugging Face datasets, not of {self.format}; remove it")
+            raise ValueError(
+                f"split applies only to Hugging Face datasets, not to {self.format}; remove it"
+            )
         if on_hub and self.version is not None and hub_name(self.uris[0]).revision is not None:
-            raise ValueError("version: uri names a revision already, after the @; keep one of them")
+            raise ValueError(
+                "version: uri already names a revision after the @; remove one of them"
+            )
         return self
 
     @property

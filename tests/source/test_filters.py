@@ -96,7 +96,7 @@ def test_rows_are_kept_where_it_is_true(text, rows):
         ("lower(id) = 'x'", "'(' stands"),
         ("id = 'x", "character 6"),
         ("id NOT 5", "IN, LIKE or BETWEEN"),
-        ("(" * 60 + "id" + ")" * 60, "parentheses within each other"),
+        ("(" * 60 + "id" + ")" * 60, "nested parentheses"),
         ("x" * 30_000, "characters"),
     ],
 )

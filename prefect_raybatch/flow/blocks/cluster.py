@@ -18,8 +18,8 @@ from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.remote.server import connect_client
 
 CLIENT_REFUSED = (
-    "ray:// (the Ray client) ends the work after 30 s without network; give the GCS address "
-    "host:6379, or the job server http://host:8265 whose jobs outlive this process"
+    "ray:// (the Ray client) ends the work after 30 s without network; write the GCS address "
+    "host:6379, or set job_server to http://host:8265"
 )
 
 
@@ -88,7 +88,7 @@ class RayCluster(CredentialsBlock):
             raise ValueError(CLIENT_REFUSED)
         if value is not None and "://" in value:
             raise ValueError(
-                "is a URL; write host:6379 or auto here, and http:// into the field job_server"
+                "is a URL; write host:6379 or auto, or put the URL into the field job_server"
             )
         return value or None
 
@@ -101,8 +101,8 @@ class RayCluster(CredentialsBlock):
             raise ValueError(CLIENT_REFUSED)
         if not SERVER.match(value):  # not quoted: it may hold a user and a password
             raise ValueError(
-                "is no job server; write http://host:8265 and no more (keys belong into headers "
-                "or token)"
+                "is not the URL of a job server; write only http://host:8265, and put keys into "
+                "headers or token"
             )
         return value.rstrip("/")
 
@@ -110,19 +110,23 @@ class RayCluster(CredentialsBlock):
     def _one_way(self) -> RayCluster:
         if self.kubernetes.asked and (self.address or self.job_server):
             raise ValueError(
-                "kubernetes makes a cluster of a run's own, and address and job_server name one "
-                "that is there; keep one"
+                "kubernetes creates a cluster, but address or job_server names an existing one; "
+                "remove one of them"
             )
         if self.address and self.job_server:
             raise ValueError(
-                "address is for a driver in the flow's process, job_server for one on the "
-                "cluster; keep one"
+                "address and job_server exclude each other: the driver runs in the flow's process, "
+                "or on the cluster; remove one of them"
             )
         if self.headers and not (self.job_server or self.kubernetes.asked):
-            raise ValueError("headers are for the job server; set job_server as well")
+            raise ValueError(
+                "headers are for the job server, but job_server is not set; set it, or remove "
+                "headers"
+            )
         if self.token and not (self.address or self.job_server or self.kubernetes.asked):
             raise ValueError(
-                "the token is for a running cluster; set address or job_server as well"
+                "token is for a running cluster, but none is named; set address or job_server, or "
+                "remove token"
             )
         return self
 
@@ -163,7 +167,7 @@ class RayCluster(CredentialsBlock):
         `ConnectionError` if the server does not answer.
         """
         if self.job_server is None:
-            raise ConfigError("this RayCluster has no job_server; set it to http://host:8265")
+            raise ConfigError("this RayCluster block has no job_server; set it to http://host:8265")
         return connect_client(self.job_server, self.request_headers())
 
 
@@ -172,5 +176,7 @@ def access_of(name: str) -> ClusterAccess:
     the block cannot be loaded."""
     block = load_block("cluster.block", name)
     if not isinstance(block, RayCluster):
-        raise ConfigError(f"cluster.block: {name!r} is no RayCluster block")
+        raise ConfigError(
+            f"cluster.block: {name!r} is not a RayCluster block; name one as ray-cluster/NAME"
+        )
     return block.access(name)

@@ -91,7 +91,7 @@ class ObjectStore(CredentialsBlock):
     def _credentials(cls, value: Any) -> Any:
         name = reference(value) if isinstance(value, Block) else value or None
         if str(name).startswith("object-store/"):
-            raise ValueError("names another object store; name the block that has the keys")
+            raise ValueError("names another object store; name the block that contains the keys")
         return name
 
     @field_validator("endpoint_url")
@@ -101,7 +101,7 @@ class ObjectStore(CredentialsBlock):
             return None
         host = value.partition("://")[2].partition("/")[0]
         if not value.startswith(("http://", "https://")) or not host or "@" in host:
-            raise ValueError("is no endpoint; write http(s)://host[:port], without keys")
+            raise ValueError("is not an endpoint URL; write http(s)://host[:port], without keys")
         return value
 
     @model_validator(mode="after")
@@ -109,10 +109,14 @@ class ObjectStore(CredentialsBlock):
         if (self.access_key_id is None) != (self.secret_access_key is None):
             raise ValueError("access_key_id and secret_access_key belong together; set both")
         if self.session_token is not None and self.access_key_id is None:
-            raise ValueError("session_token belongs to access_key_id and secret_access_key")
+            raise ValueError(
+                "session_token belongs to access_key_id and secret_access_key; set all three"
+            )
         given = [self.credentials is not None, self.access_key_id is not None, self.anonymous]
         if sum(given) > 1:
-            raise ValueError("keep one of credentials, access_key_id and anonymous")
+            raise ValueError(
+                "credentials, access_key_id and anonymous exclude each other; keep one of them"
+            )
         return self
 
     def store_options(self) -> dict[str, Any]:
@@ -145,7 +149,7 @@ class ObjectStore(CredentialsBlock):
         Does not contact the store yet. Raises `ConfigError` if the URI is not s3://.
         """
         if not uri.startswith(("s3://", "s3a://")):
-            raise ConfigError(f"{uri!r} is on no object store; write s3://bucket/folder")
+            raise ConfigError(f"{uri!r} is not on an object store; write s3://bucket/folder")
         return open_store(uri, self.store_options())
 
 
@@ -155,8 +159,8 @@ def reference(block: Block) -> str:
     name = block._block_document_name
     if not name:
         raise ValueError(
-            f"the {block.get_block_type_name()} block has no name yet; save it first, so that it "
-            "can be named where keys must not stand"
+            f"the {block.get_block_type_name()} block is not saved; save it first, so that jobs "
+            "can refer to it by name"
         )
     return f"{block.get_block_type_slug()}/{name}"
 
@@ -188,7 +192,8 @@ def options_of(name: str) -> dict[str, Any]:
                 options[option] = getattr(value, "get_secret_value", lambda v=value: v)()
     if not options:
         raise ConfigError(
-            f"credentials_block: {name!r} holds no keys that S3 or a database could use"
+            f"credentials_block: {name!r} contains no keys for S3 or a database; name a block that "
+            "does"
         )
     return options
 
@@ -200,8 +205,8 @@ def load_block(field: str, name: str) -> Any:
         return Block.load(name, _sync=True)  # type: ignore[call-arg]
     except Exception as error:
         raise ConfigError(
-            f"{field}: {name!r} cannot be loaded ({_brief(error)}); save it first and "
-            "install the collection that defines it"
+            f"{field}: {name!r} cannot be loaded ({_brief(error)}); save the block, and install "
+            "the package that defines it"
         ) from None
 
 
@@ -211,5 +216,5 @@ def _brief(error: Exception) -> str:
 
     if isinstance(error, ValidationError):
         wrong = sorted({".".join(map(str, item["loc"])) or "block" for item in error.errors()})
-        return f"its fields do not fit: {', '.join(wrong)}"
+        return f"these fields are invalid: {', '.join(wrong)}"
     return str(error)
