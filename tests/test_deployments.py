@@ -119,10 +119,10 @@ def form_is_whole(schema: dict[str, Any]) -> None:
         "Source.uri": ["One", "Several"],
         "Engine.replicas": ["Number", "auto", "Several"],
         "Engine.max_num_seqs": ["Number", "auto"],
-        "Engine.max_model_len": ["Number", "auto", "By default"],
+        "Engine.max_model_len": ["Number", "auto", "Default"],
         "Engine.engines_per_gpu": ["Number", "auto"],
-        "Output.schema_model": ["One", "Fields", "By default"],
-        "Images.resize": ["Number", "Several", "By default"],
+        "Output.schema_model": ["One", "Fields", "Default"],
+        "Images.resize": ["Number", "Several", "Default"],
     }
     assert fields["Limits.max_failed_fraction"]["type"] == "number"
     assert fields["Limits.max_failed_rows"]["type"] == "integer"

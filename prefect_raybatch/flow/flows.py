@@ -67,16 +67,16 @@ def in_form_order(made: Flow[..., Any], last: str) -> None:
 
 DRAINED_STATE = "Drained"
 
-# The tabs of a parameter that may be left out.
-Key = Annotated[str, Field(title="Given")]
-Night = Annotated[AwareDatetime, Field(title="Given")]
-Classes = Annotated[list[str], Field(title="Given")]
-NightDate = Annotated[date, Field(title="Given")]
-Differences = Annotated[list[str], Field(title="Given")]
-Limit = Annotated[int, Field(title="Given", gt=0)]
-Fields = Annotated[dict[str, Any], Field(title="Given")]
-Job = Annotated[BatchJob, Field(title="Given")]
-Unset = Annotated[None, Field(title="By default")]
+# The tabs of an optional parameter in the Prefect form.
+Key = Annotated[str, Field(title="Value")]
+Night = Annotated[AwareDatetime, Field(title="Value")]
+Classes = Annotated[list[str], Field(title="Value")]
+NightDate = Annotated[date, Field(title="Value")]
+Differences = Annotated[list[str], Field(title="Value")]
+Limit = Annotated[int, Field(title="Value", gt=0)]
+Fields = Annotated[dict[str, Any], Field(title="Value")]
+Job = Annotated[BatchJob, Field(title="Value")]
+Unset = Annotated[None, Field(title="Default")]
 
 
 def key_of(
@@ -118,29 +118,31 @@ def batch_inference(
     run_key: Annotated[Key | Unset, titled("Run key")] = None,
     scheduled_for: Annotated[Night | Unset, titled("Scheduled for")] = None,
     run_date: Annotated[NightDate | Unset, titled("Run date")] = None,
-    limit: Annotated[Limit | Unset, titled("Limit")] = None,
-    overrides: Annotated[Fields | Unset, titled("Fields to change")] = None,
-    accept: Annotated[Differences | Unset, titled("Differences to accept")] = None,
+    limit: Annotated[Limit | Unset, titled("Row limit")] = None,
+    overrides: Annotated[Fields | Unset, titled("Field overrides")] = None,
+    accept: Annotated[Differences | Unset, titled("Accepted differences")] = None,
 ) -> RunReport:
     """Ask a model about every row of a table and write the answers, each row exactly once.
 
     Args:
-        job: What to read, what to ask, where to write.
-        run_key: Name of the run's directory in the output folder. The same key resumes an
-            unfinished run and returns the report of a finished one. Default: the job's name and
-            the scheduled start of the outermost flow run.
-        scheduled_for: To catch up on a missed run: its scheduled start, with time zone. The run
-            gets the run key that it would have had then.
-        run_date: Value of {run_date} in the job. Default: the date of the scheduled start, in UTC.
-            Without a run key, the run gets one made from this date.
-        limit: Read only this many rows of the input, the first ones (source.limit).
+        job: What to read, what to ask and where to write.
+        run_key: Name of the run directory under output.uri, such as industries-monday. The same
+            key resumes an unfinished run, or returns the report of a finished one. Default: the
+            job's name and the scheduled start of the outermost flow run.
+        scheduled_for: Scheduled start of a missed run, with time zone, such as
+            2026-11-01T02:00:00Z. The run gets the run key that it would have had then.
+        run_date: Value of {run_date} in the job, such as 2026-11-01. Default: the date of the
+            scheduled start, in UTC. Without a run key, the key is derived from this date.
+        limit: Read only the first N rows of the input (source.limit). Default: the job's limit.
         overrides: Fields of the job to change, such as {"sampling.max_tokens": 99}.
-        accept: Continue a run although the job differs from its plan in these fields. Use the
-            names in the error that rejects the difference. Needs a run key.
+        accept: Fields in which the job may differ from the run's plan, such as
+            ["prompt.template"]. A PlanMismatch error names them. Requires a run key.
     """
     with _recorded_unplanned(job, run_key), explained("batch_inference", job, run_key):
         if accept and run_key is None:
-            raise ConfigError("accept is about a run that is there: give its run_key, too")
+            raise ConfigError(
+                "accept applies to an existing run, but run_key is not set; set run_key"
+            )
         job = with_changes(job, overrides, limit)
         key = key_of(job, run_key, scheduled_for, run_date)
         job = _filled(job, key, scheduled_for, run_date)
@@ -215,20 +217,19 @@ def _filled(
 def retry_failed(
     run_dir: Annotated[str, titled("Run directory")],
     errors: Annotated[Classes | Unset, titled("Error classes")] = None,
-    overrides: Annotated[Fields | Unset, titled("Fields to change")] = None,
+    overrides: Annotated[Fields | Unset, titled("Field overrides")] = None,
     job: Annotated[Job | Unset, titled("Job")] = None,
 ) -> RunReport | None:
     """Retry the failed rows of a finished run in a child run.
 
-    The same arguments resume an unfinished retry. Without rows to retry, the flow run completes,
-    its message says why, and its result is None.
+    The same arguments resume an unfinished retry. If there are no rows to retry, the flow run
+    completes with a message that says why, and returns None.
 
     Args:
-        run_dir: The finished run, a local folder or s3://.
-        errors: Retry only rows of these error classes, such as EngineDied. Default: all failed
-            rows.
+        run_dir: Directory of the finished run: a local folder or s3:// URI.
+        errors: Error classes to retry, such as ["EngineDied"]. Default: all failed rows.
         overrides: Fields of the job to change, such as {"engine.max_model_len": 4096}.
-        job: A complete job to use instead of the run's own; its input and output.uri are ignored.
+        job: Job that replaces the job of the run. Its input and output.uri are ignored.
     """
     planned = plan_retry(run_dir, errors, overrides, job)
     if isinstance(planned, Nothing):
@@ -273,21 +274,21 @@ def backfill_job(
     job: Annotated[BatchJob, titled("Job")],
     first: Annotated[date, titled("First date")],
     last: Annotated[date, titled("Last date")],
-    at_most: Annotated[int, Field(ge=1), titled("Runs at once")] = 1,
+    at_most: Annotated[int, Field(ge=1), titled("Concurrent runs")] = 1,
     stop_on_failure: Annotated[bool, titled("Stop on failure")] = False,
 ) -> list[dict[str, str]]:
     """Run a job with {run_date} for each date of a range, skipping completed dates.
 
     Each remaining date is a `batch_inference` flow run under this one. Returns the table of all
-    dates, which is also the artifact `raybatch-JOB-backfill`. The flow run fails unless all dates
-    are complete; the same dates again resume it.
+    dates, which is also the artifact `raybatch-JOB-backfill`. The flow run fails if any date is
+    incomplete. Run it again with the same dates to resume.
 
     Args:
-        job: The job, with {run_date} in its source or output.
-        first: The first date, such as 2026-11-01.
-        last: The last date, included.
-        at_most: Number of concurrent runs, in one Ray cluster.
-        stop_on_failure: Start no further date once one has failed.
+        job: Job to run, with {run_date} in its source or output.
+        first: First date of the range, such as 2026-11-01.
+        last: Last date of the range, inclusive.
+        at_most: Maximum number of concurrent runs. They share one Ray cluster.
+        stop_on_failure: Start no further runs once one has failed.
     """
     with explained("backfill_job", job, None):
         known = with_blocks(job)
@@ -311,15 +312,19 @@ def backfill_job(
 
 
 @job_flow(name="tune_job", flow_run_name="tune {job.name}", persist_result=False)
-def tune_job(job: BatchJob, minutes: float = 5.0, deadline: str | None = None) -> dict[str, Any]:
-    """Try engine settings on a sample of the job's rows; return the fields to change.
+def tune_job(
+    job: Annotated[BatchJob, titled("Job")],
+    minutes: Annotated[float, titled("Minutes")] = 5.0,
+    deadline: Annotated[str | None, titled("Deadline")] = None,
+) -> dict[str, Any]:
+    """Try engine settings on a sample of the job's rows and return the fields to change.
 
     The artifact `raybatch-tune-JOB` of the flow run lists the trials.
 
     Args:
-        job: The job, as for `batch_inference`.
-        minutes: About how many minutes to try.
-        deadline: Time for the whole input, such as 6h. Default: limits.deadline.
+        job: Job to tune, as for `batch_inference`.
+        minutes: Approximate duration of the trials, in minutes.
+        deadline: Time that the whole input may take, such as 6h. Default: limits.deadline.
     """
     return tune_engine(with_run_words(job, job.name, today()), minutes, deadline)
 

@@ -96,8 +96,10 @@ RETRY: dict[str, Any] = {
 def plan_shards(
     job: BatchJob, run_key: str, dataset: Any = None, accept: Sequence[str] = ()
 ) -> Run:
-    """Make or adopt the run's plan. `dataset` (a `ray.data.Dataset`) replaces the job's source;
-    `accept` names fields in which the job may differ from the run's.
+    """Plan a new run, or load the plan of an existing one.
+
+    `dataset` (a `ray.data.Dataset`) replaces the job's source. `accept` names fields in which the
+    job may differ from the plan.
 
     Raises `ConfigError`, `SourceError`, `PlanMismatch`, `UnsafeStore` (never retried) or
     `StoreUnavailable` (retried).
@@ -124,7 +126,7 @@ def plan_retry(
     overrides: dict[str, Any] | None = None,
     job: BatchJob | None = None,
 ) -> retry.Retry | retry.Nothing:
-    """Make or adopt the run that retries failed rows of the finished run at `run_dir`.
+    """Plan the retry of failed rows of the finished run at `run_dir`, or load its existing plan.
 
     Raises `ConfigError`, `CorruptRun`, `PlanMismatch` (never retried) or `StoreUnavailable`.
     """
@@ -152,12 +154,12 @@ def _say_beforehand() -> None:
 
 @task(name="infer_shards", task_run_name="infer-shards-{run.run_key}", **RETRY)
 def infer_shards(job: BatchJob, run: Run) -> Progress:
-    """Read, infer and commit all pending shards; a live progress artifact counts commits.
+    """Read, infer and commit all pending shards. A progress artifact shows the committed ones.
 
-    Raises `ErrorBudgetExceeded`, `EngineStartError`, `InsufficientResources`, `SourceError` (never
-    retried), `EngineFailure` or `StoreUnavailable` (retried; committed shards are kept). With
-    `cluster.job_server` the work is a Ray job that outlives this process, with `cluster.kubernetes`
-    it runs on a cluster created for it: see `remote`.
+    With `cluster.job_server` the work is a Ray job that survives this process. With
+    `cluster.kubernetes` it runs on a cluster that is created for it (see `remote`). Raises
+    `ErrorBudgetExceeded`, `EngineStartError`, `InsufficientResources`, `SourceError` (never
+    retried), `EngineFailure` or `StoreUnavailable` (retried; committed shards are kept).
     """
     with logs_in_page(), _told("infer_shards", job, run):
         job = with_run_words(job, run.run_key)
@@ -172,10 +174,10 @@ def infer_shards(job: BatchJob, run: Run) -> Progress:
 
 @task(name="finalize_run", task_run_name="finalize-run-{run.run_key}", **RETRY)
 def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
-    """Write the result, verify its coverage, write the report and `_SUCCESS`. That completes the
-    run, unless `output.publish` names targets, which come first.
+    """Write the result, verify its coverage, and write the report and `_SUCCESS`. This completes
+    the run, unless `output.publish` names targets: then `publish_run` completes it.
 
-    Raises `IncompleteRun` while shards are missing and `CorruptRun` if the coverage is wrong.
+    Raises `IncompleteRun` if shards are missing and `CorruptRun` if the coverage is wrong.
     """
     with logs_in_page(), _told("finalize_run", job, run):
         loaded = with_blocks(with_run_words(job, run.run_key))
@@ -202,11 +204,11 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
 
 @task(name="publish_run", task_run_name="publish-run-{run.run_key}", **RETRY)
 def publish_run(job: BatchJob, run: Run) -> RunReport:
-    """Publish a finished run to the targets in `output.publish`, each once; without targets, return
-    the report only.
+    """Publish a finished run to the targets in `output.publish`, each once. Without targets, only
+    return the report.
 
-    Raises `ConfigError` for what cannot be published (never retried), `PublishFailed` or
-    `StoreUnavailable` (retried; what is published stays).
+    Raises `ConfigError` if the result cannot be published (never retried), `PublishFailed` or
+    `StoreUnavailable` (retried; published targets are kept).
     """
     with logs_in_page(), _told("publish_run", job, run):
         loaded = with_blocks(with_run_words(job, run.run_key))
@@ -224,7 +226,7 @@ def publish_run(job: BatchJob, run: Run) -> RunReport:
 
 @task(name="tune_engine", cache_policy=NO_CACHE, persist_result=False)
 def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None) -> dict[str, Any]:
-    """Try engine settings for about `minutes`; a table artifact shows the trials.
+    """Try engine settings for about `minutes`. A table artifact shows the trials.
 
     Returns the fields to change, such as {"engine.max_num_seqs": 512}. Raises `ConfigError` if no
     setting worked.

@@ -44,7 +44,7 @@ def check_form(value: str | dict[str, Any]) -> str:
         _parsed(value)
     elif not value.endswith(".json") and not FUNCTION.match(value):
         raise ValueError(
-            f"{value!r} is no JSON Schema; write it here, name a file that ends in .json, or a "
+            f"{value!r} is not a JSON Schema; write the schema, a file that ends in .json, or a "
             "pydantic class as package.module:Class"
         )
     else:
@@ -72,9 +72,11 @@ def _loaded(value: str | Mapping[str, Any]) -> dict[str, Any]:
     try:
         data = read_regular_file(value, MOST_SCHEMA_BYTES + 1)
     except OSError as error:
-        raise ValueError(f"{value} cannot be read: {error.strerror or error}") from None
+        raise ValueError(
+            f"{value} cannot be read: {error.strerror or error}; check the path"
+        ) from None
     if len(data) > MOST_SCHEMA_BYTES:
-        raise ValueError(f"{value} has over {MOST_SCHEMA_BYTES:,} bytes; no schema is that large")
+        raise ValueError(f"{value} has over {MOST_SCHEMA_BYTES:,} bytes; make it smaller")
     try:
         return _parsed(data.decode())
     except ValueError as error:
@@ -88,11 +90,11 @@ def _parsed(value: str | Mapping[str, Any]) -> dict[str, Any]:
         size = len(text.encode())
         schema = json.loads(text) if size <= MOST_SCHEMA_BYTES else {}
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"is no JSON: {error}") from None
+        raise ValueError(f"is not valid JSON: {error}") from None
     if size > MOST_SCHEMA_BYTES:
-        raise ValueError(f"has over {MOST_SCHEMA_BYTES:,} bytes; no schema is that large")
+        raise ValueError(f"has over {MOST_SCHEMA_BYTES:,} bytes; make it smaller")
     if not isinstance(schema, dict):
-        raise ValueError("is no JSON Schema of an object: it must begin with {")
+        raise ValueError("is not the JSON Schema of an object; write a schema that begins with {")
     return schema
 
 
@@ -105,17 +107,20 @@ def _of_class(name: str) -> dict[str, Any]:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ValueError(f"module {module_name!r} cannot be imported ({error})") from None
+        raise ValueError(
+            f"module {module_name!r} cannot be imported ({error}); install it, or set PYTHONPATH "
+            "to its folder"
+        ) from None
     except (Exception, SystemExit) as error:  # whatever the module's own code raises
         raise ValueError(import_failure(module_name, error)) from None
     found = getattr(module, attribute, None)
     if not isinstance(found, type) or not issubclass(found, BaseModel):
-        raise ValueError(f"{module_name} has no pydantic class {attribute!r}")
+        raise ValueError(f"{module_name} has no pydantic class {attribute!r}; correct the name")
     check_defined_in(found, module_name, attribute, FIELD)
     try:
         return _parsed(found.model_json_schema())
     except PydanticUserError as error:
-        raise ValueError(f"{name} has no JSON Schema: {error.message}") from None
+        raise ValueError(f"{name} cannot be converted to a JSON Schema: {error.message}") from None
 
 
 def _check(schema: dict[str, Any]) -> None:
@@ -131,7 +136,9 @@ def _check(schema: dict[str, Any]) -> None:
     except (SchemaError, RecursionError) as error:
         said = error.message if isinstance(error, SchemaError) else "is nested too deeply"
         place = "".join(f".{name}" for name in getattr(error, "absolute_path", ()))
-        raise ValueError(f"is no JSON Schema: {place or 'the root'}: {said[:300]}") from None
+        raise ValueError(
+            f"is not a valid JSON Schema: {place or 'the root'}: {said[:300]}"
+        ) from None
     for place, part in parts_of(schema):
         for word in ("$dynamicRef", "$recursiveRef", "$anchor", "$dynamicAnchor"):
             if word in part:
@@ -141,8 +148,8 @@ def _check(schema: dict[str, Any]) -> None:
         target = part.get("$ref")
         if isinstance(target, str) and not target.startswith("#"):
             raise ValueError(
-                f"{place}: $ref {target!r} leads to another document; put it into this one, under "
-                "$defs"
+                f"{place}: $ref {target!r} refers to another document; copy it into this one, "
+                "under $defs"
             )
         if isinstance(target, str):
             target_of(schema, target)
@@ -154,8 +161,8 @@ def _check_grammar(schema: dict[str, Any]) -> None:
     reject each row."""
     if said := guidance_says("json", json.dumps(closed(schema)), blanks=False):
         raise ValueError(
-            f"vLLM cannot make a grammar of it: {' '.join(said.split())[:400]}; remove that, and "
-            "check it in output.postprocess where it matters"
+            f"vLLM cannot compile it to a grammar: {' '.join(said.split())[:400]}; remove that "
+            "part, and check it in output.postprocess if it matters"
         )
 
 

@@ -80,8 +80,8 @@ def columns_of(text: str) -> dict[str, AnswerShape]:
     if shape.kind != "struct" or shape.nullable:
         reason = f" ({shape.why})" if shape.why else ""
         raise ConfigError(
-            f"{FIELD}: its root must be an object whose properties are all named, since they are "
-            f"the columns of the result{reason}; wrap it as a property of an object"
+            f"{FIELD}: the root must be an object with named properties, which become the columns "
+            f"of the result{reason}; wrap it as a property of an object"
         )
     return dict(shape.names)
 
@@ -98,8 +98,8 @@ class _Schema:
         self.shapes += 1
         if self.shapes > MOST_SHAPES:
             raise ConfigError(
-                f"{FIELD}: it has over {MOST_SHAPES:,} columns and fields in columns, with those "
-                "that $ref repeats; make it smaller"
+                f"{FIELD} has over {MOST_SHAPES:,} columns and nested fields, including those that "
+                "$ref repeats; make it smaller"
             )
 
 

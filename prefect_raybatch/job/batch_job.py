@@ -1,8 +1,7 @@
-"""`BatchJob`: the YAML file, the flow parameter and the manual of a job, as one pydantic model.
+"""`BatchJob`: a job as one pydantic model, for the YAML file, the flow parameter and the docs.
 
-Fields are grouped (source, prompt, sampling, engine, output, limits, cluster) and each describes
-itself, because the same text is the form in the Prefect page and the table in docs/job.md. What
-can be checked without reading the input is checked here; `plan` checks the rest.
+The title and description of a field appear in the Prefect form and in the tables of docs/job.md.
+Checks that need the input are left to `plan`.
 """
 
 from __future__ import annotations
@@ -37,24 +36,45 @@ MOST_LOGPROBS = 20  # unless engine.max_logprobs says more
 
 
 class BatchJob(Group):
-    """One batch inference job: read a table, ask a model about every row, write the answers."""
+    """A batch inference job: read a table, ask a model about every row, write the answers."""
 
     name: str = field(
-        1, title="Name", text="Letters, digits and ._- ; part of the default run key."
+        1,
+        title="Name",
+        text="Used in default run keys. Up to 128 letters, digits, dots, underscores "
+        "and hyphens; the first is a letter or digit.",
     )
-    source: Source = field(2, title="Source", text="What to read.")
-    prompt: Prompt = field(3, title="Prompt", text="How a row becomes a request.")
-    sampling: Sampling = field(4, Sampling(), title="Sampling", text="How answers are drawn.")
-    engine: Engine = field(5, Engine(), title="Engine", text="The model and how it is run.")
-    output: Output = field(6, title="Output", text="Where the result goes.")
-    limits: Limits = field(7, Limits(), title="Limits", text="When to give up.")
-    cluster: Cluster = field(8, Cluster(), title="Cluster", text="Which Ray cluster.")
+    source: Source = field(2, title="Source", text="The table or files to read.")
+    prompt: Prompt = field(3, title="Prompt", text="How a row becomes a request to the model.")
+    sampling: Sampling = field(
+        4,
+        Sampling(),
+        title="Sampling",
+        text="How the model generates an answer: temperature, length, labels.",
+    )
+    engine: Engine = field(5, Engine(), title="Engine", text="The model and how vLLM runs it.")
+    output: Output = field(
+        6, title="Output", text="Where the result is written and which columns it has."
+    )
+    limits: Limits = field(
+        7,
+        Limits(),
+        title="Limits",
+        text="How many failed rows, how much time and what cost are acceptable.",
+    )
+    cluster: Cluster = field(
+        8,
+        Cluster(),
+        title="Cluster",
+        text="The Ray cluster to run on and the resources of the CPU stages.",
+    )
     reuse: str | None = field(
         9,
         None,
-        title="Reuse answers",
-        text="Run whose raw answers are taken over where a row's request is the same: its URI, or "
-        "latest for the newest complete run of this job in output.uri. docs/increments.md.",
+        title="Reuse answers from",
+        text="Earlier run whose raw answers are reused for rows with the same "
+        "request. Either the URI of a run, or latest: the newest complete run of this job under "
+        "output.uri.",
         min_length=1,
     )
 
@@ -63,7 +83,8 @@ class BatchJob(Group):
     def _name(cls, value: str) -> str:
         if not NAME.match(value):
             raise ValueError(
-                f"{value!r} may only hold letters, digits and ._- (not first), at most 128"
+                f"{value!r} is not a valid name; use up to 128 letters, digits, '.', '_' and '-', "
+                "starting with a letter or digit"
             )
         return value
 
@@ -89,28 +110,31 @@ class BatchJob(Group):
     def _with_images(self) -> BatchJob:
         if not self.prompt.images.used:
             if self.source.media_root is not None:
-                raise ValueError("source.media_root: no images are asked for (prompt.images)")
+                raise ValueError(
+                    "source.media_root needs prompt.images; set prompt.images, or remove media_root"
+                )
             if DIGESTS_COLUMN in self.output.extras:
                 raise ValueError(
-                    f"output.extras: {DIGESTS_COLUMN} are of images, and none are asked for "
-                    "(prompt.images); leave it out"
+                    f"output.extras: {DIGESTS_COLUMN} needs prompt.images; set prompt.images, or "
+                    f"remove {DIGESTS_COLUMN}"
                 )
             return self
         if tasks.pools(self.engine.task):
             raise ValueError(
-                f"prompt.images: engine.task {self.engine.task} takes text alone; leave one out"
+                f"prompt.images: engine.task {self.engine.task} accepts only text; remove one of "
+                "them"
             )
         if self.engine.adapter is not None or self.engine.adapters:
-            raise ValueError("prompt.images: adapters do not go with images yet; leave one out")
+            raise ValueError("prompt.images cannot be combined with adapters; remove one of them")
         if self.engine.max_model_len == "auto":
             raise ValueError(
-                "engine.max_model_len: auto counts text alone; set a number that has room for "
-                "the images, such as 8192"
+                "engine.max_model_len: auto counts only text, not images; set a number that "
+                "includes the images, such as 8192"
             )
         engine = self.engine.model_extra or {}
         for name in ("limit_mm_per_prompt", "mm_processor_cache_gb"):
             if name in engine:
-                raise ValueError(f"engine.{name} follows from prompt.images.per_row; remove it")
+                raise ValueError(f"engine.{name} is set from prompt.images.per_row; remove it")
         return self
 
     @property
@@ -134,8 +158,8 @@ class BatchJob(Group):
     def _priced(self) -> BatchJob:
         if self.limits.max_cost is not None and not self.cluster.priced:
             raise ValueError(
-                "limits.max_cost: nothing says what a GPU costs; set cluster.price_per_gpu_hour "
-                "or cluster.price_by_card"
+                "limits.max_cost needs the price of a GPU; set cluster.price_per_gpu_hour or "
+                "cluster.price_by_card"
             )
         return self
 
@@ -145,7 +169,7 @@ class BatchJob(Group):
         if own and self.output.reasoning_parser not in (None, own):
             raise ValueError(
                 f"engine.reasoning_parser {own!r} is not output.reasoning_parser "
-                f"{self.output.reasoning_parser!r}; leave out the engine's, which follows the other"
+                f"{self.output.reasoning_parser!r}; remove engine.reasoning_parser"
             )
         self._check_logprobs()
         return self
@@ -156,18 +180,18 @@ class BatchJob(Group):
             return
         if type(told) is not int or told < 0:
             raise ValueError(
-                f"sampling.logprobs: {str(told)[:80]!r} is no whole number from 0 on; give how "
-                "many of the most probable tokens to write beside each that was chosen"
+                f"sampling.logprobs must be a whole number, at least 0, and is {str(told)[:80]!r}; "
+                "set the number of most probable tokens to write for each output token"
             )
         if self.output.probabilities:
             raise ValueError(
-                "sampling.logprobs and output.probabilities ask vLLM for different tokens; keep one"
+                "sampling.logprobs and output.probabilities cannot be combined; remove one of them"
             )
         most = (self.engine.model_extra or {}).get("max_logprobs", MOST_LOGPROBS)
         if isinstance(most, int) and 0 <= most < told:
             raise ValueError(
-                f"sampling.logprobs: {told} is over the engine's {most}; lower it, or raise "
-                "engine.max_logprobs"
+                f"sampling.logprobs ({told}) exceeds engine.max_logprobs ({most}); lower it, or "
+                "raise engine.max_logprobs"
             )
 
     @model_validator(mode="after")
@@ -175,15 +199,15 @@ class BatchJob(Group):
         if not self.output.probabilities:
             return self
         if not self.sampling.choice:
-            raise ValueError("output.probabilities: are those of labels; set sampling.choice")
+            raise ValueError("output.probabilities needs labels; set sampling.choice")
         if len(self.sampling.choice) > MOST_LABELS:
             raise ValueError(
-                f"output.probabilities: of at most {MOST_LABELS} labels, and sampling.choice has "
-                f"{len(self.sampling.choice)}; leave some out"
+                f"output.probabilities supports at most {MOST_LABELS} labels, and sampling.choice "
+                f"has {len(self.sampling.choice)}; remove some labels"
             )
         if ((self.sampling.model_extra or {}).get("n") or 1) > 1:
             raise ValueError(
-                "output.probabilities: are the same for all answers to a row; leave sampling.n out"
+                "output.probabilities are the same for all answers of a row; remove sampling.n"
             )
         return self
 
@@ -195,12 +219,13 @@ class BatchJob(Group):
         for name in ("choice", "structured_outputs"):
             if self.sampling.choice if name == "choice" else extra.get(name):
                 raise ValueError(
-                    f"sampling.{name}: output.schema_model is the form of each answer; keep one"
+                    f"sampling.{name} cannot be combined with output.schema_model; remove one of "
+                    "them"
                 )
         if extra.get("skip_special_tokens") is False:
             raise ValueError(
-                "sampling.skip_special_tokens: the end token would stand behind the JSON of "
-                "output.schema_model; leave it out"
+                "sampling.skip_special_tokens: false would append the end token to the JSON of "
+                "output.schema_model; remove it"
             )
         return self
 

@@ -32,7 +32,7 @@ def check_template_arguments(value: dict[str, Any]) -> dict[str, Any]:
     no JSON or not allowed."""
     for name in value:
         if name in TAKEN:
-            raise ValueError(f"{name!r} is set by the run itself; leave it out")
+            raise ValueError(f"{name!r} is set by the run itself; remove it")
     made: dict[str, Any] = _json(value)
     return made
 
@@ -42,22 +42,24 @@ def check_tools(value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | No
     if value is None:
         return None
     if not value:
-        raise ValueError("is an empty list; name the tools, or leave it out")
+        raise ValueError("is an empty list; name the tools, or remove it")
     names: list[str] = []
     for number, tool in enumerate(value, 1):
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict):
             raise ValueError(
-                f"tool {number} of {len(value)} is not of the form {{type: function, function: "
-                "{name, description, parameters}}"
+                f"tool {number} of {len(value)} is not a tool definition; write {{type: function, "
+                "function: {name, description, parameters}}"
             )
         name, parameters = function.get("name"), function.get("parameters", {})
         if not isinstance(name, str) or not name:
-            raise ValueError(f"tool {number} of {len(value)} has no function.name")
+            raise ValueError(f"tool {number} of {len(value)} has no function.name; set it")
         if not isinstance(parameters, dict):
-            raise ValueError(f"tool {name!r}: function.parameters is no JSON Schema (a mapping)")
+            raise ValueError(
+                f"tool {name!r}: function.parameters is not a mapping; write a JSON Schema"
+            )
         if name in names:
-            raise ValueError(f"tool {name!r} stands there twice; remove one")
+            raise ValueError(f"duplicate tool {name!r}; remove one")
         names.append(name)
     made: list[dict[str, Any]] = _json(value)
     return made
@@ -66,7 +68,7 @@ def check_tools(value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | No
 def check_parser(name: str | None, known: frozenset[str] | None) -> str | None:
     """Return a parser's name; raise ValueError if the installed vLLM does not know it."""
     if name is not None and known is not None and name not in known:
-        raise ValueError(f"vLLM has no such parser as {name!r}{nearest(name, known)}")
+        raise ValueError(f"vLLM has no parser {name!r}{nearest(name, known)}")
     return name
 
 
@@ -74,7 +76,9 @@ def _json(value: Any) -> Any:
     try:
         return _ordered(json.loads(json.dumps(value, allow_nan=False)))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"is no JSON: {error}") from None
+        raise ValueError(
+            f"is not valid JSON ({error}); use only text, numbers, lists and mappings"
+        ) from None
 
 
 def _ordered(value: Any) -> Any:

@@ -23,7 +23,7 @@ SERVER = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?/?
 SCHEMES = ("", "file", "s3")
 WEB_SCHEMES = ("http", "https")  # of single files that are read
 RESERVED = "__rb_"  # columns of ours that travel with a row
-BRACES = "write {{ and }} for braces that are meant as such"
+BRACES = "write {{ and }} for literal braces"
 
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -33,7 +33,7 @@ def seconds_of(text: str) -> float:
     """Return the seconds of `90s`, `15m`, `2h`, `3d`; raise `ConfigError` for anything else."""
     match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([smhd])", text.strip())
     if match is None:
-        raise ConfigError(f"{text!r} is no duration; write 90s, 15m, 2h or 3d")
+        raise ConfigError(f"{text!r} is not a duration; write for example 90s, 15m, 2h or 3d")
     return float(match[1]) * UNITS[match[2]]
 
 
@@ -45,7 +45,7 @@ def check_duration(text: str | None) -> str | None:
         except ConfigError as error:
             raise ValueError(str(error)) from None
         if not seconds:
-            raise ValueError(f"{text!r} is no time at all; write 15m or 6h")
+            raise ValueError(f"{text!r} is zero; write a longer time, such as 15m or 6h")
     return text
 
 
@@ -53,7 +53,7 @@ def without_user(uri: str) -> str:
     """Return `uri`; raise ValueError, without quoting it, if it contains a user or a password."""
     if USERINFO.search(uri):
         raise ValueError(
-            "holds a user or a key before an @; write s3://bucket/key, and keys into the options, "
+            "contains a user or key before an @; write s3://bucket/key, and put keys into options, "
             "a credentials_block or the environment"
         )
     return uri
@@ -67,7 +67,7 @@ def check_uri(uri: str) -> str:
     scheme = uri.split("://", 1)[0].lower() if "://" in uri else ""
     if scheme not in SCHEMES:
         raise ValueError(
-            f"{uri!r} has scheme {scheme!r}; local paths, file:// and s3:// are supported"
+            f"{uri!r} has the unsupported scheme {scheme!r}; write a local path, file:// or s3://"
         )
     if scheme == "s3" and not uri.split("://", 1)[1].split("/", 1)[0]:
         raise ValueError(f"{uri!r} names no bucket; write s3://bucket/key")
@@ -92,7 +92,7 @@ def check_web(uri: str) -> str:
 def check_function(name: str) -> str:
     """Return `package.module:function`; raise ValueError otherwise. Imports nothing."""
     if not FUNCTION.match(name):
-        raise ValueError(f"{name!r} is not of the form package.module:function")
+        raise ValueError(f"{name!r} is not a function name; write package.module:function")
     return name
 
 
@@ -111,7 +111,7 @@ def template_fields(template: str) -> tuple[str, ...]:
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise ValueError(f"is no valid template: {error}; {BRACES}") from None
+        raise ValueError(f"is not a valid template: {error}; {BRACES}") from None
     for _, name, spec, conversion in parts:
         if name is None:
             continue
@@ -120,7 +120,7 @@ def template_fields(template: str) -> tuple[str, ...]:
             shown = " ".join(shown[:80].splitlines())
             raise ValueError(
                 f"{{{shown}}} is not a plain {{Column}}; {BRACES}, as in JSON, or use "
-                "prompt.function for anything more than column values"
+                "prompt.function for anything beyond column values"
             )
         if name not in names:
             names.append(name)
@@ -182,12 +182,14 @@ def check_count(value: object, most: int, auto: bool = True) -> Any:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         if not (isinstance(value, float) and value.is_integer()):
-            raise ValueError(f"is no whole number{' and not auto' if auto else ''}")
+            raise ValueError(
+                f"is not a whole number{' or auto' if auto else ''}; write for example 4"
+            )
         value = int(value)
     if value < 1:
-        raise ValueError("should be greater than 0")
+        raise ValueError("must be greater than 0")
     if value > most:
-        raise ValueError(f"should be at most {most}")
+        raise ValueError(f"must be at most {most}")
     return value
 
 
@@ -212,7 +214,7 @@ def check_run_key(key: str) -> str:
     leave the root."""
     if not NAME.match(key) or ".." in key:
         raise ConfigError(
-            f"run key {key!r} may only hold letters, digits and ._- (a letter or digit first, "
-            "no '..', at most 128 characters)"
+            f"run key {key!r} is not valid; use up to 128 letters, digits, '.', '_' and '-', "
+            "starting with a letter or digit and without '..'"
         )
     return key

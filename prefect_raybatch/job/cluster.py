@@ -1,4 +1,4 @@
-"""The Ray cluster of a job and what its CPU stages take of it: `cluster` of a job file."""
+"""The Ray cluster of a job and the resources of its CPU stages: `cluster` of a job file."""
 
 from __future__ import annotations
 
@@ -19,73 +19,94 @@ RAY_CLUSTER = re.compile(r"ray-cluster/[a-z0-9][a-z0-9-]*")
 
 
 class Stage(Group):
-    """Resources of a CPU stage."""
+    """Resources of the tasks of a CPU stage."""
 
-    num_cpus: float = field(1, 0.5, title="CPUs a task", text="Logical CPUs.", gt=0)
-    concurrency: int | None = field(
-        2, None, title="Most tasks at once", text="By default Ray decides.", gt=0
+    num_cpus: float = field(
+        1, 0.5, title="CPUs per task", text="Logical CPUs that Ray reserves for each task.", gt=0
     )
-    memory: int | None = field(3, None, title="Memory a task", text="In bytes.", gt=0)
+    concurrency: int | None = field(
+        2,
+        None,
+        title="Concurrent tasks",
+        text="Maximum number of tasks that run at the same time. Default: chosen by Ray.",
+        gt=0,
+    )
+    memory: int | None = field(
+        3,
+        None,
+        title="Memory per task",
+        text="Memory that Ray reserves for each task, in bytes. Default: none.",
+        gt=0,
+    )
 
 
 LOCAL = "local"  # an address, as Ray has it: a cluster that is started here
 
 
 class Cluster(Group):
-    """Which Ray cluster, and what the CPU stages take of it."""
+    """The Ray cluster to run on and the resources of the CPU stages."""
 
     address: str | None = field(
         1,
         None,
         title="Address",
-        text="host:port or auto for a running cluster, local for one that is started here and "
-        "stopped at the end. By default the environment's RAY_ADDRESS, else local.",
+        text="Address of a running Ray cluster (host:port, or auto), or local to "
+        "start one for this run. Default: the environment variable RAY_ADDRESS, otherwise local.",
     )
-    prepare: Stage = field(2, Stage(), title="Prepare stage", text="Read, template, tokens.")
+    prepare: Stage = field(
+        2,
+        Stage(),
+        title="Prepare stage",
+        text="Resources of the tasks that read rows, build prompts and tokenize them.",
+    )
     finish: Stage = field(
-        3, Stage(num_cpus=0.25), title="Finish stage", text="Detokenize, postprocess, write."
+        3,
+        Stage(num_cpus=0.25),
+        title="Finish stage",
+        text="Resources of the tasks that detokenize, postprocess and write the answers.",
     )
     job_server: str | None = field(
         4,
         None,
         title="Job server",
-        text="http(s)://host:8265 of a Ray cluster: the run works there as a Ray job and outlives "
-        "the flow's process; a retry finds it again.",
+        text="URL of a Ray job server, such as http://host:8265. The run is submitted "
+        "as a Ray job, so it survives the flow's process; a retry reattaches to it.",
     )
     on_crash: Literal["reattach", "stop"] = field(
         5,
         "reattach",
-        title="Job of a crashed flow run",
-        text="reattach: it goes on and the next try follows it. stop: the next try stops it and "
-        "begins another. Cancelling always stops it.",
+        title="After a flow crash",
+        text="What to do with the Ray job of a crashed flow run. reattach: it "
+        "continues and the retry follows it. stop: the retry stops it and starts another. "
+        "Cancelling the flow run always stops the job.",
     )
     price_per_gpu_hour: float | None = field(
         6,
         None,
-        title="Price of a GPU-hour",
-        text="In any currency: costs are in the same. Of cards that price_by_card does not name; "
-        "without a price there are no costs.",
+        title="Price per GPU-hour",
+        text="Price of a GPU-hour in any currency, for GPUs that price_by_card does "
+        "not name. Default: costs are not calculated.",
         gt=0,
         allow_inf_nan=False,
     )
     price_by_card: dict[str, float] = field(
         7,
         {},
-        title="Price of a GPU-hour by card",
-        text="Such as {H100: 2.5, L4: 0.6}, by Ray's names of cards.",
+        title="Price per GPU model",
+        text="Price of a GPU-hour by GPU model, with Ray's names. Example: {H100: 2.5, L4: 0.6}.",
     )
     block: str | None = field(
         8,
         None,
         title="RayCluster block",
-        text="Saved RayCluster block, as ray-cluster/NAME, in place of address and job_server: it "
-        "says which of them, with Ray's token and headers.",
+        text="Saved RayCluster block, as ray-cluster/NAME. It says where the cluster "
+        "is, and holds its token and headers.",
     )
     kubernetes: Kubernetes = field(
         9,
         Kubernetes(),
         title="Cluster on Kubernetes",
-        text="Made by KubeRay for the run, and deleted at its end.",
+        text="Create a Ray cluster with KubeRay for this run and delete it afterwards.",
     )
     _access: ClusterAccess | None = PrivateAttr(None)  # of the block; in no record
 
@@ -129,7 +150,9 @@ class Cluster(Group):
     def _prices(cls, value: dict[str, float]) -> dict[str, float]:
         for card, price in value.items():
             if not (price > 0 and math.isfinite(price)):
-                raise ValueError(f"{card}: {price} is no price; write one greater than 0")
+                raise ValueError(
+                    f"{card}: {price} is not a valid price; write a number greater than 0"
+                )
         return value
 
     @field_validator("address")
@@ -138,7 +161,7 @@ class Cluster(Group):
         if value is not None and value.startswith("ray://"):
             raise ValueError(
                 "ray:// (the Ray client) ends the work after 30 s without network; run the flow "
-                "on the cluster and use auto, or give the GCS address host:6379"
+                "on the cluster and write auto, or write the GCS address host:6379"
             )
         return value
 
@@ -149,11 +172,13 @@ class Cluster(Group):
             return None
         if value.startswith("ray://"):
             raise ValueError(
-                "ray:// (the Ray client) ends the work after 30 s without network, so nothing "
-                "would outlive the flow; write the job server's http://host:8265"
+                "ray:// (the Ray client) ends the work after 30 s without network; write the URL "
+                "of the job server, such as http://host:8265"
             )
         if not SERVER.match(value):
-            raise ValueError(f"{value!r} is no job server; write http://host:8265, no more")
+            raise ValueError(
+                f"{value!r} is not the URL of a job server; write only http://host:8265"
+            )
         return value.rstrip("/")
 
     @field_validator("block")
@@ -161,7 +186,7 @@ class Cluster(Group):
     def _block(cls, value: str | None) -> str | None:
         if value is not None and not RAY_CLUSTER.fullmatch(value):
             raise ValueError(
-                f"{value!r} names no RayCluster block; write ray-cluster/NAME, as it is saved"
+                f"{value!r} is not the name of a RayCluster block; write ray-cluster/NAME"
             )
         return value
 
@@ -170,16 +195,14 @@ class Cluster(Group):
         beside = [name for name in ("address", "job_server", "block") if getattr(self, name)]
         if self.kubernetes.asked and beside:
             raise ValueError(
-                f"kubernetes makes a cluster of the run's own, and {beside[0]} names another; keep "
-                "one"
+                f"kubernetes creates a cluster, but {beside[0]} names an existing one; remove one "
+                "of them"
             )
         if self.block and (self.address or self.job_server):
-            raise ValueError(
-                "block says where the cluster is, as address and job_server do; keep one"
-            )
+            raise ValueError("block replaces address and job_server; remove one of them")
         if self.address and self.job_server:
             raise ValueError(
-                "address is for a driver in the flow's process, job_server for one on the "
-                "cluster; keep one"
+                "address and job_server exclude each other: the driver runs in the flow's process, "
+                "or on the cluster; remove one of them"
             )
         return self

@@ -1,4 +1,4 @@
-"""How the CSV files of a source are written."""
+"""The CSV options of a source."""
 
 from __future__ import annotations
 
@@ -14,57 +14,64 @@ TAB = ("tab", "\\t")  # a form cannot send the character itself
 
 
 class Csv(Group):
-    """How the CSV files of a source are written."""
+    """Delimiter, encoding and header of CSV files."""
 
     delimiter: str | None = field(
         1,
         None,
         title="Delimiter",
-        text="One character between the values, such as ; or |, or tab. By default a comma, and a "
-        "tab where the file's name holds .tsv.",
+        text="Character between values, such as a semicolon; write tab for a tab. "
+        "Default: a comma, or a tab if the file name contains .tsv.",
     )
     encoding: str = field(
         2,
         "utf-8",
         title="Encoding",
-        text="As Python names it, such as cp1252 (Excel in Western Europe), latin-1 or utf-16.",
+        text="Text encoding by its Python name, such as cp1252 (Excel in Western "
+        "Europe), latin-1 or utf-16.",
     )
     quote: str = field(
         3,
         '"',
-        title="Quote",
-        text="The character around values that hold delimiters or line breaks; empty for none.",
+        title="Quote character",
+        text="Character around values that contain delimiters or line breaks. Leave "
+        "empty if values are never quoted.",
     )
     escape: str | None = field(
         4,
         None,
-        title="Escape",
-        text="The character that takes a quote or delimiter after it as it is. By default none: a "
-        "quote inside of quotes is doubled.",
+        title="Escape character",
+        text="Character that makes the quote or delimiter after it part of the value. "
+        "Default: none; a quote inside a quoted value is doubled.",
     )
     header: bool = field(
         5,
         True,
         title="Header line",
-        text="The first line holds the names of the columns. Without it they are f0, f1 and so "
-        "on, or names.",
+        text="The first line contains the column names. If off, columns are named by "
+        "names, or f0, f1 and so on.",
     )
     names: list[str] | None = field(
         6,
         None,
-        title="Names",
-        text="Of all columns, in their order, in place of the header's.",
+        title="Column names",
+        text="Names of all columns, in order. They replace the names in the header line.",
         min_length=1,
     )
     skip_rows: int = field(
-        7, 0, title="Lines to skip", text="Before the header.", ge=0, le=1_000_000
+        7,
+        0,
+        title="Lines to skip",
+        text="Number of lines to skip before the header.",
+        ge=0,
+        le=1_000_000,
     )
     null_values: list[str] = field(
         8,
         [],
         title="Null values",
-        text="Unquoted texts that are null, such as NULL or \\N. An empty unquoted cell is in any "
-        "case.",
+        text="Unquoted texts that are read as null, such as NULL or \\N. An empty "
+        "unquoted cell is always null.",
     )
 
     @field_validator("delimiter", "quote", "escape", mode="before")
@@ -76,14 +83,14 @@ class Csv(Group):
     @classmethod
     def _one_character(cls, value: str | None) -> str | None:
         if value and (len(value) != 1 or not value.isascii() or value in "\r\n\0"):
-            raise ValueError(f"{value!r} is not one ASCII character; write one, or tab")
+            raise ValueError(f"{value!r} is not a single ASCII character; write one, or tab")
         return value
 
     @field_validator("delimiter", "escape")
     @classmethod
     def _not_empty(cls, value: str | None) -> str | None:
         if value == "":
-            raise ValueError("is empty; name a character, or leave it out")
+            raise ValueError("is empty; write a character, or remove it")
         return value
 
     @field_validator("encoding")
@@ -94,7 +101,7 @@ class Csv(Group):
             "a".encode(value)  # some of Python's codecs are not of text
         except (LookupError, ValueError, UnicodeError):
             raise ValueError(
-                f"{value!r} is no encoding that Python knows; write for example utf-8, cp1252, "
+                f"{value!r} is not a text encoding in Python; write for example utf-8, cp1252, "
                 "latin-1 or utf-16"
             ) from None
         return "utf-8" if found.name == "utf-8-sig" else found.name
@@ -104,12 +111,14 @@ class Csv(Group):
     def _distinct(cls, value: list[str] | None) -> list[str] | None:
         repeated = sorted({name for name in value or () if (value or []).count(name) > 1})
         if repeated:
-            raise ValueError(f"{repeated[0]!r} stands there twice; rename one")
+            raise ValueError(f"duplicate name {repeated[0]!r}; rename one")
         return value
 
     @model_validator(mode="after")
     def _apart(self) -> Csv:
         used = [one for one in (self.delimiter, self.quote, self.escape) if one]
         if len(set(used)) < len(used):
-            raise ValueError("delimiter, quote and escape must be different characters")
+            raise ValueError(
+                "delimiter, quote and escape are not all different; change one of them"
+            )
         return self

@@ -1,4 +1,4 @@
-"""Which model, on what, and how it is driven: `engine` of a job file."""
+"""The model, its hardware and its settings: `engine` of a job file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_SEQUENCES = 65536
 
 
 class Engine(Group):
-    """The model and how it is run. Any vLLM engine argument may be added and is passed through."""
+    """The model and how vLLM runs it. You can add any engine argument of vLLM."""
 
     model_config = ConfigDict(extra="allow", validate_default=True, protected_namespaces=())
 
@@ -25,103 +25,129 @@ class Engine(Group):
         1,
         "demo",
         title="Model",
-        text="Hugging Face name, local folder, s3:// folder, or demo: the small bundled model.",
+        text="Hugging Face name, local folder or s3:// folder of the model. Default: "
+        "demo, the small bundled model.",
     )
     revision: str | None = field(
-        2, None, title="Revision", text="Branch, tag or commit; pinned to a commit in the plan."
+        2,
+        None,
+        title="Model revision",
+        text="Branch, tag or commit of a Hugging Face model. It is resolved to a "
+        "commit when the run is planned.",
     )
     device: Literal["auto", "gpu", "cpu"] = field(
-        3, "auto", title="Device", text="auto: GPU where the cluster has one."
+        3,
+        "auto",
+        title="Device",
+        text="Hardware for the engines. auto: GPUs if the cluster has any, else CPUs.",
     )
     replicas: int | Literal["auto"] | list[int] = field(
         4,
         "auto",
         title="Replicas",
-        text="Copies of the model, each on tensor * pipeline GPUs, or on a CPU. auto: on all GPUs "
-        "of the cluster, one on a CPU. [fewest, most]: as many as the cluster gives room for.",
+        text="Number of copies of the model; each uses tensor_parallel_size * "
+        "pipeline_parallel_size GPUs, or a CPU. auto: all GPUs of the cluster, or one copy on a "
+        "CPU. [fewest, most]: as many as the cluster has room for.",
     )
     tensor_parallel_size: int = field(
-        5, 1, title="Tensor parallel", text="GPUs that share each layer.", gt=0
+        5,
+        1,
+        title="Tensor parallel size",
+        text="Number of GPUs that each layer of the model is split across.",
+        gt=0,
     )
     pipeline_parallel_size: int = field(
-        6, 1, title="Pipeline parallel", text="GPUs that share the layers.", gt=0
+        6,
+        1,
+        title="Pipeline parallel size",
+        text="Number of stages that the layers of the model are divided into, each on "
+        "its own GPUs.",
+        gt=0,
     )
     max_model_len: int | Literal["auto"] | None = field(
         7,
         None,
         title="Context length",
-        text="Prompt and answer together, in tokens; by default the model's own. auto: what "
-        "max_model_len_percentile of a sample of the rows need, fixed in the run's plan.",
+        text="Maximum length of prompt and answer together, in tokens. Default: the "
+        "model's own limit. auto: a length that fits max_model_len_percentile of a sample of the "
+        "rows, fixed when the run is planned.",
     )
     max_num_seqs: int | Literal["auto"] = field(
         8,
         "auto",
-        title="Sequences at once",
-        text="Most rows an engine computes at one time. auto: 256, or up to 1024 where the answers "
-        "and the GPU's memory make more of them pay.",
+        title="Concurrent sequences",
+        text="Maximum number of requests that an engine processes at the same time. "
+        "auto: 256, or up to 1024 if the answers and the GPU memory make it worthwhile.",
     )
     max_num_batched_tokens: int | None = field(
         9,
         None,
-        title="Tokens a step",
-        text="Most tokens in one engine step; by default 16384 on a GPU, 4096 on a CPU.",
+        title="Tokens per step",
+        text="Maximum number of tokens in one engine step. Default: 16384 on a GPU "
+        "(less if memory is short), 4096 on a CPU.",
         gt=0,
     )
     batch_size: int = field(
         10,
         256,
         title="Batch size",
-        text="The fewest rows a shard should hold when the plan chooses.",
+        text="Minimum number of rows per shard if source.rows_per_shard is not set.",
         gt=0,
     )
     max_concurrent_batches: int | None = field(
         11,
         None,
-        title="Shards at once",
-        text="Shards in flight in an engine; by default enough to keep it saturated: rows a "
-        "shard * this >= max_num_seqs, and at least 2.",
+        title="Concurrent shards",
+        text="Number of shards in flight per engine. Default: enough for max_num_seqs "
+        "rows, and at least 2.",
         gt=0,
     )
     accelerator_type: str | None = field(
-        12, None, title="Accelerator", text="Ray's name of the GPU kind, such as H100 or L4."
+        12,
+        None,
+        title="Accelerator type",
+        text="GPU model to run on, by its name in Ray, such as H100 or L4. Default: any.",
     )
     num_cpus: float = field(
-        13, 1, title="CPUs an engine", text="Logical CPUs Ray sets aside for each engine.", gt=0
+        13, 1, title="CPUs per engine", text="Logical CPUs that Ray reserves for each engine.", gt=0
     )
     env: dict[str, str] = field(
-        14, {}, title="Environment", text="Environment variables for the engine's process."
+        14,
+        {},
+        title="Environment variables",
+        text="Environment variables of the engine process. Example: {NCCL_DEBUG: WARN}.",
     )
     engines_per_gpu: int | Literal["auto"] = field(
         15,
         "auto",
-        title="Engines a GPU",
-        text="Engines that share a GPU, each with its part of the memory: one engine is held back "
-        "by Python on one core before a small model with short answers fills the chip. auto: as "
-        "many as pay and fit. A replica on one GPU is so many engines.",
+        title="Engines per GPU",
+        text="Number of engines that share one GPU and its memory; together they form "
+        "one replica. Several can be faster for a small model with short answers, where one CPU "
+        "core per engine is the bottleneck. auto: as many as fit and improve throughput.",
     )
     order: Literal["auto", "input", "run"] = field(
         16,
         "auto",
-        title="Order in a shard",
-        text="auto: rows that share a prefix go to the engine together, the longest first. input: "
-        "as they stand. run: as auto, over all rows of the run and not only of a shard, up to 50 "
-        "million; each distinct request is asked first, and rows look their answers up. The result "
-        "is in input order either way.",
+        title="Request order",
+        text="Order in which requests are sent; the result is always in input order. "
+        "auto: group the rows of a shard that share a prefix, longest first. input: keep the "
+        "input order. run: group the rows of the whole run (up to 50 million) and send each "
+        "distinct request once.",
     )
     deduplicate: bool = field(
         17,
         True,
-        title="Ask once",
-        text="Rows of a shard with the same request are inferred once, where sampling is greedy, "
-        "so that they have the same answer.",
+        title="Deduplicate requests",
+        text="Send identical requests within a shard once and use the answer for all "
+        "their rows. Applies only to greedy sampling (temperature 0).",
     )
 
     max_model_len_percentile: float = field(
         18,
         0.99,
-        title="Rows that auto fits",
-        text="Share of the sampled rows that max_model_len: auto is to fit; 1.0 is the longest of "
-        "them and a tenth more.",
+        title="Rows that must fit",
+        text="Fraction of the sampled rows that max_model_len: auto must fit. 1.0 "
+        "means the longest sampled row plus 10 %.",
         ge=0.5,
         le=1.0,
     )
@@ -130,29 +156,31 @@ class Engine(Group):
         19,
         "generate",
         title="Task",
-        text="generate: text. embed: a vector. classify: a label and the probability of each. "
-        "score: how well two texts fit each other. docs/tasks.md.",
+        text="What the model produces for a row. generate: text. embed: an embedding. "
+        "classify: a label and the probability of every label. score: how well two texts match.",
     )
     adapter: str | None = field(
         20,
         None,
         title="LoRA adapter",
-        text="For all rows: local or s3:// folder as peft writes it, or Hugging Face name "
-        "(owner/name, hf://owner/name@revision); pinned by its content in the plan.",
+        text="Adapter for all rows: a local or s3:// folder in peft format, or a "
+        "Hugging Face name (owner/name or hf://owner/name@revision). Its content is pinned when "
+        "the run is planned.",
     )
     adapters: dict[str, str] = field(
         21,
         {},
         title="LoRA adapters",
-        text="By name, for prompt.adapter_column; each as adapter.",
+        text="Adapters by name, for prompt.adapter_column. Each value has the same "
+        "form as adapter.",
     )
     early_stop: Literal["decided", "first_token", "off"] = field(
         22,
         "decided",
         title="Early stop",
-        text="Of an answer to sampling.choice. decided: no more tokens are asked for than tell the "
-        "labels apart. first_token: one, and the rows that it leaves open are asked again. off: "
-        "each label is written out. The labels are the same.",
+        text="When to stop generating an answer to sampling.choice; the labels are "
+        "the same in every case. decided: once the label is unambiguous. first_token: after one "
+        "token; ambiguous rows are sent again. off: generate the complete label.",
     )
 
     @classmethod
@@ -186,10 +214,13 @@ class Engine(Group):
         if not isinstance(value, (list, tuple)):
             return check_count(value, MOST_REPLICAS)
         if len(value) != 2:
-            raise ValueError("write [fewest, most], such as [2, 8]")
+            raise ValueError("must be [fewest, most]; write for example [2, 8]")
         fewest, most = (check_count(number, MOST_REPLICAS, auto=False) for number in value)
         if fewest > most:
-            raise ValueError(f"the fewest ({fewest}) are more than the most ({most})")
+            raise ValueError(
+                f"[fewest, most]: fewest ({fewest}) exceeds most ({most}); write the smaller "
+                "number first"
+            )
         return [fewest, most]
 
     @field_validator("engines_per_gpu", mode="before")
@@ -221,19 +252,19 @@ class Engine(Group):
         packed = self.engines_per_gpu != "auto" and self.engines_per_gpu > 1
         if packed and self.gpus_per_replica > 1:
             raise ValueError(
-                "engines_per_gpu packs engines of one GPU each; set tensor_parallel_size and "
-                "pipeline_parallel_size to 1 or engines_per_gpu to 1"
+                "engines_per_gpu needs engines that use a single GPU; set tensor_parallel_size and "
+                "pipeline_parallel_size to 1, or engines_per_gpu to 1"
             )
         refuse_unknown(extra, vllm_fields.engine_fields(), set(type(self).model_fields))
         if self.spans_nodes:
             if self.gpus_per_replica == 1:
                 raise ValueError(
-                    "distributed_executor_backend: ray joins several GPUs to one engine; set "
-                    "tensor_parallel_size or pipeline_parallel_size, or leave it out"
+                    "distributed_executor_backend: ray needs an engine with several GPUs; raise "
+                    "tensor_parallel_size or pipeline_parallel_size, or remove it"
                 )
             if self.device == "cpu":
                 raise ValueError(
-                    "distributed_executor_backend: ray needs GPUs, and device is cpu; leave it out"
+                    "distributed_executor_backend: ray needs GPUs, and device is cpu; remove it"
                 )
         return self
 

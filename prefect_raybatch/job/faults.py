@@ -68,7 +68,7 @@ def _message(item: ErrorDetails, place: FieldPlace, kind: Any, words: Words) -> 
     if told == "string_type":
         return _no_text(given, None if hidden else words(place), hidden)
     if told == "list_type" and isinstance(given, str) and not hidden:
-        return f"is a text, and a list is wanted; write {last}: [{_short(given)!r}]"
+        return f"must be a list and is text; write {last}: [{_short(given)!r}]"
     if hidden or isinstance(given, (dict, BaseModel)):
         return message
     return f"{message} (value: {hide_users(_short(given))!r})"
@@ -82,21 +82,19 @@ def _no_group(name: str, kind: type[BaseModel], given: object) -> str:
     shown = repr(hide_users(_short(given))) if taken else "..."
     label = f"- {{{first}: {shown}}}" if name.isdecimal() else f"{name}: {{{first}: {shown}}}"
     if given is None:
-        return f"is empty; write its fields below it, further in, such as {label}, or leave it out"
-    what = (
-        "a text" if isinstance(given, str) else "a list" if isinstance(given, list) else "a value"
-    )
-    return f"is {what}, and fields with names are wanted; write {label}"
+        return f"is empty; write its fields indented below it, such as {label}, or remove it"
+    what = "text" if isinstance(given, str) else "a list" if isinstance(given, list) else "a value"
+    return f"must be a mapping and is {what}; write {label}"
 
 
 def _no_text(given: object, written: str | None, hidden: bool) -> str:
     """Return the message about a value that YAML read as something other than text."""
     if isinstance(given, dict):
-        return "is a mapping, and text is wanted; put quotes around a text that begins with {"
+        return "must be text and is a mapping; put quotes around text that begins with {"
     if isinstance(given, (list, tuple)):
-        return "is a list, and one text is wanted; put quotes around a text that begins with ["
+        return "must be text and is a list; put quotes around text that begins with ["
     if given is None and not written:
-        return "is empty, and text is wanted; write it, or leave the field out"
+        return "must be text and is empty; set it, or remove the field"
     if isinstance(given, bool):
         read, several, one = YES_OR_NO[given]
     elif isinstance(given, (int, float)):
@@ -106,12 +104,12 @@ def _no_text(given: object, written: str | None, hidden: bool) -> str:
     else:
         read, several, one = ("no value", "null and ~", "null") if given is None else ("", "", "")
     if not read:
-        return f"is of type {type(given).__name__}, and text is wanted"
+        return f"must be text and is of type {type(given).__name__}; write text"
     if hidden:
-        return f"is {read}, and text is wanted; quote it"
+        return f"must be text and is {read}; quote it"
     if written is not None:
         return f"YAML reads {written} without quotes as {read}; quote it: '{written}'"
-    return f"is {read}, and text is wanted; quote it: '{one}' (YAML reads {several} as {read})"
+    return f"must be text and is {read}; quote it: '{one}' (YAML reads {several} as {read})"
 
 
 def _place(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[FieldPlace, Any, bool]:

@@ -84,9 +84,9 @@ def parse_filter(text: str) -> Condition:
     """Return the conditions of a filter. Raises ValueError with the position and what is
     expected."""
     if not text.strip():
-        raise ValueError("is empty; write a condition such as amount > 10, or leave it out")
+        raise ValueError("is empty; write a condition such as amount > 10, or remove it")
     if len(text) > LONGEST:
-        raise ValueError(f"has over {LONGEST} characters")
+        raise ValueError(f"has over {LONGEST} characters; shorten it")
     return _Reader(text).whole()
 
 
@@ -155,8 +155,8 @@ class _Reader:
 
     def _wrong(self, wanted: str) -> ValueError:
         token = self._seen
-        what = "it ends" if token.kind == "end" else f"{token.value!r} stands"
-        return ValueError(f"character {token.at + 1}: {what} where {wanted} should be")
+        found = "the end" if token.kind == "end" else repr(token.value)
+        return ValueError(f"character {token.at + 1}: expected {wanted}, found {found}")
 
     def _any(self) -> Condition:
         parts = [self._all()]
@@ -173,7 +173,7 @@ class _Reader:
     def _one(self) -> Condition:
         self._depth += 1
         if self._depth > DEEPEST:
-            raise ValueError(f"has over {DEEPEST} parentheses within each other")
+            raise ValueError(f"has over {DEEPEST} nested parentheses; remove some")
         try:
             if self._take("NOT"):
                 return negate(self._one())
@@ -227,7 +227,8 @@ class _Reader:
             return self._text()
         if self._seen.keyword == "NULL":
             raise ValueError(
-                f"character {self._seen.at + 1}: nothing compares with NULL; write IS NULL"
+                f"character {self._seen.at + 1}: a comparison with NULL is never true; write IS "
+                "NULL"
             )
         if self._seen.kind == "number":
             self._next += 1
@@ -249,7 +250,9 @@ def _tokens(text: str) -> list[_Token]:
         match = _TOKEN.match(text, at)
         if match is None:
             at += len(text[at:]) - len(text[at:].lstrip())
-            raise ValueError(f"character {at + 1}: {text[at : at + 20]!r} cannot be read")
+            raise ValueError(
+                f"character {at + 1}: {text[at : at + 20]!r} is not valid here; remove or quote it"
+            )
         kind = str(match.lastgroup)
         quote = {"text": "'", "quoted": '"'}.get(kind, "")
         value = match[kind].replace(quote * 2, quote) if quote else match[kind]

@@ -21,7 +21,7 @@ def field(position: int, default: Any = ..., *, title: str, text: str, **kwargs:
 
 TABS = {
     **{"string": "One", "array": "Several", "integer": "Number", "number": "Number"},
-    **{"null": "By default", "object": "Fields", "boolean": "Yes or no"},
+    **{"null": "Default", "object": "Fields", "boolean": "Yes or no"},
 }
 
 

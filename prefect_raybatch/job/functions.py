@@ -26,13 +26,13 @@ def check_module(module: str, field: str) -> None:
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names or top in UNLISTED:
         raise ConfigError(
-            f"{field}: {module!r} is part of Python; name a function of a module of your own"
+            f"{field}: {module!r} is part of Python; name a function in a module of your own"
         )
     policy = policy_in_force()
     if not policy.may_use_module(module):
         allowed = ", ".join(policy.function_modules) or "no module"
         raise ConfigError(
-            f"{field}: under {policy.title} functions may come from {allowed}, not from "
+            f"{field}: under {policy.title}, functions may come from {allowed}, not from "
             f"{module!r}; add the module to function_modules in the file of {POLICY_FILE} where "
             "the flow runs"
         )
@@ -48,13 +48,13 @@ def check_defined_in(value: object, module: str, attribute: str, field: str) -> 
         return
     if not isinstance(home, str):
         raise ConfigError(
-            f"{field}: {module}:{attribute} does not say which module defines it; write a "
-            "function of your own (def) around it, and name that"
+            f"{field}: {module}:{attribute} does not say which module defines it; define a "
+            "function that calls it, and name that"
         )
     raise ConfigError(
-        f"{field}: {module}:{attribute} is defined in {home}, not in {module}; name it where it "
-        f"is defined, {home}:{getattr(value, '__name__', attribute)}, or write a function of your "
-        "own around it"
+        f"{field}: {module}:{attribute} is defined in {home}, not in {module}; write "
+        f"{home}:{getattr(value, '__name__', attribute)}, or define a function in {module} that "
+        "calls it"
     )
 
 
@@ -74,7 +74,7 @@ def load_function(name: str, field: str) -> Callable[..., Any]:
         raise ConfigError(f"{field}: {import_failure(module_name, error)}") from None
     function: Callable[..., Any] | None = getattr(module, attribute, None)
     if not callable(function):
-        raise ConfigError(f"{field}: {module_name} has no function {attribute!r}")
+        raise ConfigError(f"{field}: {module_name} has no function {attribute!r}; correct the name")
     check_defined_in(function, module_name, attribute, field)
     return function
 

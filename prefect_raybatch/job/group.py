@@ -44,16 +44,15 @@ class Group(BaseModel):
         for name in value if isinstance(value, Mapping) else ():
             if cls._may_hold_keys(name) and is_masked(value[name]):
                 raise ValueError(
-                    f"{name} holds a key that was hidden on its way through Prefect's parameters; "
-                    "name a credentials_block instead, or set the key in the environment where "
-                    "the flow runs"
+                    f"{name} contains a key that was masked in Prefect's flow parameters; use a "
+                    "credentials_block, or set the key in the environment where the flow runs"
                 )
             # Fields with a type of their own say it better; a run's records could not hold these.
             free = name not in cls.model_fields or not _is_group(cls.model_fields[name].annotation)
             if free and isinstance(value[name], (float, Mapping, list, tuple)):
                 place = not_finite(value[name])
                 if place is not None and (place or name not in cls.model_fields):
-                    raise ValueError(f"{name}{place} is no finite number; set one, or leave it out")
+                    raise ValueError(f"{name}{place} is not a finite number; set one, or remove it")
         return value
 
     @classmethod

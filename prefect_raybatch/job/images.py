@@ -16,48 +16,55 @@ DIGESTS_COLUMN = "image_digests"  # of output.extras
 
 
 class Images(Group):
-    """Images that go with a row's text."""
+    """Images that accompany the text of a row."""
 
     columns: list[str] = field(
         1,
         [],
-        title="Columns",
-        text="With an image each, or a list of them: bytes, {bytes, path} as Hugging Face has "
-        "them, a path under source.media_root, or a URL (s3, http, https). They stand before the "
-        "text.",
+        title="Image columns",
+        text="Columns with an image or a list of images, which are placed before the "
+        "text. An image is bytes, {bytes, path} as in Hugging Face datasets, a path under "
+        "source.media_root, or an s3:// or http(s) URL.",
     )
     resize: int | list[int] | None = field(
         2,
         None,
-        title="Size",
-        text="[width, height], bicubic; or the most pixels of the longer side. By default as they "
-        "are.",
+        title="Image size",
+        text="Exact size in pixels as [width, height], or the maximum length of the "
+        "longer side. Default: images are not resized.",
     )
     per_row: int | None = field(
         3,
         None,
-        title="Most images a row",
-        text="A row with more fails. By default 1 where columns are named. Set it for a "
-        "prompt.function that returns parts {type: image, image: ...} itself.",
+        title="Images per row",
+        text="Maximum number of images per row; a row with more fails. Default: 1. "
+        "Set it if prompt.function or prompt.messages supplies the images.",
         gt=0,
         le=256,
     )
     max_pixels: int = field(
         4,
         50_000_000,
-        title="Most pixels",
-        text="An image of more fails its row, before it is decoded.",
+        title="Maximum pixels",
+        text="Largest image to decode, in pixels (width times height). A row with a "
+        "larger image fails.",
         gt=0,
         le=MOST_PIXELS,
     )
     max_bytes: int = field(
-        5, 20_000_000, title="Most bytes", text="Of an image's file.", gt=0, le=1_000_000_000
+        5,
+        20_000_000,
+        title="Maximum file size",
+        text="Largest image file to read, in bytes. A row with a larger file fails.",
+        gt=0,
+        le=1_000_000_000,
     )
     fetch_seconds: float = field(
         6,
         20.0,
-        title="Longest fetch",
-        text="In seconds, of an image by http(s), of which there are three tries.",
+        title="Fetch timeout",
+        text="Time limit for one attempt to fetch an image, in seconds. An http(s) "
+        "image is attempted three times.",
         gt=0,
         le=3600,
         allow_inf_nan=False,
@@ -66,8 +73,8 @@ class Images(Group):
         7,
         False,
         title="Private addresses",
-        text="Rows may name http(s) hosts of this network, and ports other than 80 and 443. "
-        "Link-local addresses stay refused.",
+        text="Allow rows to name http(s) hosts in a private network and ports other "
+        "than 80 and 443. Link-local addresses are always refused.",
     )
 
     @field_validator("columns", mode="before")
@@ -80,7 +87,7 @@ class Images(Group):
     def _distinct(cls, value: list[str]) -> list[str]:
         repeated = sorted({name for name in value if value.count(name) > 1})
         if repeated:
-            raise ValueError(f"column {repeated[0]!r} stands there twice; remove one")
+            raise ValueError(f"duplicate column {repeated[0]!r}; remove one")
         return value
 
     @field_validator("resize")
@@ -88,12 +95,15 @@ class Images(Group):
     def _size(cls, value: int | list[int] | None) -> int | list[int] | None:
         sides = [value] if isinstance(value, int) else value or []
         if isinstance(value, list) and len(value) != 2:
-            raise ValueError("write [width, height], such as [225, 225]")
+            raise ValueError("must be a number or [width, height]; write for example [225, 225]")
         for side in sides:
             if not 1 <= side <= 16384:
-                raise ValueError(f"{side} is no side of an image; write 1 to 16384")
+                raise ValueError(f"{side} is not a valid image side; write 1 to 16384")
         if len(sides) == 2 and max(sides) >= ASPECT * min(sides):
-            raise ValueError(f"one side is {ASPECT} times the other, which no model takes")
+            raise ValueError(
+                f"one side is at least {ASPECT} times the other, which models reject; write "
+                "another size"
+            )
         return value
 
     @property

@@ -23,10 +23,10 @@ def read_job_file(path: str | Path) -> YamlText:
 
     try:
         if Path(path).stat().st_size > MAX_JOB_BYTES:
-            raise ConfigError(f"{path}: is too large to be a job (over 4 MiB)")
+            raise ConfigError(f"{path}: is larger than 4 MiB; name a job file")
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such job file") from None
+        raise ConfigError(f"{path}: no such job file; check the path") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     try:
@@ -34,11 +34,16 @@ def read_job_file(path: str | Path) -> YamlText:
     except ValueError as error:
         raise ConfigError("\n".join(f"{path}: {x}" for x in str(error).splitlines())) from None
     except RecursionError:
-        raise ConfigError(f"{path}: is nested too deeply to be a job") from None
+        raise ConfigError(f"{path}: is nested too deeply; name a job file") from None
     if not _fits(found.value):
-        raise ConfigError(f"{path}: holds over {MAX_VALUES:,} values (aliases count each time)")
+        raise ConfigError(
+            f"{path}: contains over {MAX_VALUES:,} values (aliases count each time); make it "
+            "smaller"
+        )
     if not isinstance(found.value, dict):
-        raise ConfigError(f"{path}: must hold a mapping with name, source, prompt and output")
+        raise ConfigError(
+            f"{path}: is not a mapping; write the fields name, source, prompt and output"
+        )
     return found
 
 
@@ -54,7 +59,7 @@ def with_fields(value: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
         for group in groups:
             at = at.setdefault(group, {})
             if not isinstance(at, dict):
-                raise ConfigError(f"{field}: {group} is no group of fields")
+                raise ConfigError(f"{field}: {group} is not a group of fields; correct the name")
         at[last] = new
     return made
 

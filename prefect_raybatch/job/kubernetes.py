@@ -46,8 +46,8 @@ def quantity(text: object) -> Decimal:
     match = None if isinstance(text, bool) else QUANTITY.fullmatch(str(text))
     if match is None:
         raise ValueError(
-            f"{text!r} is no quantity of Kubernetes; write 500m or 8 of CPUs, 512Mi or 32Gi of "
-            "memory"
+            f"{text!r} is not a Kubernetes quantity; write for example 500m or 8 for CPUs, 512Mi "
+            "or 32Gi for memory"
         )
     return Decimal(match[1]) * SCALES[match[2]]
 
@@ -72,91 +72,126 @@ class PodShape:
 
 
 class Kubernetes(Group):
-    """A Ray cluster that the run makes on Kubernetes by KubeRay, works on, and ends."""
+    """A Ray cluster that KubeRay creates for the run and that is deleted afterwards."""
 
     image: str | None = field(
         1,
         None,
         title="Image",
-        text="Of head and workers, with this package, the same Ray and Python as here.",
+        text="Container image of the head and the workers. It must contain this "
+        "package and the same versions of Ray and Python as the flow.",
     )
     workers: int | None = field(
-        2, None, title="Workers", text=f"Pods with GPUs; by default {WORKERS}.", ge=1
+        2, None, title="Workers", text=f"Number of worker pods. Default: {WORKERS}.", ge=1
     )
     gpus_per_worker: int | None = field(
-        3, None, title="GPUs a worker", text=f"As {GPU}; by default {GPUS}, 0 for CPUs alone.", ge=0
+        3,
+        None,
+        title="GPUs per worker",
+        text=f"GPUs of each worker pod ({GPU}). Default: {GPUS}; 0 for a CPU cluster.",
+        ge=0,
     )
     worker_cpu: str | None = field(
-        4, None, title="CPUs a worker", text=f"As a quantity; by default {WORKER_CPU}."
+        4,
+        None,
+        title="CPUs per worker",
+        text=f"CPUs of each worker pod, as a Kubernetes quantity. Default: {WORKER_CPU}.",
     )
     worker_memory: str | None = field(
-        5, None, title="Memory a worker", text=f"As a quantity; by default {WORKER_MEMORY}."
+        5,
+        None,
+        title="Memory per worker",
+        text=f"Memory of each worker pod, as a Kubernetes quantity. Default: {WORKER_MEMORY}.",
     )
     head_cpu: str | None = field(
-        6, None, title="CPUs of the head", text=f"As a quantity; by default {HEAD_CPU}."
+        6,
+        None,
+        title="Head CPUs",
+        text=f"CPUs of the head pod, as a Kubernetes quantity. Default: {HEAD_CPU}.",
     )
     head_memory: str | None = field(
-        7, None, title="Memory of the head", text=f"As a quantity; by default {HEAD_MEMORY}."
+        7,
+        None,
+        title="Head memory",
+        text=f"Memory of the head pod, as a Kubernetes quantity. Default: {HEAD_MEMORY}.",
     )
     shm: str | None = field(
-        8, None, title="Shared memory a pod", text=f"As a quantity; by default {POD_SHM}."
+        8,
+        None,
+        title="Shared memory per pod",
+        text=f"Size of /dev/shm in each pod, as a Kubernetes quantity. Default: {POD_SHM}.",
     )
     service_account: str | None = field(
-        9, None, title="Service account", text="Of the pods; by default the namespace's own."
+        9,
+        None,
+        title="Service account",
+        text="Kubernetes service account of the pods. Default: the namespace's default account.",
     )
     env: dict[str, str] = field(
-        10, {}, title="Environment", text="Variables of the pods; keys belong into secrets."
+        10,
+        {},
+        title="Environment variables",
+        text="Environment variables of the pods. Put keys into secrets instead.",
     )
     secrets: list[str] = field(
-        11, [], title="Secrets", text="Names of Secrets whose entries become variables of the pods."
+        11,
+        [],
+        title="Secrets",
+        text="Names of Kubernetes Secrets whose entries become environment variables of the pods.",
     )
     manifest: dict[str, Any] | None = field(
         12,
         None,
         title="Manifest",
-        text="A RayCluster (ray.io/v1) in place of the fields above.",
+        text="Complete RayCluster manifest (ray.io/v1), in place of the fields above.",
     )
     manifest_file: str | None = field(
-        13, None, title="Manifest file", text="The same in a YAML file where the flow runs."
+        13,
+        None,
+        title="Manifest file",
+        text="Path of a YAML file with a RayCluster manifest, on the machine where the flow runs.",
     )
     namespace: str | None = field(
         14,
         None,
         title="Namespace",
-        text="By default the flow's own pod's, else the kubeconfig's, else default.",
+        text="Kubernetes namespace of the cluster. Default: that of the flow's pod, "
+        "otherwise that of the kubeconfig, otherwise default.",
     )
     context: str | None = field(
         15,
         None,
         title="Context",
-        text="Of the kubeconfig; by default its current one, and the service account in a pod.",
+        text="Context in the kubeconfig. Default: the current context, or the service "
+        "account if the flow runs in a pod.",
     )
     url: str | None = field(
         16,
         None,
-        title="Job server's URL",
-        text="Where the flow is outside of the cluster's network: an ingress or a forwarded port, "
-        "with {name} and {namespace}. By default http://{name}-head-svc.{namespace}.svc:8265.",
+        title="Job server URL",
+        text="URL of the cluster's job server for a flow outside the cluster network, "
+        "such as an ingress. {name} and {namespace} are filled in. Default: "
+        "http://{name}-head-svc.{namespace}.svc:8265.",
     )
     ready_within: str | None = field(
         17,
         None,
-        title="Ready within",
-        text=f"Such as 45m: how long to wait for all pods; by default {READY_WITHIN}.",
+        title="Start timeout",
+        text=f"Time to wait until all pods are ready, such as 45m. Default: {READY_WITHIN}.",
     )
     lease: str | None = field(
         18,
         None,
         title="Lease",
-        text=f"Such as 2h: how long the cluster outlives its flow; by default {LEASE}. Past it "
-        "raybatch reconcile deletes it.",
+        text="Time that the cluster may outlive its flow, such as 2h. Default: "
+        f"{LEASE}. After that, `raybatch reconcile` deletes it.",
     )
     keep: str | None = field(
         19,
         None,
-        title="Keep",
-        text="Such as 30m: how long the cluster stays after the run's end, to be looked into; "
-        "then raybatch reconcile deletes it. By default it is deleted at the end.",
+        title="Retention",
+        text="Time to keep the cluster after the run for debugging, such as 30m; then "
+        "`raybatch reconcile` deletes it. Default: delete it when the run ends.",
     )
 
     @field_validator("worker_cpu", "worker_memory", "head_cpu", "head_memory", "shm", mode="before")
@@ -165,21 +200,23 @@ class Kubernetes(Group):
         if value is None:
             return None
         if not quantity(value) > 0:
-            raise ValueError(f"{value!r} is nothing; write a quantity above 0")
+            raise ValueError(f"{value!r} is not above 0; write a larger quantity")
         return str(value)
 
     @field_validator("worker_memory", "head_memory", "shm")
     @classmethod
     def _memory(cls, value: str | None) -> str | None:
         if value is not None and quantity(value) < 2**20:
-            raise ValueError(f"{value!r} is less than a MiB; did you mean {value}Gi?")
+            raise ValueError(f"{value!r} is less than 1 MiB; did you mean {value}Gi?")
         return value
 
     @field_validator("namespace", "service_account")
     @classmethod
     def _names(cls, value: str | None) -> str | None:
         if value is not None and not DNS_LABEL.fullmatch(value):
-            raise ValueError(f"{value!r} is no name of Kubernetes: small letters, digits and -")
+            raise ValueError(
+                f"{value!r} is not a Kubernetes name; use only lower-case letters, digits and -"
+            )
         return value
 
     @field_validator("secrets")
@@ -187,7 +224,10 @@ class Kubernetes(Group):
     def _secrets(cls, value: list[str]) -> list[str]:
         for name in value:
             if not DNS_NAME.fullmatch(name):
-                raise ValueError(f"{name!r} names no Secret: small letters, digits, - and .")
+                raise ValueError(
+                    f"{name!r} is not the name of a Secret; use only lower-case letters, digits, - "
+                    "and ."
+                )
         return value
 
     @field_validator("env")
@@ -195,7 +235,9 @@ class Kubernetes(Group):
     def _env(cls, value: dict[str, str]) -> dict[str, str]:
         for name in value:
             if not VARIABLE_NAME.fullmatch(name):
-                raise ValueError(f"{name!r} is no name of a variable")
+                raise ValueError(
+                    f"{name!r} is not the name of a variable; use letters, digits, _, - and ."
+                )
             _refuse_key(name, name)
         return value
 
@@ -207,9 +249,13 @@ class Kubernetes(Group):
         try:
             filled = value.format(name="name", namespace="namespace")
         except (KeyError, IndexError, ValueError):
-            raise ValueError(f"{value!r} may hold {{name}} and {{namespace}}, no more") from None
+            raise ValueError(
+                f"{value!r} has unknown fields; use only {{name}} and {{namespace}}"
+            ) from None
         if not SERVER.match(filled):
-            raise ValueError(f"{value!r} is no job server; write http://host:8265, no more")
+            raise ValueError(
+                f"{value!r} is not the URL of a job server; write only http://host:8265"
+            )
         return value.rstrip("/")
 
     @field_validator("ready_within", "lease", "keep")
@@ -222,8 +268,8 @@ class Kubernetes(Group):
     def _lease(cls, value: str | None) -> str | None:
         if value is not None and seconds_of(value) < LEAST_LEASE:
             raise ValueError(
-                f"{value!r} is too short: the flow renews it every few seconds to a minute; "
-                f"write at least {LEAST_LEASE:g}s"
+                f"{value!r} is too short for the flow to renew it in time; write at least "
+                f"{LEAST_LEASE:g}s"
             )
         return value
 
@@ -238,14 +284,17 @@ class Kubernetes(Group):
     def _one_shape(self) -> Kubernetes:
         given = [name for name in ("manifest", "manifest_file") if getattr(self, name)]
         if len(given) == 2:
-            raise ValueError("manifest and manifest_file say the same; keep one")
+            raise ValueError("manifest and manifest_file exclude each other; remove one of them")
         beside = [name for name in SHAPE if getattr(self, name) not in (None, {}, [])]
         if given and beside:
             raise ValueError(
-                f"{beside[0]} stands beside {given[0]}, which says that itself; keep one"
+                f"{beside[0]} cannot be combined with {given[0]}, which defines it; remove one of "
+                "them"
             )
         if self != Kubernetes.model_construct() and not given and not self.image:
-            raise ValueError("image is missing: name the image of head and workers, or a manifest")
+            raise ValueError(
+                "image is missing; set the image of the head and the workers, or a manifest"
+            )
         return self
 
     @property
@@ -289,30 +338,34 @@ def check_manifest(value: Mapping[str, Any]) -> None:
     metadata = _mapping(value.get("metadata") or {}, "metadata")
     for name in ("name", "namespace"):
         if metadata.get(name):
-            how = "follows from the run key" if name == "name" else "is cluster.kubernetes's"
-            raise ValueError(f"metadata.{name}: {name} of the cluster {how}; leave it out")
+            how = "the run key" if name == "name" else "cluster.kubernetes.namespace"
+            raise ValueError(f"metadata.{name} is set from {how}; remove it")
     for name in ("labels", "annotations"):
         for key, text in _mapping(metadata.get(name) or {}, f"metadata.{name}").items():
             if not isinstance(text, str):
-                raise ValueError(f"metadata.{name}.{key}: {text!r} is no text; put it in quotes")
+                raise ValueError(f"metadata.{name}.{key}: {text!r} is not text; put it in quotes")
     spec = _mapping(value.get("spec"), "spec")
     _check_group(_mapping(spec.get("headGroupSpec"), "spec.headGroupSpec"), "spec.headGroupSpec")
     groups = spec.get("workerGroupSpecs")
     if not isinstance(groups, list) or not groups:
-        raise ValueError("spec.workerGroupSpecs: a list of at least one group of workers is needed")
+        raise ValueError(
+            "spec.workerGroupSpecs is not a list of worker groups; write at least one group"
+        )
     names = []
     for at, group in enumerate(groups):
         where = f"spec.workerGroupSpecs[{at}]"
         _check_group(_mapping(group, where), where)
         names.append(group.get("groupName"))
         if not isinstance(names[-1], str) or not DNS_LABEL.fullmatch(names[-1]):
-            raise ValueError(f"{where}.groupName: {names[-1]!r} is no name; write one such as gpu")
+            raise ValueError(
+                f"{where}.groupName: {names[-1]!r} is not a valid name; write one such as gpu"
+            )
         if names[-1] in names[:-1]:
-            raise ValueError(f"{where}.groupName: {names[-1]} is there twice")
+            raise ValueError(f"{where}.groupName: duplicate name {names[-1]}; rename one")
         replicas = group.get("replicas")
         if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 0:
             raise ValueError(
-                f"{where}.replicas: {replicas!r} is no number of pods; write 0 or more"
+                f"{where}.replicas: {replicas!r} is not a number of pods; write 0 or more"
             )
 
 
@@ -320,7 +373,9 @@ def _check_group(group: Mapping[str, Any], where: str) -> None:
     told = _mapping(group.get("rayStartParams") or {}, f"{where}.rayStartParams")
     for name in ("num-cpus", "num-gpus"):
         if name in told and not COUNT.fullmatch(str(told[name])):
-            raise ValueError(f'{where}.rayStartParams.{name}: {told[name]!r} is none; write "4"')
+            raise ValueError(
+                f'{where}.rayStartParams.{name}: {told[name]!r} is not a number; write "4"'
+            )
     for name, value in told.items():
         # The shell that starts Ray fills in $NAME, whose value comes from a Secret.
         if PASSWORD.fullmatch(str(name)) and not str(value).startswith("$"):
@@ -331,7 +386,7 @@ def _check_group(group: Mapping[str, Any], where: str) -> None:
         place = f"{where}.template.spec.containers[{at}]"
         image = _mapping(container, place).get("image")
         if not isinstance(image, str) or not image:
-            raise ValueError(f"{place}.image: an image is needed")
+            raise ValueError(f"{place}.image is missing; set it")
         resources = _mapping(container.get("resources") or {}, f"{place}.resources")
         for kind in ("requests", "limits"):
             named = _mapping(resources.get(kind) or {}, f"{place}.resources.{kind}")
@@ -350,20 +405,25 @@ def containers(pod: Mapping[str, Any], where: str = "spec") -> Iterator[Mapping[
     """Return the containers of a pod's spec; raise `ValueError` if there are none."""
     found = pod.get("containers")
     if not isinstance(found, list) or not found:
-        raise ValueError(f"{where}.containers: a list of at least one container is needed")
+        raise ValueError(
+            f"{where}.containers is not a list of containers; write at least one container"
+        )
     yield from found
 
 
 def _mapping(value: object, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: fields are needed here, found {type(value).__name__}")
+        raise ValueError(
+            f"{where} must be a mapping and is of type {type(value).__name__}; write fields below "
+            "it"
+        )
     return value
 
 
 def _refuse_key(name: str, where: str) -> None:
     if not safe_variable(name):
         raise ValueError(
-            f"{where} may be a key, which everybody who may read the cluster's pods would see: put "
-            "it into a Secret and name that in secrets (envFrom or valueFrom of a manifest); if "
-            f"it is none, name it in {SAFE_NAMES} in the environment of the flow"
+            f"{where} may be a key, and everybody who can read the cluster's pods would see it; "
+            "put it into a Secret and name that in secrets (envFrom or valueFrom in a manifest), "
+            f"or, if it is not secret, name it in {SAFE_NAMES} in the environment of the flow"
         )

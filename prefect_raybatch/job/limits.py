@@ -16,14 +16,15 @@ FAILED_LIMITS = ("max_failed_rows", "max_failed_fraction")  # the fields that bo
 
 
 class Limits(Group):
-    """When to give up."""
+    """How many failed rows, how much time and what cost are acceptable."""
 
     max_failed_fraction: float | None = field(
         1,
         None,
-        title="Most failed rows, as a fraction",
-        text="Of the planned rows; one more fails the run. Above 0 it allows at least one row, "
-        "and below 1 never all of them. By default 0.01 where no other limit is set.",
+        title="Failed rows, fraction",
+        text="Maximum fraction of the planned rows that may fail before the run "
+        "fails. A value above 0 allows at least one row; a value below 1 never allows all rows. "
+        "Default: 0.01 if max_failed_rows is not set either.",
         ge=0,
         le=1,
         allow_inf_nan=False,
@@ -31,81 +32,86 @@ class Limits(Group):
     max_failed_rows: int | None = field(
         2,
         None,
-        title="Most failed rows, as a count",
-        text="One more fails the run. With max_failed_fraction both must hold.",
+        title="Failed rows, count",
+        text="Maximum number of rows that may fail before the run fails. With "
+        "max_failed_fraction, the lower limit applies.",
         ge=0,
     )
     engine_deaths: int = field(
         3,
         2,
-        title="Deaths a row may cause",
-        text="A row that, alone, kills its engine this often goes to quarantine.",
+        title="Engine deaths per row",
+        text="Number of times a row may crash the engine when it runs alone. At this "
+        "number the row is quarantined.",
         gt=0,
     )
     warn_failed: int | float | None = field(
         4,
         None,
-        title="Failed rows that are reported",
-        text="A count or a fraction as above; one more warns and sends the event "
-        "raybatch.quarantine.high. By default half of what may fail.",
+        title="Failed rows, warning",
+        text="Number or fraction of failed rows above which a warning and the event "
+        "raybatch.quarantine.high are sent. Default: half of the allowed failed rows.",
         ge=0,
         allow_inf_nan=False,
     )
     stall_seconds: float | None = field(
         5,
         None,
-        title="Longest pause between commits",
-        text="In seconds; a longer one is reported as a stall. By default at least 60, and 10 "
-        "times the mean time between commits or 3 times the slowest shard if that is more.",
+        title="Stall timeout",
+        text="Maximum time without a commit before the run is reported as stalled, in "
+        "seconds. Default: the largest of 60 s, 10 times the mean time between commits and 3 "
+        "times the slowest shard.",
         gt=0,
         allow_inf_nan=False,
     )
     stall_start_seconds: float = field(
         6,
         1800.0,
-        title="Longest wait for the first commit",
-        text="In seconds, from the start of a pass, whose engines must start first.",
+        title="First commit timeout",
+        text="Stall timeout until the first commit of a pass, in seconds. It includes "
+        "the start of the engines.",
         gt=0,
         allow_inf_nan=False,
     )
     fail_on_stall: bool = field(
         7,
         False,
-        title="A stall ends the run",
-        text="With EngineFailure, which is retried; off only reports it.",
+        title="Fail on stall",
+        text="Fail a stalled run with EngineFailure, which Prefect retries. If off, a "
+        "stall is only reported.",
     )
     deadline: str | None = field(
         8,
         None,
-        title="Time the run may take",
-        text="Such as 45m or 6h, from the begin of an attempt to its end: engines that start and "
-        "all waiting count, the copy of the input before it and pauses between attempts do not. A "
-        "run that takes longer is told what would make it fit; it is not ended.",
+        title="Deadline",
+        text="Time that all attempts of a run may take together, such as 45m or 6h. "
+        "Engine starts and waits count, copying the input does not. A run that exceeds it is not "
+        "stopped; the report says what would meet it.",
     )
     hang_seconds: float = field(
         9,
         600.0,
-        title="Longest engine step",
-        text="In seconds, twice that until an engine's first answer; an engine that takes longer "
-        "is hung: it is killed and another started. 0 (or null): any time.",
+        title="Engine step timeout",
+        text="Maximum time for one engine step, in seconds; twice that until the "
+        "engine's first answer. An engine that takes longer is restarted. 0: no limit.",
         ge=0,
         allow_inf_nan=False,
     )
     function_seconds: float = field(
         10,
         600.0,
-        title="Longest call of a function",
-        text="In seconds, of prompt.function or output.postprocess for a row; a row that takes "
-        "longer is ended and goes to quarantine. 0 (or null): any time.",
+        title="Function timeout",
+        text="Maximum time for one call of prompt.function or output.postprocess, in "
+        "seconds. A row that takes longer is quarantined. 0: no limit.",
         ge=0,
         allow_inf_nan=False,
     )
     max_cost: float | None = field(
         11,
         None,
-        title="Most that a run may cost",
-        text="Of all its attempts, in the currency of cluster.price_per_gpu_hour; a run that "
-        "reaches it is stopped, and what is committed is kept.",
+        title="Maximum cost",
+        text="Maximum cost of all attempts of a run, in the currency of "
+        "cluster.price_per_gpu_hour. A run that reaches it stops and keeps its committed rows.",
         gt=0,
         allow_inf_nan=False,
     )
@@ -113,9 +119,9 @@ class Limits(Group):
     min_agreement: float = field(
         12,
         0.99,
-        title="Least agreement",
-        text="Share of the answers, shown with 95 % confidence, that must be the same for "
-        "engine.quantization or engine.kv_cache_dtype: try-fp8 to take fp8.",
+        title="Minimum agreement",
+        text="Fraction of answers that must not change, at 95 % confidence, for "
+        "engine.quantization or engine.kv_cache_dtype: try-fp8 to use fp8.",
         gt=0,
         lt=1,
         allow_inf_nan=False,

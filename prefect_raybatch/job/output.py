@@ -1,4 +1,4 @@
-"""What the result holds and where it goes: `output` of a job file."""
+"""The location and the columns of the result: `output` of a job file."""
 
 from __future__ import annotations
 
@@ -19,144 +19,160 @@ LOGPROBS = "logprobs"  # the column of sampling.logprobs
 
 
 class Output(Group):
-    """Where the result goes and what it holds."""
+    """Where the result is written and which columns it has."""
 
     uri: str = field(
-        1, title="Where", text="Folder, local or s3://; the run is written to URI/RUN_KEY/."
+        1,
+        title="Location",
+        text="Local or s3:// folder for the results. A run is written to URI/RUN_KEY/.",
     )
     column: str = field(
-        2, "response", title="Answer column", text="Name of the column with the answer."
+        2, "response", title="Answer column", text="Name of the column that contains the answer."
     )
     columns: list[str] | None = field(
         3,
         None,
-        title="Input columns kept",
-        text="By default all but those with images; [] keeps none.",
+        title="Input columns to keep",
+        text="Input columns that are copied to the result; [] copies none. Default: "
+        "all columns that contain no images.",
     )
     postprocess: str | None = field(
         4,
         None,
-        title="Postprocess",
-        text="package.module:function. Takes the row with the answer (dict), returns the dict of "
-        "columns to write in place of the answer column, or None to leave the row out.",
+        title="Postprocess function",
+        text="Python function that replaces the answer column, as "
+        "package.module:function. It takes the row with the answer (a dict) and returns a dict "
+        "of columns, or None to drop the row.",
     )
     output_schema: dict[str, str] | None = field(
         5,
         None,
-        title="Schema",
-        text="Arrow type by name of what postprocess returns, such as {industry: string}; by "
-        "default fixed by the first shard.",
+        title="Postprocess schema",
+        text="Arrow types of the columns that postprocess returns, such as {industry: "
+        "string}. Default: the types that the first shard returns.",
         alias="schema",
     )
     row_number: str = field(
         6,
         "_row",
         title="Row number column",
-        text="Input row (from 0) that a result row came from; `verify` names rows by it.",
+        text="Name of the column with the input row number (from 0) of each result "
+        "row. `raybatch verify` uses it to identify rows.",
         min_length=1,
     )
     compact: bool = field(
         7,
         True,
-        title="Compact",
-        text="Write data/ in input order at the end; off leaves the pieces under a manifest.",
+        title="Compact result",
+        text="Write the result to data/ in input order when all shards are done. If "
+        "off, the committed pieces stay as they are, listed in a manifest.",
     )
     file_mb: int = field(
-        8, 256, title="File size", text="Aim for result files, in MiB; at most 4096.", gt=0
+        8, 256, title="File size", text="Target size of result files, in MiB; at most 4096.", gt=0
     )
     options: dict[str, Any] = field(
-        9, {}, title="Store options", text="s3fs options for the output."
+        9,
+        {},
+        title="Storage options",
+        text="s3fs options for writing the output, such as endpoint_url. For keys, "
+        "prefer credentials_block or environment variables.",
     )
     credentials_block: str | None = field(
-        10, None, title="Credentials block", text="Prefect block with the keys, type-slug/name."
+        10,
+        None,
+        title="Credentials block",
+        text="Saved Prefect block with the keys for the output, as type-slug/name. "
+        "Example: aws-credentials/nightly.",
     )
     on_cut_off: Literal["auto", "keep", "fail"] = field(
         11,
         "auto",
-        title="Cut-off answers",
-        text="fail: the row goes to quarantine (AnswerCutOff) with what there is of its answer. "
-        "keep: it is a good row. auto: kept as well, unless it had to have a form (choice, JSON, "
-        "...) that it does not fit: then, and with schema_model: fail.",
+        title="Truncated answers",
+        text="What to do with an answer that stops at max_tokens or at the end of the "
+        "context. keep: use it. fail: quarantine the row with the partial answer (AnswerCutOff). "
+        "auto: use it unless it violates a required form such as choice or JSON; with "
+        "schema_model, fail.",
     )
     schema_model: str | dict[str, Any] | None = field(
         12,
         None,
         title="Answer schema",
-        text="A JSON Schema that each answer fits: here, in a .json file, or of a pydantic class "
-        "(package.module:Class). Its properties become typed columns in place of the answer "
-        "column; with postprocess that gets the parsed object there.",
+        text="JSON Schema that each answer must match: inline, as a .json file, or as "
+        "a pydantic class (package.module:Class). Its properties become typed columns in place "
+        "of the answer column; postprocess receives the parsed object instead.",
     )
     extras: list[Literal["finish_reason", "prompt_tokens", "output_tokens", "image_digests"]] = (
         field(
             13,
             [],
-            title="About the answers",
-            text="Columns of these names: why an answer ended (stop or length), the tokens of the "
-            "prompt and of the answer, and SHA-256 and bytes of each image as it was fetched. With "
-            "several answers a row, the first and the third are lists.",
+            title="Extra columns",
+            text="Columns to add: why the answer ended (stop or length), the tokens of "
+            "the prompt, the tokens of the answer, and the SHA-256 and size of each image. With "
+            "several answers per row, finish_reason and output_tokens are lists.",
         )
     )
     probabilities: bool = field(
         14,
         False,
         title="Label probabilities",
-        text="With sampling.choice: a column of this name, a map of each label to how probable the "
-        "model held it.",
+        text="Add a column named probabilities that maps each label of "
+        "sampling.choice to its probability.",
     )
     reasoning_parser: str | None = field(
         15,
         None,
         title="Reasoning parser",
-        text="vLLM's parser of the model's thinking, such as qwen3 or deepseek_r1: thinking and "
-        "answer are two columns.",
+        text="vLLM parser that separates the model's reasoning from its answer, such "
+        "as qwen3 or deepseek_r1. The reasoning goes to reasoning_column.",
     )
     reasoning_column: str = field(
         16,
         "reasoning",
         title="Reasoning column",
-        text="Name of the column with the thinking, where a reasoning parser is set.",
+        text="Name of the column for the model's reasoning, if reasoning_parser is set.",
         min_length=1,
     )
     tool_parser: str | None = field(
         17,
         None,
         title="Tool parser",
-        text="vLLM's parser of the model's tool calls, such as hermes or llama3_json: calls and "
-        "text are two columns.",
+        text="vLLM parser that separates tool calls from the answer, such as hermes "
+        "or llama3_json. The calls go to tool_calls_column.",
     )
     tool_calls_column: str = field(
         18,
         "tool_calls",
         title="Tool calls column",
-        text="Name of the column with the calls, where a tool parser is set: a list of {id, name, "
-        "arguments}, the arguments as JSON text.",
+        text="Name of the column for tool calls, if tool_parser is set: a list of "
+        "{id, name, arguments} with the arguments as JSON text.",
         min_length=1,
     )
     normalize: bool = field(
         19,
         True,
-        title="Vectors of length 1",
-        text="With engine.task embed; off writes them as the model gives them.",
+        title="Normalize embeddings",
+        text="Scale embeddings to length 1, for engine.task: embed. If off, they are "
+        "written as the model returns them.",
     )
     vector_type: tasks.VectorType = field(
         20,
         "float32",
-        title="Numbers of a vector",
-        text="With engine.task embed: float16 takes half the room.",
+        title="Embedding dtype",
+        text="Number type of embeddings, for engine.task: embed. float16 takes half the space.",
     )
     publish: list[PublishTarget] = field(
         21,
         [],
-        title="Publish to",
-        text="Tables and folders of other systems that get the answered rows once the result is "
-        "proved, each once.",
+        title="Publish targets",
+        text="Tables and folders that receive the answered rows once the result is "
+        "verified. Each target is published once.",
     )
     keep_answers: float | None = field(
         22,
         None,
-        title="Days that raw answers are kept",
-        text="For reuse by later runs. By default, with reuse, as long as the run; else none are "
-        "kept. docs/increments.md.",
+        title="Answer retention",
+        text="Number of days to keep raw answers for reuse by later runs. Default: as "
+        "long as the run if reuse is set, otherwise not at all.",
         gt=0,
         allow_inf_nan=False,
     )
@@ -164,9 +180,9 @@ class Output(Group):
     read_back: bool = field(
         23,
         False,
-        title="Read files back",
-        text="Read each result file whole after it was written, also where the store's ETag is "
-        "the MD5 of its bytes; twice the traffic.",
+        title="Read back files",
+        text="Read every result file again after writing it, even if the store's ETag "
+        "already proves its content. Doubles the traffic.",
     )
 
     model_config = ConfigDict(extra="forbid", validate_default=True, populate_by_name=True)
@@ -177,7 +193,7 @@ class Output(Group):
         check_run_words(value)
         check_uri(value)
         if any(c in value for c in "*?["):
-            raise ValueError(f"{value!r} holds a wildcard; name one folder")
+            raise ValueError(f"{value!r} contains a wildcard; name one folder")
         return value
 
     @field_validator("postprocess")
@@ -189,7 +205,7 @@ class Output(Group):
     @classmethod
     def _extras(cls, value: list[Any]) -> list[Any]:
         if len(set(value)) < len(value):
-            raise ValueError("a name stands there twice; remove one")
+            raise ValueError("contains a duplicate name; remove one")
         return value
 
     @field_validator("publish")
@@ -206,7 +222,7 @@ class Output(Group):
     @classmethod
     def _column(cls, value: str) -> str:
         if not value or value.startswith(RESERVED):
-            raise ValueError(f"{value!r} cannot be a column name here; choose another")
+            raise ValueError(f"{value!r} is not allowed as a column name; choose another")
         return value
 
     @field_validator("reasoning_parser")
@@ -236,27 +252,32 @@ class Output(Group):
         for name in parsed:
             if [self.column, *parsed].count(name) > 1:
                 raise ValueError(
-                    f"column {name!r} would be written twice; name column, reasoning_column and "
-                    "tool_calls_column apart"
+                    f"column {name!r} would be written twice; use different names in column, "
+                    "reasoning_column and tool_calls_column"
                 )
         if self.publish and not self.compact:
-            raise ValueError("publish needs the files of data/; leave compact on")
+            raise ValueError(
+                "publish needs the files in data/, and compact is off; set compact: true"
+            )
         if self.output_schema is not None and self.postprocess is None:
-            raise ValueError("schema describes what postprocess returns; set postprocess as well")
+            raise ValueError(
+                "schema needs postprocess, whose columns it describes; set postprocess, or remove "
+                "schema"
+            )
         if self.probabilities and self.reasoning_parser is not None:
             raise ValueError(
-                "probabilities and reasoning_parser exclude each other: probabilities are those of "
-                "an answer's first token, and thinking comes before it; keep one"
+                "probabilities and reasoning_parser exclude each other: probabilities are taken "
+                "from the first output token, which belongs to the reasoning; remove one of them"
             )
         if self.schema_model is not None and self.tool_parser is not None:
             raise ValueError(
-                "schema_model and tool_parser exclude each other: an answer that has the form of "
-                "the schema calls no tool; keep one"
+                "schema_model and tool_parser exclude each other: an answer that matches the "
+                "schema cannot call a tool; remove one of them"
             )
         if self.schema_model is not None and self.on_cut_off == "keep":
             raise ValueError(
-                "on_cut_off: an answer that is cut off does not fit schema_model; leave it out, "
-                "or set it to fail"
+                "on_cut_off: keep cannot be combined with schema_model, which a truncated answer "
+                "does not match; remove it, or set it to fail"
             )
         return self
 

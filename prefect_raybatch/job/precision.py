@@ -56,11 +56,11 @@ def check_precision(job: BatchJob) -> None:
     field = f"engine.{next(iter(tries[0]))}: {TRY_FP8}"
     if tasks.pools(job.engine.task) and "kv_cache_dtype" in tries[0]:
         raise ValueError(
-            f"engine.kv_cache_dtype: {TRY_FP8} is for answers that are drawn token by token, and "
-            f"engine.task {job.engine.task} takes a text in one pass; leave it out"
+            f"engine.kv_cache_dtype: {TRY_FP8} applies only to engine.task generate, not to "
+            f"{job.engine.task}; remove it"
         )
     if job.engine.spans_nodes:
         raise ValueError(
-            f"{field} takes an engine on one node; leave distributed_executor_backend: ray out, "
-            "or write fp8"
+            f"{field} needs an engine on one node; remove distributed_executor_backend: ray, or "
+            "write fp8"
         )

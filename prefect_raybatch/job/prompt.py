@@ -20,110 +20,120 @@ WITHOUT_IMAGES = (
 
 
 class Prompt(Group):
-    """How a row becomes a request: a template or a function of yours."""
+    """How a row becomes a request: a template, a Python function or a column of conversations."""
 
     template: str | None = field(
         1,
         None,
         title="User message",
-        text="Text with {Column} fields. {{ and }} are literal braces.",
+        text="Text of the user message; {Column} is replaced by the row's value. "
+        "Write {{ and }} for literal braces.",
     )
-    system: str | None = field(2, None, title="System message", text="Sent before it, as it is.")
+    system: str | None = field(
+        2,
+        None,
+        title="System message",
+        text="Text that is sent before the user message, unchanged: columns are not filled in.",
+    )
     function: str | None = field(
         3,
         None,
-        title="Function",
-        text="package.module:function in place of the template. Takes the row (dict of column to "
-        "value), returns the user text, a list of chat messages, or "
-        "{'messages': [...], 'sampling': {...}}.",
+        title="Prompt function",
+        text="Python function that builds the prompt in place of a template, as "
+        "package.module:function. It takes the row (a dict) and returns the user message, a list "
+        "of chat messages, or {'messages': [...], 'sampling': {...}}.",
     )
     on_null: Literal["fail", "empty"] = field(
         4,
         "fail",
-        title="Null or NaN in a template column",
-        text="fail: the row goes to quarantine. empty: an empty text is put in.",
+        title="Null in a template column",
+        text="What to do with a row in which a template column is null or NaN. fail: "
+        "quarantine the row. empty: insert an empty text.",
     )
     on_too_long: Literal["quarantine", "truncate_left", "truncate_right"] = field(
         5,
         "quarantine",
-        title="Prompt over the context length",
-        text="quarantine: the row fails (PromptTooLong). truncate_left, truncate_right: the last "
-        "user message loses its beginning or its end, so that there is room for max_tokens.",
+        title="Prompt exceeds the context",
+        text="What to do with a prompt that is too long. quarantine: the row fails "
+        "(PromptTooLong). truncate_left, truncate_right: cut the start or the end of the last "
+        "user message until max_tokens fit.",
     )
     messages: str | None = field(
         6,
         None,
         title="Conversation column",
-        text="Column that holds whole conversations, in place of the template: lists of {role, "
-        "content, ...}, or JSON text of such a list. The last message is not the assistant's.",
+        text="Column with a complete conversation per row, in place of a template: a "
+        "list of {role, content, ...}, or such a list as JSON text. The last message must not be "
+        "the assistant's.",
     )
     chat_template: str | None = field(
         7,
         None,
         title="Chat template",
-        text="Jinja file (local or s3://) or text in place of the model's own chat template. Read "
-        "when the run is planned.",
+        text="Jinja template that replaces the model's chat template: a local or "
+        "s3:// file, or the template text. A file is read once, when the run is planned.",
     )
     chat_template_kwargs: dict[str, Any] = field(
         8,
         {},
         title="Chat template arguments",
-        text="What the chat template takes beside the messages, such as {enable_thinking: false}.",
+        text="Extra variables for the chat template. Example: {enable_thinking: false}.",
     )
     prefill: str | None = field(
         9,
         None,
-        title="Beginning of the answer",
-        text="Text that each answer goes on from. The answer column holds what follows it.",
+        title="Answer prefix",
+        text="Text that every answer continues. The answer column contains only the continuation.",
         min_length=1,
     )
     continue_final_message: bool = field(
         10,
         False,
         title="Continue the last message",
-        text="The conversation ends with a message of the assistant, which the answer goes on "
-        "from. The answer column holds what follows it.",
+        text="Let the model continue the last message of the conversation, which must "
+        "be the assistant's. The answer column contains only the continuation.",
     )
     tools: list[dict[str, Any]] | None = field(
         11,
         None,
         title="Tools",
-        text="What the model may call: definitions {type: function, function: {name, description, "
-        "parameters}}, for the chat template.",
+        text="Tool definitions for the chat template, each {type: function, function: "
+        "{name, description, parameters}}.",
     )
     documents: str | None = field(
         12,
         None,
         title="Documents column",
-        text="Column of documents for a chat template that takes them: lists of {title, text} or "
-        "of texts, or JSON text of such a list.",
+        text="Column with documents for a chat template that supports them: a list of "
+        "{title, text} or of texts, or such a list as JSON text.",
     )
     second: str | None = field(
         13,
         None,
         title="Second text",
-        text="With engine.task score: the text that the first is compared with, with {Column} "
-        "fields.",
+        text="Text that is compared with the template, for engine.task: score. "
+        "{Column} is replaced by the row's value.",
     )
     adapter_column: str | None = field(
         14,
         None,
         title="Adapter column",
-        text="Column with the name of each row's LoRA adapter, of those in engine.adapters. A null "
-        "is the model alone where on_null is empty.",
+        text="Column that names the LoRA adapter of each row, one of engine.adapters. "
+        "A null uses the base model if on_null is empty; otherwise the row fails.",
     )
 
     special_tokens_in_rows: Literal["split", "refuse", "allow"] = field(
         15,
         "split",
         title="Control tokens in rows",
-        text="A row's text that the tokenizer reads as a control token, such as <|im_end|>. split: "
-        "it is asked about as plain text. refuse: the row fails (ControlTokenInRow). allow: it "
-        "becomes the control token, so that rows can open turns.",
+        text="What to do with text in a row that the tokenizer would read as a "
+        "control token, such as the end of a turn. split: treat it as plain text. refuse: the "
+        "row fails (ControlTokenInRow). allow: keep the control token, so that a row can open a "
+        "new turn.",
     )
 
     images: Images = field(
-        16, Images(), title="Images", text="Images that go with the text. By default none."
+        16, Images(), title="Images", text="Images that accompany the text. Default: none."
     )
 
     @field_validator("template", "second")
@@ -142,7 +152,7 @@ class Prompt(Group):
     @classmethod
     def _named(cls, value: str | None) -> str | None:
         if value is not None and not value.strip():
-            raise ValueError("is empty; name it, or leave it out")
+            raise ValueError("is empty; set it, or remove it")
         return value
 
     @field_validator("chat_template_kwargs")
@@ -161,12 +171,12 @@ class Prompt(Group):
             raise ValueError("set exactly one of template, function and messages")
         if self.continue_final_message and self.template is not None:
             raise ValueError(
-                "continue_final_message: a template makes no message of the assistant; set prefill"
+                "continue_final_message does not apply to a template, which creates no assistant "
+                "message; set prefill instead"
             )
         if self.continue_final_message and self.prefill is not None:
             raise ValueError(
-                "prefill and continue_final_message exclude each other: an answer goes on from "
-                "one text; keep one"
+                "prefill and continue_final_message exclude each other; remove one of them"
             )
         return self
 
@@ -175,20 +185,20 @@ class Prompt(Group):
         if not self.images.used:
             if self.images != Images():
                 raise ValueError(
-                    "images.columns is empty; name the columns with the images, or set "
-                    "images.per_row for a function or conversations that bring them"
+                    "images.columns is empty; name the image columns, or set images.per_row if a "
+                    "function or conversations supply the images"
                 )
             return self
         if self.template is not None and not self.images.columns:
-            raise ValueError("images.columns is empty; name the columns with the images")
+            raise ValueError("images.columns is empty; name the image columns")
         if self.on_too_long != "quarantine":
             raise ValueError(
-                f"on_too_long {self.on_too_long} cuts text, which does not go with images; leave "
-                "it at quarantine"
+                f"on_too_long: {self.on_too_long} cannot be combined with images; set it to "
+                "quarantine"
             )
         for name in WITHOUT_IMAGES:
             if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} does not go with images yet; leave one of them out")
+                raise ValueError(f"{name} cannot be combined with images; remove one of them")
         return self
 
     @property

@@ -19,64 +19,74 @@ TargetFormat = Literal["delta", "iceberg", "sql", "lance", "parquet", "jsonl"]
 
 
 class PublishTarget(Group):
-    """A table or folder that gets the answered rows of a finished run, once."""
+    """A table or folder that receives the answered rows of a finished run, once."""
 
-    format: TargetFormat = field(1, title="Format", text="What is written there.")
+    format: TargetFormat = field(1, title="Format", text="Format of the target.")
     uri: str | None = field(
         2,
         None,
-        title="Where",
-        text="Folder of the table or the files, local or s3://; for sql a SQLAlchemy URL. "
-        "{run_key}, {run_date}, and environment variables as ${NAME}, are filled in.",
+        title="Location",
+        text="Local or s3:// folder of the table or files, or a SQLAlchemy URL for "
+        "sql. {run_key}, {run_date} and environment variables (${NAME}) are filled in.",
         min_length=1,
     )
     table: str | None = field(
         3,
         None,
         title="Table",
-        text="Of sql its name, of iceberg namespace.table. {run_key} and {run_date} are filled in.",
+        text="Name of the table, for sql and iceberg (namespace.table). {run_key} and "
+        "{run_date} are filled in.",
         min_length=1,
     )
     name: str | None = field(
         4,
         None,
         title="Name",
-        text="Under which the run directory records it; by default the format.",
+        text="Name of the target in the run's records; must be unique. Default: the format.",
     )
     mode: Literal["append", "merge"] = field(
         5,
         "append",
         title="Mode",
-        text="append: rows are added. merge: a row whose key is there replaces that one.",
+        text="append: add the rows. merge: replace rows that have the same key, and "
+        "add the others.",
     )
     key: list[str] = field(
-        6, [], title="Key columns", text="With merge: unique in the result, and never null."
+        6,
+        [],
+        title="Key columns",
+        text="Columns that identify a row, for mode: merge. They must be unique in "
+        "the result and never null.",
     )
     partition_by: list[str] = field(
         7,
         [],
-        title="Partition by",
-        text="Columns: of files the folders key=value, of a Delta table that is made anew.",
+        title="Partition columns",
+        text="Columns that partition the files (key=value folders) or a new Delta table.",
     )
     catalog: dict[str, Any] = field(
         8,
         {},
-        title="Catalog",
-        text="Of iceberg: pyiceberg's properties, such as {type: rest, uri: ...}, or {name: ...} "
-        "of one in .pyiceberg.yaml.",
+        title="Iceberg catalog",
+        text="pyiceberg properties of the catalog, such as {type: rest, uri: ...}, or "
+        "{name: ...} for a catalog in .pyiceberg.yaml. ${NAME} is replaced by an environment "
+        "variable.",
     )
     options: dict[str, Any] = field(
         9,
         {},
-        title="Store options",
-        text="s3fs options for the place; by default those of output.options.",
+        title="Storage options",
+        text="s3fs options for the target. Default: output.options.",
     )
 
     @field_validator("name")
     @classmethod
     def _name(cls, value: str | None) -> str | None:
         if value is not None and not NAME.match(value):
-            raise ValueError(f"{value!r} may only hold letters, digits and ._- (not first)")
+            raise ValueError(
+                f"{value!r} is not a valid name; use up to 128 letters, digits, '.', '_' and '-', "
+                "starting with a letter or digit"
+            )
         return value
 
     @field_validator("uri", "table")
@@ -102,24 +112,27 @@ class PublishTarget(Group):
         needs = {"iceberg": ("table", "catalog"), "sql": ("uri", "table")}.get(kind, ("uri",))
         for name in ("uri", "table", "catalog"):
             if name in needs and not getattr(self, name):
-                raise ValueError(f"{where} needs {name}")
+                raise ValueError(f"{where} needs {name}; set it")
             if name not in needs and getattr(self, name):
-                raise ValueError(f"{where} has no {name}; remove it")
+                raise ValueError(f"{where} does not use {name}; remove it")
         if self.partition_by and kind not in ("parquet", "jsonl", "delta"):
             raise ValueError(
-                f"partition_by goes with parquet, jsonl and delta; make the {kind} table beforehand"
+                f"partition_by applies to parquet, jsonl and delta; create the {kind} table "
+                "yourself"
             )
         if (self.mode == "merge") != bool(self.key):
-            raise ValueError("mode merge and key go together: name the key's columns in key")
+            raise ValueError("mode: merge and key need each other; set both or neither")
         for names in (self.key, self.partition_by):
             if len(set(names)) < len(names):
-                raise ValueError(f"{', '.join(names)}: a column stands there twice")
+                raise ValueError(f"{', '.join(names)}: duplicate column; remove one")
         if self.mode == "merge" and kind in ("parquet", "jsonl"):
-            raise ValueError(f"{where} cannot merge in one commit; append, or choose another")
+            raise ValueError(
+                f"{where} cannot merge atomically; set mode: append, or choose another format"
+            )
         if kind == "lance" and self.mode == "append" and "{run_key}" not in (self.uri or ""):
             raise ValueError(
-                "lance cannot fence an append: put {run_key} into uri, which makes a data set a "
-                "run, or merge by key"
+                "format lance cannot append exactly once; put {run_key} into uri, so that each run "
+                "gets its own dataset, or use mode: merge with a key"
             )
         return self
 
@@ -163,8 +176,8 @@ def _without_password(uri: str) -> str:
         password = None
     if password or holds_password(VARIABLE.sub("", uri)):
         raise ValueError(
-            "the URL holds a password or a key; set an environment variable where the flow runs, "
-            "and write ${NAME} in its place"
+            "the URL contains a password or key; put it into an environment variable where the "
+            "flow runs, and write ${NAME} instead"
         )
     return uri
 
@@ -174,5 +187,7 @@ def check_targets(targets: list[PublishTarget]) -> list[PublishTarget]:
     labels = [target.label for target in targets]
     for label in labels:
         if labels.count(label) > 1:
-            raise ValueError(f"two targets are called {label!r}; set `name` in one of them")
+            raise ValueError(
+                f"two targets are called {label!r}; set a different `name` in one of them"
+            )
     return targets

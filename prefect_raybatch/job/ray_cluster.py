@@ -55,9 +55,9 @@ def check_shape(made: Kubernetes, engine: Engine) -> None:
     parallel += f"pipeline_parallel_size {engine.pipeline_parallel_size}"
     if each > most and not engine.spans_nodes:
         raise ConfigError(
-            f"cluster.kubernetes: an engine takes {counted(each, 'GPU')} ({parallel}) on one node, "
-            f"and a worker has {most}; raise gpus_per_worker to {each}, lower the engine, or set "
-            "engine.distributed_executor_backend: ray"
+            f"cluster.kubernetes: an engine needs {counted(each, 'GPU')} ({parallel}) on one node, "
+            f"and a worker has {most}; raise gpus_per_worker to {each}, lower the parallel sizes, "
+            "or set engine.distributed_executor_backend: ray"
         )
     fewest = engine.replicas[0] if isinstance(engine.replicas, list) else engine.replicas
     if fewest == "auto":
@@ -142,10 +142,12 @@ def given_manifest(made: Kubernetes) -> dict[str, Any] | None:
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where} is no YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
     kinds = [item for item in found if isinstance(item, dict) and item.get("kind") == "RayCluster"]
     if len(kinds) != 1:
-        raise ConfigError(f"{where} holds {counted(len(kinds), 'RayCluster')}; it must hold one")
+        raise ConfigError(
+            f"{where} contains {counted(len(kinds), 'RayCluster')}; it must contain one"
+        )
     # That of a file that is applied by hand, too.
     described = {**(kinds[0].get("metadata") or {}), "name": None, "namespace": None}
     try:

@@ -30,9 +30,9 @@ def check_run_words(text: str) -> str:
     """Return `text`; raise ValueError for a word in braces that resembles a placeholder."""
     for name, form in _WORD.findall(text):
         if name not in RUN_WORDS:
-            raise ValueError(f"{{{name}}} is not filled in{nearest(name, RUN_WORDS)}")
+            raise ValueError(f"{{{name}}} is not a placeholder{nearest(name, RUN_WORDS)}")
         if form and name == "run_key":
-            raise ValueError("{run_key} takes no format; remove what follows the colon")
+            raise ValueError("{run_key} takes no format; remove the colon and the format")
     return text
 
 
@@ -78,7 +78,7 @@ def date_of(text: str) -> date:
     try:
         return date.fromisoformat(text)
     except ValueError:
-        raise ConfigError(f"run date {text!r} is none; write it as 2026-07-01") from None
+        raise ConfigError(f"run date {text!r} is not a date; write it as 2026-07-01") from None
 
 
 def today() -> date:
@@ -162,8 +162,8 @@ def _day(run_key: str, run_date: date | None) -> date:
     when = run_date or date_of_key(run_key)
     if when is None:
         raise ConfigError(
-            f"{{run_date}}: the run key {run_key!r} tells no date; give --run-date, write the "
-            "date itself, or leave the run key to its default"
+            f"{{run_date}}: the run key {run_key!r} contains no date; set --run-date (run_date of "
+            "the flow), write the date itself, or use the default run key"
         )
     return when
 

@@ -1,4 +1,4 @@
-"""How answers are drawn: `sampling` of a job file."""
+"""How the model generates answers: `sampling` of a job file."""
 
 from __future__ import annotations
 
@@ -20,19 +20,27 @@ UNWRITTEN = ("logprob_token_ids", "flat_logprobs", "routed_experts_prompt_start"
 
 
 class Sampling(Group):
-    """How answers are drawn. Any field of vLLM's SamplingParams may be added."""
+    """How the model generates an answer. You can add any field of vLLM's SamplingParams."""
 
     model_config = ConfigDict(extra="allow", validate_default=True)
 
     temperature: float = field(
-        1, 0.0, title="Temperature", text="0 is greedy.", ge=0, allow_inf_nan=False
+        1,
+        0.0,
+        title="Temperature",
+        text="Randomness of the answers, from 0 to 2; 0 always takes the most probable token.",
+        ge=0,
+        allow_inf_nan=False,
     )
-    max_tokens: int = field(2, 16, title="Most tokens out", text="Per answer.", gt=0)
+    max_tokens: int = field(
+        2, 16, title="Maximum output tokens", text="Maximum length of an answer, in tokens.", gt=0
+    )
     choice: list[str] | None = field(
         3,
         None,
-        title="Choices",
-        text="The answer is exactly one of these (structured choice).",
+        title="Labels",
+        text="Labels to choose from: each answer is exactly one of them. Example: "
+        "[Retail, Finance, Other].",
     )
 
     def given(self) -> dict[str, Any]:
@@ -46,7 +54,7 @@ class Sampling(Group):
         if value is None:
             return None
         if not value:
-            raise ValueError("is an empty list; name the labels, or leave it out")
+            raise ValueError("is an empty list; name the labels, or remove it")
         check_label_texts(value)
         return value
 
@@ -62,11 +70,14 @@ class Sampling(Group):
         refuse_unknown(extra, vllm_fields.sampling_fields(), set(type(self).model_fields))
         for name in NOT_WRITTEN:
             if extra.get(name) is not None:
-                raise ValueError(f"{name} is not supported: only the answer's text is written")
+                raise ValueError(
+                    f"{name} is not supported: the result contains only the text of an answer; "
+                    "remove it"
+                )
         wrong = sampling_ranges.wrong(dict(self))
         if wrong is not None:
             raise ValueError(wrong)
         if self.choice and extra.get("structured_outputs"):
-            raise ValueError("choice and structured_outputs exclude each other; keep one")
+            raise ValueError("choice and structured_outputs exclude each other; remove one of them")
         extra.update(with_schema_text(extra))
         return self

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-QUOTED = "quote what YAML takes for something else: 'no', '1', 'null'"
+QUOTED = "quote text that YAML reads as another type: 'no', '1', 'null'"
 MOST_ANSWERS = 2**20  # more than any row asks for
 RangeCheck = tuple[Callable[[Any], bool], str]
 
@@ -50,24 +50,24 @@ _PENALTY = _between(-2, 2)
 RANGES: dict[str, RangeCheck] = {
     "n": (lambda v: _whole(v) and v >= 1, "a whole number, at least 1"),
     "temperature": _between(0, 2),
-    "top_p": (lambda v: _number(v) and 0 < v <= 1, "a number, over 0, at most 1"),
+    "top_p": (lambda v: _number(v) and 0 < v <= 1, "a number above 0, at most 1"),
     "top_k": (lambda v: _whole(v) and v >= -1, "a whole number, at least 1 (0 or -1: off)"),
     "min_p": _between(0, 1),
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
-    "repetition_penalty": (lambda v: _number(v) and v > 0, "a number over 0"),
+    "repetition_penalty": (lambda v: _number(v) and v > 0, "a number above 0"),
     "min_tokens": (lambda v: _whole(v) and v >= 0, "a whole number, at least 0"),
     # vLLM keeps it in 64 bits and looks at no value; of n answers each has the next one.
     "seed": (
         lambda v: _whole(v) and -(2**63) <= v < 2**63 - MOST_ANSWERS,
-        "a whole number of 64 bits with its sign (of a longer hash take the rest by 2**62)",
+        "a signed 64-bit whole number (take a longer hash modulo 2**62)",
     ),
-    "logit_bias": (_biases, "token ids with a number each, such as {100: -5.0}"),
+    "logit_bias": (_biases, "a mapping of token ids to numbers, such as {100: -5.0}"),
     "allowed_token_ids": (
         lambda v: _token_ids(v) and bool(v),
         "a list of whole numbers, at least one",
     ),
-    "stop": (_texts, f"a text or a list of texts, none of them empty ({QUOTED})"),
+    "stop": (_texts, f"text or a list of texts, none of them empty ({QUOTED})"),
     "bad_words": (
         lambda v: not isinstance(v, str) and _texts(v),
         f"a list of texts, none of them empty ({QUOTED})",
@@ -86,10 +86,10 @@ def wrong(sampling: Mapping[str, Any], job: Mapping[str, Any] = MappingProxyType
     given = {name: value for name, value in {**job, **sampling}.items() if value is not None}
     fewest, most = given.get("min_tokens", 0), given.get("max_tokens")
     if most is not None and fewest > most:
-        return f"min_tokens {fewest} is over max_tokens {most}; lower it"
+        return f"min_tokens ({fewest}) exceeds max_tokens ({most}); lower it"
     if given.get("n", 1) > 1 and not given.get("temperature", 1.0):
         return (
-            f"n {given['n']} answers are the same at temperature 0; raise temperature, or "
-            "leave n out"
+            f"n is {given['n']}, but all answers are the same at temperature 0; raise temperature, "
+            "or remove n"
         )
     return None

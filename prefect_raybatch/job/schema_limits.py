@@ -38,8 +38,8 @@ def check_schema_limits(schema: Any) -> None:
     for number, (place, part) in enumerate(parts_of(schema), 1):
         if number > MOST_PARTS:
             raise ValueError(
-                f"has over {MOST_PARTS:,} parts (schemas in it); write a smaller one, or divide it "
-                "between several jobs"
+                f"contains over {MOST_PARTS:,} schemas; make it smaller, or split it between "
+                "several jobs"
             )
         _check_part(place, part)
     words = {word for _, part in parts_of(schema) for word in part}
@@ -72,7 +72,9 @@ def target_of(schema: Any, reference: str) -> Any:
         try:
             at = at[int(name)] if isinstance(at, list) else at[name]
         except (KeyError, IndexError, ValueError, TypeError):
-            raise ValueError(f"$ref {reference!r} leads nowhere") from None
+            raise ValueError(
+                f"$ref {reference!r} has no target in this schema; correct it"
+            ) from None
     return at
 
 
@@ -95,8 +97,8 @@ def _check_part(place: str, part: Mapping[str, Any]) -> None:
         value = part.get(name)
         if isinstance(value, (int, float)) and value > most:
             raise ValueError(
-                f"{place}: {name} {_shown(value)} is over {most:,}, for which no grammar is made; "
-                "lower it, or leave it out and limit sampling.max_tokens"
+                f"{place}: {name} {_shown(value)} exceeds {most:,}, the maximum for a grammar; "
+                "lower it, or remove it and limit sampling.max_tokens"
             )
     for name in NUMERIC_KEYWORDS:
         _check_number(f"{place}: {name}", part.get(name))
@@ -109,9 +111,9 @@ def _check_number(where: str, value: Any) -> None:
     if not _is_number(value) or abs(value) <= EXACT:  # false for NaN and the infinities
         return
     raise ValueError(
-        f"{where} {_shown(value)} is beyond 2^53 ({EXACT}), where engines write other numbers than "
-        "the schema's; use text for such values (type: string), or remove the limit and check it "
-        "in output.postprocess"
+        f"{where} {_shown(value)} is beyond 2^53 ({EXACT}), where engines do not enforce numbers "
+        "exactly; use text for such values (type: string), or remove the limit and check it in "
+        "output.postprocess"
     )
 
 
@@ -152,8 +154,8 @@ def _check_references(schema: Any) -> None:
                 continue
             if id(at) in path:
                 raise ValueError(
-                    f"{place}: its $ref leads back to itself without going into a property or an "
-                    "item, so no answer could ever be checked; remove that $ref"
+                    f"{place}: its $ref leads back to itself without entering a property or an "
+                    "item, so no answer could be checked; remove that $ref"
                 )
             if id(at) in done or not isinstance(at, dict):
                 continue

@@ -38,110 +38,121 @@ SourceFormat = Literal[
 
 
 class Source(Group):
-    """What to read."""
+    """The table or files to read, and which of their rows and columns."""
 
     uri: str | list[str] = field(
         1,
-        title="Where",
-        text="File, folder or glob, local or s3://, a file by http(s), or a list of these. A "
-        "folder is read recursively. Files are taken in the order of their names. Or the folder of "
-        "a table.",
+        title="Location",
+        text="File, folder, glob or table, or a list of files, folders and globs: "
+        "local or s3://, or single files by http(s). Folders are read recursively, and files in "
+        "the order of their full names. A Hugging Face dataset is hf://datasets/OWNER/NAME.",
     )
     format: SourceFormat = field(
         2,
         "auto",
         title="Format",
-        text="By default told from the file names' endings, or by what lies in a table's folder.",
+        text="Format of the files or table. Default (auto): inferred from file "
+        "extensions or table metadata.",
     )
     limit: int | None = field(
-        3, None, title="First rows only", text="Read only the first N rows.", gt=0
+        3, None, title="Row limit", text="Read only the first N rows. Default: all rows.", gt=0
     )
     columns: list[str] | None = field(
-        4, None, title="Columns", text="Read only these columns; by default all.", min_length=1
+        4,
+        None,
+        title="Columns",
+        text="Read only these columns. Default: all columns.",
+        min_length=1,
     )
     rows_per_shard: int | None = field(
         5,
         None,
-        title="Rows a shard",
-        text="Rows read, inferred and committed as one. By default chosen from rows, workers and "
-        "batch size.",
+        title="Rows per shard",
+        text="Number of rows that are processed and committed together, at most "
+        "1,000,000. Default: chosen from the number of rows, the workers and engine.batch_size.",
         gt=0,
         le=1_000_000,
     )
     options: dict[str, Any] = field(
         6,
         {},
-        title="Store options",
-        text="s3fs options for the input, such as endpoint_url or anon. Prefer credentials_block "
-        "or the environment for keys.",
+        title="Storage options",
+        text="s3fs options for reading the input, such as endpoint_url or anon. For "
+        "keys, prefer credentials_block or environment variables.",
     )
     credentials_block: str | None = field(
         7,
         None,
         title="Credentials block",
-        text="Prefect block with the keys, as type-slug/name, for example aws-credentials/nightly.",
+        text="Saved Prefect block with the keys for the input, as type-slug/name. "
+        "Example: aws-credentials/nightly.",
     )
     media_root: str | None = field(
         8,
         None,
-        title="Folder of media",
-        text="Local folder that image paths in the rows lie in, on every node. By default rows "
-        "name no local files.",
+        title="Media folder",
+        text="Local folder, present on every node, that contains the image files "
+        "named by the rows. Default: rows cannot name local files.",
     )
-    csv: Csv = field(9, Csv(), title="CSV", text="How CSV files are written.")
+    csv: Csv = field(
+        9, Csv(), title="CSV options", text="Delimiter, encoding and header of CSV files."
+    )
     version: str | None = field(
         10,
         None,
-        title="Version",
-        text="Of a table, to read it as it was: a version or snapshot number, a tag, or a "
-        "timestamp. By default as it is when the run is planned.",
+        title="Table version",
+        text="Version of the table to read: a version or snapshot number, a tag or a "
+        "timestamp. Default: the current version when the run is planned.",
         min_length=1,
     )
     filter: str | None = field(
         11,
         None,
         title="Filter",
-        text="Read only rows for which this is true, such as country = 'DE' AND amount >= 10.",
+        text="Read only rows that match this SQL condition. Example: country = 'DE' "
+        "AND amount >= 10.",
     )
-    web: Web = field(12, Web(), title="Files by http(s)", text="What may be fetched.")
+    web: Web = field(
+        12, Web(), title="HTTP downloads", text="Limits for files that are read by http(s)."
+    )
     catalog: dict[str, Any] = field(
         13,
         {},
-        title="Catalog",
-        text="Of an Iceberg table: pyiceberg's properties, such as {type: rest, uri: ...}, or "
-        "{name: ...} of one in .pyiceberg.yaml. Environment variables, as ${NAME}, are filled in. "
-        "source.uri is then namespace.table.",
+        title="Iceberg catalog",
+        text="pyiceberg properties of the catalog, such as {type: rest, uri: ...}, or "
+        "{name: ...} for a catalog in .pyiceberg.yaml. ${NAME} is replaced by an environment "
+        "variable. source.uri is then namespace.table.",
     )
     query: str | None = field(
         14,
         None,
-        title="Query",
-        text="SELECT of a database, which source.uri names as SQLAlchemy does: "
-        "postgresql://host/database. It may end in ORDER BY, so that rows keep their numbers.",
+        title="SQL query",
+        text="SELECT statement to run on the database in source.uri, a SQLAlchemy URL "
+        "such as postgresql://host/database. End it with ORDER BY to keep row numbers stable.",
         min_length=1,
     )
     types: dict[str, str] = field(
         15,
         {},
-        title="Types of columns",
-        text="Of columns of CSV and JSON files, of key=value folders, and of a query where its "
-        "first rows do not tell: {amount: 'decimal(38,9)'}. Arrow's names, such as int64, double, "
-        "string or timestamp[us, UTC].",
+        title="Column types",
+        text="Arrow type of each column whose type should not be inferred: columns of "
+        "CSV and JSON files, of key=value folders, and of SQL queries. Example: {amount: "
+        "'decimal(38,9)', created: 'timestamp[us, UTC]'}.",
     )
     config: str | None = field(
         16,
         None,
-        title="Configuration",
-        text="Of a Hugging Face dataset, where its page calls it a subset. By default its "
-        "default one.",
+        title="Dataset configuration",
+        text="Configuration (subset) of a Hugging Face dataset. Default: the "
+        "dataset's default configuration.",
         min_length=1,
     )
     split: str | None = field(
         17,
         None,
-        title="Split",
-        text="Of a Hugging Face dataset, such as train, or several: train+test. May be left out "
-        "where there is one.",
+        title="Dataset split",
+        text="Split of a Hugging Face dataset, such as train, or several joined by +, "
+        "such as train+test. Required if the dataset has more than one split.",
         min_length=1,
     )
 
@@ -150,8 +161,9 @@ class Source(Group):
     def _signed(cls, value: Any) -> Any:
         if isinstance(value, Mapping) and is_masked(value.get("uri")):
             raise ValueError(
-                "uri: what signs the URL was hidden on its way through Prefect's parameters; name "
-                "the file by s3:// with a credentials_block, or call the flow where the URL is made"
+                "uri: the signature of the URL was masked in Prefect's flow parameters; use an "
+                "s3:// URI with a credentials_block, or call the flow in the process that signs "
+                "the URL"
             )
         return value
 
@@ -188,7 +200,10 @@ class Source(Group):
         if value is not None:
             check_uri(value)
             if value.startswith("s3://"):
-                raise ValueError("is a local folder; rows name s3:// images by their whole URL")
+                raise ValueError(
+                    "must be a local folder; remove it, and name s3:// images by their full URL in "
+                    "the rows"
+                )
         return value
 
     @field_validator("uri")
@@ -206,8 +221,8 @@ class Source(Group):
                 without_user(uri)
                 if holds_password(uri):
                     raise ValueError(
-                        "holds a password behind its ?; name the variable that has it in "
-                        "options.password_env"
+                        "contains a password after the ?; put the password into an environment "
+                        "variable, and name that variable in options.password_env"
                     )
                 if scheme_of(uri) == "hf":
                     hub_name(uri)
@@ -230,10 +245,14 @@ class Source(Group):
         other = format_of_scheme(scheme_of(self.uris[0])) != "sql"
         if other and self.table_format not in ("sql", None) and self.types:
             raise ValueError(
-                f"types: the columns of a {self.table_format} table have their own types; remove it"
+                f"types does not apply to a {self.table_format} table, whose columns are typed; "
+                "remove it"
             )
         if other and self.table_format != "sql" and self.query:
-            raise ValueError("query: is of databases, and uri names none; remove it")
+            raise ValueError(
+                "query needs a database, and uri names none; remove query, or set uri to a "
+                "database such as sqlite:///sales.db"
+            )
         return self
 
     @model_validator(mode="after")
@@ -242,15 +261,19 @@ class Source(Group):
         name = self.table_format
         if told - {name}:
             raise ValueError(
-                f"uri: {self.uris[0]!r} does not go with format: {self.format}; leave format out, "
-                "and name a table or data set alone"
+                f"uri: {self.uris[0]!r} cannot be read as format: {self.format}; remove format. A "
+                "table or data set must be the only entry"
             )
         if name is not None and len(self.uris) > 1:
-            raise ValueError(f"uri: {TABLE_FORMATS[name].source} is one; name it alone")
+            raise ValueError(
+                f"uri: {TABLE_FORMATS[name].source} must be the only entry; remove the others"
+            )
         if self.catalog and name != "iceberg":
-            raise ValueError("catalog: is of Iceberg tables, with format: iceberg; remove it")
+            raise ValueError(
+                "catalog applies only to Iceberg tables; remove it, or set format: iceberg"
+            )
         if self.version is not None and self.format not in ("auto", *TABLE_FORMATS):
-            raise ValueError(f"version: {self.format} files have no versions; remove it")
+            raise ValueError(f"version does not apply to {self.format} files; remove it")
         return self
 
     @model_validator(mode="after")
@@ -258,12 +281,16 @@ class Source(Group):
         on_hub = scheme_of(self.uris[0]) == "hf"
         if self.config is not None and not on_hub:
             raise ValueError(
-                "config: is of datasets on Hugging Face (hf://datasets/...); remove it"
+                "config applies only to Hugging Face datasets (hf://datasets/...); remove it"
             )
         if self.split is not None and self.format not in ("auto", "huggingface"):
-            raise ValueError(f"split: is of Hugging Face datasets, not of {self.format}; remove it")
+            raise ValueError(
+                f"split applies only to Hugging Face datasets, not to {self.format}; remove it"
+            )
         if on_hub and self.version is not None and hub_name(self.uris[0]).revision is not None:
-            raise ValueError("version: uri names a revision already, after the @; keep one of them")
+            raise ValueError(
+                "version: uri already names a revision after the @; remove one of them"
+            )
         return self
 
     @property

@@ -24,6 +24,6 @@ def arrow_type(name: str) -> Any:
         return pa.type_for_alias(name.strip())
     except ValueError:
         raise ValueError(
-            f"{name!r} is no type; write for example int64, double, string, bool, date32, "
-            "timestamp[us], timestamp[us, UTC] or decimal(38,9)"
+            f"{name!r} is not an Arrow type; write for example int64, double, string, bool, "
+            "date32, timestamp[us], timestamp[us, UTC] or decimal(38,9)"
         ) from None

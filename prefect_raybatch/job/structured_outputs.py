@@ -61,11 +61,11 @@ def check_form_shape(form: Any) -> None:
     kinds = [name for name in FORM_KINDS if name in given]
     if len(kinds) != 1:
         has = " and ".join(kinds) or "none of them"
-        raise ValueError(f"{FORM} must have one of {', '.join(FORM_KINDS)}, and has {has}")
+        raise ValueError(f"{FORM} has {has}; set exactly one of {', '.join(FORM_KINDS)}")
     _check_value(kinds[0], given[kinds[0]])
     for name, kind in FORM_OPTIONS.items():
         if name in given and not isinstance(given[name], kind):
-            what = "true or false" if kind is bool else "a text"
+            what = "true or false" if kind is bool else "text"
             raise ValueError(f"{FORM}.{name} must be {what}, and is {str(given[name])[:80]!r}")
 
 
@@ -73,23 +73,22 @@ def _check_value(kind: str, value: Any) -> None:
     where = f"{FORM}.{kind}"
     if kind == "json_object":
         if value is not True:
-            raise ValueError(f"{where} must be true; leave {FORM} out for answers of any form")
+            raise ValueError(f"{where} must be true; remove {FORM} to allow any answer")
     elif kind == "choice":
         if not (isinstance(value, (list, tuple)) and value and all(map(_text, value))):
             raise ValueError(
-                f"{where} must be a list of labels, each a text ({QUOTED}), and is "
-                f"{str(value)[:80]!r}"
+                f"{where} must be a list of text labels ({QUOTED}), and is {str(value)[:80]!r}"
             )
         check_label_texts(value, f"{where}: ")
     elif kind == "json" and isinstance(value, Mapping):
         _check_limits(where, value)
     elif not _text(value):
         or_mapping = " or a mapping" if kind == "json" else ""
-        raise ValueError(f"{where} must be a text{or_mapping}, and is {str(value)[:80]!r}")
+        raise ValueError(f"{where} must be text{or_mapping}, and is {str(value)[:80]!r}")
     elif not value.strip():
-        raise ValueError(f"{where} is empty; write it, or leave {FORM} out")
+        raise ValueError(f"{where} is empty; set it, or remove {FORM}")
     elif kind == "regex" and "\0" in value:
-        raise ValueError(f"{where} holds a NUL character, which no regular expression may")
+        raise ValueError(f"{where} contains a NUL character; remove it")
     elif kind == "json":
         _check_limits(where, _parsed(where, value))
     elif kind == "structural_tag":
@@ -121,17 +120,19 @@ def check_label_texts(labels: Sequence[str], where: str = "") -> None:
     field, with a colon and a blank."""
     for number, label in enumerate(labels, 1):
         if not label.strip():
-            raise ValueError(f"{where}label {number} of {len(labels)} is empty; remove or name it")
+            raise ValueError(
+                f"{where}label {number} of {len(labels)} is empty; remove it, or write a label"
+            )
         try:
             label.encode()
         except UnicodeEncodeError:
             raise ValueError(
-                f"{where}label {number} of {len(labels)} holds half a surrogate pair, which is "
-                "no text; remove it"
+                f"{where}label {number} of {len(labels)} contains half a surrogate pair, which is "
+                "not valid text; remove it"
             ) from None
     repeated = sorted({label for label in labels if labels.count(label) > 1})
     if repeated:
-        raise ValueError(f"{where}label {repeated[0]!r} stands there twice; remove one")
+        raise ValueError(f"{where}duplicate label {repeated[0]!r}; remove one")
 
 
 def check_backend(config: Any) -> None:
@@ -142,7 +143,7 @@ def check_backend(config: Any) -> None:
     if _backend_of(config) == "lm-format-enforcer":
         raise ValueError(
             "structured_outputs_config: vLLM 0.29 cannot load the backend lm-format-enforcer; "
-            "leave backend out, or choose xgrammar, guidance or outlines"
+            "remove backend, or choose xgrammar, guidance or outlines"
         )
 
 
@@ -158,8 +159,9 @@ def check_labels_held(labels: Sequence[str], where: str, config: Any) -> None:
     for one, other in pairwise(sorted(labels)):
         if other.startswith(one):
             raise ValueError(
-                f"{where}: label {other!r} begins with label {one!r}, which backend outlines "
-                "cannot hold; choose another in engine.structured_outputs_config, or rename one"
+                f"{where}: label {other!r} begins with label {one!r}, which the backend outlines "
+                "does not support; choose another backend in engine.structured_outputs_config, or "
+                "rename a label"
             )
 
 
@@ -204,9 +206,9 @@ def _parsed(where: str, text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is no JSON: {error}") from None
+        raise ValueError(f"{where} is not valid JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{where} must be the JSON of an object, and begins with {text[:20]!r}")
+        raise ValueError(f"{where} must be a JSON object, and begins with {text[:20]!r}")
     return found
 
 
@@ -228,7 +230,7 @@ def check_form_parses(form: Mapping[str, Any] | None, config: Any) -> None:
         said = _xgrammar_says(kind, given[kind])
     if said:
         raise ValueError(
-            f"{FORM}.{kind}: vLLM cannot make a grammar of it: {' '.join(said.split())[:400]}"
+            f"{FORM}.{kind}: vLLM cannot compile it to a grammar: {' '.join(said.split())[:400]}"
         )
 
 
@@ -243,7 +245,7 @@ def guidance_says(kind: str, value: Any, blanks: bool = True) -> str | None:
     try:
         return within(GRAMMAR_SECONDS, lambda: _guidance_says(kind, value, blanks))
     except TimeoutError:
-        return f"it makes no grammar within {GRAMMAR_SECONDS:g} s"
+        return f"compiling it takes longer than {GRAMMAR_SECONDS:g} s"
 
 
 def _guidance_says(kind: str, value: Any, blanks: bool) -> str | None:

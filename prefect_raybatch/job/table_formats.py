@@ -88,9 +88,9 @@ def hub_name(uri: str) -> HubName:
     match = HUB_NAME.fullmatch(uri)
     if match is None:
         raise ValueError(
-            f"{uri!r} names no dataset of Hugging Face; write hf://datasets/OWNER/NAME or "
-            "hf://datasets/OWNER/NAME@REVISION, and choose of it with source.config and "
-            "source.split"
+            f"{uri!r} is not a Hugging Face dataset; write hf://datasets/OWNER/NAME or "
+            "hf://datasets/OWNER/NAME@REVISION, and set source.config and source.split to choose a "
+            "part of it"
         )
     return HubName(match["repository"], match["revision"])
 
@@ -100,8 +100,8 @@ def check_catalog_code(properties: Mapping[str, Any]) -> None:
     for name, value in properties.items():
         if "impl" in str(name).lower() or (isinstance(value, Mapping) and "impl" in value):
             raise ValueError(
-                f"{name} names Python code to load, which a job cannot do; put such a catalog into "
-                ".pyiceberg.yaml where the flow runs, and give its {name: ...}"
+                f"{name} names Python code to load, which is not allowed in a job; put the catalog "
+                "into .pyiceberg.yaml where the flow runs, and refer to it as {name: ...}"
             )
 
 
@@ -112,6 +112,6 @@ def check_catalog(properties: Mapping[str, Any]) -> None:
     for name, value in properties.items():
         if isinstance(value, str) and USERINFO.search(value):
             raise ValueError(
-                f"{name} holds a user or a key before an @; put it into .pyiceberg.yaml or the "
+                f"{name} contains a user or key before an @; put it into .pyiceberg.yaml or the "
                 "environment (PYICEBERG_CATALOG__NAME__URI) where the flow runs"
             )

@@ -28,13 +28,14 @@ def check_task(job: BatchJob) -> None:
     task = job.engine.task
     if task != "score" and job.prompt.second is not None:
         raise ValueError(
-            f"prompt.second: the second text of a pair is for engine.task score, not {task}; "
-            "leave it out"
+            f"prompt.second applies only to engine.task score, not to {task}; remove it"
         )
     if task != "embed":
         for name in ("normalize", "vector_type"):
             if getattr(job.output, name) != type(job.output).model_fields[name].default:
-                raise ValueError(f"output.{name}: is for engine.task embed, not {task}")
+                raise ValueError(
+                    f"output.{name} applies only to engine.task embed, not to {task}; remove it"
+                )
     if pools(task):
         _check_pooling(job, task)
 
@@ -43,35 +44,34 @@ def _check_pooling(job: BatchJob, task: str) -> None:
     drawn = _set(job.sampling)
     if drawn:
         raise ValueError(
-            f"sampling.{drawn[0]}: engine.task {task} draws no tokens; leave sampling out"
+            f"sampling.{drawn[0]}: engine.task {task} generates no tokens; remove sampling"
         )
     if job.prompt.system is not None:
         raise ValueError(
-            f"prompt.system: engine.task {task} takes the plain text, without a chat template; "
-            "write an instruction into prompt.template"
+            f"prompt.system: engine.task {task} uses no chat template; put the instruction into "
+            "prompt.template"
         )
     if job.output.on_cut_off != "auto":
         raise ValueError(
-            f"output.on_cut_off: engine.task {task} has no answer that could be cut off; leave it "
-            "out"
+            f"output.on_cut_off: engine.task {task} has no answers that can be truncated; remove it"
         )
     for name in OF_A_CHAT:
         if getattr(job.prompt, name) not in (None, False, {}):
             raise ValueError(
-                f"prompt.{name}: engine.task {task} takes the plain text of prompt.template, "
-                "without a chat; leave it out"
+                f"prompt.{name}: engine.task {task} uses the plain text of prompt.template, "
+                "without a chat; remove it"
             )
     for name in OF_A_TEXT:
         if getattr(job.output, name):
-            raise ValueError(f"output.{name}: engine.task {task} answers in no text; leave it out")
+            raise ValueError(f"output.{name}: engine.task {task} generates no text; remove it")
     for name in job.output.extras:
         if name != "prompt_tokens":
             raise ValueError(
-                f"output.extras: {name}: engine.task {task} answers in no text; it has "
-                "prompt_tokens alone"
+                f"output.extras: {name}: engine.task {task} generates no text; remove it, only "
+                "prompt_tokens is available"
             )
     if "runner" in (job.engine.model_extra or {}):
-        raise ValueError("engine.runner: follows from engine.task; leave it out")
+        raise ValueError("engine.runner is set from engine.task; remove it")
 
 
 def check_adapters(job: BatchJob) -> None:
@@ -79,16 +79,16 @@ def check_adapters(job: BatchJob) -> None:
     column, several = job.prompt.adapter_column, job.engine.adapters
     if job.engine.adapter is not None and (several or column is not None):
         raise ValueError(
-            "engine.adapter: is for all rows; for several keep engine.adapters and "
+            "engine.adapter applies to all rows; remove it to use engine.adapters and "
             "prompt.adapter_column"
         )
     if bool(several) != (column is not None):
         raise ValueError(
-            "engine.adapters: prompt.adapter_column says which row takes which of them; set both "
-            "or neither"
+            "engine.adapters and prompt.adapter_column, which names the adapter of each row, need "
+            "each other; set both or neither"
         )
     if "" in several:
-        raise ValueError("engine.adapters: an adapter has an empty name; give it one")
+        raise ValueError("engine.adapters: the name of an adapter is empty; set one")
 
 
 def _set(group: Any) -> list[str]:

@@ -52,8 +52,8 @@ def check_types(schema: pa.Schema, where: str, error: type[RayBatchError] = Corr
         for name in _extensions(field):
             if not CANONICAL.match(name):
                 raise error(
-                    f"{where}: column {field.name!r} is of extension type {name}, which may run "
-                    "code when it is read; store it as plain Arrow types"
+                    f"{where}: column {field.name!r} has the extension type {name}, which may run "
+                    "code when it is read; store it as a plain Arrow type"
                 )
 
 

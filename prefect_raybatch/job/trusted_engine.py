@@ -30,14 +30,14 @@ def check_engine_trust(engine: Engine, policy: JobPolicy) -> None:
     for name, value in engine.env.items():
         if not policy.may_set_variable(name):
             raise ConfigError(
-                f"engine.env: {name} is not among the variables that a job may set, since a "
-                "variable can decide which code the engine loads; set it on the cluster's nodes, "
-                f"or add it to engine_variables in {file}"
+                f"engine.env: a job may not set {name}, since a variable can decide which code the "
+                "engine loads; set it on the cluster's nodes, or add it to engine_variables in "
+                f"{file}"
             )
         pattern = VARIABLE_VALUES.get(name, VARIABLE_VALUE)
         if not re.fullmatch(pattern, value) and not matches_any(name, policy.engine_variables):
             raise ConfigError(
-                f"engine.env: {name} of a job may not hold a path, a URL or control characters, "
+                f"engine.env: {name} may not contain a path, a URL or control characters in a job, "
                 "since a library may open what it names; correct it, or add the variable to "
                 f"engine_variables in {file}"
             )
@@ -46,7 +46,7 @@ def check_engine_trust(engine: Engine, policy: JobPolicy) -> None:
     for name, value in sorted(extra.items()):
         for place in refused_parts(name, value, kinds.get(name, Any), policy):
             raise ConfigError(
-                f"engine.{place}: may name code, a file or a host, so a job cannot set it; if you "
+                f"engine.{place} may name code, a file or a host, so a job may not set it; if you "
                 f"trust it, add {place} to engine_arguments in {file}"
             )
 

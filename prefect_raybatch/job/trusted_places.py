@@ -30,8 +30,10 @@ HUB_HOST = "huggingface.co"
 FILE_DATABASES = ("sqlite", "duckdb")
 CATALOG_TYPES = ("rest", "sql", "in-memory")
 MOST_PORT = 65535
-CATALOG_BY_NAME = "put such a catalog into .pyiceberg.yaml where the flow runs, and give its name"
-EXPORT = "export the rows to Parquet, and read these"
+CATALOG_BY_NAME = (
+    "put the catalog into .pyiceberg.yaml where the flow runs, and refer to it as {name: ...}"
+)
+EXPORT = "export the rows to Parquet, and read those files"
 ANY_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 # A URL up to its host and port, in the form in which all libraries see the same host.
 AUTHORITY = re.compile(
@@ -74,7 +76,7 @@ class Reach:
             self._refuse(
                 field,
                 "name a URL without a plain host",
-                "write scheme://host:port/..., the host in ASCII letters, digits, - and .",
+                "write scheme://host:port/... with only ASCII letters, digits, - and . in the host",
             )
         port = match["port"]
         self.connect(field, match["name"] or match["address"], int(port) if port else None)
@@ -129,7 +131,7 @@ class Reach:
     def region(self, field: str, value: object) -> None:
         """Reject a region that is more than a word: clients put it into the name of the host."""
         if value is not None and not re.fullmatch(REGION, str(value)):
-            self._refuse(field, "name the region so", "write its name, such as eu-central-1")
+            self._refuse(field, "use this region name", "write a plain name, such as eu-central-1")
 
     def catalog(self, field: str, catalog: Mapping[str, Any], writes: bool) -> None:
         """Check the properties of a catalog: their names, hosts, folders and variables."""
@@ -178,19 +180,19 @@ class Reach:
             self._refuse(
                 field,
                 "name a URL without a plain host",
-                "write dialect://host:port/database, without @, #, ; and \\ behind the host",
+                "write dialect://host:port/database, without @, #, ; or \\ after the host",
             )
         self.connect_url(field, url)
 
     def _refuse(self, field: str, what: str, remedy: str) -> NoReturn:
         raise ConfigError(
-            f"{field}: a job that comes through Prefect's API or a job server may not {what} under "
+            f"{field}: a job from Prefect's API or a job server may not {what} under "
             f"{self.policy.title}; {remedy}"
         )
 
 
 def _add(what: str) -> str:
-    return f"if it is to, add {what} in the file of {POLICY_FILE} where the flow runs"
+    return f"to allow it, add {what} in the file of {POLICY_FILE} where the flow runs"
 
 
 def check_reach(job: BatchJob, policy: JobPolicy) -> None:

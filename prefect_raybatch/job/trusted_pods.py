@@ -63,7 +63,7 @@ def check_pods(made: Kubernetes, policy: JobPolicy) -> None:
     if made.manifest_file is not None and policy.limited:
         reach.read(f"{WHERE}.manifest_file", made.manifest_file)
     if (made.manifest or made.manifest_file) and not limits.manifest:
-        _refuse("manifest", "a manifest decides all about the pods", "manifest: true")
+        _refuse("manifest", "a manifest can set everything about the pods", "manifest: true")
     body = given_manifest(made)
     pods = made.shape.workers if body is None else sum(_pods_of(body["spec"]))
     if pods > limits.max_workers:
@@ -80,7 +80,7 @@ def _pods_of(spec: Mapping[str, Any]) -> Iterator[int]:
         for name, number in numbers.items():
             if type(number) is not int:
                 place = f"manifest.spec.workerGroupSpecs[{at}].{name}"
-                _refuse(place, f"{number!r} is no number of pods", "none: write a whole number")
+                _refuse(place, f"{number!r} is not a number of pods", "none: write a whole number")
         hosts = numbers.pop("numOfHosts", 1)
         if not spec.get("enableInTreeAutoscaling"):
             numbers.pop("maxReplicas", None)
@@ -92,7 +92,9 @@ def _check_names(
 ) -> None:
     for name in names:
         if name is not None and not matches_any(name, allowed):
-            _refuse(field, f"{name} is not among {', '.join(allowed) or 'none'}", where)
+            _refuse(
+                field, f"{name} is not allowed (allowed: {', '.join(allowed) or 'none'})", where
+            )
 
 
 def _check_variables(field: str, names: Iterable[str], policy: JobPolicy) -> None:
@@ -100,8 +102,8 @@ def _check_variables(field: str, names: Iterable[str], policy: JobPolicy) -> Non
     for name in names:
         if policy.limited and not policy.may_set_variable(name):
             raise ConfigError(
-                f"{WHERE}.{field}: {name} is not among the variables that a job may set; put it "
-                f"into the image, or add it to engine_variables in the file of {POLICY_FILE}"
+                f"{WHERE}.{field}: a job may not set {name}; put it into the image, or add it to "
+                f"engine_variables in the file of {POLICY_FILE}"
             )
 
 
@@ -227,11 +229,11 @@ def _list(value: object, place: str) -> list[Mapping[str, Any]]:
 
 
 def _refuse_pod(place: str) -> NoReturn:
-    _refuse(place, "is not among the fields that a pod may have", "privileged: true")
+    _refuse(place, "is not a field that a pod may have", "privileged: true")
 
 
 def _refuse(field: str, why: str, remedy: str) -> NoReturn:
     raise ConfigError(
-        f"{WHERE}.{field}: {why}; if a job may have this, the operator adds it to kubernetes "
-        f"({remedy}) in the file of {POLICY_FILE}"
+        f"{WHERE}.{field}: {why}; to allow it, add it to kubernetes ({remedy}) in the file of "
+        f"{POLICY_FILE}"
     )

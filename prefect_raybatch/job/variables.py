@@ -25,7 +25,7 @@ def fill_variables(value: Any, where: str) -> Any:
             return os.environ[match[1]]
         except KeyError:
             raise ConfigError(
-                f"{where}: the environment variable {match[1]} is not set where this runs; set it"
+                f"{where}: environment variable {match[1]} is not set; set it where the flow runs"
             ) from None
 
     return VARIABLE.sub(variable, value)

@@ -1,4 +1,4 @@
-"""What a job says of files that it reads by http(s)."""
+"""The options for files that a job reads by http(s)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from prefect_raybatch.job.group import Group
 
 
 class Web(Group):
-    """Files by http(s)."""
+    """Limits for files that are read by http(s)."""
 
     max_mb: int = field(
         1,
         10_000,
-        title="Most megabytes",
-        text="Of a file, which comes into a temporary one on the machine that plans the run.",
+        title="Maximum file size",
+        text="Largest file to download, in MB. A file is stored temporarily on the "
+        "machine that plans the run.",
         gt=0,
         le=10_000_000,
     )
@@ -21,6 +22,6 @@ class Web(Group):
         2,
         False,
         title="Private addresses",
-        text="source.uri may name hosts of this network, and ports other than 80 and 443. "
-        "Link-local addresses stay refused.",
+        text="Allow source.uri to name hosts in a private network and ports other "
+        "than 80 and 443. Link-local addresses are always refused.",
     )

@@ -85,7 +85,9 @@ def _read(text: str) -> YamlText:
         if root is None:
             return YamlText(None)
         if _size(root, {}) > MOST_VALUES:
-            raise ValueError(f"holds over {MOST_VALUES:,} values (aliases count each time)")
+            raise ValueError(
+                f"contains over {MOST_VALUES:,} values (aliases count each time); make it smaller"
+            )
         twice = sorted(_repeated(root, "", set()))
         if twice:
             raise ValueError("\n".join(text for _, text in twice))
@@ -111,8 +113,8 @@ def _size(node: yaml.Node, sizes: dict[int, int | None]) -> int:
     size = sizes[id(node)]
     if size is None:
         raise ValueError(
-            f"line {node.start_mark.line + 1}: an alias refers to what it is itself a part of; "
-            "write the value out"
+            f"line {node.start_mark.line + 1}: an alias refers to a value that contains it; write "
+            "the value out"
         )
     return size
 
@@ -136,7 +138,7 @@ def _repeated(node: yaml.Node, name: str, seen: set[int]) -> Iterator[tuple[int,
                 numbers = f"{', '.join(map(str, found[:-1]))} and {found[-1]}"
                 yield (
                     found[0],
-                    f"{name}{key}: is given more than once, in lines {numbers}; keep one",
+                    f"{name}{key}: duplicate key in lines {numbers}; remove all but one",
                 )
 
 
@@ -152,7 +154,7 @@ def _line(error: yaml.MarkedYAMLError) -> str:
 def _problem(error: yaml.MarkedYAMLError) -> str:
     told = ", ".join(filter(None, (error.context, error.problem)))
     if error.problem == "mapping values are not allowed here":
-        return f"{told}; put quotes around a text that holds a colon and a space"
+        return f"{told}; put quotes around text that contains a colon and a space"
     if error.problem == "found character '\\t' that cannot start any token":
         return f"{told}; indent with spaces, not with tabs"
     return told

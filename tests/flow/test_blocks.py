@@ -148,16 +148,19 @@ def test_prefect_registers_the_blocks_of_the_package_by_its_name(
         (lambda: RayCluster(address="ray://head:10001"), "ends the work after 30 s"),
         (lambda: RayCluster(job_server="ray://head:10001"), "ends the work after 30 s"),
         (lambda: RayCluster(address="http://head:8265"), "into the field job_server"),
-        (lambda: RayCluster(job_server="head:8265"), "write http://host:8265"),
-        (lambda: RayCluster(job_server=f"http://me:{HUSH[0]}@head:8265"), "no job server"),
-        (lambda: RayCluster(address="a:1", job_server="http://a:8265"), "keep one"),
+        (lambda: RayCluster(job_server="head:8265"), "write only http://host:8265"),
+        (
+            lambda: RayCluster(job_server=f"http://me:{HUSH[0]}@head:8265"),
+            "not the URL of a job server",
+        ),
+        (lambda: RayCluster(address="a:1", job_server="http://a:8265"), "remove one"),
         (lambda: RayCluster(address="a:1", headers={"X": HUSH[3]}), "for the job server"),
         (lambda: RayCluster(token=HUSH[4]), "for a running cluster"),
         (lambda: ObjectStore(access_key_id=HUSH[0]), "belong together"),
         (lambda: ObjectStore(session_token=HUSH[2]), "belongs to"),
         (lambda: store(anonymous=True), "keep one"),
-        (lambda: ObjectStore(endpoint_url=f"http://me:{HUSH[1]}@s3"), "no endpoint"),
-        (lambda: ObjectStore(endpoint_url="s3.local"), "no endpoint"),
+        (lambda: ObjectStore(endpoint_url=f"http://me:{HUSH[1]}@s3"), "not an endpoint"),
+        (lambda: ObjectStore(endpoint_url="s3.local"), "not an endpoint"),
         (lambda: ObjectStore(credentials="object-store/other"), "another object store"),
         (lambda: ObjectStore(credentials=store()), "save it first"),
         (lambda: BatchInferenceJob(), "exactly one"),
@@ -214,7 +217,7 @@ def test_a_store_gives_options_for_stores() -> None:
     assert found.get_client("s3://b/x").uri == "s3://b/x"
     assert ObjectStore(anonymous=True).store_options() == {"anon": True}
     assert ObjectStore().store_options() == {}
-    with pytest.raises(ConfigError, match="on no object store"):
+    with pytest.raises(ConfigError, match="not on an object store"):
         found.get_client("/tmp")
 
 
@@ -336,7 +339,7 @@ def test_a_job_names_the_block_of_its_cluster(prefect_api: None) -> None:
         with_blocks(job(cluster={"block": "ray-cluster/none"}))
     for wrong, why in (
         ({"block": "named"}, "write ray-cluster/NAME"),
-        ({"block": "ray-cluster/named", "address": "auto"}, "keep one"),
+        ({"block": "ray-cluster/named", "address": "auto"}, "remove one"),
     ):
         with pytest.raises(ConfigError, match=why):
             job(cluster=wrong)

@@ -214,14 +214,14 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
 
     page.goto(site(prefect, f"/deployments/deployment/{dev}/run"))
     form = page.locator("form").first
-    where = form_field(form, "Job", "Source", "Where")
-    expect(where).to_contain_text("A folder is read recursively.")
+    where = form_field(form, "Job", "Source", "Location")
+    expect(where).to_contain_text("Folders are read recursively")
     expect(where.locator("textarea")).to_have_value("customers.csv")
     # Titles and not the names of fields; a choice is a list to choose from.
     labels = form.locator(LABELS).all_inner_texts()
     assert len(labels) > 60, labels
     first = [text.removesuffix(" (Optional)") for text in labels[:4]]
-    assert first == ["Run key", "Scheduled for", "Run date", "Limit"]  # then the job
+    assert first == ["Run key", "Scheduled for", "Run date", "Row limit"]  # then the job
     assert not [text for text in labels if "_" in text or text[:1].islower()]
     device = form_field(form, "Job", "Engine", "Device")
     device.locator("button.p-select-button__control").press("ArrowDown")
@@ -233,11 +233,11 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
     assert "Property is type" not in form_field(form, "Job").inner_text()
 
     where.locator("textarea").fill(table)
-    form_field(form, "Job", "Output", "Where").locator("textarea").fill(str(folder / "out"))
+    form_field(form, "Job", "Output", "Location").locator("textarea").fill(str(folder / "out"))
     form_field(form, "Job", "Cluster", "Job server").locator("textarea").fill(job_server)
-    form_field(form, "Job", "Source", "Rows a shard").locator("input").fill(str(SHARD))
+    form_field(form, "Job", "Source", "Rows per shard").locator("input").fill(str(SHARD))
     key = form_field(form, "Run key")
-    key.get_by_role("button", name="Given").click()
+    key.get_by_role("button", name="Value", exact=True).click()
     key.locator("textarea").fill("monday")
     page.get_by_role("link", name="Deployments").last.scroll_into_view_if_needed()
     picture(page, "form", tmp_path, 1000)
@@ -297,24 +297,24 @@ def test_the_form_asks_kubernetes_for_a_cluster_of_the_runs_own(
     form = page.locator("form").first
     within = ("Job", "Cluster", "Cluster on Kubernetes")
     group = form_field(form, *within)
-    expect(group).to_contain_text("Made by KubeRay for the run")
+    expect(group).to_contain_text("Create a Ray cluster with KubeRay")
     titles = [text.removesuffix(" (Optional)") for text in group.locator(LABELS).all_inner_texts()]
     fields = [str(one.title) for one in Kubernetes.model_fields.values()]
     assert sorted(titles[1:]) == sorted(fields), titles
-    form_field(form, "Job", "Source", "Where").locator("textarea").fill(table)
-    form_field(form, "Job", "Output", "Where").locator("textarea").fill(str(folder / "kube"))
+    form_field(form, "Job", "Source", "Location").locator("textarea").fill(table)
+    form_field(form, "Job", "Output", "Location").locator("textarea").fill(str(folder / "kube"))
     for name, value in {
         "Image": "registry.example.com/raybatch:1.0",
-        "Memory a worker": "64Gi",
+        "Memory per worker": "64Gi",
         "Namespace": "ray",
         "Context": "nowhere",
-        "Ready within": "45m",
+        "Start timeout": "45m",
     }.items():
         form_field(form, *within, name).locator("textarea").fill(value)
-    for name, number in {"Workers": 4, "GPUs a worker": 2}.items():
+    for name, number in {"Workers": 4, "GPUs per worker": 2}.items():
         form_field(form, *within, name).locator("input").fill(str(number))
     key = form_field(form, "Run key")
-    key.get_by_role("button", name="Given").click()
+    key.get_by_role("button", name="Value", exact=True).click()
     key.locator("textarea").fill("kube")
     form_field(form, *within, "Image").scroll_into_view_if_needed()
     picture(page, "form-kubernetes", tmp_path, 1000)

@@ -101,13 +101,16 @@ def test_inline_text_file_and_class_are_the_same_schema(tmp_path):
         ({"type": "string"}, "root must be an object"),
         ({"type": "object", "additionalProperties": {"type": "string"}}, "root must be an object"),
         ({**thing(a={}), "additionalProperties": True}, "properties that are not named"),
-        ({"type": "objekt"}, "is no JSON Schema: .type"),
-        (thing(a={"type": "string", "pattern": "("}), "is no JSON Schema: .properties.a.pattern"),
-        (thing(a={"$ref": "https://example.org/a.json"}), "leads to another document"),
-        (thing(default={"$ref": "other.json"}), "leads to another document"),
-        (thing(a={"$ref": "#/$defs/A"}), "leads nowhere"),
+        ({"type": "objekt"}, "is not a valid JSON Schema: .type"),
+        (
+            thing(a={"type": "string", "pattern": "("}),
+            "is not a valid JSON Schema: .properties.a.pattern",
+        ),
+        (thing(a={"$ref": "https://example.org/a.json"}), "refers to another document"),
+        (thing(default={"$ref": "other.json"}), "refers to another document"),
+        (thing(a={"$ref": "#/$defs/A"}), "has no target"),
         ("no/such.json", "cannot be read"),
-        ("{", "is no JSON"),
+        ("{", "is not valid JSON"),
         ("no_such_module:A", "module 'no_such_module' cannot be imported"),
         ("job.test_answer_schema:thing", "has no pydantic class 'thing'"),
         ("os:path", "is part of Python"),
@@ -122,7 +125,7 @@ def test_what_is_refused_names_the_field_and_the_reason(value, said):
 def test_a_schema_that_no_grammar_can_hold_is_refused_before_an_engine_starts():
     pytest.importorskip("llguidance")
     for part in ({"type": "array", "uniqueItems": True}, {"type": "string", "pattern": "(?<=a)b"}):
-        with pytest.raises(ConfigError, match="vLLM cannot make a grammar of it"):
+        with pytest.raises(ConfigError, match="vLLM cannot compile it to a grammar"):
             schema_text(thing(a=part))
 
 
@@ -132,11 +135,14 @@ SCHEMA = thing(a={"type": "string"})
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        ({"sampling": {"choice": ["a"]}}, "sampling.choice: output.schema_model is the form"),
-        ({"sampling": {"structured_outputs": {"regex": "a"}}}, "sampling.structured_outputs: "),
+        ({"sampling": {"choice": ["a"]}}, "sampling.choice cannot be combined with"),
+        (
+            {"sampling": {"structured_outputs": {"regex": "a"}}},
+            "sampling.structured_outputs cannot be combined",
+        ),
         ({"sampling": {"skip_special_tokens": False}}, "sampling.skip_special_tokens: "),
         ({"output": {"uri": "o", "schema_model": SCHEMA, "on_cut_off": "keep"}}, "on_cut_off: "),
-        ({"output": {"uri": "o", "schema_model": "some words"}}, "is no JSON Schema"),
+        ({"output": {"uri": "o", "schema_model": "some words"}}, "is not a JSON Schema"),
     ],
 )
 def test_what_a_schema_excludes(groups, said):

@@ -38,7 +38,7 @@ PROBES: list[Any] = [
         ({"max_logprobs": -5}, "engine.max_logprobs: .*greater than or equal to -1"),
         ({"enable_prefix_caching": "maybe"}, "engine.enable_prefix_caching: .*boolean"),
         ({"max_lora_rank": 7}, "engine.max_lora_rank: Input should be 1, 8, 16"),
-        ({"revision": 7}, "engine.revision: is a number, and text is wanted; quote it"),
+        ({"revision": 7}, "engine.revision: must be text and is a number; quote it"),
         ({"structured_outputs_config": "x"}, "engine.structured_outputs_config: .*backend: "),
         ({"structured_outputs_config": {"backend": "x"}}, "outputs_config.backend: .*'xgrammar'"),
         ({"compilation_config": {"cudagraph_mod": 1}}, "did you mean 'cudagraph_mode'"),

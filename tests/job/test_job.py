@@ -48,10 +48,14 @@ TOOL = {"type": "function", "function": {"name": "f"}}
     ("path", "value", "said"),
     [
         # numbers that no record could hold
-        ("sampling.logit_bias", {3: float("nan")}, ["sampling", "logit_bias.3 is no finite"]),
-        ("sampling.extra_args", {"a": [1, float("inf")]}, ["extra_args.a.1 is no finite"]),
-        ("engine.gpu_memory_utilization", float("nan"), ["gpu_memory_utilization is no finite"]),
-        ("source.options", {"timeout": float("-inf")}, ["source", "options.timeout is no finite"]),
+        ("sampling.logit_bias", {3: float("nan")}, ["sampling", "logit_bias.3 is not a finite"]),
+        ("sampling.extra_args", {"a": [1, float("inf")]}, ["extra_args.a.1 is not a finite"]),
+        ("engine.gpu_memory_utilization", float("nan"), ["gpu_memory_utilization is not a finite"]),
+        (
+            "source.options",
+            {"timeout": float("-inf")},
+            ["source", "options.timeout is not a finite"],
+        ),
         # unknown fields, with the nearest name
         ("sorce", {}, ["sorce", "did you mean 'source'"]),
         ("source.uris", "x", ["source.uris", "did you mean 'uri'"]),
@@ -67,7 +71,10 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         (
             "engine",
             {"distributed_executor_backend": "ray"},
-            ["distributed_executor_backend: ray", "set tensor_parallel_size or pipeline_parallel"],
+            [
+                "distributed_executor_backend: ray",
+                "raise tensor_parallel_size or pipeline_parallel",
+            ],
         ),
         (
             "engine",
@@ -82,8 +89,8 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("prompt.template", "{a:>9}", ["{a:>9}"]),
         ("prompt.template", "{a:{b}}", ["{a:{b}}"]),
         ("prompt.template", "{}", ["{}", "prompt.function"]),
-        ("prompt.template", "{", ["no valid template", "{{"]),
-        ("prompt.template", "a}", ["no valid template", "{{"]),
+        ("prompt.template", "{", ["not a valid template", "{{"]),
+        ("prompt.template", "a}", ["not a valid template", "{{"]),
         # prompt
         ("prompt", {}, ["exactly one of template, function and messages"]),
         ("prompt.function", "m:f", ["exactly one of template, function and messages"]),
@@ -95,7 +102,11 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("prompt.chat_template", "", ["prompt.chat_template", "is empty"]),
         ("prompt.chat_template_kwargs", {"tools": []}, ["'tools' is set by the run itself"]),
         ("prompt.chat_template_kwargs", {"a": float("nan")}, ["chat_template_kwargs", "finite"]),
-        ("prompt.chat_template_kwargs", {"a": {1, 2}}, ["chat_template_kwargs", "is no JSON"]),
+        (
+            "prompt.chat_template_kwargs",
+            {"a": {1, 2}},
+            ["chat_template_kwargs", "is not valid JSON"],
+        ),
         ("prompt.prefill", "", ["prompt.prefill"]),
         ("prompt.continue_final_message", True, ["continue_final_message", "set prefill"]),
         (
@@ -104,9 +115,9 @@ TOOL = {"type": "function", "function": {"name": "f"}}
             ["prefill and continue_final_message exclude each other"],
         ),
         ("prompt.tools", [], ["prompt.tools", "empty list"]),
-        ("prompt.tools", [{"name": "f"}], ["tool 1 of 1 is not of the form"]),
+        ("prompt.tools", [{"name": "f"}], ["tool 1 of 1 is not a tool definition"]),
         ("prompt.tools", [{"type": "function", "function": {}}], ["tool 1 of 1 has no function."]),
-        ("prompt.tools", [TOOL, TOOL], ["tool 'f' stands there twice"]),
+        ("prompt.tools", [TOOL, TOOL], ["duplicate tool 'f'"]),
         ("output.reasoning_parser", "qwen4", ["output.reasoning_parser", "did you mean 'qwen3'"]),
         ("output.tool_parser", "hermess", ["output.tool_parser", "did you mean 'hermes'"]),
         (
@@ -134,15 +145,23 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         # sampling
         ("sampling.choice", [], ["sampling.choice", "empty list"]),
         ("sampling.choice", ["a", " "], ["label 2 of 2 is empty"]),
-        ("sampling.choice", ["b", "a", "b"], ["'b'", "twice", "remove one"]),
+        ("sampling.choice", ["b", "a", "b"], ["'b'", "duplicate", "remove one"]),
         ("sampling.temperature", -1, ["sampling.temperature", "greater than or equal to 0", "-1"]),
         ("sampling.max_tokens", 0, ["sampling.max_tokens", "greater than 0", "'0'"]),
-        ("sampling.logprobs", -1, ["sampling.logprobs: '-1' is no whole number from 0 on"]),
-        ("sampling.logprobs", "all", ["sampling.logprobs: 'all' is no whole number"]),
+        (
+            "sampling.logprobs",
+            -1,
+            ["sampling.logprobs must be a whole number, at least 0, and is '-1'"],
+        ),
+        (
+            "sampling.logprobs",
+            "all",
+            ["sampling.logprobs must be a whole number, at least 0, and is 'all'"],
+        ),
         (
             "sampling.logprobs",
             21,
-            ["logprobs: 21 is over the engine's 20", "max_logprobs"],
+            ["logprobs (21) exceeds engine.max_logprobs (20)", "max_logprobs"],
         ),
         ("sampling.prompt_logprobs", 3, ["prompt_logprobs is not supported"]),
         ("sampling.output_kind", 2, ["output_kind is not supported"]),
@@ -164,7 +183,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("sampling.temperature", float("inf"), ["sampling.temperature"]),
         # figures that vLLM would refuse row by row, once its engines are up
         ("sampling.temperature", 2.5, ["sampling", "temperature", "0 to 2", "2.5"]),
-        ("sampling.top_p", 7, ["sampling", "top_p", "over 0, at most 1", "7"]),
+        ("sampling.top_p", 7, ["sampling", "top_p", "above 0, at most 1", "7"]),
         ("sampling.top_p", 0, ["sampling", "top_p"]),
         ("sampling.top_p", "high", ["sampling", "top_p", "'high'"]),
         ("sampling.top_k", -2, ["sampling", "top_k", "-2"]),
@@ -174,7 +193,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("sampling.n", True, ["sampling", "n ", "True"]),
         ("sampling.presence_penalty", 3, ["sampling", "presence_penalty", "-2 to 2"]),
         ("sampling.frequency_penalty", -2.1, ["sampling", "frequency_penalty", "-2.1"]),
-        ("sampling.repetition_penalty", 0, ["sampling", "repetition_penalty", "over 0"]),
+        ("sampling.repetition_penalty", 0, ["sampling", "repetition_penalty", "above 0"]),
         ("sampling.min_tokens", -1, ["sampling", "min_tokens", "-1"]),
         ("sampling.min_tokens", 17, ["sampling", "min_tokens", "17", "max_tokens", "16"]),
         ("sampling.stop", ["a", ""], ["sampling", "stop", "empty"]),
@@ -193,7 +212,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("name", "", ["name"]),
         ("name", "../x", ["name", "'../x'", "letters, digits"]),
         ("name", "-x", ["name"]),
-        ("name", "a" * 129, ["at most 128"]),
+        ("name", "a" * 129, ["up to 128"]),
         ("name", "a\n", ["name"]),
         ("source", None, ["source"]),
         ("source", "in.csv", ["source", "'in.csv'"]),
@@ -369,11 +388,11 @@ def test_the_schema_of_the_output_has_a_plain_name_in_files_and_python():
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "there is no such job file"),
+        (None, "no such job file"),
         (b"a: [1", "is not valid YAML"),
-        (b"- a\n- b\n", "must hold a mapping"),
-        (b"", "must hold a mapping"),
-        (b"just text", "must hold a mapping"),
+        (b"- a\n- b\n", "is not a mapping"),
+        (b"", "is not a mapping"),
+        (b"just text", "is not a mapping"),
         (b"name: \xff\xfe\xfa", "cannot be read"),
         (b"name: !!python/object/apply:os.getcwd []", "is not valid YAML"),
         (b"name: x\nname2: y\n", "unknown field"),

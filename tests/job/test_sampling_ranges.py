@@ -44,7 +44,7 @@ def taken_by_vllm(**sampling: Any) -> bool:
 @pytest.mark.parametrize("seed", [2**63 - 1, 2**64, -(2**63) - 1, 10**23])
 def test_a_seed_over_64_bits_which_ends_the_engine_is_refused(seed: int) -> None:
     assert taken_by_vllm(seed=seed)
-    assert "seed must be a whole number of 64 bits" in str(wrong({"seed": seed}))
+    assert "seed must be a signed 64-bit whole number" in str(wrong({"seed": seed}))
 
 
 @pytest.mark.parametrize(

@@ -140,13 +140,15 @@ def test_what_signs_a_url_is_shown_and_kept_nowhere(tmp_path, monkeypatch):
     assert public_job(job)["source"]["uri"] == ["https://h/a.csv?version=7", "s3://b/x?.csv"]
     assert fingerprint(job, MODEL) == fingerprint(other, MODEL)
     assert BatchJob.from_dict(job.to_dict()).source.uris[0] == job.source.uris[0]
-    with pytest.raises(ConfigError, match=r"signs the URL was hidden .* s3:// with a credentials"):
+    with pytest.raises(
+        ConfigError, match=r"signature of the URL was masked .* with a credentials_block"
+    ):
         BatchJob.from_dict(job.model_dump(mode="json"))
 
 
 def test_a_password_behind_the_question_mark_of_a_database_is_refused():
     for uri in ("postgresql://h/x?user=u&password=PLANTEDkey0001", "mysql://h/x?passwd=q"):
-        with pytest.raises(ConfigError, match=r"behind its \?; .*password_env") as caught:
+        with pytest.raises(ConfigError, match=r"after the \?; .*password_env") as caught:
             make_job(source={"uri": uri, "query": "SELECT 1"})
         assert found_in(str(caught.value)) == []
     plain = "postgresql://h/x?sslmode=require&sslkey=/etc/key.pem"
@@ -197,7 +199,7 @@ def test_an_environment_variable_is_secret_unless_its_name_is_known(tmp_path, mo
     with pytest.raises(ConfigError, match=rf"engine\.env\.{name} .*RAYBATCH_SAFE_NAMES") as caught:
         sendable(job)
     assert PLANTED not in str(caught.value)
-    with pytest.raises(ConfigError, match="hidden"):
+    with pytest.raises(ConfigError, match="masked"):
         BatchJob.from_dict(json.loads(job.model_dump_json()))
     assert BatchJob.from_dict(job.to_dict()) == job
 
@@ -232,7 +234,7 @@ def test_an_option_is_secret_unless_its_name_is_known_and_its_url_holds_no_user(
     with pytest.raises(ConfigError, match=r"source\.options\.") as caught:
         sendable(job)
     assert PLANTED not in str(caught.value)
-    with pytest.raises(ConfigError, match="hidden"):
+    with pytest.raises(ConfigError, match="masked"):
         BatchJob.from_dict(json.loads(job.model_dump_json()))
 
 

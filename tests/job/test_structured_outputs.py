@@ -68,20 +68,20 @@ MISSHAPEN: list[tuple[Any, str]] = [
     ({}, "has none of them"),
     ({"choice": None}, "has none of them"),
     ({"json": {"type": "object"}, "regex": "a"}, "has json and regex"),
-    ({"regex": 5}, "regex must be a text, and is '5'"),
+    ({"regex": 5}, "regex must be text, and is '5'"),
     ({"regex": "a\0"}, "NUL"),
-    ({"choice": []}, "must be a list of labels"),
-    ({"choice": "abc"}, "must be a list of labels"),
-    ({"choice": [True, False]}, "quote what YAML takes"),
+    ({"choice": []}, "must be a list of text labels"),
+    ({"choice": "abc"}, "must be a list of text labels"),
+    ({"choice": [True, False]}, "quote text that YAML reads"),
     ({"json": ""}, "json is empty"),
-    ({"json": "{"}, "json is no JSON: "),
-    ({"json": "5"}, "must be the JSON of an object"),
-    ({"json": [1]}, "json must be a text or a mapping"),
+    ({"json": "{"}, "json is not valid JSON: "),
+    ({"json": "5"}, "must be a JSON object"),
+    ({"json": [1]}, "json must be text or a mapping"),
     ({"json_object": False}, "json_object must be true"),
     ({"grammar": " "}, "grammar is empty"),
-    ({"structural_tag": "x"}, "structural_tag is no JSON"),
-    ({"structural_tag": {"a": 1}}, "structural_tag must be a text"),
-    ({"json_object": True, "whitespace_pattern": 5}, "whitespace_pattern must be a text"),
+    ({"structural_tag": "x"}, "structural_tag is not valid JSON"),
+    ({"structural_tag": {"a": 1}}, "structural_tag must be text"),
+    ({"json_object": True, "whitespace_pattern": 5}, "whitespace_pattern must be text"),
     ({"json_object": True, "disable_any_whitespace": "x"}, "must be true or false"),
 ]
 BACKENDS = ("auto", "xgrammar", "guidance")
@@ -125,7 +125,7 @@ def test_what_no_grammar_can_be_made_of(form: dict[str, Any], said: str, backend
     with pytest.raises(ValueError, match=said) as caught:
         check_form_parses(form, {"backend": backend})
     (kind,) = form
-    begin = f"structured_outputs.{kind}: vLLM cannot make a grammar of it: "
+    begin = f"structured_outputs.{kind}: vLLM cannot compile it to a grammar: "
     assert str(caught.value).startswith(begin) and "\n" not in str(caught.value)
     assert not taken_by_vllm(form, backend)
 
@@ -143,7 +143,7 @@ def test_other_parsers_are_not_asked() -> None:
 
 def test_a_backend_that_vllm_cannot_load_is_refused_before_an_engine_starts() -> None:
     config = {"structured_outputs_config": {"backend": "lm-format-enforcer"}}
-    with pytest.raises(ConfigError, match=r"engine\.structured_outputs_config: .*leave backend"):
+    with pytest.raises(ConfigError, match=r"engine\.structured_outputs_config: .*remove backend"):
         check_taken_by_vllm(compile_job(make_job(engine=config)))
     with pytest.raises(ImportError):  # else the refusal can go
         importlib.import_module("lmformatenforcer.integrations.vllm")
@@ -176,7 +176,7 @@ def test_labels_of_any_characters_are_a_form_that_each_backend_takes(labels: lis
     ("labels", "said"),
     [
         (["a", " \n"], "label 2 of 2 is empty"),
-        (["a", "b", "a"], "label 'a' stands there twice"),
+        (["a", "b", "a"], "duplicate label 'a'"),
         (["a", "\ud800"], "half a surrogate pair"),
     ],
 )
@@ -217,14 +217,14 @@ def test_outlines_cannot_hold_a_label_that_another_one_begins_with() -> None:
         ({"type": "integer", "maximum": 2**70}, "maximum 1180591620717411303424 is beyond"),
         ({"type": "number", "exclusiveMinimum": -1e300}, "exclusiveMinimum -1e\\+300 is beyond"),
         ({"type": "array", "items": {"minimum": 10**400}}, "minimum .of 1,329 bits. is beyond"),
-        ({"type": "array", "maxItems": 100_000_000}, "maxItems 100000000 is over 10,000"),
-        ({"type": "array", "minItems": 1e8}, "minItems 100000000.0 is over 10,000"),
-        ({"type": "string", "maxLength": 10**9}, "maxLength 1000000000 is over 1,000,000"),
-        ({"type": "object", "maxProperties": 10**8}, "maxProperties .* is over 10,000"),
+        ({"type": "array", "maxItems": 100_000_000}, "maxItems 100000000 exceeds 10,000"),
+        ({"type": "array", "minItems": 1e8}, "minItems 100000000.0 exceeds 10,000"),
+        ({"type": "string", "maxLength": 10**9}, "maxLength 1000000000 exceeds 1,000,000"),
+        ({"type": "object", "maxProperties": 10**8}, "maxProperties .* exceeds 10,000"),
         ({"$ref": "#/properties/x"}, "leads back to itself"),
         ({"anyOf": [{"allOf": [{"$ref": "#/properties/x"}]}]}, "leads back to itself"),
         ({"patternProperties": {"a": {}}, "unevaluatedProperties": False}, "bounded time"),
-        ({"properties": {f"p{i}": {} for i in range(3000)}}, "over 2,000 parts"),
+        ({"properties": {f"p{i}": {} for i in range(3000)}}, "over 2,000 schemas"),
     ],
 )
 def test_what_a_schema_may_not_hold_is_refused_in_each_place(schema: Any, said: str) -> None:
@@ -310,7 +310,10 @@ def test_a_job_with_such_a_form_is_refused_by_its_plan() -> None:
     from prefect_raybatch.job.batch_job import BatchJob
 
     schema = pa.schema([("Company", pa.string())])
-    for form, said in (({"regex": "("}, "cannot make a grammar"), ({"regex": 5}, "be a text")):
+    for form, said in (
+        ({"regex": "("}, "cannot compile it to a grammar"),
+        ({"regex": 5}, "must be text"),
+    ):
         job = BatchJob.from_dict(job_dict(sampling={"structured_outputs": form}))
         with pytest.raises(ConfigError, match=rf"^sampling\.structured_outputs\.regex.*{said}"):
             check_columns(job, schema)

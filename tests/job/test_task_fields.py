@@ -17,29 +17,44 @@ EMBED: dict[str, Any] = {"engine": {"task": "embed"}}
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        ({**EMBED, "sampling": {"max_tokens": 5}}, "sampling.max_tokens: engine.task embed draws"),
-        ({**EMBED, "sampling": {"choice": ["a"]}}, "sampling.choice: engine.task embed draws no"),
-        ({**EMBED, "sampling": {"top_p": 0.5}}, "sampling.top_p: engine.task embed draws no"),
+        (
+            {**EMBED, "sampling": {"max_tokens": 5}},
+            "sampling.max_tokens: engine.task embed generates",
+        ),
+        (
+            {**EMBED, "sampling": {"choice": ["a"]}},
+            "sampling.choice: engine.task embed generates no",
+        ),
+        ({**EMBED, "sampling": {"top_p": 0.5}}, "sampling.top_p: engine.task embed generates no"),
         ({**EMBED, "prompt": {"template": "a", "system": "b"}}, "prompt.system: engine.task embed"),
-        ({**EMBED, "prompt": {"template": "a", "second": "b"}}, "prompt.second: the second text"),
-        ({"prompt": {"template": "a", "second": "b"}}, "is for engine.task score, not generate"),
+        (
+            {**EMBED, "prompt": {"template": "a", "second": "b"}},
+            "prompt.second applies only to engine.task score",
+        ),
+        ({"prompt": {"template": "a", "second": "b"}}, "engine.task score, not to generate"),
         ({**EMBED, "output": {"uri": "o", "on_cut_off": "fail"}}, "output.on_cut_off: engine.task"),
         (
             {**EMBED, "prompt": {"template": "a", "prefill": "b"}},
             "prompt.prefill: engine.task embed",
         ),
-        ({**EMBED, "prompt": {"messages": "Chat"}}, "prompt.messages: engine.task embed takes the"),
+        ({**EMBED, "prompt": {"messages": "Chat"}}, "prompt.messages: engine.task embed uses the"),
         (
             {**EMBED, "output": {"uri": "o", "tool_parser": "hermes"}},
             "output.tool_parser: engine.t",
         ),
         (
             {**EMBED, "output": {"uri": "o", "extras": ["prompt_tokens", "finish_reason"]}},
-            "output.extras: finish_reason: engine.task embed answers in no text",
+            "output.extras: finish_reason: engine.task embed generates no text",
         ),
-        ({"output": {"uri": "o", "normalize": False}}, "output.normalize: is for engine.task emb"),
-        ({"output": {"uri": "o", "vector_type": "float16"}}, "output.vector_type: is for engine."),
-        ({"engine": {"task": "classify", "runner": "pooling"}}, "engine.runner: follows from"),
+        (
+            {"output": {"uri": "o", "normalize": False}},
+            "output.normalize applies only to engine.task emb",
+        ),
+        (
+            {"output": {"uri": "o", "vector_type": "float16"}},
+            "output.vector_type applies only to engine.",
+        ),
+        ({"engine": {"task": "classify", "runner": "pooling"}}, "engine.runner is set from"),
     ],
 )
 def test_what_a_task_has_no_use_for_is_refused(groups, said):

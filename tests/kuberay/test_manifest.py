@@ -144,9 +144,9 @@ def test_the_example_manifest_can_be_given() -> None:
     ("text", "why"),
     [
         (None, "cannot be read: No such file"),
-        ("a: [", "is no YAML"),
-        ("a: 1", "holds 0 RayClusters; it must hold one"),
-        ("{apiVersion: ray.io/v1, kind: RayCluster}", "spec: fields are needed here"),
+        ("a: [", "is not valid YAML"),
+        ("a: 1", "contains 0 RayClusters; it must contain one"),
+        ("{apiVersion: ray.io/v1, kind: RayCluster}", "spec must be a mapping"),
     ],
 )
 def test_a_manifest_file_that_cannot_be_used_is_named(
@@ -177,23 +177,23 @@ def test_differences_name_the_fields() -> None:
     ("fields", "why"),
     [
         ({"workers": 2}, "image is missing"),
-        ({"image": "a", "worker_memory": "32GB"}, "'32GB' is no quantity"),
+        ({"image": "a", "worker_memory": "32GB"}, "'32GB' is not a Kubernetes quantity"),
         ({"image": "a", "worker_memory": "32"}, "did you mean 32Gi"),
-        ({"image": "a", "head_cpu": "0"}, "is nothing"),
+        ({"image": "a", "head_cpu": "0"}, "is not above 0"),
         ({"image": "a", "gpus_per_worker": -1}, "gpus_per_worker"),
-        ({"image": "a", "namespace": "My_Space"}, "no name of Kubernetes"),
-        ({"image": "a", "secrets": ["A/B"]}, "names no Secret"),
+        ({"image": "a", "namespace": "My_Space"}, "not a Kubernetes name"),
+        ({"image": "a", "secrets": ["A/B"]}, "not the name of a Secret"),
         ({"image": "a", "env": {"HF_TOKEN": "hf_x"}}, "HF_TOKEN may be a key"),
-        ({"image": "a", "env": {"A B": "x"}}, "no name of a variable"),
-        ({"image": "a", "url": "http://h:1/{x}"}, "may hold {name} and {namespace}"),
-        ({"image": "a", "url": "h:1"}, "no job server"),
+        ({"image": "a", "env": {"A B": "x"}}, "not the name of a variable"),
+        ({"image": "a", "url": "http://h:1/{x}"}, "use only {name} and {namespace}"),
+        ({"image": "a", "url": "h:1"}, "not the URL of a job server"),
         ({"image": "a", "lease": "30s"}, "too short"),
-        ({"image": "a", "keep": "0s"}, "no time at all"),
-        ({"image": "a", "ready_within": "soon"}, "no duration"),
+        ({"image": "a", "keep": "0s"}, "is zero"),
+        ({"image": "a", "ready_within": "soon"}, "not a duration"),
         ({"image": "a", "imag": "b"}, "imag"),
-        ({"image": "a", "manifest_file": "m.yaml"}, "image stands beside manifest_file"),
+        ({"image": "a", "manifest_file": "m.yaml"}, "image cannot be combined with manifest_file"),
         ({"manifest": {}, "manifest_file": "m.yaml"}, "apiVersion and kind are None and None"),
-        ({"manifest": manifest(), "manifest_file": "m.yaml"}, "keep one"),
+        ({"manifest": manifest(), "manifest_file": "m.yaml"}, "remove one"),
     ],
 )
 def test_wrong_fields_are_named(fields: dict[str, Any], why: str) -> None:
@@ -224,16 +224,20 @@ POD = "spec.headGroupSpec.template.spec"
     ("where", "value", "why"),
     [
         ("kind", "RayJob", "write ray.io/v1 and RayCluster"),
-        ("metadata.name", "mine", "name of the cluster follows from the run key"),
-        ("metadata.namespace", "mine", "leave it out"),
-        ("metadata.labels", {"a": 1}, "metadata.labels.a: 1 is no text"),
-        ("spec.headGroupSpec", None, "spec.headGroupSpec: fields are needed here"),
-        ("spec.workerGroupSpecs", [], "at least one group of workers"),
-        ("spec.workerGroupSpecs.0.groupName", "A B", "is no name"),
-        ("spec.workerGroupSpecs.0.replicas", "2", "'2' is no number of pods"),
-        (f"{POD}.containers", None, "a list of at least one container"),
-        (f"{POD}.containers.0.image", None, "containers[0].image: an image is needed"),
-        (f"{POD}.containers.0.resources.limits.cpu", "two", "limits.cpu: 'two' is no quantity"),
+        ("metadata.name", "mine", "metadata.name is set from the run key"),
+        ("metadata.namespace", "mine", "remove it"),
+        ("metadata.labels", {"a": 1}, "metadata.labels.a: 1 is not text"),
+        ("spec.headGroupSpec", None, "spec.headGroupSpec must be a mapping"),
+        ("spec.workerGroupSpecs", [], "write at least one group"),
+        ("spec.workerGroupSpecs.0.groupName", "A B", "is not a valid name"),
+        ("spec.workerGroupSpecs.0.replicas", "2", "'2' is not a number of pods"),
+        (f"{POD}.containers", None, "write at least one container"),
+        (f"{POD}.containers.0.image", None, "containers[0].image is missing"),
+        (
+            f"{POD}.containers.0.resources.limits.cpu",
+            "two",
+            "limits.cpu: 'two' is not a Kubernetes quantity",
+        ),
         (f"{POD}.containers.0.env", [{"name": "MY_KEY", "value": "s"}], "MY_KEY may be a key"),
     ],
 )
@@ -244,7 +248,7 @@ def test_a_wrong_manifest_names_its_field(where: str, value: object, why: str) -
 @pytest.mark.parametrize(
     ("fields", "engine", "why"),
     [
-        ({}, {"tensor_parallel_size": 2}, "an engine takes 2 GPUs .* and a worker has 1"),
+        ({}, {"tensor_parallel_size": 2}, "an engine needs 2 GPUs .* and a worker has 1"),
         ({"workers": 2}, {"replicas": 3}, "3 replicas of 1 GPU .* 2 workers of 1 GPU"),
         (
             {"workers": 2, "gpus_per_worker": 3},
@@ -280,7 +284,7 @@ def test_engines_that_fit_are_let_through(fields: dict[str, Any], engine: dict[s
 
 def test_one_way_to_a_cluster() -> None:
     for other in ({"address": "auto"}, {"job_server": "http://h:1"}, {"block": "ray-cluster/x"}):
-        with pytest.raises(ConfigError, match="keep one"):
+        with pytest.raises(ConfigError, match="remove one"):
             make_job(cluster={"kubernetes": {"image": "a"}, **other})
 
 
@@ -300,7 +304,7 @@ def test_quantities() -> None:
     assert quantity("500m") == Decimal("0.5") and quantity("2Gi") == 2**31
     assert quantity(8) == 8 and quantity("1.5M") == 1_500_000
     for wrong in ("", "8 Gi", "-1", "1e3", True, None, "8gi"):
-        with pytest.raises(ValueError, match="is no quantity"):
+        with pytest.raises(ValueError, match="is not a Kubernetes quantity"):
             quantity(wrong)
 
 

@@ -475,7 +475,7 @@ def test_a_block_says_the_same_as_a_job() -> None:
     fields = {"image": "registry/raybatch:1", "workers": 2}
     block = RayCluster(kubernetes=fields, token="t")
     assert block.access().kubernetes == asked()
-    with pytest.raises(ValueError, match="keep one"):
+    with pytest.raises(ValueError, match="remove one"):
         RayCluster(kubernetes=fields, job_server="http://h:8265")
     here = make_job(cluster={"address": "auto", "on_crash": "stop"})
     made = block.apply(here).cluster

@@ -40,7 +40,7 @@ def job(**adapter: Any) -> Any:
         ({"prompt": {"template": "a", "adapter_column": "c"}}, "set both or neither"),
         (
             {"engine": {"adapter": "x/y"}, "prompt": {"template": "a", "adapter_column": "c"}},
-            "engine.adapter: is for all rows",
+            "engine.adapter applies to all rows",
         ),
     ],
 )

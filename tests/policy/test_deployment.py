@@ -85,7 +85,7 @@ def test_what_the_policy_allows_is_planned(
         ({"prompt": {"function": "helpers.functions:ask"}}, r"prompt\.function: .*from no module"),
         (
             {"engine": {"model": "demo", "env": {"LD_PRELOAD": "/tmp/evil.so"}}},
-            r"engine\.env: LD_PRELOAD is not among the variables",
+            r"engine\.env: a job may not set LD_PRELOAD",
         ),
     ],
     ids=["folder read", "folder written", "host", "function", "variable"],

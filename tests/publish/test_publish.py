@@ -241,7 +241,7 @@ def test_the_date_of_a_run_is_in_its_targets_and_in_those_of_its_retry(tmp_path)
         job.to_dict() | {"output": {**job.to_dict()["output"], "publish": [target]}}
     )
     run = str(tmp_path / "out/night")
-    with pytest.raises(ConfigError, match="tells no date; give --run-date"):
+    with pytest.raises(ConfigError, match="contains no date; set --run-date"):
         publish_run(job, run)
     publish_run(job, run, run_date=date(2026, 7, 1))
     assert [p.name for p in (tmp_path / "lake").iterdir()] == ["2026-07-01"]

@@ -381,5 +381,5 @@ def test_a_table_of_the_databases_own_types_takes_what_they_mean(server, run):
 
 def test_a_job_with_a_password_in_its_url_is_none():
     for uri in ("postgresql://u:p@h/x", "postgresql://h/x?user=u&password=p"):
-        with pytest.raises(ConfigError, match=r"holds a password.*\$\{NAME\}"):
+        with pytest.raises(ConfigError, match=r"contains a password.*\$\{NAME\}"):
             make_job(output={"publish": [{"format": "sql", "uri": uri, "table": "t"}]})

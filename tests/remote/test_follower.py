@@ -837,7 +837,7 @@ def test_only_a_job_server_is_a_job_server(url: str) -> None:
 
 
 def test_address_and_job_server_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="keep one"):
+    with pytest.raises(ConfigError, match="remove one"):
         make_job(cluster={"job_server": URL, "address": "auto"})
 
 

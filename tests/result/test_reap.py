@@ -178,7 +178,7 @@ def test_durations():
         0,
     ]
     for text in ("", "1", "h", "-1h", "1w", "1h30m", "inf"):
-        with pytest.raises(ConfigError, match="is no duration"):
+        with pytest.raises(ConfigError, match="is not a duration"):
             seconds_of(text)
 
 

@@ -307,7 +307,7 @@ def test_raw_answers_of_tasks_that_pool_are_compared_as_finished_ones_are():
     [
         (
             {"engine": {"kv_cache_dtype": "try-fp8", "quantization": "try-fp8", "task": "embed"}},
-            "engine.task embed takes a text in one pass",
+            "applies only to engine.task generate, not to embed",
         ),
         (
             {

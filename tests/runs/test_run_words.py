@@ -70,7 +70,7 @@ def test_targets_take_the_date_where_the_run_begins_and_the_key_where_it_is_publ
     assert run_words(made) == set() and with_run_words(made, "other") is made
     retry = with_run_words(job, "job-20260702T013000Z.r1").output.publish[0]
     assert retry.uri == "s3://lake/day=2026-07-02/{run_key}"
-    with pytest.raises(ConfigError, match="tells no date; give --run-date"):
+    with pytest.raises(ConfigError, match="contains no date; set --run-date"):
         with_run_words(job, "night")
     with pytest.raises(ConfigError, match="run_dat"):
         to_publish({"format": "jsonl", "uri": "out/{run_dat}"})
@@ -100,7 +100,7 @@ def test_the_date_is_that_of_the_key_unless_it_is_given(tmp_path):
     assert date_of_key("job-20269902T013000Z") is None is date_of_key("night")
     found, key = begun(job, None, datetime(2026, 7, 1, 23, 30, tzinfo=UTC))
     assert key == f"{job.name}-20260701T233000Z" and "2026-07-01" in str(found.source.uri)
-    with pytest.raises(ConfigError, match="tells no date; give --run-date"):
+    with pytest.raises(ConfigError, match="contains no date; set --run-date"):
         begun(job, "night", None)
     with pytest.raises(ConfigError, match="2026-07-01"):
         date_of("yesterday")

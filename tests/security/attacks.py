@@ -44,7 +44,7 @@ def _code(argument: str, value: Any) -> Attack:
 
 
 def _variable(name: str) -> Attack:
-    words = f"engine.env: {name} is not among the variables"
+    words = f"engine.env: a job may not set {name}"
     return Attack(f"engine.env.{name}", words, {"engine": {"env": {name: "/tmp/x"}}}, OWNER)
 
 
@@ -95,7 +95,7 @@ def _among(uri: str, words: str, query: bool = False) -> Attack:
 
 def _value(name: str, value: str) -> Attack:
     """A variable that a job may set, with a value that names a file or a module."""
-    words = rf"engine\.env: {name} .* may not hold"
+    words = rf"engine\.env: {name} may not contain"
     return Attack(f"engine.env.{name} {value!r}", words, {"engine": {"env": {name: value}}}, OWNER)
 
 
@@ -119,9 +119,7 @@ def manifest(
     }
 
 
-REFUSED_FIELD = (
-    r"cluster\.kubernetes\.manifest\.spec\S*: is not among the fields that a pod may have"
-)
+REFUSED_FIELD = r"cluster\.kubernetes\.manifest\.spec\S*: is not a field that a pod may have"
 
 
 def _manifest(title: str, **fields: Any) -> Attack:
@@ -368,7 +366,7 @@ ATTACKS = (
     ),
     _option(r"without a plain host", {"endpoint_url": "http://good.com%.evil"}, hosts=["good.com"]),
     _option(r"endpoint_url: .* host evil", {"endpoint_url": ["http://evil"]}),
-    _option(r"region: .* may not name the region", {"region": "x.evil.com/#"}),
+    _option(r"region: .* may not use this region name", {"region": "x.evil.com/#"}),
     _option(r"region_name: .* region", {"client_kwargs": {"region_name": "evil.com/"}}),
     _option(r"verify: .* may not set this option", {"client_kwargs": {"verify": "/tmp/ca"}}),
     _option(r"fo: .* may not set this option", {"fo": "/etc/passwd"}),
@@ -424,7 +422,7 @@ ATTACKS = (
     _catalog(r"name a catalog of type glue", type="glue"),
     _catalog(r"name a catalog of type REST", type="REST", uri="http://good.com"),
     _catalog(
-        r"s3\.region: .* may not name the region",
+        r"s3\.region: .* may not use this region name",
         **{"type": "rest", "uri": "http://good.com", "s3.region": "x.evil.com/#"},
     ),
     *(
@@ -484,22 +482,22 @@ ATTACKS = (
         origin=OWNER,
     ),
     _pods("workers", r"are more than 4,096", {"image": "a", "workers": 10**9}, origin=OWNER),
-    _pods("at all", r"image: a is not among none", {"image": "a"}),
+    _pods("at all", r"image: a is not allowed \(allowed: none\)", {"image": "a"}),
     _pods(
         "namespace",
-        r"namespace: other is not among mine",
+        r"namespace: other is not allowed \(allowed: mine\)",
         {"image": "a", "namespace": "other"},
         policy={**ALLOWED, "kubernetes": {"namespaces": ["mine"], "images": ["*"]}},
     ),
     _pods(
         "Secrets",
-        r"secrets: admin is not among none",
+        r"secrets: admin is not allowed \(allowed: none\)",
         {"image": "a", "secrets": ["admin"]},
         policy={**ALLOWED, "kubernetes": {"images": ["*"], "max_workers": 2}},
     ),
     _pods(
         "service account",
-        r"service_account: admin is not among none",
+        r"service_account: admin is not allowed \(allowed: none\)",
         {"image": "a", "service_account": "admin"},
         policy={**ALLOWED, "kubernetes": {"images": ["*"], "max_workers": 2}},
     ),
@@ -509,11 +507,11 @@ ATTACKS = (
         {"image": "a", "workers": 3},
         policy={**ALLOWED, "kubernetes": {"images": ["*"], "max_workers": 2}},
     ),
-    _pods("a manifest", r"manifest: a manifest decides", {"manifest": manifest()}),
+    _pods("a manifest", r"manifest: a manifest can set", {"manifest": manifest()}),
     _pods("manifest_file", r"manifest_file: .* may not read", {"manifest_file": "/etc/passwd"}),
     _pods(
         "a manifest's Secret",
-        r"envFrom: admin is not among none",
+        r"envFrom: admin is not allowed \(allowed: none\)",
         {"manifest": manifest(container={"envFrom": [{"secretRef": {"name": "admin"}}]})},
         policy={
             **ALLOWED,
@@ -586,19 +584,19 @@ ATTACKS = (
     _metadata("metadata.ownerReferences", ownerReferences=[{}]),
     _group("minReplicas", r"workers: 1,000,000,000 are more than 4,096", minReplicas=10**9),
     *(
-        _group(f"{name} {value!r}", rf"{name}: {value!r} is no number", **{name: value})
+        _group(f"{name} {value!r}", rf"{name}: {value!r} is not a number", **{name: value})
         for name in ("minReplicas", "maxReplicas", "numOfHosts")
         for value in (1e9, "1000", True)
     ),
     _pods(
         "a variable of pods",
-        r"env: RAYBATCH_POLICY is not among the variables",
+        r"env: a job may not set RAYBATCH_POLICY",
         {"image": "a", "env": {"RAYBATCH_POLICY": "/tmp/policy.yaml"}},
         policy={**ALLOWED, "kubernetes": {"images": ["*"], "max_workers": 2}},
     ),
     _pods(
         "a variable of a manifest",
-        r"env: RAYBATCH_POLICY is not among the variables",
+        r"env: a job may not set RAYBATCH_POLICY",
         {"manifest": manifest(container={"env": [{"name": "RAYBATCH_POLICY", "value": "/tmp/a"}]})},
         policy={**ALLOWED, "kubernetes": {"images": ["*"], "max_workers": 2, "manifest": True}},
     ),

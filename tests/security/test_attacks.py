@@ -291,7 +291,7 @@ def test_plain_paths_are_shown(url: str) -> None:
     ],
 )
 def test_a_target_holds_no_key_in_its_url(query: str) -> None:
-    with pytest.raises(ValueError, match=r"holds a password or a key.*\$\{NAME\}") as caught:
+    with pytest.raises(ValueError, match=r"contains a password or key.*\$\{NAME\}") as caught:
         PublishTarget(format="sql", table="t", uri=f"clickhouse://host/db?{query}={PLANTED}")
     assert PLANTED not in str(caught.value)
     PublishTarget(format="sql", table="t", uri=f"clickhouse://host/db?{query}=${{KEY}}")

@@ -145,13 +145,13 @@ def test_a_bad_byte_is_named_by_where_it_is_in_a_long_file(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("csv", "words"),
     [
-        ({"delimiter": ";;"}, "not one ASCII character"),
+        ({"delimiter": ";;"}, "not a single ASCII character"),
         ({"delimiter": ""}, "is empty"),
-        ({"delimiter": "§"}, "not one ASCII character"),
-        ({"delimiter": '"'}, "must be different"),
-        ({"encoding": "latin-99"}, "no encoding that Python knows"),
-        ({"encoding": "hex"}, "no encoding that Python knows"),
-        ({"names": ["a", "a"]}, "stands there twice"),
+        ({"delimiter": "§"}, "not a single ASCII character"),
+        ({"delimiter": '"'}, "not all different"),
+        ({"encoding": "latin-99"}, "not a text encoding in Python"),
+        ({"encoding": "hex"}, "not a text encoding in Python"),
+        ({"names": ["a", "a"]}, "duplicate name"),
         ({"seperator": ";"}, "unknown field"),
     ],
 )

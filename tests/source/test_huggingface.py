@@ -459,10 +459,10 @@ def test_what_is_no_dataset_is_told(tmp_path, monkeypatch):
         ({"uri": "hf://team/rows"}, "hf://datasets/OWNER/NAME"),
         ({"uri": "hf://datasets/rows"}, "hf://datasets/OWNER/NAME"),
         ({"uri": f"{URI}/train.parquet"}, "hf://datasets/OWNER/NAME"),
-        ({"uri": f"{URI}@v1", "version": "v2"}, "keep one of them"),
-        ({"uri": "a.parquet", "config": "de"}, "config: is of datasets"),
-        ({"uri": "a.parquet", "format": "parquet", "split": "train"}, "split: is of"),
-        ({"uri": URI, "format": "delta"}, "does not go with"),
+        ({"uri": f"{URI}@v1", "version": "v2"}, "remove one of them"),
+        ({"uri": "a.parquet", "config": "de"}, "config applies only to"),
+        ({"uri": "a.parquet", "format": "parquet", "split": "train"}, "split applies only to"),
+        ({"uri": URI, "format": "delta"}, "cannot be read as format"),
     ],
 )
 def test_fields_that_do_not_go_together_are_refused(fields, said):

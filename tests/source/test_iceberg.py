@@ -193,9 +193,9 @@ def test_what_is_wrong_with_a_table_or_a_catalog_is_told(tmp_path, catalog, monk
         ({"catalog": {"py-catalog-impl": "os.path"}}, "names Python code"),
         ({"catalog": {"auth": {"type": "custom", "impl": "a.B"}}}, "names Python code"),
         ({"catalog": {"uri": "postgresql://u:p@host/db"}}, "before an @"),
-        ({"catalog": {"name": "x"}, "format": "delta"}, "is of Iceberg"),
-        ({"format": "iceberg", "uri": ["a", "b"]}, "name it alone"),
-        ({"format": "csv", "version": 3}, "have no versions"),
+        ({"catalog": {"name": "x"}, "format": "delta"}, "applies only to Iceberg"),
+        ({"format": "iceberg", "uri": ["a", "b"]}, "must be the only entry"),
+        ({"format": "csv", "version": 3}, "version does not apply"),
     ],
 )
 def test_a_job_that_cannot_be_meant_is_refused_when_it_is_read(fields, words):

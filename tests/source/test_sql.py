@@ -191,11 +191,14 @@ def test_places_that_are_none(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"uri": "postgresql://u:p@host/x", "query": "SELECT 1"}, "holds a user or a key"),
+        ({"uri": "postgresql://u:p@host/x", "query": "SELECT 1"}, "contains a user or key"),
         ({"uri": "postgresql://host/x"}, "query: is required"),
-        ({"uri": "in.csv", "query": "SELECT 1"}, "query: is of databases"),
-        ({"uri": "sqlite:///x", "query": "SELECT 1", "types": {"a": "int"}}, "'int' is no type"),
-        ({"uri": "sqlite:///x", "query": "SELECT 1", "format": "csv"}, "does not go with format"),
+        ({"uri": "in.csv", "query": "SELECT 1"}, "query needs a database"),
+        (
+            {"uri": "sqlite:///x", "query": "SELECT 1", "types": {"a": "int"}},
+            "'int' is not an Arrow type",
+        ),
+        ({"uri": "sqlite:///x", "query": "SELECT 1", "format": "csv"}, "cannot be read as format"),
     ],
 )
 def test_jobs_that_cannot_be(fields, words):

@@ -217,7 +217,7 @@ def test_a_whole_number_that_its_declared_float_does_not_hold_is_refused(
 
 @pytest.mark.parametrize("format", ["delta", "iceberg", "lance", "huggingface"])
 def test_tables_have_types_of_their_own(format):
-    with pytest.raises(ValueError, match="types: the columns of a"):
+    with pytest.raises(ValueError, match="types does not apply to a"):
         reads(uri="/tmp/table", format=format, types={"a": "int64"})
 
 

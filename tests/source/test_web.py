@@ -205,7 +205,7 @@ def test_what_signs_a_url_is_no_part_of_the_job():
 
 @pytest.mark.parametrize("uri", ["http://h/", "https:///a.csv", "http://u:p@h/a.csv"])
 def test_urls_that_name_no_file_are_no_jobs(uri):
-    with pytest.raises(ConfigError, match=r"names no file|holds a user"):
+    with pytest.raises(ConfigError, match=r"names no file|contains a user"):
         make_job(source={"uri": uri})
 
 

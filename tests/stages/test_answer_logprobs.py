@@ -85,10 +85,13 @@ def test_postprocess_finds_them_under_their_name(tmp_path):
     [
         (
             {"sampling": {"logprobs": 1, "choice": ["a"]}, "output": {"probabilities": True}},
-            "ask vLLM for different tokens; keep one",
+            "cannot be combined; remove one",
         ),
-        ({"sampling": {"logprobs": 30}, "engine": {"max_logprobs": 25}}, "over the engine's 25"),
-        ({"engine": {"task": "embed"}}, "sampling.logprobs: engine.task embed draws no tokens"),
+        (
+            {"sampling": {"logprobs": 30}, "engine": {"max_logprobs": 25}},
+            "exceeds engine.max_logprobs (25)",
+        ),
+        ({"engine": {"task": "embed"}}, "sampling.logprobs: engine.task embed generates no tokens"),
     ],
 )
 def test_what_they_exclude(groups, said):

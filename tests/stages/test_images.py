@@ -304,9 +304,12 @@ def test_a_model_of_text_alone_is_refused(model, tmp_path):
     [
         ({"prompt": {"template": "x", "images": {"resize": 9}}}, "images.columns is empty"),
         ({"prompt": {"template": "x", "images": {"per_row": 2}}}, "images.columns is empty"),
-        ({"prompt": {"template": "x", "images": {"columns": ["a", "a"]}}}, "stands there twice"),
+        ({"prompt": {"template": "x", "images": {"columns": ["a", "a"]}}}, "duplicate column"),
         ({"prompt": {"template": "x", "images": {"columns": "a", "resize": [1]}}}, "225"),
-        ({"prompt": {"template": "x", "images": {"columns": "a", "resize": 0}}}, "no side"),
+        (
+            {"prompt": {"template": "x", "images": {"columns": "a", "resize": 0}}},
+            "not a valid image side",
+        ),
         ({"prompt": {"template": "x", "images": {"columns": "a", "resize": [1, 400]}}}, "200"),
         (
             {
@@ -321,13 +324,19 @@ def test_a_model_of_text_alone_is_refused(model, tmp_path):
         ({"prompt": {"template": "x", "images": {"columns": "a"}, "prefill": "A"}}, "prefill"),
         (
             {"prompt": {"template": "x", "images": {"columns": "a"}, "chat_template": "{{x}}"}},
-            "chat_template does not go with images",
+            "chat_template cannot be combined with images",
         ),
-        ({"source": {"uri": "in.parquet", "media_root": "/media"}}, "no images are asked for"),
+        (
+            {"source": {"uri": "in.parquet", "media_root": "/media"}},
+            "media_root needs prompt.images",
+        ),
         ({"source": {"uri": "in.parquet", "media_root": "s3://b/x"}}, "local folder"),
-        ({"output": {"uri": "out", "extras": ["image_digests"]}}, "image_digests are of images"),
-        ({"engine": {"task": "embed"}}, "takes text alone"),
-        ({"engine": {"adapter": "adapters/a"}}, "adapters do not go with images"),
+        (
+            {"output": {"uri": "out", "extras": ["image_digests"]}},
+            "image_digests needs prompt.images",
+        ),
+        ({"engine": {"task": "embed"}}, "accepts only text"),
+        ({"engine": {"adapter": "adapters/a"}}, "cannot be combined with adapters"),
         ({"engine": {"max_model_len": "auto"}}, "such as 8192"),
         ({"engine": {"limit_mm_per_prompt": {"image": 9}}}, "per_row"),
     ],

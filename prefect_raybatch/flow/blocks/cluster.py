@@ -1,4 +1,4 @@
-"""The block that says where Ray is."""
+"""The block that names a Ray cluster."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.remote.server import connect_client
 
 CLIENT_REFUSED = (
-    "ray:// (the Ray client) ends the work after 30 s without network; give the GCS address "
-    "host:6379, or the job server http://host:8265 whose jobs outlive this process"
+    "ray:// (the Ray client) ends the work after 30 s without network; write the GCS address "
+    "host:6379, or set job_server to http://host:8265"
 )
 
 
 class RayCluster(CredentialsBlock):
-    """Where Ray is: a local cluster, a running one by its address, a job server, or a cluster that
-    is made on Kubernetes for each run.
+    """A Ray cluster: a running one, by its address or job server, or one that KubeRay creates on
+    Kubernetes for each run.
 
-    With neither address nor job server a cluster is started for the run and stopped after it.
+    If no cluster is named, a local one is started for the run and stopped afterwards.
 
     Attributes:
-        address: Address of a running cluster that this process can join.
+        address: Address of a running cluster that the flow's process can join.
         job_server: URL of the job server of a running cluster.
         headers: HTTP headers for the job server.
-        token: Ray's token, where the cluster wants one.
-        kubernetes: The cluster that each run makes for itself.
+        token: Ray's authentication token, if the cluster requires one.
+        kubernetes: Cluster to create on Kubernetes for each run.
 
     Example:
-        Use a saved cluster for a job:
+        Run a job on a saved cluster:
         ```python
         from prefect_raybatch.flow.blocks import RayCluster
 
@@ -56,27 +56,29 @@ class RayCluster(CredentialsBlock):
     address: str | None = block_field(
         None,
         title="Address",
-        text="host:6379 (the GCS) or auto for a running cluster; empty starts a local one.",
+        text="Address of a running Ray cluster: host:6379 (the GCS), or auto. If no "
+        "cluster is named, a local one is started.",
     )
     job_server: str | None = block_field(
         None,
         title="Job server",
-        text="http(s)://host:8265 of a running cluster; runs are submitted there as Ray jobs and "
-        "outlive the flow's process.",
+        text="URL of a Ray job server, such as http://host:8265. Runs are submitted "
+        "as Ray jobs, so they survive the flow's process.",
     )
     headers: SecretDict | None = block_field(
-        None, title="Headers", text="HTTP headers for the job server, kept as a secret."
+        None, title="Headers", text="HTTP headers for the job server, stored as a secret."
     )
     token: SecretStr | None = block_field(
         None,
         title="Token",
-        text="Ray's token, where the cluster wants one; a job server gets it as a bearer token.",
+        text="Ray's authentication token, if the cluster requires one. It is sent to "
+        "a job server as a bearer token.",
     )
     kubernetes: Kubernetes = block_field(
         Kubernetes(),
         title="Cluster on Kubernetes",
-        text="Made by KubeRay for each run, and deleted at its end; the fields of a job's "
-        "cluster.kubernetes.",
+        text="Create a Ray cluster with KubeRay for each run and delete it "
+        "afterwards. The fields are those of cluster.kubernetes in a job.",
     )
 
     @field_validator("address")
@@ -86,7 +88,7 @@ class RayCluster(CredentialsBlock):
             raise ValueError(CLIENT_REFUSED)
         if value is not None and "://" in value:
             raise ValueError(
-                "is a URL; write host:6379 or auto here, and http:// into the field job_server"
+                "is a URL; write host:6379 or auto, or put the URL into the field job_server"
             )
         return value or None
 
@@ -99,8 +101,8 @@ class RayCluster(CredentialsBlock):
             raise ValueError(CLIENT_REFUSED)
         if not SERVER.match(value):  # not quoted: it may hold a user and a password
             raise ValueError(
-                "is no job server; write http://host:8265 and no more (keys belong into headers "
-                "or token)"
+                "is not the URL of a job server; write only http://host:8265, and put keys into "
+                "headers or token"
             )
         return value.rstrip("/")
 
@@ -108,24 +110,29 @@ class RayCluster(CredentialsBlock):
     def _one_way(self) -> RayCluster:
         if self.kubernetes.asked and (self.address or self.job_server):
             raise ValueError(
-                "kubernetes makes a cluster of a run's own, and address and job_server name one "
-                "that is there; keep one"
+                "kubernetes creates a cluster, but address or job_server names an existing one; "
+                "remove one of them"
             )
         if self.address and self.job_server:
             raise ValueError(
-                "address is for a driver in the flow's process, job_server for one on the "
-                "cluster; keep one"
+                "address and job_server exclude each other: the driver runs in the flow's process, "
+                "or on the cluster; remove one of them"
             )
         if self.headers and not (self.job_server or self.kubernetes.asked):
-            raise ValueError("headers are for the job server; set job_server as well")
+            raise ValueError(
+                "headers are for the job server, but job_server is not set; set it, or remove "
+                "headers"
+            )
         if self.token and not (self.address or self.job_server or self.kubernetes.asked):
             raise ValueError(
-                "the token is for a running cluster; set address or job_server as well"
+                "token is for a running cluster, but none is named; set address or job_server, or "
+                "remove token"
             )
         return self
 
     def apply(self, job: BatchJob) -> BatchJob:
-        """The job on this cluster. Raises `ConfigError` when the job cannot be run that way."""
+        """Return the job with this cluster in place of its own. Raises `ConfigError` if the job
+        cannot run on it."""
         value = job.to_dict()
         places = {
             "address": self.address,
@@ -138,34 +145,38 @@ class RayCluster(CredentialsBlock):
         return BatchJob.from_dict(value, "job on the RayCluster block")
 
     def access(self, name: str | None = None) -> ClusterAccess:
-        """How the cluster is reached, secrets in clear; `name` is that of the saved block."""
+        """Return how to reach the cluster, with secrets in clear text; `name` is the saved block's
+        name."""
         token = None if self.token is None else self.token.get_secret_value()
         headers = self.request_headers()
         made = self.kubernetes.asked
         return ClusterAccess(self.address, self.job_server, headers, token, name, made)
 
     def request_headers(self) -> dict[str, str]:
-        """Headers for each request to the job server, with the token. They are secrets."""
+        """Return the headers for requests to the job server, including the token. They are
+        secret."""
         found = {} if self.headers is None else dict(self.headers.get_secret_value())
         if self.token is not None:
             found["Authorization"] = f"Bearer {self.token.get_secret_value()}"
         return {str(name): str(value) for name, value in found.items()}
 
     def get_client(self) -> Any:
-        """A `ray.job_submission.JobSubmissionClient` of the job server.
+        """Return a `ray.job_submission.JobSubmissionClient` for the job server.
 
-        Asks the server for its version. Raises `ConfigError` without `job_server` and
-        `ConnectionError` when it does not answer.
+        Requests the server's version. Raises `ConfigError` without `job_server`, and
+        `ConnectionError` if the server does not answer.
         """
         if self.job_server is None:
-            raise ConfigError("this RayCluster has no job_server; set it to http://host:8265")
+            raise ConfigError("this RayCluster block has no job_server; set it to http://host:8265")
         return connect_client(self.job_server, self.request_headers())
 
 
 def access_of(name: str) -> ClusterAccess:
-    """How the cluster of the saved block ray-cluster/NAME is reached. Raises `ConfigError` when it
-    cannot be loaded."""
+    """Return how to reach the cluster of the saved block ray-cluster/NAME. Raises `ConfigError` if
+    the block cannot be loaded."""
     block = load_block("cluster.block", name)
     if not isinstance(block, RayCluster):
-        raise ConfigError(f"cluster.block: {name!r} is no RayCluster block")
+        raise ConfigError(
+            f"cluster.block: {name!r} is not a RayCluster block; name one as ray-cluster/NAME"
+        )
     return block.access(name)

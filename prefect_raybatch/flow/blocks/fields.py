@@ -1,4 +1,4 @@
-"""How a block's field is written down."""
+"""Defines the fields of blocks."""
 
 from __future__ import annotations
 
@@ -8,5 +8,6 @@ from pydantic import Field
 
 
 def block_field(default: Any, *, title: str, text: str, **kwargs: Any) -> Any:
-    """A described field. Prefect's form shows a block's fields in the order of its class."""
+    """Return a field with a title and a description. Prefect's form shows the fields in the order
+    of the class."""
     return Field(default, title=title, description=text, **kwargs)

@@ -1,4 +1,4 @@
-"""The block that holds a job and runs it."""
+"""The block that contains a job and runs it."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ PROCESS_LOOK = 0.5  # seconds between two looks at the process
 
 
 class BatchInferenceJob(JobBlock[RunReport]):
-    """A batch inference job that can be triggered: the flow `batch_inference` with its parameters.
+    """A batch inference job that flows can trigger.
 
-    The flow works in a process of its own and is a flow run of its own in the Prefect page. Keys
-    do not travel with it: it gets the names of the blocks that hold them.
+    A trigger starts a flow run of `batch_inference` in a separate process. Keys are not parameters
+    of the flow run: it receives the names of the blocks that contain them.
 
     Attributes:
-        job: The job, in place of a file.
-        job_file: Path of a job file.
-        cluster: Where Ray is, in place of what the job says.
-        store: Keys for input and output where the job names none.
+        job: The job to run.
+        job_file: Path of a YAML job file, in place of the job.
+        cluster: Ray cluster to run on, in place of the cluster that the job names.
+        store: Keys for s3:// input and output, if the job names no credentials block.
 
     Example:
-        Run a saved job to its end:
+        Run a saved job and wait for its report:
         ```python
         from prefect_raybatch.flow.blocks import BatchInferenceJob
 
@@ -72,20 +72,25 @@ class BatchInferenceJob(JobBlock[RunReport]):
     model_config = ConfigDict(hide_input_in_errors=True)  # input may hold keys
 
     job: BatchJob | None = block_field(
-        None, title="Job", text="What to read, what to ask and where to write."
+        None,
+        title="Job",
+        text="The job to run: what to read, what to ask and where to write. Leave it "
+        "empty if you set a job file.",
     )
     job_file: str | None = block_field(
         None,
         title="Job file",
-        text="Path of a job file in YAML, in place of the job; read at each trigger.",
+        text="Path of a YAML job file, in place of the job. It is read at each trigger.",
     )
     cluster: RayCluster | None = block_field(
-        None, title="Ray cluster", text="Where Ray is, in place of what the job says."
+        None,
+        title="Ray cluster",
+        text="Ray cluster to run on. It replaces the cluster that the job names.",
     )
     store: ObjectStore | None = block_field(
         None,
         title="Object store",
-        text="Keys for s3:// input and output where the job itself names no credentials block.",
+        text="Keys for s3:// input and output, if the job names no credentials block.",
     )
 
     @model_validator(mode="after")
@@ -95,10 +100,9 @@ class BatchInferenceJob(JobBlock[RunReport]):
         return self
 
     def batch_job(self) -> BatchJob:
-        """The job as it will run: on the cluster and with the store's name.
+        """Return the job as it will run: on the block's cluster, with the store's name.
 
-        Raises `ConfigError` for a job file that is missing or wrong, and for a store that was
-        never saved.
+        Raises `ConfigError` for a missing or invalid job file, and for an unsaved store.
         """
         job = self.job or BatchJob.from_yaml(str(self.job_file))
         if self.cluster is not None:
@@ -117,18 +121,18 @@ class BatchInferenceJob(JobBlock[RunReport]):
         return edited(job, changes, "the job with its store")
 
     async def atrigger(self, run_key: str | None = None) -> BatchInferenceRun:
-        """Starts a flow run and returns at once; see `trigger`."""
+        """Start a flow run and return immediately; see `trigger`."""
         return await asyncio.to_thread(self._start, run_key)
 
     @async_dispatch(atrigger)
     def trigger(  # type: ignore[override]
         self, run_key: str | None = None
     ) -> BatchInferenceRun:
-        """Starts a flow run in a process of its own and returns at once.
+        """Start a flow run in a separate process and return immediately. Awaitable in async code.
 
-        `run_key` continues or returns the run of that key; without it the key is made as
-        `batch_inference` makes it, of the scheduled start of the flow run that triggers. Awaitable
-        in async code. Raises `ConfigError` for a job that cannot work as written.
+        `run_key` resumes an unfinished run or returns a finished one. Without it, the key is
+        derived from the scheduled start of the triggering flow run, as in `batch_inference`. Raises
+        `ConfigError` for an invalid job.
         """
         return self._start(run_key)
 
@@ -142,8 +146,8 @@ class BatchInferenceJob(JobBlock[RunReport]):
         parameters: dict[str, Any] = {"job": job, "run_key": check_run_key(key)}
         with get_client(sync_client=True) as client:
             made = client.create_flow_run(batch_inference, parameters=parameters, state=Pending())
-        # A process of its own can be cancelled and killed without harm to the one that triggers;
-        # started by Prefect's engine, so that nothing is pickled and no script is run again.
+        # A separate process can be cancelled and killed without harm to the triggering one.
+        # Prefect's engine starts it, so that nothing is pickled and no script runs again.
         process = subprocess.Popen(
             [sys.executable, "-m", "prefect.engine", str(made.id)],
             env=self.environment(),
@@ -153,8 +157,9 @@ class BatchInferenceJob(JobBlock[RunReport]):
         return BatchInferenceRun(job, key, made.id, process)
 
     def environment(self) -> dict[str, str]:
-        """Of the new process: ours, with Prefect's settings of now, without what names our own
-        flow run. Secrets of the cluster pass here, not in flow parameters."""
+        """Return the environment of the new process: this one's, with the present Prefect settings
+        and without the variables of this flow run. The cluster's secrets are passed here, not in
+        flow parameters."""
         settings = get_current_settings().to_environment_variables(exclude_unset=True)
         ours = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT__")}
         access = self.cluster.access() if self.cluster else ClusterAccess()
@@ -167,7 +172,7 @@ class BatchInferenceJob(JobBlock[RunReport]):
 
 
 class BatchInferenceRun(JobRun[RunReport]):
-    """A triggered job: the flow run `flow_run_id`, whose run directory is `run_key`'s."""
+    """A triggered job: its flow run `flow_run_id` and its run directory `run_key`."""
 
     def __init__(
         self, job: BatchJob, run_key: str, flow_run_id: UUID, process: subprocess.Popen[bytes]
@@ -179,7 +184,7 @@ class BatchInferenceRun(JobRun[RunReport]):
         return f"BatchInferenceRun({self.job.name!r}, {self.run_key!r}, {self.flow_run_id})"
 
     async def await_for_completion(self) -> None:
-        """Waits for the end; see `wait_for_completion`."""
+        """Wait until the flow run has ended; see `wait_for_completion`."""
         try:
             while self._process.poll() is None:
                 await asyncio.sleep(PROCESS_LOOK)
@@ -190,10 +195,10 @@ class BatchInferenceRun(JobRun[RunReport]):
 
     @async_dispatch(await_for_completion)
     def wait_for_completion(self) -> None:  # type: ignore[override]
-        """Waits until the flow run has ended. Awaitable in async code.
+        """Wait until the flow run has ended. Awaitable in async code.
 
-        Raises `RayBatchError` with the flow run's message unless it completed. Whatever ends the
-        waiting early (a cancelled flow run, Ctrl-C) stops the run; what is committed is kept.
+        Raises `RayBatchError` with the flow run's message if it did not complete. If the wait is
+        interrupted (a cancelled flow run, Ctrl-C), the run stops and keeps its committed shards.
         """
         try:
             self._process.wait()
@@ -203,19 +208,19 @@ class BatchInferenceRun(JobRun[RunReport]):
         self._check()
 
     async def afetch_result(self) -> RunReport:
-        """The report; see `fetch_result`."""
+        """Return the report; see `fetch_result`."""
         return await asyncio.to_thread(self._result)
 
     @async_dispatch(afetch_result)
     def fetch_result(self) -> RunReport:  # type: ignore[override]
-        """The report of the finished run. Awaitable in async code.
+        """Return the report of the finished run. Awaitable in async code.
 
-        Raises `IncompleteRun` while the run is not finished.
+        Raises `IncompleteRun` if the run is not finished.
         """
         return self._result()
 
     def stop(self) -> None:
-        """Ends the flow run and its engines; what is committed is kept."""
+        """Stop the flow run and its engines. Committed shards are kept."""
         if self._process.poll() is not None:
             return
         self._process.terminate()
@@ -235,7 +240,8 @@ class BatchInferenceRun(JobRun[RunReport]):
         )
 
     def _flow_run(self) -> FlowRun:
-        """The flow run as the API knows it; its last state can come a moment after its end."""
+        """Read the flow run from the API. Its final state may arrive shortly after the process
+        ends."""
         with get_client(sync_client=True) as client:
             for _ in range(10):
                 found = client.read_flow_run(self.flow_run_id)

@@ -1,4 +1,4 @@
-"""The block with the keys of an object store, and how others' blocks become store options."""
+"""The block with the keys of an object store. Converts credentials blocks to store options."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ KEYS = {
 
 
 class ObjectStore(CredentialsBlock):
-    """Keys and place of S3 or of a store that speaks it, for the input and output of jobs.
+    """Keys and endpoint of S3 or an S3-compatible store, for the input and output of jobs.
 
-    Name it in a job as `credentials_block: object-store/NAME`. The keys are its own, or those of
-    a saved `AwsCredentials` or `MinIOCredentials` block of prefect-aws. With neither they come
-    from the environment of the process that works.
+    Name the block in a job as `credentials_block: object-store/NAME`. It contains the keys itself,
+    or names a saved `AwsCredentials` or `MinIOCredentials` block of prefect-aws. Without either,
+    the keys come from the environment of the worker process.
 
     Attributes:
-        credentials: A saved block of prefect-aws with the keys.
-        access_key_id: Access key, in place of such a block.
-        secret_access_key: Its secret.
-        session_token: Token of temporary keys.
-        endpoint_url: Where a store other than AWS answers.
+        credentials: Saved prefect-aws block with the keys.
+        access_key_id: Access key ID, if no credentials block is set.
+        secret_access_key: Secret that belongs to the access key ID.
+        session_token: Session token, for temporary keys.
+        endpoint_url: URL of an S3-compatible store other than AWS.
         region: Region of the bucket.
-        anonymous: Whether to send no keys at all.
+        anonymous: Send requests without keys.
 
     Example:
-        Look into a folder with the keys of a saved block:
+        List a folder with the keys of a saved block:
         ```python
         from prefect_raybatch.flow.blocks import ObjectStore
 
@@ -64,22 +64,26 @@ class ObjectStore(CredentialsBlock):
         text="Saved AwsCredentials or MinIOCredentials block of prefect-aws, as type-slug/name.",
     )
     access_key_id: SecretStr | None = block_field(
-        None, title="Access key", text="Access key id, in place of a credentials block."
+        None, title="Access key ID", text="Access key ID, if no credentials block is set."
     )
     secret_access_key: SecretStr | None = block_field(
-        None, title="Secret key", text="Secret of the access key."
+        None, title="Secret access key", text="Secret that belongs to the access key ID."
     )
     session_token: SecretStr | None = block_field(
-        None, title="Session token", text="Token that belongs to temporary keys."
+        None, title="Session token", text="Session token, for temporary keys."
     )
     endpoint_url: str | None = block_field(
         None,
-        title="Endpoint",
-        text="http(s) URL of a store other than AWS, such as Ceph, MinIO or R2.",
+        title="Endpoint URL",
+        text="http(s) URL of an S3-compatible store such as Ceph, MinIO or R2. Default: AWS.",
     )
-    region: str | None = block_field(None, title="Region", text="Region of the bucket.")
+    region: str | None = block_field(
+        None, title="Region", text="Region of the bucket, such as eu-central-1."
+    )
     anonymous: bool = block_field(
-        False, title="Without keys", text="Send no keys: for public buckets only."
+        False,
+        title="Anonymous access",
+        text="Send requests without keys. Works only for public buckets.",
     )
 
     @field_validator("credentials", mode="before")
@@ -87,7 +91,7 @@ class ObjectStore(CredentialsBlock):
     def _credentials(cls, value: Any) -> Any:
         name = reference(value) if isinstance(value, Block) else value or None
         if str(name).startswith("object-store/"):
-            raise ValueError("names another object store; name the block that has the keys")
+            raise ValueError("names another object store; name the block that contains the keys")
         return name
 
     @field_validator("endpoint_url")
@@ -97,7 +101,7 @@ class ObjectStore(CredentialsBlock):
             return None
         host = value.partition("://")[2].partition("/")[0]
         if not value.startswith(("http://", "https://")) or not host or "@" in host:
-            raise ValueError("is no endpoint; write http(s)://host[:port], without keys")
+            raise ValueError("is not an endpoint URL; write http(s)://host[:port], without keys")
         return value
 
     @model_validator(mode="after")
@@ -105,16 +109,21 @@ class ObjectStore(CredentialsBlock):
         if (self.access_key_id is None) != (self.secret_access_key is None):
             raise ValueError("access_key_id and secret_access_key belong together; set both")
         if self.session_token is not None and self.access_key_id is None:
-            raise ValueError("session_token belongs to access_key_id and secret_access_key")
+            raise ValueError(
+                "session_token belongs to access_key_id and secret_access_key; set all three"
+            )
         given = [self.credentials is not None, self.access_key_id is not None, self.anonymous]
         if sum(given) > 1:
-            raise ValueError("keep one of credentials, access_key_id and anonymous")
+            raise ValueError(
+                "credentials, access_key_id and anonymous exclude each other; keep one of them"
+            )
         return self
 
     def store_options(self) -> dict[str, Any]:
-        """Options as job.source.options and job.output.options take them, secrets in clear.
+        """Return the options for `source.options` and `output.options` of a job, with secrets in
+        clear text.
 
-        Raises `ConfigError` when the block of `credentials` cannot be loaded or holds no keys.
+        Raises `ConfigError` if the block in `credentials` cannot be loaded or contains no keys.
         """
         found: dict[str, Any] = {}
         if self.credentials is not None:
@@ -134,32 +143,33 @@ class ObjectStore(CredentialsBlock):
         return found
 
     def get_client(self, uri: str) -> Store:
-        """The folder `uri` with these keys: `read`, `list`, `put`, `put_if_absent`, `delete`.
+        """Return a client for the folder `uri`, with `read`, `list`, `put`, `put_if_absent` and
+        `delete`.
 
-        Nothing is contacted yet. Raises `ConfigError` for a URI that is no s3:// one.
+        Does not contact the store yet. Raises `ConfigError` if the URI is not s3://.
         """
         if not uri.startswith(("s3://", "s3a://")):
-            raise ConfigError(f"{uri!r} is on no object store; write s3://bucket/folder")
+            raise ConfigError(f"{uri!r} is not on an object store; write s3://bucket/folder")
         return open_store(uri, self.store_options())
 
 
 def reference(block: Block) -> str:
-    """type-slug/name of a saved block; ValueError for one that was not saved, since its keys
-    would then have to travel in clear."""
+    """Return type-slug/name of a saved block. Raises `ValueError` for an unsaved one, whose keys
+    would be sent in clear text."""
     name = block._block_document_name
     if not name:
         raise ValueError(
-            f"the {block.get_block_type_name()} block has no name yet; save it first, so that it "
-            "can be named where keys must not stand"
+            f"the {block.get_block_type_name()} block is not saved; save it first, so that jobs "
+            "can refer to it by name"
         )
     return f"{block.get_block_type_slug()}/{name}"
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """Store options of the saved block type-slug/name: an `ObjectStore`, or one with the fields
-    of prefect-aws's `AwsCredentials` or `MinIOCredentials`.
+    """Return the store options of the saved block type-slug/name: an `ObjectStore`, or a block with
+    the fields of prefect-aws's `AwsCredentials` or `MinIOCredentials`.
 
-    Raises `ConfigError` when it cannot be loaded or holds nothing that a store could use.
+    Raises `ConfigError` if it cannot be loaded or contains no keys.
     """
     block = load_block("credentials_block", name)
     if isinstance(block, ObjectStore):
@@ -182,28 +192,29 @@ def options_of(name: str) -> dict[str, Any]:
                 options[option] = getattr(value, "get_secret_value", lambda v=value: v)()
     if not options:
         raise ConfigError(
-            f"credentials_block: {name!r} holds no keys that S3 or a database could use"
+            f"credentials_block: {name!r} contains no keys for S3 or a database; name a block that "
+            "does"
         )
     return options
 
 
 def load_block(field: str, name: str) -> Any:
-    """The saved block type-slug/name that a job names in `field`. Raises `ConfigError` when it
+    """Return the saved block type-slug/name that a job names in `field`. Raises `ConfigError` if it
     cannot be loaded."""
     try:
         return Block.load(name, _sync=True)  # type: ignore[call-arg]
     except Exception as error:
         raise ConfigError(
-            f"{field}: {name!r} cannot be loaded ({_brief(error)}); save it first and "
-            "install the collection that defines it"
+            f"{field}: {name!r} cannot be loaded ({_brief(error)}); save the block, and install "
+            "the package that defines it"
         ) from None
 
 
 def _brief(error: Exception) -> str:
-    """Class of an error, and its text where it cannot quote a block's values."""
+    """Return the text of an error without the values of a block, which may be keys."""
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):
         wrong = sorted({".".join(map(str, item["loc"])) or "block" for item in error.errors()})
-        return f"its fields do not fit: {', '.join(wrong)}"
+        return f"these fields are invalid: {', '.join(wrong)}"
     return str(error)
