@@ -268,7 +268,7 @@ def test_no_assert_guards_anything():
 JOB_IMPORTERS = """
     cli: commands drive mending outputs
     doctor: __init__ finding services
-    flow: assets blocks.cluster blocks.job continuing failure flows job_flow nights page tasks
+    flow: assets blocks.cluster blocks.job continuing failure flows job_flow page run_history tasks
     remote: __main__ follower places records
     runs: attempts backfill dry_run finalize_run first_job infer_run partial_run plan_run preview
     runs: publish_run restore_answers retry run status tune

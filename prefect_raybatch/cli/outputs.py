@@ -189,23 +189,23 @@ def nights(
     as_json: Json = False,
 ) -> None:
     """The last nights of each job: state, rows, rate, cost, answers, and what shifted in them."""
-    from prefect_raybatch.report.nights import nights_markdown
-    from prefect_raybatch.runs.nights import nights_of
+    from prefect_raybatch.report.run_history import history_markdown
+    from prefect_raybatch.runs.run_history import history_of
 
     need_output(dated_parts(output)[0] or ".")
-    pages = nights_of(output, job=job, most=last)
+    pages = history_of(output, job=job, most=last)
     if as_json:
         print_json({"output": output, "jobs": [asdict(page) for page in pages]})
         return
     if html is not None:
-        from prefect_raybatch.report.html import nights_html
+        from prefect_raybatch.report.html import history_html
 
         made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-        html.write_text(nights_html(pages, made), encoding="utf-8")
+        html.write_text(history_html(pages, made), encoding="utf-8")
         err.print(f"wrote {html}", markup=False)
         return
     for page in pages:
-        out.print(nights_markdown(page, plots=False), markup=False)
+        out.print(history_markdown(page, plots=False), markup=False)
     if not pages:
         out.print(f"no runs in {output}", markup=False)
 

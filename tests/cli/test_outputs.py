@@ -183,7 +183,7 @@ def test_runs_are_listed_and_removed_only_when_that_is_confirmed(tmp_path, capsy
 
 
 @pytest.mark.parametrize(
-    "command", [("runs",), ("runs", "--json"), ("nights",), ("prune", "--keep", "1")]
+    "command", [("runs",), ("runs", "--json"), ("history",), ("prune", "--keep", "1")]
 )
 def test_a_folder_that_is_not_there_is_no_folder_without_runs(command, tmp_path, capsys):
     place = tmp_path / "out"
