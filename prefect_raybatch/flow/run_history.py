@@ -9,8 +9,8 @@ from prefect.artifacts import ImageArtifact, MarkdownArtifact
 from prefect_raybatch.flow.artifacts import artifact_key, put
 from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.report.run_history import HistoryLine, history_markdown
 from prefect_raybatch.report.plots import data_uri, of_history
+from prefect_raybatch.report.run_history import HistoryLine, history_markdown
 from prefect_raybatch.runs.run_history import history_of
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,9 @@ def show_history(
     job is written: with {run_date} in it, each run has a folder of its own. `tell`: emit an event
     if the run's answers shifted. An error here is only logged and never fails the run."""
     try:
-        (page,) = history_of(output or loaded.output.uri, loaded.output.options or None, loaded.name)
+        (page,) = history_of(
+            output or loaded.output.uri, loaded.output.options or None, loaded.name
+        )
         if not page.runs:  # the run has not come to a plan
             return
         key = artifact_key(loaded.name)
@@ -46,13 +48,13 @@ def _tell_drift(line: HistoryLine, job: str) -> None:
     """Emit one event for all shifts, so that a run notifies a person once."""
     if not line.shifts:
         return
-    lines = [shift.line() for shift in line.shifts]
-    for line in lines:
-        log.warning("the answers have drifted: %s", line)
+    texts = [shift.line() for shift in line.shifts]
+    for text in texts:
+        log.warning("the answers have drifted: %s", text)
     RunEvents(line.run_key, job).emit(
         "answers.drifted",
         run=line.run,
         before=line.shifts[0].before,
-        about="; ".join(lines),
+        about="; ".join(texts),
         moved={shift.kind: round(shift.moved, 4) for shift in line.shifts},
     )

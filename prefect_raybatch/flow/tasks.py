@@ -28,8 +28,8 @@ from prefect_raybatch.flow.blocks.cluster import access_of
 from prefect_raybatch.flow.blocks.store import options_of
 from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.flow.failure import COMMAND, ROWS_SHOWN, explained, said_beforehand, was_told
-from prefect_raybatch.flow.run_history import show_history
 from prefect_raybatch.flow.page import Observer, Page
+from prefect_raybatch.flow.run_history import show_history
 from prefect_raybatch.flow.texts import STORABLE_LINES
 from prefect_raybatch.harmless import markdown_text
 from prefect_raybatch.job.batch_job import BatchJob

@@ -17,8 +17,8 @@ from markupsafe import Markup
 from prefect_raybatch.harmless import PageLink, clean
 from prefect_raybatch.report import plots, run_history
 from prefect_raybatch.report import report as reports
-from prefect_raybatch.report.run_history import HistoryPage
 from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.report.run_history import HistoryPage
 from prefect_raybatch.words import are, counted, money
 
 FIGURE = re.compile(r"-|[\d.,]+%?\Z")

@@ -71,7 +71,7 @@ def _row(run: HistoryLine, with_cost: bool) -> dict[str, str]:
         state = f"{state} {run.committed:.0%}"
     cost = {"cost": DASH if run.cost is None else money(run.cost)} if with_cost else {}
     return {
-        "begun (UTC)": began,
+        "started (UTC)": began,
         "state": state,
         "rows": number(run.rows, 0),
         "in quarantine": number(run.quarantined, 0),
@@ -86,7 +86,7 @@ def _row(run: HistoryLine, with_cost: bool) -> dict[str, str]:
 def _answers_said(run: HistoryLine) -> str:
     """Return the shifts from the run before, or whether they were looked for."""
     if run.shifts:
-        return "; ".join(f"{shift.kind} {shift.moved:.1%} otherwise" for shift in run.shifts)
+        return "; ".join(f"{shift.moved:.1%} of {shift.kind} differ" for shift in run.shifts)
     if not run.answers:
         return DASH
     if run.compared:

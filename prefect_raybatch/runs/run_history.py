@@ -39,7 +39,9 @@ def history_of(
     # One more than is shown, for the oldest one to be held against.
     return [
         HistoryPage(
-            name, _compared([_history_line(line, options) for line in found[: most + 1]])[:most], broken
+            name,
+            _compared([_history_line(line, options) for line in found[: most + 1]])[:most],
+            broken,
         )
         for name, found in by_job.items()
     ]

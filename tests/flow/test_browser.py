@@ -30,8 +30,8 @@ from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.remote.server import JobServer, RayJob
 from prefect_raybatch.report.answers import shifts
-from prefect_raybatch.report.run_history import HistoryLine, HistoryPage, history_markdown
 from prefect_raybatch.report.plots import data_uri, of_history
+from prefect_raybatch.report.run_history import HistoryLine, HistoryPage, history_markdown
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
 

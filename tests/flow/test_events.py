@@ -546,7 +546,8 @@ def test_the_morning_page_is_one_artifact_of_the_job_and_tells_of_drift(
     made = {a.key: a for a in artifacts_of("raybatch-morning-history")}
     assert set(made) == {"raybatch-morning-history", "raybatch-morning-history-plots"}
     assert (
-        "m2: the labels differ from m1 in 100.0% of answers" in made["raybatch-morning-history"].data
+        "m2: the labels differ from m1 in 100.0% of answers"
+        in made["raybatch-morning-history"].data
     )
     assert ">Rows per run" in picture(made["raybatch-morning-history-plots"].data)
     # Collected again it is no news; a night that fails is on the page as well.

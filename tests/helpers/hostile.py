@@ -8,8 +8,8 @@ from prefect_raybatch.driver.heartbeat import Beat
 from prefect_raybatch.driver.stops import Sample
 from prefect_raybatch.flow.failure import Cause
 from prefect_raybatch.ledger.records import Part
-from prefect_raybatch.report.run_history import HistoryLine, HistoryPage
 from prefect_raybatch.report.records import Advice, NodeStats, RunReport, StageStats, WorkerStats
+from prefect_raybatch.report.run_history import HistoryLine, HistoryPage
 
 
 def hostile_report(*texts: str) -> RunReport:

@@ -30,10 +30,15 @@ from prefect_raybatch.report.answers import (
     tokens_range,
 )
 from prefect_raybatch.report.html import history_html
-from prefect_raybatch.report.run_history import HistoryLine, HistoryPage, history_rows, history_markdown
 from prefect_raybatch.report.plots import of_history
-from prefect_raybatch.runs.run_history import history_of
+from prefect_raybatch.report.run_history import (
+    HistoryLine,
+    HistoryPage,
+    history_markdown,
+    history_rows,
+)
 from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.stages.answer_counts import label_counts, length_counts
 
 LABELS = ("Retail", "Finance", "Law")
@@ -169,11 +174,11 @@ def test_nights_are_read_from_their_records_and_held_against_each_other(week):
 
 def test_the_page_says_the_worst_first_and_shows_plots(week):
     text = history_markdown(page_of(week))
-    assert text.index("n4 failed: ") < text.index("| begun (UTC) |")
-    assert "labels 28.0% otherwise" in text and "failed 50%" in text and "broken: " in text
+    assert text.index("n4 failed: ") < text.index("| started (UTC) |")
+    assert "28.0% of labels differ" in text and "failed 50%" in text and "broken: " in text
     assert "| Retail | 80.0% | 52.0% | 50.0% |" in text and "](data:image/svg+xml" in text
     page = history_html([page_of(week)], "now")
-    for words in ("n4 failed: ", "labels 28.0% otherwise", "<svg", "Answers by label", "now"):
+    for words in ("n4 failed: ", "28.0% of labels differ", "<svg", "Answers by label", "now"):
         assert words in page
     picture = of_history(page_of(week).runs) or ""
     assert picture.count('id="part-0-run-') == 6  # three runs, twice

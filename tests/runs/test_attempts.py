@@ -29,10 +29,10 @@ from prefect_raybatch.report.html import history_html
 from prefect_raybatch.report.run_history import headlines, history_markdown
 from prefect_raybatch.runs.attempts import recorded_attempt
 from prefect_raybatch.runs.listing import latest_complete, list_runs
-from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.prune import prune_runs
 from prefect_raybatch.runs.run import default_run_key
+from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.runs.status import status
 from prefect_raybatch.runs.typed import typed_command, without_secrets
 from prefect_raybatch.storage import open_store

@@ -31,11 +31,11 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify_chain import verify_chain
 from prefect_raybatch.runs.listing import latest_complete, list_runs
-from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.runs.partial_run import finalize_whole
 from prefect_raybatch.runs.prune import prune_runs
 from prefect_raybatch.runs.repair import repair_run
 from prefect_raybatch.runs.run import default_run_key
+from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.spec.identity import Identity
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.storage.local import LocalStore

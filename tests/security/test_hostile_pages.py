@@ -23,9 +23,9 @@ from prefect_raybatch.flow.artifacts import put
 from prefect_raybatch.flow.page import live_rows
 from prefect_raybatch.harmless import markdown_text
 from prefect_raybatch.report import plots
-from prefect_raybatch.report.html import html, history_html
-from prefect_raybatch.report.run_history import history_markdown
+from prefect_raybatch.report.html import history_html, html
 from prefect_raybatch.report.report import failure_table, markdown, table_lines
+from prefect_raybatch.report.run_history import history_markdown
 
 DRAWS = True
 
