@@ -115,15 +115,13 @@ def options(
 @app.command(**in_catalog("demo"))
 def demo(
     rows: Annotated[
-        int, typer.Option(metavar="N", min=1, max=2_000_000, help="Number of generated companies")
+        int, typer.Option(metavar="N", min=1, max=2_000_000, help="Number of companies")
     ] = 10_000,
-    model: Annotated[
-        str, typer.Option(metavar="MODEL", help="Model; demo is the bundled one")
-    ] = "demo",
+    model: Annotated[str, typer.Option(metavar="MODEL", help="Model; demo is bundled")] = "demo",
     folder: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Folder of the data and the result")
+        Path, typer.Option(metavar="FOLDER", help="Folder of data and result")
     ] = Path("raybatch-demo"),
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the generated companies")] = 7,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the companies")] = 7,
     prefect: UsePrefect = True,
     as_json: Json = False,
 ) -> None:
@@ -176,11 +174,9 @@ def plan(
     ] = None,
     cpus: Annotated[int | None, typer.Option(metavar="N", min=1, help="Plan for N CPUs")] = None,
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="Measure prompt lengths on a sample of rows")
+        bool, typer.Option("--tokens", help="Measure prompt lengths on a sample")
     ] = False,
-    sample: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Rows in the sample of --tokens")
-    ] = 2000,
+    sample: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of that sample")] = 2000,
     as_json: Json = False,
 ) -> None:
     """Show shards, sizes, needs and problems without running."""
@@ -210,16 +206,14 @@ def plan(
 def tune(
     job: JobFile,
     minutes: Annotated[
-        float, typer.Option(metavar="MINUTES", min=0.1, help="Time for all trials, about")
+        float, typer.Option(metavar="MINUTES", min=0.1, help="Approximate time of all trials")
     ] = 5.0,
     seconds: Annotated[
         float, typer.Option(metavar="SECONDS", min=1, help="Time per trial after its first shard")
     ] = 30.0,
     deadline: Annotated[
         str | None,
-        typer.Option(
-            metavar="TIME", help="Time for the whole input, e.g. 6h; else limits.deadline"
-        ),
+        typer.Option(metavar="TIME", help="Deadline, e.g. 6h; else limits.deadline"),
     ] = None,
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Job file to write; else JOB.tuned.yaml")
@@ -260,7 +254,7 @@ def run(
     set_: FieldChanges = None,
     accept: Annotated[
         list[str] | None,
-        typer.Option(metavar="FIELD", help="Resume though this field differs; repeatable"),
+        typer.Option(metavar="FIELD", help="Accept a changed field; repeatable"),
     ] = None,
     prefect: UsePrefect = True,
     as_json: Json = False,
@@ -299,7 +293,7 @@ def status(run_dir: RunDir, as_json: Json = False) -> None:
 def report(
     run_dir: RunDir,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write an HTML page with plots instead")
+        Path | None, typer.Option(metavar="FILE", help="Write an HTML page with plots")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -323,10 +317,10 @@ def retry_failed(
     run_dir: RunDir,
     error: Annotated[
         list[str] | None,
-        typer.Option(metavar="CLASS", help="Retry only rows of this error class; repeatable"),
+        typer.Option(metavar="CLASS", help="Only this error class; repeatable"),
     ] = None,
     job: Annotated[
-        str | None, typer.Option(metavar="JOB", help="Job file to use instead of the run's own job")
+        str | None, typer.Option(metavar="JOB", help="Job file to use instead of the run's")
     ] = None,
     targets_from_plan: TargetsFromPlan = False,
     set_: FieldChanges = None,
@@ -412,7 +406,7 @@ def publish(
     run_dir: RunDir,
     job: Annotated[
         str | None,
-        typer.Option("--job", metavar="JOB", help="Job file with the targets and credentials"),
+        typer.Option("--job", metavar="JOB", help="Job file with the targets"),
     ] = None,
     targets_from_plan: TargetsFromPlan = False,
     run_date: RunDate = None,

@@ -117,11 +117,9 @@ def _write_first_job(
 @outputs.command(**in_catalog("preview"))
 def preview(
     job: JobFile,
-    rows: Annotated[
-        int, typer.Option(metavar="N", min=1, max=1000, help="Number of first rows to show")
-    ] = 5,
+    rows: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Rows to show")] = 5,
     no_answers: Annotated[
-        bool, typer.Option("--no-answers", help="Show types and prompts only; start no engine")
+        bool, typer.Option("--no-answers", help="Show no answers; start no engine")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -189,7 +187,7 @@ def runs(
     output: OutputFolder,
     job: JobName = None,
     latest: Annotated[
-        bool, typer.Option("--latest", help="Print only the newest completed run's directory")
+        bool, typer.Option("--latest", help="Print the newest complete run only")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -229,7 +227,7 @@ def history(
         int, typer.Option(metavar="N", min=1, max=400, help="Number of runs per job")
     ] = 14,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write an HTML page with plots instead")
+        Path | None, typer.Option(metavar="FILE", help="Write an HTML page with plots")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -275,16 +273,14 @@ def _shown(line: RunLine, now: float) -> dict[str, str]:
 def prune(
     output: OutputFolder,
     keep: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Complete runs to keep per job, the newest")
+        int, typer.Option(metavar="N", min=1, help="Newest complete runs to keep per job")
     ],
     job: JobName = None,
     older_than: Annotated[
         str, typer.Option(metavar="AGE", help="Keep younger runs; 12h or 30d")
     ] = "0s",
     dry_run: DryRunOnly = False,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Remove the runs, do not only list them")
-    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove the listed runs")] = False,
     as_json: Json = False,
 ) -> None:
     """Remove old complete runs and the retries of their rows.

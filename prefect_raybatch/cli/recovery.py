@@ -28,7 +28,7 @@ def finalize_command(
     run_dir: RunDir,
     partial: Annotated[
         bool,
-        typer.Option("--partial", help="Write only what is committed, to partial/_UUID/data"),
+        typer.Option("--partial", help="Write what is committed to partial/_UUID/data"),
     ] = False,
     job: Annotated[
         str | None,
@@ -68,7 +68,7 @@ def backfill_command(
     last: Annotated[str, typer.Option("--to", metavar="YYYY-MM-DD", help="Last date, included")],
     at_most: Annotated[int, typer.Option(metavar="N", min=1, help="Number of concurrent runs")] = 1,
     stop_on_failure: Annotated[
-        bool, typer.Option("--stop-on-failure", help="Start no further run once one has failed")
+        bool, typer.Option("--stop-on-failure", help="Start no run after a failure")
     ] = False,
     dry_run: DryRunOnly = False,
     as_json: Json = False,

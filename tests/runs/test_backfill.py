@@ -216,7 +216,7 @@ def test_one_cluster_is_held_and_its_runs_are_stopped_with_it(tmp_path, monkeypa
             "in.parquet",
             1,
             2,
-            r"no \{run_date\} in source .*, so each night would ask",
+            r"no \{run_date\} in source .*, so each date would infer",
         ),
         ("{run_date}.parquet", 2, 1, "are 0 dates. Give a first date that is not after"),
     ],
