@@ -12,7 +12,7 @@ OutputFolder = Annotated[
     str, typer.Argument(metavar="OUTPUT", help="Folder of the runs: the job's output.uri")
 ]
 JobName = Annotated[str | None, typer.Option("--job", metavar="NAME", help="Only runs of this job")]
-RunKey = Annotated[
+RunKeyOption = Annotated[
     str | None, typer.Option(metavar="KEY", help="Name of the run to start or resume")
 ]
 RunDate = Annotated[

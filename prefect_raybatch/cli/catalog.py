@@ -16,7 +16,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Clean up": ("prune", "reap", "reconcile"),
 }
 
-EXAMPLES: dict[str, tuple[str, str]] = {
+COMMAND_EXAMPLES: dict[str, tuple[str, str]] = {
     "init": ("raybatch init customers.csv", "raybatch init --example"),
     "preview": (
         "raybatch preview job.yaml --rows 3",
@@ -91,5 +91,5 @@ def in_catalog(name: str) -> dict[str, Any]:
         "name": name,
         "cls": HelpfulCommand,
         "rich_help_panel": group,
-        "epilog": "\n".join(["Examples:", *(f"  {line}" for line in EXAMPLES[name])]),
+        "epilog": "\n".join(["Examples:", *(f"  {line}" for line in COMMAND_EXAMPLES[name])]),
     }

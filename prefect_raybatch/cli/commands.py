@@ -23,7 +23,7 @@ from prefect_raybatch.cli.arguments import (
     Json,
     RunDate,
     RunDir,
-    RunKey,
+    RunKeyOption,
     TargetsFromPlan,
     UsePrefect,
 )
@@ -163,7 +163,7 @@ def _demo_job(data: Path, output: Path, model: str) -> BatchJob:
 @app.command(**in_catalog("plan"))
 def plan(
     job: JobFile,
-    run_key: RunKey = None,
+    run_key: RunKeyOption = None,
     run_date: RunDate = None,
     set_: FieldChanges = None,
     gpu: Annotated[
@@ -249,7 +249,7 @@ def tune(
 @app.command(**in_catalog("run"))
 def run(
     job: JobFile,
-    run_key: RunKey = None,
+    run_key: RunKeyOption = None,
     run_date: RunDate = None,
     set_: FieldChanges = None,
     accept: Annotated[

@@ -14,7 +14,7 @@ from prefect_raybatch.report.report import duration, failure_table
 from prefect_raybatch.runs.run import complete_before
 from prefect_raybatch.words import counted, money
 
-TOO_LONG = "PromptTooLong"
+_TOO_LONG = "PromptTooLong"
 
 
 def print_next(*words: str) -> None:
@@ -120,7 +120,7 @@ def retry_command(run: str, failures: Mapping[str, int], options: Sequence[str] 
     retry measures the context that they need."""
     words = ["raybatch", "retry-failed", run, *options]
     classes = {FailureKey.parse(text).error for text in failures}
-    if classes == {TOO_LONG} and not any(
+    if classes == {_TOO_LONG} and not any(
         word.startswith("engine.max_model_len") for word in options
     ):
         words += ["--set", "engine.max_model_len=auto"]

@@ -13,7 +13,7 @@ import typer
 from helpers.command_line import called
 from test_docs import COMMANDS
 
-from prefect_raybatch.cli.catalog import EXAMPLES, GROUPS
+from prefect_raybatch.cli.catalog import COMMAND_EXAMPLES, GROUPS
 from prefect_raybatch.cli.commands import app
 
 NAMES = [name for names in GROUPS.values() for name in names]
@@ -30,7 +30,7 @@ def parsed(command: str) -> None:
 def test_every_command_is_in_one_group_in_the_order_of_the_help() -> None:
     group: Any = typer.main.get_command(app)
     context = group.make_context("raybatch", [], resilient_parsing=True)
-    assert group.list_commands(context) == NAMES == list(EXAMPLES)
+    assert group.list_commands(context) == NAMES == list(COMMAND_EXAMPLES)
     assert sorted(COMMANDS) == sorted(NAMES)
 
 
@@ -40,7 +40,7 @@ def test_each_help_ends_with_two_examples_that_parse(name: str, capsys: Any) -> 
     lines = [line.strip() for line in out.splitlines() if line.strip()]
     assert code == 0 and lines[-3] == "Examples:"
     examples = lines[-2:]
-    assert tuple(examples) == EXAMPLES[name]
+    assert tuple(examples) == COMMAND_EXAMPLES[name]
     for example in examples:
         assert example.startswith(f"raybatch {name}") and len(example) <= 78
         parsed(example)
