@@ -264,8 +264,8 @@ def _shown(line: RunLine, now: float) -> dict[str, str]:
         "state": line.state if line.finished or not share else f"{line.state} {share:.0%}",
         "rows": f"{line.rows:,}" if line.job and line.has_plan else DASH,
         "answered": DASH if line.good is None else f"{line.good:,}",
-        "in quarantine": DASH if line.quarantined is None else f"{line.quarantined:,}",
-        "started": DASH if age is None else f"{duration(max(0.0, age))} ago",
+        "failed": DASH if line.quarantined is None else f"{line.quarantined:,}",
+        "age": DASH if age is None else duration(max(0.0, age)),
     }
 
 

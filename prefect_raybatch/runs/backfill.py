@@ -177,7 +177,7 @@ def _one(run_night: Callable[[NightRun], RunReport], night: NightRun) -> NightRu
     try:
         return _completed(night, run_night(night), done=False)
     except Exception as error:
-        log.info("the night of %s is not complete: %s", night.date, error)
+        log.info("the run of %s is not complete: %s", night.date, error)
         return _failed(night, error, round(time.monotonic() - began, 1))
 
 

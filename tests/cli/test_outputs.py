@@ -196,7 +196,7 @@ def test_runs_are_listed_and_removed_only_when_that_is_confirmed(tmp_path, capsy
         first_run(tmp_path, key=key)
     place = str(tmp_path)
     code, text, _ = said(capsys, "runs", place)
-    assert code == 0 and "completed" in text and "ago" in text
+    assert code == 0 and "completed" in text and "age" in text
     code, text, _ = said(capsys, "runs", place, "--latest")
     assert (code, text.strip()) == (0, str(tmp_path / "two"))
     code, text, _ = said(capsys, "runs", place, "--json")
