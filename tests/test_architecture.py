@@ -266,9 +266,9 @@ def test_no_assert_guards_anything():
 # Modules that import BatchJob, beside the room that it is in. None may be added: whoever needs a
 # few fields of a job is given these.
 JOB_IMPORTERS = """
-    cli: commands drive mending outputs
+    cli: commands drive outputs recovery
     doctor: __init__ finding services
-    flow: assets blocks.cluster blocks.job continuing failure flows job_flow nights page tasks
+    flow: assets blocks.cluster blocks.job continuing failure flows job_flow page run_history tasks
     remote: __main__ follower places records
     runs: attempts backfill dry_run finalize_run first_job infer_run partial_run plan_run preview
     runs: publish_run retry run tune

@@ -19,7 +19,7 @@ from prefect_raybatch.storage import open_store
 
 PAGE = (ROOT / "docs/tour.md").read_text(encoding="utf-8")
 STEPS = list(steps(PAGE))
-PASSING = re.compile(r" left, \d+ failed$|^heard of |^time left")  # seen while a run works
+PASSING = re.compile(r" left, \d+ failed$|^driver |^time left")  # seen while a run works
 
 
 @pytest.fixture

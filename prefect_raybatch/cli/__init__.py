@@ -1,4 +1,4 @@
-"""The command line: arguments, words and colours."""
+"""The command line `raybatch`: its commands, and what they print."""
 
 from __future__ import annotations
 

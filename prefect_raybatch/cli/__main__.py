@@ -1,4 +1,4 @@
-"""`python -m prefect_raybatch.cli` is `raybatch`."""
+"""Run the command line with `python -m prefect_raybatch.cli`."""
 
 from __future__ import annotations
 

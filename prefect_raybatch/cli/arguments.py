@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -6,5 +6,25 @@ from typing import Annotated
 
 import typer
 
-RunDir = Annotated[str, typer.Argument(metavar="RUN_DIR", help="Local folder or s3:// URI.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+JobFile = Annotated[str, typer.Argument(metavar="JOB", help="Job file in YAML")]
+RunDir = Annotated[str, typer.Argument(metavar="RUN_DIR", help="Run directory, local or s3://")]
+OutputFolder = Annotated[
+    str, typer.Argument(metavar="OUTPUT", help="Folder of the runs: the job's output.uri")
+]
+JobName = Annotated[str | None, typer.Option("--job", metavar="NAME", help="Only runs of this job")]
+RunKeyOption = Annotated[
+    str | None, typer.Option(metavar="KEY", help="Name of the run to start or resume")
+]
+RunDate = Annotated[
+    str | None, typer.Option(metavar="YYYY-MM-DD", help="Date for {run_date} in the job")
+]
+FieldChanges = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="FIELD=VALUE", help="Override a job field; repeatable"),
+]
+TargetsFromPlan = Annotated[
+    bool, typer.Option("--targets-from-plan", help="Publish to the run's own targets")
+]
+UsePrefect = Annotated[bool, typer.Option(help="Run as a Prefect flow")]
+DryRunOnly = Annotated[bool, typer.Option("--dry-run", help="Only show what would be done")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object only")]

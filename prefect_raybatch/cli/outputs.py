@@ -1,8 +1,9 @@
-"""Commands around runs: a first job file, its schema, the runs of an output, old ones removed."""
+"""Commands for job files and output folders: init, preview, schema, runs, history and prune."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from dataclasses import asdict
@@ -11,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefect_raybatch.cli.arguments import Json
-from prefect_raybatch.cli.show import print_json, print_prompt, show_rows
+from prefect_raybatch.cli.arguments import DryRunOnly, JobFile, JobName, Json, OutputFolder
+from prefect_raybatch.cli.catalog import in_catalog
+from prefect_raybatch.cli.ending import print_next
+from prefect_raybatch.cli.show import print_json, print_prompt, show_rows, write_page
 from prefect_raybatch.cli.terminal import err, out
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.harmless import visible
@@ -29,65 +32,101 @@ if TYPE_CHECKING:
 
 outputs = typer.Typer()
 PROMPTS_SHOWN, CELL_SHOWN = 3, 60  # prompts; characters of a cell
-INPUTS_SHOWN = 3  # columns of the input beside an answer
-WRONG_SHOWN = ("stage", "error", "message")
-
-OutputFolder = Annotated[
-    str, typer.Argument(metavar="OUTPUT", help="Folder of runs, local or s3://: output.uri.")
-]
-OfJob = Annotated[str | None, typer.Option("--job", metavar="NAME", help="Of this job alone.")]
+INPUTS_SHOWN = 3  # input columns beside an answer
+FAILURE_COLUMNS = ("stage", "error", "message")
 
 
-@outputs.command()
+@outputs.command(**in_catalog("init"))
 def init(
-    table: Annotated[str, typer.Argument(metavar="TABLE", help="File, folder or table to read.")],
-    file: Annotated[Path, typer.Option(help="The job file to write.")] = Path("job.yaml"),
-    name: Annotated[str | None, typer.Option(help="Of the job; by default the table's.")] = None,
-    template: Annotated[
-        str | None, typer.Option(help="Prompt of a row, {Column} for its values.")
+    table: Annotated[
+        str | None, typer.Argument(metavar="TABLE", help="File, folder or table to read")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Hugging Face name or folder.")] = None,
-    output: Annotated[str | None, typer.Option(help="Folder of the runs.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    file: Annotated[Path, typer.Option(metavar="FILE", help="Job file to write")] = Path(
+        "job.yaml"
+    ),
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the job; else that of the table")
+    ] = None,
+    template: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Prompt of a row, with {Column} for values")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Hugging Face name or local folder")
+    ] = None,
+    output: Annotated[str | None, typer.Option(metavar="OUTPUT", help="Folder of the runs")] = None,
+    example: Annotated[
+        bool, typer.Option("--example", help="Write companies.csv and a job for it")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace files that exist")] = False,
 ) -> None:
-    """Write a commented job file for a table of yours, with the columns seen in it.
+    """Write a commented job file for a table.
 
-    On a terminal it asks for what no option says; elsewhere it takes the defaults.
+    On a terminal it asks for what no option says; elsewhere it takes the defaults. With --example
+    it writes a table of 300 companies and a job for it into the current folder.
     """
+    if example == (table is not None):
+        raise ConfigError("init needs either TABLE or --example. Try `raybatch init --help`.")
+    if example:
+        _write_example(force)
+        return
+    if file.exists() and not force:
+        raise ConfigError(f"{file} already exists. Name another --file, or replace it with --force")
+    _write_first_job(str(table), file, name, template, model, output)
+
+
+def _write_example(force: bool) -> None:
     from prefect_raybatch.runs import first_job
 
-    if file.exists() and not force:
-        raise ConfigError(f"{file} is there already; give another --file, or --force")
+    for path in first_job.write_example(Path(), force):
+        err.print(f"wrote {path}", markup=False)
+    err.print(f"next: raybatch plan {first_job.EXAMPLE_JOB}", markup=False)
+
+
+def _write_first_job(
+    table: str,
+    file: Path,
+    name: str | None,
+    template: str | None,
+    model: str | None,
+    output: str | None,
+) -> None:
+    """Write a job file for `table`; print its columns, and the next command."""
+    from prefect_raybatch.runs import first_job
+
     seen = first_job.seen_table(table)
     text = first_job.job_text(
         seen,
         name=name or first_job.name_of(table),
         uri=table,
-        template=_asked("Prompt of a row", template, first_job.default_template(seen.columns)),
-        model=_asked("Model", model, "demo"),
-        output=_asked("Folder of the runs", output, "out"),
+        template=_option_or_answer(
+            "Prompt of a row", template, first_job.default_template(seen.columns)
+        ),
+        model=_option_or_answer("Model", model, "demo"),
+        output=_option_or_answer("Folder of the runs", output, "out"),
     )
     file.write_text(text, encoding="utf-8")
-    columns = counted(len(seen.columns), "column")
-    err.print(f"wrote {file}: {columns} seen in {table}", markup=False)
+    err.print(f"wrote {file}: {counted(len(seen.columns), 'column')} in {table}", markup=False)
+    words = ["raybatch", "plan", str(file)]
     if seen.guessed:
         guess = f"source.csv.encoding: {seen.csv['encoding']}"
-        err.print(f"{table} is not UTF-8, so {guess} is a guess: look at the prompts", markup=False)
-        err.print(f"next: raybatch preview {file} --no-answers", markup=False)
-    else:
-        err.print(f"next: raybatch plan {file}", markup=False)
+        err.print(f"{table} is not UTF-8, and {guess} is a guess. Check the prompts.", markup=False)
+        words = ["raybatch", "preview", str(file), "--no-answers"]
+    err.print(f"next: {shlex.join(words)}", markup=False)
 
 
-@outputs.command()
+@outputs.command(**in_catalog("preview"))
 def preview(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="Job file in YAML.")],
-    rows: Annotated[int, typer.Option(min=1, max=1000, help="First rows of the input.")] = 5,
+    job: JobFile,
+    rows: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Rows to show")] = 5,
     no_answers: Annotated[
-        bool, typer.Option("--no-answers", help="Types and prompts alone; starts no engine.")
+        bool, typer.Option("--no-answers", help="Show no answers; start no engine")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show types, prompts and answers of a job's first rows, without Prefect, Ray or a run."""
+    """Show types, prompts and answers of the first rows.
+
+    It needs neither Prefect nor Ray, and writes nothing.
+    """
     from prefect_raybatch.cli.drive import quiet_engine, with_keys
     from prefect_raybatch.job.run_words import of_today
     from prefect_raybatch.runs import preview as previewing
@@ -97,8 +136,9 @@ def preview(
     found = previewing.preview_rows(loaded, rows, not no_answers)
     if as_json:
         print_json(found)
-    else:
-        _show_preview(found)
+        return
+    _show_preview(found)
+    print_next("raybatch", "plan", job)
 
 
 def _show_preview(found: Preview) -> None:
@@ -107,11 +147,10 @@ def _show_preview(found: Preview) -> None:
         out.print(f"  {name}: {kind}", markup=False)
     for one in found.prompts[:PROMPTS_SHOWN]:
         print_prompt(f"row {one.row:,}", one.tokens, one.trouble or one.text)
-    given = {name for name, _ in found.columns}
-    asked = set(found.asked[:INPUTS_SHOWN])
-    made = [{k: v for k, v in row.items() if k in asked or k not in given} for row in found.answers]
-    wrong = [{name: row[name] for name in WRONG_SHOWN} for row in found.failed]
-    for title, rows in (("answers", made), ("failed rows", wrong)):
+    inputs = {name for name, _ in found.columns} - set(found.asked[:INPUTS_SHOWN])
+    answers = [{k: v for k, v in row.items() if k not in inputs} for row in found.answers]
+    failed = [{name: row[name] for name in FAILURE_COLUMNS} for row in found.failed]
+    for title, rows in (("answers", answers), ("failed rows", failed)):
         if rows:
             out.print(f"[bold]{title}[/]")
             show_rows([{name: _short(value) for name, value in row.items()} for row in rows])
@@ -124,29 +163,31 @@ def _short(value: object) -> str:
     return text if len(text) <= CELL_SHOWN else f"{text[:CELL_SHOWN]}..."
 
 
-def _asked(question: str, given: str | None, default: str) -> str:
-    if given is not None or not sys.stdin.isatty():
-        return given or default
+def _option_or_answer(question: str, option: str | None, default: str) -> str:
+    """Return the option's value; without one, ask on a terminal and elsewhere take the default."""
+    if option is not None or not sys.stdin.isatty():
+        return option or default
     shown = visible(f"{question} [{default}]")
     answer: str = typer.prompt(shown, default=default, show_default=False, err=True)
     return answer
 
 
-@outputs.command()
+@outputs.command(**in_catalog("schema"))
 def schema() -> None:
-    """JSON Schema of a job file, by which editors complete and check it."""
-    found = BatchJob.model_json_schema()
+    """Print the JSON Schema of a job file.
+
+    Editors complete and check job files with it.
+    """
     dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-    print(json.dumps({**dialect, **found}, indent=2))
+    print(json.dumps({**dialect, **BatchJob.model_json_schema()}, indent=2))
 
 
-@outputs.command()
+@outputs.command(**in_catalog("runs"))
 def runs(
     output: OutputFolder,
-    job: OfJob = None,
+    job: JobName = None,
     latest: Annotated[
-        bool,
-        typer.Option("--latest", help="Print the place of the newest completed run alone."),
+        bool, typer.Option("--latest", help="Print the newest complete run only")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -175,37 +216,41 @@ def runs(
         if line.failure:
             out.print(f"{line.run_key} failed: {line.failure}", markup=False)
         if line.command:
-            out.print(f"  {line.command}", markup=False)
+            out.print(f"  continue: {line.command}", markup=False)
 
 
-@outputs.command()
-def nights(
+@outputs.command(**in_catalog("history"))
+def history(
     output: OutputFolder,
-    job: OfJob = None,
-    last: Annotated[int, typer.Option(min=1, max=400, help="So many nights.")] = 14,
+    job: JobName = None,
+    last: Annotated[
+        int, typer.Option(metavar="N", min=1, max=400, help="Number of runs per job")
+    ] = 14,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one page with plots.")
+        Path | None, typer.Option(metavar="FILE", help="Write an HTML page with plots")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """The last nights of each job: state, rows, rate, cost, answers, and what shifted in them."""
-    from prefect_raybatch.report.nights import nights_markdown
-    from prefect_raybatch.runs.nights import nights_of
+    """Compare the latest runs of each job: rows, rate, cost, answers.
+
+    It says in which runs the answers have shifted against the run before.
+    """
+    from prefect_raybatch.report.run_history import history_markdown
+    from prefect_raybatch.runs.run_history import history_of
 
     need_output(dated_parts(output)[0] or ".")
-    pages = nights_of(output, job=job, most=last)
+    pages = history_of(output, job=job, most=last)
     if as_json:
         print_json({"output": output, "jobs": [asdict(page) for page in pages]})
         return
     if html is not None:
-        from prefect_raybatch.report.html import nights_html
+        from prefect_raybatch.report.html import history_html
 
-        made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-        html.write_text(nights_html(pages, made), encoding="utf-8")
-        err.print(f"wrote {html}", markup=False)
+        now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+        write_page(html, history_html(pages, now))
         return
     for page in pages:
-        out.print(nights_markdown(page, plots=False), markup=False)
+        out.print(history_markdown(page, plots=False), markup=False)
     if not pages:
         out.print(f"no runs in {output}", markup=False)
 
@@ -218,26 +263,30 @@ def _shown(line: RunLine, now: float) -> dict[str, str]:
         "job": line.job or DASH,
         "state": line.state if line.finished or not share else f"{line.state} {share:.0%}",
         "rows": f"{line.rows:,}" if line.job and line.has_plan else DASH,
-        "good": DASH if line.good is None else f"{line.good:,}",
-        "in quarantine": DASH if line.quarantined is None else f"{line.quarantined:,}",
-        "begun": DASH if age is None else f"{duration(max(0.0, age))} ago",
+        "answered": DASH if line.good is None else f"{line.good:,}",
+        "failed": DASH if line.quarantined is None else f"{line.quarantined:,}",
+        "age": DASH if age is None else duration(max(0.0, age)),
     }
 
 
-@outputs.command()
+@outputs.command(**in_catalog("prune"))
 def prune(
     output: OutputFolder,
-    keep: Annotated[int, typer.Option(min=1, help="Newest complete runs of each job that stay.")],
-    job: OfJob = None,
-    older_than: Annotated[str, typer.Option(help="Leave younger ones: 12h, 30d.")] = "0s",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Remove what is shown without it.")] = False,
+    keep: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Newest complete runs to keep per job")
+    ],
+    job: JobName = None,
+    older_than: Annotated[
+        str, typer.Option(metavar="AGE", help="Keep younger runs; 12h or 30d")
+    ] = "0s",
+    dry_run: DryRunOnly = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove the listed runs")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove old complete runs, with the runs that retried their failed rows.
+    """Remove old complete runs and the retries of their rows.
 
-    Without --yes it shows what it would remove, and removes nothing. Runs that are not complete
-    or not readable are never removed, nor is what was published elsewhere.
+    Without --yes it lists what it would remove, and removes nothing. Runs that are incomplete or
+    not readable are never removed, and neither are published rows.
     """
     from prefect_raybatch.runs import prune as pruning
 
@@ -251,7 +300,7 @@ def prune(
         _show_pruned(found)
     if found.removed and only_show and not dry_run:
         raise ConfigError(
-            f"nothing was removed: add --yes to remove {counted(len(found.removed), 'run')}"
+            f"nothing was removed. To remove {counted(len(found.removed), 'run')}, add --yes."
         )
 
 

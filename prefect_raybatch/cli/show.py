@@ -1,11 +1,11 @@
-"""What the command line prints: progress, tables, findings and reports, in words and colours."""
+"""Print progress, plans, states, findings and verdicts in the terminal."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
-import sys
+import shlex
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
+from prefect_raybatch.cli.ending import print_next, retry_command
 from prefect_raybatch.cli.terminal import err, out
 from prefect_raybatch.driver.heartbeat import ENDED, MAKING, STARTING, Beat, Listener
+from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
-from prefect_raybatch.ledger.layout import DATA_FOLDER, PARTIAL_FOLDER, REPORT_HTML
+from prefect_raybatch.ledger.layout import PARTIAL_FOLDER
 from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.report.report import duration, failure_table, published_text, stage_table
+from prefect_raybatch.report.report import duration, failure_table
 from prefect_raybatch.runs.listing import COMPLETED
-from prefect_raybatch.runs.run import complete_before
 from prefect_raybatch.words import are, counted, money
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ LINE_EVERY = 5.0  # seconds between progress lines where there is no terminal
 
 
 class TerminalProgress(Listener):
-    """Progress in the terminal: a bar there, a line every few seconds elsewhere."""
+    """Show progress: a bar on a terminal, a line every few seconds elsewhere."""
 
     def __init__(self, quiet: bool):
         self.quiet = quiet
@@ -53,7 +54,7 @@ class TerminalProgress(Listener):
         self.printed = 0.0
         self.phase, self.about = STARTING, ""
         self.progress: Progress | None = None
-        self._lock = threading.RLock()  # beats come from a thread of their own
+        self._lock = threading.RLock()  # heartbeats come from another thread
 
     def say(self, text: str) -> None:
         if not self.quiet:
@@ -109,10 +110,10 @@ class TerminalProgress(Listener):
 def _progress_line(progress: Progress, phase: str, about: str) -> str:
     rows = counted(progress.whole, *progress.unit)
     if not progress.recent:
-        # Requests that this attempt has answered itself count as done when rows are looked up.
+        # In the rows phase, requests that this attempt has answered count as done too.
         before = "" if progress.before.rows else " before"
         done = f"{progress.whole_done:,} of {rows} done{before}" if progress.whole_done else ""
-        # The phase is that of the requests until the rows have a beat of their own.
+        # Until the rows phase has a heartbeat, `phase` is the last one of the requests phase.
         now = "" if phase == ENDED else f"{phase}{f': {about}' if about else ''}"
         return "; ".join(filter(None, (done, now)))
     failed = progress.failed + progress.held_back
@@ -122,95 +123,116 @@ def _progress_line(progress: Progress, phase: str, about: str) -> str:
     )
 
 
-def show_findings(found: Sequence[Finding]) -> None:
+def show_findings(findings: Sequence[Finding]) -> None:
+    """Print the findings of `raybatch doctor`, each with its remedy, and how many there are."""
     table = _grid()
     colours = {"pass": "green", "warn": "yellow", "fail": "red"}
-    for finding in found:
+    for finding in findings:
         mark = f"[{colours[finding.mark]}]{finding.mark}[/]"
         table.add_row(mark, escape(finding.check), escape(finding.found))
         if finding.remedy:
             table.add_row("", "", f"[bold]->[/] {escape(finding.remedy)}")
     out.print(table)
-    counts = {mark: sum(finding.mark == mark for finding in found) for mark in colours}
+    counts = {mark: sum(finding.mark == mark for finding in findings) for mark in colours}
     out.print(", ".join(f"{number} {mark}" for mark, number in counts.items()))
 
 
-def show_plan(found: DryRun) -> None:
-    size, have = found.sizing, found.have
+def show_plan(plan: DryRun) -> None:
+    """Print what a run would do: input, result, sizes with their reasons, warnings, problems."""
     table = _grid()
-    where = f"in {counted(found.files, f'{found.format} file')}"
-    if found.table is not None and found.format in TABLE_FORMATS:
-        version, made = found.table["version"], found.table.get("made")
-        when = f" of {made}" if made not in (None, version) else ""
-        where = f"of {TABLE_FORMATS[found.format].source} at version {version}{when}"
-    about = "about " if found.rows_guessed else ""
-    table.add_row("input", escape(f"{about}{counted(found.rows, 'row')} {where}"))
-    typed = (f"{name}: {kind}" for name, kind in zip(found.columns, found.types, strict=True))
-    table.add_row("columns", escape(", ".join(typed)))
-    for number, (name, kind) in enumerate(found.result):
-        table.add_row("" if number else "result", escape(f"{name}: {kind}"))
-    for number, line in enumerate(found.publish):
-        table.add_row("" if number else "publish to", escape(line))
-    model = f"{found.model['source']} {found.model.get('revision') or ''}"
-    table.add_row("model", escape(model))
-    table.add_row("shards", f"{size.shards:,} of {counted(size.rows_per_shard, 'row')}")
-    engines = counted(size.pool.engines, "engine")
-    table.add_row("shards an engine", f"{size.shards_a_worker:g} ({engines})")
-    table.add_row(
-        "saturation",
-        f"{counted(size.rows_per_shard, 'row')} * {size.concurrent} at once "
-        f"{'>=' if size.saturated else '<'} {counted(size.max_num_seqs, 'sequence')}",
-    )
-    needs = (counted(found.needs[f"{kind.lower()}s"], kind) for kind in ("CPU", "GPU"))
-    table.add_row("needs", ", ".join(needs))
-    kinds = " and ".join(have["accelerators"]) or "of unknown kind"
-    gpus = f"{counted(have['gpus'], 'GPU')} {kinds}" if have["gpus"] else "no GPU"
-    asked = "assumed, as it cannot be asked" if have["assumed"] else f"at {have['address']}"
-    cpus, nodes = counted(have["cpus"], "CPU"), counted(have["nodes"], "node")
-    table.add_row("cluster", escape(f"{cpus}, {gpus}, {nodes}, {asked}"))
-    table.add_row("run directory", escape(found.run))
-    for number, line in enumerate(reuse_lines(found)):
-        table.add_row("" if number else "reuse", escape(line))
-    if found.cost is not None:
-        table.add_row("cost", escape(found.cost.line()))
+    for name, lines in _plan_facts(plan):
+        for number, line in enumerate(lines):
+            table.add_row("" if number else name, escape(line))
     out.print(table)
     sizes = Table(box=None, pad_edge=False)
     for name in ("size", "value", "why"):
         sizes.add_column(name, overflow="fold")
-    for figure in found.figures:
+    for figure in plan.figures:
         sizes.add_row(escape(figure.name), escape(figure.value), escape(figure.why))
     out.print(sizes)
-    over = (found.cost.warning,) if found.cost is not None and found.cost.warning else ()
-    for warning in (*size.warnings, *over):
+    over = (plan.cost.warning,) if plan.cost is not None and plan.cost.warning else ()
+    for warning in (*plan.sizing.warnings, *over):
         out.print(f"[yellow]warning[/]: {escape(warning)}")
-    if found.tokens is not None:
-        _show_prompts(found.tokens)
-    for problem in found.problems:
+    if plan.tokens is not None:
+        _show_prompts(plan.tokens)
+    for problem in plan.problems:
         out.print(f"[red]problem[/]: {escape(problem)}")
 
 
-def reuse_lines(found: DryRun) -> list[str]:
-    """How many rows of a job that reuses would be asked, and why not fewer."""
-    if found.reuse is None:
+def _plan_facts(plan: DryRun) -> list[tuple[str, list[str]]]:
+    """Return (name, lines) of what a run would read, write and need."""
+    size = plan.sizing
+    about = "about " if plan.rows_guessed else ""
+    columns = (f"{name}: {kind}" for name, kind in zip(plan.columns, plan.types, strict=True))
+    fill = "fill" if size.saturated else "do not fill"
+    return [
+        ("input", [f"{about}{counted(plan.rows, 'row')} {_input_place(plan)}"]),
+        ("columns", [", ".join(columns)]),
+        ("result", [f"{name}: {kind}" for name, kind in plan.result]),
+        ("publish to", list(plan.publish)),
+        ("model", [f"{plan.model['source']} {plan.model.get('revision') or ''}".rstrip()]),
+        ("shards", [f"{size.shards:,} of {counted(size.rows_per_shard, 'row')}"]),
+        (
+            "shards per engine",
+            [f"{size.shards_a_worker:g} ({counted(size.pool.engines, 'engine')})"],
+        ),
+        (
+            "saturation",
+            [
+                f"{counted(size.concurrent, 'shard')} in flight per engine, "
+                f"{counted(size.rows_per_shard, 'row')} each, {fill} "
+                f"{counted(size.max_num_seqs, 'sequence')}"
+            ],
+        ),
+        ("needs", [", ".join(counted(plan.needs[f"{k.lower()}s"], k) for k in ("CPU", "GPU"))]),
+        ("cluster", [_cluster(plan.have)]),
+        ("run directory", [plan.run]),
+        ("reuse", reuse_lines(plan)),
+        ("cost", [plan.cost.line()] if plan.cost is not None else []),
+    ]
+
+
+def _input_place(plan: DryRun) -> str:
+    """Return e.g. `in 3 parquet files`, or the table and its version."""
+    if plan.table is None or plan.format not in TABLE_FORMATS:
+        return f"in {counted(plan.files, f'{plan.format} file')}"
+    version, created = plan.table["version"], plan.table.get("made")
+    when = f" of {created}" if created not in (None, version) else ""
+    return f"of {TABLE_FORMATS[plan.format].source} at version {version}{when}"
+
+
+def _cluster(have: Mapping[str, Any]) -> str:
+    """Return the capacity of a cluster, and whether it was queried."""
+    kinds = " and ".join(have["accelerators"]) or "of unknown kind"
+    gpus = f"{counted(have['gpus'], 'GPU')} {kinds}" if have["gpus"] else "no GPU"
+    cpus, nodes = counted(have["cpus"], "CPU"), counted(have["nodes"], "node")
+    where = "assumed, because it cannot be queried" if have["assumed"] else f"at {have['address']}"
+    return f"{cpus}, {gpus}, {nodes}, {where}"
+
+
+def reuse_lines(plan: DryRun) -> list[str]:
+    """Return how many rows a job that reuses answers would infer, and why not fewer."""
+    if plan.reuse is None:
         return []
-    reuse = found.reuse
+    reuse = plan.reuse
     lines = [
-        f"{counted(reuse.counts.asked, 'row')} asked, {reuse.counts.reused:,} with an earlier "
-        f"run's answer, {reuse.counts.merged:,} with another row's"
+        f"{counted(reuse.counts.asked, 'row')} to infer, {reuse.counts.reused:,} answered by an "
+        f"earlier run, {reuse.counts.merged:,} equal to another row"
     ]
     if reuse.counts.none:
-        lines.append(f"{counted(reuse.counts.none, 'row')} make no request and will fail")
+        lines.append(f"{counted(reuse.counts.none, 'row')} will fail, because they make no request")
     lines += [f"answers of {run}" for run in reuse.earlier]
     if not reuse.earlier:
         lines.append("no earlier run of this job keeps answers")
-    lines += [f"nothing is taken over: {line}" for line in reuse.differs]
+    lines += [f"answers not reused: {line}" for line in reuse.differs]
     return lines
 
 
 def _show_prompts(tokens: PromptLengths) -> None:
     table = _grid()
-    failed = f", {tokens.failed:,} made none" if tokens.failed else ""
-    table.add_row("prompts", f"{tokens.rows:,} sampled in {tokens.seconds:.1f} s{failed}")
+    failed = f", {tokens.failed:,} of them make no prompt" if tokens.failed else ""
+    sampled = f"{counted(tokens.rows, 'row')} sampled in {tokens.seconds:.1f} s{failed}"
+    table.add_row("prompts", sampled)
     table.add_row(
         "prompt tokens",
         f"min {tokens.least:,}  median {tokens.median:,}  P90 {tokens.p90:,}  "
@@ -218,10 +240,10 @@ def _show_prompts(tokens: PromptLengths) -> None:
     )
     longest = f"{tokens.longest['file']}, row {tokens.longest['row']:,}"
     table.add_row("longest", escape(longest))
-    table.add_row("shared prefixes", f"{tokens.shared:.0%} of prompt tokens, within the sample")
-    table.add_row("same requests", f"{tokens.repeated:.1%} of rows, within the sample")
+    table.add_row("shared prefixes", f"{tokens.shared:.0%} of prompt tokens in the sample")
+    table.add_row("equal requests", f"{tokens.repeated:.1%} of rows in the sample")
     table.add_row("max_model_len auto", escape(f"{tokens.max_model_len:,} ({tokens.why})"))
-    table.add_row("too long for it", f"{tokens.over:.1%} of rows")
+    table.add_row("too long for that", f"{tokens.over:.1%} of rows")
     out.print(table)
     most = max(rows for _, _, rows in tokens.histogram)
     wide = len(f"{tokens.most:,}")
@@ -235,71 +257,14 @@ def _show_prompts(tokens: PromptLengths) -> None:
 
 
 def print_prompt(where: str, tokens: int, text: str) -> None:
-    """A prompt as the model gets it, cut where it is long."""
+    """Print a prompt as the model gets it; a long one is cut."""
     out.print(f"[bold]prompt of {escape(where)}[/], {counted(tokens, 'token')}")
-    more = f" ... {len(text) - TEXT_SHOWN:,} characters more" * (len(text) > TEXT_SHOWN)
-    out.print(f"{text[:TEXT_SHOWN]}{more}", markup=False, highlight=False)
-
-
-def show_report(report: RunReport, fresh: bool, page: bool = False) -> None:
-    """`page`: it was made by a flow, which Prefect shows."""
-    out.print(f"[bold]{escape(report.job)}[/] {escape(f'{report.run_key}: {report.state}')}")
-    table = _grid()
-    table.add_row(
-        "rows",
-        f"{report.rows:,} = {report.good:,} answered + {report.failed:,} in "
-        f"quarantine + {report.skipped:,} left out",
-    )
-    if reused := reused_text(report.reuse):
-        table.add_row("reuse", reused)
-    table.add_row("working time", duration(report.seconds))
-    table.add_row(
-        "rate", f"{report.rows_per_s:,.0f} rows/s (steady {report.steady_rows_per_s:,.0f})"
-    )
-    table.add_row("shards", f"{report.shards} ({report.resumed_shards} from earlier attempts)")
-    if "total" in report.cost:
-        hours = money(report.cost.get("gpu_hours", 0.0))
-        table.add_row("cost", f"{money(report.cost['total'])} for {hours} GPU-hours")
-    table.add_row("result", escape(f"{report.run}/data/"))
-    if failed := report.quarantine_folder:
-        table.add_row("failed rows", escape(f"{report.run}/{failed}/"))
-    for made in report.published:
-        table.add_row(escape(f"published: {made.target}"), escape(published_text(made)))
-    table.add_row("report", escape(f"{report.run}/{REPORT_HTML}"))
-    out.print(table)
-    show_rows(stage_table(report))
-    _print_failures(report.failures)
-    for one in report.advice:
-        out.print(f"[yellow]advice[/]: {escape(f'{one.about}: {one.evidence}')}")
-        out.print(f"        [bold]->[/] {escape(one.change)}")
-    if page:
-        _print_page()
-    if not fresh:
-        out.print(complete_before(report), markup=False)
-
-
-def reused_text(reuse: Mapping[str, float]) -> str:
-    """Whose answers the rows of a run have; "" where all were asked for."""
-    taken = (("reused", "with an earlier run's answer"), ("merged", "with another row's"))
-    said = [f"{reuse[name]:,.0f} {what}" for name, what in taken if reuse.get(name)]
-    return ", ".join([*said, f"{reuse.get('asked', 0):,.0f} asked"]) if said else ""
-
-
-def _print_page() -> None:
-    from prefect_raybatch.doctor.services import prefect_api
-
-    url = prefect_api()
-    if url:
-        out.print(f"Prefect page: {url.removesuffix('/api')}/runs", markup=False)
-    else:
-        command = Path(sys.executable).with_name("prefect")
-        out.print(
-            f"Prefect page: {command} server start   then http://127.0.0.1:4200/runs", markup=False
-        )
+    rest = f" ... {len(text) - TEXT_SHOWN:,} more characters" * (len(text) > TEXT_SHOWN)
+    out.print(f"{text[:TEXT_SHOWN]}{rest}", markup=False, highlight=False)
 
 
 def show_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table; its first column is text, the others are figures."""
+    """Print a table. Its first column is text; the others are figures, aligned right."""
     table = Table(box=None, pad_edge=False)
     for at, name in enumerate(rows[0] if rows else ()):
         table.add_column(escape(name), overflow="fold", justify="right" if at else "left")
@@ -309,6 +274,7 @@ def show_rows(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def show_sample(report: RunReport, columns: list[str]) -> None:
+    """Print these columns of the first rows of a result."""
     from prefect_raybatch.result.finalize import first_rows
     from prefect_raybatch.storage import open_store
 
@@ -326,18 +292,16 @@ def show_sample(report: RunReport, columns: list[str]) -> None:
 
 def _print_strays(strays: Sequence[str]) -> None:
     if strays:
-        out.print("files among the commits that are none, and count for nothing, such as")
+        out.print("Unexpected files among the commits, which are ignored, e.g.:")
         for name in strays[:3]:
             out.print(f"  {name}", markup=False)
 
 
 def _print_failures(failures: Mapping[str, int]) -> None:
     for row in failure_table(failures)[:5]:
-        out.print(
-            f"  {row['rows']} {'row' if row['rows'] == '1' else 'rows'} failed in {row['stage']}: "
-            f"{row['error']}: {row['message']}",
-            markup=False,
-        )
+        rows = f"{row['rows']} {'row' if row['rows'] == '1' else 'rows'}"
+        reason = f"{row['stage']}: {row['error']}: {row['message']}"
+        out.print(f"  {rows} failed in {reason}", markup=False)
 
 
 def _grid() -> Table:
@@ -347,46 +311,60 @@ def _grid() -> Table:
     return table
 
 
+def write_page(path: Path, page: str) -> None:
+    """Write an HTML page where `--html` says."""
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html {path}: {error.strerror}. Choose another file.") from None
+    err.print(f"wrote {path}", markup=False)
+
+
 def print_json(value: object) -> None:
+    """Print a value as one line of JSON."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     print(json.dumps(value, default=str))
 
 
-def _heard(beat: dict[str, Any]) -> str:
+def _driver(beat: dict[str, Any]) -> str:
+    """Return which process drives a run, and what its last heartbeat says."""
     from prefect_raybatch.driver.heartbeat import SILENT_AFTER, alive
 
-    place = f"{beat.get('host', '?')}:{beat.get('pid', '?')} {duration(max(0, beat['age']))} ago"
+    place = f"{beat.get('host', '?')}:{beat.get('pid', '?')}"
+    age = duration(max(0, beat["age"]))
     if beat["age"] > SILENT_AFTER:
-        return f"{place}, silent since; it may be dead"
+        return f"{place}, no heartbeat for {age}; it may be dead"
     engines = counted(alive(beat["engines"]), "engine")
-    text = f"{place}: {beat['phase']}, pass {beat['passes']}, {engines}"
+    text = f"{place}, heartbeat {age} ago: {beat['phase']}, pass {beat['passes']}, {engines}"
     return f"{text}; {beat['about']}" if beat["about"] else text
 
 
-def show_chain(found: ChainVerdict) -> None:
+def show_chain(verdict: ChainVerdict) -> None:
+    """Print the verdict on a run together with the retries of its failed rows."""
     table = Table(box=None, pad_edge=False)
     table.add_column("run", overflow="fold")
     for name in ("rows", "data", "quarantine", "left out", "retried"):
         table.add_column(name, justify="right")
-    for link in found.runs:
+    for link in verdict.runs:
         counts = (link.rows, link.data, link.quarantined, link.skipped, link.retried)
         table.add_row(escape(link.run_key), *(f"{count:,}" for count in counts))
     out.print(table)
-    if found.ok:
+    if verdict.ok:
+        rows, runs = counted(verdict.rows, "row"), counted(len(verdict.runs), "run")
         out.print(
-            f"[green]proved[/]: {counted(found.rows, 'row')} of {counted(len(found.runs), 'run')} "
-            f"= {found.data:,} in data/ + {found.quarantined:,} in quarantine + "
-            f"{found.skipped:,} left out, each once"
+            f"[green]proved[/]: {rows} of {runs} = {verdict.data:,} in data/ + "
+            f"{verdict.quarantined:,} in quarantine + {verdict.skipped:,} left out, each once"
         )
         return
-    out.print(f"[red]not proved[/]: {escape(found.run)}")
-    for fault in found.faults:
+    out.print(f"[red]not proved[/]: {escape(verdict.run)}")
+    for fault in verdict.faults:
         out.print(f"  {fault}", markup=False)
 
 
 def show_store_warnings() -> None:
-    """Shows the store's warnings, whatever Prefect does with log lines: nobody waits blindly."""
+    """Print warnings of the store, even if Prefect hides log lines: otherwise a command would wait
+    for an unreachable store without saying why."""
     logger = logging.getLogger("prefect_raybatch.storage")
     if not any(isinstance(handler, _StoreWarnings) for handler in logger.handlers):
         logger.addHandler(_StoreWarnings(logging.WARNING))
@@ -397,127 +375,140 @@ class _StoreWarnings(logging.Handler):
         err.print(f"warning: {record.getMessage()}", markup=False)
 
 
-def show_status(found: Status) -> None:
-    state = escape(f"{found.run_key}: {found.state}  ({found.run})")
-    out.print(f"[bold]{escape(found.job)}[/] {state}")
-    if found.superseded_by is not None:
-        out.print(f"was repaired: {found.superseded_by} goes on in its place", markup=False)
+def show_status(state: Status) -> None:
+    """Print the state of a run, its failures, and the command that continues it."""
+    title = escape(f"{state.run_key}: {state.state}  ({state.run})")
+    out.print(f"[bold]{escape(state.job)}[/] {title}")
+    if state.superseded_by is not None:
+        out.print(f"superseded by {state.superseded_by} (repaired); use that run", markup=False)
     table = _grid()
-    table.add_row("rows", f"{found.done:,} of {found.rows:,} ({found.done / found.rows:.0%})")
-    table.add_row("shards", f"{found.committed:,} committed, {found.pending:,} pending")
-    table.add_row("in quarantine", f"{found.quarantined:,}")
-    table.add_row("rate", f"{found.rate:,.0f} rows/s")
-    if found.pending:
-        table.add_row("time left", duration(found.seconds_left))
-    table.add_row("attempts", f"{len(found.attempts)}")
-    if found.gpu_hours:
-        table.add_row("GPU-hours", money(found.gpu_hours))
-    if found.cost is not None:
-        left = f", about {money(found.cost_end)} at the end" if found.cost_end is not None else ""
-        table.add_row("cost", f"{money(found.cost)}{left}")
-    for beat in found.beats:
-        table.add_row("heard of", escape(_heard(beat)))
+    for name, text in _status_facts(state):
+        table.add_row(name, escape(text))
     out.print(table)
-    if found.asks is not None and found.asks.state != "completed":
-        out.print("what nobody has answered is asked first:")
-        show_status(found.asks)
-    _print_strays(found.strays)
-    _print_failures(found.failures)
-    if found.state == COMPLETED and found.quarantined and found.superseded_by is None:
-        out.print(f"to ask again about these: raybatch retry-failed {found.run}", markup=False)
-    if found.failure:
-        out.print("[red]failed[/] while ", end="")
-        out.print(found.failure, markup=False)
-        if found.command:
-            out.print(f"to continue: {found.command}", markup=False)
-    if found.drained is not None:
-        by = found.drained.by
-        out.print(f"drained by {by}: what is left waits for a later call", markup=False)
-    for one in found.partials:
+    if state.asks is not None and state.asks.state != COMPLETED:
+        out.print("requests phase, which answers new rows first:")
+        show_status(state.asks)
+    _print_strays(state.strays)
+    _print_failures(state.failures)
+    _print_stops(state)
+    if state.state == COMPLETED and state.quarantined and state.superseded_by is None:
+        print_next(*retry_command(state.run, state.failures))
+
+
+def _status_facts(state: Status) -> list[tuple[str, str]]:
+    """Return (name, value) of what a run has committed and of who drives it."""
+    facts = [
+        ("rows", f"{state.done:,} of {state.rows:,} ({state.done / state.rows:.0%})"),
+        ("shards", f"{state.committed:,} committed, {state.pending:,} pending"),
+        ("in quarantine", f"{state.quarantined:,}"),
+        ("rate", f"{state.rate:,.0f} rows/s"),
+    ]
+    if state.pending:
+        facts.append(("time left", duration(state.seconds_left)))
+    facts.append(("attempts", f"{len(state.attempts)}"))
+    if state.gpu_hours:
+        facts.append(("GPU-hours", money(state.gpu_hours)))
+    if state.cost is not None:
+        end = f", about {money(state.cost_end)} at the end" if state.cost_end is not None else ""
+        facts.append(("cost", f"{money(state.cost)}{end}"))
+    return facts + [("driver", _driver(beat)) for beat in state.beats]
+
+
+def _print_stops(state: Status) -> None:
+    """Print why the latest attempt stopped, the partial results, and how to continue."""
+    if state.failure:
+        out.print("[red]failed[/] during ", end="")
+        out.print(state.failure, markup=False)
+        if state.command:
+            out.print(f"continue: {state.command}", markup=False)
+    if state.drained is not None:
+        by = state.drained.by
+        out.print(f"drained by {by}; run the same command again to resume", markup=False)
+    for partial in state.partials:
         out.print("[yellow]partial result[/]: ", end="")
-        out.print(f"{one.line} ({found.run}/{PARTIAL_FOLDER}/{one.name})", markup=False)
-    if found.stopped is not None:
+        place = f"{state.run}/{PARTIAL_FOLDER}/{partial.name}"
+        out.print(f"{partial.line} ({place})", markup=False)
+    if state.stopped is not None:
         out.print("[red]stopped[/]: ", end="")
-        out.print(found.stopped.line(), markup=False)
-        for line in found.stopped.lines():
+        out.print(state.stopped.line(), markup=False)
+        for line in state.stopped.lines():
             out.print(f"  {line}", markup=False)
 
 
-def show_partial(report: RunReport) -> None:
-    """What a partial result holds, and loudly what it is not."""
-    out.print(f"[bold yellow]PARTIAL[/] {escape(report.job)} {escape(report.run_key)}")
-    for note in report.notes:
-        out.print(note, markup=False)
-    out.print(f"rows: {report.good:,} answered in {report.run}/{DATA_FOLDER}/", markup=False)
-    if folder := report.quarantine_folder:
-        out.print(f"failed rows: {report.failed:,} in {report.run}/{folder}/", markup=False)
-    out.print("the run itself is as it was: run the job again, and it goes on", markup=False)
-
-
-def show_verdict(found: Verdict, run_dir: str) -> None:
-    if found.ok:
+def show_verdict(verdict: Verdict, run_dir: str) -> None:
+    """Print whether the files of a run prove that every planned row is there once."""
+    if verdict.ok:
         out.print(
-            f"[green]proved[/]: {found.rows:,} planned rows = {found.data:,} in data/ + "
-            f"{found.quarantined:,} in quarantine + {found.skipped:,} left out, each once"
+            f"[green]proved[/]: {verdict.rows:,} planned rows = {verdict.data:,} in data/ + "
+            f"{verdict.quarantined:,} in quarantine + {verdict.skipped:,} left out, each once"
         )
     else:
         out.print(f"[red]not proved[/]: {escape(run_dir)}")
-        for fault in found.faults:
+        for fault in verdict.faults:
             out.print(f"  {fault}", markup=False)
-        if found.finished:
-            out.print(f"to mend it: raybatch repair {run_dir}", markup=False)
-        else:
-            out.print("to go on: run the job again under the same run key", markup=False)
-    _print_strays(found.strays)
-    if found.orphans:
-        size = found.orphan_bytes / 2**20
-        pieces = counted(found.orphans, "piece")
-        out.print(f"{pieces} that no commit names ({size:,.1f} MiB), such as")
-        for name in found.orphan_names[:3]:
+    _print_strays(verdict.strays)
+    if verdict.orphans:
+        size = verdict.orphan_bytes / 2**20
+        pieces = counted(verdict.orphans, "unused piece")
+        out.print(
+            f"{pieces} ({size:,.1f} MiB): no commit names them, and nothing reads them, e.g.:"
+        )
+        for name in verdict.orphan_names[:3]:
             out.print(f"  {name}", markup=False)
-        out.print("  nobody reads them; `raybatch reap` removes those that may go", markup=False)
+        remove = shlex.join(["raybatch", "reap", run_dir])
+        out.print(f"  Remove those that are no longer needed: {remove}", markup=False)
+    if not verdict.ok and verdict.finished:
+        print_next("raybatch", "repair", run_dir)
+    elif not verdict.ok:
+        out.print("The run is not finished. Run the job again with the same run key.")
+        print_next("raybatch", "status", run_dir)
 
 
-def show_repaired(found: Repaired) -> None:
-    for text in found.faults:
+def show_repaired(repaired: Repaired) -> None:
+    """Print the faults of a run, what was restored, and which run continues it."""
+    for text in repaired.faults:
         out.print(f"[red]fault[/]  {escape(text)}")
-    for text in found.restored:
+    for text in repaired.restored:
         out.print(f"[green]restored[/]  {escape(text)}")
-    if found.run_key is None:
-        rows = "no row is lost" if found.faults else "nothing is lost"
-        done = "no run was begun" if found.restored else "nothing was written"
-        out.print(f"{found.run}: {rows}; {done}", markup=False)
+    if repaired.run_key is None:
+        rows = "no row is lost" if repaired.faults else "nothing is lost"
+        outcome = "no run was created" if repaired.restored else "nothing was written"
+        out.print(f"{repaired.run}: {rows}; {outcome}", markup=False)
         return
+    lost = len(repaired.lost)
     out.print(
-        f"{found.run_key} holds {found.taken:,} of {counted(found.shards, 'shard')}; "
-        f"{counted(len(found.lost), 'shard')} of {found.run} {are(len(found.lost))} lost. To have "
-        f"the rest done, the result written and proved:\n"
-        f"  raybatch run JOB --run-key {found.run_key}",
+        f"{repaired.run_key} holds {repaired.taken:,} of {counted(repaired.shards, 'shard')}; "
+        f"{counted(lost, 'shard')} of {repaired.run} {are(lost)} lost. Run the job to infer them "
+        f"again and to write the result:\n  raybatch run JOB --run-key {repaired.run_key}",
         markup=False,
     )
-    for target in found.published:
+    for target in repaired.published:
         out.print(
-            f"{target} has rows of {found.run}: take them out before {found.run_key} is "
-            "published, or they are there twice",
+            f"{target} has rows of {repaired.run}. Delete them before {repaired.run_key} is "
+            "published, or they will be there twice.",
             markup=False,
         )
 
 
-def show_reaped(found: Reaped, older_than: str, dry_run: bool) -> None:
+def show_reaped(reaped: Reaped, older_than: str, dry_run: bool) -> None:
+    """Print how many files were removed, by kind."""
     from prefect_raybatch.result.reap import REAPED_KINDS
 
-    for kind, files in found.files.items():
-        size = found.bytes[kind] / 2**20
+    for kind, files in reaped.files.items():
+        size = reaped.bytes[kind] / 2**20
         verb = "would remove" if dry_run else "removed"
         out.print(f"{verb} {files:,} {REAPED_KINDS[kind]} ({size:,.1f} MiB)")
-    if not found.files:
-        out.print(f"nothing older than {older_than} to remove")
-    if found.kept:
-        out.print(f"kept {counted(found.kept, 'piece')} that a live driver may still commit")
+    if not reaped.files:
+        out.print(f"nothing to remove: no unused file is older than {older_than}")
+    if reaped.kept:
+        out.print(f"kept {counted(reaped.kept, 'piece')} that an active driver may still commit")
 
 
 def show_actions(actions: Sequence[Action]) -> None:
+    """Print what was done to Ray jobs, clusters and flow runs, and why."""
     for action in actions:
         out.print(f"{action.what}  {action.job}  {action.why}", markup=False)
     if not actions:
-        out.print("nothing to reconcile: no jobs of ours are live and no flow run waits for one")
+        out.print(
+            "nothing to reconcile: no Ray job of raybatch is live, and no flow run waits for one"
+        )

@@ -1,14 +1,16 @@
-"""The one place by which the command line reaches a terminal: no control character of a row, a
-file's name or an error passes it.
+"""Print to the terminal. Everything that the command line prints passes here, so that no control
+character of a row, a file name or an error reaches the terminal.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from types import TracebackType
 from typing import Any, cast
 
@@ -16,12 +18,13 @@ import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from prefect_raybatch.harmless import visible
 
 _FORMATTER = logging.Formatter()
-# Errors of arguments. Newer versions of Typer carry a copy of click, so that it is not click's own.
+# The base class of argument errors. Newer versions of Typer carry a copy of click, so it is not
+# click's own.
 _ARGUMENT_ERROR = cast(
     type[Exception],
     next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"),
@@ -29,10 +32,10 @@ _ARGUMENT_ERROR = cast(
 
 
 class Terminal(Console):
-    """A console that shows hidden characters as escapes, and makes nothing a hyperlink."""
+    """A console that prints hidden characters as escapes and no hyperlinks."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        # Before it is measured, so that tables have room for the escapes.
+        # Escaped before rich measures the text, so that tables have room for the escapes.
         return super().render_str(visible(text), **options)
 
     def render(
@@ -49,14 +52,50 @@ def _harmless_segment(segment: Segment) -> Segment:
     return Segment(visible(segment.text), style)
 
 
-# Without emoji: `:x:` in a row stays what it is.
+# Without emoji, so that `:x:` in a row is printed as it is.
 out = Terminal(highlight=False, soft_wrap=True, emoji=False)
 err = Terminal(highlight=False, soft_wrap=True, emoji=False, stderr=True)
 
 
+class HelpfulCommand(TyperCommand):
+    """A command whose help has no type column entry for flags, and whose line in the list of
+    commands has no full stop."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.help:
+            self.help = _paragraphs(self.help)
+            self.short_help = self.short_help or self.help.partition("\n\n")[0].rstrip(".")
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _plain_flags(super().get_params(ctx))
+
+
 class VisibleGroup(TyperGroup):
-    """The commands of a program, whose errors of arguments are printed by `err`: they quote what
-    was typed, such as the name of a file."""
+    """The commands of the program. Argument errors are printed through `err`, because they quote
+    what was typed, e.g. a file name. `order` lists the names in the order of `--help`."""
+
+    order: Sequence[str] = ()
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.help = _paragraphs(self.help or "")
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        names = super().list_commands(ctx)
+        return sorted(names, key=lambda name: [*self.order, name].index(name))
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _plain_flags(super().get_params(ctx))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
+            names = self.list_commands(ctx)
+            near = [other for other in names if other.startswith(name)]
+            near = near or get_close_matches(name, names)
+            ctx.fail(f"There is no command {name!r}.{_did_you_mean(near)}")
+        return super().resolve_command(ctx, args)
 
     def main(
         self,
@@ -67,11 +106,11 @@ class VisibleGroup(TyperGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
-        given = (args, prog_name, complete_var, False, windows_expand_args)
+        arguments = (args, prog_name, complete_var, False, windows_expand_args)
         if not standalone_mode:
-            return super().main(*given, **extra)
+            return super().main(*arguments, **extra)
         try:
-            status = super().main(*given, **extra)
+            status = super().main(*arguments, **extra)
         except _ARGUMENT_ERROR as error:
             _print_argument_error(error)
             sys.exit(getattr(error, "exit_code", 2))
@@ -81,8 +120,28 @@ class VisibleGroup(TyperGroup):
         sys.exit(status if isinstance(status, int) else 0)
 
 
+def _paragraphs(text: str) -> str:
+    """Return a docstring with each paragraph on one line, so that it fills the terminal's width."""
+    return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n"))
+
+
+def _plain_flags(params: list[Any]) -> list[Any]:
+    """Return the parameters. Flags show no type, because `<bool>` would suggest that they take a
+    value; `--help`, whose text is Typer's, ends without a full stop like the others."""
+    for param in params:
+        if getattr(param, "is_flag", False) and param.metavar is None:
+            param.metavar = ""
+            param.help = (param.help or "").rstrip(".")
+    return params
+
+
+def _did_you_mean(names: Sequence[str]) -> str:
+    """Return e.g. " Did you mean 'status'?", or "" without names."""
+    return f" Did you mean {' or '.join(repr(name) for name in names)}?" if names else ""
+
+
 def _print_argument_error(error: Any) -> None:
-    """Print what is wrong with the arguments, and the usage of the command."""
+    """Print the usage of the command and what is wrong with its arguments."""
     if type(error).__name__ == "NoArgsIsHelpError":  # the help is printed already
         return
     context = getattr(error, "ctx", None)
@@ -90,41 +149,44 @@ def _print_argument_error(error: Any) -> None:
         err.print(context.get_usage(), markup=False)
         err.print(f"Try '{context.command_path} --help' for help.", markup=False)
     err.print("[red]Error[/]: ", end="")
-    err.print(error.format_message(), markup=False)
+    message = error.format_message()
+    if (option := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):
+        message = f"There is no option {option!r}.{_did_you_mean(error.possibilities or ())}"
+    err.print(message, markup=False)
 
 
 @contextmanager
 def visible_logs() -> Iterator[None]:
-    """Show hidden characters in all log lines of this process as escapes, whoever prints them."""
-    before = logging.getLogRecordFactory()
+    """Escape hidden characters in all log records that this process creates within the block."""
+    default_factory = logging.getLogRecordFactory()
 
-    def record(*args: Any, **more: Any) -> logging.LogRecord:
-        made = before(*args, **more)
+    def record_factory(*args: Any, **options: Any) -> logging.LogRecord:
+        record = default_factory(*args, **options)
         try:
-            said = made.getMessage()
-        except (TypeError, ValueError, KeyError):  # logging itself says so when it prints the line
-            return made
-        if (shown := visible(said)) != said:
-            made.msg, made.args = shown, ()
-        if made.exc_info and made.exc_info[0]:
-            made.exc_text = visible(_FORMATTER.formatException(made.exc_info))
-        return made
+            message = record.getMessage()
+        except (TypeError, ValueError, KeyError):  # logging reports it when it prints the record
+            return record
+        if (shown := visible(message)) != message:
+            record.msg, record.args = shown, ()
+        if record.exc_info and record.exc_info[0]:
+            record.exc_text = visible(_FORMATTER.formatException(record.exc_info))
+        return record
 
-    logging.setLogRecordFactory(record)
+    logging.setLogRecordFactory(record_factory)
     try:
         yield
     finally:
-        logging.setLogRecordFactory(before)
+        logging.setLogRecordFactory(default_factory)
 
 
 def print_traceback(
     kind: type[BaseException], error: BaseException, where: TracebackType | None
 ) -> None:
-    """Print an error that is none of ours as Python does, for `sys.excepthook`: its message may
-    quote a row."""
+    """Print an unexpected error as Python does. Use it as `sys.excepthook`; the message may quote a
+    row."""
     err.print("".join(traceback.format_exception(kind, error, where)), markup=False, end="")
 
 
 def show_tracebacks_visibly() -> None:
-    """Have the interpreter print the error that ends this process through `print_traceback`."""
+    """Make the interpreter print an uncaught error through `print_traceback`."""
     sys.excepthook = print_traceback

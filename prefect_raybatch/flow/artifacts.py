@@ -23,8 +23,8 @@ from prefect_raybatch.flow.texts import prefect_text_in
 from prefect_raybatch.harmless import code_span, markdown_text
 
 ARTIFACT_KINDS = (  # what a run shows
-    "progress", "live", "plots", "stages", "failures", "report", "failure", "nights",
-    "nights-plots",
+    "progress", "live", "plots", "stages", "failures", "report", "failure", "history",
+    "history-plots",
 )  # fmt: skip
 MOST_FOUND = 50  # artifacts of one key that a flow run may have made, one for each of its runs
 

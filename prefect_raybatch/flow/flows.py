@@ -25,7 +25,7 @@ from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError, R
 from prefect_raybatch.flow.artifacts import artifact_key, put
 from prefect_raybatch.flow.failure import COMMAND, explained
 from prefect_raybatch.flow.job_flow import job_flow
-from prefect_raybatch.flow.nights import show_nights
+from prefect_raybatch.flow.run_history import show_history
 from prefect_raybatch.flow.tasks import (
     finalize_run,
     infer_shards,
@@ -170,7 +170,7 @@ def _recorded_unplanned(job: BatchJob, run_key: str | None) -> Iterator[None]:
         if made is not None:
             store, key = made
             record_command(store, getattr(error, COMMAND, ""))
-            show_nights(job, key)
+            show_history(job, key)
         raise
 
 

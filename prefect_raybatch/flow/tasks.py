@@ -28,8 +28,8 @@ from prefect_raybatch.flow.blocks.cluster import access_of
 from prefect_raybatch.flow.blocks.store import options_of
 from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.flow.failure import COMMAND, ROWS_SHOWN, explained, said_beforehand, was_told
-from prefect_raybatch.flow.nights import show_nights
 from prefect_raybatch.flow.page import Observer, Page
+from prefect_raybatch.flow.run_history import show_history
 from prefect_raybatch.flow.texts import STORABLE_LINES
 from prefect_raybatch.harmless import markdown_text
 from prefect_raybatch.job.batch_job import BatchJob
@@ -185,7 +185,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
             report = finalize(loaded, run, progress)
         with watched() as api, api.within():
             _show_report(job, report)
-        show_nights(loaded, run.run_key, tell=not run.finished, output=job.output.uri)
+        show_history(loaded, run.run_key, tell=not run.finished, output=job.output.uri)
         if not run.finished:  # a run that was complete before has logged it already
             get_run_logger().info(
                 "run %s: %s = %s answered + %s in quarantine + %s left out, in %s",
@@ -276,7 +276,7 @@ def failed_night_shown(job: BatchJob, run_key: str) -> Iterator[None]:
         loaded = _loaded(job, run_key)
         if was_told(error) and not isinstance(error, StoreError) and _is_allowed(loaded):
             record_command(run_store(loaded.output, run_key), getattr(error, COMMAND, ""))
-            show_nights(loaded, run_key, output=job.output.uri)
+            show_history(loaded, run_key, output=job.output.uri)
         raise
 
 

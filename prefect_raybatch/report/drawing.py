@@ -38,7 +38,7 @@ LEFT, RIGHT = 64, WIDTH - 20
 GAP = 14  # between pictures that are stacked
 STAGES = ("read", "prepare", "engine", "finish")  # in their order; JSON keeps another
 BARS = 24  # engines shown
-FEW_NIGHTS, NIGHT_NAME = 7, 16  # nights that a plot has room for at least; characters of a name
+FEW_RUNS, RUN_NAME = 7, 16  # runs that a plot has room for at least; characters of a name
 CELL = 24.0  # of the shard map, at most
 MAP_STEP = 0.25  # coordinates of the shard map are multiples of it, which keeps them short
 MANY = 0.01  # failed rows of a cell's, from where it is shown as bad
@@ -437,11 +437,11 @@ def engines(title: str, workers: Sequence[WorkerStats]) -> Plot:
     return Plot(bottom + 46, draw)
 
 
-# --- nights -------------------------------------------------------------------------------------
+# --- runs ---------------------------------------------------------------------------------------
 
 
-def night_bars(
-    title: str, nights: Sequence[str], parts: Mapping[str, Sequence[float]], share: bool
+def run_bars(
+    title: str, names: Sequence[str], parts: Mapping[str, Sequence[float]], share: bool
 ) -> Plot:
     """Plot a stacked bar for each run, oldest first; `share`: its parts are shares of 1."""
     colours = [BLUE, ORANGE, GREEN, RED, SKY, PURPLE, INK, GREY]
@@ -458,20 +458,20 @@ def night_bars(
             panel.legend(LEFT, 41 + 5 * row, entries[row : row + 4], "upper left")
         top = 70 + 5 * ((len(entries) - 1) // 4) * 4
         axes = panel.axes(LEFT, top, RIGHT, bottom)
-        floor = np.zeros(len(nights))
+        floor = np.zeros(len(names))
         for number, (colour, values) in enumerate(zip(colours, parts.values(), strict=False)):
-            bars = axes.bar(range(len(nights)), values, 0.7, floor, color=colour)
-            for night, bar in enumerate(bars):
-                bar.set(gid=f"part-{number}-night-{night}")
+            bars = axes.bar(range(len(names)), values, 0.7, floor, color=colour)
+            for run, bar in enumerate(bars):
+                bar.set(gid=f"part-{number}-run-{run}")
             floor = floor + np.asarray(values)
-        # As wide for few nights as for many: a bar over the whole width says nothing more.
-        axes.set_xlim(-0.6, max(len(nights), FEW_NIGHTS) - 0.4)
+        # As wide for few runs as for many: a bar over the whole width says nothing more.
+        axes.set_xlim(-0.6, max(len(names), FEW_RUNS) - 0.4)
         axes.set_ylim(0, 1 if share else max(1.0, float(floor.max()) * 1.05))
         axes.grid(axis="x", visible=False)
         formatter = FuncFormatter(lambda value, _: f"{value:.0%}" if share else short(value))
         axes.yaxis.set_major_formatter(formatter)
         axes.locator_params("y", nbins=5)
-        last = [shorten(clean(name[-NIGHT_NAME:]), NIGHT_NAME) for name in nights]
-        axes.set_xticks(range(len(nights)), last, rotation=30, ha="right", size=9)
+        last = [shorten(clean(name[-RUN_NAME:]), RUN_NAME) for name in names]
+        axes.set_xticks(range(len(names)), last, rotation=30, ha="right", size=9)
 
     return Plot(bottom + 74, draw)

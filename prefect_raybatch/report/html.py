@@ -15,10 +15,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from prefect_raybatch.harmless import PageLink, clean
-from prefect_raybatch.report import nights, plots
+from prefect_raybatch.report import plots, run_history
 from prefect_raybatch.report import report as reports
-from prefect_raybatch.report.nights import NightsPage
 from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.report.run_history import HistoryPage
 from prefect_raybatch.words import are, counted, money
 
 FIGURE = re.compile(r"-|[\d.,]+%?\Z")
@@ -47,18 +47,18 @@ def html(report: RunReport, made: str = "") -> str:
     )
 
 
-def nights_html(pages: Sequence[NightsPage], made: str = "") -> str:
+def history_html(pages: Sequence[HistoryPage], made: str = "") -> str:
     """Return the run history of some jobs as one page."""
-    drawn = [plots.of_nights(page.nights) for page in pages]
-    return _template("nights.html.j2").render(
+    drawn = [plots.of_history(page.runs) for page in pages]
+    return _template("history.html.j2").render(
         pages=pages,
         made=made,
-        headlines=[nights.headlines(page) for page in pages],
-        nights=[nights.night_rows(page) for page in pages],
-        answers=[nights.answers_table(page) for page in pages],
+        headlines=[run_history.headlines(page) for page in pages],
+        runs=[run_history.history_rows(page) for page in pages],
+        answers=[run_history.answers_table(page) for page in pages],
         plots=[Markup(picture) if picture else "" for picture in drawn],
-        failures=[nights.failures(page) for page in pages],
-        notes=[nights.unread(page) for page in pages],
+        failures=[run_history.failures(page) for page in pages],
+        notes=[run_history.unread(page) for page in pages],
     )
 
 

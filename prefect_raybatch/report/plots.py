@@ -13,7 +13,7 @@ from prefect_raybatch.report.records import Charts, RunReport, WorkerStats
 
 if TYPE_CHECKING:
     from prefect_raybatch.report.drawing import Plot
-    from prefect_raybatch.report.nights import NightLine
+    from prefect_raybatch.report.run_history import HistoryLine
 
 NAMES_DRAWN = 7  # kinds of answers that have a colour of their own
 NAMES = {
@@ -56,27 +56,27 @@ def image_lines(report: RunReport) -> list[str]:
     return lines[:-1]
 
 
-def of_nights(nights: Sequence[NightLine]) -> str | None:
+def of_history(runs: Sequence[HistoryLine]) -> str | None:
     """Return rows and answers of the runs, newest first, as one SVG; None if none is known."""
-    told = [night for night in reversed(nights) if night.good is not None]
+    told = [run for run in reversed(runs) if run.good is not None]
     if not told:
         return None
     from prefect_raybatch.report import drawing
 
-    names = [night.run_key for night in told]
+    names = [run.run_key for run in told]
     rows = {
-        "answered": [float(night.good or 0) for night in told],
-        "in quarantine": [float(night.quarantined or 0) for night in told],
+        "answered": [float(run.good or 0) for run in told],
+        "in quarantine": [float(run.quarantined or 0) for run in told],
     }
-    made = [drawing.night_bars("Rows a night", names, rows, share=False)]
-    kind = "labels" if any("labels" in night.answers for night in told) else "lengths"
-    counted = [night for night in told if night.answers.get(kind)]
+    made = [drawing.run_bars("Rows per run", names, rows, share=False)]
+    kind = "labels" if any("labels" in run.answers for run in told) else "lengths"
+    counted = [run for run in told if run.answers.get(kind)]
     if counted:
         titles = {"labels": "Answers by label", "lengths": "Answers by length in tokens"}
-        shares = _shares([night.answers[kind] for night in counted])
-        keys = [night.run_key for night in counted]
-        made.append(drawing.night_bars(titles[kind], keys, shares, share=True))
-    return drawing.svg("Nights", made)
+        shares = _shares([run.answers[kind] for run in counted])
+        keys = [run.run_key for run in counted]
+        made.append(drawing.run_bars(titles[kind], keys, shares, share=True))
+    return drawing.svg("Runs", made)
 
 
 def _shares(counts: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:

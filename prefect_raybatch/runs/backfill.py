@@ -64,13 +64,13 @@ def planned_nights(job: BatchJob, first: date, last: date) -> list[NightRun]:
     if not places_are_dated(job):
         raise ConfigError(
             f"{job.name} has no {{run_date}} in source (uri, query, filter) or output.uri, so each "
-            "night would ask about the same rows: write {run_date} where the night's rows are"
+            "date would infer the same rows. Write {run_date} where the rows of a date are."
         )
     days = (last - first).days + 1
     if not 0 < days <= MOST_NIGHTS:
         raise ConfigError(
-            f"from {first} to {last} are {max(0, days):,} nights; give a first date that is not "
-            f"after the last, and at most {MOST_NIGHTS:,} nights"
+            f"from {first} to {last} are {max(0, days):,} dates. Give a first date that is not "
+            f"after the last, and at most {MOST_NIGHTS:,} dates."
         )
     return [_planned(job, first + timedelta(days=number)) for number in range(days)]
 
@@ -140,7 +140,7 @@ def backfill(
     Raises `ConfigError` for `at_most` under 1, and errors of starting the cluster.
     """
     if at_most < 1:
-        raise ConfigError(f"at most {at_most} runs at once is none; give 1 or more")
+        raise ConfigError(f"at most {at_most} concurrent runs is none. Give 1 or more.")
     found = {night.date: night for night in nights}
     todo = [night for night in nights if not night.done]
     if not todo:
@@ -177,7 +177,7 @@ def _one(run_night: Callable[[NightRun], RunReport], night: NightRun) -> NightRu
     try:
         return _completed(night, run_night(night), done=False)
     except Exception as error:
-        log.info("the night of %s is not complete: %s", night.date, error)
+        log.info("the run of %s is not complete: %s", night.date, error)
         return _failed(night, error, round(time.monotonic() - began, 1))
 
 
@@ -216,7 +216,7 @@ def summary(nights: Sequence[NightRun]) -> str:
     """Return how many are complete, in a line."""
     complete = sum(night.complete for night in nights)
     before = sum(night.done for night in nights)
-    return f"{complete:,} of {len(nights):,} nights are complete, {before:,} of them were before"
+    return f"{complete:,} of {len(nights):,} dates are complete, {before:,} of them were before"
 
 
 def _number(value: int | None) -> str:

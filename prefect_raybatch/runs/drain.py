@@ -37,7 +37,7 @@ def drain_run(run_dir: str, options: Mapping[str, Any] | None = None) -> Drained
 
     found = status(run_dir, dict(options) if options else None)
     if found.state == "completed":
-        raise ConfigError(f"{found.run} is complete: nobody works on it, so nothing is drained")
+        raise ConfigError(f"{found.run} is complete, so there is nothing to drain.")
     store = open_store(run_dir, dict(options) if options else None)
     asks = asks_ledger(store)
     by = who()

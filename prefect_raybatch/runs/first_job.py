@@ -1,17 +1,18 @@
-"""Writes a first job file for a user's own table, from what was seen in it."""
+"""Write a first job file: for a user's own table, from its columns, or for an example table."""
 
 from __future__ import annotations
 
 import json
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from prefect_raybatch.compile.job import read_spec
-from prefect_raybatch.errors import SourceError
+from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.harmless import clean
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.csv_options import Csv
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.source import Inventory
 
 MOST_COLUMNS = 40  # named in the file; the rest are counted
+EXAMPLE_TABLE, EXAMPLE_JOB, EXAMPLE_ROWS = "companies.csv", "companies.yaml", 300
 ROWS_READ = 100  # at most, to tell which column has the text
 _TEXT = ("string", "large_string", "string_view")
 _MARKUP = re.compile(r"[{}\[\].:!]")  # what a template takes for more than a name
@@ -173,3 +175,35 @@ def _leaves(value: dict[str, Any], above: str = "") -> list[tuple[str, str]]:
 def _scalar(text: str) -> str:
     """Return a text as one line of YAML."""
     return visible_yaml([text], width=10**6, default_flow_style=True).strip()[1:-1]
+
+
+def write_example(folder: Path, replace_files: bool = False) -> list[Path]:
+    """Write a table of companies and a job that infers their industries with the bundled model;
+    return both paths. Raises `ConfigError` if one of them exists, unless it may be replaced."""
+    from prefect_raybatch.demo.customers import write_customers
+
+    paths = [folder / EXAMPLE_TABLE, folder / EXAMPLE_JOB]
+    existing = [path for path in paths if path.exists()]
+    if existing and not replace_files:
+        names, exist = " and ".join(map(str, existing)), "exists" if len(existing) == 1 else "exist"
+        raise ConfigError(f"{names} already {exist}. Use another folder, or replace with --force.")
+    write_customers(paths[0], EXAMPLE_ROWS)
+    paths[1].write_text(_example_job(), encoding="utf-8")
+    return paths
+
+
+def _example_job() -> str:
+    from prefect_raybatch import demo
+
+    lines = [
+        "# Infers the industry of each company. The model `demo` is bundled: no GPU, no download.",
+        "name: companies",
+        f"source: {{uri: {EXAMPLE_TABLE}}}",
+        "prompt:",
+        f"  system: {_scalar(demo.SYSTEM)}",
+        f"  template: {_scalar(demo.TEMPLATE)}",
+        f"sampling: {{temperature: 0, max_tokens: 16, choice: [{', '.join(demo.LABELS)}]}}",
+        "engine: {model: demo, max_model_len: 256}",
+        "output: {uri: out, column: industry}",
+    ]
+    return "\n".join(lines) + "\n"

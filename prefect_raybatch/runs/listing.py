@@ -66,13 +66,13 @@ def need_output(output: str, options: Mapping[str, Any] | None = None) -> None:
     empty folder is accepted."""
     root = open_store(output, dict(options) if options else None)
     if not is_remote(root.uri) and os.path.isfile(root.uri):
-        raise NoSuchRun(f"{output} is a file; name the folder of the runs, the job's output.uri")
+        raise NoSuchRun(f"{output} is a file. Name the folder of the runs, the job's output.uri.")
     if not (_holds_anything(root) if is_remote(root.uri) else os.path.isdir(root.uri)):
-        raise NoSuchRun(f"{output}: there is no such folder; name the job's output.uri")
+        raise NoSuchRun(f"{output}: there is no such folder. Name the job's output.uri.")
     if root.holds(PLAN):
         raise NoSuchRun(
-            f"{output} is itself a run; name the folder that it lies in, or look at it with "
-            "`raybatch status`"
+            f"{output} is itself a run. Name the folder that holds it, or show it with "
+            f"`raybatch status {output}`."
         )
 
 

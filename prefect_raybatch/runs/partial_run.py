@@ -168,6 +168,6 @@ def finalize_whole(run_dir: str, job: BatchJob | None = None) -> RunReport:
 def _check_open(ledger: Ledger, plan: Plan) -> None:
     if ledger.finished(plan) is not None:
         raise ConfigError(
-            f"{ledger.store.uri} is complete: its result is in data/, so nothing partial is "
-            "written of it"
+            f"{ledger.store.uri} is complete. Its result is in data/; a partial result is written "
+            "only for an unfinished run."
         )

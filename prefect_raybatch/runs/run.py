@@ -122,8 +122,8 @@ def complete_before(run: Run | RunReport) -> str:
     """Return the message about a run that had nothing left to do."""
     key, uri = run.run_key, run.uri if isinstance(run, Run) else run.run
     return (
-        f"run {key} is finished already: it was complete before, nothing was started, and these "
-        f"are its earlier answers, in {uri}. For new answers give another run key"
+        f"Run {key} was complete before in {uri}, so nothing was started. For new answers use "
+        "another run key."
     )
 
 

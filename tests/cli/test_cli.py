@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 import shutil
 import string
 import sys
@@ -30,7 +31,8 @@ import prefect_raybatch
 from prefect_raybatch import errors
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cli.commands import exit_status
-from prefect_raybatch.cli.show import show_report
+from prefect_raybatch.cli.drive import page_hint, retry_options
+from prefect_raybatch.cli.ending import show_ending
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ErrorBudgetExceeded, IncompleteRun, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
@@ -146,7 +148,7 @@ def test_a_run_over_its_budget_shows_which_rows_failed(local_ray, tmp_path, call
     assert stopped is not None and (stopped.failed, stopped.sample[0].row) == (1, 13)
     code, out, _ = call("status", run.uri)
     assert code == 0 and "1 of 40 rows failed, where 0 may" in out
-    assert "key: failed" in out and "failed while inference: ErrorBudgetExceeded: 1 of 40" in out
+    assert "key: failed" in out and "failed during inference: ErrorBudgetExceeded: 1 of 40" in out
     assert "row 13: engine: ValueError: refused" in out
     assert json.loads(call("status", run.uri, "--json")[1])["stopped"]["sample"][0]["row"] == 13
     assert "1 of 40 rows failed" in call("report", run.uri)[1]
@@ -285,7 +287,7 @@ def test_status_in_words_and_as_json(made, call):
     for word in ("nightly", "key", "completed", "40 of 40 (100%)", "4 committed, 0 pending"):
         assert word in out
     assert "1 row failed in engine: ValueError: refused" in out
-    assert f"to ask again about these: raybatch retry-failed {run.uri}" in out
+    assert f"next    raybatch retry-failed {run.uri}\n" in out
     code, out, _ = call("status", run.uri, "--json")
     found = json.loads(out)
     assert code == 0 and out.count("\n") == 1
@@ -311,7 +313,7 @@ def test_a_copy_among_the_commits_is_named(tmp_path, call, command):
     run = small_run(tmp_path)
     run.commit(0)
     (tmp_path / "_raybatch/commits/00000001 2.json").write_text("{}")
-    said = "files among the commits that are none, and count for nothing, such as"
+    said = "Unexpected files among the commits, which are ignored, e.g.:"
     out = call(command, tmp_path)[1]
     assert said in out and "  _raybatch/commits/00000001 2.json" in out
     found = json.loads(call(command, tmp_path, "--json")[1])
@@ -376,7 +378,7 @@ def test_verify_fails_when_a_file_is_gone(made, call, tmp_path):
     (copy / "_quarantine/part-00000.parquet").unlink()
     code, out, _ = call("verify", copy)
     assert code == 1 and "not proved" in out and f"rows {FAILS} to {FAILS} are missing" in out
-    assert f"to mend it: raybatch repair {copy}" in out
+    assert f"next    raybatch repair {copy}\n" in out
     code, out, _ = call("verify", copy, "--json")
     assert code == 1 and json.loads(out)["ok"] is False
 
@@ -455,7 +457,7 @@ def test_plan_says_what_it_assumes_of_a_cluster_that_cannot_be_asked(tmp_path, c
     path = write_job(tmp_path, engine={"accelerator_type": "H100"}, sampling={"max_tokens": 500})
     code, out, _ = call("plan", path, "--set", "cluster.job_server=http://head:8265")
     assert code == 0  # nobody asks a job server
-    assert "128 CPUs, 8 GPUs H100, 1 node, assumed, as it cannot be asked" in out
+    assert "128 CPUs, 8 GPUs H100, 1 node, assumed, because it cannot" in " ".join(out.split())
 
     def nobody(**_: Any) -> None:
         raise ConnectionError("refused")
@@ -478,14 +480,14 @@ def test_a_prompt_without_a_column_is_a_warning_where_answers_are_drawn(
     assert code == 2 and "all rows ask the same and get the same answer" in " ".join(err.split())
 
 
-def test_who_presses_ctrl_c_is_told_that_nothing_is_lost(tmp_path, call, monkeypatch):
+def test_ctrl_c_says_that_committed_shards_are_kept(tmp_path, call, monkeypatch):
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("prefect_raybatch.cli.commands.run_job", interrupted)
     code, out, err = call("run", write_job(tmp_path))
     assert (code, out) == (130, "")
-    assert err == "stopped; what is committed is kept, the same command again continues\n"
+    assert err.startswith("Stopped. Committed shards are kept; run the same command again")
 
 
 def test_set_makes_the_groups_it_needs(tmp_path, call, unconnected):
@@ -497,7 +499,7 @@ def test_set_makes_the_groups_it_needs(tmp_path, call, unconnected):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("source.limit", "write FIELD=VALUE"),
+        ("source.limit", "Write FIELD=VALUE"),
         ("name.x=1", "name is no group"),
         ("source.limit=many", "source.limit"),
         ("sorce.limit=1", "did you mean 'source'"),
@@ -569,8 +571,8 @@ def test_running_a_finished_run_starts_nothing_and_reports(made, call, monkeypat
     monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", never)
     monkeypatch.setattr("prefect_raybatch.cli.drive.run_flow", never)
     code, out, _ = call("run", path, "--run-key", "key")
-    assert code == 0 and "finished already" in out and "39 answered + 1 in quarantine" in out
-    assert "Prefect page" not in out  # no flow ran
+    assert code == 0 and "was complete before" in out and "39 answered + 1 in quarantine" in out
+    assert len(out.splitlines()) == 5 and f"next    raybatch retry-failed {made.run.uri}\n" in out
     code, out, _ = call("run", path, "--run-key", "key", "--json")
     assert code == 0 and json.loads(out)["good"] == ROWS - 1
 
@@ -579,25 +581,64 @@ def test_running_a_finished_run_starts_nothing_and_reports(made, call, monkeypat
     ("url", "page"),
     [
         ("http://server:4200/api", "http://server:4200/runs"),
-        (None, f"{Path(sys.executable).with_name('prefect')} server start "),
+        (None, f"{Path(sys.executable).with_name('prefect')} server start"),
     ],
 )
-def test_the_page_of_a_flow_is_that_of_prefects_settings(made, capsys, monkeypatch, url, page):
+def test_the_page_of_a_flow_is_that_of_prefects_settings(monkeypatch, url, page):
     monkeypatch.setattr("sys.argv", ["/elsewhere/prefect_raybatch/cli/__main__.py"])
     with temporary_settings({PREFECT_API_URL: url}):
-        show_report(made.report, True, page=True)
-        assert page in " ".join(capsys.readouterr().out.split())
-        show_report(made.report, True)
-        assert "Prefect page" not in capsys.readouterr().out
+        assert page_hint().startswith("Prefect page: ") and page in page_hint()
 
 
-def test_a_run_ends_with_whose_answers_its_rows_have(made, capsys):
+def last_lines(capsys: pytest.CaptureFixture[str], report: RunReport, *rest: Any) -> dict[str, str]:
+    """What the end of a run says, by the name of the line."""
+    capsys.readouterr()
+    show_ending(report, *rest)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 5
+    return {line[:8].strip(): line[8:] for line in lines}
+
+
+def test_a_run_ends_with_rows_failures_time_result_and_the_next_command(made, call, capsys):
+    report = replace(made.report, elapsed=75.0, seconds=15.0, rows_per_s=2.7)
+    said = last_lines(capsys, report)
+    assert list(said) == ["rows", "failed", "time", "result", "next"]
+    assert said["rows"] == "40 = 39 answered + 1 in quarantine + 0 left out"
+    assert said["failed"] == "1 row: ValueError in engine: refused"
+    assert said["time"] == "1 min 15 s: start-up and waits 1 min 00 s, work 15 s (3 rows/s)"
+    assert said["result"] == f"{made.run.uri}/data/, failed rows in _quarantine/"
+    assert said["next"] == f"raybatch retry-failed {made.run.uri}"
+    assert "failed" not in last_lines(capsys, replace(report, failed=0))
+    verb = shlex.split(last_lines(capsys, replace(report, failed=0))["next"])
+    assert call(*verb[1:])[0] == 0
+
+
+def test_the_next_command_is_one_that_can_be_run(made, capsys):
+    odd = replace(made.report, run="out/it's here")
+    assert shlex.split(last_lines(capsys, odd)["next"])[2] == "out/it's here"
+    long = replace(made.report, failures={"prepare|PromptTooLong|the prompt has 900 tokens": 1})
+    assert last_lines(capsys, long)["next"].endswith("--set engine.max_model_len=auto")
+    lost = replace(made.report, good=0, failed=40)
+    assert last_lines(capsys, lost)["next"].startswith("raybatch report ")
+    assert "next" not in last_lines(capsys, replace(made.report, failed=0), True, None, False)
+    job = made.job
+    assert retry_options(job, "job.yaml", ["engine.replicas=2"]) == []
+    target = {"uri": "lake", "format": "jsonl", "name": "lines"}
+    output = {**job.to_dict()["output"], "publish": [target]}
+    published = BatchJob.from_dict({**job.to_dict(), "output": output})
+    changes = ["source.limit=9", "engine.replicas=2"]
+    assert retry_options(published, "job.yaml", changes) == [
+        *("--job", "job.yaml", "--set", "engine.replicas=2")
+    ]
+    assert retry_options(published, "job.yaml", ["output.options={secret: x}"]) is None
+
+
+def test_a_run_ends_with_the_origin_of_its_answers(made, capsys):
     reuse = {"reused": 30, "merged": 1, "asked": 9}
-    show_report(replace(made.report, reuse=reuse), True)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "reuse 30 with an earlier run's answer, 1 with another row's, 9 asked working" in said
-    show_report(replace(made.report, reuse={"reused": 0, "merged": 0, "asked": 40}), True)
-    assert "reuse" not in capsys.readouterr().out
+    said = last_lines(capsys, replace(made.report, reuse=reuse))["rows"]
+    assert said.endswith("left out (30 from an earlier run, 1 from another row, 9 inferred)")
+    none = replace(made.report, reuse={"reused": 0, "merged": 0, "asked": 40})
+    assert "inferred" not in last_lines(capsys, none)["rows"]
 
 
 def test_the_cluster_starts_beside_prefect_and_only_for_a_job_that_may_run(
@@ -655,6 +696,20 @@ def test_a_wrong_command_exits_with_2(call, arguments):
     assert code == 2 and "Usage" in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "near"),
+    [
+        (["stats", "out"], "'status'"),
+        (["retry", "out"], "'retry-failed'"),
+        (["plan", "j", "--run-kye", "x"], "'--run-key'"),
+        (["init", "--exampel"], "'--example'"),
+    ],
+)
+def test_a_wrong_command_or_option_suggests_the_nearest_one(call, arguments, near):
+    code, _, err = call(*arguments)
+    assert code == 2 and f"Did you mean {near}" in err and err.startswith("Usage: raybatch")
+
+
 TREE = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, RayBatchError)]
 
 
@@ -672,10 +727,9 @@ def test_each_error_has_its_exit_status(call, monkeypatch, kind):
     assert err == f"{kind.__name__}: what is wrong [/and] why\n" and out == ""
 
 
-def test_ctrl_c_says_that_nothing_is_lost(call, monkeypatch):
+def test_ctrl_c_in_a_command_that_only_reads_says_nothing_of_shards(call, monkeypatch):
     def stops(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("prefect_raybatch.cli.commands.status_of", stops)
-    code, _, _ = call("status", "anywhere")
-    assert code == 130
+    assert call("status", "anywhere") == (130, "", "Stopped.\n")

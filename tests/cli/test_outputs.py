@@ -1,4 +1,4 @@
-"""The commands around runs: init, schema, runs, prune."""
+"""The commands for job files and output folders: init, schema, runs, history, prune."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pytest
 import yaml
 from helpers.retries import first_run
 
+from prefect_raybatch import demo
 from prefect_raybatch.cli.commands import main
 from prefect_raybatch.job.batch_job import BatchJob
 
@@ -44,7 +45,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_init_writes_a_job_for_a_table_with_its_columns(table, capsys):
     code, _, err = said(capsys, "init", "firms.parquet")
-    assert code == 0 and "3 columns seen in firms.parquet" in err
+    assert code == 0 and "wrote job.yaml: 3 columns in firms.parquet" in err
     job = BatchJob.from_yaml("job.yaml")
     assert (job.name, job.source.uri, job.source.limit) == ("firms", "firms.parquet", 100)
     assert job.prompt.template == "What is this? {Company}"
@@ -127,13 +128,45 @@ def test_init_takes_what_options_say_and_replaces_nothing_unasked(table, capsys)
     assert job.prompt.template == "Say: '{id}' # \"x\""
     assert (job.name, job.engine.model, job.output.uri) == ("firms-2", "a/b", "s3://b/out")
     code, _, err = said(capsys, "init", "firms.parquet", "--file", "other.yaml")
-    assert code == 2 and "other.yaml is there already" in err
+    assert code == 2 and "other.yaml already exists" in err
     assert said(capsys, "init", "firms.parquet", "--file", "other.yaml", "--force")[0] == 0
 
 
 def test_init_says_what_is_wrong_with_a_table(table, capsys):
     code, _, err = said(capsys, "init", "missing.parquet")
     assert code != 0 and "missing.parquet" in err and not Path("job.yaml").exists()
+
+
+def test_init_writes_an_example_that_can_be_planned(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = said(capsys, "init", "--example")
+    assert code == 0 and err.splitlines()[-1] == "next: raybatch plan companies.yaml"
+    # The table of the deployments, which is made by the same generator.
+    assert Path("companies.csv").read_bytes() == (ROOT / "deployments/customers.csv").read_bytes()
+    assert len(Path("companies.yaml").read_text().splitlines()) <= 10
+    job = BatchJob.from_yaml("companies.yaml")
+    assert (job.engine.model, job.source.uri) == ("demo", "companies.csv")
+    assert job.prompt.system == demo.SYSTEM and job.sampling.choice == list(demo.LABELS)
+    code, text, err = said(capsys, "plan", "companies.yaml")
+    assert code == 0, err
+    assert "300 rows" in text and text.splitlines()[-1] == "next    raybatch run companies.yaml"
+
+
+def test_init_replaces_no_example_unasked(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("companies.yaml").write_text("mine")
+    code, _, err = said(capsys, "init", "--example")
+    assert code == 2 and "companies.yaml already exists" in err and "--force" in err
+    assert not Path("companies.csv").exists() and Path("companies.yaml").read_text() == "mine"
+    assert said(capsys, "init", "--example", "--force")[0] == 0
+    assert BatchJob.from_yaml("companies.yaml").name == "companies"
+
+
+@pytest.mark.parametrize("argv", [("init",), ("init", "in.csv", "--example")])
+def test_init_takes_a_table_or_the_example(argv, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = said(capsys, *argv)
+    assert code == 2 and "either TABLE or --example" in err and not list(tmp_path.iterdir())
 
 
 def test_the_schema_takes_every_job_file_of_ours_and_names_a_wrong_field(capsys):
@@ -163,7 +196,7 @@ def test_runs_are_listed_and_removed_only_when_that_is_confirmed(tmp_path, capsy
         first_run(tmp_path, key=key)
     place = str(tmp_path)
     code, text, _ = said(capsys, "runs", place)
-    assert code == 0 and "completed" in text and "ago" in text
+    assert code == 0 and "completed" in text and "age" in text
     code, text, _ = said(capsys, "runs", place, "--latest")
     assert (code, text.strip()) == (0, str(tmp_path / "two"))
     code, text, _ = said(capsys, "runs", place, "--json")
@@ -183,7 +216,7 @@ def test_runs_are_listed_and_removed_only_when_that_is_confirmed(tmp_path, capsy
 
 
 @pytest.mark.parametrize(
-    "command", [("runs",), ("runs", "--json"), ("nights",), ("prune", "--keep", "1")]
+    "command", [("runs",), ("runs", "--json"), ("history",), ("prune", "--keep", "1")]
 )
 def test_a_folder_that_is_not_there_is_no_folder_without_runs(command, tmp_path, capsys):
     place = tmp_path / "out"

@@ -30,8 +30,8 @@ from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.remote.server import JobServer, RayJob
 from prefect_raybatch.report.answers import shifts
-from prefect_raybatch.report.nights import NightLine, NightsPage, nights_markdown
-from prefect_raybatch.report.plots import data_uri, of_nights
+from prefect_raybatch.report.plots import data_uri, of_history
+from prefect_raybatch.report.run_history import HistoryLine, HistoryPage, history_markdown
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
 
@@ -267,7 +267,7 @@ def test_the_form_starts_a_run_and_the_pages_tell_of_it(
         expect(page.get_by_text(f"{name}-monday", exact=True)).to_be_visible()
     tab(page, "Artifacts")
     expect(page.get_by_text("raybatch-dev-report", exact=True)).to_be_visible()
-    expect(page.get_by_text("raybatch-dev-nights", exact=True)).to_be_visible()
+    expect(page.get_by_text("raybatch-dev-history", exact=True)).to_be_visible()
 
     search_artifacts(page, prefect, "raybatch-dev-")
     for kind in ("progress", "live", "stages", "report"):
@@ -347,38 +347,38 @@ def test_the_form_asks_kubernetes_for_a_cluster_of_the_runs_own(
 def test_the_morning_page_shows_a_table_and_plots(
     prefect_process: Prefect, page: Page, tmp_path: Path
 ) -> None:
-    nights = made_up_nights()
+    history = made_up_history()
     for other in range(60):  # more keys than the page of artifacts shows at once
         prefect_process.ask(
             "artifacts/", {"key": f"another-{other}", "type": "markdown", "data": "Another."}
         )
     for key, kind, data in (
-        ("nights", "markdown", nights_markdown(nights)),
-        ("nights-plots", "image", data_uri(of_nights(nights.nights) or "")),
+        ("history", "markdown", history_markdown(history)),
+        ("history-plots", "image", data_uri(of_history(history.runs) or "")),
     ):
-        name = f"raybatch-{nights.job}-{key}"
+        name = f"raybatch-{history.job}-{key}"
         prefect_process.ask(
-            "artifacts/", {"key": name, "type": kind, "data": data, "description": "Nights."}
+            "artifacts/", {"key": name, "type": kind, "data": data, "description": "Run history."}
         )
-    open_artifact(page, prefect_process, f"raybatch-{nights.job}-nights")
-    expect(page.get_by_role("heading", name=f"{nights.job}: the last 14 nights")).to_be_visible()
+    open_artifact(page, prefect_process, f"raybatch-{history.job}-history")
+    expect(page.get_by_role("heading", name=f"{history.job}: the last 14 runs")).to_be_visible()
     expect(page.get_by_text("the labels differ from").first).to_be_visible()
-    drawn = page.get_by_role("img", name="Nights")
+    drawn = page.get_by_role("img", name="Runs")
     expect(drawn).to_be_visible()
     assert drawn.evaluate("image => image.naturalWidth") > 500
     picture(page, "nights", tmp_path, 1500)
-    open_artifact(page, prefect_process, f"raybatch-{nights.job}-nights-plots")
+    open_artifact(page, prefect_process, f"raybatch-{history.job}-history-plots")
     expect(page.locator("img[src^='data:image/svg']").first).to_be_visible()
 
 
-def made_up_nights() -> NightsPage:
+def made_up_history() -> HistoryPage:
     """Two weeks of a job: one night was not finished, and in the last one labels shifted."""
     days = []
     for day in range(14):
         key, began = f"industries-202603{day + 1:02}T010000Z", 1772326800.0 + 86400 * day
         rows = 1_000_000 + 7_000 * day
         if day == 9:
-            days.append(NightLine(key, "/r", "unfinished", began, rows, 0.4))
+            days.append(HistoryLine(key, "/r", "unfinished", began, rows, 0.4))
             continue
         shares = {"Retail": 0.5, "Finance": 0.3, "Law Firm": 0.2}
         if day == 13:
@@ -387,10 +387,10 @@ def made_up_nights() -> NightsPage:
         changed = shifts(counts, days[-1].answers, days[-1].run_key) if day == 13 else ()
         done = rows - 120 * day
         days.append(
-            NightLine(key, "/r", "completed", began, rows, 1.0, done, 120 * day, 310.0 + day,
+            HistoryLine(key, "/r", "completed", began, rows, 1.0, done, 120 * day, 310.0 + day,
                   rows / 310, 21.5 + day / 4, counts, changed)
         )  # fmt: skip
-    return NightsPage("industries", tuple(reversed(days)))
+    return HistoryPage("industries", tuple(reversed(days)))
 
 
 def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(

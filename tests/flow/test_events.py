@@ -543,18 +543,19 @@ def test_the_morning_page_is_one_artifact_of_the_job_and_tells_of_drift(
     (drift,) = [event for event in emitted if event["event"] == "raybatch.answers.drifted"]
     assert drift["resource"]["prefect.resource.name"] == "m2"
     assert drift["payload"]["before"] == "m1" and drift["payload"]["moved"] == {"labels": 1.0}
-    made = {a.key: a for a in artifacts_of("raybatch-morning-nights")}
-    assert set(made) == {"raybatch-morning-nights", "raybatch-morning-nights-plots"}
+    made = {a.key: a for a in artifacts_of("raybatch-morning-history")}
+    assert set(made) == {"raybatch-morning-history", "raybatch-morning-history-plots"}
     assert (
-        "m2: the labels differ from m1 in 100.0% of answers" in made["raybatch-morning-nights"].data
+        "m2: the labels differ from m1 in 100.0% of answers"
+        in made["raybatch-morning-history"].data
     )
-    assert ">Rows a night" in picture(made["raybatch-morning-nights-plots"].data)
+    assert ">Rows per run" in picture(made["raybatch-morning-history-plots"].data)
     # Collected again it is no news; a night that fails is on the page as well.
     assert night(plan_run(job, "m2"), return_state=True).is_completed()
     assert len([e for e in emitted if e["event"] == "raybatch.answers.drifted"]) == 1
     failed = night(plan_run(job, "m3"), return_state=True)
     assert failed.is_failed()
-    pages = [a.data for a in artifacts_of("raybatch-morning-nights") if a.type == "markdown"]
+    pages = [a.data for a in artifacts_of("raybatch-morning-history") if a.type == "markdown"]
     assert any("m3 failed" in page for page in pages)
 
 

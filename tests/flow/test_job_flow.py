@@ -23,7 +23,7 @@ from prefect_raybatch.flow.flows import backfill_job, batch_inference, retry_fai
 from prefect_raybatch.flow.job_flow import JobFlow
 from prefect_raybatch.policy.in_force import under
 from prefect_raybatch.policy.policy import STRICT_POLICY
-from prefect_raybatch.runs.nights import nights_of
+from prefect_raybatch.runs.run_history import history_of
 
 
 class Place(BaseModel):
@@ -131,12 +131,12 @@ def test_a_flow_run_whose_job_is_none_is_listed_among_the_nights(
         parameters = {"job": job, "run_key": key, "scheduled_for": when}
         with pytest.raises(ParameterTypeError):
             made.validate_parameters(parameters)
-    (page,) = nights_of(str(tmp_path))
+    (page,) = history_of(str(tmp_path))
     stamps = ("20260630T010000Z", "20260701T030000Z")
-    assert {night.run_key for night in page.nights} == {f"{job['name']}-{s}" for s in stamps} | {
+    assert {night.run_key for night in page.runs} == {f"{job['name']}-{s}" for s in stamps} | {
         "mine"
     }
-    assert all("sampling.max_tokens" in night.failure for night in page.nights)
+    assert all("sampling.max_tokens" in night.failure for night in page.runs)
 
 
 def test_no_record_goes_where_the_policy_does_not_allow_it(tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ def test_keys_come_from_a_block_and_stay_out_of_the_flow_parameters(
 
     monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", plan_run)
     # It would ask the store, which nobody answers for, for as long as a store is asked.
-    monkeypatch.setattr("prefect_raybatch.flow.tasks.show_nights", lambda *_, **__: None)
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.show_history", lambda *_, **__: None)
     name = "keys-like-aws/night"
     job = make_job(output={"uri": "s3://b/out", "credentials_block": name})
     state = batch_inference(job, "k", return_state=True)
@@ -367,11 +367,11 @@ def test_a_flow_run_that_fails_while_planning_is_among_the_nights(tmp_path: Path
     (line,) = list_runs(str(out))
     assert line.state == "failed" and line.failure.startswith("planning: SourceError")
     assert "monday" in line.command
-    page = str(artifacts_of("raybatch-no-input-nights")[0].data)
+    page = str(artifacts_of("raybatch-no-input-history")[0].data)
     assert "monday failed: planning: SourceError" in page
 
     job = make_job(name="no-field", output={"uri": str(out)})
     state = batch_inference(job, "tuesday", overrides={"sampling.max_tokens": 0}, return_state=True)
     assert state.is_failed()
-    page = str(artifacts_of("raybatch-no-field-nights")[0].data)
+    page = str(artifacts_of("raybatch-no-field-history")[0].data)
     assert "tuesday failed: planning: ConfigError" in page

@@ -8,8 +8,8 @@ from prefect_raybatch.driver.heartbeat import Beat
 from prefect_raybatch.driver.stops import Sample
 from prefect_raybatch.flow.failure import Cause
 from prefect_raybatch.ledger.records import Part
-from prefect_raybatch.report.nights import NightLine, NightsPage
 from prefect_raybatch.report.records import Advice, NodeStats, RunReport, StageStats, WorkerStats
+from prefect_raybatch.report.run_history import HistoryLine, HistoryPage
 
 
 def hostile_report(*texts: str) -> RunReport:
@@ -33,15 +33,15 @@ def hostile_report(*texts: str) -> RunReport:
     )
 
 
-def hostile_nights(*texts: str) -> NightsPage:
+def hostile_history(*texts: str) -> HistoryPage:
     """Return the page of a job whose nights, labels and failures are called so."""
     first = texts[0]
     counts = {"labels": {text: 300.0 for text in texts}}
-    night = NightLine(
+    night = HistoryLine(
         first, first, first, 1.0, 60_000, 1.0, 60_000, 0, 5.0, 9.0, 1.5, counts,
         trouble=first, failure=first, command=first,
     )  # fmt: skip
-    return NightsPage(first, (night,), {text: text for text in texts})
+    return HistoryPage(first, (night,), {text: text for text in texts})
 
 
 def hostile_cause(*texts: str) -> Cause:

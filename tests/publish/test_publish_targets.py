@@ -39,12 +39,12 @@ def test_publish_takes_no_targets_from_a_run_directory_unless_told_to(
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(job))
     code, out, err = called(capsys, "publish", run, "--job", path)
-    assert code == 0 and "differ from those that the run was begun with" in " ".join(err.split())
+    assert code == 0 and "differ from those that the run was started with" in " ".join(err.split())
     assert "published: lines" in out and not (tmp_path / "hunter2.db").exists()
     assert sorted(row["_row"] for row in jsonl_rows(tmp_path)) == ANSWERED
 
     code, _, err = called(capsys, "publish", run, "--job", path, "--targets-from-plan")
-    assert code == 2 and "give one of them" in " ".join(err.split())
+    assert code == 2 and "exclude each other" in " ".join(err.split())
     assert called(capsys, "publish", run, "--targets-from-plan")[0] == 0
     assert (tmp_path / "hunter2.db").exists()
     job["output"]["publish"] = [forged]

@@ -25,14 +25,14 @@ from prefect_raybatch.errors import (
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.last_attempt import LastAttempt, read_last_attempt
 from prefect_raybatch.ledger.layout import LAST_ATTEMPT, PLAN, SUCCESS
-from prefect_raybatch.report.html import nights_html
-from prefect_raybatch.report.nights import headlines, nights_markdown
+from prefect_raybatch.report.html import history_html
+from prefect_raybatch.report.run_history import headlines, history_markdown
 from prefect_raybatch.runs.attempts import recorded_attempt
 from prefect_raybatch.runs.listing import latest_complete, list_runs
-from prefect_raybatch.runs.nights import nights_of
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.prune import prune_runs
 from prefect_raybatch.runs.run import default_run_key
+from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.runs.status import status
 from prefect_raybatch.runs.typed import typed_command, without_secrets
 from prefect_raybatch.storage import open_store
@@ -63,14 +63,14 @@ def test_a_night_that_fails_while_planning_is_listed_with_the_reason(nights, cap
     line = list_runs(str(out))[0]
     assert (line.run_key, line.state, line.job, line.has_plan) == ("n2", "failed", "nightly", False)
     assert line.failure.startswith("planning: SourceError: ") and "in.parquet" in line.failure
-    (page,) = nights_of(str(out))
-    assert [night.run_key for night in page.nights] == ["n2", "n1"]
+    (page,) = history_of(str(out))
+    assert [night.run_key for night in page.runs] == ["n2", "n1"]
     (headline,) = headlines(page)
     assert headline.startswith("n2 failed: planning: SourceError: ")
-    text = nights_markdown(page)
+    text = history_markdown(page)
     assert "| failed | - |" in text and "## Failed\n\n- n2: planning: SourceError" in text
-    assert "planning: SourceError" in nights_html([page])
-    for command in ("runs", "nights"):
+    assert "planning: SourceError" in history_html([page])
+    for command in ("runs", "history"):
         with pytest.raises(SystemExit):
             main([command, str(out)])
         printed = " ".join(capsys.readouterr().out.split())
@@ -91,8 +91,8 @@ def test_it_counts_as_a_run_for_nobody_and_is_resumed_under_its_key(nights):
     assert report.good == 2 and not nights.asked
     assert nights.night("n2").good == 2
     assert {line.state for line in list_runs(out)} == {"completed"}
-    (page,) = nights_of(out)
-    assert "failed" not in nights_markdown(page)
+    (page,) = history_of(out)
+    assert "failed" not in history_markdown(page)
 
 
 def test_a_run_that_failed_over_its_budget_is_failed_and_not_planned(nights):
@@ -105,8 +105,8 @@ def test_a_run_that_failed_over_its_budget_is_failed_and_not_planned(nights):
     (line,) = list_runs(out)
     assert (line.state, line.committed, line.has_plan) == ("failed", 0, True)
     assert line.failure.startswith("inference: ErrorBudgetExceeded: ")
-    (page,) = nights_of(out)
-    assert "| failed 0% |" in nights_markdown(page) and "planned" not in nights_markdown(page)
+    (page,) = history_of(out)
+    assert "| failed 0% |" in history_markdown(page) and "planned" not in history_markdown(page)
     nights.refuses = lambda prompt: False
     report = nights.night("n1", job)
     assert report.good == 5 and list_runs(out)[0].state == "completed"
@@ -271,8 +271,8 @@ def test_a_dated_output_has_the_attempt_in_the_folder_of_its_night(nights):
     output = {"uri": str(nights.folder / "out/{run_date}")}
     command(nights, "--run-key", "nightly-20261125T010000Z", output=output, promt=1)
     assert (nights.folder / "out/2026-11-25/nightly-20261125T010000Z" / LAST_ATTEMPT).exists()
-    (page,) = nights_of(output["uri"], job="nightly")
-    assert page.nights[0].state == "failed"
+    (page,) = history_of(output["uri"], job="nightly")
+    assert page.runs[0].state == "failed"
 
 
 def test_no_record_lands_in_the_input(nights):

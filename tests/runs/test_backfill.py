@@ -92,7 +92,7 @@ def test_every_night_is_run_failed_ones_stop_no_other_and_done_ones_are_left(
     code, said, _ = called(capsys, *asked, "--dry-run")
     assert code == 0 and said.count("not begun") == 4 and not (tmp_path / "out").exists()
     code, said, _ = called(capsys, *asked, "--at-most", "2")
-    assert code == 1 and "3 of 4 nights are complete" in said
+    assert code == 1 and "3 of 4 dates are complete" in said
     assert "SourceError" in said and "2026-11-02.parquet" in said
     assert beside.most <= 2 and len(beside.clusters) == 1
     keys = [f"nightly-202611{number:02}T000000Z" for number in range(1, 5)]
@@ -102,8 +102,8 @@ def test_every_night_is_run_failed_ones_stop_no_other_and_done_ones_are_left(
     write_job(tmp_path)  # the second one has come
     code, said, _ = called(capsys, *asked, "--json")
     found = json.loads(said)
-    assert code == 0 and [night["done"] for night in found["nights"]] == [True, False, True, True]
-    assert {night["rows"] for night in found["nights"]} == {ROWS}
+    assert code == 0 and [night["done"] for night in found["runs"]] == [True, False, True, True]
+    assert {night["rows"] for night in found["runs"]} == {ROWS}
     assert called(capsys, *asked)[0] == 0 and "4 of them were before" in called(capsys, *asked)[1]
 
 
@@ -111,7 +111,7 @@ def test_the_flow_is_failed_until_all_are_complete_and_its_table_is_an_artifact(
     prefect_api, without_ray, tmp_path, beside
 ):
     job = BatchJob.from_yaml(write_job(tmp_path, 3, missing=1, name="filled"))
-    with pytest.raises(IncompleteRun, match=r"2 of 3 nights are complete(.|\n)*2026-11-01"):
+    with pytest.raises(IncompleteRun, match=r"2 of 3 dates are complete(.|\n)*2026-11-01"):
         backfill_job(job, day(1), day(3), at_most=2)
     write_job(tmp_path, 3)
     made = backfill_job(job, day(1), day(3))
@@ -216,9 +216,9 @@ def test_one_cluster_is_held_and_its_runs_are_stopped_with_it(tmp_path, monkeypa
             "in.parquet",
             1,
             2,
-            r"no \{run_date\} in source .*, so each night would ask",
+            r"no \{run_date\} in source .*, so each date would infer",
         ),
-        ("{run_date}.parquet", 2, 1, "are 0 nights; give a first date that is not after"),
+        ("{run_date}.parquet", 2, 1, "are 0 dates. Give a first date that is not after"),
     ],
 )
 def test_what_is_no_back_fill_is_refused_at_once(tmp_path, uri, first, last, said, capsys):

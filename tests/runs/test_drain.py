@@ -119,11 +119,11 @@ def test_a_word_concerns_the_attempts_that_were_there(tmp_path, monkeypatch):
 
 def test_only_what_is_not_complete_is_drained(tmp_path, capsys):
     made = first_run(tmp_path)
-    with pytest.raises(ConfigError, match="is complete: nobody works on it"):
+    with pytest.raises(ConfigError, match="is complete, so there is nothing to drain"):
         drain_run(made.store.uri)
     other = first_run(tmp_path, key="other", finish=False)
     code, said, _ = called(capsys, "drain", other.store.uri)
-    assert code == 0 and "no driver was heard of" in said and "20 of 20 rows" in said
+    assert code == 0 and "No active driver in the last minute" in said and "20 of 20 rows" in said
     assert exit_status(RunDrained("drained: x")) == 4
 
 

@@ -31,11 +31,11 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify_chain import verify_chain
 from prefect_raybatch.runs.listing import latest_complete, list_runs
-from prefect_raybatch.runs.nights import nights_of
 from prefect_raybatch.runs.partial_run import finalize_whole
 from prefect_raybatch.runs.prune import prune_runs
 from prefect_raybatch.runs.repair import repair_run
 from prefect_raybatch.runs.run import default_run_key
+from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.spec.identity import Identity
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.storage.local import LocalStore
@@ -224,12 +224,12 @@ def test_one_directory_that_is_not_readable_stops_nothing(out, key, what, capsys
     BROKEN[what](out / key)
     (line,) = [line for line in list_runs(str(out)) if line.run_key == key]
     assert line.state == "not readable" and line.trouble
-    (page,) = nights_of(str(out), job="nightly")
+    (page,) = history_of(str(out), job="nightly")
     assert page.unreadable[key] == line.trouble
     found = prune_runs(str(out), 1)
     assert key in found.kept and (out / key).exists()
     assert ("one" in found.removed) is (key != "one.r1"), "a run stays with its retry"
-    for command in ("runs", "nights"):
+    for command in ("runs", "history"):
         with pytest.raises(SystemExit) as ended:
             main([command, str(out)])
         assert not ended.value.code and key in capsys.readouterr().out

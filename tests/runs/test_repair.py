@@ -422,7 +422,7 @@ def test_the_command_says_what_is_lost_and_how_to_go_on(tmp_path, capsys):
     assert "key.m1 holds 2 of 4 shards; 2 shards" in said
     assert "raybatch run JOB --run-key key.m1" in said and "lake has rows of" in said
     code, out, _ = called(capsys, "status", root)
-    assert code == 0 and f"{root}.m1 goes on in its place" in " ".join(out.split())
+    assert code == 0 and f"{root}.m1 (repaired)" in " ".join(out.split())
     assert json.loads(called(capsys, "status", f"{root}.m1", "--json")[1])["superseded_by"] is None
     code, out, _ = called(capsys, "repair", root, "--json")
     found = json.loads(out)

@@ -589,7 +589,7 @@ def test_the_whole_way_on_the_command_line(tmp_path, call):
     code, out, err = call(
         "retry-failed", uri, "--error", "ValueError", "--no-prefect", failed={7: "Again"}
     )
-    assert code == 0 and "nightly key.r1: completed" in out and f"run {uri}.r1" in err
+    assert code == 0 and f"result  {uri}.r1/data/" in out and f"run {uri}.r1" in err
     assert "2 = 1 answered + 1 in quarantine + 0 left out" in out
     code, out, _ = call("retry-failed", uri, "--no-prefect", "--json")
     assert code == 0 and json.loads(out)["run_key"] == "key.r2"
@@ -612,7 +612,7 @@ def test_the_whole_way_on_the_command_line(tmp_path, call):
     assert code == 0 and json.loads(out)["ok"] is True and len(json.loads(out)["runs"]) == 3
     code, out, _ = call("retry-failed", f"{uri}.r1", "--set", "sampling.max_tokens=9",
                         "--no-prefect")  # fmt: skip
-    assert code == 0 and "key.r3: completed" in out
+    assert code == 0 and "key.r3/data/" in out
     for arguments in (["retry-failed", uri], ["retry-failed", uri, "--json"]):
         code, out, _ = call(*arguments)
         assert code == 0 and "none is left that failed" in out
@@ -674,7 +674,7 @@ def test_run_on_the_key_of_a_child_continues_and_returns_it(tmp_path, call):
     value = job_dict(output={"uri": str(tmp_path)}, source={"uri": str(tmp_path / "data")})
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(value))
     planned(run.store.uri)
-    for word in ("key.r1: completed", "finished already"):
+    for word in ("key.r1/data/", "was complete before"):
         code, out, err = call("run", tmp_path / "job.yaml", "--run-key", "key.r1", "--no-prefect")
         assert code == 0 and word in out, err
     assert numbers(tmp_path / "key.r1") == [4, 7, 11, 18]

@@ -13,7 +13,7 @@ import markdown as python_markdown
 import pytest
 from attacks import FOREIGN, HIDDEN, MARKUP
 from helpers.browser import browser_page, expect
-from helpers.hostile import hostile_beat, hostile_cause, hostile_nights, hostile_report
+from helpers.hostile import hostile_beat, hostile_cause, hostile_history, hostile_report
 from helpers.prefect_server import Prefect, settings_for
 from markdown_it import MarkdownIt
 from playwright.sync_api import Page, Request
@@ -23,9 +23,9 @@ from prefect_raybatch.flow.artifacts import put
 from prefect_raybatch.flow.page import live_rows
 from prefect_raybatch.harmless import markdown_text
 from prefect_raybatch.report import plots
-from prefect_raybatch.report.html import html, nights_html
-from prefect_raybatch.report.nights import nights_markdown
+from prefect_raybatch.report.html import history_html, html
 from prefect_raybatch.report.report import failure_table, markdown, table_lines
+from prefect_raybatch.report.run_history import history_markdown
 
 DRAWS = True
 
@@ -81,15 +81,15 @@ def opened(watched: Watched, folder: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("policy", [True, False], ids=["as it is", "without its policy"])
-@pytest.mark.parametrize("kind", ["report", "nights"])
+@pytest.mark.parametrize("kind", ["report", "history"])
 def test_pages_show_hostile_texts_and_do_nothing(
     kind: str, policy: bool, watched: Watched, tmp_path: Path
 ) -> None:
     """The policy in the page is a second wall: without it nothing happens either."""
     texts = [*TEXTS, LAST]
     made = html(hostile_report(*texts))
-    if kind == "nights":
-        made = nights_html([hostile_nights(*texts)])
+    if kind == "history":
+        made = history_html([hostile_history(*texts)])
     opened(watched, tmp_path, made if policy else POLICY.sub("", made))
     expect(watched.page.get_by_text(LAST).first).to_be_visible()
     assert watched.page.locator(LIVE).count() == 0
@@ -106,7 +106,7 @@ def test_markdown_shows_hostile_texts_where_html_is_allowed(
     text = "\n\n".join(
         [
             markdown(hostile_report(*texts)),
-            nights_markdown(hostile_nights(*texts), plots=False),
+            history_markdown(hostile_history(*texts), plots=False),
             hostile_cause(*texts).markdown(),
         ]
     )
@@ -137,7 +137,7 @@ def artifacts(texts: list[str]) -> dict[str, Artifact]:
     rows = list(reversed(texts))  # the newer page shows the first ten
     return {
         "report": MarkdownArtifact(markdown=markdown(report, lines), description="Report."),
-        "nights": MarkdownArtifact(markdown=nights_markdown(hostile_nights(*texts))),
+        "history": MarkdownArtifact(markdown=history_markdown(hostile_history(*texts))),
         "failure": MarkdownArtifact(markdown=hostile_cause(*texts).markdown()),
         "live": MarkdownArtifact(markdown="\n".join([*table_lines(live_rows(beat)), "", LAST])),
         "failures": TableArtifact(table=failure_table({text: 1 for text in rows})),

@@ -17,7 +17,7 @@ import markdown as python_markdown
 import pytest
 import yaml
 from attacks import FOREIGN, HIDDEN, HOSTILE_ARGUMENTS, MARKUP
-from helpers.hostile import hostile_beat, hostile_cause, hostile_nights, hostile_report
+from helpers.hostile import hostile_beat, hostile_cause, hostile_history, hostile_report
 from helpers.small import small_run
 from markdown_it import MarkdownIt
 from prefect.artifacts import MarkdownArtifact, TableArtifact
@@ -34,9 +34,9 @@ from prefect_raybatch.flow.texts import STORABLE_LINES, make_storable
 from prefect_raybatch.harmless import code_span, fenced, link, markdown_text, visible
 from prefect_raybatch.job.yaml_text import visible_yaml
 from prefect_raybatch.remote.logs import MarkedLines, parse
-from prefect_raybatch.report.html import html, nights_html
-from prefect_raybatch.report.nights import nights_markdown
+from prefect_raybatch.report.html import history_html, html
 from prefect_raybatch.report.report import markdown, table_lines
+from prefect_raybatch.report.run_history import history_markdown
 from prefect_raybatch.result.verify import Verdict
 from prefect_raybatch.runs.first_job import SeenColumn, SeenTable, job_text
 from prefect_raybatch.stages.vllm.phases import START_PHASES
@@ -127,7 +127,7 @@ def test_reports_and_verdicts_are_shown_visibly(
     assert printed.isascii() and not OBEYED.search(printed)
 
 
-@pytest.mark.parametrize("command", ["status", "verify", "report", "runs", "nights"])
+@pytest.mark.parametrize("command", ["status", "verify", "report", "runs", "history"])
 def test_a_planted_run_directory_is_shown_visibly(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,7 +137,7 @@ def test_a_planted_run_directory_is_shown_visibly(
     (root / "night/_raybatch/commits/\x1b[31m\x9b31m.json").write_text("{}")
     (root / "\x1b[2J/_raybatch").mkdir(parents=True)
     (root / "\x1b[2J/_raybatch/plan.json").write_text("\x1b[31m")
-    place = root if command in ("runs", "nights") else root / "night"
+    place = root if command in ("runs", "history") else root / "night"
     for more in ([], ["--json"]):
         with pytest.raises(SystemExit):
             cli.main([command, str(place), *more])
@@ -316,12 +316,12 @@ def test_a_block_of_code_is_not_left(text: str) -> None:
     "made",
     [
         lambda text: markdown(hostile_report(text)),
-        lambda text: nights_markdown(hostile_nights(text), plots=False),
+        lambda text: history_markdown(hostile_history(text), plots=False),
         lambda text: hostile_cause(text).markdown(),
         lambda text: "\n".join(table_lines(live_rows(hostile_beat(text)))),
         lambda text: "\n".join(table_lines([{text: text, "b": text}])),
     ],
-    ids=["report", "nights", "failure", "live", "table"],
+    ids=["report", "history", "failure", "live", "table"],
 )
 def test_pages_of_hostile_texts_have_the_shape_of_plain_ones(made, text: str) -> None:
     page = made(text)
@@ -337,10 +337,10 @@ def test_hidden_characters_are_seen_in_markdown_and_html() -> None:
     texts = list(HIDDEN.values())
     for made in (
         markdown(hostile_report(*texts)),
-        nights_markdown(hostile_nights(*texts), plots=False),
+        history_markdown(hostile_history(*texts), plots=False),
         hostile_cause(*texts).markdown(),
         html(hostile_report(*texts)),
-        nights_html([hostile_nights(*texts)]),
+        history_html([hostile_history(*texts)]),
     ):
         assert not OBEYED.search(made) and r"\u202e" in made
 

@@ -1,4 +1,4 @@
-"""The last nights of a job: read from their records, held against each other, shown as a page."""
+"""The history of a job: read from the records of its runs, compared run by run, shown as a page."""
 
 from __future__ import annotations
 
@@ -29,11 +29,16 @@ from prefect_raybatch.report.answers import (
     shifts,
     tokens_range,
 )
-from prefect_raybatch.report.html import nights_html
-from prefect_raybatch.report.nights import NightLine, NightsPage, night_rows, nights_markdown
-from prefect_raybatch.report.plots import of_nights
-from prefect_raybatch.runs.nights import nights_of
+from prefect_raybatch.report.html import history_html
+from prefect_raybatch.report.plots import of_history
+from prefect_raybatch.report.run_history import (
+    HistoryLine,
+    HistoryPage,
+    history_markdown,
+    history_rows,
+)
 from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.stages.answer_counts import label_counts, length_counts
 
 LABELS = ("Retail", "Finance", "Law")
@@ -145,38 +150,38 @@ def week(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-def page_of(week: Path) -> NightsPage:
-    (page,) = nights_of(str(week), job="nightly")
+def page_of(week: Path) -> HistoryPage:
+    (page,) = history_of(str(week), job="nightly")
     return page
 
 
 def test_nights_are_read_from_their_records_and_held_against_each_other(week):
     page = page_of(week)
-    assert [night.run_key for night in page.nights] == ["n4", "n3", "n2", "n1"]
-    killed, shifted, alike, first = page.nights
+    assert [night.run_key for night in page.runs] == ["n4", "n3", "n2", "n1"]
+    killed, shifted, alike, first = page.runs
     assert killed.state == "failed" and killed.good is None and killed.committed == 0.5
     assert (first.good, first.answers["labels"]) == (400, {"Finance": 200.0, "Retail": 200.0})
     assert alike.shifts == first.shifts == ()
     (shift,) = shifted.shifts
     assert shift.before == "n2" and shift.changes["Retail"] == (0.52, 0.8)
     assert list(page.unreadable) == ["broken"]
-    assert {page.job for page in nights_of(str(week))} == {"other", "nightly"}
+    assert {page.job for page in history_of(str(week))} == {"other", "nightly"}
     # The oldest that is shown is held against the one before it, too.
-    (short,) = nights_of(str(week), job="nightly", most=2)
-    assert [night.run_key for night in short.nights] == ["n4", "n3"] and short.nights[1].shifts
-    assert nights_of(str(week), job="nobody")[0].nights == ()
+    (short,) = history_of(str(week), job="nightly", most=2)
+    assert [night.run_key for night in short.runs] == ["n4", "n3"] and short.runs[1].shifts
+    assert history_of(str(week), job="nobody")[0].runs == ()
 
 
 def test_the_page_says_the_worst_first_and_shows_plots(week):
-    text = nights_markdown(page_of(week))
-    assert text.index("n4 failed: ") < text.index("| begun (UTC) |")
-    assert "labels 28.0% otherwise" in text and "failed 50%" in text and "broken: " in text
+    text = history_markdown(page_of(week))
+    assert text.index("n4 failed: ") < text.index("| started (UTC) |")
+    assert "28.0% of labels differ" in text and "failed 50%" in text and "broken: " in text
     assert "| Retail | 80.0% | 52.0% | 50.0% |" in text and "](data:image/svg+xml" in text
-    page = nights_html([page_of(week)], "now")
-    for words in ("n4 failed: ", "labels 28.0% otherwise", "<svg", "Answers by label", "now"):
+    page = history_html([page_of(week)], "now")
+    for words in ("n4 failed: ", "28.0% of labels differ", "<svg", "Answers by label", "now"):
         assert words in page
-    picture = of_nights(page_of(week).nights) or ""
-    assert picture.count('id="part-0-night-') == 6  # three nights, twice
+    picture = of_history(page_of(week).runs) or ""
+    assert picture.count('id="part-0-run-') == 6  # three runs, twice
 
 
 def test_a_report_that_is_gone_or_broken_is_named_and_the_others_stay(week, tmp_path):
@@ -186,23 +191,23 @@ def test_a_report_that_is_gone_or_broken_is_named_and_the_others_stay(week, tmp_
     shutil.copytree(week, copy)
     (copy / "n2" / REPORT).unlink()
     (copy / "n1" / REPORT).write_text('{"run": 3}')
-    _, third, second, first = page_of(copy).nights
+    _, third, second, first = page_of(copy).runs
     assert second.good == first.good == 400 and second.trouble and first.trouble
     assert third.answers and third.shifts == ()
-    assert "n2: its report: " in nights_markdown(page_of(copy))
+    assert "n2: its report: " in history_markdown(page_of(copy))
 
 
 def test_the_command_writes_text_html_and_json(week, tmp_path, capsys):
     def raybatch(*args: str) -> str:
         with pytest.raises(SystemExit) as end:
-            cli.main(["nights", str(week), *args])
+            cli.main(["history", str(week), *args])
         assert not end.value.code
         return capsys.readouterr().out
 
-    assert "# nightly: the last 4 nights" in raybatch("--job", "nightly")
-    assert "# other: the last 1 night\n" in raybatch()
+    assert "# nightly: the last 4 runs" in raybatch("--job", "nightly")
+    assert "# other: the last 1 run\n" in raybatch()
     jobs = json.loads(raybatch("--json", "--job", "nightly"))["jobs"]
-    assert [night["run_key"] for night in jobs[0]["nights"]] == ["n4", "n3", "n2", "n1"]
+    assert [night["run_key"] for night in jobs[0]["runs"]] == ["n4", "n3", "n2", "n1"]
     raybatch("--html", str(tmp_path / "n.html"))
     assert "<h1>nightly</h1>" in (tmp_path / "n.html").read_text()
 
@@ -210,32 +215,32 @@ def test_the_command_writes_text_html_and_json(week, tmp_path, capsys):
 def test_names_of_runs_and_labels_are_harmless_and_the_page_is_bounded(tmp_path):
     odd = '<img src=x onerror="1">|`'
     counts = {"labels": {f"{odd}{i}": 300.0 for i in range(200)}}
-    night = NightLine("n", "/r", "completed", 1.0, 60_000, 1.0, 60_000, 0, 5.0, 9.0, 1.5, counts)
+    night = HistoryLine("n", "/r", "completed", 1.0, 60_000, 1.0, 60_000, 0, 5.0, 9.0, 1.5, counts)
     broken = {"b": odd}  # names of runs are checked, what is said of them is anybody's
-    page = NightsPage(odd, tuple(replace(night, run_key=f"n{i}") for i in range(14)), broken)
-    text, html = nights_markdown(page), nights_html([page])
+    page = HistoryPage(odd, tuple(replace(night, run_key=f"n{i}") for i in range(14)), broken)
+    text, html = history_markdown(page), history_html([page])
     assert "<img" not in text and "<img" not in html
     assert len(text) < 100_000 and len(html) < 150_000
-    assert night_rows(page)[0]["cost"] == "1.50"
+    assert history_rows(page)[0]["cost"] == "1.50"
     assert LEAST_MOVED < 1 and LEAST_ANSWERS > 1
 
 
 def test_an_output_without_runs_has_no_nights(tmp_path):
     small_run(tmp_path / "elsewhere")
     (tmp_path / "empty").mkdir()
-    assert nights_of(str(tmp_path / "empty")) == []
-    assert of_nights(()) is None
+    assert history_of(str(tmp_path / "empty")) == []
+    assert of_history(()) is None
 
 
 def test_nights_whose_folders_bear_their_dates_are_on_one_page(week, tmp_path):
-    first, second, *_ = sorted(night.run_key for night in page_of(week).nights)
+    first, second, *_ = sorted(night.run_key for night in page_of(week).runs)
     for folder, key in (("2026-10-31", first), ("2026-11-01", second), ("latest", second)):
         shutil.copytree(week / key, tmp_path / "out" / folder / "answers" / key)
-    (page,) = nights_of(f"{tmp_path}/out/{{run_date}}/answers/", job="nightly")
-    assert [night.run_key for night in page.nights] == [second, first]
-    (alone,) = nights_of(f"{tmp_path}/out/2026-11-01/answers", job="nightly")
-    assert [night.run_key for night in alone.nights] == [second]
-    assert nights_of(f"{tmp_path}/out/{{run_date:%Y/%m}}", job="nightly")[0].nights == ()
+    (page,) = history_of(f"{tmp_path}/out/{{run_date}}/answers/", job="nightly")
+    assert [night.run_key for night in page.runs] == [second, first]
+    (alone,) = history_of(f"{tmp_path}/out/2026-11-01/answers", job="nightly")
+    assert [night.run_key for night in alone.runs] == [second]
+    assert history_of(f"{tmp_path}/out/{{run_date:%Y/%m}}", job="nightly")[0].runs == ()
 
 
 @pytest.mark.parametrize(
@@ -260,8 +265,13 @@ def test_few_answers_are_not_told_as_no_shift():
     assert comparable(some, some) and not comparable(some, labels(LEAST_ANSWERS - 1, 0, 0))
     assert not comparable(some, {"lengths": {"1": 900.0}})
     nights = (
-        NightLine("b", "out/b", "completed", answers=some, compared=True),
-        NightLine("a", "out/a", "completed", answers=some),
+        HistoryLine("b", "out/b", "completed", answers=some, compared=True),
+        HistoryLine("few", "out/few", "completed", answers=some),
+        HistoryLine("a", "out/a", "completed", answers=some, is_first=True),
     )
-    rows = night_rows(NightsPage("job", nights))
-    assert [row["answers"] for row in rows] == ["no shift", "not compared"]
+    rows = history_rows(HistoryPage("job", nights))
+    assert [row["answers"] for row in rows] == [
+        "no shift",
+        f"not compared: fewer than {LEAST_ANSWERS} answers",
+        "not compared: no earlier run",
+    ]

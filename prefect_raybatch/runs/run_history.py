@@ -9,23 +9,23 @@ from typing import Any
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.run_words import dated_parts
 from prefect_raybatch.report.answers import comparable, shifts
-from prefect_raybatch.report.nights import NightLine, NightsPage
+from prefect_raybatch.report.run_history import HistoryLine, HistoryPage
 from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.listing import COMPLETED, DAMAGED, RunLine, list_runs, run_age
 from prefect_raybatch.runs.run import STORE_AWAY
 from prefect_raybatch.storage import join, open_store
 
-NIGHTS_SHOWN = 14
+RUNS_SHOWN = 14
 UNREADABLE_SHOWN = 5
-DATES_LOOKED_AT = 400  # folders of nights, where each has one of its own
+DATES_LOOKED_AT = 400  # dated folders, where each run has one of its own
 
 
-def nights_of(
+def history_of(
     output: str,
     options: Mapping[str, Any] | None = None,
     job: str | None = None,
-    most: int = NIGHTS_SHOWN,
-) -> list[NightsPage]:
+    most: int = RUNS_SHOWN,
+) -> list[HistoryPage]:
     """Return a page for each job below `output`, or for one job. Retries of failed rows are left
     out. If a job's `output` contains {run_date} or {run_key}, all its folders are read. Missing or
     broken runs are named; only an unreachable store raises."""
@@ -38,8 +38,10 @@ def nights_of(
             by_job.setdefault(line.job, []).append(line)
     # One more than is shown, for the oldest one to be held against.
     return [
-        NightsPage(
-            name, _compared([_night(line, options) for line in found[: most + 1]])[:most], broken
+        HistoryPage(
+            name,
+            _compared([_history_line(line, options) for line in found[: most + 1]])[:most],
+            broken,
         )
         for name, found in by_job.items()
     ]
@@ -65,40 +67,42 @@ def _dated_folders(output: str, options: Mapping[str, Any] | None) -> list[str]:
     return folders
 
 
-def _compared(nights: list[NightLine]) -> tuple[NightLine, ...]:
+def _compared(lines: list[HistoryLine]) -> tuple[HistoryLine, ...]:
     """Return each run with how its answers differ from those of the completed run before it."""
     made = []
-    before: NightLine | None = None
-    for night in reversed(nights):
+    before: HistoryLine | None = None
+    for line in reversed(lines):
         if before is not None:
-            night = replace(
-                night,
-                shifts=shifts(night.answers, before.answers, before.run_key),
-                compared=comparable(night.answers, before.answers),
+            line = replace(
+                line,
+                shifts=shifts(line.answers, before.answers, before.run_key),
+                compared=comparable(line.answers, before.answers),
             )
-        if night.answers:
-            before = night
-        made.append(night)
+        elif line.answers:
+            line = replace(line, is_first=True)
+        if line.answers:
+            before = line
+        made.append(line)
     return tuple(reversed(made))
 
 
-def _night(line: RunLine, options: Mapping[str, Any] | None) -> NightLine:
+def _history_line(line: RunLine, options: Mapping[str, Any] | None) -> HistoryLine:
     share = line.committed / line.shards if line.shards else None
     rows = line.rows if line.has_plan else None
-    night = NightLine(line.run_key, line.run, line.state, line.created, rows, share)
-    night = replace(night, failure=line.failure, command=line.command)
+    entry = HistoryLine(line.run_key, line.run, line.state, line.created, rows, share)
+    entry = replace(entry, failure=line.failure, command=line.command)
     if line.state != COMPLETED:
-        return night
+        return entry
     try:
         report = load_report(open_store(line.run, dict(options) if options else None))
     except STORE_AWAY:
         raise
     except RayBatchError as error:
         return replace(
-            night, good=line.good, quarantined=line.quarantined, trouble=f"its report: {error}"
+            entry, good=line.good, quarantined=line.quarantined, trouble=f"its report: {error}"
         )
     return replace(
-        night,
+        entry,
         good=report.good,
         quarantined=report.failed,
         rate=report.rows_per_s,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from prefect_raybatch.harmless import markdown_text
-from prefect_raybatch.report.answers import Shift
-from prefect_raybatch.report.plots import data_uri, of_nights
+from prefect_raybatch.report.answers import LEAST_ANSWERS, Shift
+from prefect_raybatch.report.plots import data_uri, of_history
 from prefect_raybatch.report.report import DASH, duration, number, table_lines
 from prefect_raybatch.words import counted, money
 
@@ -17,7 +17,7 @@ LABELS_SHOWN = 8  # of the commonest, in the table of answers
 
 
 @dataclass(frozen=True)
-class NightLine:
+class HistoryLine:
     """A run of a job as the page shows it; `began` is in seconds since 1970. Unknown values, e.g.
     of an incomplete run, are None. `shifts`: how its answers differ from the completed run before.
     `trouble` says why a run cannot be read, `failure` why its last attempt failed, and `command`
@@ -37,64 +37,68 @@ class NightLine:
     answers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     shifts: tuple[Shift, ...] = ()
     compared: bool = False  # with the completed run before it
+    is_first: bool = False  # no earlier run counts answers, so there is none to compare with
     trouble: str = ""
     failure: str = ""
     command: str = ""
 
 
 @dataclass(frozen=True)
-class NightsPage:
+class HistoryPage:
     """The runs of one job, newest first. `unreadable` are run directories that cannot be read and
     may belong to any job: {run key: reason}."""
 
     job: str
-    nights: tuple[NightLine, ...]
+    runs: tuple[HistoryLine, ...]
     unreadable: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def latest(self) -> NightLine | None:
-        return self.nights[0] if self.nights else None
+    def latest(self) -> HistoryLine | None:
+        return self.runs[0] if self.runs else None
 
 
-def night_rows(page: NightsPage) -> list[dict[str, str]]:
+def history_rows(page: HistoryPage) -> list[dict[str, str]]:
     """Return one row for each run."""
-    return [_row(night, any(n.cost is not None for n in page.nights)) for night in page.nights]
+    return [_row(line, any(n.cost is not None for n in page.runs)) for line in page.runs]
 
 
-def _row(night: NightLine, with_cost: bool) -> dict[str, str]:
+def _row(run: HistoryLine, with_cost: bool) -> dict[str, str]:
     began = DASH
-    if night.began is not None:
-        began = datetime.fromtimestamp(night.began, UTC).strftime("%Y-%m-%d %H:%M")
-    state = night.state
-    if night.committed is not None and night.state != "completed":
-        state = f"{state} {night.committed:.0%}"
-    cost = {"cost": DASH if night.cost is None else money(night.cost)} if with_cost else {}
+    if run.began is not None:
+        began = datetime.fromtimestamp(run.began, UTC).strftime("%Y-%m-%d %H:%M")
+    state = run.state
+    if run.committed is not None and run.state != "completed":
+        state = f"{state} {run.committed:.0%}"
+    cost = {"cost": DASH if run.cost is None else money(run.cost)} if with_cost else {}
     return {
-        "begun (UTC)": began,
+        "started (UTC)": began,
         "state": state,
-        "rows": number(night.rows, 0),
-        "in quarantine": number(night.quarantined, 0),
-        "rows/s": number(night.rate, 0),
-        "time": duration(night.seconds) if night.seconds is not None else DASH,
+        "rows": number(run.rows, 0),
+        "in quarantine": number(run.quarantined, 0),
+        "rows/s": number(run.rate, 0),
+        "time": duration(run.seconds) if run.seconds is not None else DASH,
         **cost,
-        "answers": _answers_said(night),
-        "run": night.run_key,
+        "answers": _answers_said(run),
+        "run": run.run_key,
     }
 
 
-def _answers_said(night: NightLine) -> str:
+def _answers_said(run: HistoryLine) -> str:
     """Return the shifts from the run before, or whether they were looked for."""
-    if night.shifts:
-        return "; ".join(f"{shift.kind} {shift.moved:.1%} otherwise" for shift in night.shifts)
-    if not night.answers:
+    if run.shifts:
+        return "; ".join(f"{shift.moved:.1%} of {shift.kind} differ" for shift in run.shifts)
+    if not run.answers:
         return DASH
-    return "no shift" if night.compared else "not compared"
+    if run.compared:
+        return "no shift"
+    reason = "no earlier run" if run.is_first else f"fewer than {LEAST_ANSWERS} answers"
+    return f"not compared: {reason}"
 
 
-def answers_table(page: NightsPage) -> list[dict[str, str]]:
+def answers_table(page: HistoryPage) -> list[dict[str, str]]:
     """Return shares of answers, a column for each run, newest first: by label if labels are
     counted, otherwise by length and by finish reason. Empty if no run counts answers."""
-    told = [night for night in page.nights if night.answers]
+    told = [run for run in page.runs if run.answers]
     kinds = ("labels",) if any("labels" in n.answers for n in told) else ("lengths", "ends")
     rows = []
     for kind in kinds:
@@ -102,16 +106,16 @@ def answers_table(page: NightsPage) -> list[dict[str, str]]:
         prefix = {"lengths": " tokens", "ends": ""}.get(kind, "")
         for name in names:
             title = f"ended: {name}" if kind == "ends" else f"{name}{prefix}"
-            shares = {night.run_key: _share(night.answers.get(kind, {}), name) for night in told}
+            shares = {run.run_key: _share(run.answers.get(kind, {}), name) for run in told}
             rows.append({"": title, **shares})
     return rows
 
 
-def shown_names(nights: Sequence[NightLine], kind: str) -> list[str]:
+def shown_names(runs: Sequence[HistoryLine], kind: str) -> list[str]:
     """Return the most common names over all runs; lengths in their order."""
     sums: dict[str, float] = {}
-    for night in nights:
-        for name, count in night.answers.get(kind, {}).items():
+    for run in runs:
+        for name, count in run.answers.get(kind, {}).items():
             sums[name] = sums.get(name, 0.0) + count
     common = sorted(sums, key=lambda name: -sums[name])[:LABELS_SHOWN]
     if kind == "lengths":
@@ -124,15 +128,15 @@ def _share(counts: Mapping[str, float], name: str) -> str:
     return f"{counts.get(name, 0.0) / total:.1%}" if total else DASH
 
 
-def nights_markdown(page: NightsPage, plots: bool = True) -> str:
+def history_markdown(page: HistoryPage, plots: bool = True) -> str:
     """Return the page as Markdown; `plots`: with its plot as an inline image."""
-    lines = [f"# {markdown_text(page.job)}: the last {counted(len(page.nights), 'night')}", ""]
+    lines = [f"# {markdown_text(page.job)}: the last {counted(len(page.runs), 'run')}", ""]
     lines += [f"- **{markdown_text(line)}**" for line in headlines(page)]
     lines += [""] if headlines(page) else []
-    lines += table_lines(night_rows(page))
-    picture = of_nights(page.nights) if plots else None
+    lines += table_lines(history_rows(page))
+    picture = of_history(page.runs) if plots else None
     if picture is not None:
-        lines += ["", f"![Nights]({data_uri(picture)})"]
+        lines += ["", f"![Runs]({data_uri(picture)})"]
     if answers := answers_table(page):
         lines += ["", "## Answers", "", *table_lines(answers)]
     for title, pairs in (("Failed", failures(page)), ("Not readable", unread(page))):
@@ -141,27 +145,27 @@ def nights_markdown(page: NightsPage, plots: bool = True) -> str:
     return "\n".join(lines) + "\n"
 
 
-def headlines(page: NightsPage) -> list[str]:
+def headlines(page: HistoryPage) -> list[str]:
     """Return what to read first about the newest run."""
-    night = page.latest
-    if night is None:
+    run = page.latest
+    if run is None:
         return []
-    found = [] if night.state == "completed" else [f"{night.run_key} is {night.state}"]
-    if night.failure:
-        found = [f"{night.run_key} failed: {night.failure}"]
-    return found + [f"{night.run_key}: {shift.line()}" for shift in night.shifts]
+    found = [] if run.state == "completed" else [f"{run.run_key} is {run.state}"]
+    if run.failure:
+        found = [f"{run.run_key} failed: {run.failure}"]
+    return found + [f"{run.run_key}: {shift.line()}" for shift in run.shifts]
 
 
-def failures(page: NightsPage) -> list[tuple[str, str]]:
+def failures(page: HistoryPage) -> list[tuple[str, str]]:
     """Return (run key, why its last attempt failed and the command that runs it again)."""
     return [
-        (night.run_key, f"{night.failure}; {night.command}" if night.command else night.failure)
-        for night in page.nights
-        if night.failure
+        (run.run_key, f"{run.failure}; {run.command}" if run.command else run.failure)
+        for run in page.runs
+        if run.failure
     ]
 
 
-def unread(page: NightsPage) -> list[tuple[str, str]]:
+def unread(page: HistoryPage) -> list[tuple[str, str]]:
     """Return (run key, reason) of what cannot be read."""
-    own = [(night.run_key, night.trouble) for night in page.nights if night.trouble]
+    own = [(run.run_key, run.trouble) for run in page.runs if run.trouble]
     return own + list(page.unreadable.items())

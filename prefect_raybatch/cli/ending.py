@@ -1,0 +1,127 @@
+"""The last lines of a command that drives a run: rows, failures, time, result, next command."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+from prefect_raybatch.cli.terminal import out
+from prefect_raybatch.ledger.failures import FailureKey
+from prefect_raybatch.ledger.layout import DATA_FOLDER
+from prefect_raybatch.ledger.partials import split_partial
+from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.report.report import duration, failure_table
+from prefect_raybatch.runs.run import complete_before
+from prefect_raybatch.words import counted, money
+
+_TOO_LONG = "PromptTooLong"
+
+
+def print_next(*words: str) -> None:
+    """Print the next command, quoted for a shell."""
+    out.print(f"next    {shlex.join(words)}", markup=False)
+
+
+def show_ending(
+    report: RunReport,
+    fresh: bool = True,
+    retry: Sequence[str] | None = (),
+    is_readable: bool = True,
+) -> None:
+    """Print at most five lines about a complete run. `fresh`: this call did some of its work.
+    `retry`: the options that `raybatch retry-failed` needs for this run; None if it would need
+    credentials, which are not printed. `is_readable`: `raybatch verify` can read the run without
+    credentials from the job file."""
+    if not fresh:
+        out.print(complete_before(report), markup=False)
+    lines = {"rows": _rows(report)}
+    if report.failed:
+        lines["failed"] = _main_failure(report.failures, report.failed)
+    if fresh:
+        lines["time"] = _time(report)
+    lines["result"] = _result(report)
+    for name, text in lines.items():
+        out.print(f"{name:<8}{text}", markup=False)
+    words = _next_command(report, retry, is_readable)
+    if words:
+        print_next(*words)
+
+
+def show_partial_ending(report: RunReport) -> None:
+    """Print at most five lines about a partial result, and say that its run is unfinished."""
+    title = f"PARTIAL result of {report.job} {report.run_key}; the run itself is unfinished"
+    quarantined = f" + {report.failed:,} in quarantine" if report.failed else ""
+    out.print(title, markup=False)
+    out.print("; ".join(report.notes), markup=False)
+    out.print(f"rows    {report.good:,} answered{quarantined}", markup=False)
+    out.print(f"result  {_result(report)}", markup=False)
+    print_next("raybatch", "status", split_partial(report.run)[0])
+
+
+def _rows(report: RunReport) -> str:
+    text = (
+        f"{report.rows:,} = {report.good:,} answered + {report.failed:,} in quarantine + "
+        f"{report.skipped:,} left out"
+    )
+    reused = reused_text(report.reuse)
+    return f"{text} ({reused})" if reused else text
+
+
+def reused_text(reuse: Mapping[str, float]) -> str:
+    """Return where the answers of a run come from; "" if every row was inferred."""
+    sources = (("reused", "from an earlier run"), ("merged", "from another row"))
+    texts = [f"{reuse[name]:,.0f} {what}" for name, what in sources if reuse.get(name)]
+    return ", ".join([*texts, f"{reuse.get('asked', 0):,.0f} inferred"]) if texts else ""
+
+
+def _main_failure(failures: Mapping[str, int], failed: int) -> str:
+    """Return the number of failed rows and the most common reason."""
+    table = failure_table(failures)
+    if not table:
+        return counted(failed, "row")
+    first = table[0]
+    share = "" if first["rows"] == f"{failed:,}" else f", {first['rows']} of them"
+    reason = f"{first['error']} in {first['stage']}: {first['message']}"
+    return f"{counted(failed, 'row')}{share}: {' '.join(reason.split())}"
+
+
+def _time(report: RunReport) -> str:
+    work = f"work {duration(report.seconds)} ({report.rows_per_s:,.0f} rows/s)"
+    if report.elapsed > report.seconds:
+        idle = duration(report.elapsed - report.seconds)
+        work = f"{duration(report.elapsed)}: start-up and waits {idle}, {work}"
+    if "total" in report.cost:
+        hours = money(report.cost.get("gpu_hours", 0.0))
+        work = f"{work}; cost {money(report.cost['total'])} for {hours} GPU-hours"
+    return work
+
+
+def _result(report: RunReport) -> str:
+    text = f"{report.run}/{DATA_FOLDER}/"
+    if folder := report.quarantine_folder:
+        text = f"{text}, failed rows in {folder}/"
+    if report.published:
+        text = f"{text}, published to {', '.join(one.target for one in report.published)}"
+    return text
+
+
+def _next_command(
+    report: RunReport, retry: Sequence[str] | None, is_readable: bool
+) -> list[str] | None:
+    if not report.failed or retry is None:
+        return ["raybatch", "verify", report.run] if is_readable else None
+    if not report.good:  # a retry would most likely fail alike: look at the reasons first
+        return ["raybatch", "report", report.run] if is_readable else None
+    return retry_command(report.run, report.failures, retry)
+
+
+def retry_command(run: str, failures: Mapping[str, int], options: Sequence[str] = ()) -> list[str]:
+    """Return the command that retries the failed rows of a run. If all prompts were too long, the
+    retry measures the context that they need."""
+    words = ["raybatch", "retry-failed", run, *options]
+    classes = {FailureKey.parse(text).error for text in failures}
+    if classes == {_TOO_LONG} and not any(
+        word.startswith("engine.max_model_len") for word in options
+    ):
+        words += ["--set", "engine.max_model_len=auto"]
+    return words
