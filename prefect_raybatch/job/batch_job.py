@@ -1,8 +1,9 @@
 """`BatchJob`: the YAML file, the flow parameter and the manual of a job, as one pydantic model.
 
 Fields are grouped (source, prompt, sampling, engine, output, limits, cluster) and each describes
-itself, because the same text is the form in the Prefect page and the table in docs/job.md. What
-can be checked without reading the input is checked here; `plan` checks the rest.
+itself, because the same text is the form in the Prefect page and the table in
+docs/reference/job.md. What can be checked without reading the input is checked here; `plan` checks
+the rest.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ HEAD = [
     "| night | how it was made | what the page says | after | seen |",
     "| --- | --- | --- | --- | --- |",
 ]
-ROW = re.compile(r"\| \[.*\]\(images/night-(.+)\.png\) \|")
+ROW = re.compile(r"\| \[.*\]\(\.\./images/night-(.+)\.png\) \|")
 
 
 def look(page: Page, world: World, case: Case, seen: Seen, folder: Path) -> None:
@@ -78,7 +78,7 @@ def opened(page: Page, site: str, seen: Seen) -> None:
 
 def write(found: Mapping[str, str]) -> None:
     """The rows of the nights that were seen into the page of failures; others stay as they are."""
-    page = DOCS / "failures.md"
+    page = DOCS / "how-to/failures.md"
     before, rest = page.read_text(encoding="utf-8").split(BEGIN)
     table, after = rest.split(END)
     rows = {match[1]: line for line in table.splitlines() if (match := ROW.match(line))}
@@ -89,7 +89,7 @@ def write(found: Mapping[str, str]) -> None:
 
 
 def row(case: Case, seen: Seen) -> str:
-    link = f"[{case.title}](images/night-{case.name}.png)"
+    link = f"[{case.title}](../images/night-{case.name}.png)"
     cells = [link, case.planted, case.said, f"{seen.seconds:.0f} s", f"{date.today()}"]
     return f"| {' | '.join(cells)} |"
 
