@@ -95,8 +95,7 @@ def failed(world: World, job: dict[str, Any], texts: tuple[str, ...], seconds: f
 @case(
     "A column is missing",
     "The prompt names a column that the input no longer has.",
-    "The missing column and the columns there are. Change the job, then run the deployment with "
-    "the same run key.",
+    "The missing column and those there are. Change the job, then run the same run key.",
 )
 def missing_column(world: World) -> Seen:
     job = world.job("missing-column", prompt={"template": "What is {Nothing}?"})
@@ -106,8 +105,7 @@ def missing_column(world: World) -> Seen:
 @case(
     "There is no GPU",
     "The job asks for GPUs on a cluster without any.",
-    "What the job needs and what the cluster has. Change one of them, then run the deployment "
-    "with the same run key.",
+    "What the job needs and the cluster has. Change one, then run the same run key.",
 )
 def no_gpus(world: World) -> Seen:
     engine = {"model": "demo", "device": "gpu", "max_model_len": 256}
@@ -118,8 +116,7 @@ def no_gpus(world: World) -> Seen:
 @case(
     "Wrong keys",
     "The store's secret key was changed.",
-    "The store's own message and the variables that hold the keys. Correct them, then retry the "
-    "flow run.",
+    "The store's message and the variables with the keys. Correct them, then retry.",
 )
 def wrong_keys(world: World) -> Seen:
     world.s3.create_bucket(BUCKET)
@@ -179,8 +176,7 @@ def killing(world: World) -> Iterator[None]:
 @case(
     "An engine that dies",
     "Each engine process gets SIGKILL as it starts.",
-    "That engines died as they started, how often and where. Look at memory, then retry the flow "
-    "run.",
+    "How often and where engines died as they started. Look at memory, then retry.",
 )
 def engine_dies(world: World) -> Seen:
     job = world.job("engine-dies", cluster={"job_server": world.head.url})
@@ -220,8 +216,8 @@ def store_stalls(world: World) -> Seen:
 @case(
     "The cluster is gone",
     "The Ray head gets SIGKILL during the run and stays away.",
-    "A warning: the job server does not answer, and a command that checks it. The run fails after "
-    "20 minutes; a head that comes back earlier continues it.",
+    "A warning: the job server does not answer. The run fails after 20 minutes, unless the "
+    "head comes back.",
 )
 def cluster_gone(world: World) -> Seen:
     job = world.job("cluster-gone", source=many(world), cluster={"job_server": world.head.url})
@@ -236,7 +232,7 @@ def cluster_gone(world: World) -> Seen:
 @case(
     "The worker's host is gone",
     "Worker and flow run get SIGKILL.",
-    "Crashed, with a Retry button. The log says what this means, and the command.",
+    "Crashed, with a Retry button. The log has the command.",
 )
 def dead_worker(world: World) -> Seen:
     cluster = {"job_server": world.head.url}
@@ -306,7 +302,7 @@ def away(world: World, name: str) -> Seen:
 @case(
     "Prefect is away (SQLite)",
     "Its server gets SIGKILL and starts again two minutes later.",
-    "A warning: how long its API was away. The run went on; nothing is to be done.",
+    "A warning: how long its API was away. The run went on.",
 )
 def prefect_away(world: World) -> Seen:
     return away(world, "prefect-away")
