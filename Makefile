@@ -94,7 +94,7 @@ failures: programs .venv/.ready ## Nights that fail, each seen in the page: pict
 bench: .venv/.ready ## Peers and us side by side on this machine
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
 
-tour: programs .venv/.ready ## Run docs/tour.md for real; its outputs and pictures are written anew
+tour: programs .venv/.ready ## Run docs/tutorials/first-run.md for real; write its outputs and pictures anew
 	PYTHONPATH=tests $(BIN)/python -m tour $(ARGS)
 
 docs: .venv/.ready ## The documentation as a site, in site/; a link that leads nowhere fails it

@@ -44,7 +44,8 @@ rows_s is the steady rate. vllm: rows over the time of one call after a warm-up.
 the 10th and the 90th percentile row. Ours: all rows from the first shard's entry into an engine to
 the last shard's end, head and tail included. So none counts engine start. first_row_s is from the
 start of the work to the first answer (ours: to the first committed shard), so it holds imports and
-engine start.
+engine start. whole_s is from the start of the process to the last row, for ours with the result
+written. compile_cache is "empty" before a cold start.
 """
 
 from __future__ import annotations
@@ -335,6 +336,7 @@ def peer_raydata(args: argparse.Namespace, model: str, engines: int = 1) -> dict
     return {
         "rows_s": (high - low) / (at[high] - at[low]),
         "first_row_s": at[0] - START,
+        "whole_s": at[-1] - START,
         "output_tokens": sum(row["out"] for row in done) / args.rows,
     }
 
@@ -394,6 +396,7 @@ def peer_ours(args: argparse.Namespace, model: str, engines: int | str = 1) -> d
             "steady_rows_s": report.steady_rows_per_s,
             "first_row_s": first,
             "finalize_s": time.time() - began,
+            "whole_s": time.time() - START,
             "shards": report.shards,
             "engines_a_gpu": _packed(job, run),
             "engine_task_s": sums["engine_s"],
@@ -438,6 +441,7 @@ def peer_nocommit(args: argparse.Namespace, model: str) -> dict[str, float]:
     return {
         "rows_s": args.rows / (ended - began),
         "first_row_s": first - START,
+        "whole_s": ended - START,
         "output_tokens": tokens,
     }
 
@@ -542,6 +546,7 @@ def main() -> int:
                 **({"mps": True} if args.mps else {}),
                 **about,
             }
+            row["compile_cache"] = compile_cache()
             with mps.side_by_side(args.mps):
                 row |= _run(args, size, peer)
             if row.get("rows_s") and "output_tokens" in row:
@@ -596,6 +601,13 @@ def mfu(args: argparse.Namespace, size: str, rows_s: float, out: float) -> float
     prompts = prompt_tokens(folder, args.work, args.rows)
     flops = sum(work.of_answer(whole, cached, (round(out),))[0] for whole, cached in prompts)
     return rows_s * flops / len(prompts) / work.peak_flops
+
+
+def compile_cache() -> str:
+    """Return "kept" if vLLM's compile cache holds anything before a peer starts, else "empty"."""
+    root = Path(os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser()
+    folder = root / "torch_compile_cache"
+    return "kept" if folder.is_dir() and any(folder.iterdir()) else "empty"
 
 
 def device(gpus: int) -> str:

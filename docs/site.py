@@ -31,14 +31,25 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
+def on_config(config: Any) -> Any:
+    """Adds the pages of decisions, which mkdocs.yml does not name one by one."""
+    pages = sorted((ROOT / "docs/decisions").glob("*.md"))
+    if pages:
+        config.nav.append({"Decisions": [f"decisions/{page.name}" for page in pages]})
+    return config
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Its links, from where they lie in the repository to the site."""
+    """Changes a page's links, which lead from where it lies in the repository, to links of the
+    site."""
     places = {there: name for name, there in OUTSIDE.items()}
     here = places.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     folder = posixpath.dirname(here)
+    folder_in_site = posixpath.dirname(page.file.src_uri) or "."
 
     def led(found: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, found[2]))
-        return f"{found[1]}{OUTSIDE.get(target, target.removeprefix('docs/'))}{found[3]}"
+        place = OUTSIDE.get(target, target.removeprefix("docs/"))
+        return f"{found[1]}{posixpath.relpath(place, folder_in_site)}{found[3]}"
 
     return LINK.sub(led, markdown)

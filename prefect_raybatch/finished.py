@@ -87,7 +87,8 @@ class FinishedRows:
             manifest = table_path(success.manifest or "")
             raise ConfigError(
                 f"{store.uri} was written with output.compact: false: its result are the files "
-                f"that {manifest} names, with row numbers by shard and position (docs/job.md)"
+                f"that {manifest} names, with row numbers by shard and position "
+                "(docs/reference/job.md)"
             )
         return store, success
 

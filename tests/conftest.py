@@ -199,7 +199,7 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def prefect_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
     """A Prefect server, and the worker that a test starts for it. On SQLite it loses an event or
-    an artifact now and then while many write, as docs/operations.md says."""
+    an artifact now and then while many write, as docs/how-to/schedule.md says."""
     with ExitStack() as stack:
         database = stack.enter_context(postgresql.for_prefect())
         home = tmp_path_factory.mktemp("prefect")

@@ -15,16 +15,16 @@ import pytest
 import yaml
 from helpers.command_line import called
 from helpers.industries import finished_night, stand_in
-from helpers.pages import ROOT, blocks, commands
+from helpers.pages import PAGES, ROOT, blocks, commands, page_name
+from helpers.reference_tables import COMMANDS
 from prefect.cli._app import _app as PREFECT
 from prefect.utilities.callables import parameter_schema
 from test_deployments import DEPLOYMENTS
-from test_docs import COMMANDS, SMALL
+from test_docs import SMALL
 
 from prefect_raybatch import batch_inference
 from prefect_raybatch.job.batch_job import BatchJob
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "deployments/README.md"]
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 GIVEN = sorted({command for text in TEXTS.values() for command in commands(text)})
 
@@ -164,7 +164,7 @@ def test_every_command_is_run_or_read_or_has_its_reason() -> None:
 # --- what pages show of Python and of job files ---------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_what_python_imports_of_us_is_there(page: Path) -> None:
     for block in blocks(TEXTS[page]):
         if block.language != "python":
@@ -173,10 +173,10 @@ def test_what_python_imports_of_us_is_there(page: Path) -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("prefect_ray"):
                 module = importlib.import_module(str(node.module))
                 for name in node.names:
-                    assert hasattr(module, name.name), f"{page.name}: {name.name}"
+                    assert hasattr(module, name.name), f"{page_name(page)}: {name.name}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_what_stands_of_a_job_file_is_one(page: Path) -> None:
     for block in blocks(TEXTS[page]):
         value: Any = yaml.safe_load(block.text) if block.language == "yaml" else None

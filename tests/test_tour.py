@@ -1,5 +1,6 @@
-"""docs/tour.md: its commands in their order, with an engine in this process that answers as the
-bundled model does; `make tour` runs them with the real one. What they print is told in the page."""
+"""Run the commands of docs/tutorials/first-run.md in order, with an engine in this process that
+answers as the bundled model does, and compare their outputs with the page. `make tour` runs them
+with the real engine."""
 
 from __future__ import annotations
 
@@ -10,15 +11,14 @@ from pathlib import Path
 import pytest
 from helpers.command_line import called
 from helpers.industries import ROWS, Industries, PowerCut, stand_in
-from helpers.pages import ROOT, Step, steps
-from tour import ELSEWHERE
+from helpers.pages import Step, steps
+from tour import ELSEWHERE, TOUR_PAGE
 
 from prefect_raybatch.cli import terminal
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
 
-PAGE = (ROOT / "docs/tour.md").read_text(encoding="utf-8")
-STEPS = list(steps(PAGE))
+STEPS = list(steps(TOUR_PAGE.read_text(encoding="utf-8")))
 PASSING = re.compile(r" left, \d+ failed$|^driver |^time left")  # seen while a run works
 
 

@@ -90,7 +90,7 @@ def test_the_sdist_holds_what_make_needs(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[1]) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}
     assert {"Makefile", "requirements.lock", "pyproject.toml", "README.md", "LICENSE"} <= names
-    assert {"tests/test_wheel.py", "deployments/customers.csv", "docs/job.md"} <= names
+    assert {"tests/test_wheel.py", "deployments/customers.csv", "docs/reference/job.md"} <= names
     assert not [name for name in names if name.startswith((".venv", "dist", "raybatch-demo"))]
 
 

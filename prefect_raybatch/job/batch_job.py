@@ -1,7 +1,7 @@
 """`BatchJob`: a job as one pydantic model, for the YAML file, the flow parameter and the docs.
 
-The title and description of a field appear in the Prefect form and in the tables of docs/job.md.
-Checks that need the input are left to `plan`.
+The title and description of a field appear in the Prefect form and in the tables of
+docs/reference/job.md. Checks that need the input are left to `plan`.
 """
 
 from __future__ import annotations

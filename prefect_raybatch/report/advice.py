@@ -15,7 +15,7 @@ from prefect_raybatch.sizing.shards import SEQUENCES, sequences_seen
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.words import counted
 
-# Where each comes from, and which are chosen and not measured: docs/tuning.md, "Advice".
+# Where each comes from, and which are chosen and not measured: docs/decisions/advice-thresholds.md.
 FULL = 0.7  # of max_num_seqs: an engine with fewer sequences running is not full
 BUSY_GPU = 0.8  # share of time; below that a full engine is held back by its host
 UNEVEN = 1.25  # the busiest engine over the mean one

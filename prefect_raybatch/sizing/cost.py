@@ -3,8 +3,8 @@
 An engine has one core of Python that works while the GPU does, except for a part of each step in
 which the GPU waits for it. Engines that share a GPU are modelled as a closed queue with n
 customers, one server and think time, solved by mean value analysis. GPU time is FLOPs and bytes,
-one after the other. docs/tuning.md gives the sources of the figures and compares them with
-measurements.
+one after the other. docs/decisions/cost-model.md gives the sources of the figures and compares them
+with measurements.
 """
 
 from __future__ import annotations

@@ -88,7 +88,8 @@ CPU_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     # The core in the actor's own process and on one thread: 2.6 ms of CPU a row against 4.9, a
     # start of 15 s against 45 s (two more processes would import vLLM), and a core left for the
-    # other stages. More speed comes from more engines, one a core. Figures: docs/tuning.md.
+    # other stages. More speed comes from more engines, one a core. Figures:
+    # docs/decisions/cpu-engines.md.
     forking.CORE_APART: "0",
     "OMP_NUM_THREADS": "1",
 }

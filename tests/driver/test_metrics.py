@@ -160,6 +160,6 @@ def test_the_dashboard_shows_exactly_what_is_exported():
         assert place["x"] + place["w"] <= 24
 
 
-def test_the_page_of_operations_names_every_metric():
-    page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+def test_the_reference_names_every_metric():
+    page = (ROOT / "docs/reference/events-and-metrics.md").read_text(encoding="utf-8")
     assert set(re.findall(r"`(raybatch_\w+)`", page)) == EXPORTED

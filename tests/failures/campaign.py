@@ -8,7 +8,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping
-from datetime import date
 from pathlib import Path
 
 import programs
@@ -23,10 +22,10 @@ from .world import World, new_world
 DOCS = ROOT / "docs"
 BEGIN, END = "<!-- nights: begin -->", "<!-- nights: end -->"
 HEAD = [
-    "| night | how it was made | what the page says | after | seen |",
-    "| --- | --- | --- | --- | --- |",
+    "| night | what the page says |",
+    "| --- | --- |",
 ]
-ROW = re.compile(r"\| \[.*\]\(images/night-(.+)\.png\) \|")
+ROW = re.compile(r"\| \[.*\]\(\.\./images/night-(.+)\.png\) \|")
 
 
 def look(page: Page, world: World, case: Case, seen: Seen, folder: Path) -> None:
@@ -78,7 +77,7 @@ def opened(page: Page, site: str, seen: Seen) -> None:
 
 def write(found: Mapping[str, str]) -> None:
     """The rows of the nights that were seen into the page of failures; others stay as they are."""
-    page = DOCS / "failures.md"
+    page = DOCS / "how-to/failures.md"
     before, rest = page.read_text(encoding="utf-8").split(BEGIN)
     table, after = rest.split(END)
     rows = {match[1]: line for line in table.splitlines() if (match := ROW.match(line))}
@@ -88,10 +87,9 @@ def write(found: Mapping[str, str]) -> None:
     page.write_text(text, encoding="utf-8")
 
 
-def row(case: Case, seen: Seen) -> str:
-    link = f"[{case.title}](images/night-{case.name}.png)"
-    cells = [link, case.planted, case.said, f"{seen.seconds:.0f} s", f"{date.today()}"]
-    return f"| {' | '.join(cells)} |"
+def row(case: Case) -> str:
+    link = f"[{case.title}](../images/night-{case.name}.png)"
+    return f"| {link} | {case.said} |"
 
 
 def main() -> int:
@@ -108,13 +106,14 @@ def main() -> int:
         if case.name not in only:
             continue
         began = time.monotonic()
+        print(f"{case.name}: {case.planted}", flush=True)
         try:
             seen = play(case, DOCS / "images")
         except (Exception, pytest.fail.Exception):
             failed += 1
             print(f"{case.name}: not as it should be\n{traceback.format_exc()}", flush=True)
         else:
-            found[case.name] = row(case, seen)
+            found[case.name] = row(case)
             took = time.monotonic() - began
             print(f"{case.name}: seen after {seen.seconds:.0f} s ({took:.0f} s in all)", flush=True)
     write(found)

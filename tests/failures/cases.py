@@ -94,8 +94,8 @@ def failed(world: World, job: dict[str, Any], texts: tuple[str, ...], seconds: f
 
 @case(
     "A column is missing",
-    "The prompt names a column that the input has no more.",
-    "Which column it is and which there are; the deployment again under the same run key.",
+    "The prompt names a column that the input no longer has.",
+    "The missing column and those there are. Change the job, then run the same run key.",
 )
 def missing_column(world: World) -> Seen:
     job = world.job("missing-column", prompt={"template": "What is {Nothing}?"})
@@ -104,8 +104,8 @@ def missing_column(world: World) -> Seen:
 
 @case(
     "There is no GPU",
-    "The job asks for GPUs on a cluster that has none.",
-    "What the job needs and what the cluster has; the deployment again under the same run key.",
+    "The job asks for GPUs on a cluster without any.",
+    "What the job needs and the cluster has. Change one, then run the same run key.",
 )
 def no_gpus(world: World) -> Seen:
     engine = {"model": "demo", "device": "gpu", "max_model_len": 256}
@@ -115,8 +115,8 @@ def no_gpus(world: World) -> Seen:
 
 @case(
     "Wrong keys",
-    "The secret key of the store was changed.",
-    "The store's own word for it and which variables hold the keys; a retry of the flow run.",
+    "The store's secret key was changed.",
+    "The store's message and the variables with the keys. Correct them, then retry.",
 )
 def wrong_keys(world: World) -> Seen:
     world.s3.create_bucket(BUCKET)
@@ -131,8 +131,8 @@ def wrong_keys(world: World) -> Seen:
 
 @case(
     "Too many bad rows",
-    "Every fifth company's name is 3,000 characters long: over max_model_len.",
-    "How many rows failed, why, and some of them; the run again with a higher limit.",
+    "Every fifth company name has 3,000 characters, more than max_model_len.",
+    "How many rows failed, why, and some of them. Resume with a higher limit.",
 )
 def bad_rows(world: World) -> Seen:
     path = world.customers("long.csv", 400)
@@ -175,8 +175,8 @@ def killing(world: World) -> Iterator[None]:
 
 @case(
     "An engine that dies",
-    "Each engine's process gets SIGKILL as soon as it is there.",
-    "That engines died as they started, how often and where; a retry of the flow run.",
+    "Each engine process gets SIGKILL as it starts.",
+    "How often and where engines died as they started. Look at memory, then retry.",
 )
 def engine_dies(world: World) -> Seen:
     job = world.job("engine-dies", cluster={"job_server": world.head.url})
@@ -187,8 +187,8 @@ def engine_dies(world: World) -> Seen:
 
 @case(
     "The store stalls",
-    "Half a minute in which the store takes requests and answers none.",
-    "A warning while it lasts: which request waits, and what to check. The run is completed.",
+    "The store takes requests for half a minute and answers none.",
+    "A warning: which request waits and what to check. The run completes.",
 )
 def store_stalls(world: World) -> Seen:
     world.s3.create_bucket(BUCKET)
@@ -215,9 +215,9 @@ def store_stalls(world: World) -> Seen:
 
 @case(
     "The cluster is gone",
-    "The head of the Ray cluster gets SIGKILL while the run is at work, and stays away.",
-    "A warning: the job server does not answer, and the command that looks at it. It fails only "
-    "after 20 minutes, since a head that comes back goes on with the run.",
+    "The Ray head gets SIGKILL during the run and stays away.",
+    "A warning: the job server does not answer. The run fails after 20 minutes, unless the "
+    "head comes back.",
 )
 def cluster_gone(world: World) -> Seen:
     job = world.job("cluster-gone", source=many(world), cluster={"job_server": world.head.url})
@@ -231,9 +231,8 @@ def cluster_gone(world: World) -> Seen:
 
 @case(
     "The worker's host is gone",
-    "Worker and flow run get SIGKILL: nobody is left to say so.",
-    "Crashed, by the automation whose name says why, with a button to retry; the log has left word "
-    "what that means, and the command.",
+    "Worker and flow run get SIGKILL.",
+    "Crashed, with a Retry button. The log has the command.",
 )
 def dead_worker(world: World) -> Seen:
     cluster = {"job_server": world.head.url}
@@ -261,8 +260,8 @@ def dead_worker(world: World) -> Seen:
 
 @case(
     "A deadline is missed",
-    "A run is given ten seconds, and needs more.",
-    "A warning: by how much, and which field of the job says when. The run is completed.",
+    "The deadline is ten seconds.",
+    "A warning: by how much, and the field that sets the deadline. The run completes.",
 )
 def deadline_missed(world: World) -> Seen:
     limits = {"deadline": "10s"}
@@ -281,7 +280,7 @@ def deadline_missed(world: World) -> Seen:
 
 def away(world: World, name: str) -> Seen:
     """Takes Prefect's server away for two minutes of a run, and gives it back."""
-    # As docs/operations.md says, or Prefect ends the run once its server has forgotten it.
+    # As docs/how-to/schedule.md says, or Prefect ends the run once its server has forgotten it.
     storage = "prefect.server.concurrency.lease_storage.filesystem"
     world.env["PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"] = storage
     cluster = {"job_server": world.head.url}
@@ -302,9 +301,8 @@ def away(world: World, name: str) -> Seen:
 
 @case(
     "Prefect is away (SQLite)",
-    "Its server gets SIGKILL, and is started again two minutes later.",
-    "A warning: for how long its API was away, and that the run went on and nothing is to be done. "
-    "The run is completed.",
+    "Its server gets SIGKILL and starts again two minutes later.",
+    "A warning: how long its API was away. The run went on.",
 )
 def prefect_away(world: World) -> Seen:
     return away(world, "prefect-away")
@@ -312,7 +310,7 @@ def prefect_away(world: World) -> Seen:
 
 @case(
     "Prefect is away (PostgreSQL)",
-    "The same with a server whose database is PostgreSQL.",
+    "The same, with PostgreSQL as database.",
     "The same.",
 )
 def prefect_away_postgresql(world: World) -> Seen:

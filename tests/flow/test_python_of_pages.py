@@ -1,5 +1,4 @@
-"""The Python that the README, job.md and operations.md show is run, in a folder with a finished
-run, page by page from the top."""
+"""Runs the Python that pages show, in a folder with a finished run, page by page from the top."""
 
 from __future__ import annotations
 
@@ -8,7 +7,8 @@ from typing import Any
 
 import pytest
 from helpers.industries import finished_night
-from helpers.pages import ROOT, blocks
+from helpers.pages import PAGES, ROOT, Block, blocks, page_name
+from tour import TOUR_PAGE
 
 from prefect_raybatch.errors import RayBatchError
 
@@ -23,16 +23,21 @@ def night(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return finished_night(tmp_path_factory.mktemp("night"), column="response")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/job.md", "docs/operations.md"])
+def python_of(page: Path) -> list[Block]:
+    return [one for one in blocks(page.read_text("utf-8")) if one.language == "python"]
+
+
+# The Python of the first tutorial is run by tests/test_tour.py.
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if python_of(page) and page != TOUR_PAGE], ids=page_name
+)
 def test_the_python_of_a_page_runs(
-    page: str, night: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: Path, night: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(night)
     known: dict[str, Any] = {}
-    found = [b for b in blocks((ROOT / page).read_text("utf-8")) if b.language == "python"]
-    assert found
-    for block in found:
-        code = compile(block.text, page, "exec")
+    for block in python_of(page):
+        code = compile(block.text, page_name(page), "exec")
         refusal = next((why for word, why in ELSEWHERE.items() if word in block.text), None)
         if refusal is None:
             exec(code, known)
@@ -42,5 +47,5 @@ def test_the_python_of_a_page_runs(
         with pytest.raises(RayBatchError, match=said):
             exec(code, known)
     told = capsys.readouterr().out
-    if page == "README.md":  # report.good, report.failed, report.run
+    if page_name(page) == "README.md":  # report.good, report.failed, report.run
         assert told.split()[:2] == ["40", "1"] and told.split()[2].endswith("out/monday")

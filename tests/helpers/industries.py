@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 import ray
+from tour import TOUR_PAGE
 
 from prefect_raybatch.cli import drive
 from prefect_raybatch.cli.commands import main
@@ -76,15 +77,16 @@ def stand_in(folder: Path, patch: pytest.MonkeyPatch) -> Industries:
 
 
 def finished_night(folder: Path, column: str = "industry") -> Path:
-    """The folder, with a table, the tour's job, its answers in a `column`, and a finished run of
-    it, of which one row failed."""
+    """Make a folder with a table, the job of the first tutorial with its answers in `column`, and
+    a finished run of it with one failed row; return the folder."""
     write_customers(folder / "customers.csv", 40, 7)
     with (folder / "customers.csv").open("a") as file:
         file.write("41,,,," + "word " * 400 + ",,,,,,\n")
-    tour = (PAGES_ROOT / "docs/tour.md").read_text(encoding="utf-8")
+    tour = TOUR_PAGE.read_text(encoding="utf-8")
     job = next(block.text for block in blocks(tour) if block.language == "yaml")
     assert "column: industry" in job
-    (folder / "job.yaml").write_text(job.replace("column: industry", f"column: {column}"))
+    for name in ("job.yaml", "companies.yaml"):  # the README's name for it
+        (folder / name).write_text(job.replace("column: industry", f"column: {column}"))
     (folder / "flows").symlink_to(PAGES_ROOT / "flows")
     with pytest.MonkeyPatch.context() as patch:
         stand_in(folder, patch)

@@ -8,7 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md")), ROOT / "deployments/README.md"]
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+
+
+def page_name(page: Path) -> str:
+    """Return the page's path from the root of the repository; ids of parametrized tests."""
+    return page.relative_to(ROOT).as_posix()
+
+
+def pages_in(folder: str) -> list[Path]:
+    """Return the pages of one part of the documentation, such as `how-to`."""
+    return [page for page in PAGES if page.is_relative_to(DOCS / folder)]
 
 
 @dataclass(frozen=True)

@@ -60,12 +60,11 @@ def test_pandas_polars_and_duckdb_read_it(run):
 
 
 def test_the_example_of_the_manual_works(run, tmp_path, monkeypatch, capfd):
-    page = (Path(__file__).parents[2] / "docs/operations.md").read_text(encoding="utf-8")
-    part = page.partition("## The result in Python")[2].partition("\n## ")[0]
+    page = Path(__file__).parents[2] / "docs/how-to/query-the-result.md"
     (tmp_path / "out").mkdir()
     (tmp_path / "out/monday").symlink_to(run.uri)
     monkeypatch.chdir(tmp_path)
-    exec("".join(re.findall(r"```python\n(.*?)```", part, re.DOTALL)), {})
+    exec("".join(re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)), {})
     said = capfd.readouterr().out
     assert "completed 16" in said and "answer 5" in said and "19" in said
 

@@ -260,13 +260,12 @@ def test_the_command_line_says_partial_and_ends_with_a_status_of_its_own(tmp_pat
 
 
 def test_the_example_of_the_manual_works(tmp_path, monkeypatch, capfd):
-    page = (Path(__file__).parents[2] / "docs/operations.md").read_text(encoding="utf-8")
-    part = page.partition("## A night that must be used as it is")[2].partition("\n## ")[0]
+    page = Path(__file__).parents[2] / "docs/how-to/use-part-of-a-run.md"
     (tmp_path / "out").mkdir()
     (tmp_path / "out/monday").symlink_to(halfway(tmp_path / "made").store.uri)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    exec("".join(re.findall(r"```python\n(.*?)```", part, re.DOTALL)), names)
+    exec("".join(re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)), names)
     assert "partial PARTIAL, not the result of run key" in capfd.readouterr().out
     assert names["frame"]["_row"].tolist() == names["same"]["_row"].tolist() == THERE
 

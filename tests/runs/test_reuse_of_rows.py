@@ -18,7 +18,7 @@ from prefect_raybatch.runs.repair import repair_run
 from prefect_raybatch.runs.retry import Retry, plan_retry
 from prefect_raybatch.storage import open_store
 
-PAGE = Path(__file__).parents[2] / "docs" / "increments.md"
+PAGE = Path(__file__).parents[2] / "docs/how-to/reuse-answers.md"
 HEADING = "## What becomes of a row"
 TAKES, ASKED = "takes its answer", "is asked again"
 

@@ -373,7 +373,7 @@ LLAMAS = {"8B": LLAMA_8B, "0.5B": LLAMA_05B}
 
 @pytest.mark.parametrize(
     ("llama", "row", "engines", "seqs", "rows_s"),
-    [  # steady rates on an H200, as docs/tuning.md has them
+    [  # steady rates on an H200, as docs/decisions/cost-model.md has them
         ("8B", (96, 20, 6, True), 1, 256, 1102),
         ("8B", (96, 20, 6, True), 3, 256, 1496),
         ("8B", (96, 20, 3, True), 1, 512, 1421),

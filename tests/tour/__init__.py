@@ -1,6 +1,11 @@
-"""`python -m tour`: docs/tour.md run for real, its outputs and pictures written anew."""
+"""`python -m tour`: run docs/tutorials/first-run.md; write its outputs and pictures anew."""
 
 import re
 
-# What of the page is done in other ways: the tests' environment stands, and so does a server.
-ELSEWHERE = re.compile(r"make |source |mkdir |prefect server start|export PREFECT_API_URL")
+from helpers.pages import DOCS
+
+TOUR_PAGE = DOCS / "tutorials/first-run.md"
+# Commands that are not run: an environment, a folder and a Prefect server exist already.
+ELSEWHERE = re.compile(
+    r"mkdir |python3 -m venv |source |pip install |prefect server start|export PREFECT_API_URL"
+)

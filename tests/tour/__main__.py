@@ -1,6 +1,5 @@
-"""Runs the commands of docs/tour.md with a real engine, cluster, server and browser, and writes
-what they print and what the pages show into docs/: `make tour`, `make tour ARGS=Resume` from that
-heading on."""
+"""Run the commands of docs/tutorials/first-run.md with a real engine, cluster, server and browser;
+write their outputs and pictures into docs/. `make tour ARGS=Resume` starts at that heading."""
 
 from __future__ import annotations
 
@@ -20,9 +19,8 @@ from helpers.prefect_server import BIN, Prefect, prefect_server
 from helpers.processes import below, held
 from playwright.sync_api import Page
 
-from tour import ELSEWHERE
+from tour import ELSEWHERE, TOUR_PAGE
 
-PAGE = ROOT / "docs/tour.md"
 PICTURES = ROOT / "docs/images"
 FOLDER = Path("/tmp/tour")  # as the page says
 NOISE = re.compile(r"^\[.*logging\.cc|^Prefect page: |^Loading safetensors")  # of this environment
@@ -123,18 +121,18 @@ def shown(printed: str, step: Step) -> str:
 
 def run_page(shell: Shell, page: Page, prefect: Prefect, begin: str) -> None:
     """Does what the page says from a heading on, and writes each output into it."""
-    text = PAGE.read_text(encoding="utf-8")
+    text = TOUR_PAGE.read_text(encoding="utf-8")
     first = text.index(f"## {begin}\n") if begin else 0
     for number, step in enumerate(steps(text)):
         if step.does.start < first:
             continue
         printed = act(step, shell, page, prefect)
         if step.shows is not None:
-            now = PAGE.read_text(encoding="utf-8")
+            now = TOUR_PAGE.read_text(encoding="utf-8")
             place = list(steps(now))[number].shows
             assert place is not None
             now = now[: place.start] + shown(printed, step) + now[place.end :]
-            PAGE.write_text(now, encoding="utf-8")
+            TOUR_PAGE.write_text(now, encoding="utf-8")
         pictures(step, page, prefect)
 
 
