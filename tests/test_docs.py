@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from prefect_raybatch.cli.commands import INTERRUPTED, exit_status
-from prefect_raybatch.cli.mending import DRAINED_STATUS, PARTIAL_STATUS
+from prefect_raybatch.cli.recovery import DRAINED_STATUS, PARTIAL_STATUS
 from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.driver.metrics import COMPLETED_METRIC, COUNTERS, GAUGES
 from prefect_raybatch.errors import IncompleteRun
