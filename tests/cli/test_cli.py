@@ -500,7 +500,7 @@ def test_set_makes_the_groups_it_needs(tmp_path, call, unconnected):
     ("change", "said"),
     [
         ("source.limit", "Write FIELD=VALUE"),
-        ("name.x=1", "name is no group"),
+        ("name.x=1", "name is not a group"),
         ("source.limit=many", "source.limit"),
         ("sorce.limit=1", "did you mean 'source'"),
         ("source.columns=[a", "source.columns=[a"),

@@ -288,7 +288,7 @@ def test_all_rows_of_a_retry_may_fail_unless_a_limit_is_set(tmp_path):
         ({"output.uri": "x"}, "output.uri cannot be set"),
         ({"prompt.template": "{Compny}"}, "did you mean 'Company'"),
         ({"sampling.max_tokens": "many"}, "sampling.max_tokens"),
-        ({"name.x": 1}, "name is no group"),
+        ({"name.x": 1}, "name is not a group"),
         ({"output": 3}, "output: 3 is no group"),
         ({"output": {"uri": "x"}}, "output cannot be set"),
     ],
