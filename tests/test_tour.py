@@ -57,7 +57,7 @@ def act(step: Step, engine: Industries, capsys: pytest.CaptureFixture[str]) -> s
 
 def shape(text: str, folder: Path) -> str:
     """What is printed, as on any machine: without figures, folder and width."""
-    text = re.sub(r"(\d+ min )?\d+ s ago", "0 s ago", text.replace(str(folder), "/tmp/tour"))
+    text = re.sub(r"(\d+ (h|min) )*\d+ s\b", "0 s", text.replace(str(folder), "/tmp/tour"))
     text = re.sub(r"\d[\d,.:]*|(?<=\s)-(?=\s|$)", "0", text)
     return re.sub(r"[\s─]+", " ", text).strip()
 

@@ -23,7 +23,10 @@ from tour import ELSEWHERE, TOUR_PAGE
 
 PICTURES = ROOT / "docs/images"
 FOLDER = Path("/tmp/tour")  # as the page says
-NOISE = re.compile(r"^\[.*logging\.cc|^Prefect page: |^Loading safetensors")  # of this environment
+# Of this environment, and progress that a terminal shows in one line.
+NOISE = re.compile(
+    r"^\[.*logging\.cc|^Prefect page: |^Loading safetensors|.*starting engines: cluster"
+)
 KILL_AT = 2  # commits of the run that is killed
 LIMIT = 240.0  # seconds for a command
 
