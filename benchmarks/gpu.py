@@ -10,6 +10,7 @@ Work, greedy in all cases:
   long       512 tokens out for each of short prompts, end tokens ignored
   varied     the same with 128 to 512 tokens out, another number for each row
   prefix     256 prefixes of about 512 tokens, shuffled, with a short ending; 128 tokens out
+  record     a JSON record held by a regular expression, from a text of 150 words
   triage     about 150 prompt tokens of which half are shared, 24 tokens out
   mid        about 370 prompt tokens, 64 tokens out
   rag        about 2,000 prompt tokens, 32 tokens out
@@ -106,6 +107,29 @@ DIMENSIONS = {
         "num_key_value_heads": 8,
         "vocab_size": 128256,
     },
+    "15b": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+    },
+    "moe": {  # half of the layers of Qwen3-30B-A3B
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": 151936,
+    },
     "05b": {
         "hidden_size": 896,
         "intermediate_size": 4864,
@@ -116,7 +140,14 @@ DIMENSIONS = {
     },
 }
 OUT = {"long": 512, "varied": 512, "prefix": 128, "triage": 24, "mid": 64, "rag": 32}  # at most
-WORK = ("company", *OUT)
+# One record as JSON text: three words of a list, a number, a flag and a share.
+RECORD = (
+    r'\{"industry": "(law|health|technology|retail|consulting|finance|other)", '
+    r'"size": "(small|medium|large)", "region": "(north|south|east|west)", '
+    r'"employees": [1-9][0-9]{0,4}, "public": (true|false), "confidence": 0\.[0-9]{2}\}'
+)
+RECORD_WORDS, RECORD_TOKENS = 150, 96  # words of a row, and the most tokens of its answer
+WORK = ("company", "record", *OUT)
 # Words of a row of its own, of about 2.8 tokens each, beside the system message.
 OWN_WORDS = {"triage": 20, "mid": 100, "rag": 670}
 LENGTH = {"company": 256, "rag": 4096}  # max_model_len, where it is not 1024
@@ -151,24 +182,27 @@ def make_model(size: str, root: Path) -> str:
     folder = root / size
     if (folder / "config.json").exists():
         return str(folder)
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, Qwen3MoeConfig
 
+    kind, name = (LlamaConfig, "LlamaForCausalLM")
+    if size == "moe":
+        kind, name = (Qwen3MoeConfig, "Qwen3MoeForCausalLM")
     marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokenizer = make_tokenizer(TEMPLATE, marks, DIMENSIONS[size]["vocab_size"])
-    config = LlamaConfig(
+    config = kind(
         max_position_embeddings=8192,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="bfloat16",
         **DIMENSIONS[size],
     )
-    config.architectures = ["LlamaForCausalLM"]
+    config.architectures = [name]
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
 
-CORPUS_BYTES = 48 << 20
+CORPUS_BYTES = 80 << 20
 
 
 def make_tokenizer(template: str, special: list[str], size: int = 32000) -> Any:
@@ -225,6 +259,11 @@ def make_rows(work: str, count: int) -> list[dict[str, Any]]:
         kinds = ("LLC", "Inc", "Group", "PLC")
         names = (f"{words(2)} {draw.randint(1, 10**6)} {draw.choice(kinds)}" for _ in range(count))
         return [{"text": ASK.format(Company=name), "out": 0} for name in names]
+    if work == "record":
+        return [
+            {"text": f"{draw.randint(1, 10**9)} {words(RECORD_WORDS)}", "out": 0}
+            for _ in range(count)
+        ]
     if work == "prefix":
         prefixes = [words(180) for _ in range(256)]  # the tokenizer makes about 512 tokens of it
         return [
@@ -244,7 +283,10 @@ def messages(text: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
 
 
-def sampling_of(out: int) -> dict[str, Any]:
+def sampling_of(work: str, out: int) -> dict[str, Any]:
+    if work == "record":
+        held = {"structured_outputs": {"regex": RECORD}}
+        return {"temperature": 0, "max_tokens": RECORD_TOKENS, **held}
     if not out:
         return {"temperature": 0, "max_tokens": 16, "structured_outputs": {"choice": CHOICES}}
     return {"temperature": 0, "max_tokens": out, "ignore_eos": True}
@@ -280,7 +322,7 @@ def peer_vllm(args: argparse.Namespace, model: str) -> dict[str, float]:
     rows = make_rows(args.work, args.rows)
     made: dict[int, Any] = {}
     for out in {row["out"] for row in rows}:
-        fields = sampling_of(out) | ({"max_tokens": int(args.more)} if args.more else {})
+        fields = sampling_of(args.work, out) | ({"max_tokens": int(args.more)} if args.more else {})
         if "structured_outputs" in fields:
             fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
         made[out] = SamplingParams(**fields)
@@ -323,7 +365,7 @@ def peer_raydata(args: argparse.Namespace, model: str, engines: int = 1) -> dict
         config,
         preprocess=lambda row: {
             "messages": messages(row["text"]),
-            "sampling_params": sampling_of(row["out"]),
+            "sampling_params": sampling_of(args.work, row["out"]),
         },
         postprocess=lambda row: {"at": time.time(), "out": row["num_generated_tokens"]},
     )
@@ -362,7 +404,7 @@ def job_of(args: argparse.Namespace, model: str, engines: int | str, folder: str
             "name": "gpu-benchmark",
             "source": {"uri": f"{folder}/in.parquet"},
             "prompt": prompt,
-            "sampling": sampling_of(OUT[args.work] if own else 0),
+            "sampling": sampling_of(args.work, OUT[args.work] if own else 0),
             "engine": {
                 "model": model,
                 "replicas": args.gpus // args.tensor_parallel,

@@ -286,7 +286,7 @@ def job_of(case: dict[str, Any], model: str, folder: str) -> Any:
             "source": {"uri": f"{folder}/in.parquet"},
             "prompt": {"system": gpu.SYSTEM, "template": "{text}"},
             # random weights of a few bits may give no number: then no choice could be made
-            "sampling": fixed if case.get("method") else gpu.sampling_of(0),
+            "sampling": fixed if case.get("method") else gpu.sampling_of("company", 0),
             "engine": engine,
             "output": {"uri": f"{folder}/out", "columns": []},
         }
