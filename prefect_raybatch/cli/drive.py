@@ -186,7 +186,11 @@ def retry_options(job: BatchJob, path: str, changes: Sequence[str] | None) -> li
         return []
     words = ["--job", path]
     for change in changes or ():
-        if not change.startswith("source."):  # the rows of a retry come from the quarantine
+        field = change.partition("=")[0].strip()
+        if field == "output":  # the place of a retry is fixed, and the rest may matter
+            return None
+        # The rows of a retry come from the quarantine, and it lies beside its run.
+        if field.partition(".")[0] != "source" and field != "output.uri":
             words += ["--set", change]
     return None if without_secrets(words) != words else words
 

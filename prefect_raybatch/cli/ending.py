@@ -43,6 +43,8 @@ def show_ending(
     for name, text in lines.items():
         out.print(f"{name:<8}{text}", markup=False)
     words = _next_command(report, retry, is_readable)
+    if report.failed and not fresh:  # its failed rows may have been retried: status knows
+        words = ["raybatch", "status", report.run] if is_readable else None
     if words:
         print_next(*words)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import time
 from dataclasses import asdict
@@ -79,7 +78,7 @@ def _write_example(force: bool) -> None:
 
     for path in first_job.write_example(Path(), force):
         err.print(f"wrote {path}", markup=False)
-    err.print(f"next: raybatch plan {first_job.EXAMPLE_JOB}", markup=False)
+    print_next("raybatch", "plan", first_job.EXAMPLE_JOB)
 
 
 def _write_first_job(
@@ -111,7 +110,7 @@ def _write_first_job(
         guess = f"source.csv.encoding: {seen.csv['encoding']}"
         err.print(f"{table} is not UTF-8, and {guess} is a guess. Check the prompts.", markup=False)
         words = ["raybatch", "preview", str(file), "--no-answers"]
-    err.print(f"next: {shlex.join(words)}", markup=False)
+    print_next(*words)
 
 
 @outputs.command(**in_catalog("preview"))

@@ -41,7 +41,11 @@ def finalize_command(
     With --partial, write what a run has committed so far. The run stays unfinished, and the exit
     status is 3.
     """
+    from prefect_raybatch.ledger.ledger import Ledger
+    from prefect_raybatch.ledger.missing import need_plan
     from prefect_raybatch.runs import partial_run
+    from prefect_raybatch.runs.retry import options_of_retry
+    from prefect_raybatch.storage import open_store
 
     loaded = with_keys(BatchJob.from_yaml(job)) if job else None
     if partial:
@@ -56,7 +60,8 @@ def finalize_command(
     elif loaded is not None and job is not None:
         show_ending(report, True, retry_options(loaded, job, None), is_readable(loaded))
     else:
-        show_ending(report)
+        plan = need_plan(Ledger(open_store(report.run)))
+        show_ending(report, retry=options_of_retry(plan))
     if partial:
         raise typer.Exit(PARTIAL_STATUS)
 

@@ -392,7 +392,20 @@ def show_status(state: Status) -> None:
     _print_failures(state.failures)
     _print_stops(state)
     if state.state == COMPLETED and state.quarantined and state.superseded_by is None:
-        print_next(*retry_command(state.run, state.failures))
+        _print_retry(state)
+
+
+def _print_retry(state: Status) -> None:
+    """Print the command for the failed rows of a complete run."""
+    if state.retried_by:
+        keys = ", ".join(state.retried_by)
+        out.print(f"failed rows are retried in {keys}", markup=False)
+        root = state.run.rpartition("/")[0]
+        print_next("raybatch", "status", f"{root}/{state.retried_by[-1]}")
+    elif not state.good:  # a retry would most likely fail alike: look at the reasons first
+        print_next("raybatch", "report", state.run)
+    else:
+        print_next(*retry_command(state.run, state.failures, state.retry_options))
 
 
 def _status_facts(state: Status) -> list[tuple[str, str]]:

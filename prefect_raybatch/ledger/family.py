@@ -53,6 +53,11 @@ class Family:
     def children(self, key: str) -> list[Member]:
         return [member for member in self.members.values() if member.plan.parent == key]
 
+    def is_taken(self, member: Member) -> bool:
+        """Return whether child runs retry all failed rows of a finished run."""
+        taken = sum(child.plan.rows for child in self.children(member.key))
+        return taken >= member.failed
+
 
 def place(run_dir: str, options: dict[str, Any] | None = None) -> tuple[Store, str]:
     """Return (store of the output root, run key) of a run directory. Raises `ConfigError` for a

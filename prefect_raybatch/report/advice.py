@@ -230,7 +230,7 @@ def failed_answers(report: RunReport, failed: int, most: int) -> Advice:
     return Advice(
         "answers are cut off",
         f"{failed:,} of {counted(report.rows, 'row')} failed with AnswerCutOff",
-        f"raybatch retry-failed --error AnswerCutOff --set sampling.max_tokens={most}",
+        f"raybatch retry-failed {report.run} --error AnswerCutOff --set sampling.max_tokens={most}",
     )
 
 
@@ -243,7 +243,8 @@ def too_long(report: RunReport, spec: RunSpec) -> Advice | None:
         "prompts are too long",
         f"{number:,} of {report.rows:,} rows failed with PromptTooLong at engine.max_model_len "
         f"{spec.engine.model.context or 'of the model'}",
-        "a higher engine.max_model_len, then raybatch retry-failed --error PromptTooLong",
+        "a higher engine.max_model_len, then "
+        f"raybatch retry-failed {report.run} --error PromptTooLong",
     )
 
 

@@ -13,7 +13,7 @@ from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.runs.attempts import INFERENCE, recorded_attempt
-from prefect_raybatch.runs.phases import Phase, infer_phase, phases_of
+from prefect_raybatch.runs.phases import Phase, begin_phases, infer_phase
 from prefect_raybatch.runs.run import Run, load_run
 from prefect_raybatch.storage import open_store
 
@@ -41,7 +41,7 @@ def infer_run(
     plan, shards = load_run(ledger, run)
     begin = ledger.finished(plan) is None
     with recorded_attempt(store, job, run.run_key, INFERENCE, begin):
-        requests, rows = phases_of(compile_planned(job, plan), run, ledger, plan, shards)
+        requests, rows = begin_phases(compile_planned(job, plan), run, ledger, plan, shards)
         if requests is None:
             return infer_phase(rows, observe, engine)
         return _infer_both(requests, rows, observe, engine)

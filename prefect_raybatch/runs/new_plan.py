@@ -52,8 +52,8 @@ def new_plan(
     numbers: bytes | None = None,
     earlier: bool = True,
 ) -> tuple[Plan, dict[str, bytes]]:
-    """Return the plan of a new run that does `spec`, and the tables that the plan names, none of
-    them written.
+    """Return the plan of a new run that does `spec`, and the tables that the plan names. Neither is
+    written; only what a run that reuses answers needs is.
 
     `context` records what an automatic context length resolved to, `numbers` the row numbers of a
     run that retries failed rows. Without `earlier`, no answers of earlier runs are reused.

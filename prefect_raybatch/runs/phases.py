@@ -85,7 +85,7 @@ class Phase:
         return OtherLedger(self.plan.rows, self.plan.shards)
 
 
-def phases_of(
+def begin_phases(
     spec: RunSpec, run: Run, ledger: Ledger, plan: Plan, shards: Shards
 ) -> tuple[Phase | None, Phase]:
     """Return the requests phase of a run and its rows phase. The first is None if the run has no

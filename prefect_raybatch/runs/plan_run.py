@@ -71,7 +71,7 @@ def plan_run(
         ledger.finished()
         store.probe()
         check_schema_names(job.output)
-        plan = _new_plan(_checked(resolved.pinned()), run_key, ledger, dataset)
+        plan = _begin_run(_checked(resolved.pinned()), run_key, ledger, dataset)
         return run_of(store, plan, ledger, probed=True)
 
 
@@ -144,7 +144,7 @@ def check_places(source: Source, output: Output) -> None:
     for uri in source.uris if source.stored else ():
         if reaches(uri, output.uri):
             raise ConfigError(
-                f"output.uri: {output.uri!r} lies inside the input {uri!r}; the next night "
+                f"output.uri: {output.uri!r} lies inside the input {uri!r}; the next run "
                 "would read its own results. Choose another folder"
             )
     if not is_remote(output.uri):
@@ -205,7 +205,7 @@ def length_of_spec(
     return with_earlier_length(spec, run_key, measured)
 
 
-def _new_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) -> Plan:
+def _begin_run(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) -> Plan:
     """Read what the input holds, make the plan and write it; return the plan, or that of another
     process that was first."""
     from prefect_raybatch import source

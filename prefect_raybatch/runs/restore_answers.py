@@ -44,7 +44,7 @@ def restore_answers(
     except CorruptRun as error:
         return (
             *restored,
-            f"nothing of {ANSWERS_RECORD}, as {error}: the next night passes over this run",
+            f"nothing of {ANSWERS_RECORD}, as {error}: the next run passes over this run",
         )
     whole = tuple(part for part in record.files if part.path not in answers.damaged)
     rejected = {path: at for path, at in record.rejected.items() if path not in answers.damaged}
@@ -54,7 +54,7 @@ def restore_answers(
     return (
         *restored,
         f"{ANSWERS_RECORD} names the {counted(rows, 'raw answer')} that are whole, of {every:,}; "
-        "the next night asks about the rows of the others",
+        "the next run asks about the rows of the others",
     )
 
 

@@ -7,6 +7,7 @@ child is a run like any other.
 
 from __future__ import annotations
 
+import shlex
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -168,9 +169,8 @@ def retry_request(
             member.summary is None or _missing_targets(member)
         ):
             going = member  # the newest
-    children = family.children(key)
-    if going is None and sum(member.plan.rows for member in children) >= parent.failed:
-        return _all_taken(family, parent, children)
+    if going is None and family.is_taken(parent):
+        return _all_taken(family, parent, family.children(key))
     if job is None:
         _check_operators(parent, overrides)
     check_schema_names(known.job.output)
@@ -190,22 +190,34 @@ def planned_targets(
     return list(need_plan(Ledger(store)).job.get("output", {}).get("publish", ()))
 
 
-def _check_operators(parent: Member, overrides: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for targets and clusters that only the plan of the run names."""
+def operator_fields(plan: Plan) -> dict[str, str]:
+    """Return the targets and the cluster that the plan of a run names, by field. A retry takes them
+    from its caller, because a run directory does not decide where rows and keys are sent."""
     from prefect_raybatch.runs.publish_run import targets_text
 
-    job = BatchJob.from_dict(parent.plan.job, f"the job of {parent.key}")
+    job = BatchJob.from_dict(plan.job, f"the job of {plan.run_key}")
     cluster = job.cluster
     named = {
-        "output.publish": targets_text(job, parent.key).replace("\n", "; ").strip(),
+        "output.publish": targets_text(job, plan.run_key).replace("\n", "; ").strip(),
         "cluster.address": cluster.address if cluster.address not in (LOCAL, "auto") else None,
         "cluster.job_server": cluster.job_server,
         "cluster.kubernetes": cluster.kubernetes.asked and "a cluster of the run's own",
     }
+    return {field: str(named[field]) for field in FROM_OPERATOR if named[field]}
+
+
+def options_of_retry(plan: Plan) -> list[str]:
+    """Return the options that `raybatch retry-failed` needs for a run, if its job file is not at
+    hand: `--job JOB`, for the user to fill in, or none."""
+    return ["--job", "JOB"] if operator_fields(plan) else []
+
+
+def _check_operators(parent: Member, overrides: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for targets and clusters that only the plan of the run names."""
     lines = [
-        f"  {field}: {hide_path(named[field])}"
-        for field in FROM_OPERATOR
-        if named[field] and not {field, field.partition(".")[0]} & set(overrides)
+        f"  {field}: {hide_path(value)}"
+        for field, value in operator_fields(parent.plan).items()
+        if not {field, field.partition(".")[0]} & set(overrides)
     ]
     if lines:
         raise ConfigError(
@@ -395,20 +407,22 @@ def _all_taken(family: Family, parent: Member, takers: Sequence[Member]) -> Noth
     again = [member for member in ends if member.failed]
     if again:
         todo = "\n".join(
-            f"  raybatch retry-failed {here}/{member.key}   ({member.failed:,} failed)"
-            for member in again
+            f"  {_retry_command(here, member)}   ({member.failed:,} failed)" for member in again
         )
         raise ConfigError(f"{said}, and some failed again; retry those:\n{todo}")
     return Nothing(parent.ledger.store.uri, f"{said}; none is left that failed")
+
+
+def _retry_command(root: str, member: Member) -> str:
+    words = ["raybatch", "retry-failed", f"{root}/{member.key}", *options_of_retry(member.plan)]
+    return shlex.join(words)
 
 
 def _ends(family: Family, member: Member) -> list[Member]:
     """Return where the failed rows of `member` are now: there, or in the runs that took all of
     them."""
     children = family.children(member.key)
-    if member.summary is None or not children:
-        return [member]
-    if sum(child.plan.rows for child in children) < member.failed:
+    if member.summary is None or not children or not family.is_taken(member):
         return [member]
     return [end for child in children for end in _ends(family, child)]
 

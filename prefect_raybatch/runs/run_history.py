@@ -36,15 +36,23 @@ def history_of(
     for line in lines:
         if line.job and line.parent is None and (job is None or line.job == job):
             by_job.setdefault(line.job, []).append(line)
-    # One more than is shown, for the oldest one to be held against.
     return [
         HistoryPage(
             name,
-            _compared([_history_line(line, options) for line in found[: most + 1]])[:most],
+            _compared([_history_line(line, options) for line in _needed(found, most)])[:most],
             broken,
         )
         for name, found in by_job.items()
     ]
+
+
+def _needed(found: list[RunLine], most: int) -> list[RunLine]:
+    """Return the newest `most` runs, and those before them up to the completed run with which the
+    oldest of them is compared."""
+    for number in range(most, len(found)):
+        if found[number].state == COMPLETED:
+            return found[: number + 1]
+    return found
 
 
 def _lines(output: str, options: Mapping[str, Any] | None) -> list[RunLine]:

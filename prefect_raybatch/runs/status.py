@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from prefect_raybatch.compile.job import planned_job, prices_of
 from prefect_raybatch.driver.cost import HOUR, spent_on
 from prefect_raybatch.driver.stops import Stop
-from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.errors import ConfigError, CorruptRun, NoSuchRun
 from prefect_raybatch.ledger.accepted import all_accepted
 from prefect_raybatch.ledger.drains import Drain, read_drain
 from prefect_raybatch.ledger.failures import alike, failure_texts
+from prefect_raybatch.ledger.family import load_family, place
 from prefect_raybatch.ledger.forks import follow_forks
-from prefect_raybatch.ledger.increments import asks_ledger, increment_of
+from prefect_raybatch.ledger.increments import OF_ASKS, asks_ledger, increment_of
 from prefect_raybatch.ledger.last_attempt import ATTEMPT_FAILED, last_attempt_of
 from prefect_raybatch.ledger.layout import partial_path
 from prefect_raybatch.ledger.ledger import Ledger
@@ -58,7 +59,8 @@ class Status:
     of all attempts so far, `cost_end` the expected total; None if unknown. `superseded_by` is the
     run that replaces this one, which was repaired. `drained` is the drain request that stopped the
     latest attempt. `failure` says why the latest attempt at an incomplete run failed, `command`
-    continues the run."""
+    continues the run. `retried_by` are the runs that retry its failed rows, if they took all of
+    them; `retry_options` are the options that another retry needs."""
 
     run: str
     run_key: str
@@ -88,6 +90,8 @@ class Status:
     drained: Drain | None = None
     failure: str = ""
     command: str = ""
+    retried_by: tuple[str, ...] = ()
+    retry_options: tuple[str, ...] = ()
 
 
 def status(uri: str, options: dict[str, Any] | None = None) -> Status:
@@ -137,7 +141,27 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
         cost_end=beats[0]["cost_end"] if beats else None,
         failure=failure,
         command=attempt.command if attempt is not None and failure else "",
+        **(_retries(store.uri, plan, options) if finished and tally.failed else {}),
     )
+
+
+def _retries(uri: str, plan: Plan, options: dict[str, Any] | None) -> dict[str, tuple[str, ...]]:
+    """Return `retried_by` and `retry_options` of a finished run with failed rows."""
+    from prefect_raybatch.runs.retry import options_of_retry
+
+    increment = increment_of(plan)
+    if increment is not None and increment.ledger == OF_ASKS:
+        return {}  # its rows are retried in the run itself
+    found = {"retry_options": tuple(options_of_retry(plan))}
+    try:
+        family = load_family(*place(uri, options))
+        member = family.members.get(plan.run_key)
+    except (ConfigError, CorruptRun, NoSuchRun) as error:
+        log.warning("runs that retry the failed rows are not known: %s", error)
+        return found
+    if member is not None and family.is_taken(member):
+        found["retried_by"] = tuple(child.key for child in family.children(member.key))
+    return found
 
 
 def _asks(store: Store, plan: Plan, options: dict[str, Any] | None) -> Status | None:

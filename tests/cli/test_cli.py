@@ -572,7 +572,7 @@ def test_running_a_finished_run_starts_nothing_and_reports(made, call, monkeypat
     monkeypatch.setattr("prefect_raybatch.cli.drive.run_flow", never)
     code, out, _ = call("run", path, "--run-key", "key")
     assert code == 0 and "was complete before" in out and "39 answered + 1 in quarantine" in out
-    assert len(out.splitlines()) == 5 and f"next    raybatch retry-failed {made.run.uri}\n" in out
+    assert len(out.splitlines()) == 5 and f"next    raybatch status {made.run.uri}\n" in out
     code, out, _ = call("run", path, "--run-key", "key", "--json")
     assert code == 0 and json.loads(out)["good"] == ROWS - 1
 
@@ -626,11 +626,12 @@ def test_the_next_command_is_one_that_can_be_run(made, capsys):
     target = {"uri": "lake", "format": "jsonl", "name": "lines"}
     output = {**job.to_dict()["output"], "publish": [target]}
     published = BatchJob.from_dict({**job.to_dict(), "output": output})
-    changes = ["source.limit=9", "engine.replicas=2"]
+    changes = ["source.limit=9", "output.uri=s3://b/out", "engine.replicas=2"]
     assert retry_options(published, "job.yaml", changes) == [
         *("--job", "job.yaml", "--set", "engine.replicas=2")
     ]
-    assert retry_options(published, "job.yaml", ["output.options={secret: x}"]) is None
+    for change in ("output.options={secret: x}", "output={uri: x}"):
+        assert retry_options(published, "job.yaml", [change]) is None
 
 
 def test_a_run_ends_with_the_origin_of_its_answers(made, capsys):

@@ -88,9 +88,9 @@ def test_init_says_how_a_csv_file_is_written(
 ):
     monkeypatch.chdir(tmp_path)
     Path("in.csv").write_bytes(text.encode(encoding))
-    code, _, err = said(capsys, "init", "in.csv")
+    code, out, err = said(capsys, "init", "in.csv")
     assert code == 0, err
-    assert ("is a guess" in err) is guessed and ("preview" in err) is guessed
+    assert ("is a guess" in err) is guessed and ("preview" in out) is guessed
     job = BatchJob.from_yaml("job.yaml")
     assert job.source.csv.model_dump(exclude_unset=True) == csv
     code, shown, err = said(capsys, "preview", "job.yaml", "--no-answers")
@@ -139,8 +139,8 @@ def test_init_says_what_is_wrong_with_a_table(table, capsys):
 
 def test_init_writes_an_example_that_can_be_planned(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    code, _, err = said(capsys, "init", "--example")
-    assert code == 0 and err.splitlines()[-1] == "next: raybatch plan companies.yaml"
+    code, out, _ = said(capsys, "init", "--example")
+    assert code == 0 and out == "next    raybatch plan companies.yaml\n"
     # The table of the deployments, which is made by the same generator.
     assert Path("companies.csv").read_bytes() == (ROOT / "deployments/customers.csv").read_bytes()
     assert len(Path("companies.yaml").read_text().splitlines()) <= 10

@@ -259,7 +259,7 @@ def test_failed_answers_that_were_cut_off(tmp_path):
     made = report(tmp_path, [failed, *(shard(n) for n in range(1, 20))])
     found = only(advise(made, compile_job(job(output={"uri": "o", "on_cut_off": "fail"}))))
     assert "1 of 10,000 rows failed" in found.evidence
-    assert "retry-failed --error AnswerCutOff --set sampling.max_tokens=32" in found.change
+    assert "--error AnswerCutOff --set sampling.max_tokens=32" in found.change
 
 
 def test_prompts_that_are_too_long(tmp_path):

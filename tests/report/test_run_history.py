@@ -150,6 +150,22 @@ def week(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
+def test_the_oldest_shown_run_is_compared_with_the_completed_one_before_a_killed_one(tmp_path):
+    runs = Labelled(tmp_path)
+    runs.write(*(f"t{i}" for i in range(400)))
+    given = {"uri": str(tmp_path / "in.parquet"), "rows_per_shard": 100}
+    job = runs.job(source=given, sampling={"choice": list(LABELS)}, reuse=None)
+    runs.night("a", job)
+    runs.stop_after = 2
+    with pytest.raises(Exception):  # noqa: B017 - a kill, whatever it is called
+        runs.infer(job, plan_run(job, "b"))
+    runs.stop_after = None
+    runs.night("c", job)
+    (page,) = history_of(str(tmp_path / "out"), job="nightly", most=1)
+    (line,) = page.runs
+    assert (line.run_key, line.is_first, line.compared) == ("c", False, True)
+
+
 def page_of(week: Path) -> HistoryPage:
     (page,) = history_of(str(week), job="nightly")
     return page

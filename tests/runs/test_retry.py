@@ -134,6 +134,22 @@ def test_all_failed_rows_are_asked_again_under_their_numbers(tmp_path):
     assert after == before  # a finished run never changes
 
 
+def test_status_names_the_runs_that_took_all_failed_rows(tmp_path):
+    run = first_run(tmp_path)
+    assert status(run.store.uri).retried_by == ()
+    retried(run.store.uri, ["ValueError"])
+    assert status(run.store.uri).retried_by == ()
+    retried(run.store.uri)
+    assert status(run.store.uri).retried_by == ("key.r1", "key.r2")
+
+
+def test_status_gives_the_options_that_a_retry_needs(tmp_path):
+    assert status(first_run(tmp_path / "a").store.uri).retry_options == ()
+    target = {"uri": str(tmp_path / "lake"), "format": "jsonl", "name": "lines"}
+    run = first_run(tmp_path / "b", output={"publish": [target]})
+    assert status(run.store.uri).retry_options == ("--job", "JOB")
+
+
 def test_rows_of_some_classes_and_then_the_rest(tmp_path):
     run = first_run(tmp_path)
     one = retried(run.store.uri, ["ValueError"])

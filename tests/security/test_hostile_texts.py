@@ -27,7 +27,7 @@ from rich.text import Text
 
 import prefect_raybatch
 from prefect_raybatch.cli import commands as cli
-from prefect_raybatch.cli import show, terminal
+from prefect_raybatch.cli import ending, show, terminal
 from prefect_raybatch.flow import artifacts
 from prefect_raybatch.flow.page import live_rows
 from prefect_raybatch.flow.texts import STORABLE_LINES, make_storable
@@ -101,7 +101,7 @@ def test_the_command_line_prints_in_one_place() -> None:
                     others[f"{path.stem}: {ast.unparse(call)}"] += 1
     assert sorted(others) == [
         "commands: typer.echo(f'{name} {metadata.version(name)}')",
-        "outputs: print(json.dumps({**dialect, **found}, indent=2))",
+        "outputs: print(json.dumps({**dialect, **BatchJob.model_json_schema()}, indent=2))",
         "show: print(json.dumps(value, default=str))",
     ]
 
@@ -111,8 +111,8 @@ def test_reports_and_verdicts_are_shown_visibly(
     text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text += " [red]x[/nothing] [link=http://evil.test]y :x:"  # neither is rich's markup obeyed
-    show.show_report(hostile_report(text), fresh=True)
-    show.show_partial(hostile_report(text))
+    ending.show_ending(hostile_report(text))
+    ending.show_partial_ending(hostile_report(text))
     verdict = Verdict(text, True, 3, faults=[text], orphans=1, orphan_names=[text], strays=[text])
     show.show_verdict(verdict, text)
     show.show_rows([{text: text, "rows": text}])
