@@ -406,9 +406,10 @@ def costs(records: list[Record]) -> list[str]:
     del records
     values = {
         "Python on the engine's core": f"{cost.HOST_SECONDS * 1e3:g} ms a row",
-        "neither works, answer with a form": f"{cost.FORM_STEP_SECONDS * 1e3:g} ms a step and "
-        f"{cost.FORM_SECONDS * 1e3:g} ms a row",
-        "neither works, free answer": f"{cost.PLAIN_SECONDS * 1e3:g} ms a row",
+        "neither CPU nor GPU works, answer with a form": (
+            f"{cost.FORM_STEP_SECONDS * 1e3:g} ms a step and {cost.FORM_SECONDS * 1e3:g} ms a row"
+        ),
+        "neither CPU nor GPU works, free answer": f"{cost.PLAIN_SECONDS * 1e3:g} ms a row",
         "reachable share of the card's 16-bit FLOPs": f"{cost.COMPUTE_SHARE:g}",
         "gain with fp8 weights on a card that multiplies fp8": f"{cost.FP8_GAIN:g}",
         "speed left where engines share a GPU": f"{cost.SHARING:g}",

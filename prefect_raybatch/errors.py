@@ -18,7 +18,7 @@ class RayBatchError(Exception):
 
     transient = False
     plain: str | None = None
-    remedy = "Mend what the message names, then run it again; what is committed is kept."
+    remedy = "Correct what the message names, then run it again. Committed shards are kept."
 
 
 class ConfigError(RayBatchError):
@@ -42,11 +42,16 @@ class PlanMismatch(RayBatchError):
 class CorruptRun(RayBatchError):
     """A record or a piece in the run directory contradicts the plan; `raybatch verify` names it."""
 
-    remedy = "See what verify says of the run; restore the file it names, or delete the run whole."
+    remedy = (
+        "Repair it with raybatch repair RUN_DIR. If that is refused, restore the file that verify "
+        "names, or use a new run key."
+    )
 
 
 class NoSuchRun(RayBatchError):
     """There is no run at that place; the message names similar runs."""
+
+    remedy = "Correct the path or the run key. raybatch runs OUTPUT lists the runs."
 
 
 class UnsafeStore(RayBatchError):
@@ -101,6 +106,8 @@ class ClusterNotReady(InsufficientResources):
 
 class PrefectUnavailable(RayBatchError):
     """Prefect's API does not answer at its URL: a server that is down, or a wrong URL."""
+
+    remedy = "Start the server, or correct PREFECT_API_URL; then run it again."
 
     transient = True
 

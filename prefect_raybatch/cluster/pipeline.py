@@ -464,8 +464,8 @@ def _threshold(size: Sizing, isolated: bool) -> float:
 
 
 def _is_unwanted(store: Store, draining: Draining, shard: int) -> bool:
-    """Return whether to skip a shard: another driver has committed it, or the attempt is
-    draining."""
+    """Return whether to skip a shard because the attempt is draining, or because a commit for the
+    shard exists, for example by another driver."""
     return draining() or Ledger(store).is_committed(shard)
 
 

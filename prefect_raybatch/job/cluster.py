@@ -128,7 +128,8 @@ class Cluster(Group):
         return self._access
 
     def with_access(self, access: ClusterAccess) -> Cluster:
-        """Return it with the access that its block gives."""
+        """Return a copy that reaches its cluster through `access`, as loaded from its RayCluster
+        block."""
         made = self.model_copy()
         made._access = access
         return made

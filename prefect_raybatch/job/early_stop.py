@@ -74,8 +74,8 @@ def _shared(one: bytes, other: bytes) -> int:
 
 
 def choice_of(given: Mapping[str, Any]) -> Sequence[Any] | None:
-    """Return the labels that a request's answer must be one of, however they are written; None
-    without."""
+    """Return the allowed answers of a request, from `choice` or `structured_outputs.choice`; None
+    if it has no such list."""
     form = given.get("structured_outputs")
     in_form = form.get("choice") if isinstance(form, Mapping) else None
     return given.get("choice") or in_form

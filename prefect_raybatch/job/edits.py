@@ -25,7 +25,7 @@ def edited(job: BatchJob, changes: Mapping[str, Any], where: str) -> BatchJob:
 
 
 def with_access(job: BatchJob, access: ClusterAccess) -> BatchJob:
-    """Return the job reached on its cluster as its block says."""
+    """Return a copy of the job that reaches its cluster through `access`."""
     return job.model_copy(update={"cluster": job.cluster.with_access(access)})
 
 

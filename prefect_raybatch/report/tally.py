@@ -209,7 +209,7 @@ class Tally:
 
     @property
     def engines(self) -> int:
-        """Return the engines of the attempt that did most rows."""
+        """Return the number of engines of the attempt that processed most rows."""
         return len(_main({place: one.rows for place, one in self.by_engine.items()}))
 
     def roofline(self) -> dict[str, float]:
@@ -304,7 +304,8 @@ def _known(place: Place, places: Mapping[Place, object]) -> Place:
 
 
 def _main(rows: Mapping[Place, int]) -> dict[Place, int]:
-    """Return the places of the attempt that did most rows."""
+    """Return the rows per engine (or node) of the attempt that processed most rows. Keys are
+    (attempt, engine or node)."""
     by_attempt: Counter[str] = Counter()
     for (attempt, _), number in rows.items():
         by_attempt[attempt] += number

@@ -261,8 +261,11 @@ def _look(
     same: Callable[[str, str], str | None],
     read_back: bool,
 ) -> tuple[str, FileInfo] | None:
-    """Return the file at `path` if it is right; otherwise write it, for the next look to
-    confirm."""
+    """Return SHA-256 and info of the stored file if it has the expected rows, else None.
+
+    Before returning None, write the file if it is missing, or replace it if it has other rows; the
+    caller then calls again to check what was stored.
+    """
     try:
         seen = store.stat(path)
     except FileNotFoundError:

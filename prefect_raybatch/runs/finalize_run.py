@@ -113,8 +113,10 @@ def completed_report(
     parts: Sequence[Part],
     progress: Progress | None = None,
 ) -> RunReport:
-    """Return the report of a run whose result is written. If it keeps raw answers, first record
-    which files hold them."""
+    """Build the report of a run whose result is written.
+
+    Side effect: if the run keeps raw answers, writes answers.json, which names their files.
+    """
     store, accepted = ledger.store, all_accepted(ledger)
     made = reports.build(
         store.uri,

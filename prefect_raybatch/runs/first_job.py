@@ -145,7 +145,8 @@ def job_text(
 
 
 def _csv_lines(table: SeenTable) -> list[str]:
-    """Return how the file is written, if not as by default."""
+    """Return the line `csv: {...}` for the job file if the detected CSV dialect or encoding is not
+    the default, else no line."""
     if not table.csv:
         return []
     shown = {name: "tab" if value == "\t" else value for name, value in table.csv.items()}

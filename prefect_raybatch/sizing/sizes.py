@@ -229,8 +229,11 @@ def choose_pool(
     row: Tokens,
     length: int | None,
 ) -> Pool:
-    """Return the engines of the run on that cluster. `unknown` says why the model's size is
-    unknown."""
+    """Choose device, replicas and engines per GPU for a cluster with the capacity `have`.
+
+    `model` is None if the model's size is unknown; `unknown` is the reason, for the plan's text.
+    `gpu` is one engine's GPU, `row` the expected tokens of a row, `length` the context length.
+    """
     device = spec.device_for(have.gpus)
     replicas, why = _replicas(spec, have, device)
     if device == "cpu":

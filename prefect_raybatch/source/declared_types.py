@@ -47,7 +47,8 @@ def check_type_columns(columns: Collection[str], names: Collection[str]) -> None
 
 
 def digits_kept(types: Mapping[str, pa.DataType]) -> list[str]:
-    """Return the columns whose type distinguishes numbers that one float represents."""
+    """Return the columns declared as text or decimal. A JSON reader must keep their numbers as
+    written, because converting them to float64 would lose digits."""
     kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_decimal)
     return [name for name, kind in types.items() if any(held(kind) for held in kinds)]
 

@@ -69,7 +69,8 @@ ERROR_TYPE = pa.struct([("stage", pa.string()), ("kind", pa.string()), ("message
 
 
 def tag(table: pa.Table, unit: Unit) -> pa.Table:
-    """Return the unit's input rows with shard and position columns prepended."""
+    """Return the input rows of a unit (a shard or a part of one) with the columns shard and
+    position prepended."""
     positions = np.arange(unit.offset, unit.offset + unit.rows, dtype=np.int32)
     shards = np.full(unit.rows, unit.shard, dtype=np.int32)
     table = table.add_column(0, POSITION, pa.array(positions))

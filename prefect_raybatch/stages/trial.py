@@ -36,9 +36,12 @@ Read = Callable[[], Iterator[pa.Table]]
 
 @dataclass(frozen=True)
 class TrialStages:
-    """What sampled rows go through: `read` yields their shards, of which `positions` are taken;
-    `ignored` columns of a result are not compared. `pooled` is the task and its answer column, if
-    it is a pooling task."""
+    """The stages that a trial runs on sampled rows: read, prepare, engine (`spec`) and finish.
+
+    `read` has for each sampled shard a function that yields its tables, and the positions of the
+    sampled rows. `ignored` are result columns that are not compared. `pooled` is the task and its
+    answer column of a pooling task, else None.
+    """
 
     read: Sequence[tuple[Read, Sequence[int]]]
     prepare: Callable[[pa.Table], pa.Table]

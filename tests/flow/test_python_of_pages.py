@@ -20,7 +20,7 @@ ELSEWHERE = {"finalize_partial": ("is complete", "tests/runs/test_partial.py")}
 
 @pytest.fixture(scope="module")
 def night(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return finished_night(tmp_path_factory.mktemp("night"), column="response")
+    return finished_night(tmp_path_factory.mktemp("night"))
 
 
 def python_of(page: Path) -> list[Block]:

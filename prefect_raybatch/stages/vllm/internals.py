@@ -103,7 +103,8 @@ def _class_of(name: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _core_made_by(made: forking.ForkedContext | None) -> Iterator[None]:
-    """Have this context make a core that is started in the block, unless it is None."""
+    """Make vLLM start its engine core process with the multiprocessing context `made` inside the
+    block. None keeps vLLM's own choice."""
     if made is None:
         yield
         return
@@ -360,10 +361,13 @@ def image_renderer(
     arguments: Mapping[str, Any],
     bounded: Callable[[Callable[[], Any]], Any],
 ) -> Render | None:
-    """Return a function from chat messages with decoded images, one conversation at a time, to the
-    input of the model with an engine's `arguments`; None for a model that takes no images.
-    `bounded` calls what applies the chat template. Needs no GPU (as `vllm launch render`). Raises
-    ImportError if this version has no such renderer."""
+    """Return a function that renders one conversation with decoded images to the model's input, or
+    None if the model takes no images. Needs no GPU.
+
+    `path`, `revision` and the engine's `arguments` say which model. `bounded` gets a callable that
+    applies the chat template, and calls it under a time limit. Raises ImportError if this version
+    of vLLM has no such renderer.
+    """
     from vllm.config import DeviceConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
