@@ -75,7 +75,7 @@ def test_keys_that_the_catalog_refuses_end_a_run_and_a_catalog_that_fails_does_n
     said += refused("sales.orders", "denied", "invalid_client", catalog=by_client)
     assert "wrong-" not in said
     unset = {**by_token(rest), "token": "${NOT_SET}"}
-    refused("sales.orders", "token: the environment", error=ConfigError, catalog=unset)
+    refused("sales.orders", "token: environment", error=ConfigError, catalog=unset)
     monkeypatch.setenv("LAKE_TOKEN", rest.token)
     refused("sales.gone", "has no table 'sales.gone'", catalog=by_token(rest))
     rest.refuse = lambda method, path: 503

@@ -290,7 +290,7 @@ def test_keys_that_are_wrong_end_it_at_once_and_are_not_shown(server, run, monke
     monkeypatch.setenv("TEST_PG_PASSWORD", "wr0ng")
     refused(job, "output.publish: sql: access is denied", "password authentication failed")
     monkeypatch.delenv("TEST_PG_PASSWORD")
-    refused(job, "the environment variable TEST_PG_PASSWORD is not set")
+    refused(job, "environment variable TEST_PG_PASSWORD is not set")
     monkeypatch.setenv("TEST_PG_PASSWORD", PASSWORD)
     nowhere = target(server.rpartition("/")[0] + "/none", "t")
     refused(job_of(run, nowhere), "there is no such database", '"none" does not exist')

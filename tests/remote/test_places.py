@@ -183,11 +183,11 @@ def test_what_never_fits_is_said_before_anybody_is_asked(world: World) -> None:
         engine={"tensor_parallel_size": 2},
         output={"uri": str(world.small.root)},
     )
-    with pytest.raises(ConfigError, match="an engine takes 2 GPUs"):
+    with pytest.raises(ConfigError, match="an engine needs 2 GPUs"):
         world.infer(job=job)
-    with pytest.raises(ConfigError, match="an engine takes 2 GPUs"):
+    with pytest.raises(ConfigError, match="an engine needs 2 GPUs"):
         dry_run(job)
-    with pytest.raises(ConfigError, match="an engine takes 2 GPUs"):
+    with pytest.raises(ConfigError, match="an engine needs 2 GPUs"):
         plan_run(job, "another")
     assert world.kube.asked == []
 
