@@ -127,7 +127,7 @@ def test_the_run_goes_on_and_is_complete_beside_it(tmp_path):
     assert sorted(whole) == numbers(made.store.uri)
     assert open_run(made.store.uri, partial=True).report == second
     assert open_run(first.run).dataset().count_rows() == len(THERE)
-    with pytest.raises(ConfigError, match="is complete. Its result is in data/"):
+    with pytest.raises(ConfigError, match=r"is complete\. Its result is in data/"):
         finalize_partial(made.store.uri)
     retried(made.store.uri)
     assert sorted(prune_runs(str(tmp_path), 1, dry_run=True).kept) == ["key", "key.r1"]
