@@ -35,6 +35,7 @@ BLOCK = re.compile(
 Record = dict[str, Any]
 WORK = {
     "company": "company task: industry from a name, one of nine choices, 6 tokens out",
+    "record": "records held by a regular expression: about 265 tokens in, 58 to 72 out",
     "long": "long answers: 512 tokens out",
     "varied": "answers of varied length: 128 to 512 tokens out",
     "prefix": "shared prefixes: 256 of about 512 tokens, shuffled, 128 tokens out",
@@ -43,7 +44,7 @@ WORK = {
     "rag": "long texts: about 2,000 tokens in, 32 out",
     "lora": "four LoRA adapters of rank 16, 64 tokens out",
 }
-SIZE = {"70b": "70B", "8b": "8B", "05b": "0.5B"}
+SIZE = {"70b": "70B", "8b": "8B", "15b": "1.5B", "moe": "half of 30B-A3B", "05b": "0.5B"}
 PEERS = {"vllm": "`LLM.chat`", "raydata": "`ray.data.llm`"}
 USUAL = "256"  # sequences of a peer that names no number
 WARM_UP = 512  # rows that gpu.py gives LLM.chat before the measured call
