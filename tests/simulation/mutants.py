@@ -302,8 +302,7 @@ MUTANTS = (
             ),
             Edit(
                 "runs.retry:retry_request",
-                "if going is None and sum(member.plan.rows for member in children) "
-                ">= parent.failed:",
+                "if going is None and family.is_taken(parent):",
                 "if False:",
             ),
         ),

@@ -218,7 +218,10 @@ def own(given: dict[str, Any], **sampling: Any) -> dict[str, Any]:
             {"choice": ["a"], "structured_outputs": {"regex": "a"}},
             ["choice and structured_outputs exclude each other", "null"],
         ),
-        ({"structured_outputs": {"regex": 5}}, ["sampling.structured_outputs.regex", "a text"]),
+        (
+            {"structured_outputs": {"regex": 5}},
+            ["sampling.structured_outputs.regex", "be text"],
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
