@@ -173,9 +173,12 @@ def page_hint() -> str:
 
 
 def retry_options(job: BatchJob, path: str, changes: Sequence[str] | None) -> list[str] | None:
-    """Return the options that `raybatch retry-failed` needs for a run of `job`; None if one of them
-    is a credential. A run directory does not decide where rows and credentials are sent, so
-    targets, clusters and store options must come from the job file at `path`."""
+    """Return the options that `raybatch retry-failed` needs for a run of `job`, or None if one of
+    them is a credential or replaces `output` as a whole.
+
+    A run directory does not decide where rows and credentials are sent, so targets, clusters and
+    store options must come from the job file at `path`.
+    """
     cluster, output = job.cluster, job.output
     named = (
         output.publish or output.options or output.credentials_block or cluster.block,

@@ -42,9 +42,7 @@ def show_ending(
     lines["result"] = _result(report)
     for name, text in lines.items():
         out.print(f"{name:<8}{text}", markup=False)
-    words = _next_command(report, retry, is_readable)
-    if report.failed and not fresh:  # its failed rows may have been retried: status knows
-        words = ["raybatch", "status", report.run] if is_readable else None
+    words = _next_command(report, fresh, retry, is_readable)
     if words:
         print_next(*words)
 
@@ -108,8 +106,10 @@ def _result(report: RunReport) -> str:
 
 
 def _next_command(
-    report: RunReport, retry: Sequence[str] | None, is_readable: bool
+    report: RunReport, fresh: bool, retry: Sequence[str] | None, is_readable: bool
 ) -> list[str] | None:
+    if report.failed and not fresh:  # its failed rows may have been retried: status knows
+        return ["raybatch", "status", report.run] if is_readable else None
     if not report.failed or retry is None:
         return ["raybatch", "verify", report.run] if is_readable else None
     if not report.good:  # a retry would most likely fail alike: look at the reasons first

@@ -58,8 +58,8 @@ err = Terminal(highlight=False, soft_wrap=True, emoji=False, stderr=True)
 
 
 class HelpfulCommand(TyperCommand):
-    """A command whose help has no type column entry for flags, and whose line in the list of
-    commands has no full stop."""
+    """A command whose help shows no type for flags. Its line in the list of commands ends without a
+    full stop."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -123,7 +123,7 @@ def dry_run(
         run=join(job.output.uri, run_key or f"{job.name}-..."),
         needs=fitted.needs,
         have=asdict(fitted.capacity),
-        figures=tuple(figures(spec, fitted.capacity, fitted.sizing, fitted.model)),
+        figures=tuple(figures(spec, fitted.capacity, fitted.sizing, fitted.known)),
         problems=tuple(fitted.problems),
         tokens=tokens,
         table=found.table,
@@ -156,12 +156,12 @@ def _prompt_lengths(
 @dataclass(frozen=True)
 class _Fitted:
     """The sizes of a run on a cluster: its capacity, what the run needs of it, what is known of the
-    model, and why the run cannot start or keep its engines busy."""
+    model's size, and why the run cannot start or keep its engines busy."""
 
     sizing: Sizing
     capacity: Capacity
     needs: dict[str, Any]
-    model: Model | None
+    known: Model | None
     problems: tuple[str, ...]
 
 

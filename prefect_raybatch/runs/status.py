@@ -112,6 +112,9 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
     beats = () if finished else tuple(_beats(store, attempts))
     spent = spent_on(ledger, plan)
     cost = spent.at(plain_price(_prices(plan)))
+    retried_by, retry_options = (
+        _retries(store.uri, plan, options) if finished and tally.failed else ((), ())
+    )
     return Status(
         run=store.uri,
         run_key=plan.run_key,
@@ -141,27 +144,28 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
         cost_end=beats[0]["cost_end"] if beats else None,
         failure=failure,
         command=attempt.command if attempt is not None and failure else "",
-        **(_retries(store.uri, plan, options) if finished and tally.failed else {}),
+        retried_by=retried_by,
+        retry_options=retry_options,
     )
 
 
-def _retries(uri: str, plan: Plan, options: dict[str, Any] | None) -> dict[str, tuple[str, ...]]:
+def _retries(uri: str, plan: Plan, options: dict[str, Any] | None) -> tuple[tuple[str, ...], ...]:
     """Return `retried_by` and `retry_options` of a finished run with failed rows."""
     from prefect_raybatch.runs.retry import options_of_retry
 
     increment = increment_of(plan)
     if increment is not None and increment.ledger == OF_ASKS:
-        return {}  # its rows are retried in the run itself
-    found = {"retry_options": tuple(options_of_retry(plan))}
+        return (), ()  # its rows are retried in the run itself
+    needed = tuple(options_of_retry(plan))
     try:
         family = load_family(*place(uri, options))
         member = family.members.get(plan.run_key)
     except (ConfigError, CorruptRun, NoSuchRun) as error:
         log.warning("runs that retry the failed rows are not known: %s", error)
-        return found
-    if member is not None and family.is_taken(member):
-        found["retried_by"] = tuple(child.key for child in family.children(member.key))
-    return found
+        return (), needed
+    if member is None or not family.is_taken(member):
+        return (), needed
+    return tuple(child.key for child in family.children(member.key)), needed
 
 
 def _asks(store: Store, plan: Plan, options: dict[str, Any] | None) -> Status | None:
