@@ -86,14 +86,16 @@ def _main_failure(failures: Mapping[str, int], failed: int) -> str:
 
 
 def _time(report: RunReport) -> str:
-    work = f"work {duration(report.seconds)} ({report.rows_per_s:,.0f} rows/s)"
-    if report.elapsed > report.seconds:
-        idle = duration(report.elapsed - report.seconds)
-        work = f"{duration(report.elapsed)}: start-up and waits {idle}, {work}"
+    whole = max(report.elapsed, report.seconds)
+    idle = duration(whole - report.seconds)
+    text = (
+        f"{duration(whole)}: start-up and waits {idle}, work {duration(report.seconds)} "
+        f"({report.rows_per_s:,.0f} rows/s)"
+    )
     if "total" in report.cost:
         hours = money(report.cost.get("gpu_hours", 0.0))
-        work = f"{work}; cost {money(report.cost['total'])} for {hours} GPU-hours"
-    return work
+        text = f"{text}; cost {money(report.cost['total'])} for {hours} GPU-hours"
+    return text
 
 
 def _result(report: RunReport) -> str:

@@ -606,6 +606,8 @@ def test_a_run_ends_with_rows_failures_time_result_and_the_next_command(made, ca
     assert said["rows"] == "40 = 39 answered + 1 in quarantine + 0 left out"
     assert said["failed"] == "1 row: ValueError in engine: refused"
     assert said["time"] == "1 min 15 s: start-up and waits 1 min 00 s, work 15 s (3 rows/s)"
+    shorter = last_lines(capsys, replace(report, elapsed=14.9))  # a note of an attempt is missing
+    assert shorter["time"] == "15 s: start-up and waits 0 s, work 15 s (3 rows/s)"
     assert said["result"] == f"{made.run.uri}/data/, failed rows in _quarantine/"
     assert said["next"] == f"raybatch retry-failed {made.run.uri}"
     assert "failed" not in last_lines(capsys, replace(report, failed=0))
