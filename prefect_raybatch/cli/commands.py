@@ -58,7 +58,15 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.edits import edited
 from prefect_raybatch.job.job_file import read_job_file
-from prefect_raybatch.job.run_words import date_of, date_of_key, of_today, today, with_run_words
+from prefect_raybatch.job.run_words import (
+    date_of,
+    date_of_key,
+    of_today,
+    today,
+    with_dated_publish,
+    with_dated_targets,
+    with_run_words,
+)
 from prefect_raybatch.proxies import bypass_for_local_addresses
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import published_text
@@ -265,7 +273,7 @@ def run(
     except ConfigError as error:
         _record_bad_job(job, run_key, error)
         raise
-    when = date_of(run_date) if run_date else None
+    when, day = date_of(run_date) if run_date else None, today()
     if accept and run_key is None:
         raise ConfigError("--accept needs a run to resume. Name it with --run-key.")
     report, fresh = run_job(
@@ -276,7 +284,9 @@ def run(
         if not fresh:
             err.print(complete_before(report), markup=False)
     else:
-        show_ending(report, fresh, retry_options(loaded, job, set_), is_readable(loaded))
+        when = when or date_of_key(report.run_key) or day
+        options = retry_options(loaded, job, set_, when, report.run_key)
+        show_ending(report, fresh, options, is_readable(loaded))
 
 
 @app.command(**in_catalog("status"))
@@ -323,6 +333,7 @@ def retry_failed(
         str | None, typer.Option(metavar="JOB", help="Job file to use instead of the run's")
     ] = None,
     targets_from_plan: TargetsFromPlan = False,
+    run_date: RunDate = None,
     set_: FieldChanges = None,
     prefect: UsePrefect = True,
     as_json: Json = False,
@@ -334,7 +345,12 @@ def retry_failed(
     if targets_from_plan:
         _refuse_both(job)
         changes.setdefault("output.publish", retry.planned_targets(run_dir, changes, with_keys))
-    arguments = (run_dir, error, changes, BatchJob.from_yaml(job) if job else None)
+    loaded = BatchJob.from_yaml(job) if job else None
+    if run_date:
+        when = date_of(run_date)
+        changes = with_dated_publish(changes, when)
+        loaded = loaded and with_dated_targets(loaded, "", when)
+    arguments = (run_dir, error, changes, loaded)
     # Checked before Prefect starts: a wrong request fails, and nothing to do is said, at once.
     request = retry.retry_request(*arguments, keys=with_keys)
     outcome: RunReport | retry.Nothing
@@ -347,18 +363,19 @@ def retry_failed(
     elif isinstance(outcome, retry.Nothing):
         out.print(f"{outcome.message}; nothing was started", markup=False)
     else:
-        words = _same_options(job, targets_from_plan, set_)
-        show_ending(outcome, True, words, arguments[3] is None or is_readable(arguments[3]))
+        words = _same_options(job, targets_from_plan, set_, run_date)
+        show_ending(outcome, True, words, loaded is None or is_readable(loaded))
 
 
 def _same_options(
-    job: str | None, targets_from_plan: bool, changes: list[str] | None
+    job: str | None, targets_from_plan: bool, changes: list[str] | None, run_date: str | None
 ) -> list[str] | None:
     """Return the options of a `raybatch retry-failed`, to be typed again; None if a credential is
     among them."""
     words = ["--job", job] if job else []
     words += ["--targets-from-plan"] if targets_from_plan else []
     words += [word for change in changes or () for word in ("--set", change)]
+    words += ["--run-date", run_date] if run_date else []
     return None if without_secrets(words) != words else words
 
 

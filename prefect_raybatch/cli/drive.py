@@ -19,7 +19,12 @@ from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import LOCAL
-from prefect_raybatch.job.run_words import date_of_key, run_words, with_run_words
+from prefect_raybatch.job.run_words import (
+    date_of_key,
+    run_words,
+    targets_are_dated,
+    with_run_words,
+)
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.attempts import (
     FINALIZING,
@@ -172,12 +177,19 @@ def page_hint() -> str:
     return f"Prefect page: run `{command}`, then open http://127.0.0.1:4200/runs"
 
 
-def retry_options(job: BatchJob, path: str, changes: Sequence[str] | None) -> list[str] | None:
+def retry_options(
+    job: BatchJob,
+    path: str,
+    changes: Sequence[str] | None,
+    run_date: date | None = None,
+    run_key: str = "",
+) -> list[str] | None:
     """Return the options that `raybatch retry-failed` needs for a run of `job`, or None if one of
     them is a credential or replaces `output` as a whole.
 
     A run directory does not decide where rows and credentials are sent, so targets, clusters and
-    store options must come from the job file at `path`.
+    store options must come from the job file at `path`. `run_date` is the value of {run_date} in
+    the targets; it is an option unless the run key contains it.
     """
     cluster, output = job.cluster, job.output
     named = (
@@ -195,6 +207,8 @@ def retry_options(job: BatchJob, path: str, changes: Sequence[str] | None) -> li
         # The rows of a retry come from the quarantine, and it lies beside its run.
         if field.partition(".")[0] != "source" and field != "output.uri":
             words += ["--set", change]
+    if run_date is not None and targets_are_dated(job) and run_date != date_of_key(run_key):
+        words += ["--run-date", run_date.isoformat()]
     return None if without_secrets(words) != words else words
 
 

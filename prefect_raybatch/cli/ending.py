@@ -114,14 +114,19 @@ def _next_command(
         return ["raybatch", "status", report.run] if is_readable else None
     if not report.failed or retry is None:
         return ["raybatch", "verify", report.run] if is_readable else None
-    if not report.good:  # a retry would most likely fail alike: look at the reasons first
-        return ["raybatch", "report", report.run] if is_readable else None
-    return retry_command(report.run, report.failures, retry)
+    if not report.good and not is_readable:
+        return None
+    return failed_rows_command(report.run, report.good, report.failures, retry)
 
 
-def retry_command(run: str, failures: Mapping[str, int], options: Sequence[str] = ()) -> list[str]:
-    """Return the command that retries the failed rows of a run. If all prompts were too long, the
-    retry measures the context that they need."""
+def failed_rows_command(
+    run: str, answered: int, failures: Mapping[str, int], options: Sequence[str] = ()
+) -> list[str]:
+    """Return the command that retries the failed rows of a run. If no row was answered, it is the
+    command that shows the reasons: a retry would most likely fail too. If all prompts were too
+    long, the retry measures the context that they need."""
+    if not answered:
+        return ["raybatch", "report", run]
     words = ["raybatch", "retry-failed", run, *options]
     classes = {FailureKey.parse(text).error for text in failures}
     if classes == {_TOO_LONG} and not any(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from prefect_raybatch.cli.ending import print_next, retry_command
+from prefect_raybatch.cli.ending import failed_rows_command, print_next
 from prefect_raybatch.cli.terminal import err, out
 from prefect_raybatch.driver.heartbeat import ENDED, MAKING, STARTING, Beat, Listener
 from prefect_raybatch.errors import ConfigError
@@ -402,10 +402,9 @@ def _print_retry(state: Status) -> None:
         out.print(f"failed rows are retried in {keys}", markup=False)
         root = state.run.rpartition("/")[0]
         print_next("raybatch", "status", f"{root}/{state.retried_by[-1]}")
-    elif not state.good:  # a retry would most likely fail alike: look at the reasons first
-        print_next("raybatch", "report", state.run)
     else:
-        print_next(*retry_command(state.run, state.failures, state.retry_options))
+        options = state.retry_options
+        print_next(*failed_rows_command(state.run, state.good, state.failures, options))
 
 
 def _status_facts(state: Status) -> list[tuple[str, str]]:

@@ -7,9 +7,9 @@ must have the same values each time that the run is begun, resumed or looked for
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, date, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import check_run_key, nearest
@@ -39,7 +39,7 @@ def check_run_words(text: str) -> str:
 def run_words(job: BatchJob) -> set[str]:
     """Return which placeholders a job uses; of its targets only the date, because {run_key} is
     filled in there when a run is published: a retry's child has its own."""
-    return _place_words(job) | ({"run_date"} if _dated(job) else set())
+    return _place_words(job) | ({"run_date"} if targets_are_dated(job) else set())
 
 
 def places_are_dated(job: BatchJob) -> bool:
@@ -52,7 +52,8 @@ def _place_words(job: BatchJob) -> set[str]:
     return {name for text in texts if text for name, _ in _WORD.findall(text)} & RUN_WORDS
 
 
-def _dated(job: BatchJob) -> bool:
+def targets_are_dated(job: BatchJob) -> bool:
+    """Return whether {run_date} is in a target that the job publishes to."""
     texts = [text for target in job.output.publish for text in (target.uri, target.table) if text]
     return any(match[1] == "run_date" for text in texts for match in _WORD.finditer(text))
 
@@ -114,21 +115,48 @@ def with_places(job: BatchJob, run_key: str, run_date: date | None = None) -> Ba
 
 def with_dated_targets(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
     """Return the job with {run_date} filled in for its targets, as by `with_run_words`."""
-    if not _dated(job):
+    if not targets_are_dated(job):
         return job
     when = _day(run_key, run_date)
-
-    def fill(text: str | None) -> str | None:
-        return text and _WORD.sub(
-            lambda match: _formatted(match, when) if match[1] == "run_date" else match[0], text
-        )
-
     targets = [
-        target.model_copy(update={"uri": fill(target.uri), "table": fill(target.table)})
+        target.model_copy(
+            update={
+                "uri": target.uri and fill_date(target.uri, when),
+                "table": target.table and fill_date(target.table, when),
+            }
+        )
         for target in job.output.publish
     ]
     output = job.output.model_copy(update={"publish": targets})
     return job.model_copy(update={"output": output})
+
+
+def with_dated_publish(changes: Mapping[str, Any], run_date: date) -> dict[str, Any]:
+    """Return changes of fields with {run_date} filled in for the targets in `output.publish`, as by
+    `with_dated_targets`. Targets of a wrong form are unchanged, for the job's checks to refuse."""
+    filled = dict(changes)
+    targets = changes.get("output.publish")
+    if isinstance(targets, list):
+        filled["output.publish"] = [_dated_target(target, run_date) for target in targets]
+    return filled
+
+
+def _dated_target(target: Any, run_date: date) -> Any:
+    if not isinstance(target, Mapping):
+        return target
+    return {
+        name: fill_date(value, run_date)
+        if name in ("uri", "table") and isinstance(value, str)
+        else value
+        for name, value in target.items()
+    }
+
+
+def fill_date(text: str, run_date: date) -> str:
+    """Return `text` with {run_date} filled in; {run_key} is unchanged."""
+    return _WORD.sub(
+        lambda match: _formatted(match, run_date) if match[1] == "run_date" else match[0], text
+    )
 
 
 def filled_uri(uri: str, run_key: str, run_date: date) -> str:

@@ -8,9 +8,19 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from prefect_raybatch.job.secrets import ARGUMENT, MASK, SECRET_WORD, hide_users, safe_option
+from prefect_raybatch.job.secrets import (
+    ARGUMENT,
+    FREE_ARGUMENTS,
+    MASK,
+    SECRET_WORD,
+    hide_users,
+    safe_option,
+)
+from prefect_raybatch.job.yaml_text import read_yaml
 
-SECRET_GROUPS = frozenset(("options", "env", "env_vars", "headers", "catalog", "client_kwargs"))
+SECRET_GROUPS = FREE_ARGUMENTS.union(
+    ("options", "env", "env_vars", "headers", "catalog", "client_kwargs")
+)
 
 _typed: ContextVar[tuple[str, ...]] = ContextVar("typed", default=())
 
@@ -59,18 +69,35 @@ def _with_option(words: Sequence[str], option: str, value: str) -> tuple[str, ..
 
 def without_secrets(words: Sequence[str]) -> list[str]:
     """Return the words of a command with the value of each `FIELD=VALUE` masked that may be a
-    credential. A mapping as a value is masked entirely."""
+    credential."""
     return [_shown_word(word) for word in words]
 
 
 def _shown_word(word: str) -> str:
     option = "--set=" if word.startswith("--set=") else ""
-    field, equals, value = word.removeprefix(option).partition("=")
-    *groups, name = field.split(".")
-    if not equals or not (SECRET_GROUPS & {*groups, name} or _names_key(name) or "{" in value):
+    field, equals, text = word.removeprefix(option).partition("=")
+    if not equals:
         return str(hide_users(word))
-    shown = value if safe_option(name) and "{" not in value else MASK
-    return f"{option}{field}={hide_users(shown)}"
+    try:
+        value = read_yaml(text).value
+    except ValueError:  # perhaps a mapping with a credential and a syntax error
+        return f"{option}{field}={MASK}" if {"{", ":"} & set(text) else str(hide_users(word))
+    *groups, name = field.split(".")
+    names = [*groups, name, *_names_within(value)]
+    is_safe = safe_option(name) and len(names) == len(groups) + 1
+    may_be_secret = any(name in SECRET_GROUPS or _names_key(name) for name in names)
+    return f"{option}{field}={MASK if may_be_secret and not is_safe else hide_users(text)}"
+
+
+def _names_within(value: object) -> Iterator[str]:
+    """Yield the keys of all mappings in a value."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield str(name)
+            yield from _names_within(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _names_within(inner)
 
 
 def _names_key(name: str) -> bool:

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -634,6 +635,25 @@ def test_the_next_command_is_one_that_can_be_run(made, capsys):
     ]
     for change in ("output.options={secret: x}", "output={uri: x}"):
         assert retry_options(published, "job.yaml", [change]) is None
+    shown = ["--set", "prompt.template='Sort {Company}'", "--set", "sampling={temperature: 0}"]
+    assert retry_options(published, "job.yaml", shown[1::2]) == ["--job", "job.yaml", *shown]
+
+
+def test_the_next_command_has_the_date_that_the_run_key_does_not_name(made):
+    target = {"uri": "lake/{run_date}", "format": "jsonl", "name": "lines"}
+    output = {**made.job.to_dict()["output"], "publish": [target]}
+    dated = BatchJob.from_dict({**made.job.to_dict(), "output": output})
+    first, second = date(2026, 7, 1), date(2026, 7, 2)
+
+    def options(run_date: date, run_key: str) -> list[str] | None:
+        return retry_options(dated, "job.yaml", None, run_date, run_key)
+
+    assert options(first, "key") == ["--job", "job.yaml", "--run-date", "2026-07-01"]
+    assert options(first, "night-20260701T000000Z") == ["--job", "job.yaml"]
+    assert options(second, "night-20260701T000000Z")[-2:] == ["--run-date", "2026-07-02"]
+    output = {**output, "publish": [{**target, "uri": "lake"}]}
+    undated = BatchJob.from_dict({**made.job.to_dict(), "output": output})
+    assert retry_options(undated, "job.yaml", None, first, "key") == ["--job", "job.yaml"]
 
 
 def test_a_run_ends_with_the_origin_of_its_answers(made, capsys):

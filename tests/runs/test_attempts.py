@@ -304,6 +304,47 @@ def test_no_secret_is_in_a_record(nights):
     ]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "prompt.template=Sort {Company} of {Country}",
+        "prompt.template='{Company}'",
+        "output.uri=s3://bucket/{run_date:%Y%m%d}",
+        'sampling={"temperature": 0, "choice": ["a", "b"]}',
+        "output.publish=[{format: jsonl, uri: 'lake/{run_date}'}]",
+        "sampling.max_tokens=5",
+    ],
+)
+def test_a_value_in_braces_that_holds_no_credential_is_shown(change):
+    assert without_secrets(["--set", change]) == ["--set", change]
+    assert without_secrets([f"--set={change}"]) == [f"--set={change}"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "output.options={secret: hunter22}",
+        "output={uri: out, options: {x: hunter22}}",
+        "output.options={use_ssl: hunter22, client_kwargs: {region_name: hunter22}}",
+        "output.publish=[{format: delta, uri: lake, options: {x: hunter22}}]",
+        "engine={env: {A: hunter22}}",
+        "engine={hf_token: hunter22}",
+        "engine={kv_transfer_config: {a: hunter22}}",
+        "engine.kv_transfer_config={a: hunter22}",
+        "engine.kv_transfer_config.a=hunter22",
+        "output=options:\n  secret: hunter22",
+        "output={options: hunter22",
+        "output=options: hunter22: x",
+        "output.options={? [hunter22] : 1}",
+        "output={uri: 'postgresql://user:hunter22@host/x'}",
+    ],
+)
+def test_a_value_in_braces_that_may_hold_a_credential_is_masked(change):
+    for words in (["--set", change], [f"--set={change}"]):
+        assert "hunter22" not in " ".join(without_secrets(words))
+        assert without_secrets(words)[-1].startswith(words[-1].partition("=")[0])
+
+
 def test_records_are_small_whatever_the_error_says(nights):
     store = open_store(str(nights.folder / "out/n1"))
     with (

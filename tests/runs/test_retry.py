@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -635,6 +636,32 @@ def test_the_whole_way_on_the_command_line(tmp_path, call):
     assert json.loads(out)["message"]
     for command in ("status", "verify"):
         assert call(command, f"{uri}.r2")[0] == 0
+
+
+@pytest.mark.parametrize("by", ["job", "set"])
+def test_a_run_with_an_undated_key_is_retried_with_its_date(tmp_path, call, by):
+    uri = first_run(tmp_path).store.uri
+    lines = {"uri": f"{tmp_path}/lines/{{run_date}}", "format": "jsonl", "name": "lines"}
+    words: list[Any] = ["retry-failed", uri, "--no-prefect"]
+    if by == "job":
+        job = tmp_path / "job.yaml"
+        output = {"uri": str(tmp_path), "publish": [lines]}
+        job.write_text(yaml.safe_dump(job_dict(output=output)))
+        words += ["--job", job]
+    else:
+        words += ["--set", f"output.publish={json.dumps([lines])}"]
+    code, _, err = call(*words)
+    assert code == 2 and "{run_date}" in err and "--run-date" in err
+    code, _, err = call(*words, "--run-date", "yesterday")
+    assert code == 2 and "yesterday" in err
+    code, out, err = call(*words, "--run-date", "2026-07-01", failed={7: "Again"})
+    assert code == 0, err
+    assert [path.name for path in (tmp_path / "lines").iterdir()] == ["2026-07-01"]
+    again = shlex.split(out.splitlines()[-1])
+    assert again[:4] == ["next", "raybatch", "retry-failed", f"{uri}.r1"]
+    assert again[-2:] == ["--run-date", "2026-07-01"]
+    code, out, err = call(*again[2:], "--no-prefect")
+    assert code == 0 and f"result  {uri}.r2/data/" in out, err
 
 
 def test_what_is_wrong_is_said_before_prefect_starts(tmp_path, call, monkeypatch):
