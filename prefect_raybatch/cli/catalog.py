@@ -1,5 +1,4 @@
-"""Groups and examples of the commands, as `raybatch --help` and `raybatch COMMAND --help` show
-them."""
+"""Groups and examples of the commands, for `raybatch --help` and `raybatch COMMAND --help`."""
 
 from __future__ import annotations
 

@@ -54,8 +54,10 @@ def run_job(
     run_date: date | None = None,
     accept: Sequence[str] = (),
 ) -> tuple[RunReport, bool]:
-    """Run a job, or resume it; return the report, and whether this call did any work. A complete
-    run starts neither Prefect nor an engine."""
+    """Run a job, or resume it; return the report, and whether this call did any work.
+
+    A complete run starts neither Prefect nor an engine.
+    """
     from prefect_raybatch.ledger.ledger import Ledger
 
     known = job
@@ -89,8 +91,10 @@ def run_job(
 def _run_here(
     job: BatchJob, known: BatchJob, plan: Callable[[], Run], show: TerminalProgress
 ) -> RunReport:
-    """Plan and drive a run without Prefect; return its report. `known` is the job with its
-    credentials."""
+    """Plan and drive a run without Prefect; return its report.
+
+    `known` is the job with its credentials.
+    """
     from prefect_raybatch.remote.places import infer_in_place
 
     with engines_early():
@@ -117,8 +121,10 @@ def _published(known: BatchJob, report: RunReport) -> RunReport:
 def retry_rows(
     asked: RetryRequest, arguments: RetryArguments, prefect: bool, quiet: bool
 ) -> RunReport | Nothing:
-    """Retry failed rows in a child run; return its report, or `Nothing` if other retries have taken
-    all rows."""
+    """Retry failed rows in a child run; return its report.
+
+    Returns `Nothing` if other retries have taken all rows.
+    """
     from prefect_raybatch.runs import retry
 
     with _progress(quiet) as show:
@@ -133,9 +139,11 @@ def retry_rows(
 
 
 def with_keys(job: BatchJob) -> BatchJob:
-    """Return the job with the credentials of its blocks, the cluster's block included. A flow gets
-    the job without them and loads them itself, because Prefect stores flow parameters
-    unencrypted."""
+    """Return the job with the credentials of its blocks, the cluster's block included.
+
+    A flow gets the job without them and loads them itself, because Prefect stores flow parameters
+    unencrypted.
+    """
     blocks = (job.source.credentials_block, job.output.credentials_block, job.cluster.block)
     if not any(blocks):
         return job
@@ -184,8 +192,9 @@ def retry_options(
     run_date: date | None = None,
     run_key: str = "",
 ) -> list[str] | None:
-    """Return the options that `raybatch retry-failed` needs for a run of `job`, or None if one of
-    them is a credential or replaces `output` as a whole.
+    """Return the options that `raybatch retry-failed` needs for a run of `job`.
+
+    None if one of them is a credential or replaces `output` as a whole.
 
     A run directory does not decide where rows and credentials are sent, so targets, clusters and
     store options must come from the job file at `path`. `run_date` is the value of {run_date} in

@@ -28,10 +28,12 @@ def show_ending(
     retry: Sequence[str] | None = (),
     is_readable: bool = True,
 ) -> None:
-    """Print at most five lines about a complete run. `fresh`: this call did some of its work.
-    `retry`: the options that `raybatch retry-failed` needs for this run; None if it would need
-    credentials, which are not printed. `is_readable`: `raybatch verify` can read the run without
-    credentials from the job file."""
+    """Print at most five lines about a complete run.
+
+    `fresh`: this call did some of its work. `retry`: the options that `raybatch retry-failed` needs
+    for this run; None if it would need credentials, which are not printed. `is_readable`: `raybatch
+    verify` can read the run without credentials from the job file.
+    """
     if not fresh:
         out.print(complete_before(report), markup=False)
     lines = {"rows": _rows(report)}
@@ -122,9 +124,11 @@ def _next_command(
 def failed_rows_command(
     run: str, answered: int, failures: Mapping[str, int], options: Sequence[str] = ()
 ) -> list[str]:
-    """Return the command that retries the failed rows of a run. If no row was answered, it is the
-    command that shows the reasons: a retry would most likely fail too. If all prompts were too
-    long, the retry measures the context that they need."""
+    """Return the next command for the failed rows of a run.
+
+    It retries them. If no row was answered, it shows the reasons, because a retry would most likely
+    fail too. If all prompts were too long, the retry measures the context that they need.
+    """
     if not answered:
         return ["raybatch", "report", run]
     words = ["raybatch", "retry-failed", run, *options]

@@ -363,8 +363,10 @@ def show_chain(verdict: ChainVerdict) -> None:
 
 
 def show_store_warnings() -> None:
-    """Print warnings of the store, even if Prefect hides log lines: otherwise a command would wait
-    for an unreachable store without saying why."""
+    """Print warnings of the store, even if Prefect hides log lines.
+
+    Otherwise a command would wait for an unreachable store without saying why.
+    """
     logger = logging.getLogger("prefect_raybatch.storage")
     if not any(isinstance(handler, _StoreWarnings) for handler in logger.handlers):
         logger.addHandler(_StoreWarnings(logging.WARNING))

@@ -1,5 +1,7 @@
-"""Print to the terminal. Everything that the command line prints passes here, so that no control
-character of a row, a file name or an error reaches the terminal.
+"""Prints to the terminal.
+
+Everything that the command line prints passes here, so that no control character of a row, a file
+name or an error reaches the terminal.
 """
 
 from __future__ import annotations
@@ -58,8 +60,10 @@ err = Terminal(highlight=False, soft_wrap=True, emoji=False, stderr=True)
 
 
 class HelpfulCommand(TyperCommand):
-    """A command whose help shows no type for flags. Its line in the list of commands ends without a
-    full stop."""
+    """A command whose help shows no type for flags.
+
+    Its line in the list of commands ends without a full stop.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -72,8 +76,11 @@ class HelpfulCommand(TyperCommand):
 
 
 class VisibleGroup(TyperGroup):
-    """The commands of the program. Argument errors are printed through `err`, because they quote
-    what was typed, e.g. a file name. `order` lists the names in the order of `--help`."""
+    """The commands of the program.
+
+    Argument errors are printed through `err`, because they quote what was typed, e.g. a file name.
+    `order` lists the names in the order of `--help`.
+    """
 
     order: Sequence[str] = ()
 
@@ -126,8 +133,11 @@ def _paragraphs(text: str) -> str:
 
 
 def _plain_flags(params: list[Any]) -> list[Any]:
-    """Return the parameters. Flags show no type, because `<bool>` would suggest that they take a
-    value; `--help`, whose text is Typer's, ends without a full stop like the others."""
+    """Return the parameters, with no type shown for flags.
+
+    `<bool>` would suggest that they take a value. `--help`, whose text is Typer's, ends without a
+    full stop like the others.
+    """
     for param in params:
         if getattr(param, "is_flag", False) and param.metavar is None:
             param.metavar = ""
@@ -182,8 +192,10 @@ def visible_logs() -> Iterator[None]:
 def print_traceback(
     kind: type[BaseException], error: BaseException, where: TracebackType | None
 ) -> None:
-    """Print an unexpected error as Python does. Use it as `sys.excepthook`; the message may quote a
-    row."""
+    """Print an unexpected error as Python does.
+
+    Use it as `sys.excepthook`; the message may quote a row.
+    """
     err.print("".join(traceback.format_exception(kind, error, where)), markup=False, end="")
 
 

@@ -85,8 +85,10 @@ def fingerprint(
 
 
 def shown_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts of a fingerprint as records and messages hold them: without credentials,
-    which the hash does include."""
+    """Return the parts of a fingerprint as records and messages hold them.
+
+    They are without credentials, which the hash does include.
+    """
     shown = {**parts, "engine": hide_argument(parts["engine"], "engine")}
     if "source.uri" in parts:
         uris = parts["source.uri"]
@@ -104,8 +106,10 @@ LOOKED_UP = (
 
 
 def answer_fields(job: BatchJob) -> dict[str, Any]:
-    """Return the parts of the fingerprint that come from the job's own fields, including engine
-    arguments that may be secret."""
+    """Return the parts of the fingerprint that come from the job's own fields.
+
+    They include engine arguments that may be secret.
+    """
     values = job.model_dump(mode="json", exclude={"output": {"schema_model"}})
     parts = {
         PART_NAMES.get(name, name): FIELD_READERS[name](job)

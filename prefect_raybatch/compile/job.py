@@ -248,8 +248,10 @@ def finish_spec(
 
 
 def free_names(job: BatchJob, columns: Sequence[str]) -> dict[str, str]:
-    """Return {`_row`: `_row_2`} (or `_row_3`, ...) if the result keeps an input column named
-    `_row`, and likewise for `response`. Only default names are changed."""
+    """Return {`_row`: `_row_2`} (or `_row_3`, ...) if the result keeps an input column `_row`.
+
+    Likewise for `response`. Only default names are changed.
+    """
     free: dict[str, str] = {}
     kept = _kept(job, columns)
     kept = columns if kept is None else kept
@@ -263,8 +265,10 @@ def free_names(job: BatchJob, columns: Sequence[str]) -> dict[str, str]:
 
 
 def _kept(job: BatchJob, columns: Sequence[str] | None) -> Sequence[str] | None:
-    """Return which input columns the result keeps: all except those with images, unless
-    output.columns names them; None for all."""
+    """Return which input columns the result keeps; None for all.
+
+    Columns with images are left out, unless output.columns names them.
+    """
     images = job.prompt.images.columns
     if job.output.columns is not None or columns is None or not images:
         return job.output.columns

@@ -12,8 +12,11 @@ from prefect_raybatch.spec.finish import FinishSpec
 
 
 def public_job(job: BatchJob, finish: FinishSpec | None = None) -> dict[str, Any]:
-    """Return the job as the run directory keeps it: without store options, environment and URL
-    signatures, which may be secrets. `finish` has the final names of the result's columns."""
+    """Return the job as the run directory keeps it: without possible secrets.
+
+    Store options, environment and URL signatures are left out. `finish` has the final names of the
+    result's columns.
+    """
     value = job.to_dict()
     if finish is not None:
         for field in GIVE_WAY:

@@ -22,8 +22,9 @@ from prefect_raybatch.storage import is_remote
 
 @dataclass(frozen=True)
 class Resolved:
-    """A job with the texts of its chat template and answer schema, its model as a plan pins it, and
-    its identity.
+    """A job with its texts read, its model as a plan pins it, and its identity.
+
+    The texts are those of its chat template and answer schema.
 
     `known` is the model, or None while only Hugging Face could tell its commit, which is no part of
     the fingerprint. `checked`: `model.check` has checked the model's files.
@@ -41,8 +42,10 @@ class Resolved:
         model: Mapping[str, Any] | None,
         retry: Mapping[str, Any] | None = None,
     ) -> Resolved:
-        """Return the job resolved with that model; `retry` as for `fingerprint`. Reads the chat
-        template's file."""
+        """Return the job resolved with that model; `retry` as for `fingerprint`.
+
+        Reads the chat template's file.
+        """
         if job.prompt.chat_template is not None:
             job = with_template_text(job, chat_template.template_text(job.prompt.chat_template))
         return cls(job, model, fingerprint(job, model, retry))
@@ -77,9 +80,11 @@ class Resolved:
 
 
 def resolve(job: BatchJob | Resolved, retry: Mapping[str, Any] | None = None) -> Resolved:
-    """Return the job resolved, without the network unless its model is there; a resolved one is
-    returned as it is. Raises `ConfigError` for a job that is not trusted, a missing model, and
-    functions that cannot be imported."""
+    """Return the job resolved; a resolved one is returned as it is.
+
+    Uses the network only if its model is there. Raises `ConfigError` for a job that is not trusted,
+    a missing model, and functions that cannot be imported.
+    """
     if isinstance(job, Resolved):
         return job.retrying(retry) if retry is not None else job
     check_trust(job)

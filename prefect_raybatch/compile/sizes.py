@@ -18,8 +18,10 @@ FIRST_AND_REST = 2  # tokens of an answer whose first one is asked for: few leav
 
 
 def size_spec(job: BatchJob) -> SizeSpec:
-    """Return what a job says about sizes. A context length of `auto` counts as the model's own
-    until `RunSpec.decide` settles it."""
+    """Return what a job says about sizes.
+
+    A context length of `auto` counts as the model's own until `RunSpec.decide` settles it.
+    """
     engine, replicas = job.engine, job.engine.replicas
     if isinstance(replicas, int):
         replicas = [replicas, replicas]
@@ -68,8 +70,10 @@ def answers_of(job: BatchJob) -> int:
 
 
 def _most_out(job: BatchJob) -> tuple[int | None, str]:
-    """Return the most tokens that a row's answers take, and the reason; None if nothing in the job
-    bounds them."""
+    """Return the most tokens that a row's answers take, and the reason.
+
+    None if nothing in the job limits them.
+    """
     if pools(job.engine.task):
         return 1, "the task draws no tokens"
     sampling, fields, answers = job.drawn, job.drawn.given(), answers_of(job)

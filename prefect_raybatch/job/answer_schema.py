@@ -32,8 +32,9 @@ where xgrammar passes over some of it. It can be asked in a fifth of a second, w
 
 
 def check_form(value: str | dict[str, Any]) -> str:
-    """Return JSON text, the path of a .json file or package.module:Class as it is, and a mapping as
-    JSON text; raise ValueError for anything else.
+    """Return the form of an answer as JSON text, the path of a .json file or package.module:Class.
+
+    A mapping becomes JSON text; raises ValueError for anything else.
 
     Text, because Prefect treats each mapping with a `$ref` in a flow's parameters as a block, and
     sorts the names of others.
@@ -53,8 +54,11 @@ def check_form(value: str | dict[str, Any]) -> str:
 
 
 def schema_text(value: str | Mapping[str, Any]) -> str:
-    """Return the schema as the text that a plan keeps. Raises `ConfigError` for a file or class
-    that cannot be loaded, and for a schema that is invalid or that no engine accepts."""
+    """Return the schema as the text that a plan keeps.
+
+    Raises `ConfigError` for a file or class that cannot be loaded, and for a schema that is invalid
+    or that no engine accepts.
+    """
     try:
         schema = _loaded(value)
         _check(schema)
@@ -157,8 +161,10 @@ def _check(schema: dict[str, Any]) -> None:
 
 
 def _check_grammar(schema: dict[str, Any]) -> None:
-    """Raise ValueError with what the grammar library, if installed, rejects in a schema: vLLM would
-    reject each row."""
+    """Raise ValueError with what the grammar library, if installed, rejects in a schema.
+
+    vLLM would reject each row.
+    """
     if said := guidance_says("json", json.dumps(closed(schema)), blanks=False):
         raise ValueError(
             f"vLLM cannot compile it to a grammar: {' '.join(said.split())[:400]}; remove that "
@@ -191,8 +197,9 @@ def schema_sampling_fields(sampling: Mapping[str, Any], schema: str | None) -> d
 
 
 def schema_engine_fields(given: Mapping[str, Any], schema: str | None) -> dict[str, Any]:
-    """Return vLLM's engine arguments `given`, completed for answers of that schema; what the job
-    sets stays.
+    """Return vLLM's engine arguments `given`, completed for answers of that schema.
+
+    Arguments that the job sets are unchanged.
 
     Blanks between the parts are forbidden, because models can continue with blanks until
     max_tokens. vLLM accepts this for an engine, and not for a request.

@@ -35,8 +35,11 @@ MIXED = ("patternProperties", "unevaluatedProperties", "dependencies", *COMPOSED
 
 @dataclass(frozen=True)
 class AnswerShape:
-    """One value of an answer. `names`: a struct's properties; `item`: the type in a list or map;
-    `why`: for JSON text, why it has no type."""
+    """Type of one value of an answer.
+
+    `names`: a struct's properties; `item`: the type in a list or map; `why`: for JSON text, why it
+    has no type.
+    """
 
     kind: AnswerKind
     nullable: bool = False
@@ -73,8 +76,10 @@ class AnswerShape:
 
 @lru_cache(maxsize=8)
 def columns_of(text: str) -> dict[str, AnswerShape]:
-    """Return the columns of the schema's root object, by name in order. Raises `ConfigError` for a
-    root that is no object with known properties."""
+    """Return the columns of the schema's root object, by name in order.
+
+    Raises `ConfigError` if the root is no object with known properties.
+    """
     schema = _Schema(json.loads(text))
     shape = _shape(schema, schema.root, ())
     if shape.kind != "struct" or shape.nullable:
@@ -88,8 +93,11 @@ def columns_of(text: str) -> dict[str, AnswerShape]:
 
 @dataclass
 class _Schema:
-    """A schema whose shapes are counted: each $ref creates its target's type anew, so a short
-    schema of references to references can have more columns than memory holds."""
+    """A schema whose shapes are counted.
+
+    Each $ref creates its target's type anew, so a short schema of references to references can have
+    more columns than memory holds.
+    """
 
     root: dict[str, Any]
     shapes: int = 0
@@ -131,8 +139,10 @@ def _shape(schema: _Schema, part: Any, path: tuple[str, ...]) -> AnswerShape:
 
 
 def _only_member(part: dict[str, Any]) -> tuple[Any, bool] | None:
-    """Return the only member of a union besides null, and whether null was there; None for any
-    other union, and without one."""
+    """Return the only member of a union besides null, and whether the union has null.
+
+    None for a union of several members, and for none.
+    """
     composed = [word for word in COMPOSED if word in part]
     if len(composed) == 1 and composed[0] in ("anyOf", "oneOf", "allOf"):
         members = part[composed[0]]

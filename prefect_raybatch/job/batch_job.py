@@ -90,9 +90,11 @@ class BatchJob(Group):
 
     @property
     def drawn(self) -> Sampling:
-        """How the answers are drawn, as far as sizes follow from it: a task that pools takes one
-        step, and no room beside the prompt; answers of a schema have a form, wherever a job names
-        that. A schema's file or class is not looked at."""
+        """Sampling as far as sizes depend on it.
+
+        A task that pools takes one step and reserves no tokens for the answer; answers of a schema
+        have a form, wherever the job names the schema. Its file or class is not read.
+        """
         if tasks.pools(self.engine.task):
             return Sampling(max_tokens=1)
         if self.output.schema_model is None:
@@ -238,12 +240,12 @@ class BatchJob(Group):
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any], where: str = "job") -> BatchJob:
-        """Validates; raises `ConfigError` with each wrong field, its value and the remedy."""
+        """Return the validated job; raise `ConfigError` with each wrong field and its remedy."""
         return cls._validated(value, where)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> BatchJob:
-        """Reads a job file; raises `ConfigError` when it is missing, not YAML or not a job."""
+        """Return the job of a file; raise `ConfigError` if it is missing, not YAML or not a job."""
         found = read_job_file(path)
         return cls._validated(found.value, str(path), found.words)
 

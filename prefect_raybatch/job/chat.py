@@ -1,5 +1,4 @@
-"""Checks of a job's chat settings that need only the job: tools, arguments of the chat template,
-names of parsers."""
+"""Checks of chat settings that need only the job: tools, template arguments, parser names."""
 
 from __future__ import annotations
 
@@ -22,14 +21,18 @@ FIELDS_FIRST = ("type", "function", "name", "description", "parameters", "proper
 
 
 def is_template_text(value: str) -> bool:
-    """Return whether a chat template is the text itself: one without any mark of Jinja says
-    nothing, so it is a file's name."""
+    """Return whether a chat template is given as text.
+
+    A value without any mark of Jinja is a file's name.
+    """
     return any(mark in value for mark in ("{{", "{%", "{#"))
 
 
 def check_template_arguments(value: dict[str, Any]) -> dict[str, Any]:
-    """Return `prompt.chat_template_kwargs` in a fixed order; raise ValueError for values that are
-    no JSON or not allowed."""
+    """Return `prompt.chat_template_kwargs` in a fixed order.
+
+    Raises ValueError for values that are no JSON or not allowed.
+    """
     for name in value:
         if name in TAKEN:
             raise ValueError(f"{name!r} is set by the run itself; remove it")
@@ -82,9 +85,11 @@ def _json(value: Any) -> Any:
 
 
 def _ordered(value: Any) -> Any:
-    """Return values in a fixed order of names, because templates write tools in their given order:
-    records and Prefect's database keep no order, and the prompts of a retry must equal those of its
-    run."""
+    """Return values in a fixed order of names.
+
+    Templates write tools in the order that they are given. Records and Prefect's database keep no
+    order, and the prompts of a retry must equal those of its run.
+    """
     if isinstance(value, list):
         return [_ordered(inner) for inner in value]
     if not isinstance(value, Mapping):

@@ -134,8 +134,7 @@ def refuse_unknown(
     where: str = "",
     between: str = "\n",
 ) -> None:
-    """Raise ValueError that names, one per line, the fields that neither we nor the installed vLLM
-    know."""
+    """Raise ValueError that lists the fields that neither we nor the installed vLLM know."""
     unknown = [name for name in given if known is not None and name not in known | ours]
     if known is not None and unknown:
         names = known | ours
@@ -147,8 +146,10 @@ def refuse_unknown(
 def unknown_too(
     kind: type[BaseModel], value: object, known: Callable[[], frozenset[str] | None]
 ) -> Iterator[None]:
-    """Report unknown fields of a group together with other errors in it; otherwise they would be
-    the next error, once the others are fixed."""
+    """Report unknown fields of a group together with other errors in it.
+
+    Otherwise they would be the next error, once the others are fixed.
+    """
     try:
         yield
     except ValidationError as error:
@@ -174,8 +175,10 @@ def nearest(name: str, known: set[str] | frozenset[str]) -> str:
 
 
 def check_count(value: object, most: int, auto: bool = True) -> Any:
-    """Return a whole number from 1 to `most`, or auto; raise ValueError otherwise. A form sends
-    text."""
+    """Return a whole number from 1 to `most`, or auto; raise ValueError otherwise.
+
+    Text of digits counts too, because a form sends text.
+    """
     if auto and value == "auto":
         return value
     if isinstance(value, str) and value.isdecimal():
@@ -194,8 +197,7 @@ def check_count(value: object, most: int, auto: bool = True) -> Any:
 
 
 def not_finite(value: object) -> str | None:
-    """Return the place of a NaN or an infinity in a plain value, such as `.bias.3`; None if there
-    is none."""
+    """Return the place of a NaN or an infinity in a plain value, such as `.bias.3`, or None."""
     if isinstance(value, float):
         return None if math.isfinite(value) else ""
     if isinstance(value, Mapping):
@@ -210,8 +212,10 @@ def not_finite(value: object) -> str | None:
 
 
 def check_run_key(key: str) -> str:
-    """Return a run key, which is one path segment; raise `ConfigError` for anything that could
-    leave the root."""
+    """Return a run key, which is one path segment.
+
+    Raises `ConfigError` for anything that could leave the folder of the runs.
+    """
     if not NAME.match(key) or ".." in key:
         raise ConfigError(
             f"run key {key!r} is not valid; use up to 128 letters, digits, '.', '_' and '-', "

@@ -112,8 +112,7 @@ class Cluster(Group):
 
     @property
     def access(self) -> ClusterAccess:
-        """Return how to reach the cluster. Raises `ConfigError` for a block that nobody has
-        loaded."""
+        """How to reach the cluster. Raises `ConfigError` if its block is not loaded."""
         if self._access is not None:
             return self._access
         if self.block is not None:
@@ -128,16 +127,14 @@ class Cluster(Group):
         return self._access
 
     def with_access(self, access: ClusterAccess) -> Cluster:
-        """Return a copy that reaches its cluster through `access`, as loaded from its RayCluster
-        block."""
+        """Return a copy that reaches its cluster through `access`, as loaded from its block."""
         made = self.model_copy()
         made._access = access
         return made
 
     @property
     def elsewhere(self) -> bool:
-        """Return whether the job names a running cluster to join, or one to create on
-        Kubernetes."""
+        """Whether the job names a running cluster, or one to create on Kubernetes."""
         address = self.address not in (None, LOCAL)
         return bool(address or self.block or self.kubernetes.asked)
 

@@ -10,10 +10,12 @@ from prefect_raybatch.job.kubernetes import Kubernetes
 
 @dataclass(frozen=True)
 class ClusterAccess:
-    """The address or the job server of a cluster, both None for a local one. `token` is Ray's, by
-    default that of the environment; `headers` are sent with each request to the job server,
-    including the token. `block` is the block that says so, None if the job does. Secrets are in no
-    repr."""
+    """The address or the job server of a cluster, both None for a local one.
+
+    `token` is Ray's, by default that of the environment; `headers` are sent with each request to
+    the job server, including the token. `block` is the block that these come from, None for the
+    job. No secret is in the repr.
+    """
 
     address: str | None = None
     job_server: str | None = None

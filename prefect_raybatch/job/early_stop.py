@@ -1,5 +1,4 @@
-"""When answers out of several labels (`sampling.choice`) are certain before they are complete, and
-after how many tokens.
+"""When an answer out of several labels (`sampling.choice`) is certain before it is complete.
 
 The grammar of a choice accepts a token only if its bytes continue one of the labels, so each token
 of an answer is the end or at least one byte of a label. After
@@ -32,8 +31,7 @@ PENALTIES = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty"
 
 
 def may_stop_early(arguments: Mapping[str, Any]) -> bool:
-    """Return whether only xgrammar decides which tokens may come in an engine with these
-    arguments."""
+    """Return whether only xgrammar decides which tokens an engine with these arguments allows."""
     forms = arguments.get("structured_outputs_config") or {}
     backend = forms.get("backend") if isinstance(forms, Mapping) else str(forms)
     backend = arguments.get("guided_decoding_backend") or backend or "auto"
@@ -41,8 +39,7 @@ def may_stop_early(arguments: Mapping[str, Any]) -> bool:
 
 
 def labels_cut_short(fields: Mapping[str, Any]) -> Sequence[str] | None:
-    """Return the labels of a request with these sampling fields whose answer may be cut short; None
-    if it is asked unchanged."""
+    """Return the labels of a request whose answer may be cut short; None for any other."""
     given = {name: value for name, value in fields.items() if value is not None}
     labels = _labels(given)
     if labels is None or not given.keys() <= ALLOWED_BESIDE:
@@ -53,8 +50,7 @@ def labels_cut_short(fields: Mapping[str, Any]) -> Sequence[str] | None:
 
 
 def may_ask_rest(fields: Mapping[str, Any]) -> bool:
-    """Return whether a second request can continue an answer cut short with these sampling
-    fields."""
+    """Return whether a second request can continue an answer that was cut short."""
     given = {name: value for name, value in fields.items() if value is not None}
     if given.get("n", 1) != 1 or "seed" in given:
         return False
@@ -74,8 +70,10 @@ def _shared(one: bytes, other: bytes) -> int:
 
 
 def choice_of(given: Mapping[str, Any]) -> Sequence[Any] | None:
-    """Return the allowed answers of a request, from `choice` or `structured_outputs.choice`; None
-    if it has no such list."""
+    """Return the allowed answers of a request, or None if it has no list of them.
+
+    They are in `choice` or `structured_outputs.choice`.
+    """
     form = given.get("structured_outputs")
     in_form = form.get("choice") if isinstance(form, Mapping) else None
     return given.get("choice") or in_form

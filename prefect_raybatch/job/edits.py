@@ -32,8 +32,10 @@ def with_access(job: BatchJob, access: ClusterAccess) -> BatchJob:
 def with_store_options(
     job: BatchJob, source: Mapping[str, Any], output: Mapping[str, Any]
 ) -> BatchJob:
-    """Return the job with store options of its input and its output added to those that it names
-    itself, which come first."""
+    """Return the job with store options added to its input and output.
+
+    Options that the job itself sets have precedence.
+    """
     read, written = job.source, job.output
     return job.model_copy(
         update={

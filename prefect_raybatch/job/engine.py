@@ -280,8 +280,10 @@ class Engine(Group):
 
     @property
     def context(self) -> int | None:
-        """Return `max_model_len` in tokens; None for the model's own. An `auto` is settled later
-        (`RunSpec.decide`)."""
+        """`max_model_len` in tokens; None for the model's own.
+
+        `RunSpec.decide` settles `auto` later.
+        """
         return None if self.max_model_len == "auto" else self.max_model_len
 
     @property

@@ -37,8 +37,10 @@ class _Unknown(Exception):
 
 
 def wrong_values(given: Mapping[str, Any]) -> str | None:
-    """Return what vLLM would reject in `given` ({engine argument: value}), one per line; None if
-    nothing, or if vLLM is not installed. null is the default and always valid."""
+    """Return what vLLM would reject in `given` ({engine argument: value}), one per line.
+
+    None if nothing, or if vLLM is not installed. null is the default and always valid.
+    """
     fields = {
         name: (kind | None, None) for name, kind in types_of_arguments(tuple(sorted(given))).items()
     }
@@ -73,8 +75,10 @@ def types_of_arguments(names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _default_of(value: ast.expr | None) -> ast.expr | None:
-    """Return the default of the class field behind an argument: `Class.name`, or `get_field(Class,
-    "name")`."""
+    """Return the default of the class field behind an argument.
+
+    The argument's default is written `Class.name` or `get_field(Class, "name")`.
+    """
     match value:
         case ast.Attribute(value=ast.Name(id=owner), attr=name):
             pass
@@ -148,8 +152,10 @@ def _decorators(node: ast.ClassDef | ast.FunctionDef) -> dict[str, ast.expr]:
 
 
 def _class(node: ast.ClassDef) -> type[BaseModel]:
-    """Return a configuration class: only its fields. A field that its own code converts first is
-    not checked."""
+    """Return a configuration class with its fields only.
+
+    A field that its own code converts first is not checked.
+    """
     made_fit = set(_made_fit(node))
     fields: dict[str, Any] = {}
     for item in vllm_fields.annotated(node.body):

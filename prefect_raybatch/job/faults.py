@@ -29,8 +29,10 @@ def unknown_words(place: FieldPlace) -> None:
 def explain(
     error: ValidationError, model: type[BaseModel], where: str, words: Words = unknown_words
 ) -> str:
-    """Return a pydantic error as actionable lines: field, what is wrong, value; `words` returns how
-    a value was written in the job's file."""
+    """Return a pydantic error as lines that name the field, what is wrong, and the value.
+
+    `words` returns how a value was written in the job's file.
+    """
     items = [(item, *_place(model, item["loc"])) for item in error.errors(include_url=False)]
     told: dict[FieldPlace, list[str]] = {}
     for item, place, kind, branch in items:
@@ -47,8 +49,10 @@ def explain(
 
 
 def _joined(messages: list[str]) -> Iterator[str]:
-    """Yield the messages about one place, with those of a union joined; multi-line ones stay
-    separate."""
+    """Yield the messages about one place, with those of a union joined.
+
+    Messages of several lines stay separate.
+    """
     value = messages[-1][messages[-1].find(" (value: ") :] if " (value: " in messages[-1] else ""
     plain = [message.removesuffix(value) for message in messages]
     yield from (" or ".join(dict.fromkeys(plain)) + value).splitlines()
@@ -113,9 +117,12 @@ def _no_text(given: object, written: str | None, hidden: bool) -> str:
 
 
 def _place(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[FieldPlace, Any, bool]:
-    """Return (names, kind, branch): the place of an error as a user writes it, without pydantic's
-    names of union branches; what is expected there, for an unknown field its group; and whether the
-    place ends with such a branch."""
+    """Return (names, kind, branch) of the place of an error.
+
+    `names`: the place as a user writes it, without pydantic's names of union branches; `kind`: what
+    is expected there, for an unknown field its group; `branch`: whether the place ends with a union
+    branch.
+    """
     kind: Any = model
     names: list[int | str] = []
     branch = False

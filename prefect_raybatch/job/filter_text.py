@@ -81,8 +81,10 @@ _OPPOSITE = {"=": "!=", "!=": "=", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
 
 
 def parse_filter(text: str) -> Condition:
-    """Return the conditions of a filter. Raises ValueError with the position and what is
-    expected."""
+    """Return the conditions of a filter.
+
+    Raises ValueError with the position and what is expected.
+    """
     if not text.strip():
         raise ValueError("is empty; write a condition such as amount > 10, or remove it")
     if len(text) > LONGEST:

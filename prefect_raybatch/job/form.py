@@ -8,8 +8,10 @@ from pydantic import Field
 
 
 def field(position: int, default: Any = ..., *, title: str, text: str, **kwargs: Any) -> Any:
-    """Return a described field; `position` sets the order in the Prefect form, which is otherwise
-    alphabetical."""
+    """Return a described field.
+
+    `position` sets the order in the Prefect form, which is otherwise alphabetical.
+    """
     return Field(
         default,
         title=title,
@@ -26,10 +28,12 @@ TABS = {
 
 
 def show_plainly(field: dict[str, Any]) -> None:
-    """Turn an optional field into a plain one without a default, for which Prefect's server accepts
-    null as well, and int | float into a number. Prefect's form shows a union as tabs named after
-    Python's types, and users must find the right tab first; remaining unions get tabs with readable
-    names."""
+    """Simplify unions in a field's schema, for Prefect's form.
+
+    The form shows a union as tabs named after Python's types, and users must find the right tab
+    first. An optional field becomes a plain one without a default, for which Prefect's server
+    accepts null as well, and int | float a number. Other unions get tabs with readable names.
+    """
     if "ge" in field:  # pydantic leaves the bound of a union as it is
         field["minimum"] = field.pop("ge")
     kinds = [kind for kind in field.get("anyOf", ()) if kind.get("type") != "null"]

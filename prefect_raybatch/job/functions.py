@@ -1,5 +1,4 @@
-"""Loads the functions that a job names, only from importable modules that the operator
-installed."""
+"""Loads the functions that a job names, only from modules that the operator installed."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ UNLISTED = ("__main__", "__mp_main__", "_distutils_hack", "builtins", "test")
 
 
 def check_module(module: str, field: str) -> None:
-    """Raise `ConfigError` unless the policy in force lets a user function come from `module`.
-    Imports nothing."""
+    """Raise `ConfigError` unless the policy allows functions of `module`. Imports nothing."""
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names or top in UNLISTED:
         raise ConfigError(
@@ -39,8 +37,10 @@ def check_module(module: str, field: str) -> None:
 
 
 def check_defined_in(value: object, module: str, attribute: str, field: str) -> None:
-    """Raise `ConfigError` unless a function or class is defined in the module that names it: a name
-    that a module only imports may stand for anything, such as `subprocess.check_call`."""
+    """Raise `ConfigError` unless a function or class is defined in the module that names it.
+
+    A name that a module only imports may be anything, such as `subprocess.check_call`.
+    """
     while isinstance(value, (functools.partial, functools.partialmethod)):
         value = value.func
     home = getattr(value, "__module__", None)
@@ -59,8 +59,10 @@ def check_defined_in(value: object, module: str, attribute: str, field: str) -> 
 
 
 def load_function(name: str, field: str) -> Callable[..., Any]:
-    """Return the callable `package.module:function`; raise `ConfigError` that names `field` if it
-    cannot be loaded."""
+    """Return the callable `package.module:function`.
+
+    Raises `ConfigError` that names `field` if it cannot be loaded.
+    """
     module_name, _, attribute = name.partition(":")
     check_module(module_name, field)
     try:
@@ -94,8 +96,9 @@ def import_failure(module: str, error: BaseException) -> str:
 
 
 def source_digest(name: str, field: str) -> str:
-    """Return the SHA-256 of the source file of the function's module, so that a changed helper in
-    it counts too.
+    """Return the SHA-256 of the source file of the function's module.
+
+    It changes with a helper in the same file too.
 
     Falls back to the function's own source, then to its name (a builtin has none).
     """

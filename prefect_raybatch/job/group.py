@@ -1,5 +1,4 @@
-"""The common base of a job's groups of fields: unknown fields are rejected, credentials are
-masked."""
+"""The base class of a job's groups of fields. It rejects unknown fields and masks credentials."""
 
 from __future__ import annotations
 
@@ -70,8 +69,10 @@ class Group(BaseModel):
     def _hidden(
         self, handler: SerializerFunctionWrapHandler, info: SerializationInfo
     ) -> dict[str, Any]:
-        """Serialize to JSON with credentials masked, unless the context asks for them (`to_dict`
-        does)."""
+        """Serialize to JSON with credentials masked, unless the context asks for them.
+
+        `to_dict` asks for them.
+        """
         value: dict[str, Any] = handler(self)
         if info.mode != "json" or (info.context or {}).get("clear"):
             return value

@@ -17,8 +17,10 @@ MAX_VALUES = 100_000  # in a job file; a few aliases of aliases can stand for bi
 
 
 def read_job_file(path: str | Path) -> YamlText:
-    """Return the content of a job file; raise `ConfigError` if it is missing, not YAML, no mapping,
-    or repeats a key."""
+    """Return the content of a job file.
+
+    Raises `ConfigError` if it is missing, not YAML, no mapping, or repeats a key.
+    """
     from prefect_raybatch.job.yaml_text import read_yaml
 
     try:

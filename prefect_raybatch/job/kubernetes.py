@@ -1,5 +1,4 @@
-"""The Ray cluster that a run creates for itself on Kubernetes: `cluster.kubernetes` of a job
-file."""
+"""The Ray cluster that a run creates on Kubernetes: `cluster.kubernetes` of a job file."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ SHAPE = (
 
 
 def quantity(text: object) -> Decimal:
-    """Return the value of a quantity such as 500m, 8 or 32Gi. Raises `ValueError` for anything
-    else."""
+    """Return the value of a quantity such as 500m, 8 or 32Gi; raise ValueError otherwise."""
     match = None if isinstance(text, bool) else QUANTITY.fullmatch(str(text))
     if match is None:
         raise ValueError(
@@ -54,8 +52,7 @@ def quantity(text: object) -> Decimal:
 
 @dataclass(frozen=True)
 class PodShape:
-    """What the pods of a cluster are made with, where fields and no manifest say it: each field, or
-    what it gives where it is left out."""
+    """Settings of a cluster's pods without a manifest: each field, or its default."""
 
     workers: int
     gpus: int
@@ -328,8 +325,10 @@ class Kubernetes(Group):
 
 
 def check_manifest(value: Mapping[str, Any]) -> None:
-    """Raise `ValueError` that names the field of a RayCluster that a run cannot use, or that
-    contains a credential in clear text."""
+    """Raise ValueError that names the field of a RayCluster that a run cannot use.
+
+    A credential in clear text is such a field.
+    """
     kind = (value.get("apiVersion"), value.get("kind"))
     if kind != ("ray.io/v1", "RayCluster"):
         raise ValueError(

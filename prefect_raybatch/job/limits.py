@@ -167,8 +167,7 @@ class Limits(Group):
         return f"{' and '.join(fields)} ({words}) allow{'s' if len(fields) == 1 else ''}"
 
     def reported(self, rows: int) -> int:
-        """Return the number of failed rows, of `rows` planned, above which the quarantine is
-        reported."""
+        """Return the number of failed rows, of `rows`, above which the quarantine is reported."""
         return (
             self.allowed(rows) // 2 if self.warn_failed is None else _share(self.warn_failed, rows)
         )

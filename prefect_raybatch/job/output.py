@@ -237,8 +237,7 @@ class Output(Group):
 
     @property
     def parsed_columns(self) -> dict[str, str]:
-        """Return the columns that parsers fill in addition to the answer's, by the field that names
-        them."""
+        """The columns that parsers fill besides the answer's, by the field that names them."""
         fields = {}
         if self.reasoning_parser:
             fields["output.reasoning_column"] = self.reasoning_column
@@ -283,8 +282,11 @@ class Output(Group):
 
     @property
     def answer_form(self) -> str | None:
-        """Return the JSON Schema of each answer, as text. A file or class is read at each call,
-        unless the job holds its text already (`with_answer_schema`)."""
+        """The JSON Schema of each answer, as text.
+
+        A file or class is read at each call, unless the job holds its text already
+        (`with_answer_schema`).
+        """
         value = self.schema_model
         if isinstance(value, str) and value.lstrip().startswith("{"):
             return value

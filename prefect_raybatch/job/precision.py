@@ -1,5 +1,4 @@
-"""Quantization that is used only if a sample of the rows shows it to be harmless: what a job tries,
-and the job once that is decided."""
+"""Quantization that is used only if a sample of the rows shows it to be harmless."""
 
 from __future__ import annotations
 
@@ -17,8 +16,10 @@ PRECISION_FIELDS = ("quantization", "kv_cache_dtype")  # of vLLM's engine: weigh
 
 
 def precision_tries(engine: Engine) -> list[dict[str, str]]:
-    """Return the settings to try one after the other until one passes: all that the job asks for
-    together, then each alone. [] if nothing is to be tried."""
+    """Return the settings to try one after the other until one passes.
+
+    These are all that the job asks for together, then each alone; [] if there is nothing to try.
+    """
     extra = engine.model_extra or {}
     asked = [name for name in PRECISION_FIELDS if extra.get(name) == TRY_FP8]
     if not asked:

@@ -203,8 +203,10 @@ class Prompt(Group):
 
     @property
     def columns(self) -> dict[str, str]:
-        """Return the input columns that are named, with the field that names them; what a function
-        reads is unknown."""
+        """The input columns that the prompt names, each with the field that names it.
+
+        The columns that a function reads are unknown.
+        """
         named = dict.fromkeys(template_fields(self.template or ""), "prompt.template")
         for name in template_fields(self.second or ""):
             named.setdefault(name, "prompt.second")

@@ -147,8 +147,10 @@ class PublishTarget(Group):
         return whole.replace("{run_key}", run_key)
 
     def filled(self, run_key: str) -> PublishTarget:
-        """Return it with run key and environment variables filled in. Raises `ConfigError` for an
-        unset one."""
+        """Return the target with run key and environment variables filled in.
+
+        Raises `ConfigError` for an unset variable.
+        """
         changed = {
             name: fill_variables(getattr(self, name), f"output.publish: {self.label}: {name}")
             for name in ("uri", "catalog", "options")

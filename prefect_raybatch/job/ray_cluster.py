@@ -1,5 +1,4 @@
-"""The pods of `cluster.kubernetes`, as far as engines depend on them: their resources, and whether
-the job's engines could ever fit."""
+"""The pods of `cluster.kubernetes`: their resources, and whether the job's engines can fit."""
 
 from __future__ import annotations
 
@@ -36,8 +35,10 @@ def check_made_cluster(job: BatchJob) -> None:
 
 
 def check_shape(made: Kubernetes, engine: Engine) -> None:
-    """Raise `ConfigError` if the cluster could never hold the job's engines, or if its manifest is
-    unusable. Contacts nobody."""
+    """Raise `ConfigError` if the cluster can never hold the job's engines.
+
+    A manifest that is unusable is refused too. Contacts no server.
+    """
     groups = worker_groups(made)
     if engine.device == "cpu":
         return
@@ -115,8 +116,11 @@ def _pods(name: str, pods: int, group: Mapping[str, Any]) -> PodGroup:
 
 
 def _of_pod(group: Mapping[str, Any], resource: str) -> float:
-    """Return a resource as KubeRay reads it: of the first container, which is Ray's; its limits,
-    and requests if a CPU has no limit."""
+    """Return a resource as KubeRay reads it.
+
+    KubeRay reads the first container, which is Ray's: its limits, or its requests if a CPU has no
+    limit.
+    """
     resources = group["template"]["spec"]["containers"][0].get("resources") or {}
     named = resources.get("limits") or {}
     if resource not in named and resource == "cpu":

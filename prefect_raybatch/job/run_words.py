@@ -37,8 +37,11 @@ def check_run_words(text: str) -> str:
 
 
 def run_words(job: BatchJob) -> set[str]:
-    """Return which placeholders a job uses; of its targets only the date, because {run_key} is
-    filled in there when a run is published: a retry's child has its own."""
+    """Return which placeholders a job uses.
+
+    Of its targets only the date counts: {run_key} is filled in there when a run is published,
+    because a retry has a key of its own.
+    """
     return _place_words(job) | ({"run_date"} if targets_are_dated(job) else set())
 
 
@@ -59,8 +62,10 @@ def targets_are_dated(job: BatchJob) -> bool:
 
 
 def date_of_key(run_key: str) -> date | None:
-    """Return the date in a default run key, which is that of the scheduled start in UTC; else
-    None."""
+    """Return the date in a default run key, or None.
+
+    It is the date of the scheduled start in UTC.
+    """
     start = start_of_key(run_key)
     return start.date() if start else None
 
@@ -92,8 +97,11 @@ def of_today(job: BatchJob) -> BatchJob:
 
 
 def with_run_words(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
-    """Return the job with {run_date} and {run_key} filled in. Without `run_date`, use the date in
-    the run key; raise `ConfigError` if there is none. A job without placeholders is unchanged."""
+    """Return the job with {run_date} and {run_key} filled in.
+
+    Without `run_date`, use the date in the run key; raise `ConfigError` if there is none. A job
+    without placeholders is unchanged.
+    """
     return with_dated_targets(with_places(job, run_key, run_date), run_key, run_date)
 
 
@@ -132,8 +140,10 @@ def with_dated_targets(job: BatchJob, run_key: str, run_date: date | None = None
 
 
 def with_dated_publish(changes: Mapping[str, Any], run_date: date) -> dict[str, Any]:
-    """Return changes of fields with {run_date} filled in for the targets in `output.publish`, as by
-    `with_dated_targets`. Targets of a wrong form are unchanged, for the job's checks to refuse."""
+    """Return changes of fields with {run_date} filled in for the targets in `output.publish`.
+
+    Targets of a wrong form are unchanged, for the job's checks to refuse.
+    """
     filled = dict(changes)
     targets = changes.get("output.publish")
     if isinstance(targets, list):
@@ -167,9 +177,11 @@ def filled_uri(uri: str, run_key: str, run_date: date) -> str:
 
 
 def dated_parts(uri: str) -> tuple[str, list[re.Pattern[str]]]:
-    """Return the folder that contains all dated folders of a URI with {run_date} or {run_key}, and
-    a pattern for the name of each folder from there down to one of them; no pattern for a URI
-    without placeholders."""
+    """Return the folder that contains all dated folders of a URI, and a pattern for each level.
+
+    There is a pattern for the name of each folder from there down to a dated one; none for a URI
+    without placeholders.
+    """
     first = _WORD.search(uri)
     if first is None:
         return uri, []

@@ -77,8 +77,11 @@ RANGES: dict[str, RangeCheck] = {
 
 
 def wrong(sampling: Mapping[str, Any], job: Mapping[str, Any] = MappingProxyType({})) -> str | None:
-    """Return what vLLM would reject in `sampling` ({field: value}), or None. None as a value is
-    vLLM's default and always valid. `job`: the valid fields that a row's `sampling` complements."""
+    """Return what vLLM would reject in `sampling` ({field: value}), or None.
+
+    None as a value is vLLM's default and always valid. `job`: the valid fields that a row's
+    `sampling` complements.
+    """
     given = {name: value for name, value in sampling.items() if value is not None}
     for name, (fits, what) in RANGES.items():
         if name in given and not fits(given[name]):

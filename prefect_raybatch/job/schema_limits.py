@@ -1,5 +1,4 @@
-"""Limits of a JSON Schema for answers: rejects what would hang a plan, or what no engine enforces
-exactly.
+"""Limits of a JSON Schema for answers: no schema that hangs a plan or that no engine enforces.
 
 A schema is untrusted text. Grammars are built from it and answers are validated with it, so its
 size, its nesting and its counts are limited before any library sees it.
@@ -140,8 +139,10 @@ def _values_in(value: Any) -> Iterator[Any]:
 
 
 def _check_references(schema: Any) -> None:
-    """Raise ValueError if references lead back to a schema without going into a part of the value:
-    validating any answer with it would never end."""
+    """Raise ValueError if references lead back to a schema without going into a part of the value.
+
+    Validating any answer with such a schema would never end.
+    """
     done: set[int] = set()
     for place, part in parts_of(schema):
         path: set[int] = set()

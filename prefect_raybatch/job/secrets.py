@@ -1,5 +1,6 @@
-"""Masks credentials in a job wherever it is turned into text for others: Prefect keeps a flow's
-parameters, and shows them to everybody who can see its page.
+"""Masks credentials wherever a job is turned into text for others.
+
+Prefect keeps a flow's parameters, and shows them to everybody who can see its page.
 
 A value is secret unless its name is known to be of something else, because nobody can list all
 names of credentials.
@@ -94,8 +95,10 @@ def hide_options(value: object, name: str = "") -> Any:
 
 
 def hide_catalog(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return properties of a catalog with everything masked that neither `CATALOG` nor `OPTIONS`
-    names; names of environment variables are shown, because their values are not in the job."""
+    """Return properties of a catalog with all masked except those in `CATALOG` and `OPTIONS`.
+
+    Names of environment variables are shown, because their values are not in the job.
+    """
     return {name: _shown_property(str(name), inner) for name, inner in value.items()}
 
 
@@ -121,8 +124,10 @@ CATALOG_PLACE = ("type", "name", "uri", "warehouse", "prefix")
 
 
 def catalog_place(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the properties of a catalog that identify it, none of them a credential. Anything left
-    out is `...`, so that the job of a plan can be read."""
+    """Return the properties of a catalog that identify it, none of them a credential.
+
+    Anything left out is `...`, so that the job of a plan can be read.
+    """
     return {
         name: hide_users(item).replace(MASK, "...") if isinstance(item, str) else item
         for name, item in counted_catalog(value).items()
@@ -130,8 +135,10 @@ def catalog_place(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def counted_catalog(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same as the fingerprint counts it: including what looks like a token in a URL's
-    path, because it may be the name of a warehouse."""
+    """Return the properties of a catalog that identify it, as the fingerprint counts them.
+
+    A part of a URL's path that resembles a token counts, because it may be the name of a warehouse.
+    """
     place = {name: _without_users(value[name]) for name in CATALOG_PLACE if name in value}
     return place or {"name": "default"}
 
@@ -142,8 +149,10 @@ def hide_env(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hide_argument(value: object, name: str) -> Any:
-    """Return an engine argument with texts masked if its name, or that of the enclosing mapping,
-    says that they are credentials; of URLs in other texts, only the host is shown."""
+    """Return an engine argument with texts masked that are credentials by their name.
+
+    The name of the enclosing mapping counts too. Of URLs in other texts, only the host is shown.
+    """
     if isinstance(value, Mapping):
         above = name if ARGUMENT.search(name) or name in FREE_ARGUMENTS else None
         return {key: hide_argument(inner, above or str(key)) for key, inner in value.items()}
@@ -155,8 +164,10 @@ def hide_argument(value: object, name: str) -> Any:
 
 
 def hide_path(value: object) -> Any:
-    """Return a text with each http(s) URL masked except for its host, because many services put a
-    credential into the path. Anything else as in `hide_users`."""
+    """Return a text with each http(s) URL masked except for its host.
+
+    Many services put a credential into the path. Anything else as in `hide_users`.
+    """
     if not isinstance(value, str):
         return value
 
@@ -168,8 +179,10 @@ def hide_path(value: object) -> Any:
 
 
 def hide_users(value: object) -> Any:
-    """Return a text without user, password, signature and tokens in its URLs; anything else
-    unchanged."""
+    """Return a text without user, password, signature and tokens in its URLs.
+
+    Values that are no text are unchanged.
+    """
     return hide_tokens(_without_users(value)) if isinstance(value, str) else value
 
 
@@ -191,8 +204,7 @@ def hide_tokens(text: str, mask: str = MASK) -> str:
 
 
 def _is_token(segment: str, before: str) -> bool:
-    """Return whether a part of a path may be a credential, by its form or by the part `before`
-    it."""
+    """Return whether a part of a path may be a credential, by its form or the part `before` it."""
     if not segment or _named(segment) or set(segment) <= set("*.") or _DIGEST.fullmatch(segment):
         return False
     for part in segment.split(";"):
@@ -208,13 +220,17 @@ def _is_token(segment: str, before: str) -> bool:
 
 def recorded(url: str) -> str:
     """Return a URL as records and messages name it: `unsigned`, with `...` for tokens in its path.
-    It is still a URL, so that the job of a plan can be read."""
+
+    It is still a URL, so that the job of a plan can be read.
+    """
     return hide_tokens(unsigned(url), "...")
 
 
 def unsigned(url: str) -> str:
-    """Return a URL as the fingerprint counts it: without its signature, which expires and is
-    secret."""
+    """Return a URL as the fingerprint counts it: without its signature.
+
+    Signatures expire, and are secret.
+    """
     parts = urlsplit(url)
     query = parse_qsl(parts.query, keep_blank_values=True)
     kept = [(name, value) for name, value in query if not SIGNATURE.fullmatch(name)]
@@ -266,14 +282,15 @@ def masked(shown: object, where: str) -> Iterator[str]:
 
 
 def _is_open(value: object) -> bool:
-    """Return whether the value cannot be a credential, whatever its name: nothing, true or
-    false."""
+    """Return whether the value cannot be a credential, whatever its name: empty, true or false."""
     return value is None or isinstance(value, bool) or value == ""
 
 
 def _named(name: str) -> bool:
-    """Return whether the operator declares that the name is of no secret; a * does not cover words
-    for secrets."""
+    """Return whether the operator declares the name as of no secret.
+
+    A * does not match names with a word for a secret.
+    """
     given = [one.strip() for one in os.environ.get(SAFE_NAMES, "").split(",")]
     wild = not SECRET_WORD.search(name) and any(fnmatchcase(name, one) for one in given)
     return name in given or wild

@@ -299,8 +299,10 @@ class Source(Group):
 
     @property
     def table_format(self) -> str | None:
-        """Return the table format given by format or by the URI's scheme. A folder with format auto
-        may be a table as well, which only a look into it shows."""
+        """The table format given by format or by the URI's scheme.
+
+        A folder with format auto may be a table as well; only its files show that.
+        """
         if self.format in TABLE_FORMATS:
             return self.format
         if self.format == "auto" and self.catalog:

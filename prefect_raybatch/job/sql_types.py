@@ -10,8 +10,10 @@ _TIMESTAMP = re.compile(r"timestamp\[(s|ms|us|ns)(?:,\s*(?:tz=)?([\w/+:-]+))?\]"
 
 
 def arrow_type(name: str) -> Any:
-    """Return the Arrow type for a name such as int64, string, decimal(38,9), timestamp[us] or
-    timestamp[us, UTC]; raise ValueError for an unknown one."""
+    """Return the Arrow type of that name; raise ValueError for an unknown one.
+
+    Examples: int64, string, decimal(38,9), timestamp[us], timestamp[us, UTC].
+    """
     import pyarrow as pa
 
     if match := _DECIMAL.fullmatch(name.strip()):

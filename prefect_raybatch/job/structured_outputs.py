@@ -1,5 +1,4 @@
-"""Checks `sampling.structured_outputs`: whether vLLM accepts such a form of an answer, without
-importing it.
+"""Checks whether vLLM accepts the form in `sampling.structured_outputs`, without importing it.
 
 vLLM checks it request by request, so a wrong one would fail every row once the engines are up.
 `check_form_shape` checks the types; `check_form_parses` asks the two libraries with which vLLM
@@ -32,8 +31,11 @@ GRAMMAR_SECONDS = 30.0  # a parser may take to make a grammar; those in use take
 
 
 def with_schema_text(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sampling fields whose JSON Schema, if it is a mapping, is a text: a model writes
-    properties in the order of the schema, and records, keys and Prefect's database keep none."""
+    """Return sampling fields with a JSON Schema that is a mapping as text.
+
+    A model writes properties in the order of the schema; records, keys and Prefect's database keep
+    no order.
+    """
     form = sampling.get(FORM)
     if not isinstance(form, Mapping) or not isinstance(form.get("json"), Mapping):
         return dict(sampling)
@@ -45,8 +47,9 @@ def with_schema_text(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_form_shape(form: Any) -> None:
-    """Raise ValueError, with the field and the remedy, for what vLLM would reject whatever parses
-    it.
+    """Raise ValueError for a form that vLLM would reject with any backend.
+
+    The message has the field and the remedy.
 
     `form` is the field's plain value; None is absent. A null in it counts as left out.
     """
@@ -116,8 +119,10 @@ def _text(value: Any) -> bool:
 
 
 def check_label_texts(labels: Sequence[str], where: str = "") -> None:
-    """Raise ValueError for a label that no answer can be, or that appears twice; `where` is the
-    field, with a colon and a blank."""
+    """Raise ValueError for a label that no answer can be, or that appears twice.
+
+    `where` is the field, with a colon and a blank.
+    """
     for number, label in enumerate(labels, 1):
         if not label.strip():
             raise ValueError(
@@ -148,8 +153,7 @@ def check_backend(config: Any) -> None:
 
 
 def check_labels_held(labels: Sequence[str], where: str, config: Any) -> None:
-    """Raise ValueError if the backend of the engine would accept an answer that is none of the
-    labels.
+    """Raise ValueError if the engine's backend would accept an answer that is none of the labels.
 
     `config` is `engine.structured_outputs_config`. After a label that is a prefix of another,
     `outlines` constrains the answer no further.
@@ -235,9 +239,11 @@ def check_form_parses(form: Mapping[str, Any] | None, config: Any) -> None:
 
 
 def guidance_says(kind: str, value: Any, blanks: bool = True) -> str | None:
-    """Return what llguidance rejects, by the steps of vLLM's own check; None if it accepts it or is
-    not installed. Takes a hundredth of a second, without torch. `blanks`: JSON may have blanks
-    between its parts."""
+    """Return what llguidance rejects; None if it accepts the form or is not installed.
+
+    It follows the steps of vLLM's own check, in a hundredth of a second, without torch. `blanks`:
+    JSON may have blanks between its parts.
+    """
     try:
         import llguidance  # noqa: F401
     except ImportError:
@@ -264,8 +270,11 @@ def _guidance_says(kind: str, value: Any, blanks: bool) -> str | None:
 
 
 def _xgrammar_says(kind: str, value: Any) -> str | None:
-    """Return what xgrammar rejects; None if it accepts it, is not installed, or vLLM would rewrite
-    it first (Lark). It imports torch, which takes seconds, so it is asked second."""
+    """Return what xgrammar rejects; None if it accepts the form or is not installed.
+
+    Also None if vLLM would rewrite the form first (Lark). It imports torch, which takes seconds, so
+    llguidance is asked before.
+    """
     if kind == "grammar" and "::=" not in value:
         return None
     try:

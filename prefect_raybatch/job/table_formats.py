@@ -106,8 +106,7 @@ def check_catalog_code(properties: Mapping[str, Any]) -> None:
 
 
 def check_catalog(properties: Mapping[str, Any]) -> None:
-    """Raise ValueError for properties of a catalog that name Python to import, and for a
-    password."""
+    """Raise ValueError for catalog properties that name Python to import, and for a password."""
     check_catalog_code(properties)
     for name, value in properties.items():
         if isinstance(value, str) and USERINFO.search(value):

@@ -1,5 +1,4 @@
-"""What a job asks of the model: text, or a vector, a label or the score of a pair; and which fields
-do not apply to it."""
+"""What a job asks of the model (text, vector, label, score), and the fields that do not apply."""
 
 from __future__ import annotations
 
@@ -103,8 +102,10 @@ def probabilities(column: str) -> str:
 
 
 def pooling_fields(job: BatchJob) -> dict[str, Any]:
-    """Return vLLM's pooling fields of each row except `task`, which the model decides
-    (`model.tasks`): `score` of two texts in one prompt is `classify`, of two vectors `embed`."""
+    """Return vLLM's pooling fields of each row except `task`, which the model decides.
+
+    See `model.tasks`: `score` of two texts in one prompt is `classify`, of two vectors `embed`.
+    """
     if job.engine.task == "embed" and not job.output.normalize:
         return {"use_activation": False}
     return {}

@@ -27,8 +27,11 @@ CANONICAL = re.compile(r"arrow\.(?!py_extension_type)")  # plain data under anot
 
 
 def check_trust(job: BatchJob) -> None:
-    """Raise `ConfigError` for code, settings, folders, hosts or secrets that the policy in force
-    does not allow. Contacts nobody, and imports no user module."""
+    """Raise `ConfigError` for anything in a job that the policy in force does not allow.
+
+    That is code, settings, folders, hosts and secrets. Contacts no server, and imports no user
+    module.
+    """
     policy = policy_in_force()
     for field, name in (
         ("prompt.function", job.prompt.function),

@@ -52,8 +52,10 @@ def check_engine_trust(engine: Engine, policy: JobPolicy) -> None:
 
 
 def refused_parts(name: str, value: object, kind: Any, policy: JobPolicy) -> Iterator[str]:
-    """Yield the dotted names of what the policy does not allow in an argument's value. `kind` is
-    vLLM's type of it, Any if unknown."""
+    """Yield the dotted names of what the policy does not allow in an argument's value.
+
+    `kind` is vLLM's type of it, Any if unknown.
+    """
     yield from _runs_code(name, value, policy)
     if _is_harmless(value) or policy.may_set_argument(name):
         return
@@ -119,8 +121,10 @@ def _options(kind: Any) -> Iterator[Any]:
 
 
 def _is_word_list(kind: Any) -> bool:
-    """Return whether a type lists its words and accepts no other text: vLLM rejects any other, and
-    the plan says so."""
+    """Return whether a type lists its words and accepts no other text.
+
+    vLLM rejects any other word, and the plan says so.
+    """
     options = [option for option in _options(kind) if option is not type(None)]
     literals = [option for option in options if get_origin(option) is Literal]
     plain = [option for option in options if option in (int, float, bool)]

@@ -48,8 +48,11 @@ ODD_IN_DATABASE = re.compile(r"[@#;\\\s\x00-\x1f\x7f]")
 
 
 class Reach:
-    """Checks what a job names against a policy. Each method raises `ConfigError` with the field,
-    what is rejected, and what the operator can add to the policy."""
+    """Checks places that a job names against a policy.
+
+    Each method raises `ConfigError` with the field, what is rejected, and what the operator can add
+    to the policy.
+    """
 
     def __init__(self, policy: JobPolicy) -> None:
         self.policy = policy
@@ -256,15 +259,16 @@ def check_run_read(uri: str) -> None:
 
 
 def check_store_options(field: str, options: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for store options that the policy in force does not allow: they decide
-    which host gets requests signed with this machine's credentials."""
+    """Raise `ConfigError` for store options that the policy in force does not allow.
+
+    They decide which host gets requests signed with this machine's credentials.
+    """
     if reach := _limited_reach():
         reach.options(field, options)
 
 
 def check_links(uris: Sequence[str]) -> None:
-    """Raise `ConfigError` for a listed file that a link takes out of the folders that the policy in
-    force allows."""
+    """Raise `ConfigError` for a listed file that a link takes out of the allowed folders."""
     if reach := _limited_reach():
         for uri in uris:
             if "://" not in uri and os.path.realpath(uri) != uri:
@@ -272,8 +276,7 @@ def check_links(uris: Sequence[str]) -> None:
 
 
 def check_table_files(uris: Iterable[str]) -> None:
-    """Raise `ConfigError` for a file that a table names as its own, outside the folders that the
-    policy in force allows."""
+    """Raise `ConfigError` for a file of a table that is outside the allowed folders."""
     if reach := _limited_reach():
         for uri in uris:
             reach.read("source.uri", uri)
@@ -286,8 +289,10 @@ def check_blocks(job: BatchJob) -> None:
 
 
 def url_check(field: str) -> Callable[[str], None]:
-    """Return a function that raises `ConfigError` for a URL whose host the policy in force does not
-    allow. It keeps the present policy, whichever thread calls it."""
+    """Return a function that raises `ConfigError` for a URL of a host that is not allowed.
+
+    It keeps the present policy, whichever thread calls it.
+    """
     reach = _limited_reach()
 
     def check(url: str) -> None:
@@ -304,8 +309,10 @@ def check_server(field: str, url: str) -> None:
 
 
 def database_file(url: str) -> str | None:
-    """Return the file of a SQLite or DuckDB URL, None for one in memory. The forms with `file:` and
-    `?mode=` mean the same file."""
+    """Return the file of a SQLite or DuckDB URL, None for one in memory.
+
+    The forms with `file:` and `?mode=` mean the same file.
+    """
     place = url.partition("://")[2].partition("?")[0].partition("/")[2]
     if place.startswith("file:"):
         place = unquote(place.removeprefix("file:"))
@@ -356,8 +363,10 @@ def _check_cluster(reach: Reach, job: BatchJob) -> None:
 
 
 def _is_place(warehouse: str, kind: object) -> bool:
-    """Return whether a catalog's warehouse may be a folder. A REST catalog sends its server the
-    name; one that is only named may be of any type."""
+    """Return whether a catalog's warehouse may be a folder.
+
+    A REST catalog sends its server the name; a catalog given by name alone may be of any type.
+    """
     if kind == "rest":
         return bool(ANY_URL.match(warehouse)) or warehouse.startswith((".", "/", "~"))
     return kind is not None or not NAME.match(warehouse)

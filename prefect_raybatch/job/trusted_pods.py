@@ -34,8 +34,10 @@ POD_HOOKS = ("postStart", "preStop")
 
 
 def check_made_pods(job: BatchJob, policy: JobPolicy) -> None:
-    """Raise `ConfigError` for a cluster that the policy does not allow: the job's own, and that of
-    its RayCluster block where this is loaded."""
+    """Raise `ConfigError` for a cluster that the policy does not allow.
+
+    Checks the job's own, and that of its RayCluster block if this is loaded.
+    """
     loaded = job.cluster.access_if_loaded
     for made in (job.cluster.kubernetes.asked, loaded.kubernetes if loaded else None):
         if made is not None:
@@ -73,8 +75,10 @@ def check_pods(made: Kubernetes, policy: JobPolicy) -> None:
 
 
 def _pods_of(spec: Mapping[str, Any]) -> Iterator[int]:
-    """Yield the most pods of each group of workers, including what an autoscaler may add. KubeRay
-    creates at least `minReplicas`, also without one."""
+    """Yield the most pods of each group of workers, including what an autoscaler may add.
+
+    KubeRay creates at least `minReplicas`, also without an autoscaler.
+    """
     for at, group in enumerate(spec["workerGroupSpecs"]):
         numbers = {name: group.get(name) for name in POD_NUMBERS if group.get(name) is not None}
         for name, number in numbers.items():
@@ -183,8 +187,7 @@ def _check_container(container: Mapping[str, Any], place: str, policy: JobPolicy
 
 
 def _check_request(value: object, place: str) -> None:
-    """Reject a probe or hook of a host other than the pod: the kubelet contacts it, from the
-    node."""
+    """Reject a probe or hook of a host other than the pod, because the kubelet contacts it."""
     for kind, request in _mapping(value, place).items():
         if kind in ("httpGet", "tcpSocket") and "host" in _mapping(request, f"{place}.{kind}"):
             _refuse_pod(f"{place}.{kind}.host")
@@ -215,8 +218,10 @@ def _check_fields(value: Mapping[str, Any], known: Iterable[str], place: str) ->
 
 
 def _mapping(value: object, place: str) -> Mapping[str, Any]:
-    """Return the fields there, none if there is nothing; reject anything else, because nobody has
-    checked it."""
+    """Return the fields there, {} if there is nothing.
+
+    Anything else is rejected, because nothing has checked it.
+    """
     if value is not None and not isinstance(value, Mapping):
         _refuse_pod(place)
     return value or {}

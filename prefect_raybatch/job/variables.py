@@ -13,8 +13,10 @@ VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 def fill_variables(value: Any, where: str) -> Any:
-    """Return `value` with the variables in its texts filled in, at any depth. Raises `ConfigError`
-    for an unset one."""
+    """Return `value` with the variables in its texts filled in, at any depth.
+
+    Raises `ConfigError` for an unset one.
+    """
     if isinstance(value, Mapping):
         return {name: fill_variables(inner, f"{where}.{name}") for name, inner in value.items()}
     if not isinstance(value, str):

@@ -34,8 +34,7 @@ def sampling_fields() -> frozenset[str] | None:
 
 @cache
 def form_fields() -> frozenset[str] | None:
-    """Return the public field names of vLLM's `StructuredOutputsParams`; None if vLLM is not
-    installed."""
+    """Return the public fields of vLLM's `StructuredOutputsParams`; None without vLLM."""
     return _class_fields("sampling_params.py", "StructuredOutputsParams")
 
 
@@ -55,8 +54,10 @@ def text_models() -> frozenset[str] | None:
 
 @cache
 def media_limits(architecture: str) -> Mapping[str, int | None] | None:
-    """Return how many images, videos, ... a request to that architecture may hold (None: any
-    number), from its module in vLLM; None if it does not tell."""
+    """Return how many images, videos, ... a request to that architecture may hold.
+
+    A limit of None is any number. None instead of the mapping if the module in vLLM does not tell.
+    """
     for table in _tables(REGISTRY, "_MULTIMODAL_MODELS"):
         for key, value in zip(table.keys, table.values, strict=True):
             if isinstance(key, ast.Constant) and key.value == architecture:
@@ -120,8 +121,10 @@ def _asked_about(file: str, name: str) -> str | None:
 
 
 def _limits(file: str, name: str | None) -> Mapping[str, int | None] | None:
-    """Return what `get_supported_mm_limits` of a class returns, its own or an inherited one, if it
-    is a literal."""
+    """Return what `get_supported_mm_limits` of a class returns, if it is a literal.
+
+    The method may be inherited.
+    """
     body = _statements(file) if name else []
     for node in body:
         if isinstance(node, ast.ClassDef) and node.name == name:
@@ -151,8 +154,7 @@ def _returned(method: ast.FunctionDef) -> Mapping[str, int | None] | None:
 
 @cache
 def definition(folder: str, name: str) -> ast.stmt | None:
-    """Return the class, or the assignment, of that name at the top of a file in one of vLLM's
-    folders."""
+    """Return the class or assignment of that name at the top of a file in vLLM's folders."""
     root = _root()
     begins = re.compile(rf"^(class )?{name}\b[^.(\n]*[=:(]", re.MULTILINE)
     for path in sorted((root / folder).glob("*.py")) if root else ():
@@ -199,8 +201,11 @@ def _statements(file: str) -> list[ast.stmt]:
 
 
 def parsed(source: str) -> ast.Module:
-    """Return the syntax tree of Python source, whatever other threads parse meanwhile: up to 3.11.7
-    and 3.12.1 Python counts the depth of all of them together (CPython's issue 106905)."""
+    """Return the syntax tree of Python source, whatever other threads parse meanwhile.
+
+    Up to 3.11.7 and 3.12.1, Python counts the depth of all of them together (CPython's issue
+    106905).
+    """
     for _ in range(PARSES):
         try:
             return ast.parse(source)

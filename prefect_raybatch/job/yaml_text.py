@@ -14,8 +14,10 @@ MOST_VALUES = 100_000  # of a text; a few aliases of aliases can stand for billi
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe reader, independent of libraries that change the shared one: importing vLLM makes
-    that one read dates as text (lm-format-enforcer)."""
+    """YAML's safe reader, independent of libraries that change the shared one.
+
+    Importing vLLM makes that one read dates as text (lm-format-enforcer).
+    """
 
 
 def _timestamp(loader: _Loader, node: yaml.ScalarNode) -> Any:
@@ -52,8 +54,10 @@ class YamlText:
     root: yaml.Node | None = None
 
     def words(self, place: Sequence[int | str]) -> str | None:
-        """Return the original text at `place` (names and numbers from the top); None for a quoted
-        text, a collection, or a value that comes from elsewhere."""
+        """Return the original text at `place` (names and numbers from the top).
+
+        None for a quoted text, a collection, or a value that comes from elsewhere.
+        """
         node = self.root
         for part in place:
             if isinstance(node, yaml.MappingNode):
@@ -68,8 +72,11 @@ class YamlText:
 
 
 def read_yaml(text: str) -> YamlText:
-    """Parse a YAML text. Raises ValueError with the line of a syntax error, or with the keys that
-    are repeated in a mapping, of which YAML readers silently take the last."""
+    """Parse a YAML text.
+
+    Raises ValueError with the line of a syntax error, or with the keys that are repeated in a
+    mapping, of which YAML readers silently take the last.
+    """
     try:
         return _read(text)
     except yaml.MarkedYAMLError as error:
@@ -100,8 +107,11 @@ def _read(text: str) -> YamlText:
 
 
 def _size(node: yaml.Node, sizes: dict[int, int | None]) -> int:
-    """Return how many values a node stands for, counting the target of an alias or a merge key (<<)
-    each time. Raises ValueError for an alias to an enclosing node."""
+    """Return how many values a node stands for.
+
+    The target of an alias or a merge key (<<) counts each time. Raises ValueError for an alias to
+    an enclosing node.
+    """
     if id(node) not in sizes:
         sizes[id(node)] = None
         inner = []

@@ -1,2 +1,1 @@
-"""What a run does, as plain data: compiled from a validated job once, and never edited
-afterwards."""
+"""Plain data that says what a run does, compiled once from a validated job and never edited."""

@@ -12,8 +12,10 @@ from prefect_raybatch.job.cluster_access import ClusterAccess
 
 @dataclass(frozen=True)
 class Prices:
-    """Price of a GPU-hour in any currency: `by_card` by Ray's names of cards, `hour` for all
-    others; None if not given."""
+    """Price of a GPU-hour in any currency.
+
+    `by_card` is by Ray's names of cards, `hour` for all others; None if not given.
+    """
 
     hour: float | None
     by_card: Mapping[str, float]
@@ -42,8 +44,7 @@ class ClusterSpec:
 
     @property
     def access(self) -> ClusterAccess:
-        """Return how to reach the cluster. Raises `ConfigError` for a block that nobody has
-        loaded."""
+        """How to reach the cluster. Raises `ConfigError` if its block is not loaded."""
         if self.loaded is None:
             raise ConfigError(
                 f"cluster.block: {self.block} is not loaded; give the job to `with_blocks` first"

@@ -9,14 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Identity:
-    """The fingerprint, in hex, of everything that changes an answer, and the `parts` that went into
-    it, as records hold them: without credentials."""
+    """The fingerprint of everything that changes an answer, in hex.
+
+    `parts` are what went into it, as records hold them: without credentials.
+    """
 
     fingerprint: str
     parts: Mapping[str, Any]
 
     @property
     def retry(self) -> Mapping[str, Any] | None:
-        """Return which failed rows of which run are the input ({parent, errors}); None if it is an
-        ordinary input."""
+        """The failed rows that are the input ({parent, errors}); None for an ordinary input."""
         return self.parts.get("retry")

@@ -23,8 +23,10 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSpec:
-    """Where the result goes: a folder with a run directory for each run, and the `targets` that it
-    is published to. `options` are s3fs options."""
+    """Where the result goes: a folder with a run directory for each run, and `targets`.
+
+    The result is published to the targets. `options` are s3fs options.
+    """
 
     uri: str
     options: HiddenOptions

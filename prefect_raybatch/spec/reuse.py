@@ -1,5 +1,4 @@
-"""Whether requests are asked before the rows, in a ledger of their own, and whose answers are
-reused."""
+"""Whose answers a run reuses, and whether requests are asked before the rows."""
 
 from __future__ import annotations
 
@@ -23,6 +22,5 @@ class ReuseSpec:
 
     @property
     def asks_apart(self) -> bool:
-        """Return whether requests are asked in a ledger of their own, where rows look answers
-        up."""
+        """Whether requests are asked in a ledger of their own, where rows look answers up."""
         return self.keeps or self.ordered

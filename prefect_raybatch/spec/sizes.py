@@ -74,7 +74,9 @@ class SizeSpec:
         return replace(self, replicas=(1, 1), engines_per_gpu=1)
 
     def without_engine(self) -> SizeSpec:
-        """Return the sizes of a run that asks nothing: no GPU, and a fraction of a CPU for
-        lookups."""
+        """Return the sizes of a run that asks nothing.
+
+        It needs no GPU, and a fraction of a CPU for lookups.
+        """
         alone = replace(self.with_one_engine(), device="cpu", tensor=1, pipeline=1)
         return replace(alone, cpus=0.1)
