@@ -21,7 +21,7 @@ from prefect_raybatch.job.secrets import (
 )
 from prefect_raybatch.ledger.records import digest, dump
 from prefect_raybatch.model import adapters
-from prefect_raybatch.spec.identity import Identity
+from prefect_raybatch.spec.run import Identity
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # other kernels, whose answers differ in the last bits
 

@@ -21,16 +21,12 @@ from prefect_raybatch.job.tasks import pooling_fields
 from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.spec.cluster import ClusterSpec, Prices
-from prefect_raybatch.spec.engine import EngineSpec
-from prefect_raybatch.spec.finish import FinishSpec, ParsingSpec
-from prefect_raybatch.spec.model import ModelRequest
+from prefect_raybatch.spec.engine import EngineSpec, ModelRequest
 from prefect_raybatch.spec.options import HiddenOptions
-from prefect_raybatch.spec.output import Layout, OutputSpec
-from prefect_raybatch.spec.prompt import ImageSpec, PromptSpec
 from prefect_raybatch.spec.read import ReadSpec
-from prefect_raybatch.spec.reuse import ReuseSpec
-from prefect_raybatch.spec.run import RunSpec
-from prefect_raybatch.spec.sampling import SamplingSpec
+from prefect_raybatch.spec.request import ImageSpec, PromptSpec, SamplingSpec
+from prefect_raybatch.spec.result import FinishSpec, Layout, OutputSpec, ParsingSpec
+from prefect_raybatch.spec.run import ReuseSpec, RunSpec
 
 # Fields of `output` whose default names get a suffix where the input has a column of that name:
 # the result of one job is the input of the next, and has both.
@@ -96,7 +92,10 @@ def compile_job(
     if planned is None or not spec.engine.model.context_auto:
         return spec
     if planned.context is None:
-        raise CorruptRun("plan.json says nothing of the context length that auto came to")
+        raise CorruptRun(
+            "plan.json: engine.max_model_len is auto, but the context length is missing. Restore "
+            "the file, or start a new run key"
+        )
     return spec.decide(context=planned.context)
 
 
@@ -141,7 +140,10 @@ def prompt_spec(job: BatchJob, planned: Planned | None = None) -> PromptSpec:
     if planned is not None and template is not None:
         template = planned.chat_template
         if not isinstance(template, str):
-            raise CorruptRun("plan.json does not hold the text of prompt.chat_template")
+            raise CorruptRun(
+                "plan.json: the text of prompt.chat_template is missing. Restore the file, or "
+                "start a new run key"
+            )
     return PromptSpec(
         template=prompt.template,
         second=prompt.second,

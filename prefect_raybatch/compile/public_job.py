@@ -8,7 +8,7 @@ from prefect_raybatch.compile.job import GIVE_WAY
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import is_web
 from prefect_raybatch.job.secrets import catalog_place, hide_argument, is_masked, recorded
-from prefect_raybatch.spec.finish import FinishSpec
+from prefect_raybatch.spec.result import FinishSpec
 
 
 def public_job(job: BatchJob, finish: FinishSpec | None = None) -> dict[str, Any]:

@@ -11,12 +11,12 @@ from prefect_raybatch.compile.fingerprint import fingerprint
 from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.texts import with_answer_schema, with_template_text
+from prefect_raybatch.job.edits import with_answer_schema, with_template_text
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.model import adapters, chat_template
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.spec.identity import Identity
-from prefect_raybatch.spec.model import ModelRequest
+from prefect_raybatch.spec.engine import ModelRequest
+from prefect_raybatch.spec.run import Identity
 from prefect_raybatch.storage import is_remote
 
 
@@ -58,7 +58,10 @@ class Resolved:
     def model(self) -> dict[str, Any]:
         """Return the model as a plan pins it; raise `ConfigError` before `pinned`."""
         if self.known is None:
-            raise ConfigError(f"engine.model: {self.job.engine.model} is not pinned to a commit")
+            raise ConfigError(
+                f"engine.model: {self.job.engine.model} is not pinned to a commit; call `pinned` "
+                "first"
+            )
         return dict(self.known)
 
     def with_adapters(self) -> dict[str, Any]:

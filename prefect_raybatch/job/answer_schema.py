@@ -23,7 +23,7 @@ from prefect_raybatch.job.schema_limits import (
     parts_of,
     target_of,
 )
-from prefect_raybatch.job.structured_outputs import guidance_says
+from prefect_raybatch.job.vllm.structured_outputs import guidance_says
 
 FIELD = "output.schema_model"
 BACKEND = "guidance"

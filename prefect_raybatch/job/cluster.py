@@ -11,8 +11,7 @@ from pydantic import PrivateAttr, field_validator, model_validator
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import SERVER
 from prefect_raybatch.job.cluster_access import ClusterAccess
-from prefect_raybatch.job.form import field
-from prefect_raybatch.job.group import Group
+from prefect_raybatch.job.group import Group, field
 from prefect_raybatch.job.kubernetes import Kubernetes
 
 RAY_CLUSTER = re.compile(r"ray-cluster/[a-z0-9][a-z0-9-]*")

@@ -7,8 +7,7 @@ from typing import Any
 
 from pydantic import field_validator, model_validator
 
-from prefect_raybatch.job.form import field
-from prefect_raybatch.job.group import Group
+from prefect_raybatch.job.group import Group, field
 
 TAB = ("tab", "\\t")  # a form cannot send the character itself
 

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, ModelWrapValidatorHandler, field_validator, model_validator
 
-from prefect_raybatch.job import tasks, vllm_fields
+from prefect_raybatch.job import tasks
 from prefect_raybatch.job.checks import check_count, refuse_unknown, unknown_too, without_user
-from prefect_raybatch.job.form import field
-from prefect_raybatch.job.group import Group
+from prefect_raybatch.job.group import Group, field
+from prefect_raybatch.job.vllm import fields as vllm_fields
 
 MOST_REPLICAS = 4096
 
@@ -248,24 +248,9 @@ class Engine(Group):
 
     @model_validator(mode="after")
     def _known(self) -> Engine:
-        extra = self.model_extra or {}
-        packed = self.engines_per_gpu != "auto" and self.engines_per_gpu > 1
-        if packed and self.gpus_per_replica > 1:
-            raise ValueError(
-                "engines_per_gpu needs engines that use a single GPU; set tensor_parallel_size and "
-                "pipeline_parallel_size to 1, or engines_per_gpu to 1"
-            )
-        refuse_unknown(extra, vllm_fields.engine_fields(), set(type(self).model_fields))
-        if self.spans_nodes:
-            if self.gpus_per_replica == 1:
-                raise ValueError(
-                    "distributed_executor_backend: ray needs an engine with several GPUs; raise "
-                    "tensor_parallel_size or pipeline_parallel_size, or remove it"
-                )
-            if self.device == "cpu":
-                raise ValueError(
-                    "distributed_executor_backend: ray needs GPUs, and device is cpu; remove it"
-                )
+        _check_shared_gpu(self)
+        refuse_unknown(self.given, vllm_fields.engine_fields(), set(type(self).model_fields))
+        _check_spanning(self)
         return self
 
     @property
@@ -289,3 +274,28 @@ class Engine(Group):
     @property
     def gpus_per_replica(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+def _check_shared_gpu(engine: Engine) -> None:
+    """Raise ValueError if engines of several GPUs are to share one."""
+    shares = engine.engines_per_gpu != "auto" and engine.engines_per_gpu > 1
+    if shares and engine.gpus_per_replica > 1:
+        raise ValueError(
+            "engines_per_gpu needs engines that use a single GPU; set tensor_parallel_size and "
+            "pipeline_parallel_size to 1, or engines_per_gpu to 1"
+        )
+
+
+def _check_spanning(engine: Engine) -> None:
+    """Raise ValueError if an engine that may span nodes has no two GPUs."""
+    if not engine.spans_nodes:
+        return
+    if engine.gpus_per_replica == 1:
+        raise ValueError(
+            "distributed_executor_backend: ray needs an engine with several GPUs; raise "
+            "tensor_parallel_size or pipeline_parallel_size, or remove it"
+        )
+    if engine.device == "cpu":
+        raise ValueError(
+            "distributed_executor_backend: ray needs GPUs, and device is cpu; remove it"
+        )

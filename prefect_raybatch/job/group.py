@@ -1,4 +1,4 @@
-"""The base class of a job's groups of fields. It rejects unknown fields and masks credentials."""
+"""The base class of a job's groups of fields, and how the Prefect form shows the fields."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     GetJsonSchemaHandler,
     SerializationInfo,
     SerializerFunctionWrapHandler,
@@ -18,7 +19,6 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from prefect_raybatch.job.checks import not_finite
-from prefect_raybatch.job.form import show_plainly
 from prefect_raybatch.job.secrets import (
     hide_argument,
     hide_catalog,
@@ -26,6 +26,54 @@ from prefect_raybatch.job.secrets import (
     hide_options,
     is_masked,
 )
+
+
+def field(position: int, default: Any = ..., *, title: str, text: str, **kwargs: Any) -> Any:
+    """Return a described field.
+
+    `position` sets the order in the Prefect form, which is otherwise alphabetical.
+    """
+    return Field(
+        default,
+        title=title,
+        description=text,
+        json_schema_extra={"position": position},
+        **kwargs,
+    )
+
+
+TABS = {
+    **{"string": "One", "array": "Several", "integer": "Number", "number": "Number"},
+    **{"null": "Default", "object": "Fields", "boolean": "Yes or no"},
+}
+
+
+def show_plainly(field: dict[str, Any]) -> None:
+    """Simplify unions in a field's schema, for Prefect's form.
+
+    The form shows a union as tabs named after Python's types, and users must find the right tab
+    first. An optional field becomes a plain one without a default, for which Prefect's server
+    accepts null as well, and int | float a number. Other unions get tabs with readable names.
+    """
+    if "ge" in field:  # pydantic leaves the bound of a union as it is
+        field["minimum"] = field.pop("ge")
+    kinds = [kind for kind in field.get("anyOf", ()) if kind.get("type") != "null"]
+    types = [kind.get("type") for kind in kinds]
+    if types == ["integer", "number"]:
+        del kinds[0]
+    if len(kinds) == 1:
+        del field["anyOf"]
+        field.update(kinds[0])
+        if field.get("default", ...) is None:
+            del field["default"]
+        show_plainly(field)
+    named = any("const" in kind for kind in kinds)
+    if len(kinds) > 1 and not named and field.get("default", ...) is None:
+        del field["default"]  # with it, the tab of nothing is the open one
+    if isinstance(field.get("default"), dict):  # of a group: the same holds for its fields
+        field["default"] = {k: v for k, v in field["default"].items() if v is not None}
+    for kind in field.get("anyOf", ()):
+        kind["title"] = kind.get("const") or TABS[kind["type"]]
 
 
 def _is_group(annotation: object) -> bool:

@@ -6,8 +6,7 @@ from typing import Any
 
 from pydantic import field_validator
 
-from prefect_raybatch.job.form import field
-from prefect_raybatch.job.group import Group
+from prefect_raybatch.job.group import Group, field
 
 MOST_PIXELS = 178_956_970  # above these Pillow refuses whatever it is asked
 ASPECT = 200  # of one side to the other, from which on models refuse an image

@@ -11,8 +11,7 @@ from typing import Any
 from pydantic import field_validator, model_validator
 
 from prefect_raybatch.job.checks import SERVER, check_duration, seconds_of
-from prefect_raybatch.job.form import field
-from prefect_raybatch.job.group import Group
+from prefect_raybatch.job.group import Group, field
 from prefect_raybatch.job.secrets import PASSWORD, SAFE_NAMES, safe_variable
 
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")

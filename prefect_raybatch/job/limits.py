@@ -7,8 +7,7 @@ from typing import Any
 from pydantic import field_validator
 
 from prefect_raybatch.job.checks import check_duration
-from prefect_raybatch.job.form import field
-from prefect_raybatch.job.group import Group
+from prefect_raybatch.job.group import Group, field
 from prefect_raybatch.words import counted
 
 MAX_FAILED = 0.01  # of the planned rows, where a job sets no limit

@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, field_validator, model_validator
 
-from prefect_raybatch.job import answer_schema, chat, tasks, vllm_fields
+from prefect_raybatch.job import answer_schema, chat, tasks
 from prefect_raybatch.job.checks import RESERVED, check_function, check_uri
-from prefect_raybatch.job.form import field
-from prefect_raybatch.job.group import Group
+from prefect_raybatch.job.group import Group, field
 from prefect_raybatch.job.publish import PublishTarget, check_targets
 from prefect_raybatch.job.run_words import check_run_words
+from prefect_raybatch.job.vllm import fields as vllm_fields
 
 PROBABILITIES = "probabilities"  # the column of output.probabilities
 
@@ -246,38 +246,9 @@ class Output(Group):
         return fields
 
     @model_validator(mode="after")
-    def _declared(self) -> Output:
-        parsed = list(self.parsed_columns.values())
-        for name in parsed:
-            if [self.column, *parsed].count(name) > 1:
-                raise ValueError(
-                    f"column {name!r} would be written twice; use different names in column, "
-                    "reasoning_column and tool_calls_column"
-                )
-        if self.publish and not self.compact:
-            raise ValueError(
-                "publish needs the files in data/, and compact is off; set compact: true"
-            )
-        if self.output_schema is not None and self.postprocess is None:
-            raise ValueError(
-                "schema needs postprocess, whose columns it describes; set postprocess, or remove "
-                "schema"
-            )
-        if self.probabilities and self.reasoning_parser is not None:
-            raise ValueError(
-                "probabilities and reasoning_parser exclude each other: probabilities are taken "
-                "from the first output token, which belongs to the reasoning; remove one of them"
-            )
-        if self.schema_model is not None and self.tool_parser is not None:
-            raise ValueError(
-                "schema_model and tool_parser exclude each other: an answer that matches the "
-                "schema cannot call a tool; remove one of them"
-            )
-        if self.schema_model is not None and self.on_cut_off == "keep":
-            raise ValueError(
-                "on_cut_off: keep cannot be combined with schema_model, which a truncated answer "
-                "does not match; remove it, or set it to fail"
-            )
+    def _combined(self) -> Output:
+        for check in _CHECKS:
+            check(self)
         return self
 
     @property
@@ -296,3 +267,56 @@ class Output(Group):
     def fails_cut_off(self) -> bool:
         """Return whether a truncated answer fails its row."""
         return self.on_cut_off == "fail" or self.schema_model is not None
+
+
+def _check_column_names(output: Output) -> None:
+    """Raise ValueError for a column that would be written twice."""
+    parsed = list(output.parsed_columns.values())
+    for name in parsed:
+        if [output.column, *parsed].count(name) > 1:
+            raise ValueError(
+                f"column {name!r} would be written twice; use different names in column, "
+                "reasoning_column and tool_calls_column"
+            )
+
+
+def _check_files(output: Output) -> None:
+    """Raise ValueError for targets without the files that they are made of."""
+    if output.publish and not output.compact:
+        raise ValueError("publish needs the files in data/, and compact is off; set compact: true")
+
+
+def _check_types(output: Output) -> None:
+    """Raise ValueError for types of columns without a function that returns them."""
+    if output.output_schema is not None and output.postprocess is None:
+        raise ValueError(
+            "schema needs postprocess, whose columns it describes; set postprocess, or remove "
+            "schema"
+        )
+
+
+def _check_parsers(output: Output) -> None:
+    """Raise ValueError for a parser that does not go with the form of the answers."""
+    if output.probabilities and output.reasoning_parser is not None:
+        raise ValueError(
+            "probabilities and reasoning_parser exclude each other: probabilities are taken "
+            "from the first output token, which belongs to the reasoning; remove one of them"
+        )
+    if output.schema_model is not None and output.tool_parser is not None:
+        raise ValueError(
+            "schema_model and tool_parser exclude each other: an answer that matches the "
+            "schema cannot call a tool; remove one of them"
+        )
+
+
+def _check_cut_off(output: Output) -> None:
+    """Raise ValueError if truncated answers are to be kept and to match a schema."""
+    if output.schema_model is not None and output.on_cut_off == "keep":
+        raise ValueError(
+            "on_cut_off: keep cannot be combined with schema_model, which a truncated answer "
+            "does not match; remove it, or set it to fail"
+        )
+
+
+# Checked in this order; the first failure is reported.
+_CHECKS = (_check_column_names, _check_files, _check_types, _check_parsers, _check_cut_off)

@@ -20,19 +20,17 @@ def precision_tries(engine: Engine) -> list[dict[str, str]]:
 
     These are all that the job asks for together, then each alone; [] if there is nothing to try.
     """
-    extra = engine.model_extra or {}
-    asked = [name for name in PRECISION_FIELDS if extra.get(name) == TRY_FP8]
-    if not asked:
+    names = [name for name in PRECISION_FIELDS if engine.given.get(name) == TRY_FP8]
+    if not names:
         return []
-    together = dict.fromkeys(asked, "fp8")
-    return [together, *({name: "fp8"} for name in asked if len(asked) > 1)]
+    together = dict.fromkeys(names, "fp8")
+    return [together, *({name: "fp8"} for name in names if len(names) > 1)]
 
 
 def without_tries(engine: Engine) -> dict[str, Any]:
     """Return the vLLM arguments of an engine, without those that are to be decided."""
     undecided = {name for tried in precision_tries(engine) for name in tried}
-    given = engine.model_extra or {}
-    return {name: value for name, value in given.items() if name not in undecided}
+    return {name: value for name, value in engine.given.items() if name not in undecided}
 
 
 def with_precision(job: BatchJob, decided: Mapping[str, str]) -> BatchJob:

@@ -8,8 +8,7 @@ from pydantic import field_validator, model_validator
 
 from prefect_raybatch.job import chat
 from prefect_raybatch.job.checks import check_function, template_fields
-from prefect_raybatch.job.form import field
-from prefect_raybatch.job.group import Group
+from prefect_raybatch.job.group import Group, field
 from prefect_raybatch.job.images import Images
 
 # Fields of the prompt that vLLM's preparing of images is not told of.
@@ -166,39 +165,9 @@ class Prompt(Group):
         return chat.check_tools(value)
 
     @model_validator(mode="after")
-    def _one(self) -> Prompt:
-        if [self.template, self.function, self.messages].count(None) != 2:
-            raise ValueError("set exactly one of template, function and messages")
-        if self.continue_final_message and self.template is not None:
-            raise ValueError(
-                "continue_final_message does not apply to a template, which creates no assistant "
-                "message; set prefill instead"
-            )
-        if self.continue_final_message and self.prefill is not None:
-            raise ValueError(
-                "prefill and continue_final_message exclude each other; remove one of them"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _seen(self) -> Prompt:
-        if not self.images.used:
-            if self.images != Images():
-                raise ValueError(
-                    "images.columns is empty; name the image columns, or set images.per_row if a "
-                    "function or conversations supply the images"
-                )
-            return self
-        if self.template is not None and not self.images.columns:
-            raise ValueError("images.columns is empty; name the image columns")
-        if self.on_too_long != "quarantine":
-            raise ValueError(
-                f"on_too_long: {self.on_too_long} cannot be combined with images; set it to "
-                "quarantine"
-            )
-        for name in WITHOUT_IMAGES:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} cannot be combined with images; remove one of them")
+    def _combined(self) -> Prompt:
+        for check in (_check_form, _check_without_images, _check_with_images):
+            check(self)
         return self
 
     @property
@@ -217,3 +186,43 @@ class Prompt(Group):
         if self.adapter_column is not None:
             named.setdefault(self.adapter_column, "prompt.adapter_column")
         return named
+
+
+def _check_form(prompt: Prompt) -> None:
+    """Raise ValueError unless exactly one form of the prompt is set, with fields that suit it."""
+    if [prompt.template, prompt.function, prompt.messages].count(None) != 2:
+        raise ValueError("set exactly one of template, function and messages")
+    if prompt.continue_final_message and prompt.template is not None:
+        raise ValueError(
+            "continue_final_message does not apply to a template, which creates no assistant "
+            "message; set prefill instead"
+        )
+    if prompt.continue_final_message and prompt.prefill is not None:
+        raise ValueError(
+            "prefill and continue_final_message exclude each other; remove one of them"
+        )
+
+
+def _check_without_images(prompt: Prompt) -> None:
+    """Raise ValueError for settings of images in a prompt without any."""
+    if not prompt.images.used and prompt.images != Images():
+        raise ValueError(
+            "images.columns is empty; name the image columns, or set images.per_row if a "
+            "function or conversations supply the images"
+        )
+
+
+def _check_with_images(prompt: Prompt) -> None:
+    """Raise ValueError for fields that do not go with images."""
+    if not prompt.images.used:
+        return
+    if prompt.template is not None and not prompt.images.columns:
+        raise ValueError("images.columns is empty; name the image columns")
+    if prompt.on_too_long != "quarantine":
+        raise ValueError(
+            f"on_too_long: {prompt.on_too_long} cannot be combined with images; set it to "
+            "quarantine"
+        )
+    for name in WITHOUT_IMAGES:
+        if getattr(prompt, name) != type(prompt).model_fields[name].default:
+            raise ValueError(f"{name} cannot be combined with images; remove one of them")

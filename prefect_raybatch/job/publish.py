@@ -8,8 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import field_validator, model_validator
 
 from prefect_raybatch.job.checks import NAME
-from prefect_raybatch.job.form import field
-from prefect_raybatch.job.group import Group
+from prefect_raybatch.job.group import Group, field
 from prefect_raybatch.job.run_words import check_run_words
 from prefect_raybatch.job.secrets import holds_password, is_masked
 from prefect_raybatch.job.table_formats import check_catalog_code

@@ -6,11 +6,11 @@ from typing import Any
 
 from pydantic import ConfigDict, ModelWrapValidatorHandler, field_validator, model_validator
 
-from prefect_raybatch.job import sampling_ranges, vllm_fields
 from prefect_raybatch.job.checks import refuse_unknown, unknown_too
-from prefect_raybatch.job.form import field
-from prefect_raybatch.job.group import Group
-from prefect_raybatch.job.structured_outputs import check_label_texts, with_schema_text
+from prefect_raybatch.job.group import Group, field
+from prefect_raybatch.job.vllm import fields as vllm_fields
+from prefect_raybatch.job.vllm import sampling_ranges
+from prefect_raybatch.job.vllm.structured_outputs import check_label_texts, with_schema_text
 
 # Fields of vLLM that change nothing but what a result does not hold.
 NOT_WRITTEN = ("output_kind", "detokenize", "prompt_logprobs", "stream_interval")
@@ -47,6 +47,11 @@ class Sampling(Group):
         """Return the fields that are set, as plain values."""
         fields = self.model_dump(mode="json")
         return {name: value for name, value in fields.items() if value is not None}
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """vLLM's sampling fields that have no field here."""
+        return dict(self.model_extra or {})
 
     @field_validator("choice")
     @classmethod

@@ -18,8 +18,7 @@ from prefect_raybatch.job.checks import (
 )
 from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.job.filter_text import parse_filter
-from prefect_raybatch.job.form import field
-from prefect_raybatch.job.group import Group
+from prefect_raybatch.job.group import Group, field
 from prefect_raybatch.job.run_words import check_run_words
 from prefect_raybatch.job.secrets import hide_users, holds_password, is_masked
 from prefect_raybatch.job.sql_types import arrow_type
@@ -30,7 +29,28 @@ from prefect_raybatch.job.table_formats import (
     hub_name,
     scheme_of,
 )
-from prefect_raybatch.job.web_options import Web
+
+
+class Web(Group):
+    """Limits for files that are read by http(s)."""
+
+    max_mb: int = field(
+        1,
+        10_000,
+        title="Maximum file size",
+        text="Largest file to download, in MB. A file is stored temporarily on the "
+        "machine that plans the run.",
+        gt=0,
+        le=10_000_000,
+    )
+    allow_private: bool = field(
+        2,
+        False,
+        title="Private addresses",
+        text="Allow source.uri to name hosts in a private network and ports other "
+        "than 80 and 443. Link-local addresses are always refused.",
+    )
+
 
 SourceFormat = Literal[
     "auto", "parquet", "csv", "jsonl", "arrow", "delta", "iceberg", "lance", "sql", "huggingface"
@@ -239,58 +259,9 @@ class Source(Group):
         return value
 
     @model_validator(mode="after")
-    def _one_query(self) -> Source:
-        if self.table_format == "sql" and self.query is None:
-            raise ValueError("query: is required for a database; write the SELECT to read")
-        other = format_of_scheme(scheme_of(self.uris[0])) != "sql"
-        if other and self.table_format not in ("sql", None) and self.types:
-            raise ValueError(
-                f"types does not apply to a {self.table_format} table, whose columns are typed; "
-                "remove it"
-            )
-        if other and self.table_format != "sql" and self.query:
-            raise ValueError(
-                "query needs a database, and uri names none; remove query, or set uri to a "
-                "database such as sqlite:///sales.db"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _one_table(self) -> Source:
-        told = {format_of_scheme(scheme_of(uri)) for uri in self.uris} - {None}
-        name = self.table_format
-        if told - {name}:
-            raise ValueError(
-                f"uri: {self.uris[0]!r} cannot be read as format: {self.format}; remove format. A "
-                "table or data set must be the only entry"
-            )
-        if name is not None and len(self.uris) > 1:
-            raise ValueError(
-                f"uri: {TABLE_FORMATS[name].source} must be the only entry; remove the others"
-            )
-        if self.catalog and name != "iceberg":
-            raise ValueError(
-                "catalog applies only to Iceberg tables; remove it, or set format: iceberg"
-            )
-        if self.version is not None and self.format not in ("auto", *TABLE_FORMATS):
-            raise ValueError(f"version does not apply to {self.format} files; remove it")
-        return self
-
-    @model_validator(mode="after")
-    def _one_split(self) -> Source:
-        on_hub = scheme_of(self.uris[0]) == "hf"
-        if self.config is not None and not on_hub:
-            raise ValueError(
-                "config applies only to Hugging Face datasets (hf://datasets/...); remove it"
-            )
-        if self.split is not None and self.format not in ("auto", "huggingface"):
-            raise ValueError(
-                f"split applies only to Hugging Face datasets, not to {self.format}; remove it"
-            )
-        if on_hub and self.version is not None and hub_name(self.uris[0]).revision is not None:
-            raise ValueError(
-                "version: uri already names a revision after the @; remove one of them"
-            )
+    def _combined(self) -> Source:
+        for check in _CHECKS:
+            check(self)
         return self
 
     @property
@@ -316,3 +287,65 @@ class Source(Group):
         """Return whether the URIs name files and folders, not a table in a catalog."""
         schemes = (*SCHEMES, *WEB_SCHEMES)
         return not self.catalog and all(scheme_of(uri) in schemes for uri in self.uris)
+
+
+def _check_query(source: Source) -> None:
+    """Raise ValueError for a database without a query, and for a query without a database."""
+    if source.table_format == "sql" and source.query is None:
+        raise ValueError("query: is required for a database; write the SELECT to read")
+    if format_of_scheme(scheme_of(source.uris[0])) == "sql":
+        return
+    if source.table_format not in ("sql", None) and source.types:
+        raise ValueError(
+            f"types does not apply to a {source.table_format} table, whose columns are typed; "
+            "remove it"
+        )
+    if source.table_format != "sql" and source.query:
+        raise ValueError(
+            "query needs a database, and uri names none; remove query, or set uri to a "
+            "database such as sqlite:///sales.db"
+        )
+
+
+def _check_single_table(source: Source) -> None:
+    """Raise ValueError for a table beside other entries, or in a format that is not its own."""
+    formats = {format_of_scheme(scheme_of(uri)) for uri in source.uris} - {None}
+    name = source.table_format
+    if formats - {name}:
+        raise ValueError(
+            f"uri: {source.uris[0]!r} cannot be read as format: {source.format}; remove format. A "
+            "table or data set must be the only entry"
+        )
+    if name is not None and len(source.uris) > 1:
+        raise ValueError(
+            f"uri: {TABLE_FORMATS[name].source} must be the only entry; remove the others"
+        )
+
+
+def _check_catalog_and_version(source: Source) -> None:
+    """Raise ValueError for a catalog or a version that the format does not have."""
+    if source.catalog and source.table_format != "iceberg":
+        raise ValueError(
+            "catalog applies only to Iceberg tables; remove it, or set format: iceberg"
+        )
+    if source.version is not None and source.format not in ("auto", *TABLE_FORMATS):
+        raise ValueError(f"version does not apply to {source.format} files; remove it")
+
+
+def _check_hub(source: Source) -> None:
+    """Raise ValueError for fields of Hugging Face datasets on other sources."""
+    on_hub = scheme_of(source.uris[0]) == "hf"
+    if source.config is not None and not on_hub:
+        raise ValueError(
+            "config applies only to Hugging Face datasets (hf://datasets/...); remove it"
+        )
+    if source.split is not None and source.format not in ("auto", "huggingface"):
+        raise ValueError(
+            f"split applies only to Hugging Face datasets, not to {source.format}; remove it"
+        )
+    if on_hub and source.version is not None and hub_name(source.uris[0]).revision is not None:
+        raise ValueError("version: uri already names a revision after the @; remove one of them")
+
+
+# Checked in this order; the first failure is reported.
+_CHECKS = (_check_query, _check_single_table, _check_catalog_and_version, _check_hub)

@@ -69,7 +69,7 @@ def _check_pooling(job: BatchJob, task: str) -> None:
                 f"output.extras: {name}: engine.task {task} generates no text; remove it, only "
                 "prompt_tokens is available"
             )
-    if "runner" in (job.engine.model_extra or {}):
+    if "runner" in job.engine.given:
         raise ValueError("engine.runner is set from engine.task; remove it")
 
 

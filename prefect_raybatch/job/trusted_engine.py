@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.engine import Engine
-from prefect_raybatch.job.engine_values import types_of_arguments
+from prefect_raybatch.job.vllm.engine_values import types_of_arguments
 from prefect_raybatch.policy.allowed import (
     ENGINE_CODE,
     ENGINE_TEXTS,

@@ -51,7 +51,7 @@ from prefect_raybatch.ledger.row_numbers import RowNumbers, read_numbers
 from prefect_raybatch.ledger.same_job import check_same
 from prefect_raybatch.ledger.stats import fold_stats
 from prefect_raybatch.ledger.success import Success, put_success, read_success
-from prefect_raybatch.spec.identity import Identity
+from prefect_raybatch.spec.run import Identity
 from prefect_raybatch.storage import Store, read_ahead
 
 FAILURES = 1000  # messages that a commit keeps apart

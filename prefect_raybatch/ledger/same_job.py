@@ -9,7 +9,7 @@ from prefect_raybatch.errors import PlanMismatch
 from prefect_raybatch.job.secrets import masked
 from prefect_raybatch.ledger.many_uris import bounded_parts
 from prefect_raybatch.ledger.records import Plan
-from prefect_raybatch.spec.identity import Identity
+from prefect_raybatch.spec.run import Identity
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

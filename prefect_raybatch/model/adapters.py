@@ -15,7 +15,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.ledger.records import digest, dump
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.context import text_part
-from prefect_raybatch.spec.model import ModelRequest
+from prefect_raybatch.spec.engine import ModelRequest
 from prefect_raybatch.storage import Store, is_remote, open_store
 from prefect_raybatch.storage.node_cache import cached_folder
 

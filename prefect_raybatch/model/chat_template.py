@@ -13,8 +13,8 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.chat import is_template_text
 from prefect_raybatch.job.checks import nearest
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.spec.model import ModelRequest
-from prefect_raybatch.spec.prompt import PromptSpec
+from prefect_raybatch.spec.engine import ModelRequest
+from prefect_raybatch.spec.request import PromptSpec
 from prefect_raybatch.storage import Store, is_remote, join, open_store
 
 if TYPE_CHECKING:

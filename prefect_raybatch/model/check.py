@@ -15,9 +15,9 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model import adapters, media, tasks
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.context import longest_context, own_context, text_part
-from prefect_raybatch.spec.model import ModelRequest
+from prefect_raybatch.spec.engine import ModelRequest
+from prefect_raybatch.spec.request import SamplingSpec
 from prefect_raybatch.spec.run import RunSpec
-from prefect_raybatch.spec.sampling import SamplingSpec
 from prefect_raybatch.storage import Store, is_remote
 
 LONGER_ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # vLLM lets a longer context through then

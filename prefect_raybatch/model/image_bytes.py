@@ -14,7 +14,7 @@ from typing import Any
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.tasks import overridden
-from prefect_raybatch.spec.model import ModelRequest
+from prefect_raybatch.spec.engine import ModelRequest
 from prefect_raybatch.storage import is_remote
 
 CHANNELS = 3

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import vllm_fields
+from prefect_raybatch.job.vllm import fields as vllm_fields
 from prefect_raybatch.model.tasks import architectures, overridden
-from prefect_raybatch.spec.model import ModelRequest
-from prefect_raybatch.spec.prompt import ImageSpec
+from prefect_raybatch.spec.engine import ModelRequest
+from prefect_raybatch.spec.request import ImageSpec
 
 
 def check_takes(

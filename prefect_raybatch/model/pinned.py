@@ -13,7 +13,7 @@ from prefect_raybatch.bounded import read_regular_file, within
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.ledger.records import digest, dump
 from prefect_raybatch.model.context import own_context
-from prefect_raybatch.spec.model import ModelRequest
+from prefect_raybatch.spec.engine import ModelRequest
 from prefect_raybatch.storage import FileInfo, Store, is_remote, open_store
 from prefect_raybatch.storage.node_cache import cached_folder
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import vllm_fields
-from prefect_raybatch.spec.model import ModelRequest
+from prefect_raybatch.job.vllm import fields as vllm_fields
+from prefect_raybatch.spec.engine import ModelRequest
 
 # Endings that vLLM takes for models that pool, not generate (`_SUFFIX_TO_DEFAULTS`).
 CLASSIFIES = ("ForSequenceClassification", "ClassificationModel")

@@ -12,7 +12,7 @@ from prefect_raybatch.job.counted_fields import FINGERPRINTED
 from prefect_raybatch.ledger.accepted import Accepted
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.same_job import check_same, differing
-from prefect_raybatch.spec.identity import Identity
+from prefect_raybatch.spec.run import Identity
 
 _ROWS = "it decides which rows the run has, which its plan has fixed"
 _COLUMNS = "it decides the columns of the result, which is one table"

@@ -21,9 +21,8 @@ from prefect_raybatch.ledger.records import QUARANTINE, InputFile, Plan, digest
 from prefect_raybatch.plan.taken_by_vllm import check_taken_by_vllm
 from prefect_raybatch.sizing.shards import choose_rows_per_shard
 from prefect_raybatch.sizing.sizes import expected_engines
-from prefect_raybatch.spec.identity import Identity
-from prefect_raybatch.spec.prompt import PromptSpec
-from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.request import PromptSpec
+from prefect_raybatch.spec.run import Identity, RunSpec
 from prefect_raybatch.stages.result_columns import answer_columns
 
 if TYPE_CHECKING:

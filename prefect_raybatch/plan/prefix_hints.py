@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from prefect_raybatch.spec.prompt import PromptSpec
+from prefect_raybatch.spec.request import PromptSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.words import counted
 

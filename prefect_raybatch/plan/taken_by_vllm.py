@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.engine_values import wrong_values
-from prefect_raybatch.job.structured_outputs import (
+from prefect_raybatch.job.vllm.engine_values import wrong_values
+from prefect_raybatch.job.vllm.structured_outputs import (
     check_backend,
     check_form_parses,
     check_form_shape,
     check_labels_held,
 )
-from prefect_raybatch.spec.finish import ParsingSpec
+from prefect_raybatch.spec.result import ParsingSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 

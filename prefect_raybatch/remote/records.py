@@ -24,6 +24,7 @@ from prefect_raybatch.compile.job import model_request, planned_job
 from prefect_raybatch.compile.public_job import public_job
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.edits import with_answer_schema, with_template_text
 from prefect_raybatch.job.secrets import (
     SAFE_NAMES,
     hide_argument,
@@ -32,7 +33,6 @@ from prefect_raybatch.job.secrets import (
     hide_options,
     masked,
 )
-from prefect_raybatch.job.texts import with_answer_schema, with_template_text
 from prefect_raybatch.ledger.accepted import Accepted, accepted_in, accepted_note
 from prefect_raybatch.ledger.layout import JOB_NAME, JOBS, job_end_path, job_path
 from prefect_raybatch.ledger.many_uris import bounded_parts

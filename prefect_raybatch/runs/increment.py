@@ -49,8 +49,7 @@ from prefect_raybatch.runs.earlier import (
 )
 from prefect_raybatch.runs.precision import taken_precision
 from prefect_raybatch.source import Inventory, snapshot_tables
-from prefect_raybatch.spec.reuse import ReuseSpec
-from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.run import ReuseSpec, RunSpec
 from prefect_raybatch.stages.raw_answers import NUMBER, ORIGIN, POOLED, RAW
 from prefect_raybatch.stages.request_key import Keying
 from prefect_raybatch.storage import Store, open_store

@@ -36,7 +36,7 @@ from prefect_raybatch.ledger.precision import (
 from prefect_raybatch.ledger.records import Plan, Unit
 from prefect_raybatch.report.report import settings_text
 from prefect_raybatch.sizing.agreement import confidence_of_each, lower_bound, trial_rows
-from prefect_raybatch.spec.output import OutputSpec
+from prefect_raybatch.spec.result import OutputSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.storage import Store, open_store
 from prefect_raybatch.words import counted

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from prefect_raybatch.job.csv_options import Csv
-from prefect_raybatch.job.web_options import Web
+from prefect_raybatch.job.source import Web
 from prefect_raybatch.spec.options import HiddenOptions
 
 

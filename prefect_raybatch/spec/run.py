@@ -1,20 +1,55 @@
-"""What a run does."""
+"""What a run does, what makes two runs the same run, and whose answers it reuses."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.spec.cluster import ClusterSpec
 from prefect_raybatch.spec.engine import EngineSpec
-from prefect_raybatch.spec.finish import FinishSpec
-from prefect_raybatch.spec.output import OutputSpec
-from prefect_raybatch.spec.prompt import PromptSpec
 from prefect_raybatch.spec.read import ReadSpec
-from prefect_raybatch.spec.reuse import ReuseSpec
-from prefect_raybatch.spec.sampling import SamplingSpec
+from prefect_raybatch.spec.request import PromptSpec, SamplingSpec
+from prefect_raybatch.spec.result import FinishSpec, OutputSpec
 from prefect_raybatch.spec.sizes import SizeSpec
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The fingerprint of everything that changes an answer, in hex.
+
+    `parts` are what went into it, as records hold them: without credentials.
+    """
+
+    fingerprint: str
+    parts: Mapping[str, Any]
+
+    @property
+    def retry(self) -> Mapping[str, Any] | None:
+        """The failed rows that are the input ({parent, errors}); None for an ordinary input."""
+        return self.parts.get("retry")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReuseSpec:
+    """Which answers of earlier runs a run reuses, and whether it keeps its own for later ones.
+
+    `run` is the URI of the run whose answers are reused, `latest` for the newest complete one of
+    the job, None for none. `keep_days` is how many days raw answers are kept, None for as long as
+    the run. `keeps`: the run looks its answers up and keeps them for later runs. `ordered`: the
+    requests of the whole run are asked in the order of their prompts.
+    """
+
+    run: str | None
+    keep_days: float | None
+    keeps: bool
+    ordered: bool
+
+    @property
+    def asks_apart(self) -> bool:
+        """Whether requests are asked in a ledger of their own, where rows look answers up."""
+        return self.keeps or self.ordered
 
 
 @dataclass(frozen=True, kw_only=True)

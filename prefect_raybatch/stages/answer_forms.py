@@ -17,7 +17,7 @@ from typing import Any, cast
 import pyarrow as pa
 
 from prefect_raybatch.job.early_stop import choice_of
-from prefect_raybatch.spec.finish import ParsingSpec
+from prefect_raybatch.spec.result import ParsingSpec
 from prefect_raybatch.stages.block import ANSWERS, REASONING_OPEN, TEXTS, Failure, Tokenizer
 from prefect_raybatch.stages.decided import grammar_bytes
 from prefect_raybatch.stages.schema_check import AnswerMisfit, SchemaCheck

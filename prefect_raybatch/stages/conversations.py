@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from prefect_raybatch.spec.prompt import PromptSpec
+from prefect_raybatch.spec.request import PromptSpec
 from prefect_raybatch.stages.block import Messages
 from prefect_raybatch.stages.messages import ChatRequest
 

@@ -36,8 +36,8 @@ from prefect_raybatch.ledger.record_texts import PieceKind
 from prefect_raybatch.ledger.records import Piece, Receipt, Unit, digest
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.spec.finish import FinishSpec, ParsingSpec
-from prefect_raybatch.spec.sampling import SamplingSpec
+from prefect_raybatch.spec.request import SamplingSpec
+from prefect_raybatch.spec.result import FinishSpec, ParsingSpec
 from prefect_raybatch.stages.answer_counts import (
     MOST_COUNTED_LABELS,
     label_counts,

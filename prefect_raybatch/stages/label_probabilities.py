@@ -29,7 +29,7 @@ from typing import Any
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model.pinned import DEMO, tokenizer_place, with_tokenizer
-from prefect_raybatch.spec.model import ModelRequest
+from prefect_raybatch.spec.engine import ModelRequest
 from prefect_raybatch.stages.block import Tokenizer, load_tokenizer
 
 ANCHOR = "\n"  # behind it a label is cut into tokens as it is at the start of an answer

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from prefect_raybatch.job.structured_outputs import with_schema_text
-from prefect_raybatch.spec.prompt import PromptSpec
+from prefect_raybatch.job.vllm.structured_outputs import with_schema_text
+from prefect_raybatch.spec.request import PromptSpec
 from prefect_raybatch.stages.block import Failure, Messages, copied
 from prefect_raybatch.stages.calls.apart import NoChild
 

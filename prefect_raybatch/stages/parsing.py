@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.spec.finish import ParsingSpec
+from prefect_raybatch.spec.result import ParsingSpec
 from prefect_raybatch.stages.block import (
     ANSWERS,
     POSITION,

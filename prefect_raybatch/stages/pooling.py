@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from prefect_raybatch.job import vllm_fields
+from prefect_raybatch.job.vllm import fields as vllm_fields
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model import tasks
 from prefect_raybatch.model.context import own_context
-from prefect_raybatch.spec.model import ModelRequest
+from prefect_raybatch.spec.engine import ModelRequest
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.block import Failure
 from prefect_raybatch.stages.order import arrange

@@ -16,9 +16,8 @@ import pyarrow as pa
 from prefect_raybatch.job.checks import template_fields
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.spec.finish import ParsingSpec
-from prefect_raybatch.spec.prompt import PromptSpec
-from prefect_raybatch.spec.sampling import SamplingSpec
+from prefect_raybatch.spec.request import PromptSpec, SamplingSpec
+from prefect_raybatch.spec.result import ParsingSpec
 from prefect_raybatch.stages.answer_forms import own_form
 from prefect_raybatch.stages.block import (
     DIGESTS,

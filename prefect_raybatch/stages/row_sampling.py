@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prefect_raybatch.job import sampling_ranges, vllm_fields
 from prefect_raybatch.job.checks import refuse_unknown
 from prefect_raybatch.job.sampling import NOT_WRITTEN, UNWRITTEN, Sampling
-from prefect_raybatch.job.structured_outputs import check_form_shape, check_label_texts
+from prefect_raybatch.job.vllm import fields as vllm_fields
+from prefect_raybatch.job.vllm import sampling_ranges
+from prefect_raybatch.job.vllm.structured_outputs import check_form_shape, check_label_texts
 
 FOR_ALL = ("skip_special_tokens", "spaces_between_special_tokens")  # finish makes all texts alike
 NUMBERS = (  # a null is vLLM's own default there, not the job's value

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from prefect_raybatch.bounded import within
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model import chat_template
-from prefect_raybatch.spec.prompt import PromptSpec
+from prefect_raybatch.spec.request import PromptSpec
 from prefect_raybatch.stages.block import Failure, Messages, Tokenizer
 from prefect_raybatch.stages.messages import ChatRequest
 from prefect_raybatch.stages.row_text import (

@@ -47,8 +47,8 @@ from prefect_raybatch.runs.increment import asks_of
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.sizing.sizes import Capacity, expected_engines
 from prefect_raybatch.source import Inventory
-from prefect_raybatch.spec.finish import FinishSpec
 from prefect_raybatch.spec.read import ReadSpec
+from prefect_raybatch.spec.result import FinishSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage

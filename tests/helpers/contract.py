@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from prefect_raybatch.job.vllm_fields import parsed
+from prefect_raybatch.job.vllm.fields import parsed
 
 # file: {class, or "" for the module: names; "name(a, b)" is a function that takes a and b}
 Contract = Mapping[str, Mapping[str, Sequence[str]]]

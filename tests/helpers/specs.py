@@ -26,10 +26,9 @@ from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.records import InputFile, Plan
 from prefect_raybatch.model import chat_template
 from prefect_raybatch.plan.plan import check_against_schema, make_plan
-from prefect_raybatch.spec.finish import ParsingSpec
-from prefect_raybatch.spec.prompt import ImageSpec, PromptSpec
 from prefect_raybatch.spec.read import ReadSpec
-from prefect_raybatch.spec.sampling import SamplingSpec
+from prefect_raybatch.spec.request import ImageSpec, PromptSpec, SamplingSpec
+from prefect_raybatch.spec.result import ParsingSpec
 from prefect_raybatch.stages.finish import Finish
 from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.stages.vectors import finish_of

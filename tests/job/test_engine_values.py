@@ -17,9 +17,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from prefect_raybatch.demo import demo_model_path
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import engine_values, vllm_fields
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.engine_values import wrong_values
+from prefect_raybatch.job.vllm import engine_values
+from prefect_raybatch.job.vllm import fields as vllm_fields
+from prefect_raybatch.job.vllm.engine_values import wrong_values
 
 PROBES: list[Any] = [
     *(True, 0, 1, 2, -1, -2, 10**6, 0.5, 1.5, "0", "0.5", "x", "auto", "true", "none"),

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import vllm_fields
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import check_run_key, template_fields
 from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.job.vllm import fields as vllm_fields
 
 
 def put(value: dict[str, Any], path: str, new: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers import fake_vllm
 
-from prefect_raybatch.job.sampling_ranges import RANGES, wrong
+from prefect_raybatch.job.vllm.sampling_ranges import RANGES, wrong
 from prefect_raybatch.stages.vllm import internals
 from prefect_raybatch.stages.vllm.stepper import plain_fields
 

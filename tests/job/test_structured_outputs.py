@@ -17,7 +17,8 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.answer_schema import schema_text
 from prefect_raybatch.job.answer_types import columns_of
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.structured_outputs import (
+from prefect_raybatch.job.vllm.fields import form_fields
+from prefect_raybatch.job.vllm.structured_outputs import (
     FORM_KINDS,
     FORM_OPTIONS,
     check_form_parses,
@@ -25,7 +26,6 @@ from prefect_raybatch.job.structured_outputs import (
     check_labels_held,
     label_form,
 )
-from prefect_raybatch.job.vllm_fields import form_fields
 from prefect_raybatch.plan.taken_by_vllm import check_taken_by_vllm
 from prefect_raybatch.stages.answer_forms import by_llguidance, by_xgrammar
 from prefect_raybatch.stages.row_sampling import check_own

@@ -11,8 +11,8 @@ from helpers.specs import images_of
 
 from prefect_raybatch.compile.job import compile_job, model_request
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import vllm_fields
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.vllm import fields as vllm_fields
 from prefect_raybatch.model import check as model_check
 from prefect_raybatch.model import media
 

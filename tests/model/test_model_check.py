@@ -13,8 +13,8 @@ from helpers.small import job_dict
 from prefect_raybatch import demo
 from prefect_raybatch.compile.job import compile_job, model_request
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job import vllm_fields
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.vllm import fields as vllm_fields
 from prefect_raybatch.model import check as model_check
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.runs.dry_run import dry_run

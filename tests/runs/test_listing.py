@@ -36,7 +36,7 @@ from prefect_raybatch.runs.prune import prune_runs
 from prefect_raybatch.runs.repair import repair_run
 from prefect_raybatch.runs.run import default_run_key
 from prefect_raybatch.runs.run_history import history_of
-from prefect_raybatch.spec.identity import Identity
+from prefect_raybatch.spec.run import Identity
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.storage.local import LocalStore
 

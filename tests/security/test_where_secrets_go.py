@@ -58,7 +58,7 @@ from prefect_raybatch.runs.publish_run import publish_run
 from prefect_raybatch.runs.run import Run, load_run
 from prefect_raybatch.runs.status import status
 from prefect_raybatch.source import cuts, side_copies
-from prefect_raybatch.spec.prompt import ImageSpec
+from prefect_raybatch.spec.request import ImageSpec
 from prefect_raybatch.stages.images.rows import row_images
 from prefect_raybatch.stages.read import ShardDatasource
 from prefect_raybatch.stages.trial import TrialEngine

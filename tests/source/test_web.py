@@ -19,8 +19,8 @@ from helpers.web_server import served
 from prefect_raybatch.compile.fingerprint import fingerprint
 from prefect_raybatch.errors import ConfigError, SourceError, StoreError, StoreUnavailable
 from prefect_raybatch.source import needs_snapshot, peek, snapshot
-from prefect_raybatch.spec.identity import Identity
 from prefect_raybatch.spec.read import ReadSpec
+from prefect_raybatch.spec.run import Identity
 from prefect_raybatch.storage import open_store, web
 
 ROWS = [{"id": i, "text": f"x{i}" * 50} for i in range(3000)]

@@ -102,7 +102,7 @@ CONTRACT = {
     "entrypoints/openai/chat_completion/protocol.py": {
         "ChatCompletionRequest": ["messages", "tools", "tool_choice", "chat_template_kwargs"],
     },
-    # Read as source before an engine starts (job/vllm_fields.py).
+    # Read as source before an engine starts (job/vllm/fields.py).
     "model_executor/models/registry.py": {
         "": [
             "_TEXT_GENERATION_MODELS",

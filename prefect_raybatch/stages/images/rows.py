@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.spec.prompt import ImageSpec, PromptSpec
+from prefect_raybatch.spec.request import ImageSpec, PromptSpec
 from prefect_raybatch.stages.block import Failure, Messages, rows_of
 from prefect_raybatch.stages.images.decode import BadImage, Policy, check_image, decode_image
 from prefect_raybatch.stages.images.http import ImageUnavailable

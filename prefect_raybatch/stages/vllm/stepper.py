@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.exits import exit_text
-from prefect_raybatch.job.structured_outputs import label_form
+from prefect_raybatch.job.vllm.structured_outputs import label_form
 from prefect_raybatch.stages.vllm import internals, multimodal
 from prefect_raybatch.stages.vllm.hang import HANG_LOOK, HangWatch, end_process
 from prefect_raybatch.stages.vllm.internals import LLMEngine, Params, RequestOutput

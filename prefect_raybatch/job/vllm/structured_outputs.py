@@ -14,10 +14,10 @@ from itertools import pairwise
 from typing import Any
 
 from prefect_raybatch.bounded import within
-from prefect_raybatch.job import vllm_fields
 from prefect_raybatch.job.checks import refuse_unknown
-from prefect_raybatch.job.sampling_ranges import QUOTED
 from prefect_raybatch.job.schema_limits import check_schema_limits
+from prefect_raybatch.job.vllm import fields as vllm_fields
+from prefect_raybatch.job.vllm.sampling_ranges import QUOTED
 
 # One of them, beside any of the FORM_OPTIONS.
 FORM_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")

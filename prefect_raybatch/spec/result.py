@@ -1,4 +1,4 @@
-"""How answers become the columns of the result."""
+"""What a row of the result holds, and where the result goes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.job.tasks import VectorType
+from prefect_raybatch.spec.options import HiddenOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,3 +64,29 @@ class FinishSpec:
     def kept(self, names: list[str]) -> list[str]:
         """Return which of the input's columns `names` the result keeps."""
         return names if self.columns is None else list(self.columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the files of a result are laid out.
+
+    `compact`: in input order, in files of about `file_bytes`; otherwise the pieces stay, with a
+    manifest. `read_back`: each file is read completely after it was written.
+    """
+
+    compact: bool
+    file_bytes: int
+    read_back: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSpec:
+    """Where the result goes: a folder with a run directory for each run, and `targets`.
+
+    The result is published to the targets. `options` are s3fs options.
+    """
+
+    uri: str
+    options: HiddenOptions
+    targets: tuple[PublishTarget, ...]
+    layout: Layout

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from prefect_raybatch.job import vllm_fields
 from prefect_raybatch.job.faults import explain
+from prefect_raybatch.job.vllm import fields as vllm_fields
 
 log = logging.getLogger(__name__)
 

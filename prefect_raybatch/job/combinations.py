@@ -1,0 +1,145 @@
+"""Checks of a job's fields in different groups that do not go together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prefect_raybatch.job.images import DIGESTS_COLUMN
+from prefect_raybatch.job.precision import check_precision
+from prefect_raybatch.job.tasks import check_adapters, check_task, pools
+
+if TYPE_CHECKING:
+    from prefect_raybatch.job.batch_job import BatchJob
+
+MOST_LABELS = 128  # of which vLLM tells the probabilities (MAX_LOGPROB_TOKEN_IDS)
+MOST_LOGPROBS = 20  # vLLM's default of engine.max_logprobs
+
+
+def check_without_images(job: BatchJob) -> None:
+    """Raise ValueError for a field that needs images in a job without any."""
+    if job.prompt.images.used:
+        return
+    if job.source.media_root is not None:
+        raise ValueError(
+            "source.media_root needs prompt.images; set prompt.images, or remove media_root"
+        )
+    if DIGESTS_COLUMN in job.output.extras:
+        raise ValueError(
+            f"output.extras: {DIGESTS_COLUMN} needs prompt.images; set prompt.images, or "
+            f"remove {DIGESTS_COLUMN}"
+        )
+
+
+def check_with_images(job: BatchJob) -> None:
+    """Raise ValueError for a setting of the engine that does not go with images."""
+    engine = job.engine
+    if not job.prompt.images.used:
+        return
+    if pools(engine.task):
+        raise ValueError(
+            f"prompt.images: engine.task {engine.task} accepts only text; remove one of them"
+        )
+    if engine.adapter is not None or engine.adapters:
+        raise ValueError("prompt.images cannot be combined with adapters; remove one of them")
+    if engine.max_model_len == "auto":
+        raise ValueError(
+            "engine.max_model_len: auto counts only text, not images; set a number that "
+            "includes the images, such as 8192"
+        )
+    for name in ("limit_mm_per_prompt", "mm_processor_cache_gb"):
+        if name in engine.given:
+            raise ValueError(f"engine.{name} is set from prompt.images.per_row; remove it")
+
+
+def check_price(job: BatchJob) -> None:
+    """Raise ValueError for a limit on cost without the price of a GPU."""
+    if job.limits.max_cost is not None and not job.cluster.priced:
+        raise ValueError(
+            "limits.max_cost needs the price of a GPU; set cluster.price_per_gpu_hour or "
+            "cluster.price_by_card"
+        )
+
+
+def check_reasoning_parser(job: BatchJob) -> None:
+    """Raise ValueError if engine and output name different reasoning parsers."""
+    name = job.engine.given.get("reasoning_parser")
+    if name and job.output.reasoning_parser not in (None, name):
+        raise ValueError(
+            f"engine.reasoning_parser {name!r} is not output.reasoning_parser "
+            f"{job.output.reasoning_parser!r}; remove engine.reasoning_parser"
+        )
+
+
+def check_logprobs(job: BatchJob) -> None:
+    """Raise ValueError for sampling.logprobs that is no number, or too large."""
+    logprobs = job.sampling.extra.get("logprobs")
+    if logprobs is None:
+        return
+    if type(logprobs) is not int or logprobs < 0:
+        raise ValueError(
+            f"sampling.logprobs must be a whole number, at least 0, and is {str(logprobs)[:80]!r}; "
+            "set the number of most probable tokens to write for each output token"
+        )
+    if job.output.probabilities:
+        raise ValueError(
+            "sampling.logprobs and output.probabilities cannot be combined; remove one of them"
+        )
+    most = job.engine.given.get("max_logprobs", MOST_LOGPROBS)
+    if isinstance(most, int) and 0 <= most < logprobs:
+        raise ValueError(
+            f"sampling.logprobs ({logprobs}) exceeds engine.max_logprobs ({most}); lower it, or "
+            "raise engine.max_logprobs"
+        )
+
+
+def check_probabilities(job: BatchJob) -> None:
+    """Raise ValueError if the probabilities of labels cannot be written."""
+    if not job.output.probabilities:
+        return
+    if not job.sampling.choice:
+        raise ValueError("output.probabilities needs labels; set sampling.choice")
+    if len(job.sampling.choice) > MOST_LABELS:
+        raise ValueError(
+            f"output.probabilities supports at most {MOST_LABELS} labels, and sampling.choice "
+            f"has {len(job.sampling.choice)}; remove some labels"
+        )
+    if (job.sampling.extra.get("n") or 1) > 1:
+        raise ValueError(
+            "output.probabilities are the same for all answers of a row; remove sampling.n"
+        )
+
+
+def check_answer_schema(job: BatchJob) -> None:
+    """Raise ValueError for sampling that does not go with output.schema_model."""
+    sampling = job.sampling
+    if job.output.schema_model is None:
+        return
+    forms = {
+        "choice": sampling.choice,
+        "structured_outputs": sampling.extra.get("structured_outputs"),
+    }
+    for name, form in forms.items():
+        if form:
+            raise ValueError(
+                f"sampling.{name} cannot be combined with output.schema_model; remove one of them"
+            )
+    if sampling.extra.get("skip_special_tokens") is False:
+        raise ValueError(
+            "sampling.skip_special_tokens: false would append the end token to the JSON of "
+            "output.schema_model; remove it"
+        )
+
+
+# Checked in this order; the first failure is reported.
+COMBINATIONS = (
+    check_task,
+    check_adapters,
+    check_without_images,
+    check_with_images,
+    check_precision,
+    check_price,
+    check_reasoning_parser,
+    check_logprobs,
+    check_probabilities,
+    check_answer_schema,
+)

@@ -1,0 +1,1 @@
+"""Knowledge of vLLM without importing it: its arguments, their values, and how they combine."""
