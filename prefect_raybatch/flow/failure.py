@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from textwrap import TextWrapper
 from typing import Any
+from uuid import UUID
 
-from prefect import get_run_logger
+from prefect import Flow, get_run_logger
 from prefect.artifacts import MarkdownArtifact
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import MissingContextError
+from prefect.logging.loggers import flow_run_logger
 from prefect.runtime import flow_run, task_run
 
 from prefect_raybatch.driver.stops import Sample
@@ -56,6 +61,9 @@ LEASE_ADVICE = (
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE="
     "prefect.server.concurrency.lease_storage.filesystem.\nWhat to do:\n"
 )
+CANCELLED_BY_PREFECT = "Execution was cancelled by the runtime environment"  # a crash's message
+LEASE_CRASH = "Prefect ended this flow run, probably because its concurrency lease expired."
+LAST_TASKS = {False: "finalize-run-", True: "publish-run-"}  # by whether the job publishes
 COMMAND = "command"  # attribute of an explained error: the command that continues the run
 PLAIN = "plain"  # attribute of an explained error: its message before the explanation
 
@@ -215,6 +223,27 @@ def crash_advice() -> str | None:
         "If this run crashes, committed shards are kept. Continue it with: "
         f"prefect flow-run retry {start.run}"
     )
+
+
+def log_crash(flow: Flow[..., Any], run: FlowRun, state: State) -> None:
+    """Log why Prefect marked a flow run Crashed, and how to continue; a crash hook of our flows."""
+    with get_client(sync_client=True) as client:
+        task_runs = client.read_task_runs(
+            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id]))
+        )
+    done = [t.name for t in task_runs if t.state is not None and t.state.is_completed()]
+    job = run.parameters.get("job") or {}
+    publishes = isinstance(job, Mapping) and (job.get("output") or {}).get("publish")
+    is_complete = any(name.startswith(LAST_TASKS[bool(publishes)]) for name in done)
+    flow_run_logger(run, flow).error("%s", crash_text(state.message or "", run.id, is_complete))
+
+
+def crash_text(message: str, run: UUID, is_complete: bool) -> str:
+    """Return why a flow run crashed, from Prefect's message, and how to continue it."""
+    cause = LEASE_CRASH if message.startswith(CANCELLED_BY_PREFECT) else f"Crashed: {message}"
+    if is_complete:
+        return f"{cause} The result is complete."
+    return f"{cause} Committed shards are kept. Continue with: prefect flow-run retry {run}"
 
 
 def _retry_command() -> str:

@@ -22,7 +22,7 @@ from prefect_raybatch.cluster.early import engines_early
 from prefect_raybatch.driver.driver import DRAINED_TEXT, Progress
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError, RunDrained
 from prefect_raybatch.flow.artifacts import artifact_key, put
-from prefect_raybatch.flow.failure import COMMAND, explained
+from prefect_raybatch.flow.failure import COMMAND, explained, log_crash
 from prefect_raybatch.flow.job_flow import job_flow
 from prefect_raybatch.flow.run_history import show_history
 from prefect_raybatch.flow.tasks import (
@@ -116,7 +116,12 @@ def named_by_run_key() -> str:
         return key or str(values["job"].name)
 
 
-@job_flow(name="batch_inference", flow_run_name=named_by_run_key, persist_result=False)
+@job_flow(
+    name="batch_inference",
+    flow_run_name=named_by_run_key,
+    persist_result=False,
+    on_crashed=[log_crash],
+)
 def batch_inference(
     job: Annotated[BatchJob, titled("Job")],
     run_key: Annotated[Key | Unset, titled("Run key")] = None,
@@ -220,7 +225,12 @@ def _filled(
     return filled
 
 
-@job_flow(name="retry_failed", flow_run_name="retry {run_dir}", persist_result=False)
+@job_flow(
+    name="retry_failed",
+    flow_run_name="retry {run_dir}",
+    persist_result=False,
+    on_crashed=[log_crash],
+)
 def retry_failed(
     run_dir: Annotated[str, titled("Run directory")],
     errors: Annotated[Classes | Unset, titled("Error classes")] = None,

@@ -23,10 +23,11 @@ from helpers.heard import wait_for
 from helpers.prefect_server import artifacts_of, events_of
 from helpers.retries import first_run
 from helpers.small import make_job
-from prefect import flow
+from prefect import flow, task
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.logging.handlers import APILogHandler
+from prefect.states import Crashed
 
 from prefect_raybatch import (
     BatchJob,
@@ -347,6 +348,34 @@ def test_a_run_that_prefect_ends_itself_says_why_and_what_to_do() -> None:
     assert line.startswith("Concurrency lease renewal failed. Prefect ends this flow run")
     assert "LEASE_STORAGE" in line and line.endswith(f"  prefect flow-run retry {told}")
     assert "Traceback" not in line and "410 Gone" not in line
+
+
+@pytest.mark.parametrize("publishes", [False, True])
+def test_a_crash_is_logged_with_whether_the_result_is_complete(publishes: bool) -> None:
+    """By Prefect's message of a lost lease, which does not say what was lost."""
+    last = failure.LAST_TASKS[publishes]
+
+    @task(task_run_name=f"{last}k")
+    def finish() -> None:
+        pass
+
+    @flow
+    def night(job: dict[str, Any], work: bool) -> None:
+        if work:
+            finish()
+
+    job = {"output": {"publish": [{"uri": "x"}] if publishes else []}}
+    message = f"{failure.CANCELLED_BY_PREFECT}."
+    for work, end in ((True, "The result is complete."), (False, "prefect flow-run retry")):
+        id = night(job, work, return_state=True).state_details.flow_run_id
+        with get_client(sync_client=True) as client:
+            run = client.read_flow_run(id)
+        failure.log_crash(night, run, Crashed(message=message))
+        lines = logs_of(id, "Prefect ended this flow run")
+        (line,) = [line for line in lines if line.startswith("Prefect ended")]
+        assert "lease expired" in line and end in line
+    assert failure.crash_text("Process exited.", id, False).startswith("Crashed: Process exited. ")
+    assert {hook.__name__ for hook in batch_inference.on_crashed_hooks} == {"log_crash"}
 
 
 def test_the_api_away_and_back_is_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
