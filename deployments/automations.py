@@ -1,19 +1,17 @@
-"""Creates the automations of a night in Prefect, or brings them up to date: whatever keeps a run
-from its end, or puts it in doubt, pages someone.
+"""Create or update Prefect automations that notify someone when a run fails or is at risk.
 
     python deployments/automations.py --block slack-webhook/on-call
 
-`--block` names a saved notification block (type-slug/name: slack-webhook, email,
-pager-duty-webhook, custom-webhook, ...). They are of the flows batch_inference and retry_failed.
-What "high" means is the job's limits.warn_failed, what a stall is its limits.stall_seconds, when a
-run must have ended its limits.deadline. Prefect keeps no secret of ours: the events hold run key,
-counts and the text of the warning.
+`--block` names a saved notification block as type-slug/name (slack-webhook, email,
+pager-duty-webhook, custom-webhook, ...). The automations watch the flows batch_inference and
+retry_failed. The limits come from the job: limits.warn_failed, limits.stall_seconds and
+limits.deadline. The events contain the run key, counts and the text of the warning, but no secrets.
 
-A flow run whose process or host is gone says nothing more. The automation "a flow run is gone"
-marks it Crashed when no heartbeat came for `--gone-after` seconds. It looks at runs with the tag
-raybatch-heartbeat alone: give that tag to a deployment that sets PREFECT_FLOWS_HEARTBEAT_FREQUENCY
-to a third of these seconds, as deployments/prefect.yaml does. Prefect's own default is 180 seconds,
-so without the tag a healthy run would be marked.
+A flow run that lost its process or host cannot report it. The automation "a flow run is gone" marks
+it Crashed if it sends no heartbeat for `--gone-after` seconds. It watches only runs with the tag
+raybatch-heartbeat: give that tag to a deployment that sets PREFECT_FLOWS_HEARTBEAT_FREQUENCY to a
+third of these seconds, as deployments/prefect.yaml does. Prefect's default is 180 seconds, so
+without the tag a healthy run would be marked.
 """
 
 from __future__ import annotations
@@ -31,21 +29,33 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
 
 FLOWS = ["batch_inference", "retry_failed"]
-GONE_AFTER = 90.0  # seconds: three heartbeats of deployments/prefect.yaml
-LIMIT_REACHED = "Deployment concurrency limit reached."  # the state's message, by Prefect
+GONE_AFTER = 90.0  # seconds: three times the heartbeat interval in deployments/prefect.yaml
+LIMIT_REACHED = "Deployment concurrency limit reached."  # Prefect's state message
 ENDED = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")}
 HEARTBEAT = "prefect.flow-run.heartbeat"
-HEARTBEAT_TAG = "raybatch-heartbeat"  # of the deployments that set the frequency
+HEARTBEAT_TAG = "raybatch-heartbeat"  # tag of deployments that set the frequency
 
 FIGURES = """{{ event.payload.committed }} of {{ event.payload.shards }} shards are committed,
 {{ event.payload.failed }} of {{ event.payload.rows }} rows have failed.
 Run directory: {{ event.payload.run }}"""
 STATE = """{{ flow_run.state.message }}
 {{ flow_run|ui_url }}"""
+JOB = "{{ (flow_run.parameters.job or {}).name or flow_run.name }}"
+LATE = (
+    f"""Job `{JOB}` """
+    """(deployment `{{ deployment.name }}`) has not started; it is
+{{ flow_run.estimated_start_time_delta.total_seconds()|int }} s late. Start a worker:
+`prefect worker start --pool {{ flow_run.work_pool_name }}`
+{{ flow_run|ui_url }}"""
+)
+CRASHED = """The process or host of this run was lost. Committed shards are kept.
+Make sure that a worker is running, then continue the run:
+`prefect flow-run retry {{ flow_run.id }}`
+"""
 
 
 def automations(block_id: UUID, gone_after: float = GONE_AFTER) -> list[Automation]:
-    """All of them, which notify through the block of that id."""
+    """Return all automations, which notify through the block with this id."""
     run, name = "{{ event.resource.name }}", "{{ flow_run.name }}"
     pages = [
         # name, why, the trigger, subject, body
@@ -53,22 +63,24 @@ def automations(block_id: UUID, gone_after: float = GONE_AFTER) -> list[Automati
          _of_run("raybatch.run.stalled"), f"{run} stalls", "{{ event.payload.about }}\n" + FIGURES),
         ("the quarantine is high", "More rows failed than the job's limits.warn_failed.",
          _of_run("raybatch.quarantine.high"), f"{run}: many rows fail", FIGURES),
-        ("the deadline is at risk", "At its present rate a run ends after limits.deadline.",
+        ("the deadline is at risk", "At its current rate, the run ends after limits.deadline.",
          _of_run("raybatch.deadline.risk"), f"{run} will be late",
          "{{ event.payload.about }}\n" + FIGURES),
-        ("the answers have drifted", "They are distributed otherwise than the night before.",
-         _of_run("raybatch.answers.drifted"), f"{run}: other answers than before",
+        ("the answers have drifted", "Their distribution differs from the previous run.",
+         _of_run("raybatch.answers.drifted"), f"{run}: answers have drifted",
          "{{ event.payload.about }}\nRun directory: {{ event.payload.run }}"),
-        ("a run failed", "A task failed and is not tried again.",
+        ("a run failed", "A task failed and will not be retried.",
          _of_state("Failed"), f"{name} failed", STATE),
-        ("a run crashed", "Its process or its host was lost; the same run key continues it.",
+        ("a run crashed", "Its process or host was lost; a retry continues it.",
          _of_state("Crashed"), f"{name} crashed",
-         "What goes on with it: prefect flow-run retry {{ flow_run.id }}\n" + STATE),
-        ("a run is late", "No worker took it when it was due.",
-         _of_state("Late"), f"{name} is late", "Is a worker of the work pool alive?\n" + STATE),
-        ("a night was cancelled by the limit", "The run before it was still at work.",
+         CRASHED + STATE),
+        ("a run is late", "No worker started it when it was due.",
+         _of_state("Late"), f"{JOB} is late", LATE),
+        ("a run was cancelled by the concurrency limit", "The previous run was still active.",
          _of_state("Cancelled", {"prefect.state-message": LIMIT_REACHED}),
-         f"{name} was not run", "The run before it still works; see it, then back-fill.\n" + STATE),
+         f"{JOB} did not run",
+         "The previous run is still active. Once it has ended, run this date with a backfill.\n"
+         + STATE),
     ]  # fmt: skip
     notify = [
         Automation(
@@ -83,17 +95,18 @@ def automations(block_id: UUID, gone_after: float = GONE_AFTER) -> list[Automati
 
 
 def _gone(after: float) -> Automation:
-    """Notifies nobody itself: the state that it sets does."""
-    # Prefect fills in no names here: the run's own stands above this message in its page.
-    said = (
-        f"No heartbeat for {after:.0f} s: its process or its host is gone. What is committed is "
-        "kept.\nWhat to do: see that a worker of its pool is alive, then, with this run's name:\n"
+    """Return the automation that marks a run without heartbeats Crashed, which notifies someone."""
+    # Prefect does not render templates here, so the message cannot contain the flow run's id.
+    message = (
+        f"The process or host was lost: no heartbeat for {after:.0f} s. Committed shards are kept."
+        "\nWhat to do: make sure that a worker is running, then retry this flow run by its name:\n"
         "  prefect flow-run retry NAME"
     )
     return Automation(
         name="raybatch: a flow run is gone",
-        description=f"Marks a flow run Crashed that has sent no heartbeat for {after:.0f} s. What "
-        "is committed is kept; Retry in its page, or prefect flow-run retry NAME, goes on with it.",
+        description=f"Marks a flow run Crashed if it sends no heartbeat for {after:.0f} s. "
+        "Committed shards are kept. To continue it: Retry on its page, or "
+        "prefect flow-run retry NAME.",
         trigger=EventTrigger(
             after={HEARTBEAT},
             expect={HEARTBEAT, *ENDED},
@@ -107,7 +120,7 @@ def _gone(after: float) -> Automation:
             threshold=1,
             within=timedelta(seconds=after),
         ),
-        actions=[ChangeFlowRunState(state=StateType.CRASHED, message=said)],
+        actions=[ChangeFlowRunState(state=StateType.CRASHED, message=message)],
     )
 
 
@@ -139,38 +152,43 @@ def _each(
 
 
 def block_id(client: SyncPrefectClient, block: str) -> UUID:
-    """The id of a saved block `type-slug/name`; ends the program when there is none."""
+    """Return the id of a saved block `type-slug/name`; exit if there is none."""
     slug, _, name = block.partition("/")
     try:
         return client.read_block_document_by_name(name, slug).id
     except ObjectNotFound:
         sys.exit(
-            f"there is no block {block!r} at {client.api_url}; save a notification block first"
+            f"block {block!r} does not exist at {client.api_url}; save a notification block first"
         )
 
 
 def deploy(block: str, gone_after: float = GONE_AFTER) -> list[tuple[str, str]]:
-    """Creates or updates all; returns (name, created or updated)."""
-    done = []
+    """Create or update all automations; return each name with `created` or `updated`."""
+    changes = []
     with get_client(sync_client=True) as client:
         for automation in automations(block_id(client, block), gone_after):
-            known = client.read_automations_by_name(automation.name)
-            if known:
-                automation.id = known[0].id
+            existing = client.read_automations_by_name(automation.name)
+            if existing:
+                automation.id = existing[0].id
                 automation.update()
             else:
                 automation.create()
-            done.append((automation.name, "updated" if known else "created"))
-    return done
+            changes.append((automation.name, "updated" if existing else "created"))
+    return changes
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--block", required=True, help="notification block, type-slug/name")
-    parser.add_argument("--gone-after", type=float, default=GONE_AFTER, help="seconds")
-    given = parser.parse_args()
-    for name, what in deploy(given.block, given.gone_after):
-        print(f"{what}: {name}")
+    parser.add_argument(
+        "--gone-after",
+        type=float,
+        default=GONE_AFTER,
+        help="seconds without a heartbeat after which a run is marked Crashed",
+    )
+    arguments = parser.parse_args()
+    for name, change in deploy(arguments.block, arguments.gone_after):
+        print(f"{change}: {name}")
 
 
 if __name__ == "__main__":

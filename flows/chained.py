@@ -1,10 +1,10 @@
-"""Two jobs, the second on the first one's result, with one Ray cluster and the same engine.
+"""Run two jobs, the second on the result of the first, with one Ray cluster and one engine.
 
     python flows/chained.py FOLDER
 
-The first job names each company's industry, the second asks about that answer. The second result
-has the columns of both: `_row` and `response` are the first job's, `_row_2` and `response_2` its
-own. Ray is started once, and the second job finds the first one's engine up.
+The first job infers each company's industry, the second asks about that answer. The second result
+has the columns of both jobs: `_row` and `response` of the first, `_row_2` and `response_2` of the
+second. Ray starts once, and the second job reuses the engine of the first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GROUPS = ["goods", "services"]
 
 
 def write_companies(path: Path, rows: int) -> None:
-    """The table that the first job reads."""
+    """Write the table that the first job reads."""
     path.parent.mkdir(parents=True, exist_ok=True)
     names = [name for name, _ in companies(rows, 11, "heldout")]
     pq.write_table(pa.table({"id": pa.array(range(rows)), "Company": names}), path)
@@ -43,7 +43,7 @@ def first_job(folder: str) -> BatchJob:
 
 
 def second_job(folder: str, first: RunReport) -> BatchJob:
-    """Asks about the answers of the first job's run."""
+    """Return the job that asks about the answers of the first run."""
     return BatchJob(
         name="groups",
         source={"uri": f"{first.run}/data"},
@@ -56,14 +56,14 @@ def second_job(folder: str, first: RunReport) -> BatchJob:
 
 @flow
 def chained(folder: str, rows: int = 200, day: date | None = None) -> RunReport:
-    """Both jobs of a day; run again, it goes on where it was."""
-    night = f"{day or date.today():%Y%m%d}"
+    """Run both jobs for a day; run it again to resume."""
+    suffix = f"{day or date.today():%Y%m%d}"
     table = Path(folder) / "companies.parquet"
     if not table.exists():
         write_companies(table, rows)
     with warm_engines():
-        first = batch_inference(first_job(folder), f"industries-{night}")
-        return batch_inference(second_job(folder, first), f"groups-{night}")
+        first = batch_inference(first_job(folder), f"industries-{suffix}")
+        return batch_inference(second_job(folder, first), f"groups-{suffix}")
 
 
 if __name__ == "__main__":

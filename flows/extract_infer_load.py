@@ -1,9 +1,9 @@
-"""The tasks between an extract and a load step of a pipeline of your own.
+"""Use the tasks in a pipeline of your own, between an extract and a load step.
 
     python flows/extract_infer_load.py
 
-Extract writes a Parquet file, inference asks the model about each of its rows, load counts the
-answers. A crash anywhere continues at the same place: the run key follows from the day.
+Extract writes a Parquet file, inference asks the model about each row, load counts the answers.
+After a crash, run it again to resume: the run key is derived from the date.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from prefect_raybatch.demo.customers import companies
 
 @task
 def extract(folder: str, rows: int) -> str:
-    """Writes the day's companies to a Parquet file; returns its path."""
+    """Write the day's companies to a Parquet file; return its path."""
     path = Path(folder) / "companies.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     names = [name for name, _ in companies(rows, 11, "heldout")]
@@ -33,7 +33,7 @@ def extract(folder: str, rows: int) -> str:
 
 @task
 def load(report: RunReport) -> dict[str, int]:
-    """Counts companies by industry; a real pipeline would write to its warehouse here."""
+    """Count companies by industry; a real pipeline would write to its warehouse here."""
     answers = pq.read_table(f"{report.run}/data", columns=["industry"])["industry"]
     counts = dict(Counter(answers.to_pylist()))
     get_run_logger().info("companies by industry: %s", counts)
@@ -42,7 +42,7 @@ def load(report: RunReport) -> dict[str, int]:
 
 @flow
 def extract_infer_load(folder: str = "pipeline", rows: int = 300, day: date | None = None) -> dict:
-    """Companies in, counts by industry out."""
+    """Count companies by industry."""
     path = extract(folder, rows)
     job = BatchJob(
         name="companies",

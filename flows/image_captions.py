@@ -1,10 +1,10 @@
-"""Captions for a table of images, as a flow.
+"""Write a caption for each image of a table.
 
     python flows/image_captions.py DATA OUT [MODEL [RUN_KEY]]
 
-DATA is a folder of Parquet files with a column `image`; each row gets a caption, and rows whose
-image cannot be read go to quarantine with the reason. The job is image_captions.yaml beside this
-file. Started again with the same RUN_KEY it goes on where it was killed.
+DATA is a folder of Parquet files with a column `image`. Rows with an unreadable image go to
+quarantine with the reason. The job is image_captions.yaml in this folder. Start it again with the
+same RUN_KEY to resume.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ JOB = Path(__file__).with_suffix(".yaml")
 
 
 def captions_job(data: str, out: str, model: str | None = None) -> BatchJob:
-    """The job of the file, about these images."""
+    """Return the job of the file for these images."""
     job = BatchJob.from_yaml(JOB).to_dict()
     job["source"]["uri"] = data
     job["output"]["uri"] = out
@@ -33,7 +33,7 @@ def captions_job(data: str, out: str, model: str | None = None) -> BatchJob:
 def image_captions(
     data: str, out: str, model: str | None = None, run_key: str | None = None
 ) -> RunReport:
-    """Images in, captions out."""
+    """Caption the images in `data`."""
     return batch_inference(captions_job(data, out, model), run_key)
 
 

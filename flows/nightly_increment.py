@@ -1,10 +1,10 @@
-"""Two nights of a table that changes a little: the second asks only what is new.
+"""Run a job twice over a changing table: the second run infers only new and changed rows.
 
     python flows/nightly_increment.py FOLDER
 
-The first night asks about each distinct company once. Before the second, rows are moved, edited,
-deleted and doubled; it takes over the answers that are there, and the report says what was saved.
-Here both nights are in one process, and the second one finds the first one's engine up.
+The first run asks about each distinct company once. Then rows are moved, edited, deleted and
+duplicated. The second run reuses the existing answers, and its report says how many. Both runs are
+in one process here, so the second reuses the engine of the first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def write_table(path: Path, names: list[str]) -> None:
 
 
 def a_day_later(names: list[str]) -> list[str]:
-    """Deleted, edited, doubled and new rows; all of them at other places than before."""
+    """Return the names with rows deleted, edited, duplicated, added and reordered."""
     kept = [name for number, name in enumerate(names) if number % 10]
     edited = [f"{name} Holding" if number % 25 == 0 else name for number, name in enumerate(kept)]
     new = [name for name, _ in companies(len(names) // 20, 12, "heldout")]
@@ -51,22 +51,22 @@ def nightly(folder: str) -> BatchJob:
 
 
 @flow
-def two_nights(folder: str, rows: int = 200) -> list[RunReport]:
-    """The reports of both nights."""
+def two_runs(folder: str, rows: int = 200) -> list[RunReport]:
+    """Run the job for today and for tomorrow; return both reports."""
     table = Path(folder) / "companies.parquet"
-    tonight = datetime.now(UTC).replace(microsecond=0)
+    today = datetime.now(UTC).replace(microsecond=0)
     names = [name for name, _ in companies(rows, 11, "heldout")]
     reports = []
     with warm_engines():
-        for night in range(2):
+        for day in range(2):
             write_table(table, names)
-            scheduled = tonight + timedelta(days=night)
+            scheduled = today + timedelta(days=day)
             report = batch_inference(nightly(folder), scheduled_for=scheduled)
-            get_run_logger().info("night %d: %s", night + 1, report.reuse)
+            get_run_logger().info("run %d: %s", day + 1, report.reuse)
             reports.append(report)
             names = a_day_later(names)
     return reports
 
 
 if __name__ == "__main__":
-    two_nights(sys.argv[1] if len(sys.argv) > 1 else "nightly")
+    two_runs(sys.argv[1] if len(sys.argv) > 1 else "nightly")

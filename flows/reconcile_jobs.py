@@ -1,11 +1,11 @@
-"""Brings Ray jobs and flow runs into step; deploy it with a schedule, every ten minutes or so.
+"""Reconcile Ray jobs and flow runs; deploy it with a schedule, about every ten minutes.
 
     python flows/reconcile_jobs.py http://head:8265
     prefect deploy flows/reconcile_jobs.py:reconcile --name reaper --pool raybatch --interval 600
 
-Jobs whose flow run has ended are stopped; flow runs whose job has vanished become Crashed. With
-`restart`, flow runs of deployments that crashed are scheduled again, at most twice each: they keep
-their run key, so that they go on with what is committed.
+Stops jobs without an active flow run, and marks flow runs Crashed that lost their job. With
+`restart`, reschedules crashed flow runs of deployments, at most twice each. They keep their run
+key, so they continue from the committed shards.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from prefect_raybatch import reconcile_jobs, restart_crashed
 
 @flow(name="reconcile_jobs", log_prints=False)
 def reconcile(job_server: str | None = None, dry_run: bool = False, restart: bool = False) -> int:
-    """Reconciles the jobs of one job server, where one is named; returns how many jobs and flow
-    runs were changed."""
+    """Reconcile the jobs of a job server, if one is named.
+
+    Returns how many jobs and flow runs were changed.
+    """
     actions = reconcile_jobs(job_server, dry_run) if job_server else []
     actions += restart_crashed(dry_run=dry_run) if restart else []
     for action in actions:

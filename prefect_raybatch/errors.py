@@ -18,7 +18,7 @@ class RayBatchError(Exception):
 
     transient = False
     plain: str | None = None
-    remedy = "Correct what the message names, then run it again. Committed shards are kept."
+    remedy = "Fix what the message names, then run it again. Committed shards are kept."
 
 
 class ConfigError(RayBatchError):
@@ -30,13 +30,13 @@ class ConfigError(RayBatchError):
 class SourceError(RayBatchError):
     """The input is missing, unreadable, of changing schema, or not what the plan recorded."""
 
-    remedy = "Mend the input that the message names, then run it again, or start a new run key."
+    remedy = "Fix the input that the message names, then run it again, or use a new run key."
 
 
 class PlanMismatch(RayBatchError):
     """The run directory belongs to another job; the message lists the differing fields."""
 
-    remedy = "Give another run key, or put the job back as it was."
+    remedy = "Use another run key, or restore the job."
 
 
 class CorruptRun(RayBatchError):
@@ -57,7 +57,7 @@ class NoSuchRun(RayBatchError):
 class UnsafeStore(RayBatchError):
     """The output store does not honour put-if-absent, so exactly-once cannot be kept on it."""
 
-    remedy = "Name another store in output.uri: this one cannot keep results exactly once."
+    remedy = "Use another store in output.uri: this one cannot write each result exactly once."
 
 
 class StoreError(RayBatchError):
@@ -68,7 +68,7 @@ class StoreError(RayBatchError):
 class StoreUnavailable(StoreError):
     """The store did not answer, or answered 5xx, after the retries of a single call."""
 
-    remedy = "Look at the store and its address; when it answers, run it again."
+    remedy = "Check the store and its address, then run it again once it answers."
     transient = True
 
 
@@ -81,27 +81,27 @@ class CredentialsUnusable(StoreError):
 class BadUpload(StoreError):
     """The store holds other bytes than it was sent; the local source of the upload is kept."""
 
-    remedy = "Run it again; if it comes back, look at the store and the proxy before it."
+    remedy = "Run it again. If it fails again, check the store and any proxy in front of it."
     transient = True
 
 
 class InsufficientResources(RayBatchError):
     """The cluster can never provide what the job asks for; the message says what is missing."""
 
-    remedy = "Give the job fewer engines or smaller ones, or the cluster more nodes."
+    remedy = "Give the job fewer or smaller engines, or add nodes to the cluster."
 
 
 class ClusterUnavailable(InsufficientResources):
     """No Ray cluster answers at the address: a head that is down or restarting, or a wrong one."""
 
-    remedy = "Look at the Ray head, or correct cluster.address; then run it again."
+    remedy = "Check the Ray head, or correct cluster.address; then run it again."
     transient = True
 
 
 class ClusterNotReady(InsufficientResources):
     """The Kubernetes cluster created for a run does not become ready; the message says why."""
 
-    remedy = "Mend what the message names (kubectl describe raycluster has more), then run again."
+    remedy = "Fix what the message names (see kubectl describe raycluster), then run it again."
 
 
 class PrefectUnavailable(RayBatchError):
@@ -116,47 +116,49 @@ class EngineStartError(RayBatchError):
     """The inference engine did not start (a model that does not load, an argument that vLLM
     rejects), or started and died whatever it was asked."""
 
-    remedy = "Change what the engine refuses; the rest of its reason is in Ray's logs on the node."
+    remedy = "Change what the engine rejects. Its full log is in Ray's logs on the node."
 
 
 class EngineFailure(RayBatchError):
     """Engines kept dying and no shard came through: the infrastructure is at fault, not the
     rows."""
 
-    remedy = "Look at the nodes and their memory, then run it again."
+    remedy = "Check the nodes and their memory, then run it again."
     transient = True
 
 
 class ErrorBudgetExceeded(RayBatchError):
     """More rows failed than the job's limits allow; committed shards are kept."""
 
-    remedy = "Mend the cause, or raise the limit; then run it again."
+    remedy = "Fix the cause, or raise the limit; then run it again."
 
 
 class CostExceeded(RayBatchError):
     """The run has cost as much as limits.max_cost allows; committed shards are kept."""
 
-    remedy = "Raise limits.max_cost, or leave the run as it is; again it goes on where it was."
+    remedy = "Raise limits.max_cost to continue from the committed shards."
 
 
 class IncompleteRun(RayBatchError):
     """Some shards are still uncommitted; running the same command again continues."""
 
-    remedy = "Run it again: it goes on with the missing shards."
+    remedy = "Run it again to finish the missing shards."
     transient = True
 
 
 class JobServerUnavailable(RayBatchError):
     """Ray's job server did not answer properly for minutes; a job that it runs continues."""
 
-    remedy = "Look at the Ray head; run it again, it finds its job."
+    remedy = "Check the Ray head, then run it again to follow the job."
     transient = True
 
 
 class JobLost(RayBatchError):
     """The Ray job of a run ended without a reason: its process or its node was lost."""
 
-    remedy = "Look at the Ray head and its node; run it again, it goes on from the commits."
+    remedy = (
+        "Check the Ray head and the job's node, then run it again to finish the missing shards."
+    )
     transient = True
 
 
@@ -169,14 +171,14 @@ class JobStopped(RayBatchError):
 class RunDrained(RayBatchError):
     """The run was drained: in-flight shards are committed, the others were not begun."""
 
-    remedy = "Run it again to continue with what is left."
+    remedy = "Run it again to finish the missing shards."
 
 
 class PublishFailed(RayBatchError):
     """A target of output.publish did not accept the rows; the result in data/ is complete and
     stays."""
 
-    remedy = "Mend what the target says; the result stays, and only what is missing is published."
+    remedy = "Fix what the target reports, then run it again. The result is kept."
     transient = True
 
 

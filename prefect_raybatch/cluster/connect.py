@@ -39,7 +39,7 @@ from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
 START_TRIES = 3  # of a local cluster
-KNOCK = 2.0  # seconds a node has to take a connection
+KNOCK = 2.0  # seconds a node has to accept a connection
 
 LEVEL_LINE = b"Set ray log level from environment variable"
 
@@ -54,8 +54,7 @@ class Needs:
 
 
 def address_of(cluster: ClusterSpec) -> str | None:
-    """Return the address of the cluster for a job; None if one is started here or created for its
-    runs."""
+    """Return the address of a job's cluster; None if it is started here or created for its runs."""
     if cluster.access.kubernetes is not None:
         return None
     address = cluster.access.address or os.environ.get("RAY_ADDRESS")
@@ -67,9 +66,9 @@ class _Ray:
 
     def __init__(self) -> None:
         self._over = threading.Event()  # ends the thread that started Ray
-        self._leaving = Question(END_SECONDS)  # a head that hangs lets nobody go
-        self._auth: dict[str, str | None] = {}  # Ray's variables for tokens before it was started
-        self.access = ClusterAccess()  # of the cluster that is joined next
+        self._leaving = Question(END_SECONDS)  # a head that hangs would block ray.shutdown
+        self._auth: dict[str, str | None] = {}  # Ray's token variables before the start
+        self.access = ClusterAccess()  # to the cluster that is joined next
 
     def joined(self) -> bool:
         # None as well while another thread imports it.
@@ -79,8 +78,8 @@ class _Ray:
     def start(self, address: str | None, cpus: int) -> None:
         if self._leaving.under_way:
             raise ClusterUnavailable(
-                "this process cannot leave the Ray cluster of an earlier run, whose head does not "
-                "answer, and can join no other; run it again in a process of its own"
+                "this process cannot leave the Ray cluster of an earlier run, because its head "
+                "does not answer, and so cannot join another. Run it again in a new process"
             )
         access = self.access if self.access.address == address else ClusterAccess(address)
         if address:
@@ -88,13 +87,13 @@ class _Ray:
         else:
             check_temp_folder()
 
-        # Ray Data sets the levels of its loggers when it is imported: ours must come after it.
+        # Ray Data sets the levels of its loggers when it is imported, so set ours afterwards.
         from prefect_raybatch.stages.ray_internals import PROGRESS_LOG, put_back_auth, use_token
 
         self._auth = use_token(access.token)
-        logging.getLogger("ray.data").setLevel(logging.WARNING)  # else lines of plans and timings
+        logging.getLogger("ray.data").setLevel(logging.WARNING)  # no plans and timings
         PROGRESS_LOG.setLevel(logging.ERROR)
-        # Ray's C++ side logs an error for each engine that may be restarted, which is on purpose.
+        # Ray's C++ code logs an error for each actor that may be restarted, as engines may.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
         if not address:
@@ -118,8 +117,8 @@ class _Ray:
         try:
             self._leaving(ray.shutdown)
         except TimeoutError as error:
-            log.warning("Ray's head does not let go of this process, which goes on: %s", error)
-            atexit.unregister(ray.shutdown)  # which would hang again
+            log.warning("could not disconnect from Ray's head; continuing: %s", error)
+            atexit.unregister(ray.shutdown)  # would hang again
         finally:
             put_back_auth(self._auth)
             self._over.set()
@@ -139,7 +138,7 @@ class _Ray:
         def work() -> None:
             try:
                 start()
-            except BaseException as error:  # the caller handles it
+            except BaseException as error:  # raised in the caller
                 outcome.set_exception(error)
                 return
             outcome.set_result(None)
@@ -156,8 +155,7 @@ class _Ray:
 
 
 def _init(address: str | None, options: dict[str, Any]) -> None:
-    """Call `ray.init`, and again if a new local cluster is not up within Ray's limit of 30 s, as on
-    a busy machine.
+    """Call `ray.init`, and retry if a new local cluster is not up within Ray's limit of 30 s.
 
     Raise `ClusterUnavailable` if no attempt succeeds, and `InsufficientResources` if no cluster
     answers.
@@ -177,8 +175,8 @@ def _init(address: str | None, options: dict[str, Any]) -> None:
                 raise
             if not tries_left:
                 raise ClusterUnavailable(
-                    f"Ray did not start on this machine in {START_TRIES} tries ({error}); give the "
-                    "machine less other work, or see what the logs below /tmp/ray say"
+                    f"Ray did not start on this machine in {START_TRIES} attempts ({error}). "
+                    "Reduce the load of the machine, or see the logs in /tmp/ray"
                 ) from None
             log.warning("Ray did not start in time; starting it again (%s)", error)
             ray.shutdown()
@@ -190,8 +188,10 @@ SHARED = Shared(RAY, WarmEngines(RayHosts()))
 
 @contextmanager
 def warm_engines(idle_seconds: float = IDLE_SECONDS) -> Iterator[None]:
-    """Keep engines up between the runs of a flow. The next run in the block whose engines would
-    start with the same model, arguments and environment finds them ready, with their prefix cache.
+    """Keep engines running between the runs of a flow.
+
+    A later run in the block reuses them, with their prefix cache, if its engines would start with
+    the same model, arguments and environment.
 
         with warm_engines():
             first = batch_inference(...)
@@ -205,8 +205,8 @@ def warm_engines(idle_seconds: float = IDLE_SECONDS) -> Iterator[None]:
     """
     if not idle_seconds > 0:
         raise ConfigError(
-            f"warm_engines(idle_seconds={idle_seconds!r}): seconds that an engine waits for the "
-            f"next run; give a number above 0, such as {IDLE_SECONDS:g}"
+            f"warm_engines(idle_seconds={idle_seconds!r}): the seconds that an engine waits for "
+            f"the next run must be above 0, such as {IDLE_SECONDS:g}"
         )
     with SHARED.kept_warm(idle_seconds):
         yield
@@ -214,16 +214,18 @@ def warm_engines(idle_seconds: float = IDLE_SECONDS) -> Iterator[None]:
 
 @contextmanager
 def connected(cluster: ClusterSpec, user: User | None = None) -> Iterator[Capacity]:
-    """Connect to the cluster of a run for the block. All runs of this process share the connection;
-    the last one closes it, and stops only a cluster that was started here.
+    """Connect to the cluster of a run for the block.
+
+    All runs of this process share the connection. The last one closes it, and stops a cluster that
+    was started here.
 
     Raises `ClusterUnavailable` with the address if no cluster answers, and `ConfigError` while runs
     of this process are in another cluster, or if Ray's token is missing or wrong.
     """
     if cluster.access.kubernetes is not None:
         raise ConfigError(
-            "cluster.kubernetes makes a cluster for a run alone; for this, name one that is there "
-            "in cluster.address, or leave both out"
+            "cluster.kubernetes creates a cluster only for a run. For this command, set "
+            "cluster.address to an existing cluster, or remove both"
         )
     RAY.access = cluster.access
     end_by_sigterm()
@@ -233,8 +235,10 @@ def connected(cluster: ClusterSpec, user: User | None = None) -> Iterator[Capaci
 
 @contextmanager
 def started_early(cluster: ClusterSpec) -> Iterator[None]:
-    """Start a local cluster for a run while the block prepares that run; does nothing if the
-    cluster is elsewhere."""
+    """Start a local cluster for a run while the block prepares that run.
+
+    Does nothing if the run's cluster is remote.
+    """
     if cluster.access.remote or address_of(cluster):
         yield
         return
@@ -251,13 +255,14 @@ def admitted(
     user: User,
     kind: WarmKind | None = None,
 ) -> Iterator[WarmLease | None]:
-    """Wait for the run's turn on the cluster and hold it for the block: everything that it takes,
-    next to other runs of this process, or everything there is without a pool. Local and remote
-    clusters are treated alike. Yields the lease on engines of a `kind` if they are kept warm, else
-    None."""
+    """Wait for the run's turn on the cluster, and hold its resources for the block.
+
+    Without a pool, hold all resources of the cluster. Yields the lease on engines of a `kind` if
+    they are kept warm, else None.
+    """
     most = {"CPU": have.cpus, "GPU": have.gpus}
     takes = dict(most)
-    if pool is not None:  # as many engines as it may come to, or they would starve the others
+    if pool is not None:  # for its maximum number of engines, or they would starve other runs
         cpus = pool.engines * spec.cpus + spec.stage_cpus
         takes = {"CPU": min(cpus, have.cpus), "GPU": min(pool.gpus[1], have.gpus)}
     engines = 0 if pool is None else pool.engines
@@ -266,10 +271,12 @@ def admitted(
 
 
 def end_by_sigterm() -> None:
-    """Make SIGTERM end the process through its `finally` clauses; by default it dies at once and
-    leaves what it has started. Ray installs such a handler, but only if the main thread starts it.
-    So the main thread calls this before another thread starts Ray; in other threads it does
-    nothing, because Python accepts handlers only from the main thread."""
+    """Make SIGTERM end the process through its `finally` clauses, so that it ends what it started.
+
+    Ray installs such a handler, but only if the main thread starts it. So the main thread calls
+    this before another thread starts Ray. In other threads it does nothing, because Python accepts
+    handlers only from the main thread.
+    """
     main = threading.current_thread() is threading.main_thread()
     if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -277,12 +284,12 @@ def end_by_sigterm() -> None:
 
 @contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Restore the SIGTERM handler that was set before: Ray replaces Prefect's, which would turn a
-    cancellation into a crash. Ray's stays if there was none.
+    """Restore the previous SIGTERM handler after the block; without one, keep Ray's.
 
-    Ray's C++ side sets one too, which Python does not know of: it calls Python's, and ends the
-    process by SIGABRT if that takes over 3 s to end it (ray#64830). Only the main thread can set
-    Python's again, which replaces it; any other thread restores the C handler itself.
+    Ray replaces Prefect's handler, which would turn a cancellation into a crash. Ray's C++ code
+    also sets a handler that Python does not see: it calls Python's, and ends the process by SIGABRT
+    if that takes over 3 s (ray#64830). The main thread replaces it by setting Python's handler
+    again; any other thread restores the C handler.
     """
     before = signal.getsignal(signal.SIGTERM)
     libc, below = ctypes.CDLL(None), ctypes.create_string_buffer(1024)  # a `struct sigaction`
@@ -299,9 +306,11 @@ def _sigterm_kept() -> Iterator[None]:
 
 @contextmanager
 def _quiet_start(local: bool) -> Iterator[None]:
-    """Drop the line in which Ray's C++ side says that it has read RAY_BACKEND_LOG_LEVEL: it would
-    break a terminal's progress bar, and no setting silences it. Everything else that is written
-    meanwhile is printed after the block. A start elsewhere may take minutes and is left alone."""
+    """Drop the line in which Ray's C++ code reports that it has read RAY_BACKEND_LOG_LEVEL.
+
+    It would break a terminal's progress bar, and no setting silences it. Other output is printed
+    after the block. Does nothing for a remote cluster, which may take minutes to join.
+    """
     if not (local and os.isatty(2)):
         yield
         return
@@ -322,9 +331,10 @@ def _quiet_start(local: bool) -> Iterator[None]:
 
 
 def local_cpus(cluster: ClusterSpec) -> int:
-    """Return the logical CPUs of a local cluster: the machine's, but never fewer than the stages
-    take, because Ray would wait forever for the missing one (a pool of actors can hold them
-    all)."""
+    """Return the logical CPUs of a local cluster: the machine's, or more if the stages need more.
+
+    With fewer, Ray would wait forever, because a pool of actors can hold all of them.
+    """
     stage_cpus = cluster.prepare.num_cpus + cluster.finish.num_cpus
     return max(os.cpu_count() or 1, math.ceil(stage_cpus + cluster.engine_cpus))
 
@@ -345,15 +355,17 @@ def capacity() -> Capacity:
         tuple(sorted(node["GPU"] for node in gpus)),
         tuple(sorted(name.removeprefix(mark) for name in total if name.startswith(mark))),
         min((node.get("CPU", 0.0) / node["GPU"] for node in gpus), default=0.0),
-        # Other nodes have other cards; of this one the driver can say more than its name.
+        # The driver can measure only the GPUs of its own node.
         _measured() if len(alive) == 1 and gpus else 0,
     )
 
 
 def glance(cluster: ClusterSpec) -> Capacity | None:
-    """Return the capacity of a cluster without joining it: the cluster that this process is in,
-    this machine if the run will start one, or the pods that it will request from Kubernetes. None
-    for a cluster elsewhere."""
+    """Return the capacity of a run's cluster without joining it; None for a remote cluster.
+
+    It is that of the cluster that this process is in, of this machine if the run will start one, or
+    of the pods that the run will request from Kubernetes.
+    """
     made = cluster.access.kubernetes
     if made is not None:
         return to_be_made(pod_groups(made), cluster.accelerator)
@@ -398,8 +410,7 @@ def dashboard_url() -> str:
 
 
 def nodes(ask: Callable[[Callable[[], Any]], Any] = lambda work: work()) -> set[str]:
-    """Return the ids of the live nodes of the cluster that this process is connected to; `ask`
-    calls Ray's head.
+    """Return the ids of the live nodes of the joined cluster; `ask` calls Ray's head.
 
     Each node is contacted, because Ray takes up to half a minute to notice that one is dead.
     """
@@ -416,8 +427,7 @@ def nodes(ask: Callable[[Callable[[], Any]], Any] = lambda work: work()) -> set[
 
 
 def leaving() -> dict[str, float | None]:
-    """Return the addresses of nodes that are being drained, with the seconds that each has left;
-    None if unknown."""
+    """Return the addresses of nodes being drained, and the seconds until each ends, if known."""
     from prefect_raybatch.stages.ray_internals import leaving_nodes
 
     found = leaving_nodes() if is_joined() else {}
@@ -435,8 +445,10 @@ def is_joined() -> bool:
 
 
 def actor_states(kind: str) -> dict[str, int]:
-    """Return how many of this driver's actors whose class name contains `kind` are in which Ray
-    state (ALIVE, RESTARTING, PENDING_CREATION, ...); permanently dead ones are left out."""
+    """Count this driver's actors by Ray state (ALIVE, RESTARTING, PENDING_CREATION, ...).
+
+    Counts actors with `kind` in their class name, except permanently dead ones.
+    """
     import ray
 
     from prefect_raybatch.stages.ray_internals import actors_of_this_job
@@ -452,9 +464,11 @@ def actor_states(kind: str) -> dict[str, int]:
 
 
 def actor_deaths(kind: str) -> dict[str, tuple[int, str]]:
-    """Return {id: (how often its process has died, a description of process and node)} of this
-    driver's actors whose class name contains `kind`. Between two processes the description is of
-    the dead one, before the first it is "". An actor that was ended on purpose has not died."""
+    """Return {id: (deaths, description of process and node)} of this driver's actors.
+
+    Takes actors with `kind` in their class name. Between two processes the description is of the
+    dead one, before the first it is "". An actor that was ended on purpose has not died.
+    """
     import ray
 
     from prefect_raybatch.stages.ray_internals import actors_of_this_job, has_died
@@ -476,14 +490,13 @@ def actor_deaths(kind: str) -> dict[str, tuple[int, str]]:
 
 
 def needs(spec: SizeSpec, pool: Pool) -> Needs:
-    """Return the minimum that a run takes while it works with that pool of engines."""
+    """Return the minimum resources that a run needs with that pool of engines."""
     cpus = pool.fewest * spec.cpus + spec.stage_cpus
     return Needs(cpus, pool.gpus[0], pool.device)
 
 
 def check_fit(spec: SizeSpec, have: Capacity, pool: Pool | None = None) -> Needs:
-    """Raise `InsufficientResources` before an engine starts if the cluster can never hold the
-    run."""
+    """Raise `InsufficientResources` if the cluster can never hold the run."""
     pool = pool or pool_for(spec, have)
     want = needs(spec, pool)
     short = []
@@ -491,30 +504,30 @@ def check_fit(spec: SizeSpec, have: Capacity, pool: Pool | None = None) -> Needs
     replicas = counted(pool.replicas[0], "replica")
     if want.gpus > have.gpus:
         short.append(
-            f"{counted(want.gpus, 'GPU')} ({replicas} * {parallel}) of {have.gpus:g}; "
+            f"{counted(want.gpus, 'GPU')} ({replicas} * {parallel}), but has {have.gpus:g}; "
             "lower engine.replicas or engine.tensor_parallel_size, or set engine.device: cpu"
         )
     elif want.gpus and rooms(spec, have) < pool.replicas[0]:
         short.append(
             f"{counted(spec.gpus_per_replica, 'GPU')} on one node for each of {replicas} "
-            f"({parallel}), where the nodes have {_list(have.gpus_by_node)}: an engine cannot span "
-            "nodes; lower engine.replicas, tensor_parallel_size or pipeline_parallel_size, or set "
-            "engine.distributed_executor_backend: ray"
+            f"({parallel}), but the nodes have {_list(have.gpus_by_node)}, and an engine cannot "
+            "span nodes; lower engine.replicas, tensor_parallel_size or pipeline_parallel_size, or "
+            "set engine.distributed_executor_backend: ray"
         )
     kind = spec.accelerator
     if want.gpus and kind and kind not in have.accelerators:
         short.append(
-            f"accelerator {kind}, where the cluster has {', '.join(have.accelerators) or 'none'}; "
+            f"accelerator {kind}, but has {', '.join(have.accelerators) or 'none'}; "
             "correct engine.accelerator_type"
         )
     if want.cpus > have.cpus:
         short.append(
-            f"{want.cpus:g} logical CPUs of {have.cpus:g}; lower engine.replicas, "
+            f"{want.cpus:g} logical CPUs, but has {have.cpus:g}; lower engine.replicas, "
             "engine.engines_per_gpu, engine.num_cpus or cluster.prepare/finish.num_cpus"
         )
     if short:
         raise InsufficientResources(
-            f"the Ray cluster at {have.address} is too small: needs " + "; and ".join(short)
+            f"the Ray cluster at {have.address} is too small: it needs " + "; and ".join(short)
         )
     return want
 

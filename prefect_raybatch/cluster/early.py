@@ -1,8 +1,8 @@
-"""Prewarm: engines that start while the input of their run is copied.
+"""Prewarm: start engines while the input of their run is copied.
 
-Copying millions of rows takes time, and so does a start. If the engines' launch is certain before
-the rows are known, both happen at once: the engines wait among those that outlast their run
-(`warm`) for a run whose engines are of their kind, and are ended if there is none.
+If the engines' arguments are certain before the rows are known, start and copy happen at the same
+time. The engines wait among the warm engines (`warm`) for their run, which leases them by their
+kind; they end if it does not.
 """
 
 from __future__ import annotations
@@ -39,22 +39,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-WORTH_BYTES = 64 << 20  # of rows in memory: fewer are copied in a second, and a start is as it was
+WORTH_BYTES = 64 << 20  # in memory; a smaller input is copied in about a second
 COPY_LOOK = 1.0  # seconds between looks while the input is copied
-# What the first block of an input leaves open: its rows are taken for as large as the others, give
-# or take this. Sizes are asked for at steps between.
+# Row size is estimated from the first block of an input and may be off by this factor. Sizes are
+# computed at several steps within it.
 GUESS_OFF = 1.5
 GUESS_STEPS = 5
-ANY_ROW = tuple(4.0**power for power in range(11))  # bytes, where nothing is known of the rows
-SHARDS_AN_ENGINE = 2  # at least, by the guess, for several engines: else some might get none
+ANY_ROW = tuple(4.0**power for power in range(11))  # bytes, if nothing is known about the rows
+SHARDS_AN_ENGINE = 2  # at least, for several engines: with fewer, some might get none
 _HOUR = 3600.0  # seconds
-COPY_SHARE = 0.5  # of a cluster's CPUs that are left to a copy that works there
+COPY_SHARE = 0.5  # of a cluster's CPUs that are left to a copy on the cluster
 
 
 @dataclass(frozen=True)
 class Guess:
-    """Estimate of the input before it is copied: its rows, and the bytes that a row may take in
-    memory; `whole` are the bytes to copy. 0 rows and bytes if nothing is known."""
+    """Estimate of the input before it is copied.
+
+    Has its rows, and possible sizes of a row in memory; `whole` are the bytes to copy. Rows and
+    bytes are 0 if nothing is known.
+    """
 
     rows: int
     row_bytes: tuple[float, ...]
@@ -63,7 +66,7 @@ class Guess:
     @classmethod
     def of(cls, found: Inventory, images: bool) -> Guess:
         rows = sum(file.rows for file in found.files)
-        if images:  # a row is what its images come to, which nobody has looked at
+        if images:  # the size of a row depends on its images, which are not read yet
             return cls(rows, ANY_ROW, rows * found.row_bytes)
         steps = [GUESS_OFF ** (2 * n / (GUESS_STEPS - 1) - 1) for n in range(GUESS_STEPS)]
         sizes = tuple(found.row_bytes * step for step in steps)
@@ -72,7 +75,7 @@ class Guess:
 
 @dataclass(frozen=True)
 class EarlyPlan:
-    """The engines that a run is certain to start: how many, and the `launch` of each."""
+    """The engines that a run will certainly start: their number, and the `launch` of each."""
 
     kind: WarmKind
     launch: Any
@@ -82,8 +85,11 @@ class EarlyPlan:
 
 @dataclass(frozen=True)
 class Begun:
-    """What was prewarmed for a run: the name under which its engines report their start ("" if it
-    takes none), and the GPU-seconds spent before the run."""
+    """What was prewarmed for a run.
+
+    `name` is the name under which its engines report their start, "" without engines;
+    `gpu_seconds` were spent before the run.
+    """
 
     name: str = ""
     gpu_seconds: float = 0.0
@@ -93,20 +99,19 @@ class Begun:
 
 
 def why_late(spec: RunSpec) -> str:
-    """Return why the job itself prevents its engines from starting before the input is copied; ""
-    if nothing in it does."""
+    """Return why the job prevents prewarming; "" if it does not."""
     if spec.cluster.access.remote:
-        return "they are in a cluster that this process is not in"
+        return "they run on a cluster that this process has not joined"
     if spec.engine.model.context_auto:
-        return "engine.max_model_len: auto follows from the rows"
+        return "engine.max_model_len: auto depends on the rows"
     if spec.engine.tries:
-        return "a sample of the rows decides on fp8"
+        return "a trial on sampled rows decides on fp8"
     if spec.reuse.keeps:
-        return "which rows are asked follows from the answers that are there"
+        return "with reuse, the number of requests depends on the existing answers"
     if spec.sizes.spans_nodes:
-        return "engines that span nodes are no single actors"
+        return "they span nodes"
     if spec.sizes.replicas is not None and spec.sizes.replicas[0] != spec.sizes.replicas[1]:
-        return "engine.replicas is a range, which grows by the rows that wait"
+        return "engine.replicas is a range, so their number depends on the waiting rows"
     return ""
 
 
@@ -117,9 +122,10 @@ def early_plan(
     guess: Guess,
     engine: type | None = None,
 ) -> EarlyPlan | str:
-    """Return the engines that a run starts on that cluster whatever its rows are, given an estimate
-    of them; or why that is uncertain. Raises `InsufficientResources` and `ConfigError` if the run
-    will."""
+    """Return the engines that a run will certainly start on that cluster, or why that is uncertain.
+
+    Raises `InsufficientResources` and `ConfigError` if the run will.
+    """
     from prefect_raybatch.cluster.pipeline import launch_of, warm_kind_of
 
     more = {"engine": engine} if engine else {}
@@ -141,13 +147,13 @@ def early_plan(
         if len({kind_of(size) for size in sizes}) == len({s.pool.replicas for s in sizes}) == 1:
             break
     else:
-        return f"what they are started with follows from the length of rows{_differing(own)}"
+        return f"their arguments depend on the length of rows{_differing(own)}"
     size, kind = sizes[0], kind_of(sizes[0])
     if kind is None:
-        return "a logits processor, or an argument that is an object, is one run's alone"
+        return "a logits processor, or an argument that is an object, cannot be shared by runs"
     fewest = min(its.shards for its in sizes)
     if size.pool.fewest > 1 and fewest < SHARDS_AN_ENGINE * size.pool.fewest:
-        return "how many of them there are may follow from the number of shards"
+        return "their number may depend on the number of shards"
     spare, cpus = spare_cpus(spec.cluster, have), _cpus(spec.cluster, have)
     wanted = size.pool.fewest * asked.cpus
     if wanted + spare > cpus:
@@ -160,19 +166,18 @@ def early_plan(
 def _differing(own: Mapping[float, Sizing]) -> str:
     shapes = [asdict(EngineShape.of(size)) for size in own.values()]
     names = {name: {shape[name] for shape in shapes} for name in shapes[0]}
-    told = [f"engine.{name} {sorted(map(str, of))}" for name, of in names.items() if len(of) > 1]
-    return f" ({'; '.join(told)}: name them)".replace("'", "") if told else ""
+    texts = [f"engine.{name} {sorted(map(str, of))}" for name, of in names.items() if len(of) > 1]
+    return f" (set {'; '.join(texts)})".replace("'", "") if texts else ""
 
 
 def _cpus(where: ClusterSpec, have: Capacity) -> float:
-    """Return the CPUs to share among engines and copy. A local cluster may count more than there
-    are."""
+    """Return the CPUs to share between engines and copy; a local cluster may claim to have more."""
     local = cluster.address_of(where) is None
     return min(have.cpus, float(os.cpu_count() or 1)) if local else have.cpus
 
 
 def spare_cpus(where: ClusterSpec, have: Capacity) -> float:
-    """Return the CPUs left to the copy: one, plus a part of a cluster on which it works."""
+    """Return the CPUs left to the copy: one, or a share of the cluster if it works there."""
     if cluster.address_of(where) is None:
         return 1.0
     return max(1.0, math.floor(COPY_SHARE * have.cpus))
@@ -182,7 +187,7 @@ def guessed(spec: RunSpec) -> Guess:
     """Estimate the input from its beginning. Raises like `source.peek`."""
     from prefect_raybatch import source
 
-    if source.detect_format(spec.read) == "sql":  # a look would ask the database once more
+    if source.detect_format(spec.read) == "sql":  # peeking would run the query once more
         return Guess(0, ANY_ROW)
     return Guess.of(source.peek(spec.read), spec.prompt.images is not None)
 
@@ -193,30 +198,32 @@ def guessed(spec: RunSpec) -> Guess:
 class EarlyStart:
     """The engines of one run, from the copy of its input until it takes them, or until `end`.
 
-    A thread starts them and meanwhile holds the cluster for them. A failure to start them is
-    ignored here, because the run starts its own engines and reports it. `plan` and `hosts` are what
-    was started; once `closed`, nothing more is started.
+    A thread starts them and holds the cluster for them. A failure to start them is only logged,
+    because the run then starts its own engines and reports it. `plan` and `hosts` are what was
+    started; once `closed`, nothing more is started.
     """
 
     def __init__(self, engine: type | None = None, clock: Callable[[], float] = time.monotonic):
         self.engine, self.clock = engine, clock
-        self.name = uuid.uuid4().hex  # under which the engines tell of their start
+        self.name = uuid.uuid4().hex  # under which the engines report their start
         self._lock = threading.Lock()
-        self._user = User("engines of a run to come", works=False)
+        self._user = User("prewarmed engines", works=False)
         self.thread: threading.Thread | None = None
         self._over = threading.Event()
         self.closed = False
         self.plan: EarlyPlan | None = None
         self.hosts: EarlyHosts | None = None
-        self._copies = 0  # CPUs that the copy takes while it is open whether engines start
-        self._since = 0.0  # from which GPUs are held that are not counted yet
-        self._held = 0  # engines that hold them
+        self._copies = 0  # CPUs that the copy takes before the engines have started
+        self._since = 0.0  # since when held GPUs are not counted yet
+        self._held = 0  # engines that hold GPUs
         self._spent = 0.0
         self._most = math.inf  # GPU-seconds that limits.max_cost allows
 
     def begin(self, spec: RunSpec, model: Callable[[], Mapping[str, Any]]) -> None:
-        """Start the engines unless something speaks against it; returns at once. `model` returns
-        the pinned model. Continues if called again, as when planning is retried."""
+        """Start the engines in a thread, unless the job prevents it.
+
+        `model` returns the pinned model. A second call, as in a retry of planning, has no effect.
+        """
         if self.thread is not None or self.closed:
             return
         if why := why_late(spec):
@@ -229,8 +236,10 @@ class EarlyStart:
         self.thread.start()
 
     def copy_room(self, cpus: int) -> int | None:
-        """Return on how many of the cluster's `cpus` the copy may work now, so that the engines
-        find theirs free; None once they have them, or if they start later."""
+        """Return how many of the cluster's `cpus` the copy may use while the engines need theirs.
+
+        None once the engines have their CPUs, or if they start after the copy.
+        """
         thread = self.thread
         with self._lock:
             if self.closed or self.hosts is not None or thread is None or not thread.is_alive():
@@ -239,8 +248,10 @@ class EarlyStart:
             return self._copies
 
     def settle(self, kind: WarmKind | None, most: int) -> Begun:
-        """Hand the engines to the run, which is in the cluster and uses that kind, at most `most`.
-        End the others, start nothing more, and count what was spent, once."""
+        """Hand at most `most` engines of that kind to the run, which has joined the cluster.
+
+        Ends the others, starts nothing more, and counts what was spent, once.
+        """
         with self._lock:
             self.closed, plan, hosts = True, self.plan, self.hosts
             self._over.set()
@@ -253,7 +264,7 @@ class EarlyStart:
             log.info("%s started while the input was copied", counted(min(left, most), "engine"))
             return Begun(self.name, spent)
         cluster.SHARED.warm.end_early(hosts)
-        log.info("%s started early and ended: the run's are others", counted(left, "engine"))
+        log.info("%s prewarmed and ended: the run needs different ones", counted(left, "engine"))
         return Begun("", spent)
 
     def end(self) -> None:
@@ -269,7 +280,7 @@ class EarlyStart:
         try:
             guess = guessed(spec)
             if guess.rows and guess.whole < WORTH_BYTES:
-                log.debug("engines start once the input is copied, which takes no time")
+                log.debug("engines start once the input is copied: it is small")
                 return
             pinned = model()
             if self.closed:
@@ -281,13 +292,15 @@ class EarlyStart:
                     log.info("engines start once the input is copied: %s", why)
                     return
                 self._hold()
-        except (RayBatchError, OSError) as error:  # planning and inference say it where it counts
+        except (RayBatchError, OSError) as error:  # planning or inference reports it
             log.info("engines start once the input is copied: %s", error)
         except Exception as error:
-            log.warning("engines were not started early: %s: %s", type(error).__name__, error)
+            log.warning(
+                "could not start engines during the copy: %s: %s", type(error).__name__, error
+            )
 
     def _started(self, spec: RunSpec, plan: EarlyPlan, have: Capacity) -> str:
-        """Start them; return why they were not started, "" if they were."""
+        """Start the engines; return why they were not started, "" if they were."""
         from prefect_raybatch.stages.ray_internals import tell_start
 
         launch = replace(
@@ -296,25 +309,24 @@ class EarlyStart:
         if (most := spec.limits.max_cost) is not None and plan.gpus_an_engine:
             price = gpu_price(spec.cluster, have).hour
             if price is None:
-                return "limits.max_cost has no price to count by"
+                return "limits.max_cost is set, but no GPU price is known"
             self._most = most / price * _HOUR
         total = {"CPU": _cpus(spec.cluster, have), "GPU": have.gpus}
         with self._lock:
             if self.closed:
-                return "it is"
-            # What the copy has already need not be free.
+                return "the copy has ended"
+            # The CPUs that the copy already uses need not be free.
             spare = {"CPU": max(0.0, spare_cpus(spec.cluster, have) - self._copies)}
             hosts = cluster.SHARED.begin_early(plan.kind, launch, plan.engines, total, spare)
             if hosts is None:
-                return "other engines or tasks are in their room, or such engines are up"
+                return "other engines or tasks use the resources, or such engines are running"
             self.plan, self.hosts = plan, hosts
             self._since, self._held = self.clock(), len(hosts.hosts)
         log.info("%s started while the input is copied", counted(plan.engines, "engine"))
         return ""
 
     def _hold(self) -> None:
-        """Hold the cluster until the run is in it; an engine that is up waits only for a limited
-        time."""
+        """Hold the cluster until the run has joined it; end engines that wait for too long."""
         up: float | None = None
         while not self._over.wait(COPY_LOOK):
             if up is None and self.hosts is not None and self.hosts.begun():
@@ -325,8 +337,8 @@ class EarlyStart:
                     ended = self._end_hosts()
                 if ended:
                     log.warning(
-                        "%s ended: they have cost what limits.max_cost allows while the input was "
-                        "copied. The run stops once it is; raise the limit to go on from there",
+                        "%s ended: they reached limits.max_cost before the input was copied. The "
+                        "run stops after the copy; raise limits.max_cost to continue it",
                         counted(ended, "engine"),
                     )
                 return
@@ -335,7 +347,8 @@ class EarlyStart:
                     ended = self._end_hosts()
                 if ended and waited > IDLE_SECONDS:
                     log.info(
-                        "%s ended: the input is copied still after %g s; they start again then",
+                        "%s ended: the input is still being copied after %g s; they start again "
+                        "after the copy",
                         *(counted(ended, "idle engine"), IDLE_SECONDS),
                     )
                 return
@@ -350,8 +363,8 @@ class EarlyStart:
     def _counted(self) -> float:
         """Return the GPU-seconds since the last call."""
         now = self.clock()
-        found, self._since = self._since_then(now), now
-        return found
+        seconds, self._since = self._since_then(now), now
+        return seconds
 
     def _since_then(self, now: float) -> float:
         each = self.plan.gpus_an_engine if self.plan else 0.0
@@ -363,9 +376,11 @@ _EARLY: ContextVar[EarlyStart | None] = ContextVar("early", default=None)
 
 @contextmanager
 def engines_early(engine: type | None = None) -> Iterator[EarlyStart]:
-    """Allow a run that is planned and driven within the block to start its engines while its input
-    is copied. The end of the block ends those that the run has not taken. `engine` replaces the
-    engine stage in tests."""
+    """Allow a run within the block to start its engines while its input is copied.
+
+    The end of the block ends those that the run has not taken. `engine` replaces the engine stage
+    in tests.
+    """
     early = EarlyStart(engine)
     token = _EARLY.set(early)
     try:
@@ -381,12 +396,12 @@ def current_early() -> EarlyStart | None:
 
 
 def begin_early(spec: RunSpec, model: Callable[[], Mapping[str, Any]]) -> None:
-    """Note that the input of the run is being copied from now on."""
+    """Start the engines of the run, whose input is being copied from now on."""
     if (early := current_early()) is not None:
         early.begin(spec, model)
 
 
 def engines_begun(kind: WarmKind | None, most: int) -> Begun:
-    """Return what was prewarmed for the run that is in the cluster now; see `EarlyStart.settle`."""
+    """Return what was prewarmed for the run that has joined the cluster; see `settle`."""
     early = current_early()
     return Begun() if early is None else early.settle(kind, most)

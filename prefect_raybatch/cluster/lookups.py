@@ -1,4 +1,4 @@
-"""The lookup stage, bound to the run whose answers it looks up."""
+"""Creates the lookup stage of a run."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Known:
-    """The answers that a run looks up, by number: reused ones, asked ones, and reasons of failures.
-    `asked_bytes` is the size of the files of asked answers."""
+    """The answers that a run looks up, by number: reused and new ones, and reasons of failures.
+
+    `asked_bytes` is the size of the files of new answers.
+    """
 
     reused: AnswerFiles
     asked: AnswerFiles
@@ -78,8 +80,10 @@ def look_up(
     prepare: Prepare,
     keying: Keying,
 ) -> LookUp:
-    """Return the lookup stage for the run at `store`; `pools` as above. Raises `CorruptRun` if its
-    requests are not finished."""
+    """Return the lookup stage for the run at `store`; `pools` as above.
+
+    Raises `CorruptRun` if its requests are not finished.
+    """
     known = known_answers(pools, increment, store)
     by_row = _by_row(store, plan)
     tables = [NamedFile(table_path(n), PLACES_ROWS, hash_in_name(n)) for n in increment.places]
@@ -115,7 +119,7 @@ def _finished_asks(store: Store, increment: Increment) -> Success | None:
         return None
     success = begun[0].finished(begun[1])
     if success is None:
-        raise CorruptRun(f"{begun[0].store.uri}: its requests are not all answered yet")
+        raise CorruptRun(f"{begun[0].store.uri}: the requests are not all answered yet")
     return success
 
 
@@ -126,8 +130,10 @@ def _numbered(store: Store, success: Success | None, kind: str) -> tuple[AnswerF
 
 
 def _by_row(store: Store, plan: Plan) -> tuple[AnswerFile, ...] | None:
-    """Return the answer files in row order; None if there are none or they are damaged, because
-    they hold nothing that the other files do not."""
+    """Return the answer files in row order; None if there are none or they are damaged.
+
+    They contain only what the other files contain too.
+    """
     try:
         found = read_answers_by_row(store, plan)
         if found is None:
@@ -135,13 +141,15 @@ def _by_row(store: Store, plan: Plan) -> tuple[AnswerFile, ...] | None:
         named = [(file.first, NamedFile(file.path, file.rows, file.sha256)) for file in found.files]
         return numbered(store, named)
     except CorruptRun as error:
-        log.warning("the answers are read in the order in which they were asked: %s", error)
+        log.warning(
+            "could not read the answers in row order; reading them in request order: %s", error
+        )
         return None
 
 
 @contextmanager
 def _repairable(store: Store) -> Iterator[None]:
-    """Add to the error of a damaged file what to do about it."""
+    """Add the repair command to the error of a damaged file."""
     try:
         yield
     except CorruptRun as error:

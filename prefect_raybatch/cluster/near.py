@@ -1,5 +1,4 @@
-"""Running engines that are similar enough to those that a run would start, and save it the
-start."""
+"""Finds running engines that are similar enough to those that a run would start."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from prefect_raybatch.spec.sizes import SizeSpec
 
 log = logging.getLogger(__name__)
 
-# Of the rate that a run's own engines would have, by the model of costs: it is off by more.
+# Share of the rate of a run's own engines, by the cost model, whose error is larger than the loss.
 LEAST_OF_OWN = 0.98
 
 
@@ -52,14 +51,17 @@ class EngineShape:
 def near_sizes(
     spec: SizeSpec, ask: Callable[[SizeSpec], Sizing], own: Sizing, shape: EngineShape
 ) -> Sizing | None:
-    """Return the sizes of a run with engines of that shape if they reach 98 % of the rate of its
-    `own` by the cost model and its rows fit; else None. `ask` gives the sizes of a spec."""
+    """Return the sizes of a run with engines of that shape, if almost as fast as its `own`.
+
+    None if they do not reach 98 % of its rate by the cost model, or if the rows do not fit. `ask`
+    returns the sizes of a spec.
+    """
     try:
-        found = ask(shape.asked_in(spec))
+        near = ask(shape.asked_in(spec))
     except (ConfigError, InsufficientResources):  # so many do not fit
         return None
-    same = EngineShape.of(found) == shape and found.pool.replicas == own.pool.replicas
-    return found if same and own.rate and found.rate >= LEAST_OF_OWN * own.rate else None
+    same = EngineShape.of(near) == shape and near.pool.replicas == own.pool.replicas
+    return near if same and own.rate and near.rate >= LEAST_OF_OWN * own.rate else None
 
 
 def nearest_up(
@@ -69,8 +71,10 @@ def nearest_up(
     kind_of: Callable[[Sizing], WarmKind | None],
     up: Iterable[WarmKind],
 ) -> tuple[Sizing, WarmKind | None]:
-    """Return the sizes of a run and the kind of its engines: running (`up`) engines if they are its
-    own or similar enough, else its own."""
+    """Return the sizes of a run and the kind of its engines.
+
+    Prefers running (`up`) engines that are similar enough to its `own`.
+    """
     kind, waiting = kind_of(own), list(up)
     if kind is None or kind in waiting:
         return own, kind
@@ -79,8 +83,7 @@ def nearest_up(
         found = near_sizes(spec, ask, own, shape) if shape else None
         if found is not None and kind_of(found) == other:
             log.info(
-                "engines that are up are used, for about %.0f%% of the rate of the run's own: they "
-                "have %s",
+                "reusing running engines, at about %.0f%% of the rate of new ones: they have %s",
                 *(100 * found.rate / own.rate, other.beside(kind) or f"{shape}"),
             )
             return found, other

@@ -11,7 +11,7 @@ import threading
 import uuid
 import warnings
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -75,26 +75,26 @@ from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
-# Ray Data's own would be to retry for ever, also a row that ends its worker each time: as with
-# engines, the driver runs alone what is missing.
+# By default, Ray Data would retry forever a row that ends its worker each time. Instead, the driver
+# runs what is missing in isolation, as with engines.
 ONCE = {"max_retries": 0}
 _BUILDING = threading.Lock()
-ENGINE_RESTARTS = 3  # of an engine's process by Ray, before another engine takes its place
-# Engines in a row, each with its restarts, that may die without an answer where each has a unit of
-# its own: more than so many units and the probes beside them can kill.
+ENGINE_RESTARTS = 3  # of an engine's process by Ray, before another engine replaces it
+# Engines in a row, each with its restarts, that may die without an answer in an isolated pass: more
+# than the isolated units and their probes can kill.
 DEATHS_ALONE = FEW_ALONE // (1 + ENGINE_RESTARTS) + 1
-IN_CONSTRUCTOR = "raised in its creation task"  # Ray's words
+IN_CONSTRUCTOR = "raised in its creation task"  # in Ray's message
 NODES_UNHEARD = replace(
-    NODE_LOST, message="whether a node was lost is not known: Ray's head does not answer"
+    NODE_LOST, message="Ray's head does not answer, so a node may have been lost"
 )
-DETAIL = 300  # characters of what Ray says of a process's end
+DETAIL = 300  # characters of Ray's message about the end of a process
 
 
 @dataclass
 class Pipeline:
     """The stages of one attempt, bound to a plan. `store` is rooted at the run directory.
 
-    `size` are the sizes for the cluster; `shuffle` (any text) seeds the order of the shards;
+    `size` has the sizes for the cluster; `shuffle` (any text) seeds the order of the shards;
     `on_pass` is called before the engines of a pass start; `warm` are engines that outlast the run;
     `early` is the name under which prewarmed engines report their start.
     """
@@ -131,25 +131,22 @@ class Pipeline:
         self.task = Pooling.of(self.spec, self.model)
         self.increment = increment_of(self.plan)
         asks = self.increment is not None and self.increment.ledger == OF_ASKS
-        made = RawFinish if asks else partial(finish_of, self.task)
-        self.finish: Finish = made(
+        finish_stage = RawFinish if asks else partial(finish_of, self.task)
+        self.finish: Finish = finish_stage(
             self.spec.finish, self.spec.sampling, self.model, self.store, self.attempt
         )
 
     def __call__(self, units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:
         """Send units through the stages; yield their receipts as they arrive, in no order.
 
-        `isolated` keeps one unit in flight in an engine, so that a death can be attributed to it.
-        Units whose task died with its process have no receipt: the caller sees what is missing. If
-        a node was lost, missing units get a receipt that says so, because nothing in them is to
-        blame; also if Ray's head does not say in time whether one was lost, if an engine's process
-        died as it started (for which Ray Data ends the pass), and if engines die one after the
-        other without an answer. Raises `EngineFailure` if engines died as they started and the pass
-        achieved nothing else: Ray has already retried it.
+        `isolated` keeps one unit in flight per engine, so that a death can be attributed to it.
+        Units whose task died with its process have no receipt. Missing units get a failed receipt
+        if the rows are not to blame: if a node was lost, if Ray's head does not answer in time
+        whether one was, if an engine's process died while starting (Ray Data then ends the pass),
+        or if engines died in a row without an answer. Raises `EngineFailure` if engines died while
+        starting and the pass has no receipts: Ray has already retried the start.
         """
-        missing = Missing(units)
-        loss, through = NODE_LOST, False
-        nodes, gone = self._nodes(), False
+        missing, nodes = Missing(units), self._nodes()
         self.on_pass()
         self._passes += 1
         self.forget(early=self._passes > 1)
@@ -157,55 +154,63 @@ class Pipeline:
             node_errors: list[str] = []
             with _short_errors(node_errors):
                 self._running = self.dataset_of(units, isolated)
-                try:
-                    for receipt in receipts_in(self._running):
-                        missing.take(receipt.unit)
-                        through = True
-                        yield receipt
-                except ObjectLostError as error:
-                    log.warning("a receipt was lost with its node: %s", _first_line(error))
-                    gone = True
-                except EnginesDied as error:
-                    loss, gone = _died_in_a_row(error), True
-                    log.warning("%s; the pass ends", loss.message)
-                except ActorDiedError as error:
-                    if IN_CONSTRUCTOR in str(error):
-                        raise  # no process died: an error of ours
-                    if not _is_nodes(error):
-                        loss = self._died_starting(error)
-                        if not through:
-                            left = counted(len(missing.units()), "unit")
-                            raise EngineFailure(
-                                f"{loss.message}. {left} of work are left"
-                            ) from None
-                    gone = True
+                loss = yield from self._take_receipts(self._running, missing)
+            if loss is None and node_errors:
+                loss = NODE_LOST
             left_over = missing.units()
-            if left_over and not (gone or node_errors):
-                found = self._node_lost_since(nodes)
-                gone, loss = found is not None, found or loss
-            if left_over and (gone or node_errors):
+            if loss is None and left_over:
+                loss = self._node_lost_since(nodes)
+            if loss is not None:
                 for unit in left_over:
                     yield Receipt.of_lost(unit, self.attempt, loss)
         finally:
             self._running = None
-            # Ray Data lets go of its actors and ends none; what Ray raised about one that died
-            # refers to it in a circle. Until that is collected the actor keeps its GPU, and the
-            # next pass waits for it.
+            # Ray Data only drops its references to actors, and Ray's error about a dead actor is
+            # in a reference cycle with it. Until that is collected, the actor keeps its GPU, and
+            # the next pass waits for it.
             gc.collect()
             if self._spanning is not None:
                 self._spanning.remove()
+
+    def _take_receipts(
+        self, dataset: Dataset, missing: Missing
+    ) -> Generator[Receipt, None, Loss | None]:
+        """Yield the receipts of a pass and take them from `missing`; return why it ended early."""
+        has_receipts = False
+        try:
+            for receipt in receipts_in(dataset):
+                missing.take(receipt.unit)
+                has_receipts = True
+                yield receipt
+        except ObjectLostError as error:
+            log.warning("a receipt was lost with its node: %s", _first_line(error))
+            return NODE_LOST
+        except EnginesDied as error:
+            loss = _died_in_a_row(error)
+            log.warning("%s; the pass ends", loss.message)
+            return loss
+        except ActorDiedError as error:
+            if IN_CONSTRUCTOR in str(error):
+                raise  # no process died: an error of this package
+            if _is_nodes(error):
+                return NODE_LOST
+            loss = self._died_starting(error)
+            if not has_receipts:
+                left = counted(len(missing.units()), "unit")
+                raise EngineFailure(f"{loss.message}. {left} not done") from None
+            return loss
+        return None
 
     def _nodes(self) -> set[str] | None:
         """Return the live nodes; None if Ray does not answer in time."""
         try:
             return cluster.nodes(self._questions["nodes"])
         except TimeoutError as error:
-            log.warning("Ray does not tell of its nodes: %s; the run goes on", error)
+            log.warning("could not list Ray's nodes; continuing: %s", error)
             return None
 
     def _node_lost_since(self, before: set[str] | None) -> Loss | None:
-        """Return the loss if one of the nodes `before` is gone, or if that is not known; else
-        None."""
+        """Return the loss if one of the nodes `before` is gone, or if that is unknown."""
         now = self._nodes()
         if before is None or now is None:
             return NODES_UNHEARD
@@ -215,17 +220,16 @@ class Pipeline:
         tries = 1 + self.engine_resources()["max_restarts"]
         return Loss(
             STARTED_AND_DIED,
-            f"an engine's process died as it started, {tries} times one after the other: "
-            f"{_why_died(error)}",
+            f"an engine's process died while starting, {tries} times in a row: {_why_died(error)}",
         )
 
     def _deaths_in_a_row(self, isolated: bool) -> int:
-        """Return how many engines may die for good, one after the other, without an answer."""
+        """Return how many engines in a row may die for good without an answer."""
         engines = self.size.pool.engines
         return max(engines, DEATHS_ALONE) if isolated else engines
 
     def dataset_of(self, units: Sequence[Unit], isolated: bool) -> Dataset:
-        """Return the pass as a dataset; it keeps the settings that it was built under."""
+        """Return the pass as a dataset, which keeps the settings that it was built with."""
         with _context() as context:
             limit_in_flight(context, self.size.uncommitted)
             limit_deaths(context, self._deaths_in_a_row(isolated))
@@ -237,7 +241,7 @@ class Pipeline:
             if self.warm is not None:
                 hosts = self.warm.engines(self._pool(len(units), isolated).min_size)
                 forwarded = [hosts, uuid.uuid4().hex, self.warm.kind, self.warm.access.make]
-                # They stand in none of Ray Data's pools: it would give what they hold to its tasks.
+                # Ray Data does not know of warm engines: it would give their resources to tasks.
                 held = self.warm.holds
                 context.execution_options.exclude_resources = ExecutionResources(
                     cpu=held.get("CPU", 0.0), gpu=held.get("GPU", 0.0)
@@ -245,13 +249,15 @@ class Pipeline:
             return self._dataset(units, isolated, forwarded)
 
     def stages(self, isolated: bool) -> tuple[Prepare | LookUp, EngineLaunch | None, Finish]:
-        """Return what a block goes through: the stage after reading, the engine's launch, and
-        finish. A run whose answers all exist has no engine: it looks them up."""
+        """Return the stages of a block: prepare, the engine's launch, and finish.
+
+        A run with `reuse` looks up its answers instead, without an engine.
+        """
         spec, limits = self.spec, self.spec.limits
         model = dict(self.plan.model)
         tell = partial(tell_start, self.attempt)
         launch = engine_launch(spec, model, self.size, self._done, self.attempt, self.task, tell)
-        if self.warm is None:  # else the engine's actor looks, which has more than one run
+        if self.warm is None:  # else the engine's actor checks, for all its runs
             launch = replace(launch, leaving=node_is_leaving)
         increment = self.increment
         calls = Calls(limits.function_seconds or None, isolated, limits.engine_deaths)
@@ -291,17 +297,18 @@ class Pipeline:
             return prepared.map_batches(finish, **_batches(), **_stage(takes.finish))
         if not forwarded:
             stage: type = self.engine
-            given: list[Any] = [launch]
+            arguments: list[Any] = [launch]
             placed = self._placed(resources_of(self.spec.sizes, self.size))
         else:
             deaths = Deaths(
                 1 + ENGINE_RESTARTS, (1 + ENGINE_RESTARTS) * (DEATHS_ALONE if isolated else 1)
             )
-            stage, given = Forwarder, [launch, *forwarded, node_is_leaving, deaths, restarts_of]
+            stage = Forwarder
+            arguments = [launch, *forwarded, node_is_leaving, deaths, restarts_of]
             placed = {"num_cpus": 0, "max_restarts": ENGINE_RESTARTS, "max_task_retries": 0}
         pool = self._pool(len(units), isolated)
-        made = {"fn_constructor_args": given, "compute": pool}
-        answered = map_actors(prepared, stage, **made, **_batches(), **placed)
+        options = {"fn_constructor_args": arguments, "compute": pool}
+        answered = map_actors(prepared, stage, **options, **_batches(), **placed)
         return answered.map_batches(finish, **_batches(), **_stage(takes.finish))
 
     def _placed(self, resources: dict[str, Any]) -> dict[str, Any]:
@@ -319,8 +326,7 @@ class Pipeline:
         return cluster.actor_states(self._actors())
 
     def deaths(self) -> dict[str, tuple[int, str]]:
-        """Return how often the process of each engine has died, and a description of it; for
-        engines that outlast the run, those of their hosts."""
+        """Return how often the process of each engine, or of its host, has died; and where."""
         kind = self._actors() if self.warm is None else EngineHost.__name__
         return cluster.actor_deaths(kind) if cluster.is_joined() else {}
 
@@ -330,16 +336,17 @@ class Pipeline:
         return f"({stage.__name__})"
 
     def starts(self) -> list[dict[str, float]]:
-        """Return how far the starts of the pass's engines have come. Prewarmed engines report it
-        under the name of their start."""
+        """Return the progress of the starts of the pass's engines, including prewarmed ones."""
         if not cluster.is_joined():
             return []
         early = told_starts(self.early) if self.early else []
         return early + told_starts(self.attempt)
 
     def forget(self, early: bool = True) -> None:
-        """Remove what the engines reported of their starts from the cluster; `early`: including
-        prewarmed engines."""
+        """Remove the engines' reports of their starts from the cluster.
+
+        `early` includes those of prewarmed engines.
+        """
         names = [self.attempt]
         if early and self.early:
             names.append(self.early)
@@ -349,31 +356,31 @@ class Pipeline:
             for name in names:
                 forget_starts(name)
 
-        with contextlib.suppress(Exception):  # of a cluster that is gone, or does not answer
+        with contextlib.suppress(Exception):  # the cluster is gone, or does not answer
             self._questions["forget"](ask)
 
     def stop(self) -> None:
-        """End a pass from a thread other than the one that iterates over it."""
+        """End a pass, from another thread than the one that iterates over it."""
         running = self._running
         if running is not None:
             stop_pass(running)
 
     def quarantine(self, unit: Unit, why: Loss) -> Receipt:
-        """Write the piece of a single row that keeps killing its engine; return its receipt."""
+        """Quarantine a single row that keeps killing its engine; return its receipt."""
         (task,) = self.reader.tasks(self._starts([unit]))
         table = next(self.reader.read(task), None)
         if table is None:  # another driver committed the shard meanwhile
             return Receipt(unit.shard, self.attempt)
         if is_lost(table):
-            raise SourceError(f"shard {unit.shard}: the row that kills its engine cannot be read")
+            raise SourceError(f"shard {unit.shard}: cannot read the row that kills its engine")
         failure = Failure("engine", why.kind, why.message[:500])
         return self.finish.failed(unit, table, failure, self.spec.limits.engine_deaths)
 
     def read_tasks(self, units: Sequence[Unit], isolated: bool) -> list[Task]:
-        # The first driver goes in order, the longest shards first, so that no engine ends the run
-        # with one of these; a later one, which may meet a live one, does not.
+        # The first driver starts with the longest shards, so that no engine ends the run with one.
+        # A later driver uses a random order, because another driver may still be active.
         starts, seed = self._starts(units), self.shuffle
-        if isolated:  # a task of its own for each unit, so that no stage holds two
+        if isolated:  # a separate task for each unit, so that no stage holds two
             return self.reader.tasks(starts, len(units), units_per_task=1, shuffle_seed=seed)
         return self.reader.tasks(starts, shuffle_seed=seed, work=self.shards.work)
 
@@ -384,50 +391,51 @@ class Pipeline:
         calls = 1 if isolated else self.size.concurrent
         fewest, most = self.size.pool.engines_for(units)
         return ActorPoolStrategy(
-            # Equal when the number is fixed: then Ray starts them all at once.
+            # If both are equal, Ray starts all engines at once.
             min_size=fewest,
             max_size=most,
             max_concurrent_calls_per_actor=calls,
-            # One more waits at the actor, so that a freed slot is filled without a round trip.
+            # One more block waits at the actor, to fill a free slot without a round trip.
             max_tasks_in_flight_per_actor=calls + (0 if isolated else 1),
             enable_true_multi_threading=True,
         )
 
     def engine_resources(self) -> dict[str, Any]:
-        """Return what Ray reserves for each engine, and how often it restarts one."""
+        """Return the resources that Ray reserves for each engine, and its restarts."""
         return resources_of(self.spec.sizes, self.size)
 
 
 class Missing:
-    """The units of a pass without a receipt so far; they share no position."""
+    """The units of a pass without a receipt so far, which do not overlap."""
 
     def __init__(self, units: Iterable[Unit]):
         self._of: dict[int, list[Unit]] = {}  # by offset
         for unit in sorted(units, key=lambda unit: unit.offset):
             self._of.setdefault(unit.shard, []).append(unit)
 
-    def take(self, told: Unit) -> None:
-        # By bisection: a shard may be asked row by row, in as many units as it has rows.
-        units = self._of.get(told.shard, [])
-        first = bisect_right(units, told.offset, key=lambda unit: unit.end)
-        last = bisect_left(units, told.end, lo=first, key=lambda unit: unit.offset)
-        units[first:last] = [part for unit in units[first:last] for part in unit.without(told)]
+    def take(self, received: Unit) -> None:
+        """Remove the positions of a receipt."""
+        # By bisection, because an isolated pass may have a unit for each row of a shard.
+        units = self._of.get(received.shard, [])
+        first = bisect_right(units, received.offset, key=lambda unit: unit.end)
+        last = bisect_left(units, received.end, lo=first, key=lambda unit: unit.offset)
+        units[first:last] = [part for unit in units[first:last] for part in unit.without(received)]
 
     def units(self) -> list[Unit]:
         return [unit for units in self._of.values() for unit in units]
 
 
 def resources_of(spec: SizeSpec, size: Sizing) -> dict[str, Any]:
-    """Return what Ray reserves for each engine, and how often it restarts one."""
+    """Return the resources that Ray reserves for each engine, and its restarts."""
     resources: dict[str, Any] = {
         "num_cpus": spec.cpus,
-        # Ray would retry for ever (15 engine deaths in 80 s on one poison row): a task that
-        # died is not retried by Ray, and the driver runs what is missing alone.
+        # Ray does not retry a task that died; the driver runs what is missing in isolation. By
+        # default Ray would retry forever (measured: 15 engine deaths in 80 s on one poison row).
         "max_restarts": ENGINE_RESTARTS,
         "max_task_retries": 0,
     }
     if size.pool.device == "gpu":
-        # Rounded down to what Ray counts in, so that all of them fit.
+        # Rounded down to Ray's precision, so that all engines of a GPU fit.
         whole = spec.gpus_per_replica / size.pool.engines_per_gpu
         resources["num_gpus"] = math.floor(whole * 1000) / 1000
         if spec.accelerator:
@@ -438,8 +446,10 @@ def resources_of(spec: SizeSpec, size: Sizing) -> dict[str, Any]:
 def warm_kind_of(
     spec: RunSpec, model: Mapping[str, Any], size: Sizing, engine: type = EngineStage
 ) -> WarmKind | None:
-    """Return the kind of engines of a run with that (pinned) model; None if they cannot wait for
-    another run: their GPUs may be on several nodes, or the pool is elastic."""
+    """Return the kind of engines of a run with that pinned model; None if they cannot be reused.
+
+    Their GPUs may be on several nodes, or the pool is elastic.
+    """
     fewest, most = size.pool.replicas
     if spec.sizes.spans_nodes or fewest != most:
         return None
@@ -448,24 +458,23 @@ def warm_kind_of(
 
 
 def launch_of(spec: RunSpec, model: Mapping[str, Any], size: Sizing, **more: Any) -> EngineLaunch:
-    """Return the launch of an engine of a run with that (pinned) model."""
+    """Return the launch of an engine of a run with that pinned model."""
     task = Pooling.of(spec, models.with_tokenizer(model, spec.engine.model))
     return replace(engine_launch(spec, dict(model), size, task=task), **more)
 
 
 def _threshold(size: Sizing, isolated: bool) -> float:
-    """Return the number of queued tasks, relative to those an engine works on, above which another
-    engine is added.
+    """Return the utilization of the engines above which another engine is added.
 
-    Ray's default of 1.75 is never reached by engines that have one task waiting beside the two or
-    more in work: an elastic pool stayed at its minimum (measured).
+    It is the number of queued tasks relative to those in work. Ray's default of 1.75 is never
+    reached with two or more tasks in work and one waiting: an elastic pool stayed at its minimum
+    (measured).
     """
     return 1.0 if isolated else 1 + 0.5 / size.concurrent
 
 
 def _is_unwanted(store: Store, draining: Draining, shard: int) -> bool:
-    """Return whether to skip a shard because the attempt is draining, or because a commit for the
-    shard exists, for example by another driver."""
+    """Return whether to skip a shard: the attempt is draining, or the shard is committed."""
     return draining() or Ledger(store).is_committed(shard)
 
 
@@ -479,8 +488,8 @@ def receipts_in(dataset: Dataset) -> Iterator[Receipt]:
 def _context() -> Iterator[DataContext]:
     """Set Ray Data's settings for the block, then restore the caller's.
 
-    They are global to the process: two runs that restore them out of turn would build with each
-    other's settings, and leave them to the caller.
+    The settings are global to the process, so only one run may change them at a time. Otherwise two
+    runs could build with each other's settings, and leave them to the caller.
     """
     with _BUILDING:
         yield from _settings()
@@ -502,11 +511,11 @@ def _settings() -> Iterator[DataContext]:
 
 @contextlib.contextmanager
 def _short_errors(node_errors: list[str]) -> Iterator[None]:
-    """Shorten Ray Data's log of lost tasks to the first line. The frames of its traceback hold the
-    actors of the pass, so a handler that keeps records would keep their GPUs too.
+    """Shorten Ray Data's log of lost tasks to the first line.
 
-    `node_errors` receives errors of lost nodes. Runs of one process see each other's records: the
-    run whose filter comes first notes on the record what it removes.
+    The frames of its tracebacks reference the actors of the pass, so a handler that keeps records
+    would keep their GPUs too. `node_errors` receives errors of lost nodes. Runs of one process see
+    each other's records, so the filter that removes a traceback notes a lost node on the record.
     """
 
     def short(record: logging.LogRecord) -> bool:
@@ -532,8 +541,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _why_died(error: ActorDiedError) -> str:
-    """Return what Ray says of an actor's end in one line: where it was, and how its process
-    ended."""
+    """Return in one line on which node an actor was, and how its process ended."""
     text = " ".join(str(error).split())
     place = re.search(r"\bip: (\S+)", text)
     detail = text.rpartition("Worker exit detail: ")[2].partition(" If the process was killed")[0]
@@ -543,16 +551,15 @@ def _why_died(error: ActorDiedError) -> str:
 def _died_in_a_row(error: EnginesDied) -> Loss:
     return Loss(
         ENGINES_DIED,
-        f"{counted(error.engines, 'engine')} died one after the other, each "
-        f"{1 + ENGINE_RESTARTS} times, and answered nothing in between",
+        f"{counted(error.engines, 'engine')} died in a row, each {1 + ENGINE_RESTARTS} times, "
+        "without an answer in between",
     )
 
 
 def _is_nodes(error: BaseException) -> bool:
-    """Return whether Ray says that a task or its input was lost with a node, not with its
-    process."""
-    known = isinstance(error, (NodeDiedError, ObjectLostError))
-    return known or (isinstance(error, ActorDiedError) and "node has died" in str(error))
+    """Return whether a task or its input was lost with a node, not with its process."""
+    by_class = isinstance(error, (NodeDiedError, ObjectLostError))
+    return by_class or (isinstance(error, ActorDiedError) and "node has died" in str(error))
 
 
 def _batches() -> dict[str, Any]:

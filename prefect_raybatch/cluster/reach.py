@@ -1,5 +1,4 @@
-"""Checks whether a Ray cluster answers at an address, before Ray itself waits for minutes in
-silence."""
+"""Checks whether a Ray cluster answers at an address, since Ray itself would wait for minutes."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ from prefect_raybatch.errors import ClusterUnavailable, ConfigError
 from prefect_raybatch.job.cluster_access import ClusterAccess
 
 CONNECT_SECONDS = 2.0  # seconds for a connection, and again for the answer
-REACH_SECONDS = 4.5  # seconds in all, the name's look-up included, which has no limit of its own
-MEND = "start it (ray start --head), or correct cluster.address or RAY_ADDRESS"
+REACH_SECONDS = 4.5  # seconds in all, including the name lookup, which has no timeout of its own
+REMEDY = "Start it (ray start --head), or correct cluster.address or RAY_ADDRESS"
 
-# An HTTP/2 request by hand (RFC 9113), so that no gRPC library is loaded beside Ray's own. That
-# somebody accepts the connection is no answer: a proxy, or a head that hangs, does as well.
+# A hand-written HTTP/2 request (RFC 9113), because a gRPC library would conflict with Ray's own. An
+# accepted connection is not enough: a proxy or a hanging head accepts it as well.
 DATA, HEADERS, SETTINGS = 0, 1, 4
 END_STREAM, END_HEADERS = 1, 4
 STATUS_200 = 0x88  # the first byte of the header of an answer (RFC 7541, appendix A)
@@ -31,7 +30,7 @@ QUESTION = (
     (b"content-type", b"application/grpc"),
     (b"te", b"trailers"),
 )
-# The health service answers everybody; this one only those whose token is right.
+# The health service answers without a token; this service requires the right one.
 ALIVE = b"/ray.rpc.NodeInfoGcsService/CheckAlive"
 UNAUTHENTICATED = b"\x0bgrpc-status\x0216"  # gRPC's code for it, in an answer's header
 SOCKET_PATH_BYTES = 107  # Linux's limit for the path of a Unix socket
@@ -42,8 +41,10 @@ VLLM_SOCKET = "/01234567-89ab-cdef-0123-456789abcdef"
 
 
 def check_temp_folder() -> None:
-    """Raise `ConfigError` if the path of the folder for temporary files is too long for the sockets
-    of a local Ray cluster or of its engines."""
+    """Raise `ConfigError` if the folder for temporary files has too long a path for sockets.
+
+    A local Ray cluster and its engines create Unix sockets there.
+    """
     of_ray = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
     _check_sockets("Ray", "RAY_TMPDIR", of_ray, os.environ.get(of_ray) or "/tmp", RAY_SOCKET)
     _check_sockets("vLLM", "TMPDIR", "TMPDIR", tempfile.gettempdir(), VLLM_SOCKET)
@@ -53,24 +54,29 @@ def _check_sockets(owner: str, remedy: str, variable: str, folder: str, socket_n
     longest = SOCKET_PATH_BYTES - len(socket_name)
     if len(os.fsencode(folder)) > longest:
         raise ConfigError(
-            f"{variable}={folder} is too long: the sockets of {owner} lie below it, and Linux "
-            f"allows their paths {SOCKET_PATH_BYTES} bytes. Set {remedy} to a folder of at most "
+            f"{variable}={folder} is too long: {owner} creates sockets in it, and Linux limits "
+            f"their paths to {SOCKET_PATH_BYTES} bytes. Set {remedy} to a path of at most "
             f"{longest} bytes, such as /tmp"
         )
 
 
 def check_reachable(address: str, access: ClusterAccess | None = None) -> None:
-    """Raise `ClusterUnavailable` within 5 s if no Ray head answers at host:port, or for `auto` if
-    none runs on this machine; `ConfigError` if it rejects our token or requires one."""
+    """Raise `ClusterUnavailable` within 5 s if no Ray head answers at host:port.
+
+    For `auto`, if none runs on this machine. Raises `ConfigError` if the head rejects our token or
+    requires one.
+    """
     if trouble := silent(address):
-        raise ClusterUnavailable(f"no Ray cluster answers at {address}: {trouble}; {MEND}")
+        raise ClusterUnavailable(f"no Ray cluster answers at {address}: {trouble}. {REMEDY}")
     if refused := token_refusal(address, access or ClusterAccess(address)):
         raise ConfigError(refused)
 
 
 def token_refusal(address: str, access: ClusterAccess) -> str:
-    """Return what is wrong with our token for the head at the address; "" if nothing is, or if that
-    cannot be determined. Ray itself would retry for 20 s, or forever."""
+    """Return what is wrong with our token for the head at the address; "" if nothing or unknown.
+
+    Ray itself would retry for 20 s, or forever.
+    """
     token = token_sent(access)
     try:
         if not within(REACH_SECONDS, lambda: _refuses(address, token)):
@@ -93,9 +99,11 @@ def _refuses(address: str, token: str | None) -> bool:
 
 
 def silent(address: str) -> str:
-    """Return why nobody answers at the address; "" if somebody does, or for an address of another
-    form (which Ray itself rejects)."""
-    if address == "auto":  # before the clock runs: Ray takes seconds to import
+    """Return why no head answers at the address; "" if one does, or for an invalid address.
+
+    Ray itself rejects an invalid address.
+    """
+    if address == "auto":  # before the timeout starts: Ray takes seconds to import
         from prefect_raybatch.stages import ray_internals  # noqa: F401
     try:
         return within(REACH_SECONDS, lambda: _trouble(address))
@@ -114,14 +122,14 @@ def _trouble(address: str) -> str:
     try:
         with socket.create_connection((host, port), timeout=CONNECT_SECONDS) as line:
             if _plain() and _answer(line, QUESTION)[:1] != bytes([STATUS_200]):
-                return f"{where}something listens there, but does not answer as a Ray head does"
+                return f"{where}something listens there, but it is not a Ray head"
     except OSError as error:
         return f"{where}{error.strerror or error or type(error).__name__}"
     return ""
 
 
 def _host_and_port(address: str) -> tuple[str | None, int]:
-    """Return host and port of an address, also for `auto`; no host for another form."""
+    """Return host and port of an address or `auto`; no host if it is invalid."""
     place = (_running_cluster() or "") if address == "auto" else address
     host, _, port = place.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535 or "://" in place:
@@ -130,12 +138,12 @@ def _host_and_port(address: str) -> tuple[str | None, int]:
 
 
 def _plain() -> bool:
-    """Return whether to ask without TLS; with TLS, nothing can be asked without Ray's keys."""
+    """Return whether Ray uses no TLS, with which this module cannot connect."""
     return os.environ.get("RAY_USE_TLS", "0").lower() in ("", "0", "false")
 
 
 def _answer(line: socket.socket, question: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Return the header of a gRPC service's answer to a question; empty if there is none."""
+    """Return the header of a gRPC service's answer; empty if there is none."""
     header = b"".join(b"\0" + _text(name) + _text(value) for name, value in question)
     line.sendall(
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -162,8 +170,7 @@ def _answer(line: socket.socket, question: Sequence[tuple[bytes, bytes]]) -> byt
 
 
 def _text(text: bytes) -> bytes:
-    """Encode a text for a header (RFC 7541, 5.1 and 5.2): its length in seven bits or more bytes,
-    then the text."""
+    """Encode a text for a header: its length, then the text (RFC 7541, 5.1 and 5.2)."""
     if len(text) < 127:
         return bytes([len(text)]) + text
     more, rest = bytearray([127]), len(text) - 127

@@ -1,9 +1,8 @@
-"""Shares one Ray cluster among all runs of this process: who uses it, whose turn it is, who ends
-it.
+"""Shares one Ray cluster among all runs of this process.
 
-A process can be in only one Ray cluster, and `ray.init` and `ray.shutdown` know nothing of each
-other's callers. So runs are counted here, and runs that do not fit next to each other take turns.
-Starting, ending and querying are passed in, so the turns can be tested without Ray.
+A process can be in only one Ray cluster, and `ray.init` and `ray.shutdown` do not count their
+callers. So this module counts the runs, and lets runs that do not fit side by side take turns. Ray
+itself is passed in as `RayAccess`, so that the turns can be tested without it.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from prefect_raybatch.errors import ConfigError, JobStopped
 
 log = logging.getLogger(__name__)
 
-WAIT_LOOK = 1.0  # seconds between looks while one waits
-LET_GO = 60.0  # seconds that actors of an earlier run may take to let go of their resources
-BESIDE = 10.0  # the same where other runs work: their tasks take what is free, and give it back
-END_SECONDS = 60.0  # that a cluster which nobody came to use may take to end
-ROUNDING = 1e-6  # resources are sums of fractions
+WAIT_LOOK = 1.0  # seconds between looks while a run waits
+LET_GO = 60.0  # seconds that actors of an earlier run may take to release their resources
+BESIDE = 10.0  # the same while other runs work, whose tasks take and release free resources
+END_SECONDS = 60.0  # seconds that an unused cluster may take to end
+ROUNDING = 1e-6  # tolerance for sums of fractions
 
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
 
@@ -56,9 +55,12 @@ class RayAccess(Protocol):
 
 @dataclass(eq=False)
 class User:
-    """A run that uses the cluster. `waits` is called with the reason why it waits, and with "" when
-    it no longer does; it must be quick. `stopped` is set when the process must end. `works` is
-    False for a user that only queries the cluster or holds it for a later run."""
+    """A run that uses the cluster.
+
+    `waits` is called with the reason why the run waits, and with "" once it no longer does; it must
+    be quick. `stopped` is set when the process must end. `works` is False for a user that only
+    queries the cluster or holds it for a later run.
+    """
 
     name: str
     waits: Callable[[str], None] = lambda text: None
@@ -66,18 +68,20 @@ class User:
     works: bool = True
 
     def halted(self) -> JobStopped | None:
-        """Return the error to end with once this run was stopped."""
+        """Return the error to raise if this run was stopped."""
         if not self.stopped.is_set():
             return None
         return JobStopped(
-            f"{self.name} was stopped with its process; what is committed is kept and the same "
-            "command again continues"
+            f"{self.name} was stopped with its process. Committed shards are kept; run the same "
+            "command again to continue"
         )
 
 
 class Shared:
-    """The cluster of this process and the runs that use it. First come, first served, for joining
-    and for claims: nobody overtakes, so a large run is not postponed forever."""
+    """The cluster of this process and the runs that use it.
+
+    Joining and claims are first come, first served, so that a large run is not postponed forever.
+    """
 
     def __init__(
         self,
@@ -89,23 +93,23 @@ class Shared:
         self.ray, self.warm, self.clock, self.sleep = ray, warm, clock, sleep
         self._changed = threading.Condition()
         self._users: list[User] = []
-        self._door: list[User] = []  # those who want to become users, in the order they came
-        self._turns: list[User] = []  # users who want their needs, in the order they asked
+        self._door: list[User] = []  # users that wait to join, in order of arrival
+        self._turns: list[User] = []  # users that wait for resources, in order of request
         self._claims: dict[User, Mapping[str, float]] = {}
-        self._busy = False  # somebody starts or ends the cluster, without the lock
-        self._ours = False  # whether we end it
+        self._busy = False  # a thread starts or ends the cluster, without the lock
+        self._ours = False  # whether this object started the cluster and ends it
         self._address: str | None = None
         self._cpus = 0
-        self._worked = False  # whether a run has had its turn on it, so that actors may linger
+        self._worked = False  # whether a run has worked on it, so that actors may remain
         self._watcher: threading.Thread | None = None
 
     @contextmanager
     def joined(self, user: User, address: str | None, cpus: int) -> Iterator[None]:
-        """Keep the process in the cluster for the block: at `address`, or else in a local one with
-        at least `cpus` CPUs. The last user ends it, unless it was there before.
+        """Join the cluster for the block: at `address`, or a local one with at least `cpus` CPUs.
 
-        Raises `ConfigError` while runs are in a cluster at another address, and within another such
-        block, where the run would wait for itself.
+        The last user ends it, unless it existed before. Raises `ConfigError` while runs are in a
+        cluster at another address, and within another such block, where the run would wait for
+        itself.
         """
         self._enter(user, address, cpus)
         token = _inside.set(True)
@@ -121,8 +125,10 @@ class Shared:
 
     @contextmanager
     def kept_warm(self, idle_seconds: float = IDLE_SECONDS) -> Iterator[None]:
-        """Keep cluster and engines for the next run within the block. The end of the block ends
-        both; an engine that waits longer than `idle_seconds` ends before."""
+        """Keep cluster and engines for later runs within the block, whose end ends both.
+
+        An engine that waits longer than `idle_seconds` ends before.
+        """
         self.warm.keep(idle_seconds)
         try:
             yield
@@ -140,9 +146,11 @@ class Shared:
         kind: WarmKind | None = None,
         most: int = 0,
     ) -> Iterator[WarmLease | None]:
-        """Hold `needs` for the block, after waiting until they fit into `total` next to those of
-        the other runs. A run that is alone always gets its turn. Yields the lease on at most `most`
-        engines of a `kind` if engines are kept warm."""
+        """Wait until `needs` fit into `total` beside the other runs, then hold them for the block.
+
+        A run that is alone always gets its turn. Yields the lease on at most `most` engines of a
+        `kind` if engines are kept warm.
+        """
 
         def ready() -> bool:
             return self._turns[0] is user and (not self._claims or not self._short(needs, total))
@@ -174,9 +182,11 @@ class Shared:
         total: Mapping[str, float],
         spare: Mapping[str, float],
     ) -> EarlyHosts | None:
-        """Start `count` engines of a kind for a later run if they, and `spare` in addition, find
-        room that no run has or waits for; else return None. They hold no claim: a run that needs
-        their room gets it."""
+        """Start `count` engines of a kind for a later run, or return None without room for them.
+
+        There must be room for them and `spare` that no run has or waits for. They hold no claim: a
+        run that needs their resources gets them.
+        """
         with self._changed:
             if self._turns or self.warm.waiting(kind):
                 return None
@@ -190,12 +200,14 @@ class Shared:
                 need > free.get(name, 0.0) + ROUNDING for name, need in needs.items() if need
             ):
                 return None
-            self._worked = True  # so that a run of another kind waits until they have let go
+            self._worked = True  # so that a run of another kind waits until they have ended
             return self.warm.start_early(kind, spec, count)
 
     def _make_early_give_way(self, total: Mapping[str, float]) -> None:
-        """End prewarmed engines if runs need their room. Decides by claims, because Ray does not
-        yet know what a newly created actor will hold."""
+        """End prewarmed engines if runs need their resources.
+
+        Decides by claims, because Ray does not count a newly created actor yet.
+        """
         early = self.warm.early
         if not early:
             return
@@ -211,7 +223,7 @@ class Shared:
     @contextmanager
     def visited(self) -> Iterator[bool]:
         """Yield whether the process is in a cluster; it is not ended during the block."""
-        guest = User("a look at the cluster", works=False)
+        guest = User("a query of the cluster", works=False)
         with self._changed:
             there = not self._busy and self.ray.joined()
             counted = there and bool(self._users)
@@ -225,10 +237,11 @@ class Shared:
 
     @contextmanager
     def started_early(self, address: str | None, cpus: int) -> Iterator[None]:
-        """Start the cluster from a thread during the block. It is held until the first run joins it
-        or the block ends. A failed start is ignored here, because the run tries again and reports
-        it."""
-        user, over = User("a run to come", works=False), threading.Event()
+        """Start the cluster in a thread, and hold it until a run joins it or the block ends.
+
+        A failed start is only logged, because the run tries again and reports it.
+        """
+        user, over = User("the next run", works=False), threading.Event()
 
         def hold() -> None:
             try:
@@ -236,7 +249,7 @@ class Shared:
                     while not (over.is_set() or user.stopped.is_set() or self._working()):
                         self._changed.wait(WAIT_LOOK)
             except Exception as error:
-                log.info("the cluster was not started early: %s", error)
+                log.info("could not start the cluster early: %s", error)
 
         thread = threading.Thread(target=hold, name="raybatch-early", daemon=True)
         thread.start()
@@ -252,7 +265,7 @@ class Shared:
         return any(user.works for user in self._users)
 
     def stop_all(self, but: User | None = None) -> None:
-        """Stop every other run of the process: waiting runs, and the passes of active ones."""
+        """Stop all runs of the process, waiting and active, except `but`."""
         with self._changed:
             for user in (*self._users, *self._door):
                 if user is not but:
@@ -264,8 +277,8 @@ class Shared:
     def _enter(self, user: User, address: str | None, cpus: int) -> None:
         if _inside.get():
             raise ConfigError(
-                f"{user.name} was started within another run, which would wait for it while it "
-                "waits for that run's resources; start it after the run, or in a flow of its own"
+                f"{user.name} was started within another run, and each would wait for the other. "
+                "Start it after that run, or in a separate flow"
             )
 
         def ready() -> bool:
@@ -277,14 +290,14 @@ class Shared:
             if self._busy or not self._users or self._door[0] is not user:
                 return ""
             return (
-                f"{user.name} takes {cpus} CPUs, more than the local cluster has ({self._cpus}): "
-                f"it waits until {self._names()} has ended, and starts a larger one"
+                f"{user.name} needs {cpus} CPUs, but the local cluster has {self._cpus}: it waits "
+                f"until {self._names()} has ended, then starts a larger cluster"
             )
 
         with self._changed:
             self._check(address)
             self._door.append(user)
-            if cpus > self._cpus and not self._working():  # nobody else would make room
+            if cpus > self._cpus and not self._working():  # only holders, which must make room
                 for early in self._users:
                     early.stopped.set()
                 self._changed.notify_all()
@@ -298,7 +311,7 @@ class Shared:
                     start = True
                 if start:
                     self._start(address, cpus)
-                elif not self._users and not self._kept:  # somebody's own, who also ends it
+                elif not self._users and not self._kept:  # started and ended by other code
                     self._ours, self._worked = False, self.warm.kept
                 self._users.append(user)
             finally:
@@ -308,9 +321,9 @@ class Shared:
     def _check(self, address: str | None) -> None:
         if self._users and self._ours and address != self._address:
             raise ConfigError(
-                f"cluster.address: {address or 'a local cluster'} while {self._names()} of this "
-                f"process is in {self._address or 'a local one'}: a process can be in one Ray "
-                "cluster only; give both the same address, or run them in processes of their own"
+                f"cluster.address: {address or 'a local cluster'}, but {self._names()} in this "
+                f"process uses {self._address or 'a local one'}, and a process can use only one "
+                "Ray cluster. Set the same address in both, or run them in separate processes"
             )
 
     def _start(self, address: str | None, cpus: int) -> None:
@@ -318,10 +331,10 @@ class Shared:
             try:
                 self.ray.start(address, cpus)
             except BaseException:
-                if self.ray.joined():  # a signal arrived after Ray had started: end it here
+                if self.ray.joined():  # a signal arrived after Ray had started
                     self.ray.end()
                 raise
-        self.warm.forget()  # of a cluster that its owner has ended
+        self.warm.forget()  # engines of a former cluster
         self._ours, self._address, self._cpus, self._worked = True, address, cpus, False
 
     def _leave(self, user: User) -> None:
@@ -356,8 +369,7 @@ class Shared:
 
     @contextmanager
     def _unlocked(self) -> Iterator[None]:
-        """Let other threads query meanwhile, but neither start nor end anything: Ray takes
-        seconds."""
+        """Release the lock, but let no other thread start or end the cluster meanwhile."""
         self._busy = True
         self._changed.release()
         try:
@@ -369,19 +381,19 @@ class Shared:
     # --- turns ------------------------------------------------------------------------------
 
     def _wait(self, user: User, ready: Callable[[], bool], why: Callable[[], str]) -> None:
-        said = ""
+        reason = ""
         try:
             while True:
                 if error := user.halted():
                     raise error
                 if ready():
                     return
-                if not said and (said := why()):
-                    log.info("%s", said)
-                    user.waits(said)
+                if not reason and (reason := why()):
+                    log.info("%s", reason)
+                    user.waits(reason)
                 self._changed.wait(WAIT_LOOK)
         finally:
-            if said:
+            if reason:
                 user.waits("")
 
     def _short(self, needs: Mapping[str, float], total: Mapping[str, float]) -> bool:
@@ -392,22 +404,24 @@ class Shared:
         )
 
     def _why(self, user: User, needs: Mapping[str, float], total: Mapping[str, float]) -> str:
-        told = ", ".join(
+        resources = ", ".join(
             f"{need:g} of {total.get(name, 0.0):g} {name}s" for name, need in needs.items() if need
         )
         ahead = [other.name for other in self._turns[: self._turns.index(user)]]
         behind = f", after {', '.join(ahead)}" if ahead else ""
         working = ", ".join(other.name for other in self._claims)
         return (
-            f"{user.name} needs {told} and does not fit beside {working or 'the others'}: it "
-            f"waits until there is room{behind}"
+            f"{user.name} needs {resources}, which {working or 'another run'} uses: it waits until "
+            f"they are free{behind}"
         )
 
     def _until_free(
         self, user: User, needs: Mapping[str, float], holds: Mapping[str, float]
     ) -> None:
-        """Wait until Ray reports the needs as free, except those that the run `holds` already:
-        actors of an ended run release their resources with a delay. Waiting engines make room."""
+        """Wait until Ray reports the needs as free, except those that the run `holds` already.
+
+        Actors of an ended run release their resources with a delay. Ends idle engines if needed.
+        """
         with self._changed:
             if not self._worked:
                 return
@@ -422,7 +436,7 @@ class Shared:
                 return
             self.warm.make_room(short)
             if self.clock() > until:
-                log.debug("%s starts though Ray says that only %s are free", user.name, dict(free))
+                log.debug("%s starts although Ray reports only %s free", user.name, dict(free))
                 return
             self.sleep(0.1)
 
@@ -432,9 +446,11 @@ class Shared:
     # --- the end of the process -------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Watch the main thread, which receives signals, on behalf of runs in other threads: a
-        caller that waits for its threads there (Prefect's task runner, an executor) would never
-        notify them."""
+        """Watch the main thread, which receives signals, on behalf of runs in other threads.
+
+        A caller that waits for its threads there (Prefect's task runner, an executor) would never
+        notify them.
+        """
         if threading.current_thread() is threading.main_thread() or self._watcher is not None:
             return
         self._watcher = threading.Thread(target=self._watching, name="raybatch-watch", daemon=True)
@@ -449,8 +465,8 @@ class Shared:
                     self._watcher = None
                     return
             error = _ending()
-            if error is not None and error is seen:  # not the one that is about to be caught
-                log.warning("the process is told to end (%s): its runs stop", type(error).__name__)
+            if error is not None and error is seen:  # seen twice, so not about to be caught
+                log.warning("the process ends (%s): stopping its runs", type(error).__name__)
                 self.stop_all()
                 seen = None
             else:
@@ -458,14 +474,13 @@ class Shared:
 
 
 def _ends_process(error: BaseException) -> bool:
-    """Return whether a signal raised the exception; Prefect's own is recognized only by its
-    name."""
+    """Return whether a signal raised the exception; Prefect's is recognized by its name."""
     ends = isinstance(error, (KeyboardInterrupt, SystemExit))
     return ends or type(error).__name__ == "TerminationSignal"
 
 
 def _ending() -> BaseException | None:
-    """Return the exception with which the main thread is ending now."""
+    """Return the signal's exception that the main thread is handling now, if any."""
     found: object = sys._current_exceptions().get(threading.main_thread().ident or 0)
     if isinstance(found, tuple):  # Python 3.11
         found = found[1]

@@ -1,4 +1,4 @@
-"""Runs work on a Ray cluster item by item, where neither engines nor datasets are needed."""
+"""Runs work on a Ray cluster item by item, without engines or datasets."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ from prefect_raybatch.words import counted
 log = logging.getLogger(__name__)
 
 
-WORTH_A_START = 1 << 30  # bytes of work for which a cluster is joined, or one started here
-WORTH_A_TASK = 256 << 20  # ... for which one is used that the process is in already
-TASKS_A_CPU = 2  # of such that are under way: one is worked on, one waits for it
-TASK_RETRIES = 3  # of an item whose worker or node dies; what the work itself raises is not retried
+WORTH_A_START = 1 << 30  # bytes of work for which a cluster is joined or started
+WORTH_A_TASK = 256 << 20  # bytes of work for which an already joined cluster is used
+TASKS_A_CPU = 2  # tasks in flight per CPU: one works, one waits
+TASK_RETRIES = 3  # of an item if its worker or node dies; errors of the work are not retried
 
 
 @contextmanager
 def copying_for(cluster: ClusterSpec, size: int, reachable: bool) -> Iterator[Everywhere]:
-    """Yield where to copy `size` bytes of input: on a remote `cluster` if there is enough to copy
-    and all of it is `reachable` from there, otherwise in threads of this process; a cluster started
-    here would not be faster."""
+    """Yield what copies `size` bytes of input: tasks on the cluster, or threads of this process.
+
+    Uses the cluster if it is remote, if the input is large enough, and if all of it is `reachable`
+    from there. A cluster started on this machine would not be faster than threads.
+    """
     workers = 0
     with ExitStack() as stack:
         if reachable and address_of(cluster) is not None:
             workers = stack.enter_context(workers_for(cluster, size, "snapshot"))
         if workers > 1:
-            log.info("the input is copied on %s", counted(workers, "CPU"))
+            log.info("copying the input on %s of the cluster", counted(workers, "CPU"))
             early = current_early()
             room = None if early is None else partial(early.copy_room, workers)
             yield partial(_everywhere, TASKS_A_CPU * workers, room)
@@ -73,15 +75,15 @@ def workers_for(cluster: ClusterSpec, size: int, made: str = "result") -> Iterat
             return
     with ExitStack() as stack:
         workers = 0
-        # With a job server the cluster is elsewhere, and only its jobs work there.
+        # A cluster with a job server cannot be joined from here.
         if size >= WORTH_A_START and not cluster.access.remote:
             try:
                 found = stack.enter_context(connected(cluster, User(f"{cluster.name}: {made}")))
-                # A cluster of our own may count more CPUs than there are.
+                # A local cluster may claim more CPUs than the machine has.
                 here = address_of(cluster) is None
                 workers = int(min(found.cpus, os.cpu_count() or 1) if here else found.cpus)
             except ClusterUnavailable as error:
-                log.warning("the %s is made by this process alone: %s", made, error)
+                log.warning("writing the %s without the cluster: %s", made, error)
         yield workers
 
 
@@ -93,10 +95,9 @@ def side_by_side(
 ) -> Iterator[Value]:
     """Yield `work(item)` for each item as it completes, in any order, as Ray tasks of one CPU each.
 
-    At most `at_once` are in progress, or as many as `room` currently returns; items are taken as
-    there is room. The first error is raised here; then nothing new begins and running work is
-    abandoned. An item may be worked on twice at once: Ray repeats it when its worker or node is
-    lost.
+    At most `at_once` are in progress, or as many as `room` currently returns. The first error is
+    raised here; then no further item starts, and running tasks are cancelled. Two tasks may work on
+    an item at the same time, because Ray repeats it if its worker or node is lost.
     """
     import ray
 
@@ -117,8 +118,7 @@ def side_by_side(
 
 
 def _done(work: Callable[[Any], Any], item: Any) -> Any:
-    """Return the result of an item, or our error as a value, so that Ray neither retries nor hides
-    it."""
+    """Return the result of an item, or its `RayBatchError`, which Ray would wrap if raised."""
     try:
         return work(item)
     except RayBatchError as error:
@@ -131,7 +131,7 @@ def _next(under_way: set[Any]) -> Any:
 
     (first,), _ = ray.wait(list(under_way), num_returns=1)
     under_way.remove(first)
-    found = ray.get(first)
-    if isinstance(found, RayBatchError):
-        raise found
-    return found
+    result = ray.get(first)
+    if isinstance(result, RayBatchError):
+        raise result
+    return result

@@ -1,4 +1,4 @@
-"""Queries cluster and model for the sizes of a run, and resolves them."""
+"""Computes the sizes of a run from its cluster and its model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from prefect_raybatch.spec.sizes import SizeSpec
 
 
 def engines_to_plan_for(spec: SizeSpec, where: ClusterSpec) -> int:
-    """Return the number of engines to cut the shards of a new plan for."""
+    """Return the expected number of engines, by which a new plan sizes its shards."""
     return sizing.expected_engines(spec, cluster.glance(where))
 
 
@@ -33,7 +33,7 @@ def for_attempt(spec: SizeSpec, plan: Plan, have: Capacity) -> Sizing:
 def model_sizes(
     spec: SizeSpec, model: Mapping[str, Any], have: Capacity
 ) -> tuple[memory.Model | None, str]:
-    """Return the model's GPU memory, or why it is unknown; on a CPU it is not needed."""
+    """Return the model's GPU memory, or why it is unknown; None on a CPU, which needs none."""
     if spec.device_for(have.gpus) == "cpu":
         return None, ""
     try:
@@ -45,14 +45,13 @@ def model_sizes(
 
 
 def ask(spec: SizeSpec, where: ClusterSpec) -> tuple[Capacity, list[str]]:
-    """Return the capacity of a cluster and what is wrong: an assumption if it cannot be queried or
-    does not answer."""
+    """Return the capacity of a cluster, or an assumed one with the reason why it is unknown."""
     if cluster.address_of(where):
         try:
             with cluster.connected(where) as capacity:
                 return capacity, []
         except InsufficientResources as error:
-            return sizing.assumed(spec), [f"{error}; the sizes are for an assumed one"]
+            return sizing.assumed(spec), [f"{error}. The sizes are for an assumed cluster"]
     return cluster.glance(where) or sizing.assumed(spec), []
 
 

@@ -13,10 +13,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 
 class _Made(PlacementGroupSchedulingStrategy):
-    """A place in a group that is created when an actor starts there.
+    """A bundle in a placement group that is created when an actor starts there.
 
-    Ray Data also asks for an actor's options without starting one (its watch for tasks that take
-    much memory): a group created then would keep the GPUs from the engine (the run hung).
+    Ray Data also requests an actor's options without starting one, to watch the memory of tasks. A
+    group created then would take the GPUs from the engine, and the run would hang.
     """
 
     def __init__(self, make: Callable[[], PlacementGroup]):
@@ -33,11 +33,11 @@ class _Made(PlacementGroupSchedulingStrategy):
 
 
 class SpanningGroups:
-    """Called by Ray Data for the options of each engine's actor.
+    """Returns the options of each engine's actor to Ray Data.
 
-    Creates a bundle for each of the engine's `gpus`, on as few nodes as possible. The actor itself
-    is in the first bundle and takes its CPUs from it; vLLM finds the group through the actor and
-    starts a worker in each bundle.
+    Creates a bundle for each of the engine's `gpus`, on as few nodes as possible. The actor is in
+    the first bundle and takes its CPUs from it. vLLM finds the group through the actor and starts a
+    worker in each bundle.
     """
 
     def __init__(self, gpus: int, num_cpus: float, accelerator: str | None = None):
@@ -56,9 +56,9 @@ class SpanningGroups:
         return self.groups[-1]
 
     def remove(self) -> None:
-        """Release the GPUs: Ray itself would keep them until the driver ends."""
+        """Release the GPUs, which Ray would keep until the driver ends."""
         while self.groups:
             group = self.groups.pop()
             if ray.is_initialized():
-                with contextlib.suppress(RayError):  # of a cluster that is gone, with its groups
+                with contextlib.suppress(RayError):  # the cluster is gone, with its groups
                     remove_placement_group(group)

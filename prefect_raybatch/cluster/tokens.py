@@ -1,5 +1,4 @@
-"""Ray's token: which one would be sent, who may read its file, and one line that says what is wrong
-with it."""
+"""Ray's authentication token: where it comes from, its file's mode, and messages about it."""
 
 from __future__ import annotations
 
@@ -22,12 +21,14 @@ BY_ENVIRONMENT = "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH
 
 
 def token_sent(access: ClusterAccess) -> str | None:
-    """Return the token sent to the cluster: the block's, else the environment's, as Ray reads it
-    (RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token)."""
+    """Return the token sent to the cluster: the block's, else the environment's.
+
+    Ray reads the latter from RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
+    """
     if access.token is not None:
         return access.token
-    if given := os.environ.get("RAY_AUTH_TOKEN", "").strip():
-        return given if _uses_tokens() else None
+    if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
+        return token if _uses_tokens() else None
     check_token_file()
     with suppress(OSError, RuntimeError, UnicodeDecodeError):
         file = token_file()
@@ -44,7 +45,7 @@ def check_token_file() -> None:
         return
     if not stat.S_ISREG(mode):
         raise ConfigError(
-            f"{file}: Ray reads its token from there, and it is no regular file; remove it, or set "
+            f"Ray reads its token from {file}, which is not a regular file. Remove it, or set "
             "RAY_AUTH_TOKEN_PATH to the token's file"
         )
 
@@ -54,8 +55,10 @@ def _uses_tokens() -> bool:
 
 
 def token_file() -> Path | None:
-    """Return the file from which Ray takes its token, whether it exists or not; None if it takes
-    none, or one from the environment. Raise `RuntimeError` for a user without a home."""
+    """Return the path of Ray's token file, which need not exist; None if Ray uses no file.
+
+    Raises `RuntimeError` for a user without a home.
+    """
     if not _uses_tokens() or os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return None
     path = os.environ.get("RAY_AUTH_TOKEN_PATH")
@@ -71,10 +74,10 @@ def open_token_mode() -> tuple[Path, int] | None:
 
 
 def keep_token_private() -> None:
-    """Make the token that a local cluster is about to use, or its file, readable by this user only.
+    """Make the token file of a new local cluster readable by this user only.
 
-    `ray.init` writes a new token with the umask's mode, usually readable by all, and whoever has it
-    can run anything as this user.
+    `ray.init` writes a new token with the umask's mode, usually readable by all. Anybody with the
+    token can run code as this user.
     """
     try:
         file = token_file()
@@ -88,11 +91,11 @@ def keep_token_private() -> None:
             found = os.fstat(descriptor)
             if stat.S_ISREG(found.st_mode) and found.st_mode & 0o077:
                 os.fchmod(descriptor, 0o600)
-                log.info("%s could be read by others; its mode is 0600 now", file)
+                log.info("%s was readable by other users; its mode is now 0600", file)
         finally:
             os.close(descriptor)
     except (OSError, RuntimeError) as error:
-        log.debug("Ray's token is left as it is: %s", error)
+        log.debug("could not protect Ray's token: %s", error)
 
 
 def _put_token(file: Path) -> None:
@@ -108,20 +111,20 @@ def _put_token(file: Path) -> None:
 
 
 def token_missing(who: str, access: ClusterAccess) -> str:
-    """Return the message for a cluster that requires a token and got none, with what to do."""
+    """Return the message for a cluster that requires a token and got none."""
     remedy = f"set {BY_ENVIRONMENT} for the flow"
     if access.block is None:
         remedy += ", or save it in a RayCluster block and name that in cluster.block"
     else:
         remedy = f"save it as the token of the block {access.block}, or {remedy}"
-    return f"{who} wants Ray's token and got none: {remedy}"
+    return f"{who} requires Ray's token, but none was sent. {remedy[0].upper()}{remedy[1:]}"
 
 
 def token_wrong(who: str, access: ClusterAccess) -> str:
-    """Return the message for a cluster that rejects the token that it got, with what to do."""
+    """Return the message for a cluster that rejects the token."""
     ours = access.token is not None or any(n.lower() == "authorization" for n in access.headers)
     of = f"the block {access.block}" if ours and access.block else "this environment"
     return (
-        f"{who} refuses Ray's token of {of}, which is another than the cluster's: replace it by "
-        "what `ray get-auth-token` prints on the head"
+        f"{who} rejects Ray's token from {of}, because the cluster has another. Replace it with "
+        "the output of `ray get-auth-token` on the head"
     )

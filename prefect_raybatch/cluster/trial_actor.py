@@ -25,9 +25,11 @@ def trial_on_worker(
     resources: Mapping[str, Any],
     halted: Callable[[], RayBatchError | None] = lambda: None,
 ) -> Iterator[AskSample]:
-    """Yield `ask(again)`, which returns the outcomes of an engine (`TrialEngine`) with these Ray
-    `resources`; the engine exists for the block. Raises like `TrialEngine`, `EngineFailure` if the
-    worker dies, and what `halted` returns once the run is stopped."""
+    """Yield `ask(again)`, which returns the outcomes of a `TrialEngine` that exists for the block.
+
+    The engine runs with these Ray `resources`. Raises like `TrialEngine`, `EngineFailure` if the
+    worker dies, and what `halted` returns once the run is stopped.
+    """
     import ray
 
     options = {name: value for name, value in resources.items() if name != "max_task_retries"}
@@ -38,8 +40,8 @@ def trial_on_worker(
     finally:
         try:
             ray.get(actor.close.remote(), timeout=CLOSING)
-        except Exception as error:  # dead already, or hung: it is killed either way
-            log.info("the trial's engine was not closed: %s", error)
+        except Exception as error:  # dead or hanging: it is killed in any case
+            log.info("could not close the trial's engine: %s", error)
         ray.kill(actor)
 
 

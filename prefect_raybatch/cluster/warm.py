@@ -1,10 +1,10 @@
-"""Engines that outlast their run: which are up, who has them, when they end.
+"""Warm engines: engines that outlast their run.
 
-A run leases running engines of its kind, and returns them when it ends. They belong to the process:
-while somebody keeps them, they wait for the next run, make room for engines of another kind, and
-end when they have waited long enough. Prewarmed engines, started while the input of their run is
-copied, wait in the same place for that run alone, and nobody need keep them. Starting, querying and
-ending them is passed in, so this module can be tested without Ray.
+A run leases running engines of its kind, and returns them when it ends. They belong to the process.
+While `keep` is in effect, they wait for the next run; they end if engines of another kind need
+their resources, or after a time limit. Prewarmed engines, started while the input of their run is
+copied, wait here for that run only, also without `keep`. Ray is passed in as `HostAccess`, so that
+this module can be tested without it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
 
-IDLE_SECONDS = 600.0  # that an engine waits for another run
-TIDY_EVERY = 5.0  # seconds between two looks for engines that have waited long enough
+IDLE_SECONDS = 600.0  # seconds that an engine waits for another run
+TIDY_EVERY = 5.0  # seconds between looks for engines that have waited long enough
 
 
 @dataclass(frozen=True)
 class WarmKind:
-    """The kind of an engine: `key` is equal if one can replace the other. `engine` is the class of
-    its stage, `options` are those of its actor in Ray's terms, `calls` is the number of blocks that
-    may be in it at once, and `takes` what it holds, by Ray's resource names. `arguments` are those
-    of vLLM, and `base` is equal if two kinds differ only in these."""
+    """The kind of an engine; an engine can replace another with an equal `key`.
+
+    `engine` is the class of its stage, `options` are those of its Ray actor, `calls` is the maximum
+    number of concurrent calls, and `takes` are the resources that it holds, by Ray's names.
+    `arguments` are those of vLLM; two kinds with an equal `base` differ only in these.
+    """
 
     key: str
     engine: type
@@ -43,8 +45,10 @@ class WarmKind:
     base: str = field(default="", compare=False)
 
     def beside(self, other: WarmKind) -> str:
-        """Return the vLLM arguments in which this kind differs from another, if nothing else
-        does; credentials among them are masked."""
+        """Return the vLLM arguments that differ from another kind's, with credentials masked.
+
+        Return "" if the kinds also differ in something else.
+        """
         if self.base != other.base:
             return ""
         names = sorted(self.arguments.keys() | other.arguments.keys())
@@ -60,22 +64,22 @@ class HostAccess(Protocol):
     """The operations on actors that hold engines."""
 
     def make(self, kind: WarmKind) -> Any:
-        """Start an actor; its engine starts with the first run."""
+        """Start an actor, whose engine starts with the first run."""
 
     def begin(self, host: Any, spec: Any) -> Any:
-        """Start its engine with that spec before a run has it; return a handle for `begun`."""
+        """Start its engine before a run leases it; return a handle for `begun`."""
 
     def begun(self, starts: Sequence[Any]) -> bool:
-        """Return whether all of these starts are over, successfully or not."""
+        """Return whether all these starts have ended, successfully or not."""
 
     def idle(self, hosts: Sequence[Any]) -> list[bool]:
-        """Return for each whether it lives with no block in it, on a node that stays."""
+        """Return for each whether it is alive and empty, on a node that is not being drained."""
 
     def leaving(self, hosts: Sequence[Any]) -> list[bool]:
         """Return for each whether its node is being drained."""
 
     def end(self, hosts: Sequence[Any], kindly: bool) -> None:
-        """End them and what they hold; `kindly`: each may end its engine by itself."""
+        """End the actors; `kindly`: let each close its engine first."""
 
 
 @dataclass(eq=False)
@@ -83,7 +87,7 @@ class _Kept:
     kind: WarmKind
     host: Any
     since: float
-    early: bool = False  # started for a run that is planned yet
+    early: bool = False  # prewarmed for a run that is still being planned
 
 
 class WarmEngines:
@@ -93,17 +97,16 @@ class WarmEngines:
         self.access, self.clock = access, clock
         self._lock = threading.Lock()
         self._idle: list[_Kept] = []
-        self._keepers: list[float] = []  # how long engines may wait, of each who keeps them
+        self._keepers: list[float] = []  # the `idle_seconds` of each `keep` in effect
         self._over = threading.Event()
 
     @property
     def kept(self) -> bool:
-        """Return whether anybody wants engines to wait for another run."""
+        """Return whether engines wait for another run."""
         return bool(self._keepers)
 
     def keep(self, idle_seconds: float = IDLE_SECONDS) -> None:
-        """Let engines wait from now on, each for at most `idle_seconds`, until the matching
-        `drop`."""
+        """Keep engines until the matching `drop`, each idle for at most `idle_seconds`."""
         with self._lock:
             first = not self._keepers
             self._keepers.append(idle_seconds)
@@ -125,8 +128,10 @@ class WarmEngines:
 
     @contextmanager
     def lease(self, kind: WarmKind | None, most: int = 0) -> Iterator[WarmLease | None]:
-        """Lease at most `most` engines of a kind for the block, running ones first. Yields None if
-        nobody keeps any and none was prewarmed, or if the kind cannot be kept."""
+        """Lease at most `most` engines of a kind for the block, running ones first.
+
+        Yields None if no engines are kept and none was prewarmed, or if the kind cannot be kept.
+        """
         mine: list[_Kept] = []
         others: set[str] = set()
         if kind is not None:
@@ -138,17 +143,17 @@ class WarmEngines:
         if kind is None or not (mine or self._keepers):
             yield None
             return
-        if len(mine) < most and (told := sorted(others - {""})):
+        if len(mine) < most and (differences := sorted(others - {""})):
             log.info(
-                "an engine of an earlier run is up and cannot be used: it has %s; jobs that are to "
-                "share engines name these in `engine`",
-                "; or ".join(told),
+                "an engine of an earlier run cannot be reused: it has %s. To share engines, set "
+                "these in `engine` of both jobs",
+                "; or ".join(differences),
             )
         early = [one.host for one in mine if one.early]
         lease = WarmLease(self.access, kind, [one.host for one in mine], early)
         if len(mine) > len(early):
             used = counted(len(mine) - len(early), "engine")
-            log.info("%s of an earlier run up and used again", used)
+            log.info("reusing %s of an earlier run", used)
         try:
             yield lease
         finally:
@@ -158,7 +163,7 @@ class WarmEngines:
         hosts, lease.hosts = lease.hosts, []
         if not hosts:
             return
-        # What a run that was stopped has left in an engine would go on beside the next one's rows.
+        # Requests of a stopped run may still be in an engine; do not mix them with the next run's.
         idle = self.access.idle(hosts)
         free = [host for host, is_idle in zip(hosts, idle, strict=True) if is_idle]
         self.access.end([host for host in hosts if host not in free], kindly=False)
@@ -175,23 +180,23 @@ class WarmEngines:
             return list(dict.fromkeys(one.kind for one in self._idle))
 
     def waiting(self, kind: WarmKind) -> int:
-        """Return how many of a kind wait for a run."""
+        """Return how many engines of a kind wait for a run."""
         with self._lock:
             return sum(one.kind == kind for one in self._idle)
 
     def start_early(self, kind: WarmKind, spec: Any, count: int) -> EarlyHosts:
         """Start `count` engines for a later run, which leases them by their kind."""
-        made = EarlyHosts(self.access)
+        early = EarlyHosts(self.access)
         for _ in range(count):
             host = self.access.make(kind)
             with self._lock:
                 self._idle.append(_Kept(kind, host, self.clock(), early=True))
-            made.add(host, self.access.begin(host, spec))
-        return made
+            early.add(host, self.access.begin(host, spec))
+        return early
 
     @property
     def early(self) -> dict[str, float]:
-        """Return what prewarmed engines hold that no run has taken yet."""
+        """Return the resources of prewarmed engines that no run has taken yet."""
         held: Counter[str] = Counter()
         with self._lock:
             for one in self._idle:
@@ -199,18 +204,20 @@ class WarmEngines:
                     held.update(one.kind.takes)
         return dict(held)
 
-    def end_early(self, made: EarlyHosts, but: int = 0) -> int:
-        """End those of these that no run has taken, except `but` of them; return how many."""
+    def end_early(self, early: EarlyHosts, but: int = 0) -> int:
+        """End the prewarmed engines that no run has taken, except `but`; return how many."""
         with self._lock:
-            found = [one for one in self._idle if one.early and one.host in made.hosts][but:]
-            self._idle = [one for one in self._idle if one not in found]
-        if found:  # one that starts still would not listen
-            self.access.end([one.host for one in found], kindly=made.begun())
-        return len(found)
+            untaken = [one for one in self._idle if one.early and one.host in early.hosts][but:]
+            self._idle = [one for one in self._idle if one not in untaken]
+        if untaken:  # an engine that is still starting cannot be asked to close
+            self.access.end([one.host for one in untaken], kindly=early.begun())
+        return len(untaken)
 
     def make_room(self, short: Mapping[str, float]) -> bool:
-        """End waiting engines, the longest waiting first, until what they held covers `short`;
-        return whether any was ended."""
+        """End idle engines, the longest idle first, until their resources cover `short`.
+
+        Return whether any was ended.
+        """
         left = {name: need for name, need in short.items() if need > 0}
         gone = []
         with self._lock:
@@ -221,7 +228,7 @@ class WarmEngines:
                     self._idle.remove(one)
                     gone.append(one)
                     left = {n: need - one.kind.takes.get(n, 0.0) for n, need in left.items()}
-        self._end(gone, "another run needs what they hold")
+        self._end(gone, "another run needs their resources")
         return bool(gone)
 
     def tidy(self) -> None:
@@ -229,21 +236,21 @@ class WarmEngines:
         with self._lock:
             longest = max(self._keepers, default=0.0)
             waited = [one for one in self._idle if self.clock() - one.since >= longest]
-            gone = [one for one in waited if not one.early]  # whose copy is waited for elsewhere
+            gone = [one for one in waited if not one.early]  # their time limit is in `early`
             left = self._idle = [one for one in self._idle if one not in gone]
-        self._end(gone, f"no run came in {longest:g} s")
+        self._end(gone, f"no run needed them for {longest:g} s")
         leaving = self.access.leaving([one.host for one in left]) if left else []
-        with self._lock:  # but for such as a run has taken meanwhile
+        with self._lock:  # except those that a run has leased meanwhile
             going = [one for one, goes in zip(left, leaving, strict=True) if goes]
             gone = [one for one in going if one in self._idle]
             self._idle = [one for one in self._idle if one not in gone]
-        self._end(gone, "their nodes leave the cluster")
+        self._end(gone, "their nodes are being drained")
 
     def end_idle(self) -> None:
         """End all waiting engines."""
         with self._lock:
             gone, self._idle = self._idle, []
-        self._end(gone, "nobody keeps them any more")
+        self._end(gone, "no further run is expected")
 
     def forget(self) -> None:
         """Forget everything, because the cluster is gone."""
@@ -273,13 +280,12 @@ class EarlyHosts:
         self._starts.append(start)
 
     def begun(self) -> bool:
-        """Return whether all are up, or have failed to start."""
+        """Return whether all have started, or failed to start."""
         return self.access.begun(self._starts)
 
 
 class WarmLease:
-    """The engines of one run: those that were up, and those that it started. Those in `early` may
-    still be starting."""
+    """The engines of one run, reused or started by it; those in `early` may still be starting."""
 
     def __init__(
         self, access: HostAccess, kind: WarmKind, hosts: list[Any], early: Sequence[Any] = ()
@@ -288,13 +294,15 @@ class WarmLease:
 
     @property
     def holds(self) -> dict[str, float]:
-        """Return what its engines hold now, by Ray's resource names."""
+        """Return the resources that its engines hold now, by Ray's names."""
         return {name: value * len(self.hosts) for name, value in self.kind.takes.items()}
 
     def engines(self, count: int) -> list[Any]:
-        """Return at least `count` live engines for a new pass; replaces those that died, whose node
-        is being drained, or in which an earlier pass left something."""
-        # One that starts still answers late, and no pass can have left anything in it.
+        """Return at least `count` live engines for a new pass.
+
+        Replaces engines that died, are not empty, or are on a node that is being drained.
+        """
+        # Do not query an engine that is still starting: it would answer late, and it is empty.
         early, self.early = self.early, []
         asked = [host for host in self.hosts if host not in early]
         idle = self.access.idle(asked) if asked else []

@@ -1,5 +1,4 @@
-"""Engines that outlast their run, on Ray: the actors that hold them, and the actors of a pass that
-forward its blocks to them."""
+"""Warm engines on Ray: the actors that hold them, and those that forward blocks to them."""
 
 from __future__ import annotations
 
@@ -28,22 +27,24 @@ from prefect_raybatch.stages.engine import GIVEN_BACK, EngineLaunch
 
 log = logging.getLogger(__name__)
 
-REACH_AGAIN = 1.0  # seconds between two tries to reach an actor that Ray starts anew
-LOOK_AGAIN = 0.5  # seconds between two looks whether an engine has nothing left in it
-SPARE_CALLS = 16  # beside the blocks: a run that begins, one that asks whether it is idle
-HOST_CALLS = 64  # blocks at least, so that runs that differ in these alone share engines
+REACH_AGAIN = 1.0  # seconds between attempts to reach an actor that Ray restarts
+LOOK_AGAIN = 0.5  # seconds between looks whether an engine is empty
+SPARE_CALLS = 16  # calls in addition to blocks, such as `begin` and `is_idle`
+HOST_CALLS = 64  # minimum number of blocks, so that runs with other numbers can share engines
 
 
 def warm_kind(
     engine: type, spec: EngineLaunch, resources: dict[str, Any], calls: int
 ) -> WarmKind | None:
-    """Return the kind of an engine with this spec and these Ray `resources`; None if it cannot be
-    passed from one run to another, because a user's logits processor may keep state."""
+    """Return the kind of an engine with this spec and these Ray `resources`.
+
+    None if runs cannot share it, because a user's logits processor may keep state.
+    """
     if spec.arguments.get("logits_processors"):
         return None
     counts = {
         "engine": f"{engine.__module__}.{engine.__qualname__}",
-        # An engine loads adapters when rows ask for them: only the room for them is its own.
+        # An engine loads adapters on demand, so they are not part of its kind.
         "model": {name: value for name, value in spec.model.items() if name != "adapters"},
         "arguments": spec.arguments,
         "env": spec.env,
@@ -59,8 +60,8 @@ def warm_kind(
         base = digest(json.dumps({**counts, "arguments": None}, sort_keys=True).encode())
     except (TypeError, ValueError):  # an argument that is an object
         return None
-    # A host that dies is started anew by Ray as often as it dies: how often an engine may die is
-    # bounded where runs are driven, and a host has many runs.
+    # Ray restarts a host without limit, because a host serves many runs. Each run limits how often
+    # its engines may die.
     options = {**resources, "max_restarts": -1, "max_task_retries": 0}
     takes = {"CPU": float(resources.get("num_cpus", 0)), "GPU": float(resources.get("num_gpus", 0))}
     most = max(HOST_CALLS, calls) + SPARE_CALLS
@@ -68,7 +69,7 @@ def warm_kind(
 
 
 class EngineHost:
-    """The engine stage of one run after the other, in an actor that belongs to none of them.
+    """An actor that holds the engine stage of successive runs.
 
     A run is identified by a `token`, one for each pass; `by` is its actor that forwards blocks.
     `leaving` returns, in the actor, whether its node is being drained: then it accepts no more
@@ -84,7 +85,7 @@ class EngineHost:
         self._inside = 0
 
     def take(self, token: str, by: str) -> bool:
-        """Return whether that actor gets this engine: it is the first of its pass to ask."""
+        """Give this engine to an actor if it is the first of its pass; return whether it is."""
         if self.leaves():
             return False
         with self._lock:
@@ -94,13 +95,15 @@ class EngineHost:
             return True
 
     def begin(self, token: str, spec: EngineLaunch) -> None:
-        """Work for that pass; return when the engine is up, or raise if it refuses."""
+        """Start or reconfigure the engine for that pass; return once it is ready."""
         with self._begins:
             if self._ready == token:
                 return
             with self._lock:
                 if left := self._inside:
-                    log.warning("%d blocks of a run that has ended are inside: a new engine", left)
+                    log.warning(
+                        "%d blocks of an earlier run are in the engine: restarting it", left
+                    )
             if self.stage is not None and (left or not hasattr(self.stage, "take_over")):
                 self._end_stage()
             if self.stage is None:
@@ -110,9 +113,11 @@ class EngineHost:
             self._ready = token
 
     def answer(self, token: str, table: pa.Table) -> pa.Table | bool | None:
-        """Return the engine stage's output for a block; None if it does not know the pass, because
-        its process was restarted; False if its node is being drained and the block must go
-        elsewhere."""
+        """Return the engine stage's output for a block.
+
+        None if the process was restarted and must `begin` the pass again; False if its node is
+        being drained and another engine must take the block.
+        """
         if self.leaves():
             return False
         if self._ready != token:
@@ -126,7 +131,7 @@ class EngineHost:
                 self._inside -= 1
 
     def is_idle(self) -> bool:
-        """Return whether another run can have it: no block is inside, and its node stays."""
+        """Return whether another run can use it: it is empty, and its node is not being drained."""
         return self.is_empty() and not self.leaves()
 
     def is_empty(self) -> bool:
@@ -137,7 +142,7 @@ class EngineHost:
         return self._leaving()
 
     def close(self) -> None:
-        """End the engine, so that its GPU is free before the actor is."""
+        """End the engine, so that its GPU is free before the actor ends."""
         with self._begins:
             self._end_stage()
 
@@ -150,22 +155,23 @@ class EngineHost:
 
 @dataclass(frozen=True)
 class Deaths:
-    """How often an engine's process may die in one pass: while it starts, and in a row without an
-    answered block. Ray itself restarts it as often as it dies."""
+    """How often an engine's process may die in one pass, since Ray restarts it without limit.
+
+    `starting` counts deaths while it starts, `in_a_row` deaths without an answered block between.
+    """
 
     starting: int
     in_a_row: int
 
 
 class Forwarder:
-    """Stands for the engine stage in a pass: each block goes to an actor that holds an engine and
-    comes back answered. It holds no resources; the hosts do.
+    """The engine stage of a pass with warm engines: sends each block to an actor with an engine.
 
-    If the node of its engine is being drained, another engine `made` of the `kind` takes what is
-    not yet begun; that engine is this actor's own and ends with the pass. `leaving` returns whether
-    this actor's own node is being drained: then it hands over to its replacement elsewhere.
-    `restarts` returns how often Ray has restarted a host. Once its process has died more often than
-    `most` allows, every further block is lost at once.
+    It holds no resources; the hosts do. If the node of its engine is being drained, `made` creates
+    another engine of the `kind`, which takes the remaining blocks and ends with the pass. `leaving`
+    returns whether this actor's own node is being drained: then its blocks fail, for its
+    replacement elsewhere. `restarts` returns how often Ray has restarted a host. Once its process
+    has died more often than `most` allows, every further block fails immediately.
     """
 
     def __init__(
@@ -183,11 +189,11 @@ class Forwarder:
 
         self.spec, self.token = spec, token
         self.kind, self._made, self._leaving = kind, made, leaving
-        # the same for an actor that Ray starts anew, which so finds the host that it had
+        # The id survives a restart of this actor, which so finds its host again.
         self.id = ray.get_runtime_context().get_actor_id() or ""
         self._most, self._restarts = most, restarts
-        self._gone: Loss | None = None  # why each further block is lost
-        self._alive_at = 0  # restarts of the host when it last answered or was taken
+        self._gone: Loss | None = None  # why each further block fails
+        self._alive_at = 0  # restarts of the host at its last answer
         self._answered = False  # whether it has answered since its last death
         self._lock = threading.Lock()
         self.host = self._found(list(hosts))
@@ -196,8 +202,10 @@ class Forwarder:
         self._begin()
 
     def _found(self, hosts: list[Any]) -> Any:
-        """Return a host that no other forwarder of the pass has, running ones first. If others have
-        all of them (one of these died, and this one replaces it), return any."""
+        """Return a host that no other forwarder of the pass has, running ones first.
+
+        If others have all of them (this forwarder replaces a dead one), return any.
+        """
         import ray
         from ray.exceptions import RayActorError
 
@@ -208,7 +216,7 @@ class Forwarder:
             try:
                 taken = ray.get(up[answer].take.remote(self.token, self.id))
             except RayActorError as error:
-                log.warning("an engine's actor cannot be had: %s", error)
+                log.warning("could not reach an engine's actor: %s", error)
                 continue
             last = up[answer]
             if taken:
@@ -216,7 +224,7 @@ class Forwarder:
         return last
 
     def _begin(self) -> None:
-        """Make the host work for this pass; wait for one that Ray is restarting."""
+        """Make the host work for this pass; wait for a host that Ray is restarting."""
         import ray
         from ray.exceptions import ActorUnavailableError
 
@@ -233,25 +241,24 @@ class Forwarder:
                     if died >= self._most.starting:
                         self._gone = Loss(
                             STARTED_AND_DIED,
-                            f"an engine's process died as it started, {died} times one after the "
-                            f"other: {_how_it_died(error)}",
+                            f"an engine's process died while starting, {died} times in a row: "
+                            f"{_how_it_died(error)}",
                         )
                         return
                     time.sleep(REACH_AGAIN)
 
     def _move(self, host: Any) -> None:
-        """Replace an engine whose node is being drained; it ends once it is empty."""
+        """Replace an engine on a node that is being drained; the old one ends once it is empty."""
         with self._lock:
-            if self.host is not host:  # another thread was first
+            if self.host is not host:  # another thread has replaced it
                 return
             self.host, self._begun = self._made(self.kind), False
             self._alive_at = self._restarts(self.host)
-        log.warning("the node of an engine leaves the cluster: another one takes what is left")
+        log.warning("the node of an engine is being drained: another engine replaces it")
         threading.Thread(target=_end_when_empty, args=(host,), daemon=True).start()
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Return the block as the engine stage outputs it; never raises for what happens to an
-        engine."""
+        """Return the engine stage's output for the block; a failed block if the engine dies."""
         import ray
         from ray.exceptions import RayActorError
 
@@ -278,11 +285,11 @@ class Forwarder:
             if "node has died" in str(error):
                 return lost_all(table, NODE_LOST)
             self._count_death(host, error)
-            # Ray's table of actors counts the death.
+            # The death is already counted in Ray's table of actors.
             return lost_all(table, Loss(ENGINE_DIED, _how_it_died(error), counted=True))
 
     def _count_death(self, host: Any, error: Exception) -> None:
-        """Give the host up if it died too often without an answered block in between."""
+        """Give up the host if it died too often without an answered block in between."""
         restarts = self._restarts(host)
         with self._lock:
             if self.host is not host:
@@ -293,16 +300,16 @@ class Forwarder:
             if died >= self._most.in_a_row and self._gone is None:
                 self._gone = Loss(
                     ENGINES_DIED,
-                    f"an engine died {died} times one after the other, and answered nothing in "
-                    f"between: {_how_it_died(error)}",
+                    f"an engine died {died} times in a row without an answer in between: "
+                    f"{_how_it_died(error)}",
                 )
 
 
 def _end_when_empty(host: Any) -> None:
-    """End it when empty, so that its node need not wait for the end of the drain notice."""
+    """End a host once it is empty, so that its node can leave before the drain deadline."""
     import ray
 
-    with contextlib.suppress(Exception):  # it is gone, or the cluster is
+    with contextlib.suppress(Exception):  # the host or the cluster is gone
         while not ray.get(host.is_empty.remote()):
             time.sleep(LOOK_AGAIN)
         ray.get(host.close.remote())
@@ -310,5 +317,5 @@ def _end_when_empty(host: Any) -> None:
 
 
 def _how_it_died(error: Exception) -> str:
-    told = " ".join(str(error).split())
-    return f"the process of the engine's actor ended: {told[:300]}"
+    message = " ".join(str(error).split())
+    return f"the process of the engine's actor ended: {message[:300]}"

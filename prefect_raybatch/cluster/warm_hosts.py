@@ -1,5 +1,4 @@
-"""The actors that hold engines, started, queried and ended through Ray, behind the interface of
-`warm`."""
+"""Implements `HostAccess` of `warm` with Ray: starts, queries and ends actors with engines."""
 
 from __future__ import annotations
 
@@ -11,17 +10,17 @@ from typing import Any
 from prefect_raybatch.cluster.warm import WarmKind
 
 IDLE_WAIT = 10.0  # seconds in which an engine's actor says whether it is idle
-EARLY = "early"  # the token of a start that no pass has asked for
+EARLY = "early"  # the token of a prewarmed start
 ENDING = 30.0  # seconds that engines may take to end by themselves
 
 
 class RayHosts:
-    """The actors, in the cluster that this process is in."""
+    """The actors in the cluster that this process has joined."""
 
     def make(self, kind: WarmKind) -> Any:
         import ray
 
-        # Imported here: who only looks at a run needs no engine stage.
+        # Imported here, because commands that only show a run need no engine stage.
         from prefect_raybatch.cluster.warm_actors import EngineHost
         from prefect_raybatch.stages.ray_internals import node_is_leaving
 
@@ -52,7 +51,7 @@ class RayHosts:
         if kindly:
             self._asked([(host, "close") for host in hosts], ENDING)
         for host in hosts:
-            with contextlib.suppress(Exception):  # of a cluster that has ended, with its actors
+            with contextlib.suppress(Exception):  # the cluster has ended, with its actors
                 ray.kill(host)
 
     def _asked(self, calls: Sequence[tuple[Any, str]], seconds: float) -> list[Any]:
@@ -63,7 +62,7 @@ class RayHosts:
         until = time.monotonic() + seconds
         try:
             references = [getattr(host, method).remote() for host, method in calls]
-        except Exception as error:  # handles of a cluster that has ended
+        except Exception as error:  # the cluster has ended
             return [error] * len(calls)
         for reference in references:
             try:

@@ -22,18 +22,19 @@ from prefect.runtime import flow_run
 from prefect_raybatch.flow.texts import prefect_text_in
 from prefect_raybatch.harmless import code_span, markdown_text
 
-ARTIFACT_KINDS = (  # what a run shows
+ARTIFACT_KINDS = (  # artifacts of a run
     "progress", "live", "plots", "stages", "failures", "report", "failure", "history",
     "history-plots",
 )  # fmt: skip
-MOST_FOUND = 50  # artifacts of one key that a flow run may have made, one for each of its runs
+MOST_FOUND = 50  # artifacts with one key to read for a flow run, one for each of its runs
 
 
 def artifact_key(job: str) -> str:
-    """Return a job's name as Prefect allows in artifact keys: lower-case letters, digits and
-    dashes. If that loses something, two dashes and a hash of the name follow, which no other key
-    has. The key belongs to the job and not to the run, so that each run is a version of one
-    artifact."""
+    """Return the artifact key of a job: its name in lower-case letters, digits and dashes.
+
+    If the name contains other characters, two dashes and a hash of it follow, so that no other job
+    has the key. It does not depend on the run, so each run is a version of one artifact.
+    """
     plain = _plain(job)
     mark = "" if job == plain else f"--{_mark(job)}"
     return f"raybatch-{plain}{mark}"
@@ -42,40 +43,41 @@ def artifact_key(job: str) -> str:
 def tune_key(job: str) -> str:
     """Return the artifact key of tuning results for a job; it differs from those of runs."""
     key = artifact_key(f"tune-{job}")
-    # As the keys of a run that is called tune-SOMETHING end.
+    # Keys of a job named tune-SOMETHING end like this.
     taken = key.endswith(tuple(f"-{kind}" for kind in ARTIFACT_KINDS))
     return f"{key}--{_mark(job)}" if taken else key
 
 
 def put(artifact: Artifact, key: str, run_key: str | None = None) -> UUID:
-    """Create the artifact, or update the one under this key that this flow run has made for that
-    run, so that a retry and the end of a run continue it. Its description then ends with the run
-    key. Return its id."""
+    """Create the artifact, or update the one that this flow run has under the key; return its id.
+
+    So a retry and the end of a run continue the same artifact. With a run key, the description
+    ends with it, and only an artifact of that run is updated.
+    """
     if run_key is not None:
         artifact.description = f"{artifact.description} {of_run(run_key)}"
-    before = _mine(key, run_key)
-    if before is not None:
-        update(before, artifact)
-        return before
+    existing = _existing(key, run_key)
+    if existing is not None:
+        update(existing, artifact)
+        return existing
     artifact.key = key
     _make_harmless(artifact)
-    made: Any = artifact.create(_sync=True)  # type: ignore[call-arg]
-    return cast(UUID, made.id)
+    created: Any = artifact.create(_sync=True)  # type: ignore[call-arg]
+    return cast(UUID, created.id)
 
 
 def of_run(run_key: str) -> str:
-    """Return the text that identifies the artifacts of one run among others under the same key."""
+    """Return the end of the description of a run's artifacts, which tells them from other runs'."""
     return f"Run {code_span(run_key)}."
 
 
-def _mine(key: str, run_key: str | None) -> UUID | None:
-    """Return the latest artifact of this key and run that the current flow run has made; None
-    without one."""
+def _existing(key: str, run_key: str | None) -> UUID | None:
+    """Return the latest artifact of the current flow run with this key and run, if any."""
     current = flow_run.get_id()
     if current is None:
         return None
     with get_client(sync_client=True) as client:
-        found = client.read_artifacts(
+        artifacts = client.read_artifacts(
             artifact_filter=ArtifactFilter(
                 key=ArtifactFilterKey(any_=[key]),
                 flow_run_id=ArtifactFilterFlowRunId(any_=[UUID(str(current))]),
@@ -83,23 +85,22 @@ def _mine(key: str, run_key: str | None) -> UUID | None:
             sort=ArtifactSort.UPDATED_DESC,
             limit=MOST_FOUND,
         )
-    for one in found:
-        if run_key is None or (one.description or "").endswith(of_run(run_key)):
-            return one.id
+    for artifact in artifacts:
+        if run_key is None or (artifact.description or "").endswith(of_run(run_key)):
+            return artifact.id
     return None
 
 
-def update(known: UUID, artifact: Artifact) -> None:
+def update(id: UUID, artifact: Artifact) -> None:
     """Replace data and description of the artifact with this id by those of `artifact`."""
     _make_harmless(artifact)
     data: Any = artifact.format(_sync=True)  # type: ignore[call-arg]
     client = get_client(sync_client=True)
-    client.update_artifact(known, ArtifactUpdate(data=data, description=artifact.description))
+    client.update_artifact(id, ArtifactUpdate(data=data, description=artifact.description))
 
 
 def _make_harmless(artifact: Artifact) -> None:
-    """Make the texts of an artifact storable, and escape them, because the page reads each cell of
-    a table as Markdown."""
+    """Make the texts of an artifact storable, and escape table cells, which are Markdown."""
     if isinstance(artifact, TableArtifact):
         artifact.table = _escaped(artifact.table)
     for name in type(artifact).model_fields:

@@ -20,26 +20,27 @@ from prefect_raybatch.storage import open_store
 
 log = logging.getLogger(__name__)
 
-NOT_IN_KEYS = re.compile(r"[\s\0#?&%\"'<>\[\]{}|\\^`]")  # what Prefect takes in no key
+NOT_IN_KEYS = re.compile(r"[\s\0#?&%\"'<>\[\]{}|\\^`]")  # not allowed in Prefect's keys
 LONGEST_KEY = 512
-UPSTREAM = 20  # places of a source that are named as assets
-VARIES = re.compile(r"\{run_|[*?\[]")  # where a URI begins to differ from night to night
+UPSTREAM = 20  # maximum number of sources named as assets
+VARIES = re.compile(r"\{run_|[*?\[]")  # where a URI begins to differ from run to run
 
 
 def asset_key(output: str, job: str) -> str:
-    """Return the key for where a job's results go, plus the job's name, as Prefect allows it:
-    file:// for local folders. It is the same for every run: of a URI with {run_date} or {run_key}
-    only the part before them counts.
+    """Return the asset key of a job's results, which is the same for every run.
 
-    `_` replaces characters that no key may hold. A longer key keeps its end, which has the job's
-    name, followed by a hash of the whole, so that no two places share a key.
+    It consists of the output URI (file:// for local folders, up to {run_date} or {run_key}) and the
+    job's name. `_` replaces characters that Prefect does not allow. A key that is too long keeps
+    its end, followed by a hash, so that no two outputs share a key.
     """
     return _key(f"{_fixed(output)}/{job}/")
 
 
 def source_keys(source: Source) -> list[str]:
-    """Return the keys of what a job reads: the assets that its result comes from. Results of this
-    package's runs are the assets of the jobs that wrote them."""
+    """Return the asset keys of a job's sources.
+
+    The result of another run of this package has the key of the job that wrote it.
+    """
     keys: dict[str, None] = {}
     for uri in source.uris[:UPSTREAM]:
         known = _result_of(uri, source.options) if source.stored else None
@@ -106,11 +107,13 @@ def metadata(report: RunReport) -> dict[str, Any]:
 
 def materialize_result(report: RunReport, written: BatchJob, source: Source) -> None:
     """Record the result as an asset with row count and location, and its inputs as upstream assets.
+
     `written` is the job before {run_date} and {run_key} are filled in, if known; `source` has its
-    credentials. The result exists in any case, so an error is only a warning."""
+    credentials. An error is only logged, because the result exists in any case.
+    """
     try:
         key = asset_key(written.output.uri, written.name)
-        upstream = [one for one in source_keys(source) if one != key]
+        upstream = [source_key for source_key in source_keys(source) if source_key != key]
         name = f"result-asset-{report.run_key}"
 
         @materialize(
@@ -118,11 +121,11 @@ def materialize_result(report: RunReport, written: BatchJob, source: Source) -> 
             by="prefect-raybatch",
             name="result_asset",
             task_run_name=name,
-            asset_deps=[Asset(key=one) for one in upstream],
+            asset_deps=[Asset(key=source_key) for source_key in upstream],
         )
         def result_asset() -> None:
             add_asset_metadata(key, metadata(report))
 
         result_asset()
     except Exception as error:
-        log.warning("the result was not recorded as an asset: %s: %s", type(error).__name__, error)
+        log.warning("could not record the result as an asset: %s: %s", type(error).__name__, error)

@@ -1,4 +1,4 @@
-"""Reports outages of Prefect's API: one line when it goes away and one when it is back."""
+"""Reports outages of Prefect's API: one line when it becomes unreachable, one when it is back."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from prefect_raybatch.report.report import duration
 
 log = logging.getLogger(__name__)
 
-AWAY_AFTER = 10.0  # seconds without an answer, which a busy server takes at times
-NO_ANSWER = (httpx.TransportError, OSError)  # what calls raise that were not answered
+AWAY_AFTER = 10.0  # seconds without an answer; a busy server may take almost as long
+NO_ANSWER = (httpx.TransportError, OSError)  # raised by calls that got no answer
 
 
 class ApiWatch:
-    """Watches calls made `within` it from one thread. `look` is called from another thread, because
-    Prefect's client retries for a minute before a call raises."""
+    """Watches calls that one thread makes `within` it.
+
+    `look` is called from another thread, because Prefect's client retries for a minute before a
+    call raises.
+    """
 
     def __init__(self, clock: Callable[[], float], since: float | None = None):
         self.clock = clock
-        self._since = since  # when the first call began that was not answered
+        self._since = since  # start of the first unanswered call
         self._said = False
 
     @contextmanager
@@ -37,7 +40,7 @@ class ApiWatch:
         except NO_ANSWER:
             self.look()
             raise
-        except Exception:  # an answer, if none that helps
+        except Exception:  # an error is an answer too
             self._answered()
             raise
         self._answered()
@@ -48,41 +51,46 @@ class ApiWatch:
             return
         if self._said or self.clock() - since >= AWAY_AFTER:
             self._said = False
-            # It is the one line of the two that reaches the page: Prefect sends no log line twice.
+            # Only this line reaches the page: Prefect does not resend lines that it could not send.
             log.warning(
-                "Prefect's API answers again, after %s; the run went on meanwhile and nothing is "
-                "to be done. Log lines of that time are in the log of its worker alone",
+                "Prefect was unreachable for %s. The run continued. If its deployment has a "
+                "concurrency limit, its lease may have expired, and Prefect then ends the flow "
+                "run. Log lines of that time are only in the worker's log",
                 duration(self.clock() - since),
             )
 
     def look(self) -> None:
-        """Report once that the API is away, when it is."""
+        """Report once per outage that the API is unreachable."""
         since = self._since
         if self._said or since is None or self.clock() - since < AWAY_AFTER:
             return
         self._said = True
         log.warning(
-            "Prefect's API at %s has not answered for %.0f s; the run goes on, and its page is "
-            "brought up to date when it answers again",
+            "Prefect's API at %s has not answered for %.0f s. The run continues, and its page is "
+            "updated once the API answers",
             get_current_settings().api.url or "its embedded server",
             self.clock() - since,
         )
 
     def left_over(self) -> ApiWatch | None:
-        """Return the watch for the next task if the API is away as this one ends. This watch
-        reports nothing more, because a thread of the task may still be in a call."""
+        """Return the watch for the next task if the API is unreachable as this task ends.
+
+        This watch reports nothing more, because a thread of the task may still be in a call.
+        """
         since, self._since = self._since, None
         return None if since is None else ApiWatch(self.clock, since)
 
 
-_UNANSWERED: dict[str, ApiWatch] = {}  # by flow run: what a task of it left to the next one
+_UNANSWERED: dict[str, ApiWatch] = {}  # by flow run: the watch that a task left to the next
 
 
 @contextmanager
 def watched(clock: Callable[[], float] = time.monotonic) -> Iterator[ApiWatch]:
-    """Yield the watch of a task. It continues that of an earlier task of the flow run if the API
-    was away as that ended; otherwise nobody would report that it is back, and for how long it was
-    away."""
+    """Yield the watch of a task.
+
+    Continues an outage that began in an earlier task of the flow run, so that its end and its
+    length are reported.
+    """
     run = flow_run.get_id() or ""
     watch = _UNANSWERED.pop(run, None) or ApiWatch(clock)
     try:
@@ -93,8 +101,7 @@ def watched(clock: Callable[[], float] = time.monotonic) -> Iterator[ApiWatch]:
 
 
 class _OneLine(logging.Filter):
-    """Shortens Prefect's messages about events that could not be sent, which contain the whole
-    event."""
+    """Drops Prefect's messages about unsent events, which contain the whole event."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = str(record.msg)
@@ -103,7 +110,7 @@ class _OneLine(logging.Filter):
 
 @contextmanager
 def said_once() -> Iterator[None]:
-    """Keep Prefect's clients from reporting at length, each for itself, that the API is away."""
+    """Suppress the long messages with which each of Prefect's clients reports an outage."""
     added = _OneLine()
     loggers = [logging.getLogger(name) for name in ("prefect.events.clients", "prefect._internal")]
     loggers.append(logging.getLogger("prefect._internal.concurrency"))

@@ -1,4 +1,4 @@
-"""The command that continues exactly one run, made from what started that run.
+"""The command that continues a run, derived from how the run was started.
 
 A flow run of a deployment continues with its parameters; a command line is repeated; for any other
 flow run the call is shown as Python.
@@ -33,9 +33,9 @@ BACKFILL_PARAMETERS = frozenset(("job", "first", "last", "at_most", "stop_on_fai
 class Started:
     """How the outermost flow run was started.
 
-    `given` are the parameters that differ from its deployment, whose name is FLOW/DEPLOYMENT, or
-    from the defaults of the flow; `takes` are the names of all parameters; `job` is the job as it
-    was given, None for flows without one.
+    `deployment` is FLOW/DEPLOYMENT. `given` are the parameters that differ from the deployment's,
+    or all of them without one; `takes` are the names of all parameters; `job` is the job parameter,
+    None for flows without one.
     """
 
     run: UUID
@@ -55,21 +55,20 @@ class Started:
 
     def parameters(self, run_key: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the parameters, secrets masked, with which a new flow run continues the run."""
-        made = {name: value for name, value in self.given.items() if value is not None}
+        values = {name: value for name, value in self.given.items() if value is not None}
         if self.takes >= RUN_PARAMETERS:
             if run_key:
-                made["run_key"] = run_key
+                values["run_key"] = run_key
             # The new flow run has another scheduled start, and so another key and date.
-            if not made.get("scheduled_for") and not made.get("run_date") and self.start:
-                made["scheduled_for"] = self.start.isoformat()
+            if not values.get("scheduled_for") and not values.get("run_date") and self.start:
+                values["scheduled_for"] = self.start.isoformat()
         if changes and "overrides" in self.takes:
-            made["overrides"] = {**(made.get("overrides") or {}), **changes}
-        return _without_secrets(dict(sorted(made.items())), self.job)
+            values["overrides"] = {**(values.get("overrides") or {}), **changes}
+        return _without_secrets(dict(sorted(values.items())), self.job)
 
 
 def started() -> Started | None:
-    """Return how the outermost flow run was started; None outside one, or if Prefect's API does not
-    tell."""
+    """Return how the outermost flow run was started; None if unknown or outside a flow run."""
     root = root_run()
     if root is None:
         return None
@@ -79,16 +78,16 @@ def started() -> Started | None:
         start, job = run.expected_start_time, all_given.get("job")
         if run.deployment_id is None:
             return Started(root, flow, None, all_given, frozenset(all_given), start, job)
-        made = client.read_deployment(run.deployment_id)
-        usual = made.parameters or {}
+        deployment = client.read_deployment(run.deployment_id)
+        defaults = deployment.parameters or {}
         given = {
             name: value
             for name, value in all_given.items()
-            if not (name in usual and _is_same(value, usual[name]))
+            if not (name in defaults and _is_same(value, defaults[name]))
         }
-        schema = made.parameter_openapi_schema
+        schema = deployment.parameter_openapi_schema
         takes = frozenset((schema or {}).get("properties", all_given))
-        return Started(root, flow, f"{flow}/{made.name}", given, takes, start, job)
+        return Started(root, flow, f"{flow}/{deployment.name}", given, takes, start, job)
     return None
 
 
@@ -100,32 +99,33 @@ def root_run() -> UUID | None:
 
 
 def command(run_key: str | None, changes: Mapping[str, Any], new_run: bool) -> str:
-    """Return what continues the run `run_key`, None if the key is not known yet.
+    """Return the command that continues the run; `run_key` is None if not known yet.
 
-    `changes` are fields of the job to change, by their dotted names; `new_run` asks for a new flow
-    run, which takes the job as its deployment has it by then.
+    `changes` maps dotted names of job fields to new values. `new_run` asks for a new flow run,
+    which uses the job as its deployment has it by then.
     """
     if words := typed_words(run_key, changes):
         return shlex.join(words)
-    found = started()
-    if found is None:
+    start = started()
+    if start is None:
         return python_call(
             "batch_inference", {"job": {}, **({"run_key": run_key} if run_key else {})}
         )
-    if found.deployment is None:
-        return python_call(found.flow, found.parameters(run_key, changes))
-    if found.is_of_a_job and (changes or new_run):
-        given = found.parameters(run_key, changes)
-        words = ["prefect", "deployment", "run", found.deployment]
-        for name, value in given.items():
+    if start.deployment is None:
+        return python_call(start.flow, start.parameters(run_key, changes))
+    if start.is_of_a_job and (changes or new_run):
+        words = ["prefect", "deployment", "run", start.deployment]
+        for name, value in start.parameters(run_key, changes).items():
             words += ["-p", f"{name}={_as_parameter(value)}"]
         return shlex.join(words)
-    return f"prefect flow-run retry {found.run}"
+    return f"prefect flow-run retry {start.run}"
 
 
 def python_call(flow: str, parameters: Mapping[str, Any]) -> str:
-    """Return the call of a flow as Python. Jobs and other mappings, which may hold secrets, are
-    written as variables; of our own parameters, `overrides` are shown."""
+    """Return the call of a flow as Python.
+
+    Mappings such as jobs, which may contain secrets, are written as variables, except `overrides`.
+    """
     texts = []
     for name, value in parameters.items():
         is_shown = name == "overrides" or not isinstance(value, Mapping)
@@ -148,15 +148,17 @@ def _is_same(value: Any, other: Any) -> bool:
         return True
     if not (isinstance(value, Mapping) and isinstance(other, Mapping)):
         return False
-    with suppress(RayBatchError):  # no job
+    with suppress(RayBatchError):  # not a job
         # The form of the Prefect page sends all defaults.
         return BatchJob.from_dict(value).to_dict() == BatchJob.from_dict(other).to_dict()
     return False
 
 
 def _without_secrets(parameters: Mapping[str, Any], job: Any) -> dict[str, Any]:
-    """Return the parameters with each secret masked as a report of the complete `job` masks it. For
-    an invalid job, keep only values that are known to be public."""
+    """Return the parameters with secrets masked as in a report of the complete `job`.
+
+    For an invalid job, keep only values that are known to be public.
+    """
     shown = dict(parameters)
     if "job" in shown:
         shown["job"] = _shown_job(shown["job"]) or _numbers_alone(shown["job"])
@@ -168,22 +170,22 @@ def _without_secrets(parameters: Mapping[str, Any], job: Any) -> dict[str, Any]:
 def _shown_job(job: Any) -> dict[str, Any] | None:
     """Return a job with its secrets masked; None for an invalid one."""
     try:
-        made = job if isinstance(job, BatchJob) else BatchJob.from_dict(job)
+        valid_job = job if isinstance(job, BatchJob) else BatchJob.from_dict(job)
     except (ConfigError, TypeError, ValueError):
         return None
-    return made.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    return valid_job.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 
 def _shown_changes(job: Any, changes: Mapping[str, Any]) -> Any:
     values = job if isinstance(job, Mapping) else {}
-    with suppress(RayBatchError, KeyError, TypeError):  # TypeError: it is no valid job
+    with suppress(RayBatchError, KeyError, TypeError):  # TypeError: not a valid job
         shown = _shown_job(with_fields(values, changes))
         return {field: _at(shown, field) for field in changes}
     return _numbers_alone(changes)
 
 
 def _numbers_alone(value: Any) -> Any:
-    """Return what may not be a job, with every text masked that is not known to be public."""
+    """Return a value that is not a valid job, with texts masked unless known to be public."""
     if isinstance(value, Mapping):
         return {name: _numbers_alone(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):

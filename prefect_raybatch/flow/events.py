@@ -18,17 +18,17 @@ from prefect_raybatch.report.report import duration
 
 log = logging.getLogger(__name__)
 
-COMMIT_EVERY = 5.0  # seconds between two events of commits at the least
-COMMIT_EVENTS = 400  # about as many a run at the most, however long it is and however many shards
-STEADY = 5  # commits of this try after which its rate says when it will end
-EVENT_TEXT = 500  # characters of an error that travel
+COMMIT_EVERY = 5.0  # minimum seconds between two commit events
+COMMIT_EVENTS = 400  # approximate maximum per run
+STEADY = 5  # commits of this attempt after which its rate is used to estimate its end
+EVENT_TEXT = 500  # characters of an error's message in an event
 
 
 class RunEvents:
-    """Emits the events of one run; Prefect adds the flow run and its relatives as related
-    resources.
+    """Emits the events of one run.
 
-    An outage of the API stops nothing: Prefect queues events and logs those that it cannot send.
+    Prefect adds the flow run and its relatives as related resources. During an outage of its API
+    it queues events and logs those that it cannot send.
     """
 
     def __init__(self, run_key: str, job: str):
@@ -53,14 +53,13 @@ class RunEvents:
             skipped=report.skipped,
             seconds=report.seconds,
             rows_per_second=report.rows_per_s,
-            published=[one.target for one in report.published],
+            published=[publication.target for publication in report.published],
             cost=dict(report.cost),
         )
 
     @contextmanager
     def failures(self, retries: int) -> Iterator[None]:
-        """Emit an event for what the block raises: for a limit that is used up, and for a failure
-        that Prefect will not retry."""
+        """Emit an event if the block exceeds a limit or fails without a retry."""
         try:
             yield
         except Exception as error:
@@ -70,7 +69,7 @@ class RunEvents:
     def failed(self, error: Exception, retries: int) -> bool:
         """Emit the event of an error as `failures` does; return whether Prefect will not retry."""
         text = str(error)[:EVENT_TEXT]
-        if isinstance(error, RunDrained):  # as a person wanted it: no failure
+        if isinstance(error, RunDrained):  # requested by an operator, so no failure
             self.emit("run.drained", message=text)
             return False
         if isinstance(error, ErrorBudgetExceeded):
@@ -84,8 +83,11 @@ class RunEvents:
 
 
 class LiveEvents:
-    """Turns heartbeats into events: commits (coalesced), stalls, a quarantine above `reported`
-    rows, and a run that will take longer than `deadline` seconds."""
+    """Turns heartbeats into events.
+
+    Reports commits (coalesced), stalls, more than `reported` failed rows, and a run that will take
+    longer than `deadline` seconds.
+    """
 
     def __init__(self, events: RunEvents, run: str, reported: int, deadline: float | None = None):
         self.events, self.run, self.reported = events, run, reported
@@ -98,8 +100,11 @@ class LiveEvents:
         self.told_high = False
 
     def started(self, beat: Beat, worked: float = 0.0) -> None:
-        """Call first: what is committed then is not reported. `worked`: seconds of earlier
-        attempts."""
+        """Emit the start event; must be called first.
+
+        Shards that are committed now are not reported. `worked` are the seconds of earlier
+        attempts.
+        """
         self._committed = self._first = beat.committed
         self._worked = worked
         self.events.emit("run.started", run=self.run, **_figures(beat))
@@ -114,7 +119,7 @@ class LiveEvents:
         if beat.failed > self.reported and not self.told_high:
             self.told_high = True
             log.warning(
-                "%d rows are in quarantine, more than the %d that limits.warn_failed reports",
+                "%d rows have failed, above the warning threshold of %d (limits.warn_failed)",
                 beat.failed,
                 self.reported,
             )
@@ -125,9 +130,11 @@ class LiveEvents:
         self._commits(beat, now)
 
     def _look_at_deadline(self, beat: Beat, now: float) -> None:
-        """Compare the expected end with the deadline, by the rate of the latest commits once there
-        are some, because the first ones include the engines' start. Time that an attempt waits
-        before it begins does not count, as in the report."""
+        """Compare the expected end with the deadline.
+
+        The rate is used only after `STEADY` commits, because the first ones include the engines'
+        start. Time that an attempt waits before it starts does not count, as in the report.
+        """
         if beat.phase in (MAKING, UNHEARD):
             return
         self._began = now if self._began is None else self._began
@@ -139,20 +146,15 @@ class LiveEvents:
         if taken + (left or 0.0) <= self.deadline:
             return
         self.told_late = True
-        rest = (
-            ", and how long the rest takes is not known yet"
-            if left is None
-            else f" and about {duration(left)} are left"
-        )
+        time_left = "time left unknown" if left is None else f"about {duration(left)} left"
         about = (
-            f"{duration(taken)} are gone{rest}, where limits.deadline allows "
-            f"{duration(self.deadline)}"
+            f"{duration(taken)} elapsed, {time_left}; limits.deadline is {duration(self.deadline)}"
         )
-        log.warning("the deadline is at risk: %s", about)
+        log.warning("the run will probably miss its deadline: %s", about)
         self.events.emit("deadline.risk", run=self.run, about=about, **_figures(beat))
 
     def _commits(self, beat: Beat, now: float) -> None:
-        # A share of the shards and not a share of the time bounds the number over all attempts.
+        # A minimum share of the shards per event bounds the number over all attempts.
         fresh = beat.committed - self._committed
         enough = fresh * COMMIT_EVENTS >= beat.shards and now - self._at >= COMMIT_EVERY
         if fresh > 0 and (enough or beat.committed == beat.shards):

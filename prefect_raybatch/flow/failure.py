@@ -1,20 +1,28 @@
-"""Explains why a task failed, where an operator looks first: the state's message, the first error
-in the logs, and the artifact `raybatch-JOB-failure`, each with the command that fixes it."""
+"""Explains why a task failed, in the places where an operator looks first.
+
+These are the state's message, the first error in the logs, and the artifact
+`raybatch-JOB-failure`, each with the command that fixes it.
+"""
 
 from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from textwrap import TextWrapper
 from typing import Any
+from uuid import UUID
 
-from prefect import get_run_logger
+from prefect import Flow, get_run_logger
 from prefect.artifacts import MarkdownArtifact
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import MissingContextError
+from prefect.logging.loggers import flow_run_logger
 from prefect.runtime import flow_run, task_run
 
 from prefect_raybatch.driver.stops import Sample
@@ -41,25 +49,31 @@ from prefect_raybatch.report.report import table_lines
 log = logging.getLogger(__name__)
 
 ROWS_SHOWN = 20
-LONGEST_LINE = 300  # characters of an error's text from elsewhere
-JOB_TO_CHANGE = (ConfigError, EngineStartError, InsufficientResources)  # mended by changing the job
-# So wide that the page shows the whole of it; the indent of lists stays.
+LONGEST_LINE = 300  # characters of Ray's message about an error
+JOB_TO_CHANGE = (ConfigError, EngineStartError, InsufficientResources)  # fixed by changing the job
+# The widest line that the Prefect page shows without scrolling. Keeps the indent of lists.
 WRAPPED = TextWrapper(96, drop_whitespace=False, replace_whitespace=False)
-LEASE_LOST = "Concurrency lease renewal failed"  # as Prefect's line about it begins
-LEASE_TOLD = (
-    "Prefect ends this run: its server has been away too long, or was started again and has "
-    "forgotten which runs its deployment's concurrency limit counts. What is committed is kept; a "
-    "server with PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE="
-    "prefect.server.concurrency.lease_storage.filesystem does not forget.\nWhat to do:\n"
+LEASE_LOST = "Concurrency lease renewal failed"  # how Prefect's log line begins
+LEASE_ADVICE = (
+    "Prefect ends this flow run, because it could not renew its lease of the deployment's "
+    "concurrency limit: Prefect's server was unreachable for too long, or lost its leases in a "
+    "restart. Committed shards are kept. To keep leases over a restart, start the server with "
+    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE="
+    "prefect.server.concurrency.lease_storage.filesystem.\nWhat to do:\n"
 )
-COMMAND = "command"  # attribute of an error that was told: the command that continues the run
-TOLD = "plain"  # attribute of an error that was told: its message before that
+CANCELLED_BY_PREFECT = "Execution was cancelled by the runtime environment"  # a crash's message
+LEASE_CRASH = "Prefect ended this flow run, probably because its concurrency lease expired."
+LAST_TASKS = {False: "finalize-run-", True: "publish-run-"}  # by whether the job publishes
+COMMAND = "command"  # attribute of an explained error: the command that continues the run
+PLAIN = "plain"  # attribute of an explained error: its message before the explanation
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What failed, why, and what to do: `task` of the run `run_key`, at `run` if known; `rows` are
-    some of the failed rows."""
+    """The failure of a task and what to do about it.
+
+    `run` is the run directory, if known; `rows` are some of the failed rows.
+    """
 
     task: str
     job: str
@@ -73,7 +87,7 @@ class Cause:
 
     @property
     def text(self) -> str:
-        """Return the reason and what to do, as in the state and in the log."""
+        """Return the message, the remedy and the command, for the state and the log."""
         return f"{self.message}\nWhat to do: {self.remedy}\n  {self.command}"
 
     def markdown(self) -> str:
@@ -93,7 +107,7 @@ class Cause:
             *fenced(_lines_of(self.command)),
         ]
         if self.rows:
-            lines += ["", "## Some of the rows that failed", "", *table_lines(_table(self.rows))]
+            lines += ["", "## Examples of failed rows", "", *table_lines(_table(self.rows))]
         return "\n".join(lines) + "\n"
 
 
@@ -106,47 +120,61 @@ def explained(
     run: str | None = None,
     sample: Callable[[], Sequence[Sample]] | None = None,
 ) -> Iterator[None]:
-    """Explain an exception of the block, and raise it again. One that Prefect will retry is only
-    reported as an event. Takes the job or its name, and the run's key and directory, None if not
-    known yet."""
+    """Explain an exception of the block, then raise it again.
+
+    An exception that Prefect will retry is only reported as an event. Takes the job or its name,
+    and the run's key and directory, None if not known yet.
+    """
     name = job if isinstance(job, str) else job.name
     try:
         yield
     except Exception as error:
         make_storable(error)
-        if was_told(error) or not (flow_run.get_id() or task_run.get_id()):
-            raise  # told within, or called as a plain function, of which no page knows
+        if is_explained(error) or not (flow_run.get_id() or task_run.get_id()):
+            raise  # explained by an inner block, or outside of Prefect
         if not RunEvents(run_key or name, name).failed(error, retries):
             raise
         rows = sample() if sample and not isinstance(error, StoreError) else ()
-        kind, message = _of(error)
-        remedy = error.remedy if isinstance(error, RayBatchError) else RayBatchError.remedy
+        kind, message = _kind_and_message(error)
+        remedy = _remedy(error)
         command = command_for(error, job, run_key, run)
         cause = Cause(task, name, run_key or name, kind, message, remedy, command, run, rows)
-        _tell(cause)
-        setattr(error, TOLD, str(error))
+        _report(cause)
+        setattr(error, PLAIN, str(error))
         setattr(error, COMMAND, command)
         if isinstance(error, RayBatchError):
-            error.args = (prefect_text(cause.text),)  # Prefect makes the state's message of it
+            error.args = (prefect_text(cause.text),)  # becomes the state's message
         raise
 
 
-def was_told(error: object) -> bool:
-    """Return whether the page already explains why this error was raised."""
-    return getattr(error, TOLD, None) is not None
+def is_explained(error: object) -> bool:
+    """Return whether the Prefect page already explains this error."""
+    return getattr(error, PLAIN, None) is not None
 
 
-def _of(error: BaseException) -> tuple[str, str]:
-    """Return class and message of an error. Ray's own contain tracebacks of other processes, whose
-    last line says what happened."""
+def _kind_and_message(error: BaseException) -> tuple[str, str]:
+    """Return class and message of an error.
+
+    Errors of Ray contain tracebacks of other processes, of which only the last line is returned.
+    """
     if type(error).__module__.partition(".")[0] != "ray":
         return type(error).__name__, str(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return type(error).__name__, (lines[-1] if lines else "")[:LONGEST_LINE]
 
 
-def _tell(cause: Cause) -> None:
-    """Report the cause; an unreachable page must not hide the error itself."""
+def _remedy(error: BaseException) -> str:
+    """Return what to do about an error; for a wrong field, name the deployment that contains it."""
+    if type(error) is ConfigError and (start := continuing.started()) and start.deployment:
+        return (
+            f"Change the field that the message names in deployment {start.deployment}, then run "
+            "it again."
+        )
+    return error.remedy if isinstance(error, RayBatchError) else RayBatchError.remedy
+
+
+def _report(cause: Cause) -> None:
+    """Log the cause and show it as an artifact; a failure to do so must not hide the error."""
     with suppress(MissingContextError):
         get_run_logger().error("%s failed: %s: %s", cause.task, cause.error, cause.text)
     try:
@@ -154,11 +182,11 @@ def _tell(cause: Cause) -> None:
         page = MarkdownArtifact(markdown=cause.markdown(), description=text)
         put(page, f"{artifact_key(cause.job)}-failure", cause.run_key)
     except Exception as error:
-        log.warning("the failure is not shown in the page: %s: %s", type(error).__name__, error)
+        log.warning("could not show the failure in Prefect: %s: %s", type(error).__name__, error)
 
 
 def command_for(error: Exception, job: BatchJob | str, run_key: str | None, run: str | None) -> str:
-    """Return the command that an operator types next."""
+    """Return the command that fixes the error or continues the run."""
     if isinstance(error, CorruptRun) and run:
         return f"raybatch verify {shlex.quote(run)}"
     changes: dict[str, Any] = {}
@@ -173,7 +201,7 @@ def command_for(error: Exception, job: BatchJob | str, run_key: str | None, run:
 
 
 def _raised(job: BatchJob) -> dict[str, float]:
-    """Return the job's limit of failed rows doubled, for a person to adjust."""
+    """Return the job's limit of failed rows, doubled, for the operator to adjust."""
     limits = job.limits
     if limits.max_failed_rows:
         return {"limits.max_failed_rows": 2 * limits.max_failed_rows}
@@ -182,75 +210,98 @@ def _raised(job: BatchJob) -> dict[str, float]:
     return {"limits.max_failed_fraction": 2 * MAX_FAILED}
 
 
-def said_beforehand() -> str | None:
-    """Return what a run whose process or host is lost can no longer say, for the first lines of its
-    log: the page shows these, and nothing of the state's message. None for a run without a
-    deployment."""
-    found = continuing.started()
-    if found is None or found.deployment is None:
+def crash_advice() -> str | None:
+    """Return how to continue the run after a crash; None for a run without a deployment.
+
+    Logged in advance, because a run that lost its process or host can log nothing more, and the
+    Prefect page shows the first lines of the log.
+    """
+    start = continuing.started()
+    if start is None or start.deployment is None:
         return None
     return (
-        "should this run end as Crashed, its process or host is lost; what is committed is kept, "
-        f"and this goes on with it: prefect flow-run retry {found.run}"
+        "If this run crashes, committed shards are kept. Continue it with: "
+        f"prefect flow-run retry {start.run}"
     )
 
 
-def _go_on() -> str:
+def log_crash(flow: Flow[..., Any], run: FlowRun, state: State) -> None:
+    """Log why Prefect marked a flow run Crashed, and how to continue; a crash hook of our flows."""
+    with get_client(sync_client=True) as client:
+        task_runs = client.read_task_runs(
+            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id]))
+        )
+    done = [t.name for t in task_runs if t.state is not None and t.state.is_completed()]
+    job = run.parameters.get("job") or {}
+    publishes = isinstance(job, Mapping) and (job.get("output") or {}).get("publish")
+    is_complete = any(name.startswith(LAST_TASKS[bool(publishes)]) for name in done)
+    flow_run_logger(run, flow).error("%s", crash_text(state.message or "", run.id, is_complete))
+
+
+def crash_text(message: str, run: UUID, is_complete: bool) -> str:
+    """Return why a flow run crashed, from Prefect's message, and how to continue it."""
+    cause = LEASE_CRASH if message.startswith(CANCELLED_BY_PREFECT) else f"Crashed: {message}"
+    if is_complete:
+        return f"{cause} The result is complete."
+    return f"{cause} Committed shards are kept. Continue with: prefect flow-run retry {run}"
+
+
+def _retry_command() -> str:
     root = continuing.root_run()
-    return f"prefect flow-run retry {root}" if root else "run it again under the same run key"
+    return f"prefect flow-run retry {root}" if root else "run it again with the same run key"
 
 
 def _quoted(text: str) -> list[str]:
-    """Return the text verbatim as a code block, whose lines the page does not break."""
+    """Return the text as an indented code block, wrapped to the width of the page."""
     lines = [part for line in visible(text).split("\n") for part in (WRAPPED.wrap(line) or [""])]
     return [f"    {line}" for line in lines]
 
 
 def _lines_of(command: str) -> list[str]:
-    """Return a command in lines that the page shows completely and that can be pasted as one
-    command."""
+    """Break a command into lines that fit the page and can be pasted as one command."""
     if not command.startswith(("prefect ", "raybatch ")):
         return [command]  # a call as Python
     words = [shlex.quote(word) for word in shlex.split(command)]
     starts = [at for at, word in enumerate(words) if at and word.startswith("-")]
-    made = [""]
+    lines = [""]
     for start, end in pairwise([0, *starts, len(words)]):
         part = " ".join(words[start:end])
-        if not made[-1] or len(made[-1]) + len(part) + len("  \\") <= WRAPPED.width:
-            made[-1] += f" {part}" if made[-1] else part
+        if not lines[-1] or len(lines[-1]) + len(part) + len("  \\") <= WRAPPED.width:
+            lines[-1] += f" {part}" if lines[-1] else part
         else:
-            made[-1] += " \\"
-            made.append(f"  {part}")
-    return made
+            lines[-1] += " \\"
+            lines.append(f"  {part}")
+    return lines
 
 
 def _table(rows: Sequence[Sample]) -> list[dict[str, Any]]:
     return [
-        {"row": f"{one.row:,}", "stage": one.stage, "error": one.error, "message": one.message}
-        for one in rows
+        {"row": f"{row.row:,}", "stage": row.stage, "error": row.error, "message": row.message}
+        for row in rows
     ]
 
 
-class _Short(logging.Filter):
-    """Shortens Prefect's log of an error: it logs the traceback once for the task and once for the
-    flow, but an explained error needs none. If Prefect ends a flow run itself, add what to do to
-    its message."""
+class _ShortErrors(logging.Filter):
+    """Drops the tracebacks that Prefect logs for the task and for the flow of an explained error.
+
+    If Prefect ends a flow run itself, adds what to do to its message.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         if str(record.msg).startswith(LEASE_LOST):
-            record.msg, record.args = f"{LEASE_LOST}. {LEASE_TOLD}  {_go_on()}", ()
+            record.msg, record.args = f"{LEASE_LOST}. {LEASE_ADVICE}  {_retry_command()}", ()
             record.exc_info = record.exc_text = None
             return True
         error = record.exc_info[1] if record.exc_info else None
-        if was_told(error) and (
+        if is_explained(error) and (
             isinstance(error, RayBatchError) or type(error).__module__.startswith("ray.")
         ):
-            said = str(record.msg).partition(": ")[0]
-            record.msg, record.args = f"{said}: {type(error).__name__}, as said above", ()
+            start = str(record.msg).partition(": ")[0]
+            record.msg, record.args = f"{start}: {type(error).__name__}; see the error above", ()
             record.exc_info = record.exc_text = None
         return True
 
 
 for _name in ("prefect.task_runs", "prefect.flow_runs"):
-    for _filter in (_Short(), STORABLE_LINES):
+    for _filter in (_ShortErrors(), STORABLE_LINES):
         logging.getLogger(_name).addFilter(_filter)

@@ -1,5 +1,4 @@
-"""The flows: `batch_inference` and `retry_failed` (plan, infer, finalize), `backfill_job` and
-`tune_job`."""
+"""The flows `batch_inference`, `retry_failed`, `backfill_job` and `tune_job`."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from prefect_raybatch.cluster.early import engines_early
 from prefect_raybatch.driver.driver import DRAINED_TEXT, Progress
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError, RunDrained
 from prefect_raybatch.flow.artifacts import artifact_key, put
-from prefect_raybatch.flow.failure import COMMAND, explained
+from prefect_raybatch.flow.failure import COMMAND, explained, log_crash
 from prefect_raybatch.flow.job_flow import job_flow
 from prefect_raybatch.flow.run_history import show_history
 from prefect_raybatch.flow.tasks import (
@@ -57,8 +56,10 @@ def titled(title: str) -> Any:
 
 
 def in_form_order(made: Flow[..., Any], last: str) -> None:
-    """Put a flow's parameter last in the Prefect form, which otherwise follows the signature. Calls
-    are not affected: they follow the function's own signature."""
+    """Put a flow's parameter last in the Prefect form, which otherwise follows the signature.
+
+    Calls still follow the function's own signature.
+    """
     signature = inspect.signature(made.fn, eval_str=True)
     named = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values()]
     named.sort(key=lambda parameter: parameter.name == last)
@@ -69,9 +70,9 @@ DRAINED_STATE = "Drained"
 
 # The tabs of an optional parameter in the Prefect form.
 Key = Annotated[str, Field(title="Value")]
-Night = Annotated[AwareDatetime, Field(title="Value")]
+Start = Annotated[AwareDatetime, Field(title="Value")]
 Classes = Annotated[list[str], Field(title="Value")]
-NightDate = Annotated[date, Field(title="Value")]
+RunDate = Annotated[date, Field(title="Value")]
 Differences = Annotated[list[str], Field(title="Value")]
 Limit = Annotated[int, Field(title="Value", gt=0)]
 Fields = Annotated[dict[str, Any], Field(title="Value")]
@@ -96,28 +97,36 @@ def key_of(
 
 
 def with_changes(job: BatchJob, overrides: Mapping[str, Any] | None, limit: int | None) -> BatchJob:
-    """Return the job with some fields changed, e.g. {"sampling.max_tokens": 99}; `limit` is
-    source.limit. Raises `ConfigError` for an unknown field and for an invalid job."""
+    """Return the job with some fields changed, e.g. {"sampling.max_tokens": 99}.
+
+    `limit` is source.limit. Raises `ConfigError` for an unknown field and for an invalid job.
+    """
     changes = {**(overrides or {}), **({} if limit is None else {"source.limit": limit})}
     return edited(job, changes, "overrides")
 
 
 def named_by_run_key() -> str:
     """Return the run key as the flow run's name, so that its run directory can be found."""
-    given = flow_run.get_parameters()
+    values = flow_run.get_parameters()
+    key = values.get("run_key")
     try:
-        job = with_changes(given["job"], given.get("overrides"), given.get("limit"))
-        return key_of(job, given.get("run_key"), given.get("scheduled_for"), given.get("run_date"))
-    except RayBatchError:  # which the flow itself will tell of
-        return given.get("run_key") or str(given["job"].name)
+        job = with_changes(values["job"], values.get("overrides"), values.get("limit"))
+        return key_of(job, key, values.get("scheduled_for"), values.get("run_date"))
+    except RayBatchError:  # the flow itself reports it
+        return key or str(values["job"].name)
 
 
-@job_flow(name="batch_inference", flow_run_name=named_by_run_key, persist_result=False)
+@job_flow(
+    name="batch_inference",
+    flow_run_name=named_by_run_key,
+    persist_result=False,
+    on_crashed=[log_crash],
+)
 def batch_inference(
     job: Annotated[BatchJob, titled("Job")],
     run_key: Annotated[Key | Unset, titled("Run key")] = None,
-    scheduled_for: Annotated[Night | Unset, titled("Scheduled for")] = None,
-    run_date: Annotated[NightDate | Unset, titled("Run date")] = None,
+    scheduled_for: Annotated[Start | Unset, titled("Scheduled for")] = None,
+    run_date: Annotated[RunDate | Unset, titled("Run date")] = None,
     limit: Annotated[Limit | Unset, titled("Row limit")] = None,
     overrides: Annotated[Fields | Unset, titled("Field overrides")] = None,
     accept: Annotated[Differences | Unset, titled("Accepted differences")] = None,
@@ -157,8 +166,7 @@ def batch_inference(
 
 @contextmanager
 def _recorded_unplanned(job: BatchJob, run_key: str | None) -> Iterator[None]:
-    """Record a flow run that fails before its run directory is known, and show it in the run
-    history."""
+    """Record a flow run that fails before its run directory is known, for the run history."""
     try:
         yield
     except Exception as error:
@@ -166,23 +174,25 @@ def _recorded_unplanned(job: BatchJob, run_key: str | None) -> Iterator[None]:
         with suppress(Exception):  # the scheduled start is unknown while Prefect's API is away
             start = scheduled_start()
             key = run_key or (default_run_key(job, start) if start is not None else None)
-        made = record_unplanned(job, key, error)
-        if made is not None:
-            store, key = made
+        recorded = record_unplanned(job, key, error)
+        if recorded is not None:
+            store, key = recorded
             record_command(store, getattr(error, COMMAND, ""))
             show_history(job, key)
         raise
 
 
 def _record_invalid(parameters: Mapping[str, Any], error: Exception) -> None:
-    """Record a flow run with an invalid job, so that the run history lists it. Prefect fails it
-    before the flow is called."""
+    """Record a flow run with an invalid job, for the run history.
+
+    Prefect fails such a flow run before it calls the flow.
+    """
     job, key, start = (parameters.get(name) for name in ("job", "run_key", "scheduled_for"))
     if not isinstance(job, Mapping):
         return
     try:
         BatchJob.from_dict(dict(job))
-    except ConfigError as fault:  # in words that name the field and say what to do
+    except ConfigError as fault:  # names the field and what to do
         error = fault
     with suppress(ValueError):
         start = datetime.fromisoformat(start) if isinstance(start, str) else None
@@ -194,26 +204,33 @@ def _record_invalid(parameters: Mapping[str, Any], error: Exception) -> None:
 
 batch_inference.when_invalid = _record_invalid
 
-# Of what changes from run to run the form shows no more than this; the job is the deployment's.
+# The form shows what may change from run to run first; the job is the deployment's.
 in_form_order(batch_inference, last="job")
 
 
 def _filled(
     job: BatchJob, key: str, scheduled_for: datetime | None, run_date: date | None
 ) -> BatchJob:
-    """Return the job with {run_date} and {run_key} filled in if the tasks could not derive them
-    from the run key alone; otherwise as written, because that shows what the runs have in
-    common."""
+    """Return the job with {run_date} and {run_key} filled in, if the tasks need that.
+
+    If the run key alone gives their values, return the job as written: the tasks fill them in, and
+    the job as written shows what its runs have in common.
+    """
     if not run_words(job):
         return job
     filled = begun(job, key, scheduled_for or scheduled_start(), run_date)[0]
-    with suppress(ConfigError):  # the run key tells no date
+    with suppress(ConfigError):  # the run key contains no date
         if with_run_words(job, key) == filled:
             return job
     return filled
 
 
-@job_flow(name="retry_failed", flow_run_name="retry {run_dir}", persist_result=False)
+@job_flow(
+    name="retry_failed",
+    flow_run_name="retry {run_dir}",
+    persist_result=False,
+    on_crashed=[log_crash],
+)
 def retry_failed(
     run_dir: Annotated[str, titled("Run directory")],
     errors: Annotated[Classes | Unset, titled("Error classes")] = None,
@@ -259,8 +276,10 @@ def called(made: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
 
 
 def _ended(job: BatchJob, run: Run, progress: Progress) -> RunReport:
-    """Finalize the run and publish it to all targets of the job; return its report. If the run was
-    complete before, the state says so."""
+    """Finalize the run and publish it to all targets of the job; return its report.
+
+    If the run was already complete, the state says so.
+    """
     report = finalize_run(job, run, progress)
     if job.output.publish:
         report = publish_run(job, run)
@@ -291,24 +310,25 @@ def backfill_job(
         stop_on_failure: Start no further runs once one has failed.
     """
     with explained("backfill_job", job, None):
-        known = with_blocks(job)
-        found = {night.date: night for night in planned_nights(known, first, last)}
+        loaded = with_blocks(job)
+        by_date = {run.date: run for run in planned_nights(loaded, first, last)}
 
-        def show(night: NightRun) -> None:
-            found[night.date] = night
-            table = TableArtifact(table=nights_table([*found.values()]), description="Back-fill.")
+        def show(run: NightRun) -> None:
+            by_date[run.date] = run
+            text = "Runs of the backfill, one per date."
+            table = TableArtifact(table=nights_table([*by_date.values()]), description=text)
             put(table, f"{artifact_key(job.name)}-backfill")
 
-        def run_night(night: NightRun) -> RunReport:
-            return batch_inference(job, night.run_key, run_date=night.date)
+        def run_date(run: NightRun) -> RunReport:
+            return batch_inference(job, run.run_key, run_date=run.date)
 
-        nights = backfill(known, [*found.values()], run_night, at_most, stop_on_failure, show)
-        for night in nights[:1]:  # the table of one in which nothing was to do
-            show(night)
-        wrong = [f"{one.date}: {one.state} {one.trouble}" for one in nights if not one.complete]
-        if wrong:
-            raise IncompleteRun("\n".join([summary(nights), *wrong]))
-        return nights_table(nights)
+        runs = backfill(loaded, [*by_date.values()], run_date, at_most, stop_on_failure, show)
+        for run in runs[:1]:  # so that the table exists even if nothing had to run
+            show(run)
+        incomplete = [f"{run.date}: {run.state} {run.trouble}" for run in runs if not run.complete]
+        if incomplete:
+            raise IncompleteRun("\n".join([summary(runs), *incomplete]))
+        return nights_table(runs)
 
 
 @job_flow(name="tune_job", flow_run_name="tune {job.name}", persist_result=False)
@@ -330,8 +350,10 @@ def tune_job(
 
 
 def scheduled_start() -> datetime | None:
-    """Return the scheduled start of the outermost flow run: a retry of a parent makes new subflow
-    runs, which must find the same run directory. None outside a flow run."""
+    """Return the scheduled start of the outermost flow run; None outside a flow run.
+
+    A retry of a parent creates new subflow runs, which must find the same run directory.
+    """
     root = flow_run.get_root_flow_run_id()
     if root is None:
         return None

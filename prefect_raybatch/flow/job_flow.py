@@ -22,8 +22,10 @@ WhenInvalid = Callable[[Mapping[str, Any], Exception], None]
 
 
 class JobFlow(Flow[P, R]):
-    """A flow that hides the `$ref` of JSON Schemas in its parameters from Prefect. `when_invalid`
-    is called with parameters that Prefect rejects."""
+    """A flow that hides the `$ref` of JSON Schemas in its parameters from Prefect.
+
+    `when_invalid` is called with parameters that Prefect rejects.
+    """
 
     when_invalid: WhenInvalid | None = None
 
@@ -68,8 +70,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_schema_reference(value: Any) -> bool:
-    """Return whether the value of a `$ref` is not a block's, which is an id or a mapping with
-    one."""
+    """Return whether a `$ref` is a schema's: neither the id nor the mapping of a block."""
     if isinstance(value, Mapping):
         return not any(key in value for key in BLOCK_KEYS)
     try:

@@ -38,8 +38,11 @@ def comes_through_api() -> bool:
         return False
     try:
         return _root_is_scheduled(flow_run.get_root_flow_run_id())
-    except Exception as error:  # the API is away: then nobody can say, and the strict policy counts
-        log.warning("Prefect does not say where the flow run comes from: %s", error)
+    except Exception as error:  # unknown while the API is away: apply the policy
+        log.warning(
+            "could not read the origin of this flow run from Prefect; the policy applies to it: %s",
+            error,
+        )
         return True
 
 

@@ -50,19 +50,21 @@ PROGRESS_EVERY = 5.0  # seconds between calls to the API, which a page needs no 
 TABLE_EVERY = 10.0
 PLOTS_EVERY = 30.0
 LOG_EVERY = 15.0
-REMOTE_AFTER = 15.0  # seconds without a word of a driver elsewhere until its records are looked at
+REMOTE_AFTER = 15.0  # seconds without a heartbeat of a remote driver until its records are read
 REMOTE_EVERY = 10.0
 
-# What of a beat its driver alone knows; the rest follows from the commits.
+# Fields of a heartbeat that only the driver knows; the others follow from the commits.
 OF_DRIVER = ("phase", "engines", "alarms", "quiet", "about", "dashboard", "gpu_seconds", *COSTS)
 
 Observer = Callable[[Progress], None]
 
 
 class Page(Listener):
-    """Shows a run in the Prefect page from a thread of its own, so that a slow or unreachable API
-    never delays the run. `observers` receive the same updates at once. Use it as a context manager
-    around the work."""
+    """Shows a run in the Prefect page; a context manager around the work.
+
+    Works in its own thread, so that a slow or unreachable API never delays the run. `observers`
+    receive the same updates immediately.
+    """
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class Page(Listener):
             limits.reported(run.rows),
             seconds_of(limits.deadline) if limits.deadline else None,
         )
-        self.followed = job.cluster.access.remote  # its driver is elsewhere
+        self.followed = job.cluster.access.remote  # its driver is in another process
         self.counts: Counts | None = None
         self._first: Counts | None = None  # before the first commit of this attempt
         self.progress: Progress | None = None
@@ -120,21 +122,23 @@ class Page(Listener):
         self._beat, self._heard = beat, self.clock()
 
     def tick(self) -> None:
-        """Show what is new and due. What the API rejects is retried when it is next due, and does
-        not keep the rest from being shown."""
+        """Update the parts of the page that have changed and are due.
+
+        A part that the API rejects is retried when it is next due; the others are still shown.
+        """
         now = self.clock()
         beat = self.state(now)
         if beat is None:
             return
         if not self._began:
             self._began = True
-            # A small run may have committed much until the page looks for the first time.
+            # A small run may have committed shards before the first tick.
             first = beat if self._first is None else Beat.of(self._first, beat.at, phase=beat.phase)
             self.events.started(first, self._worked())
         self.events.see(beat, now)
         share = 100.0 * beat.done / beat.rows if beat.rows else 100.0
         drawn = (beat.committed, alive(beat.engines))
-        # Once all is committed, what the driver does after it is no news.
+        # Once all is committed, the driver's phase is not shown.
         doing = (beat.phase, starting(beat)) if beat.done < beat.rows else ()
         told = (beat.done, beat.held_back, doing)
         parts: tuple[tuple[str, float, Any, Callable[[], None]], ...] = (
@@ -165,12 +169,15 @@ class Page(Listener):
             plan = ledger.load_plan()
             return 0.0 if plan is None else attempts_seconds(ledger, plan)
         except RayBatchError as error:  # the page shows everything else without it
-            self.log.info("the time of earlier attempts is not known: %s", error)
+            self.log.info(
+                "could not read how long earlier attempts took; the deadline ignores them: %s",
+                error,
+            )
             return 0.0
 
     def _show_share(self, beat: Beat) -> None:
         share = 100.0 * beat.done / beat.rows if beat.rows else 100.0
-        text = f"Share of the {self._unit[1]} that are committed."
+        text = f"Committed {self._unit[1]}, in percent."
         if now := starting(beat):
             text += f" {markdown_text(now.capitalize())}."
         costs = cost_figures(self._beat) if self._beat is not None else {}
@@ -179,13 +186,13 @@ class Page(Listener):
 
     def _show_state(self, beat: Beat) -> None:
         table = "\n".join(table_lines(live_rows(beat, self._unit)))
-        text = f"What the run is doing, every {TABLE_EVERY:.0f} seconds."
+        text = f"Current state of the run, updated every {TABLE_EVERY:.0f} seconds."
         self.show(MarkdownArtifact(markdown=table, description=text), "live")
 
     def _show_plots(self, beat: Beat) -> None:
         image = self.image(beat)
         if image is not None:
-            text = "Throughput and shards."
+            text = "Throughput over time, and the state of each shard."
             self.show(ImageArtifact(image_url=image, description=text), "plots")
 
     def image(self, beat: Beat) -> str | None:
@@ -204,7 +211,7 @@ class Page(Listener):
         return self.progress.unit if self.progress is not None else ROW_UNIT
 
     def state(self, now: float) -> Beat | None:
-        """Return the state: of the driver in this process, or of one elsewhere by its records."""
+        """Return the state of the run, reported by its driver or read from its records."""
         counts = self.counts
         if counts is None:
             return None
@@ -233,8 +240,10 @@ class Page(Listener):
         return True
 
     def show(self, artifact: Artifact, kind: str) -> None:
-        """Create the artifact of this kind, or update the one that this flow run has made: a retry
-        continues it, and the page does not get a new version every few seconds."""
+        """Create the artifact of this kind, or update the existing one of this flow run.
+
+        So a retry continues it, and the page does not get a new version every few seconds.
+        """
         known = self._artifacts.get(kind)
         with self.api.within():
             if known is None:
@@ -245,8 +254,7 @@ class Page(Listener):
 
 
 def live_rows(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> list[dict[str, str]]:
-    """Return the table of the run's current state; `unit`: the singular and plural of what it
-    counts."""
+    """Return the table of the run's current state; `unit` is the counted noun and its plural."""
     figures = {
         "state": f"{beat.phase}: {beat.about}" if beat.about else beat.phase,
         unit[1]: f"{beat.done:,} of {beat.rows:,}",
@@ -264,8 +272,10 @@ def live_rows(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> list[dict[str, st
 
 
 def starting(beat: Beat) -> str:
-    """Return e.g. `starting engines: cluster 3 s, imports 9 s` while the run starts, or what it
-    waits for of a cluster that is created for it; otherwise ""."""
+    """Return the progress of the start, e.g. `starting engines: cluster 3 s, imports 9 s`.
+
+    While a cluster is created for the run, return what it waits for. Return "" after the start.
+    """
     return f"{beat.phase}: {beat.about}" if beat.phase in (STARTING, MAKING) and beat.about else ""
 
 
@@ -273,13 +283,12 @@ def cost_figures(beat: Beat) -> dict[str, str]:
     """Return the cost so far and at the end; empty if unknown."""
     if beat.cost_run is None:
         return {}
-    end = {} if beat.cost_end is None else {"cost at the end, about": money(beat.cost_end)}
+    end = {} if beat.cost_end is None else {"estimated total cost": money(beat.cost_end)}
     return {"cost": money(beat.cost_run), **end}
 
 
 def progress_line(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> str:
-    """Return progress in one line: rows, share, failed, and rate and time left, or why there is no
-    rate."""
+    """Return progress in one line: rows, share, failures, and rate with time left, or the phase."""
     share = beat.done / beat.rows if beat.rows else 1.0
     pace = starting(beat) or beat.phase
     if beat.seconds_left is not None:
@@ -291,4 +300,4 @@ def progress_line(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> str:
 def _failed(beat: Beat) -> str:
     if not beat.held_back:
         return f"{beat.failed:,}"
-    return f"{beat.failed + beat.held_back:,} ({beat.held_back:,} of them not committed)"
+    return f"{beat.failed + beat.held_back:,} ({beat.held_back:,} not committed yet)"

@@ -1,7 +1,7 @@
 """Matches flow runs with Ray jobs: labels, cancelling, and reconciliation.
 
-A flow run that follows a job has the job's id as a label. Labels survive restarts and every process
-sees them, so `reconcile_jobs` can tell a job that somebody waits for from one that nobody does.
+A flow run that follows a Ray job has the job's id as a label. Labels survive restarts and are
+visible to every process, so `reconcile_jobs` can find the jobs that no flow run follows.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ JOB_LABEL, SERVER_LABEL, SINCE_LABEL = (
     "raybatch.followed_since",
 )
 ON_KUBERNETES = "kubernetes/"
-GRACE = 900.0  # seconds after which a flow run has had time to notice that its job is over
-SETTLE = 90.0  # seconds in which a live flow submits anew what a restarted head has forgotten
-CANCEL = 60.0  # seconds after which a cancelling flow run should have stopped its job
+GRACE = 900.0  # seconds that a flow run has to notice that its job has ended
+SETTLE = 90.0  # seconds that a live flow run has to resubmit a job that a restarted head lost
+CANCEL = 60.0  # seconds that a cancelling flow run has to stop its job
 FLOW_RUNS_PAGE = 200
-RESTARTS = 2  # times that a crashed flow run is scheduled again
-RESTART_WITHIN = 12.0  # hours after which a night that crashed is a person's to look at
+RESTARTS = 2  # times that a crashed flow run is rescheduled
+RESTART_WITHIN = 12.0  # hours after a crash in which a flow run is rescheduled
 OUR_FLOWS = ("batch_inference", "retry_failed")
 OPEN = [
     StateType.SCHEDULED,
@@ -66,8 +66,10 @@ OPEN = [
 
 
 def owner(retries: int = 0) -> Owner:
-    """Return the current flow run as the follower of a job; a nameless one outside Prefect. Its
-    task is retried `retries` times."""
+    """Return the current flow run as the owner of a Ray job; without an id outside Prefect.
+
+    The task that follows the job is retried `retries` times.
+    """
     current, api = flow_run.get_id(), prefect_api() or ""
     if current is None:
         return Owner(api=api)
@@ -79,15 +81,15 @@ def owner(retries: int = 0) -> Owner:
                 client.update_flow_run_labels(
                     id, {JOB_LABEL: ray_job, SERVER_LABEL: server, SINCE_LABEL: round(time.time())}
                 )
-        except Exception as error:  # the API may be away for a moment; the job runs all the same
-            log.warning("the flow run was not labelled with its job: %s", error)
+        except Exception as error:  # the job runs in any case
+            log.warning("could not label the flow run with its Ray job: %s", error)
 
     def cancelled() -> bool:
         try:
             with get_client(sync_client=True) as client:
                 state = client.read_flow_run(id).state
         except Exception as error:
-            log.warning("Prefect does not say whether the flow run was cancelled: %s", error)
+            log.warning("could not read from Prefect whether the flow run was cancelled: %s", error)
             return False
         return state is not None and (state.is_cancelling() or state.is_cancelled())
 
@@ -99,8 +101,11 @@ def owner(retries: int = 0) -> Owner:
 
 @dataclass(frozen=True)
 class Action:
-    """What was done (or, in a dry run, would be): `what` is stopped, crashed, restarted, deleted or
-    kept; `job` is the Ray job, the run key of what is restarted, or the RayCluster."""
+    """An action of `reconcile_jobs`, or the one that it would take without a dry run.
+
+    `what` is stopped, crashed, restarted, deleted or kept; `job` is the Ray job, the run key of a
+    restarted flow run, or the RayCluster.
+    """
 
     what: str
     job: str
@@ -127,18 +132,18 @@ def reconcile_jobs(
         return _clusters(access.kubernetes, dry_run)
     server = JobServer(str(access.job_server), access=access)
     with get_client(sync_client=True) as client:
-        known = {
+        jobs = {
             ray_job.id: ray_job for ray_job in server.jobs() if ray_job.id.startswith("raybatch-")
         }
         following = [run for run in _open_runs(client) if _label(run, SERVER_LABEL) == server.url]
-        stopped = _orphans(client, server, known, following, dry_run)
-        return stopped + _widows(client, server, known, following, dry_run, grace, settle)
+        stopped = _stop_orphans(client, server, jobs, following, dry_run)
+        return stopped + _crash_stale(client, server, jobs, following, dry_run, grace, settle)
 
 
-def _clusters(made: Kubernetes, dry_run: bool) -> list[Action]:
+def _clusters(kubernetes: Kubernetes, dry_run: bool) -> list[Action]:
     return [
-        Action("deleted" if one.over else "kept", one.name, one.flow_run, one.why)
-        for one in delete_expired(KubeApi(made), dry_run)
+        Action("deleted" if cluster.over else "kept", cluster.name, cluster.flow_run, cluster.why)
+        for cluster in delete_expired(KubeApi(kubernetes), dry_run)
     ]
 
 
@@ -147,23 +152,23 @@ def _access(job_server: str) -> ClusterAccess:
     if job_server.startswith(ON_KUBERNETES):
         namespace = job_server.removeprefix(ON_KUBERNETES)
         try:
-            # Of a cluster that is there already nothing but its place is asked.
+            # Only the namespace is used here, but the image is required.
             return ClusterAccess(kubernetes=Kubernetes(image="-", namespace=namespace))
         except ValueError:
             raise ConfigError(
-                f"{job_server!r} names no namespace; write {ON_KUBERNETES}NAMESPACE"
+                f"{job_server!r} has no namespace; write {ON_KUBERNETES}NAMESPACE"
             ) from None
     if job_server.startswith("ray-cluster/"):
         access = access_of(job_server)
         if not access.remote:
             raise ConfigError(
-                f"the block {job_server} has no job_server and no kubernetes; name one that has"
+                f"the block {job_server} sets neither job_server nor kubernetes; set one of them"
             )
         return access
     try:
         access = Cluster(job_server=job_server).access
     except ValueError as error:
-        raise ConfigError(f"{job_server!r} is no job server: {error}") from None
+        raise ConfigError(f"{job_server!r} is not the URL of a job server: {error}") from None
     check_server("job_server", job_server)
     return access
 
@@ -171,9 +176,12 @@ def _access(job_server: str) -> ClusterAccess:
 def restart_crashed(
     most: int = RESTARTS, hours: float = RESTART_WITHIN, dry_run: bool = False
 ) -> list[Action]:
-    """Reschedule crashed flow runs of deployments. Each keeps its parameters and its run key, so it
-    continues from what is committed. Takes only those that crashed within the last `hours`, each at
-    most `most` times, and none whose run key another flow run works on."""
+    """Reschedule crashed flow runs of deployments.
+
+    Each keeps its parameters and its run key, so it continues from the committed shards. Takes only
+    flow runs that crashed within the last `hours`, each at most `most` times, and none if another
+    flow run works on the same run key.
+    """
     since = time.time() - hours * 3600
     actions = []
     with get_client(sync_client=True) as client:
@@ -181,14 +189,16 @@ def restart_crashed(
             if run.state is None or run.state.timestamp.timestamp() < since:
                 continue
             if run.run_count > most:
-                why = f"it crashed {run.run_count} times; a person must look at it"
+                why = f"it crashed {run.run_count} times; see its log before you retry it"
                 actions.append(Action("kept", run.name, str(run.id), why))
             elif _at_work(client, run.name):
-                why = "another flow run works on its run key"
+                why = "another flow run is working on its run key"
                 actions.append(Action("kept", run.name, str(run.id), why))
             else:
                 if not dry_run:
-                    again: Any = Scheduled(message="It crashed; it goes on where it was.")
+                    again: Any = Scheduled(
+                        message="Restarted after a crash. Committed shards are kept."
+                    )
                     client.set_flow_run_state(run.id, again, force=True)
                 why = f"it crashed: {run.state.message}"
                 actions.append(Action("restarted", run.name, str(run.id), why))
@@ -196,9 +206,8 @@ def restart_crashed(
 
 
 def _crashed_runs(client: SyncPrefectClient) -> list[FlowRun]:
-    """Return the latest crashed flow runs of our flows that have a deployment, one for each run
-    key."""
-    found = client.read_flow_runs(
+    """Return the latest crashed flow run of each run key, of our flows with a deployment."""
+    flow_runs = client.read_flow_runs(
         flow_filter=FlowFilter(name=FlowFilterName(any_=list(OUR_FLOWS))),
         flow_run_filter=FlowRunFilter(
             state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CRASHED]))
@@ -207,7 +216,7 @@ def _crashed_runs(client: SyncPrefectClient) -> list[FlowRun]:
         limit=FLOW_RUNS_PAGE,
     )
     newest: dict[str, FlowRun] = {}
-    for run in found:
+    for run in flow_runs:
         if run.deployment_id is not None:
             newest.setdefault(run.name, run)
     return list(newest.values())
@@ -227,16 +236,16 @@ def _at_work(client: SyncPrefectClient, run_key: str) -> bool:
     return bool(ours)
 
 
-def _orphans(
+def _stop_orphans(
     client: SyncPrefectClient,
     server: JobServer,
-    known: dict[str, RayJob],
+    jobs: dict[str, RayJob],
     following: list[FlowRun],
     dry_run: bool,
 ) -> list[Action]:
     waited_for = {_label(run, JOB_LABEL) for run in following if not _cancelled_long_ago(run)}
     actions = []
-    for ray_job in known.values():
+    for ray_job in jobs.values():
         if not ray_job.live:
             continue
         submitter = ray_job.metadata.get("raybatch_flow_run")
@@ -245,59 +254,60 @@ def _orphans(
             continue
         ended, why = _has_ended(client, ray_job)
         if ended and not dry_run and not server.stop(ray_job.id, STOP_WAIT):
-            why += "; it does not stop"
+            why += "; it has not stopped yet"
         actions.append(Action("stopped" if ended else "kept", ray_job.id, submitter, why))
     return actions
 
 
 def _has_ended(client: SyncPrefectClient, ray_job: RayJob) -> tuple[bool, str]:
-    """Return (whether the flow run that submitted the job has ended for good, why)."""
+    """Return whether the flow run that submitted the job has ended for good, and why or why not."""
     submitter = ray_job.metadata.get("raybatch_flow_run")
     if not submitter:
-        return False, "it was submitted outside of Prefect"
+        return False, "it was submitted outside Prefect"
     try:
         run = client.read_flow_run(UUID(submitter))
     except (ObjectNotFound, ValueError):
-        return False, "this Prefect API does not know its flow run"
+        return False, "its flow run does not exist at this Prefect API"
     state = run.state
     if state is None or (not state.is_final() and not _cancelled_long_ago(run)):
         return False, "its flow run has not ended"
     if state.is_crashed() and ray_job.metadata.get("raybatch_on_crash") != "stop":
-        return False, "its flow run crashed; the next try follows it (cluster.on_crash: reattach)"
+        return (
+            False,
+            "its flow run crashed; a retry will follow it (cluster.on_crash: reattach)",
+        )
     return True, f"its flow run {run.name} is {state.name}"
 
 
-def _widows(
+def _crash_stale(
     client: SyncPrefectClient,
     server: JobServer,
-    known: dict[str, RayJob],
+    jobs: dict[str, RayJob],
     following: list[FlowRun],
     dry_run: bool,
     grace: float,
     settle: float,
 ) -> list[Action]:
     now = time.time()
-    left = [
+    suspects = [
         run
         for run in following
-        if _vanished(run, known.get(str(_label(run, JOB_LABEL))), now - grace)
+        if _vanished(run, jobs.get(str(_label(run, JOB_LABEL))), now - grace)
     ]
-    if left and settle and not dry_run:
+    if suspects and settle and not dry_run:
         time.sleep(settle)
     actions = []
-    for seen in left:
+    for seen in suspects:
         run = client.read_flow_run(seen.id)
         ray_job = server.find(str(_label(run, JOB_LABEL)))
         if not _vanished(run, ray_job, now - grace):
             continue
-        said = f"is {ray_job.status}" if ray_job else "is not known to the job server"
-        why = f"the Ray job {_label(run, JOB_LABEL)} {said}, and nobody has noticed"
+        status = f"is {ray_job.status}" if ray_job else "does not exist at the job server"
+        why = f"its Ray job {_label(run, JOB_LABEL)} {status}, but the flow run is still Running"
         if not dry_run:
-            client.set_flow_run_state(
-                run.id,
-                Crashed(message=f"{why}. What is committed is kept; run it again to continue."),
-                force=True,
-            )
+            advice = f"Committed shards are kept. Continue with: prefect flow-run retry {run.id}"
+            state: Any = Crashed(message=f"{why[0].upper()}{why[1:]}. {advice}")
+            client.set_flow_run_state(run.id, state, force=True)
         actions.append(Action("crashed", str(_label(run, JOB_LABEL)), str(run.id), why))
     return actions
 
@@ -329,11 +339,11 @@ def _label(run: FlowRun, name: str) -> Any:
 
 def _open_runs(client: SyncPrefectClient) -> Iterator[FlowRun]:
     """Yield active flow runs that follow a job."""
-    wanted = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=OPEN)))
+    open_runs = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=OPEN)))
     offset = 0
     while True:
         page = client.read_flow_runs(
-            flow_run_filter=wanted, sort=FlowRunSort.ID_DESC, limit=FLOW_RUNS_PAGE, offset=offset
+            flow_run_filter=open_runs, sort=FlowRunSort.ID_DESC, limit=FLOW_RUNS_PAGE, offset=offset
         )
         yield from (run for run in page if _label(run, JOB_LABEL))
         if len(page) < FLOW_RUNS_PAGE:

@@ -19,38 +19,40 @@ log = logging.getLogger(__name__)
 def show_history(
     loaded: BatchJob, run_key: str, tell: bool = False, output: str | None = None
 ) -> None:
-    """Show the history of the job whose run has just ended. `output` is where its runs are, as the
-    job is written: with {run_date} in it, each run has a folder of its own. `tell`: emit an event
-    if the run's answers shifted. An error here is only logged and never fails the run."""
+    """Show the history of the job whose run has just ended.
+
+    `output` is the output URI as written in the job, which may contain {run_date}. `tell` emits an
+    event if the run's answers drifted. An error here is only logged and never fails the run.
+    """
     try:
         (page,) = history_of(
             output or loaded.output.uri, loaded.output.options or None, loaded.name
         )
-        if not page.runs:  # the run has not come to a plan
+        if not page.runs:  # the run has no plan yet
             return
         key = artifact_key(loaded.name)
         text = MarkdownArtifact(markdown=history_markdown(page), description="Run history.")
         put(text, f"{key}-history", run_key)
         picture = of_history(page.runs)
         if picture is not None:
-            # Also as an artifact of its own: Prefect's newer page shows no images within Markdown.
+            # Also a separate artifact: Prefect's newer page shows no images within Markdown.
             image = ImageArtifact(image_url=data_uri(picture), description="Run history, plotted.")
             put(image, f"{key}-history-plots", run_key)
         line = next((line for line in page.runs if line.run_key == run_key), None)
     except Exception as error:
-        log.warning("the run history could not be written: %s: %s", type(error).__name__, error)
+        log.warning("could not show the run history: %s: %s", type(error).__name__, error)
         return
     if line is not None and tell:
         _tell_drift(line, loaded.name)
 
 
 def _tell_drift(line: HistoryLine, job: str) -> None:
-    """Emit one event for all shifts, so that a run notifies a person once."""
+    """Emit one event for all shifts, so that a run sends one notification."""
     if not line.shifts:
         return
     texts = [shift.line() for shift in line.shifts]
     for text in texts:
-        log.warning("the answers have drifted: %s", text)
+        log.warning("the answers have drifted since the previous run: %s", text)
     RunEvents(line.run_key, job).emit(
         "answers.drifted",
         run=line.run,

@@ -1,5 +1,4 @@
-"""The Prefect tasks: they wrap the verbs in `runs` with retries by error class, artifacts and
-logs."""
+"""The Prefect tasks: the verbs in `runs` with retries by error class, artifacts and logs."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from prefect_raybatch.flow.away import watched
 from prefect_raybatch.flow.blocks.cluster import access_of
 from prefect_raybatch.flow.blocks.store import options_of
 from prefect_raybatch.flow.events import RunEvents
-from prefect_raybatch.flow.failure import COMMAND, ROWS_SHOWN, explained, said_beforehand, was_told
+from prefect_raybatch.flow.failure import COMMAND, ROWS_SHOWN, crash_advice, explained, is_explained
 from prefect_raybatch.flow.page import Observer, Page
 from prefect_raybatch.flow.run_history import show_history
 from prefect_raybatch.flow.texts import STORABLE_LINES
@@ -65,8 +64,10 @@ _observers: ContextVar[tuple[Observer, ...]] = ContextVar("observers", default=(
 
 @contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
-    """Report the progress of flows called in the block to `observer` too. Prefect stores the
-    parameters of a flow, so an observer cannot be one of them."""
+    """Report the progress of flows called in the block to `observer` too.
+
+    An observer cannot be a parameter of a flow, because Prefect stores these.
+    """
     token = _observers.set((*_observers.get(), observer))
     try:
         yield
@@ -77,7 +78,7 @@ def observed_by(observer: Observer) -> Iterator[None]:
 def retry_transient(task: Any, task_run: Any, state: Any) -> bool:
     """Retry condition for Prefect: retry only what a retry can help."""
     error = None
-    with suppress(Exception):  # a state without a result says nothing against a retry
+    with suppress(Exception):  # a state without a result: retry
         error = state.result(raise_on_failure=False)
     return is_transient(error) if isinstance(error, BaseException) else True
 
@@ -87,7 +88,7 @@ RETRY: dict[str, Any] = {
     "retry_delay_seconds": exponential_backoff(backoff_factor=10),
     "retry_jitter_factor": 0.5,
     "retry_condition_fn": retry_transient,
-    "cache_policy": NO_CACHE,  # the run directory is the cache, and the only truth
+    "cache_policy": NO_CACHE,  # the run directory is the cache and the source of truth
     "persist_result": False,
 }
 
@@ -106,7 +107,7 @@ def plan_shards(
     """
     with (
         logs_in_page(),
-        failed_night_shown(job, run_key),
+        failed_run_shown(job, run_key),
         explained("plan_shards", job, run_key, RETRY["retries"]),
     ):
         job = with_blocks(with_run_words(job, run_key))
@@ -115,7 +116,7 @@ def plan_shards(
             "run %s: %s in %s at %s",
             *(run_key, counted(run.rows, "row"), counted(run.shards, "shard"), run.uri),
         )
-        _say_beforehand()
+        _log_crash_advice()
         return run
 
 
@@ -136,36 +137,36 @@ def plan_retry(
         logs_in_page(),
         explained("plan_retry", job or _job_of(run_dir), key, RETRY["retries"], run_dir),
     ):
-        made = retry.plan_retry(run_dir, errors, overrides, job, with_blocks)
+        planned = retry.plan_retry(run_dir, errors, overrides, job, with_blocks)
         log = get_run_logger()
-        if isinstance(made, retry.Nothing):
-            log.info("%s", made.message)
+        if isinstance(planned, retry.Nothing):
+            log.info("%s", planned.message)
         else:
-            rows, uri = counted(made.run.rows, "failed row"), made.run.uri
-            log.info("run %s: %s of %s at %s", made.run.run_key, rows, made.parent, uri)
-            _say_beforehand()
-        return made
+            key, rows = planned.run.run_key, counted(planned.run.rows, "failed row")
+            log.info("run %s: retrying %s of %s in %s", key, rows, planned.parent, planned.run.uri)
+            _log_crash_advice()
+        return planned
 
 
-def _say_beforehand() -> None:
-    if text := said_beforehand():
+def _log_crash_advice() -> None:
+    if text := crash_advice():
         get_run_logger().info("%s", text)
 
 
 @task(name="infer_shards", task_run_name="infer-shards-{run.run_key}", **RETRY)
 def infer_shards(job: BatchJob, run: Run) -> Progress:
-    """Read, infer and commit all pending shards. A progress artifact shows the committed ones.
+    """Read, infer and commit all pending shards; a progress artifact shows the committed share.
 
     With `cluster.job_server` the work is a Ray job that survives this process. With
     `cluster.kubernetes` it runs on a cluster that is created for it (see `remote`). Raises
     `ErrorBudgetExceeded`, `EngineStartError`, `InsufficientResources`, `SourceError` (never
     retried), `EngineFailure` or `StoreUnavailable` (retried; committed shards are kept).
     """
-    with logs_in_page(), _told("infer_shards", job, run):
+    with logs_in_page(), _failures_shown("infer_shards", job, run):
         job = with_run_words(job, run.run_key)
         loaded = with_blocks(job)
         with (
-            _recorded(loaded, run, INFERENCE),  # a Ray job that is lost records nothing itself
+            _recorded(loaded, run, INFERENCE),  # a lost Ray job records nothing itself
             Page(loaded, run, observers=_observers.get()) as page,
         ):
             owner = flow_runs.owner(RETRY["retries"])
@@ -174,52 +175,57 @@ def infer_shards(job: BatchJob, run: Run) -> Progress:
 
 @task(name="finalize_run", task_run_name="finalize-run-{run.run_key}", **RETRY)
 def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
-    """Write the result, verify its coverage, and write the report and `_SUCCESS`. This completes
-    the run, unless `output.publish` names targets: then `publish_run` completes it.
+    """Write the result, verify its coverage, then write the report and `_SUCCESS`.
+
+    This completes the run, unless `output.publish` names targets: then `publish_run` does.
 
     Raises `IncompleteRun` if shards are missing and `CorruptRun` if the coverage is wrong.
     """
-    with logs_in_page(), _told("finalize_run", job, run):
+    with logs_in_page(), _failures_shown("finalize_run", job, run):
         loaded = with_blocks(with_run_words(job, run.run_key))
         with _recorded(loaded, run, FINALIZING):
             report = finalize(loaded, run, progress)
         with watched() as api, api.within():
             _show_report(job, report)
         show_history(loaded, run.run_key, tell=not run.finished, output=job.output.uri)
-        if not run.finished:  # a run that was complete before has logged it already
+        if not run.finished:  # else an earlier flow run has logged it
             get_run_logger().info(
                 "run %s: %s = %s answered + %s in quarantine + %s left out, in %s",
                 *(run.run_key, counted(report.rows, "row"), f"{report.good:,}"),
                 *(f"{report.failed:,}", f"{report.skipped:,}", run.uri),
             )
-            # Last, so that it is what the page shows first: such a run is completed and green.
-            for one in report.advice:
-                if one.about == DEADLINE_MISSED:
-                    get_run_logger().warning("%s: %s; take %s", one.about, one.evidence, one.change)
+            # Last, so that the page shows it first: such a run is green in spite of it.
+            for advice in report.advice:
+                if advice.about == DEADLINE_MISSED:
+                    get_run_logger().warning(
+                        "%s: %s. Use %s", advice.about, advice.evidence, advice.change
+                    )
             materialize_result(report, job, loaded.source)
-            if not job.output.publish:  # else it is completed by `publish_run`
+            if not job.output.publish:  # else `publish_run` completes it
                 RunEvents(run.run_key, job.name).completed(report)
         return report
 
 
 @task(name="publish_run", task_run_name="publish-run-{run.run_key}", **RETRY)
 def publish_run(job: BatchJob, run: Run) -> RunReport:
-    """Publish a finished run to the targets in `output.publish`, each once. Without targets, only
-    return the report.
+    """Publish a finished run to the targets in `output.publish`, each once.
+
+    Without targets, only return the report.
 
     Raises `ConfigError` if the result cannot be published (never retried), `PublishFailed` or
     `StoreUnavailable` (retried; published targets are kept).
     """
-    with logs_in_page(), _told("publish_run", job, run):
+    with logs_in_page(), _failures_shown("publish_run", job, run):
         loaded = with_blocks(with_run_words(job, run.run_key))
         if not loaded.output.publish:
             return load_report(open_store(run.uri, loaded.output.options or None))
         steps: list[str] = []
         report = publish(loaded, run.uri, steps.append)
-        for one in report.published:
-            get_run_logger().info("run %s: published to %s", run.run_key, published_text(one))
+        for publication in report.published:
+            text = published_text(publication)
+            get_run_logger().info("run %s: published to %s", run.run_key, text)
         put(_report_page(report), f"{artifact_key(loaded.name)}-report", report.run_key)
-        if not run.finished or "recording" in steps:  # else it was completed before
+        if not run.finished or "recording" in steps:  # else an earlier flow run completed it
             RunEvents(run.run_key, job.name).completed(report)
         return report
 
@@ -237,44 +243,42 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
         def show(trial: tune.Trial) -> None:
             log.info(tune.line(trial))
 
-        wanted = deadline or job.limits.deadline
-        limit = seconds_of(wanted) if wanted else None
-        found = tune.tune(with_blocks(job), minutes, deadline=limit, observe=show)
-        about = "\n\n".join(map(markdown_text, tune.conclusion(found)))
-        table = TableArtifact(table=tune.table(found), description=about)
+        allowed = deadline or job.limits.deadline
+        limit = seconds_of(allowed) if allowed else None
+        tuning = tune.tune(with_blocks(job), minutes, deadline=limit, observe=show)
+        about = "\n\n".join(map(markdown_text, tune.conclusion(tuning)))
+        table = TableArtifact(table=tune.table(tuning), description=about)
         put(table, tune_key(job.name))
-        return tune.settings(found)
+        return tune.settings(tuning)
 
 
 @contextmanager
-def _told(task_name: str, job: BatchJob, run: Run) -> Iterator[None]:
-    """Explain errors of a planned run, whose failed rows can be shown, and show the failed run in
-    the run history."""
+def _failures_shown(task_name: str, job: BatchJob, run: Run) -> Iterator[None]:
+    """Explain errors of a planned run with some of its failed rows, and show its history."""
 
     def sample() -> Sequence[Sample]:
         options = with_blocks(with_run_words(job, run.run_key)).output.options
         return failed_sample(run.uri, options or None, ROWS_SHOWN)
 
-    # First, since what is told of an error reads the run directory and the job's output.
+    # First, because explaining an error reads the run directory and the job's output.
     with explained(task_name, job, run.run_key, RETRY["retries"]):
         check_run_place(run.uri)
         check_trust(with_blocks(with_run_words(job, run.run_key)))
     with (
-        failed_night_shown(job, run.run_key),
+        failed_run_shown(job, run.run_key),
         explained(task_name, job, run.run_key, RETRY["retries"], run.uri, sample),
     ):
         yield
 
 
 @contextmanager
-def failed_night_shown(job: BatchJob, run_key: str) -> Iterator[None]:
-    """Once an exception of the block was explained, record the command that continues the run and
-    show the run history."""
+def failed_run_shown(job: BatchJob, run_key: str) -> Iterator[None]:
+    """After an explained exception, record the command to continue and show the run history."""
     try:
         yield
     except Exception as error:
         loaded = _loaded(job, run_key)
-        if was_told(error) and not isinstance(error, StoreError) and _is_allowed(loaded):
+        if is_explained(error) and not isinstance(error, StoreError) and _is_allowed(loaded):
             record_command(run_store(loaded.output, run_key), getattr(error, COMMAND, ""))
             show_history(loaded, run_key, output=job.output.uri)
         raise
@@ -303,8 +307,7 @@ def _recorded(job: BatchJob, run: Run, phase: str) -> AbstractContextManager[Non
 
 
 def _job_of(run_dir: str) -> str:
-    """Return the name of a run's job, which its artifacts are named by; else that of the
-    directory."""
+    """Return the name of a run's job, for its artifacts; else the name of the directory."""
     with suppress(RayBatchError, OSError):
         plan = Ledger(open_store(run_dir)).load_plan()
         if plan is not None:
@@ -317,33 +320,35 @@ def _show_report(job: BatchJob, report: RunReport) -> None:
     shown: dict[str, Artifact] = {
         "stages": TableArtifact(
             table=reports.stage_table(report),
-            description="Stages: tasks, rows, seconds, balance.",
+            description="Tasks, rows, seconds and balance of each stage.",
         ),
         "report": _report_page(report),
     }
     if report.failures:
         shown["failures"] = TableArtifact(
             table=reports.failure_table(report.failures),
-            description="Commonest failures of the rows in quarantine.",
+            description="Most common errors of failed rows.",
         )
     image = plots.whole(report)
     if image is not None:
-        # Also as an artifact of its own: Prefect's newer page shows no images within Markdown.
-        shown["plots"] = ImageArtifact(image_url=image, description="Plots.")
+        # Also a separate artifact: Prefect's newer page shows no images within Markdown.
+        shown["plots"] = ImageArtifact(image_url=image, description="Plots of the run.")
     for kind, artifact in shown.items():
         put(artifact, f"{artifact_key(job.name)}-{kind}", report.run_key)
 
 
 def _report_page(report: RunReport) -> MarkdownArtifact:
     return MarkdownArtifact(
-        markdown=reports.markdown(report, plots.image_lines(report)), description="Report."
+        markdown=reports.markdown(report, plots.image_lines(report)),
+        description="Report of the run.",
     )
 
 
 class _PageLogs:
-    """Sends this package's own log lines to the Prefect page while tasks of this process are
-    active. Two concurrent tasks must neither show each line twice nor take the page from each
-    other."""
+    """Sends this package's log lines to the Prefect page while a task of this process is active.
+
+    Counts concurrent tasks, so that no line is shown twice, and none is lost when one task ends.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -368,7 +373,7 @@ class _PageLogs:
             self._handler, self._level = APILogHandler(), OUR_LOGGER.level
             self._handler.addFilter(STORABLE_LINES)
             OUR_LOGGER.addHandler(self._handler)
-            # without a level of its own it would take the root logger's, WARNING
+            # Without a level it would use the root logger's, WARNING.
             OUR_LOGGER.setLevel(self._level or logging.INFO)
 
     def _leave(self) -> None:
@@ -385,8 +390,7 @@ logs_in_page = _PageLogs()
 
 
 def with_blocks(job: BatchJob) -> BatchJob:
-    """Return the job with the credentials of its blocks in its store options, and with the cluster
-    access that `cluster.block` names."""
+    """Return the job with the credentials and the cluster access of its blocks."""
     check_blocks(job)
     source, output = job.source.credentials_block, job.output.credentials_block
     job = with_store_options(

@@ -1,4 +1,4 @@
-"""Makes texts storable for Prefect, in characters that its database accepts and people can see.
+"""Makes texts storable for Prefect: printable characters that its database accepts.
 
 PostgreSQL rejects NUL, and JSON half a surrogate pair. Prefect's server drops the whole batch of an
 event with one, including other runs' events, and rejects a final state with one, so the flow run
@@ -17,22 +17,22 @@ _FORMATTER = logging.Formatter()
 
 
 def prefect_text(text: str) -> str:
-    """Return the text as Prefect is given it."""
+    """Return the text with characters replaced that Prefect cannot store or show."""
     return visible(storable(text))
 
 
 def prefect_text_in(value: Any) -> Any:
-    """Return the same value with all its texts as Prefect is given them."""
+    """Return the value with `prefect_text` applied to all its texts."""
     return change_texts(value, prefect_text)
 
 
 def make_storable(error: BaseException) -> None:
-    """Change the message of an error, which Prefect puts into a state, if it must be changed."""
+    """Make the message of an error storable, because Prefect puts it into a state."""
     try:
-        said = str(error)
-        if prefect_text(said) == said:
+        message = str(error)
+        if prefect_text(message) == message:
             return
-    except Exception:  # a user's own class: Prefect says itself what it makes of that
+    except Exception:  # a user's class without a usable message: left to Prefect
         return
     error.args = tuple(map(prefect_text_in, error.args))
     if isinstance(error, OSError) and isinstance(error.filename, str):
@@ -40,19 +40,19 @@ def make_storable(error: BaseException) -> None:
 
 
 class StorableLines(logging.Filter):
-    """A filter for loggers and handlers that send to Prefect; it changes lines where it must."""
+    """Makes log lines storable; for loggers and handlers that send to Prefect."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         try:
-            said = record.getMessage()
-        except (TypeError, ValueError):  # logging itself says so, when the line is written
+            message = record.getMessage()
+        except (TypeError, ValueError):  # logging reports it when the line is written
             return True
-        if (kept := prefect_text(said)) != said:
-            record.msg, record.args = kept, ()
+        if (stored := prefect_text(message)) != message:
+            record.msg, record.args = stored, ()
         if record.exc_info and record.exc_info[0] and not record.exc_text:
-            told = _FORMATTER.formatException(record.exc_info)
-            if (kept := prefect_text(told)) != told:
-                record.exc_text = kept
+            traceback = _FORMATTER.formatException(record.exc_info)
+            if (stored := prefect_text(traceback)) != traceback:
+                record.exc_text = stored
         return True
 
 

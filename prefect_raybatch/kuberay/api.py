@@ -1,7 +1,7 @@
 """The API server of a Kubernetes cluster, with retries and plain error messages.
 
-Wraps the official client (the extra `kubernetes`). It adds one answer for a missing object, a pause
-and a retry while the server is away, and the remedy for each kind of rejection.
+Wraps the official client (the extra `kubernetes`). Returns None for a missing object, retries while
+the server is unavailable, and adds what to do to each kind of rejection.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ log = logging.getLogger(__name__)
 
 API_GROUP, API_VERSION, PLURAL = "ray.io", "v1", "rayclusters"
 CLUSTER_OF_POD = "ray.io/cluster"
-API_PATIENCE = 300.0  # seconds without a good answer before a caller hears of it
+API_PATIENCE = 300.0  # seconds of retries before an error is raised
 TIMEOUT = (5.0, 25.0)  # seconds to connect, and for an answer
 LONGEST_API_PAUSE = 15.0
 AWAY = frozenset((429, 500, 502, 503, 504))
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-# The verbs that a flow uses, by (group, resource): those of deployments/kuberay-rbac.yaml.
+# The verbs that a flow uses, by (group, resource), as in deployments/kuberay-rbac.yaml.
 VERBS = {
     (API_GROUP, PLURAL): ("get", "list", "create", "patch", "delete"),
     ("", "pods"): ("list",),
@@ -39,21 +39,21 @@ NO_CLIENT = (
     "pip install 'prefect-raybatch[kubernetes]'"
 )
 NO_CONFIG = (
-    "cluster.kubernetes: no kubeconfig and not in a pod: run the flow in a pod with a service "
-    "account, or name a kubeconfig in KUBECONFIG (kubectl config view shows the one in use)"
+    "cluster.kubernetes: no kubeconfig, and this is not a pod. Run the flow in a pod with a "
+    "service account, or set KUBECONFIG to a kubeconfig (kubectl config view shows the one in use)"
 )
 
 
 class Conflict(Exception):
-    """Somebody else has changed the object since it was read."""
+    """The object was changed since it was read."""
 
 
 class KubeApi:
     """RayClusters of one namespace, and the state of their pods.
 
-    Methods wait up to `patience` seconds for an API server that is away, which is reported once,
-    and then raise `ClusterUnavailable`. They raise `ConfigError` for what a person must fix and
-    `InsufficientResources` for a quota.
+    Methods retry for up to `patience` seconds while the API server is unavailable, which is logged
+    once, then raise `ClusterUnavailable`. They raise `ConfigError` for what a user must fix and
+    `InsufficientResources` for an exceeded quota.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class KubeApi:
 
     @contextmanager
     def briefly(self, seconds: float) -> Iterator[None]:
-        """Wait no longer than `seconds` in the block, because a cancelling user waits for it."""
+        """Limit retries in the block to `seconds`, because a user who cancels waits for it."""
         before = self.patience, self._timeout
         self.patience, self._timeout = seconds, (seconds / 4, seconds / 2)
         try:
@@ -84,24 +84,25 @@ class KubeApi:
 
     def get(self, name: str) -> dict[str, Any] | None:
         """Return the RayCluster of that name; None if there is none."""
-        found = self._ask("get", PLURAL, name, self._custom.get_namespaced_custom_object, name)
-        return found
+        return self._ask("get", PLURAL, name, self._custom.get_namespaced_custom_object, name)
 
     def create(self, body: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Create it; return None if one of its name exists already."""
+        """Create a RayCluster; return None if one with its name exists."""
         name = str(body["metadata"]["name"])
         try:
             return self._ask(
                 *("create", PLURAL, name, self._custom.create_namespaced_custom_object),
                 body=dict(body),
-                field_validation="Strict",  # else a field that KubeRay does not know is dropped
+                field_validation="Strict",  # by default, unknown fields are dropped
             )
         except Conflict:
             return None
 
     def annotate(self, found: Mapping[str, Any], notes: Mapping[str, str]) -> dict[str, Any] | None:
-        """Set annotations of a RayCluster as it was read. Raises `Conflict` if it was changed
-        since; returns None if it is gone."""
+        """Set annotations of a RayCluster as it was read; return None if it is gone.
+
+        Raises `Conflict` if it was changed since.
+        """
         meta = found["metadata"]
         version = {"resourceVersion": meta["resourceVersion"]}
         return self._ask(
@@ -111,8 +112,10 @@ class KubeApi:
         )
 
     def delete(self, found: Mapping[str, Any], unchanged: bool = False) -> bool:
-        """Delete a RayCluster as it was read, with its pods; return False if it is gone. Raises
-        `Conflict` if another one has its name now or, with `unchanged`, if it was changed."""
+        """Delete a RayCluster as it was read, with its pods; return False if it is gone.
+
+        Raises `Conflict` if another one has its name now or, with `unchanged`, if it was changed.
+        """
         from kubernetes.client import V1DeleteOptions, V1Preconditions
 
         meta = found["metadata"]
@@ -146,7 +149,7 @@ class KubeApi:
         return list((found or {}).get("items", ()))
 
     def warnings(self, name: str) -> list[dict[str, Any]]:
-        """Return warnings about the RayCluster and its pods, the latest last."""
+        """Return warnings about the RayCluster and its pods, oldest first."""
         found = self._ask(
             *("list", "events", "", self._core.list_namespaced_event),
             field_selector="type=Warning",
@@ -159,8 +162,7 @@ class KubeApi:
         return sorted(about, key=lambda event: str(event.get("lastTimestamp") or ""))
 
     def forbidden(self) -> list[str]:
-        """Return which of the verbs that a flow uses this user may not, e.g. `create
-        rayclusters`."""
+        """Return the missing permissions of this user, e.g. `create rayclusters`."""
         return [
             f"{verb} {resource}"
             for (group, resource), verbs in VERBS.items()
@@ -203,7 +205,7 @@ class KubeApi:
         from urllib3.exceptions import HTTPError
 
         deadline = time.monotonic() + self.patience
-        pause, said = 0.5, False
+        pause, is_logged = 0.5, False
         while True:
             found: dict[str, Any] | None = None
             trouble = ""
@@ -214,83 +216,88 @@ class KubeApi:
                     trouble = f"{error.status} {error.reason}"
                 else:
                     self._raise_refused(error, verb, resource, name)
-            except (HTTPError, OSError, ValueError) as error:  # no answer, or none of its own
+            except (HTTPError, OSError, ValueError) as error:  # no answer, or not the API server's
                 trouble = " ".join(str(getattr(error, "reason", None) or error).split())[:200]
                 trouble = trouble or type(error).__name__
             if not trouble:
-                if said:
-                    log.info("Kubernetes' API server at %s answers again", self.server)
+                if is_logged:
+                    log.info("the Kubernetes API server at %s answers again", self.server)
                 return found
             if time.monotonic() + pause > deadline:
                 raise ClusterUnavailable(
-                    f"Kubernetes' API server at {self.server} gives no good answer: {trouble}; "
-                    "look at the address in the kubeconfig, and whether it can be reached from here"
+                    f"the Kubernetes API server at {self.server} is unavailable: {trouble}. Check "
+                    "the address in the kubeconfig, and whether it can be reached from here"
                 )
-            if not said:
-                said = True
+            if not is_logged:
+                is_logged = True
                 log.warning(
-                    "Kubernetes' API server at %s does not answer (%s), asking again for %.0f s",
+                    "the Kubernetes API server at %s does not answer (%s); retrying for %.0f s",
                     *(self.server, trouble, self.patience),
                 )
             self._sleep(pause)
             pause = min(2 * pause, LONGEST_API_PAUSE)
 
     def _raise_refused(self, error: Any, verb: str, resource: str, name: str) -> None:
-        """Raise the error for an answer, unless it says that there is no object of that name."""
+        """Raise the error for a rejection, unless the object does not exist."""
         status = _status(error.body)
-        said = str(status.get("message") or error.reason or error.status)
+        message = str(status.get("message") or error.reason or error.status)
         details = status.get("details") or {}
         if error.status == 404:
-            if details.get("kind") == "namespaces" or f'namespaces "{self.namespace}"' in said:
+            if details.get("kind") == "namespaces" or f'namespaces "{self.namespace}"' in message:
                 raise ConfigError(
-                    f"cluster.kubernetes: there is no namespace {self.namespace} at {self.server}; "
-                    f"kubectl create namespace {self.namespace}, or name another in namespace"
+                    f"cluster.kubernetes: namespace {self.namespace} does not exist at "
+                    f"{self.server}. Create it (kubectl create namespace {self.namespace}), or set "
+                    "another in cluster.kubernetes.namespace"
                 )
             if name and str(details.get("name")) == name:
                 return
             raise ConfigError(
-                f"cluster.kubernetes: {self.server} knows no RayCluster of {API_GROUP}; "
-                "install the KubeRay operator with its CRDs (helm install kuberay-operator)"
+                f"cluster.kubernetes: {self.server} has no resource RayCluster ({API_GROUP}). "
+                "Install the KubeRay operator with its CRDs (helm install kuberay-operator)"
             )
         if error.status == 409:
-            raise Conflict(said)
+            raise Conflict(message)
         if error.status == 401:
             raise ConfigError(
-                f"cluster.kubernetes: {self.server} does not accept these credentials: {said}; "
-                "renew those of the kubeconfig (kubectl get pods fails, too), or the pod's account"
+                f"cluster.kubernetes: {self.server} rejects the credentials: {message}. Renew "
+                "those in the kubeconfig (kubectl get pods fails too), or the pod's service account"
             )
-        if error.status == 403 and "quota" in said:
-            raise InsufficientResources(f"{quota_text(said)}: namespace {self.namespace}")
+        if error.status == 403 and "quota" in message:
+            raise InsufficientResources(f"namespace {self.namespace}: {quota_text(message)}")
         if error.status == 403:
             group = API_GROUP if resource == PLURAL else ""
             raise ConfigError(
-                f"cluster.kubernetes: may not {verb} {resource} in namespace {self.namespace}: "
-                f'{said}; add to a Role there the rule {{apiGroups: ["{group}"], resources: '
-                f"[{resource}], verbs: [{verb}]}} (deployments/kuberay-rbac.yaml has all of them)"
+                f"cluster.kubernetes: no permission to {verb} {resource} in namespace "
+                f"{self.namespace}: {message}. Add to a Role there the rule {{apiGroups: "
+                f'["{group}"], resources: [{resource}], verbs: [{verb}]}} '
+                "(deployments/kuberay-rbac.yaml has all rules)"
             )
         raise ConfigError(
-            f"cluster.kubernetes: {self.server} refuses to {verb} {resource} {name}: {said[:600]}; "
-            "correct the manifest, or the fields it was made from"
+            f"cluster.kubernetes: {self.server} rejects the request to {verb} {resource} {name}: "
+            f"{message[:600]}. Fix the manifest, or the fields of cluster.kubernetes"
         )
 
 
-def quota_text(said: str) -> str:
-    """Return a rejection by a quota with what to do."""
-    return f"a quota is used up ({said[:300]}); ask for less, wait, or have the quota raised"
+def quota_text(message: str) -> str:
+    """Return the message of an exceeded quota with what to do."""
+    return f"a quota is exceeded ({message[:300]}). Request less, wait, or raise the quota"
 
 
 def _status(body: Any) -> dict[str, Any]:
-    """Return the Status object of an answer; empty if it is none."""
+    """Return the Status object of an answer; empty if there is none."""
     try:
-        found = json.loads(body or "{}")
+        status = json.loads(body or "{}")
     except (TypeError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return status if isinstance(status, dict) else {}
 
 
 def _client(made: Kubernetes) -> tuple[Any, str | None]:
-    """Return (client, its default namespace). A kubeconfig named in the job takes precedence over
-    the service account of a pod, and that over the kubeconfig in the home directory."""
+    """Return the client and its default namespace.
+
+    A kubeconfig context in the job or KUBECONFIG takes precedence over the service account of a
+    pod, and that over the kubeconfig in the home directory.
+    """
     try:
         from kubernetes import client, config
     except ImportError:
@@ -303,16 +310,16 @@ def _client(made: Kubernetes) -> tuple[Any, str | None]:
             own = SERVICE_ACCOUNT / "namespace"
             namespace = own.read_text().strip() if own.exists() else None
         else:
-            # The client looks for the variable only once, when it is imported.
+            # The client reads the variable only when it is imported.
             file = os.environ.get("KUBECONFIG") or None
             config.load_kube_config(file, made.context, client_configuration=settings)
-            every, current = config.list_kube_config_contexts(file)
+            contexts, current = config.list_kube_config_contexts(file)
             if made.context:
-                current = next(one for one in every if one["name"] == made.context)
+                current = next(c for c in contexts if c["name"] == made.context)
             namespace = (current.get("context") or {}).get("namespace")
     except config.ConfigException as error:
         if made.context:
             raise ConfigError(f"cluster.kubernetes.context: {made.context}: {error}") from None
         raise ConfigError(f"{NO_CONFIG}: {error}") from None
-    settings.retries = 0  # what is worth another try is tried again here, with pauses
+    settings.retries = 0  # retried by `_patiently`
     return client.ApiClient(settings), namespace

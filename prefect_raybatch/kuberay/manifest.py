@@ -19,13 +19,13 @@ RUN_NOTE, SPEC, FLOW_RUN = "raybatch/run", "raybatch/spec", "raybatch/flow-run" 
 HOLDER, DEADLINE = "raybatch/holder", "raybatch/deadline"
 LONGEST_VALUE = 63
 LABEL = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
-# KubeRay makes names of services and pods from a cluster's, and cuts what is longer than 50.
+# KubeRay derives names of services and pods from the cluster's, truncated to 50 characters.
 NAME_PART = 22
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """The owner of a cluster: the run, its directory, its job and its fingerprint."""
+    """The run that owns a cluster: its key, directory, job and fingerprint."""
 
     run_key: str
     job: str
@@ -35,7 +35,7 @@ class RunIdentity:
 
     @property
     def name(self) -> str:
-        """Return the cluster's name, at most 40 characters: the same from every flow."""
+        """Return the cluster's name, at most 40 characters, which is the same in every flow."""
         part = re.sub(r"[^a-z0-9]+", "-", self.run_key.lower()).strip("-")[:NAME_PART].strip("-")
         return f"raybatch-{part}-{_digest(self.run_key)[:8]}"
 
@@ -50,8 +50,10 @@ class RunIdentity:
 
 
 def label_value(text: str) -> str:
-    """Return the text as a label's value: as it is if Kubernetes accepts it, otherwise shortened
-    and cleaned, with a distinguishing hash at its end."""
+    """Return the text as a label's value.
+
+    A text that Kubernetes does not accept is shortened and cleaned, with a hash at its end.
+    """
     if LABEL.fullmatch(text):
         return text
     tail = _digest(text)[:8]
@@ -60,8 +62,10 @@ def label_value(text: str) -> str:
 
 
 def ray_cluster(made: Kubernetes, whose: RunIdentity) -> dict[str, Any]:
-    """Return the RayCluster to create, without its holder and deadline. Raises `ConfigError` for an
-    unusable manifest file."""
+    """Return the RayCluster to create, without its holder and deadline.
+
+    Raises `ConfigError` for an unusable manifest file.
+    """
     body = given_manifest(made) or _from_fields(made)
     spec = body["spec"]
     for template in _templates(spec):
@@ -88,8 +92,10 @@ def spec_hash(spec: Mapping[str, Any]) -> str:
 
 
 def differences(wanted: object, there: object, where: str = "spec") -> Iterator[str]:
-    """Yield where the existing object differs from the wanted one; anything that it has in addition
-    is a default of Kubernetes."""
+    """Yield where the existing object `there` differs from the wanted one.
+
+    Additional fields of the existing object are ignored, because Kubernetes adds defaults.
+    """
     if isinstance(wanted, Mapping) and isinstance(there, Mapping):
         for name, inner in wanted.items():
             yield from differences(inner, there.get(name), f"{where}.{name}")
@@ -152,7 +158,7 @@ def _pod(made: Kubernetes, name: str, resources: Mapping[str, str]) -> dict[str,
         container["envFrom"] = [{"secretRef": {"name": secret}} for secret in made.secrets]
     spec: dict[str, Any] = {
         "containers": [container],
-        # Without it a pod has 64 MiB, and Ray's object store falls back to the disk.
+        # Without it, a pod has 64 MiB, and Ray's object store falls back to disk.
         "volumes": [
             {
                 "name": "shm",

@@ -1,4 +1,4 @@
-"""What a RayCluster's pods wait for: how many are ready, and what is wrong."""
+"""The state of a RayCluster's pods: how many are ready, and what is wrong."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ NODE_TYPE = "ray.io/node-type"
 LASTING = frozenset(("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"))
 NOT_PULLED = LASTING | {"ErrImagePull"}
 NO_CONTAINER = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
-CRASHES = 3  # times that a head is started before it is given up
+CRASHES = 3  # restarts of a head before giving up
 
 
 @dataclass(frozen=True)
 class PodsState:
-    """`head`: the head is ready. `fatal` is a fault that no waiting fixes, `trouble` one that
-    waiting may fix, such as a node that an autoscaler adds; "" for none."""
+    """The state of a cluster's pods.
+
+    `head`: the head is ready. `fatal` is a fault that waiting does not fix, `trouble` one that
+    waiting may fix, such as a missing node that an autoscaler may add; "" for none.
+    """
 
     head: bool
     workers: int
@@ -41,7 +44,7 @@ class PodsState:
 def pods_state(
     pods: Sequence[Mapping[str, Any]], wanted: int, warnings: Sequence[Mapping[str, Any]] = ()
 ) -> PodsState:
-    """Return the state of the pods of a cluster of `wanted` workers, and the warnings about it."""
+    """Return the state of a cluster of `wanted` workers, from its pods and its warnings."""
     alive = [pod for pod in pods if not pod["metadata"].get("deletionTimestamp")]
     ready = [pod for pod in alive if _is_ready(pod)]
     kinds = [pod["metadata"].get("labels", {}).get(NODE_TYPE) for pod in ready]
@@ -65,30 +68,30 @@ def _status(pod: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _containers(pod: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield (status, waiting reason) of each container."""
+    """Yield the status of each container and what it waits for."""
     status = _status(pod)
     for kind in ("initContainerStatuses", "containerStatuses"):
-        for one in status.get(kind) or ():
-            yield one, (one.get("state") or {}).get("waiting") or {}
+        for container in status.get(kind) or ():
+            yield container, (container.get("state") or {}).get("waiting") or {}
 
 
 def _fatal(pod: Mapping[str, Any]) -> Iterator[str]:
     name = pod["metadata"]["name"]
     head = pod["metadata"].get("labels", {}).get(NODE_TYPE) == "head"
-    for one, waits in _containers(pod):
-        reason, said = waits.get("reason"), str(waits.get("message") or "")[:300]
+    for container, waiting in _containers(pod):
+        reason, message = waiting.get("reason"), str(waiting.get("message") or "")[:300]
         if reason in LASTING:
             yield (
-                f"the image {one.get('image')} of pod {name} cannot be pulled ({reason}: {said}); "
-                "correct image, or give the service account an imagePullSecret"
+                f"the image {container.get('image')} of pod {name} cannot be pulled ({reason}: "
+                f"{message}). Fix image, or give the service account an imagePullSecret"
             )
-        if reason == "CrashLoopBackOff" and head and one.get("restartCount", 0) >= CRASHES:
-            last = (one.get("lastState") or {}).get("terminated") or {}
+        if reason == "CrashLoopBackOff" and head and container.get("restartCount", 0) >= CRASHES:
+            last = (container.get("lastState") or {}).get("terminated") or {}
             why = f"{last.get('reason') or 'Error'}, exit code {last.get('exitCode')}"
             yield (
-                f"the head keeps crashing: {counted(one['restartCount'], 'restart')}, the last by "
-                f"{why}; see kubectl logs {name} --previous. An image with another Ray, or too "
-                "little memory for the head, does that"
+                f"the head keeps crashing: {counted(container['restartCount'], 'restart')}, the "
+                f"last after {why}. See kubectl logs {name} --previous. Usual causes: another Ray "
+                "version in the image, or too little memory for the head"
             )
 
 
@@ -97,25 +100,25 @@ def _trouble(pod: Mapping[str, Any]) -> Iterator[str]:
     for condition in _status(pod).get("conditions") or ():
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             yield (
-                f"pod {name} finds no node: {str(condition.get('message') or '')[:300]}; add nodes "
-                "(an autoscaler may be at it), or ask for less a worker"
+                f"pod {name} cannot be scheduled: {str(condition.get('message') or '')[:300]}. Add "
+                "nodes (an autoscaler may be doing so), or request less per worker"
             )
-    for one, waits in _containers(pod):
-        reason, said = waits.get("reason"), str(waits.get("message") or "")[:300]
+    for container, waiting in _containers(pod):
+        reason, message = waiting.get("reason"), str(waiting.get("message") or "")[:300]
         if reason in NOT_PULLED:
-            yield f"the image {one.get('image')} of pod {name} is not pulled yet: {said}"
+            yield f"the image {container.get('image')} of pod {name} is not pulled yet: {message}"
         if reason in NO_CONTAINER:
             yield (
-                f"pod {name} cannot start: {reason}: {said}; correct the Secret or ConfigMap that "
-                "it names"
+                f"pod {name} cannot start: {reason}: {message}. Fix the Secret or ConfigMap that "
+                "it uses"
             )
         if reason == "CrashLoopBackOff":
-            yield f"pod {name} keeps crashing: see kubectl logs {name} --previous"
+            yield f"pod {name} keeps crashing. See kubectl logs {name} --previous"
 
 
 def _of_event(event: Mapping[str, Any]) -> Iterator[str]:
-    said, reason = str(event.get("message") or ""), str(event.get("reason") or "")
-    if "quota" in said:
-        yield quota_text(said)
+    message, reason = str(event.get("message") or ""), str(event.get("reason") or "")
+    if "quota" in message:
+        yield quota_text(message)
     elif reason.startswith(("FailedToCreate", "FailedCreate", "FailedMount", "FailedAttach")):
-        yield f"{reason}: {said[:300]}"
+        yield f"{reason}: {message[:300]}"

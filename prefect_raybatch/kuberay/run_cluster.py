@@ -1,16 +1,15 @@
 """The cluster of one run: created or found by its name, waited for, kept alive, deleted.
 
-There is at most one per run, and every one is deleted in the end:
+There is at most one per run, and each is deleted in the end:
 
-- Its name follows from the run key, and a name can be taken once: of any number of flows one
-  creates it and the others find it. An existing cluster is used only if its labels, its run
-  directory and its spec are this run's.
-- A flow that uses it enters itself as the holder, against the version that it read, and renews the
-  deadline there while it lives. A later flow takes it over; a former holder neither renews nor
-  deletes.
+- Its name is derived from the run key: of several flows, one creates it and the others find it. An
+  existing cluster is used only if its labels, run directory and spec are this run's.
+- A flow that uses it writes itself as the holder, only if the cluster is unchanged, and renews the
+  deadline while it lives. A later flow replaces it as the holder; a former holder neither renews
+  nor deletes.
 - The holder deletes it at the end of its work, however that ends, unless the run's Ray job
   continues without the flow. Then the next flow finds both or, after the deadline, `delete_expired`
-  deletes the cluster. It deletes only what has not changed since it looked.
+  deletes the cluster, if it has not changed since it was read.
 """
 
 from __future__ import annotations
@@ -50,15 +49,15 @@ log = logging.getLogger(__name__)
 
 READY_POLL = 2.0  # seconds between looks at a cluster that is not ready
 WARNINGS_EVERY = 10.0  # seconds between looks at events
-LONGEST_RENEWAL = 60.0  # seconds between renewals
+LONGEST_RENEWAL = 60.0  # maximum seconds between renewals
 END_WITHIN = 8.0  # seconds to delete: Prefect kills a cancelled process after 30
 NOBODY = "nobody"  # the holder of a cluster that is kept
-RACES = 100  # times that others may be first before something else must be wrong
+RACES = 100  # lost races before giving up
 HEAD_URL = "http://{name}-head-svc.{namespace}.svc:8265"
 
 
 class RunCluster:
-    """The cluster of the run `whose`. `tell` is called with what it waits for."""
+    """The cluster of the run `whose`; `tell` is called with what it waits for."""
 
     def __init__(
         self,
@@ -77,11 +76,11 @@ class RunCluster:
 
     @property
     def url(self) -> str:
-        """Return the URL of the job server on its head."""
+        """Return the URL of the job server on the head."""
         return (self.made.url or HEAD_URL).format(name=self.name, namespace=self.api.namespace)
 
     def __enter__(self) -> RunCluster:
-        """Create it or take it over, and keep it alive for the block."""
+        """Create the cluster or take it over, and keep it alive for the block."""
         self.attach()
         self._ticker.__enter__()
         return self
@@ -101,84 +100,93 @@ class RunCluster:
         body["metadata"]["annotations"] |= self._claim()
         began = time.monotonic()
         for _ in range(RACES):
-            found = self.api.get(self.name)
-            if found is None:
+            existing = self.api.get(self.name)
+            if existing is None:
                 if self.api.create(body) is not None:
                     self._held = True
-                    log.info("made the RayCluster %s in %s", self.name, self.api.namespace)
+                    log.info("created the RayCluster %s in %s", self.name, self.api.namespace)
                     return
                 continue
-            self._check_ours(found)
-            if found["metadata"].get("deletionTimestamp"):
+            self._check_ours(existing)
+            if existing["metadata"].get("deletionTimestamp"):
                 self._await_gone(began)
                 continue
-            self._check_spec(found, body)
+            self._check_spec(existing, body)
             try:
-                if self.api.annotate(found, self._claim()) is None:
+                if self.api.annotate(existing, self._claim()) is None:
                     continue
             except Conflict:
                 continue
             self._held = True
-            before = notes_of(found).get(HOLDER)
-            log.info("going on with the RayCluster %s, held by %s before", self.name, before)
+            before = notes_of(existing).get(HOLDER)
+            log.info("using the RayCluster %s, previously held by %s", self.name, before)
             return
-        raise ClusterNotReady(f"RayCluster {self.name}: others were first {RACES} times")
+        raise ClusterNotReady(
+            f"RayCluster {self.name}: lost the race to create or hold it {RACES} times"
+        )
 
     def _claim(self) -> dict[str, str]:
         return {HOLDER: self.holder, DEADLINE: _after(self.made.lease_seconds)}
 
     def _check_ours(self, found: Mapping[str, Any]) -> None:
         labels, notes = found["metadata"].get("labels") or {}, notes_of(found)
-        wanted = self.whose.labels
+        expected = self.whose.labels
         where = f"the RayCluster {self.name} in {self.api.namespace}"
-        if labels.get(MANAGED_BY) != wanted[MANAGED_BY]:
+        if labels.get(MANAGED_BY) != expected[MANAGED_BY]:
             raise ConfigError(
-                f"cluster.kubernetes: {where} was made by no run of ours, and its name is this "
-                f"run key's; delete it (kubectl delete raycluster {self.name}), or give another "
-                "run key"
+                f"cluster.kubernetes: {where} was not created by raybatch, but has the name that "
+                f"this run key needs. Delete it (kubectl delete raycluster {self.name}), or use "
+                "another run key"
             )
-        other = [name for name in (RUN_KEY, JOB, FINGERPRINT) if labels.get(name) != wanted[name]]
-        said = [f"{name} {labels.get(name)} there, {wanted[name]} here" for name in other]
-        if notes.get(RUN_NOTE) != self.whose.run:
-            said.append(f"run directory {notes.get(RUN_NOTE)} there, {self.whose.run} here")
-        if said:
+        pairs = {name: (labels.get(name), expected[name]) for name in (RUN_KEY, JOB, FINGERPRINT)}
+        pairs["run directory"] = notes.get(RUN_NOTE), self.whose.run
+        differing = [
+            f"{n}: {there} there, {here} here"
+            for n, (there, here) in pairs.items()
+            if there != here
+        ]
+        if differing:
             raise ConfigError(
-                f"cluster.kubernetes: {where} is of the job {labels.get(JOB)}, not of this one "
-                f"({'; '.join(said)}); wait for its run, or give another run key"
+                f"cluster.kubernetes: {where} belongs to another run of job {labels.get(JOB)} "
+                f"({'; '.join(differing)}). Wait until that run has ended, or use another run key"
             )
 
     def _check_spec(self, found: Mapping[str, Any], body: Mapping[str, Any]) -> None:
         if notes_of(found).get(SPEC) == body["metadata"]["annotations"][SPEC]:
             return
-        said = list(differences(body["spec"], found.get("spec") or {}))[:3]
+        changes = list(differences(body["spec"], found.get("spec") or {}))[:3]
         raise ConfigError(
-            f"cluster.kubernetes: the RayCluster {self.name} of this run in {self.api.namespace} "
-            f"is made in another way ({'; '.join(said) or 'it has more than the job'}); delete it "
-            f"(kubectl delete raycluster {self.name}), or put the job back as it was"
+            f"cluster.kubernetes: the existing RayCluster {self.name} of this run in "
+            f"{self.api.namespace} differs from the job "
+            f"({'; '.join(changes) or 'it has additional fields'}). Delete it (kubectl delete "
+            f"raycluster {self.name}), or restore the job"
         )
 
     def _await_gone(self, began: float) -> None:
         waited = time.monotonic() - began
         if waited > self.made.ready_seconds:
             raise ClusterNotReady(
-                f"the former RayCluster {self.name} has been ending for {waited:.0f} s; see its "
-                f"finalizers: kubectl get raycluster {self.name} -o yaml"
+                f"the former RayCluster {self.name} has been terminating for {waited:.0f} s. Check "
+                f"its finalizers: kubectl get raycluster {self.name} -o yaml"
             )
-        self._say("the former one ends", began)
+        self._say("former cluster terminating", began)
         self._sleep(READY_POLL)
 
     # --- wait -------------------------------------------------------------------------------
 
     def wait_ready(self) -> None:
-        """Wait for the head and all workers. Raises `ClusterNotReady` for a fault that waiting does
-        not fix, and after `ready_within`, with what it waited for."""
+        """Wait for the head and all workers.
+
+        Raises `ClusterNotReady` for a fault that waiting does not fix, and after `ready_within`,
+        with what it waited for.
+        """
         began = time.monotonic()
         warnings: list[dict[str, Any]] = []
         looked, warned = 0.0, ""
         while True:
             found = self.api.get(self.name)
             if found is None or found["metadata"].get("deletionTimestamp"):
-                raise ClusterNotReady(f"the RayCluster {self.name} was deleted while it came up")
+                raise ClusterNotReady(f"the RayCluster {self.name} was deleted while it started")
             now = time.monotonic()
             if not looked or now - looked > WARNINGS_EVERY:
                 looked, warnings = now, self.api.warnings(self.name)
@@ -221,28 +229,28 @@ class RunCluster:
         if notes_of(found).get(HOLDER) != self.holder:
             self._held = False
             log.warning(
-                "the RayCluster %s is held by %s now, which will end it",
+                "the RayCluster %s is held by %s now, which will delete it",
                 *(self.name, notes_of(found).get(HOLDER)),
             )
             return
         try:
             self.api.annotate(found, {DEADLINE: _after(self.made.lease_seconds)})
         except Conflict:
-            log.debug(
-                "the RayCluster %s has changed; its lease is renewed the next time", self.name
-            )
+            log.debug("the RayCluster %s has changed; its lease is renewed next time", self.name)
 
     def leave(self) -> None:
-        """Report that the cluster stays, with its Ray job."""
+        """Report that the cluster continues with its Ray job."""
         log.warning(
-            "the RayCluster %s goes on until %s; the same run again follows it, and kubectl delete "
-            "raycluster %s ends it",
+            "the RayCluster %s continues until %s; start the same run again to follow it, or "
+            "delete it: kubectl delete raycluster %s",
             *(self.name, _after(self.made.lease_seconds), self.name),
         )
 
     def end(self, keep: bool = False) -> None:
-        """Delete the cluster if this flow holds it, or keep it for the job's `keep` time. A failure
-        is only logged: how the run ended matters more."""
+        """Delete the cluster if this flow holds it, or keep it for the job's `keep` time.
+
+        A failure is only logged, so that it does not hide how the run ended.
+        """
         if not self._held:
             return
         try:
@@ -250,8 +258,8 @@ class RunCluster:
                 self._end(self.made.keep_seconds if keep else 0.0)
         except (RayBatchError, Conflict) as error:
             log.error(
-                "the RayCluster %s is not deleted: %s; kubectl delete raycluster %s, or raybatch "
-                "reconcile kubernetes/%s after its lease",
+                "could not delete the RayCluster %s: %s. Run kubectl delete raycluster %s, or "
+                "raybatch reconcile kubernetes/%s after its lease has expired",
                 *(self.name, error, self.name, self.api.namespace),
             )
         self._held = False
@@ -263,7 +271,7 @@ class RunCluster:
                 return
             holder = notes_of(found).get(HOLDER)
             if holder != self.holder:
-                log.info("the RayCluster %s stays: %s holds it", self.name, holder)
+                log.info("the RayCluster %s is not deleted: %s holds it", self.name, holder)
                 return
             try:
                 if keep:
@@ -278,8 +286,7 @@ class RunCluster:
                 continue  # the operator writes its status at any time
 
     def end_left_over(self) -> None:
-        """Delete the cluster that another flow left of a run that is complete by now, but not one
-        that is kept on request."""
+        """Delete the cluster of a complete run that another flow left, unless `keep` is set."""
         try:
             with self.api.briefly(END_WITHIN):
                 found = self.api.get(self.name)
@@ -287,14 +294,14 @@ class RunCluster:
                     return
                 self._check_ours(found)
                 if self.api.delete(found):
-                    log.info("deleted the RayCluster %s, of which nothing is left to do", self.name)
+                    log.info("deleted the RayCluster %s: its run is complete", self.name)
         except (RayBatchError, Conflict) as error:
-            log.warning("the RayCluster %s was not looked for: %s", self.name, error)
+            log.warning("could not look for the RayCluster %s: %s", self.name, error)
 
 
 @dataclass(frozen=True)
 class Expired:
-    """A cluster of a run: `over` if its deadline has passed, `why` in words."""
+    """A cluster of a run; `over` if its deadline has passed, `why` as text."""
 
     name: str
     run_key: str
@@ -305,20 +312,22 @@ class Expired:
 
 def delete_expired(api: KubeApi, dry_run: bool = False) -> list[Expired]:
     """Delete the run clusters in the namespace whose deadline has passed; return all of them."""
-    told = []
+    clusters = []
     for found in api.clusters():
         meta, notes = found["metadata"], notes_of(found)
         over = is_past(found)
-        said = notes.get(DEADLINE) or "never"
-        why = f"its lease {'ended' if over else 'lasts until'} {said}"
+        deadline = notes.get(DEADLINE)
+        why = f"its lease expired at {deadline}" if over else f"its lease lasts until {deadline}"
+        if not deadline:
+            why = "it has no lease"
         if meta.get("deletionTimestamp"):
             over, why = False, "it is being deleted"
         elif over and not dry_run:
             try:
                 over = api.delete(found, unchanged=True)
             except Conflict:
-                over, why = False, "its flow has come back"
-        told.append(
+                over, why = False, "its flow renewed the lease"
+        clusters.append(
             Expired(
                 str(meta["name"]),
                 str(meta["labels"].get(RUN_KEY)),
@@ -327,7 +336,7 @@ def delete_expired(api: KubeApi, dry_run: bool = False) -> list[Expired]:
                 why,
             )
         )
-    return told
+    return clusters
 
 
 def notes_of(found: Mapping[str, Any]) -> dict[str, str]:

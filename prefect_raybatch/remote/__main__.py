@@ -1,7 +1,7 @@
 """The program that Ray's job server starts: `python -m prefect_raybatch.remote RUN_URI NUMBER`.
 
-Reads its job from the record of that number and works on the run as a driver in a flow's process
-would. Exit status: 0 complete, 1 an error, 3 superseded by another job, 4 drained, 143 stopped.
+Reads its job from the record of that number and works on the run, like the driver of a flow. Exit
+status: 0 complete, 1 an error, 3 superseded by another job, 4 drained, 143 stopped.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ SUPERSEDED, DRAINED = 3, 4
 
 
 def work(uri: str, number: int) -> int:
-    """Work on the run until it is complete; return the exit status. The job is in the run
-    directory, which others may write to, so the operator's policy limits it."""
+    """Work on the run until it is complete; return the exit status.
+
+    The operator's policy limits the job, because others may write to the run directory with it.
+    """
     with under(operator_policy()):
         return _work(uri, number)
 
@@ -64,7 +66,7 @@ def _work(uri: str, number: int) -> int:
     except RayBatchError as error:
         records.end(number, Outcome(type(error).__name__, str(error)))
         raise
-    # The cluster is the one that runs this: Ray has put its address into the environment.
+    # This process runs on the cluster: Ray has set its address in the environment.
     here = {"cluster.address": "auto", "cluster.job_server": None, "cluster.block": None}
     job = _with_keys(edited(job, here, f"job {number}"))
     run = replace(
@@ -85,7 +87,7 @@ def _work(uri: str, number: int) -> int:
         if isinstance(error, RunDrained):
             return DRAINED
         if not isinstance(error, RayBatchError):
-            raise  # its traceback belongs into Ray's log
+            raise  # so that its traceback is in Ray's log
         return 1
     finally:
         over.set()
@@ -95,14 +97,17 @@ def _work(uri: str, number: int) -> int:
 
 
 def _recorded_job(record: Record, plan: Plan) -> BatchJob:
-    """Return the job of a record. Raise `CorruptRun` if it is not the one that was submitted, or
-    not the plan's: whoever may write to the run directory can write another."""
+    """Return the job of a record.
+
+    Raises `CorruptRun` if it is not the job that was submitted, or not the plan's: anybody who may
+    write to the run directory can replace the record.
+    """
     where = job_path(record.number)
     submitted = os.environ.get(DIGEST_ENV)
     if submitted is not None and record.digest != submitted:
         raise CorruptRun(
-            f"{where} is another job than the one that was submitted, so it is not run; see who "
-            "may write to the run directory, then run the same command again: it begins another job"
+            f"{where} differs from the job that was submitted, so it was not started. Check who "
+            "can write to the run directory, then run the same command again to submit a new job"
         )
     job = BatchJob.from_dict(record.job, f"job {record.number}")
     check_recorded_job(job, record.accepted_fields, plan, where)
@@ -110,7 +115,7 @@ def _recorded_job(record: Record, plan: Plan) -> BatchJob:
 
 
 def _output(uri: str) -> BatchJob:
-    """Return a job that only knows how to reach the run directory, where the real job is."""
+    """Return a job with only the access to the run directory, which contains the real job."""
     given = json.loads(os.environ.get(OUTPUT_ENV, "{}"))
     return _with_keys(
         BatchJob.from_dict(
@@ -136,23 +141,23 @@ def _with_keys(job: BatchJob) -> BatchJob:
 def _superseded(records: JobRecords, number: int) -> bool:
     newest = records.newest_number()
     if newest > number:
-        log.warning("job %d has taken over from job %d, which ends", newest, number)
+        log.warning("job %d supersedes job %d, which stops", newest, number)
     return newest > number
 
 
 def guard(records: JobRecords, number: int, over: threading.Event) -> None:
-    """End this process when a newer job is recorded: this one was then considered dead."""
+    """End this process when a newer job is recorded, because this one was then considered dead."""
     while not over.wait(NEWER_JOB_LOOK):
         try:
             if _superseded(records, number):
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
-        except RayBatchError as error:  # the store is away: the work itself will say so
-            log.debug("no look for a newer job: %s", error)
+        except RayBatchError as error:  # the work itself reports an unavailable store
+            log.debug("could not look for a newer job: %s", error)
 
 
 class _Lines:
-    """Progress for readers of Ray's dashboard; the flow derives its own from the commits."""
+    """Prints progress for Ray's dashboard; the flow derives its own from the commits."""
 
     def __init__(self) -> None:
         self.printed = 0.0
@@ -165,7 +170,7 @@ class _Lines:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)  # so that what is open is closed: Ray kills 3 s later
+    raise SystemExit(128 + number)  # close what is open: Ray kills 3 s later
 
 
 def main() -> int:

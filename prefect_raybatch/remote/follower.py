@@ -1,20 +1,20 @@
 """Runs inference as a job of Ray's job server, which outlives this process, and follows it.
 
-Never two live jobs for one run, and none that nobody knows of:
+A run never has two live jobs, and every job can be found again:
 
-- A job has a number and, made from it, a submission id. Its record is written by put-if-absent
-  *before* it is submitted (`job_records`), so the next flow finds it even if the submitter died
-  between the two. Ray accepts an id once in the life of a head: of any number of submitters of the
-  same record one starts the job, and the others find it.
-- A flow that wants the run done reads the newest record and asks the server. Live: follow it.
-  Succeeded: collect. Unknown (the submitter died first, or the head lost its memory): submit the
-  same id. Failed or stopped: write record N + 1 and look again; the loser of that race finds the
-  winner's record.
-- A job looks for a newer record than its own and ends itself if there is one. So the submission of
-  a flow that slept for an hour starts nothing, and a job that its server considered dead stops.
+- A job has a number, from which its submission id is derived. Its record is written by
+  put-if-absent *before* it is submitted (`records`), so the next flow finds it even if the
+  submitter dies in between. A Ray head accepts an id only once: of several submitters of the same
+  record, one starts the job and the others find it.
+- A flow reads the newest record and asks the server about that job. Live: follow it. Succeeded:
+  collect. Unknown (the submitter died first, or the head lost its state): submit the same id.
+  Failed or stopped: write record N + 1 and look again; the loser of that race finds the winner's
+  record.
+- A job looks for a newer record than its own and ends itself if there is one. So a late submission
+  of a suspended flow has no effect, and a job that its server considered dead stops.
 
-Rows do not depend on this: commits say what is done, and two live jobs would only ask some rows
-twice.
+The result does not depend on this: commits record what is done, and two live jobs would only infer
+some rows twice.
 """
 
 from __future__ import annotations
@@ -61,13 +61,17 @@ from prefect_raybatch.storage import open_store, read_ahead
 
 log = logging.getLogger(__name__)
 
-POLL = 2.0  # seconds between questions whether the job lives
-LOOK_EVERY = 2.0  # seconds between looks for new commits, more where looking takes long
+POLL = 2.0  # seconds between queries for the job's status
+LOOK_EVERY = 2.0  # seconds between looks for new commits; longer if looking takes long
 STOP_WAIT = 25.0  # seconds for a job to stop: Prefect kills a cancelled process after 30
-ONE_BY_ONE = 1000  # commits read singly; more are worth reading the checkpoints
-MOST_JOBS = 100  # jobs that may end while they are followed before something else must be wrong
-OUTPUT_ENV = "RAYBATCH_OUTPUT"  # how the job reaches the run directory: options without secrets
-DIGEST_ENV = "RAYBATCH_JOB_DIGEST"  # of the job that was submitted, whatever its record holds
+ONE_BY_ONE = 1000  # commits to read individually; for more, the checkpoints are read
+MOST_JOBS = 100  # jobs in a row that may end without completing the run
+OUTPUT_ENV = "RAYBATCH_OUTPUT"  # store options for the run directory, without secrets
+DIGEST_ENV = "RAYBATCH_JOB_DIGEST"  # digest of the job as it was submitted
+JOBS_ENDED = (
+    f"{MOST_JOBS} Ray jobs in a row ended without completing the run; see their logs in Ray's "
+    "dashboard"
+)
 REMOTE_COMMAND = "python -m prefect_raybatch.remote"
 
 
@@ -95,12 +99,11 @@ def infer(
     observe: Callable[[Progress], None] = lambda progress: None,
     owner: Owner | None = None,
 ) -> Progress:
-    """Run `infer_run` here or, if the job names a job server, as a Ray job that is followed from
-    here.
+    """Run `infer_run` here or, if the job names a job server, as a Ray job that is followed here.
 
-    `loaded` is the job with the credentials of its blocks. Raises what the job raised;
-    `JobServerUnavailable` and `JobLost` (worth a retry, which finds the job again), `JobStopped`,
-    and `ConfigError` for secrets that would be exposed.
+    `loaded` is the job with the credentials of its blocks. Raises what the Ray job raised,
+    `JobServerUnavailable` and `JobLost` (a retry finds the job again), `JobStopped`, and
+    `ConfigError` for secrets that would be exposed.
     """
     if loaded.cluster.access.job_server is None:
         return infer_run(loaded, run, observe)
@@ -146,17 +149,17 @@ class Follower:
                 ended = self.follow(record, server)
                 if ended is not None:
                     self._collect(record, ended)
-        raise JobLost(f"{self.run.uri}: {MOST_JOBS} jobs ended one after another; see their logs")
+        raise JobLost(f"{self.run.uri}: {JOBS_ENDED}")
 
     @property
     def attached(self) -> bool:
-        """Return whether a Ray job continues when this process ends."""
+        """Return whether a Ray job exists that continues when this process ends."""
         return self._current is not None
 
     # --- find or submit ---------------------------------------------------------------------
 
     def attach(self) -> tuple[Record, JobServer]:
-        """Return the record of the one job that is live or has succeeded, and its server."""
+        """Return the record and server of the run's live or succeeded job; submit one if needed."""
         for _ in range(MOST_JOBS):
             newest = self.records.newest()
             if newest is None:
@@ -179,54 +182,56 @@ class Follower:
                     log.info("following the Ray job %s", newest.id)
                     self._check_accepted(newest)
                     return newest, server
-                log.info("stopping the Ray job %s of an earlier try", newest.id)
+                log.info("stopping the Ray job %s of an earlier attempt", newest.id)
                 server.stop(newest.id, STOP_WAIT)
             elif found.status == "SUCCEEDED" and self.watch.look_now():
                 return newest, server
             self._next(newest.number + 1)
-        raise JobLost(f"{self.run.uri}: {MOST_JOBS} jobs ended one after another; see their logs")
+        raise JobLost(f"{self.run.uri}: {JOBS_ENDED}")
 
     def _check_accepted(self, record: Record) -> None:
-        """Report differences of a continuing job that were not accepted when it was submitted."""
-        known = {(one.field, one.new) for one in record.accepted_fields}
-        for one in self.run.accepted:
-            if (one.field, one.new) not in known:
+        """Warn about accepted differences that a job submitted earlier does not use."""
+        submitted = {(accepted.field, accepted.new) for accepted in record.accepted_fields}
+        for accepted in self.run.accepted:
+            if (accepted.field, accepted.new) not in submitted:
                 log.warning(
-                    "the Ray job %s works on without %s; stop it (ray job stop %s) and begin the "
-                    "run again for that to count",
-                    *(record.id, one.field, record.id),
+                    "the Ray job %s was submitted before the change of %s was accepted and does "
+                    "not use it. To apply it, stop the job (ray job stop %s) and start the run "
+                    "again",
+                    *(record.id, accepted.field, record.id),
                 )
 
     def _next(self, number: int) -> None:
         self.records.add(number, self.sent, self.url, self.owner.id, self.run)
 
     def _pass_over(self, record: Record) -> None:
-        """Begin the next job instead of one that is recorded at another server. That server is not
-        contacted: whoever may write to the run directory could name one of their own, which would
-        receive this one's credentials and could claim that the run is being worked on."""
+        """Submit the next job instead of one that is recorded at another server.
+
+        That server is not contacted: anybody who may write to the run directory could name a server
+        of their own, which would receive the credentials and could claim to run the job.
+        """
         where = f"the Ray job {record.id} is recorded at {hide_path(record.server)[:200]!r}"
         ours = f"cluster.job_server is {self.url}"
         if self._current is not None:
             raise ConfigError(
-                f"{where}, but {ours}, and job {self._current[0].id} was followed there: another "
-                "flow works on this run at the other server. Name the same job server in both, or "
-                "let that flow finish"
+                f"{where}, but {ours}: another flow is working on this run at the other server. "
+                "Set the same cluster.job_server in both, or wait until the other flow has ended"
             )
         log.warning(
-            "%s, but %s. A server that only a run directory names is not asked, so that job is not "
-            "followed: job %d begins here, and an older job that is alive ends itself when it sees "
-            "that. To follow the old one instead, stop this run and name its server in the job",
+            "%s, but %s. For security, a server that only the run directory names is not "
+            "contacted: job %d starts here, and the old job stops when it notices. To follow the "
+            "old job instead, stop this run and set cluster.job_server to its server",
             *(where, ours, record.number + 1),
         )
         self._next(record.number + 1)
 
     def _differs(self, record: Record) -> bool:
-        """Return whether a recorded job is not the one that this flow would send."""
+        """Return whether a recorded job differs from the one that this flow would submit."""
         if record.digest == self.digest:
             return False
         log.warning(
-            "job %d of this run is not known to the job server and is not the job that this run is "
-            "given; job %d takes its place",
+            "job %d of this run does not exist at the job server and differs from the present job; "
+            "job %d replaces it",
             *(record.number, record.number + 1),
         )
         return True
@@ -240,12 +245,12 @@ class Follower:
         }
         command = f"{self.command} {shlex.quote(self.run.uri)} {record.number}"
         server.submit(record.id, command, metadata, self.env)
-        log.info("the Ray job %s runs at %s", record.id, record.server)
+        log.info("the Ray job %s was submitted to %s", record.id, record.server)
 
     # --- follow -----------------------------------------------------------------------------
 
     def follow(self, record: Record, server: JobServer) -> RayJob | None:
-        """Wait for the job's end; return None if the server no longer knows it."""
+        """Wait for the job's end and return it; return None if the server no longer has it."""
         feed = LogFeed(partial(server.logs, record.id))
         while True:
             found = server.find(record.id)
@@ -257,8 +262,7 @@ class Follower:
             self.sleep(POLL)
 
     def _collect(self, record: Record, ended: RayJob) -> None:
-        """Return if the run is complete or a newer job is there to follow; otherwise raise what the
-        job raised."""
+        """Raise what the job raised, unless the run is complete or a newer job exists."""
         outcome = self.records.outcome(record.number)
         if outcome is not None:
             self.watch.progress.process_deaths = outcome.engine_deaths
@@ -267,17 +271,21 @@ class Follower:
             return
         if ended.status == "STOPPED":
             raise JobStopped(
-                f"the Ray job {record.id} was stopped; what is committed is kept, and the same "
-                "run again continues it"
+                f"the Ray job {record.id} was stopped. Committed shards are kept; start the same "
+                "run again to continue"
             )
         if outcome is not None and outcome.error:
             raise error_of(outcome)
-        raise JobLost(f"the Ray job {record.id} ended as {ended.status}: {ended.message[-1000:]}")
+        message = ended.message[-1000:]
+        raise JobLost(f"the Ray job {record.id} ended with status {ended.status}: {message}")
 
     @contextmanager
     def _on_signal(self) -> Iterator[None]:
-        """Cancel the job with a cancelled flow run. If the flow run is only interrupted (a drained
-        worker, Ctrl-C), the job continues, unless on_crash says stop."""
+        """Stop the job if the block is ended by a signal and the flow run was cancelled.
+
+        If the flow run is only interrupted (a drained worker, Ctrl-C), the job continues, unless
+        `on_crash` is stop.
+        """
         try:
             yield
         except Exception:
@@ -288,21 +296,25 @@ class Follower:
                 if self.job.cluster.on_crash == "stop" or self.owner.cancelled():
                     self._stop(record, server)
                 else:
-                    log.warning("the Ray job %s goes on; the same run again follows it", record.id)
+                    text = "the Ray job %s continues; start the same run again to follow it"
+                    log.warning(text, record.id)
             raise
 
     def _stop(self, record: Record, server: JobServer) -> None:
         log.info("stopping the Ray job %s", record.id)
-        with suppress(RayBatchError):  # the signal must get through; reconcile stops what is left
+        with suppress(RayBatchError):  # the signal must not be lost; reconcile stops the job later
             if server.stop(record.id, STOP_WAIT):
-                log.info("the Ray job %s has stopped; what is committed is kept", record.id)
+                log.info("the Ray job %s has stopped; committed shards are kept", record.id)
                 return
-        log.error("the Ray job %s has not stopped: raybatch reconcile will", record.id)
+        text = "the Ray job %s has not stopped; stop it with: raybatch reconcile %s"
+        log.error(text, record.id, self.url)
 
 
 class Watch:
-    """Progress of a run from its commits, whoever makes them; for a run that reuses answers, from
-    those of its requests phase and then from its own."""
+    """Progress of a run from its commits, whichever driver writes them.
+
+    For a run that reuses answers, first from the commits of its requests phase, then from its own.
+    """
 
     def __init__(self, ledger: Ledger, plan: Plan, observe: Callable[[Progress], None]):
         self.observe = observe
@@ -330,7 +342,7 @@ class Watch:
         return self.own if self.asks is None or self.asks.whole else self.asks
 
     def begin(self) -> None:
-        """Count what is committed already."""
+        """Count the existing commits."""
         for commits in (self.asks, self.own):
             if commits is not None:
                 commits.begin()
@@ -338,12 +350,12 @@ class Watch:
         self.observe(self._now.progress)
 
     def look_now(self) -> bool:
-        """Look, and return whether every shard is committed."""
+        """Count new commits; return whether every shard is committed."""
         self.look(now=True)
         return self.whole
 
     def look(self, now: bool = False) -> None:
-        """Count new commits if it is time to look, or `now`."""
+        """Count new commits if it is due, or `now`."""
         began = time.monotonic()
         if not now and began < self._next:
             return
@@ -364,14 +376,14 @@ class Watch:
         counts = Counts.of(commits.progress)
         try:
             beat = told_elsewhere(commits.ledger.store, counts, over)
-        except RayBatchError as error:  # only for people: the commits decide
-            log.info("heartbeats cannot be read: %s", error)
+        except RayBatchError as error:  # heartbeats are only for display
+            log.info("could not read heartbeats: %s", error)
             beat = unheard(counts)
         self.observe.hear(beat.seen(commits.progress.done))
 
 
 class Commits:
-    """Progress from the commits of one ledger; `seen` are the shards that are counted."""
+    """Progress from the commits of one ledger; `seen` marks the counted shards."""
 
     def __init__(self, ledger: Ledger, plan: Plan):
         self.ledger, self.plan = ledger, plan
@@ -384,7 +396,7 @@ class Commits:
         return bool(self.seen.all())
 
     def begin(self) -> None:
-        """Count what is committed already."""
+        """Count the existing commits."""
         listing = self.ledger.listing(self.plan)
         for commit in self.ledger.commits(self.plan, listing):
             self.progress.add(commit, self._last)
@@ -396,7 +408,7 @@ class Commits:
         """Count new commits; return whether there are any."""
         commits = self._fresh()
         for commit in commits:
-            # The first commit's work began with the engines, not with the job.
+            # The first commit's work began when the engines had started, not with the job.
             first = commit.stats.started or self._last
             self.progress.add(commit, self._last if self.progress.recent else first)
             self._last = max(self._last, commit.committed)
@@ -419,33 +431,33 @@ class Commits:
 
 
 def environment(job: BatchJob, api: str) -> dict[str, str]:
-    """Return the environment variables of the job's process: nothing secret. `api` is the URL of
-    Prefect's API as known here.
+    """Return the environment variables of the Ray job, without secrets.
 
-    Raises `ConfigError` if blocks are named and the cluster could not reach Prefect's API.
+    `api` is the URL of Prefect's API. Raises `ConfigError` if the job names blocks and the cluster
+    cannot reach the API.
     """
     block = job.output.credentials_block
-    given = {"options": job.output.options, "credentials_block": block}
-    env = {OUTPUT_ENV: json.dumps(given)}
+    output = {"options": job.output.options, "credentials_block": block}
+    env = {OUTPUT_ENV: json.dumps(output)}
     if block or job.source.credentials_block:
         if not api or "@" in api.split("/api", 1)[0]:
             raise ConfigError(
-                "credentials_block with cluster.job_server: the cluster loads the block itself, "
-                "so PREFECT_API_URL must name an API it can reach, without a password in it "
-                "(PREFECT_API_KEY belongs into the nodes' environment)"
+                "credentials_block with cluster.job_server: the cluster loads the block, so set "
+                "PREFECT_API_URL to an API that it can reach, without a password in the URL. Set "
+                "PREFECT_API_KEY in the nodes' environment"
             )
         env["PREFECT_API_URL"] = api
     return env
 
 
 def error_of(outcome: Outcome) -> Exception:
-    """Return the error a job left: one of ours, or a builtin that no retry helps, else JobLost."""
+    """Return the recorded error: of this package, a terminal builtin, or else JobLost."""
     kind = getattr(errors, str(outcome.error), None)
     if isinstance(kind, type) and issubclass(kind, RayBatchError):
         return kind(outcome.message)
     text = f"{outcome.error}: {outcome.message}"
-    hopeless = {kind.__name__: kind for kind in (TypeError, ValueError, NotImplementedError)}
-    return hopeless.get(str(outcome.error), JobLost)(text)
+    terminal = {kind.__name__: kind for kind in (TypeError, ValueError, NotImplementedError)}
+    return terminal.get(str(outcome.error), JobLost)(text)
 
 
 def _by_us(record: Record) -> bool:

@@ -1,9 +1,8 @@
-"""Log lines of a Ray job in the Prefect page: only ours, each once, and limited in number.
+"""Copies the package's log lines of a Ray job to the Prefect page, each once and limited in number.
 
-The job marks its own lines (`MarkedLines`); whatever else a driver prints (Ray, vLLM, tokenizers)
-stays in Ray's dashboard. Following means reading the log again and taking what is new. Ray's
-websocket is not used: it ends silently when a proxy or the head drops it, repeats everything when
-reopened, and is no reliable source about the job.
+The job marks these lines (`MarkedLines`); the other output of the driver (Ray, vLLM, tokenizers) is
+only in Ray's dashboard. The whole log is read again each time. Ray's websocket is not used: it ends
+silently when a proxy or the head drops it, and repeats everything when reopened.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from prefect_raybatch.harmless import visible
 
 log = logging.getLogger(__name__)
 
-LOGS_EVERY = 5.0  # seconds between looks; longer where looking itself takes long
-LOOK_SHARE = 0.1  # of the time that may go into looking
-LINES_A_MINUTE = 30  # of those below ERROR
-MOST_LOG_BYTES = 16 << 20  # a log is read whole each time; beyond this it is left to the dashboard
+LOGS_EVERY = 5.0  # seconds between reads; longer if reading takes long
+LOOK_SHARE = 0.1  # maximum share of the time spent on reading
+LINES_A_MINUTE = 30  # maximum number of lines below ERROR
+MOST_LOG_BYTES = 16 << 20  # a longer log is no longer read
 _MARK = re.compile(r"\[raybatch (INFO|WARNING|ERROR|CRITICAL)\] (.*)\Z")
 _MORE = "[raybatch ...] "
 _DIGITS = re.compile(r"\d+")
 
 
 class MarkedLines(logging.Formatter):
-    """Formats `[raybatch LEVEL] text`; further lines of a message are marked as such."""
+    """Formats records as `[raybatch LEVEL] text`, and marks further lines of a message."""
 
     def format(self, record: logging.LogRecord) -> str:
         first, *more = (visible(super().format(record)) or " ").split("\n")
@@ -37,7 +36,7 @@ class MarkedLines(logging.Formatter):
 
 
 def parse(lines: list[str]) -> Iterator[tuple[int, str]]:
-    """Yield (level, message) of the marked lines."""
+    """Yield level and message of the marked lines."""
     level, text = 0, ""
     for line in lines:
         match = _MARK.match(line)
@@ -54,8 +53,8 @@ def parse(lines: list[str]) -> Iterator[tuple[int, str]]:
 class LogFeed:
     """Passes new marked lines of a growing log to `emit(level, message)`.
 
-    Repetitions (same text except for its numbers) within a minute are counted, not shown, and at
-    most LINES_A_MINUTE lines below ERROR are shown; the number left out is reported.
+    Within a minute, repetitions (same text except for numbers) are not shown, and at most
+    LINES_A_MINUTE lines below ERROR are. The number of lines left out is reported.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class LogFeed:
         self._given_up = False
 
     def poll(self, last: bool = False) -> None:
-        """Look if it is time to; `last` always looks and takes an unfinished line as well."""
+        """Read the log if it is due; `last` always reads, and accepts an unfinished line."""
         began = self.clock()
         if self._given_up or (began < self._next and not last):
             return
@@ -84,7 +83,7 @@ class LogFeed:
         self._next = began + max(LOGS_EVERY, took / LOOK_SHARE)
 
     def _take(self, text: str, last: bool) -> None:
-        if len(text) < self._taken:  # another log: the job was begun anew under its id
+        if len(text) < self._taken:  # the job was restarted with the same id, so its log is new
             self._taken = 0
         new = text[self._taken :]
         if not last:
@@ -96,7 +95,8 @@ class LogFeed:
             self._end_minute()
         if len(text) > MOST_LOG_BYTES and not self._given_up:
             self._given_up = True
-            self.emit(logging.WARNING, "the job's log is too long to follow; see Ray's dashboard")
+            text = "the job's log is too long to follow; see Ray's dashboard for further lines"
+            self.emit(logging.WARNING, text)
 
     def _pass_on(self, level: int, message: str) -> None:
         now = self.clock()

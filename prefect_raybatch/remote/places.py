@@ -1,5 +1,4 @@
-"""Runs inference where the job asks for it: here, at a job server, or on a cluster created for
-it."""
+"""Runs inference where the job asks for it: here, at a job server, or on a new cluster."""
 
 from __future__ import annotations
 
@@ -34,11 +33,10 @@ def infer_in_place(
     owner: Owner | None = None,
     api_of: Callable[[Kubernetes], KubeApi] = KubeApi,
 ) -> Progress:
-    """Call `infer`, with the cluster created before and deleted after it if `cluster.kubernetes`
-    asks for one.
+    """Run inference, on a cluster that is created for the run if `cluster.kubernetes` is set.
 
     Raises what `infer` does, and `ClusterNotReady`, `ClusterUnavailable` (Kubernetes does not
-    answer) and `ConfigError` for what Kubernetes rejects.
+    answer) and `ConfigError` (Kubernetes rejects a request).
     """
     check_run_place(run.uri)
     check_trust(loaded)
@@ -61,7 +59,7 @@ def infer_in_place(
 
 
 def _on_cluster(cluster: RunCluster, follower: Follower, owner: Owner, stops: bool) -> Progress:
-    """Work on the cluster and delete it, however that ends, unless the job must continue."""
+    """Work on the cluster, then delete it, unless its Ray job continues without this process."""
     with cluster:
         try:
             cluster.wait_ready()
@@ -83,14 +81,14 @@ def _on_cluster(cluster: RunCluster, follower: Follower, owner: Owner, stops: bo
 
 
 def _reached(loaded: BatchJob, url: str) -> BatchJob:
-    """Return the job with that job server and the credentials it had."""
+    """Return the job with another job server and the same credentials."""
     was = loaded.cluster.access
     access = ClusterAccess(None, url, was.headers, was.token, was.block)
     return with_access(loaded, access)
 
 
 def _tell(observe: Callable[[Progress], None], progress: Progress, text: str) -> None:
-    """Show what the run waits for where the start-up phases are shown."""
+    """Report what the run waits for as a start-up phase."""
     if isinstance(observe, Listener):
         now = time.time()
         observe.hear(Beat.of(Counts.of(progress, now), now, phase=MAKING, about=text))

@@ -45,9 +45,11 @@ from prefect_raybatch.storage import Store
 
 @dataclass(frozen=True)
 class Record:
-    """Job `number` of a run, as it was about to be submitted. `job` is what it works on, without
-    secrets; `flow_run` is the Prefect flow run that submitted it. `accepted` and `model` are the
-    run's, if a user has accepted that the job differs from the plan."""
+    """Ray job `number` of a run, recorded before it is submitted.
+
+    `job` is the batch job without secrets; `flow_run` is the Prefect flow run that submits it.
+    `accepted` and `model` are the run's, if a user has accepted that the job differs from the plan.
+    """
 
     number: int
     id: str
@@ -65,7 +67,7 @@ class Record:
 
     @property
     def accepted_fields(self) -> tuple[Accepted, ...]:
-        """Return the accepted differences; raise `CorruptRun` if the record is malformed there."""
+        """Return the accepted differences; raise `CorruptRun` if they are malformed."""
         return accepted_in({"accepted": self.accepted}, job_path(self.number))
 
     @property
@@ -76,7 +78,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended by its own account: `error` is a class name, None for a complete run."""
+    """How a job ended, as it recorded itself; `error` is a class name, None for success."""
 
     error: str | None = None
     message: str = ""
@@ -85,7 +87,7 @@ class Outcome:
 
 
 class JobRecords:
-    """The records of one run directory."""
+    """The records of Ray jobs in one run directory."""
 
     def __init__(self, store: Store, run_key: str, plan_hash: str):
         self.store, self.run_key, self.plan_hash = store, run_key, plan_hash
@@ -108,9 +110,9 @@ class JobRecords:
             value = load(read_record(self.store, path), path)
             record = Record(**value)
         except FileNotFoundError:
-            raise CorruptRun(f"{path} does not exist, though the job was submitted") from None
+            raise CorruptRun(f"{path} does not exist, although the job was submitted") from None
         except TypeError as error:
-            raise CorruptRun(f"{path} is no record of a job: {error}") from None
+            raise CorruptRun(f"{path} is not a job record: {error}") from None
         kinds = (type(record.number), type(record.id), type(record.job), type(record.server))
         ours = (record.number, record.id, record.plan_hash) == (
             *(number, self.id_of(number), self.plan_hash),
@@ -127,10 +129,12 @@ class JobRecords:
         flow_run: str | None,
         run: Run | None = None,
     ) -> bool:
-        """Claim the number by put-if-absent; return False if another flow was first. `run` holds
-        what was accepted for it."""
+        """Claim the number by put-if-absent; return False if another flow was first.
+
+        `run` has the accepted differences.
+        """
         user = "unknown"
-        with suppress(OSError, KeyError):  # containers run under numbers without a name
+        with suppress(OSError, KeyError):  # containers may run under a user id without a name
             user = getpass.getuser()
         record = Record(
             number=number,
@@ -150,23 +154,23 @@ class JobRecords:
         return put_record_if_absent(self.store, job_path(number), dump(value))
 
     def id_of(self, number: int) -> str:
-        """Return the submission id: the same from every process, and never another run's."""
+        """Return the submission id, which is unique to the run and the same in every process."""
         key = re.sub(r"[^A-Za-z0-9_-]", "-", self.run_key)
         return f"raybatch-{key}-{self.plan_hash[:12]}-{number}"
 
     def end(self, number: int, outcome: Outcome) -> None:
-        """Record the job's outcome when it ends."""
+        """Record how the job ended."""
         put_record(self.store, job_end_path(number), dump(asdict(outcome)))
 
     def outcome(self, number: int) -> Outcome | None:
-        """Return the recorded outcome; None if the job ended without one."""
+        """Return the recorded outcome; None if there is none."""
         path = job_end_path(number)
         try:
             return Outcome(**load(read_record(self.store, path), path))
         except FileNotFoundError:
             return None
         except TypeError as error:
-            raise CorruptRun(f"{path} is no outcome of a job: {error}") from None
+            raise CorruptRun(f"{path} is not a job outcome: {error}") from None
 
 
 def job_digest(
@@ -175,19 +179,23 @@ def job_digest(
     accepted: Iterable[Accepted],
     model: Mapping[str, Any] | None,
 ) -> str:
-    """Return the SHA-256 of what a Ray job works on: the plan, the job as it is sent, and what was
-    accepted of it with the model that this brings, whoever accepted it and when."""
+    """Return the SHA-256 of the plan, the job as it is sent, and the accepted differences.
+
+    With accepted differences, their model counts too, but not who accepted them and when.
+    """
     differences = sorted([one.field, one.old, one.new] for one in accepted)
     model = dict(model) if model and differences else None
     return digest(dump({"plan": plan_hash, "job": job, "accepted": differences, "model": model}))
 
 
 def check_recorded_job(job: BatchJob, accepted: Iterable[Accepted], plan: Plan, where: str) -> None:
-    """Raise `CorruptRun` if a job from the run directory is not the job of the plan, apart from the
-    accepted fields and from those that change no answer."""
+    """Raise `CorruptRun` if a job from the run directory differs from the plan.
+
+    Accepted fields, and fields that do not change answers, may differ.
+    """
     kept = planned_job(plan)
     planned = {name: part for name, part in plan.parts.items() if name not in LOOKED_UP}
-    if "retry" in plan.parts:  # its rows are those of the parent's quarantine
+    if "retry" in plan.parts:  # its rows come from the parent's quarantine
         fields = answer_fields(kept)
         planned |= {name: part for name, part in fields.items() if name.startswith("source.")}
     fields = shown_parts(answer_fields(_with_planned_texts(job, plan)))
@@ -202,20 +210,22 @@ def check_recorded_job(job: BatchJob, accepted: Iterable[Accepted], plan: Plan, 
     ]
     if differences:
         raise CorruptRun(
-            f"{where} holds another job than the plan, so it is not run:\n  "
+            f"{where} contains a job that differs from the plan, so it was not started:\n  "
             + "\n  ".join(differences)
-            + "\nNo flow writes such a record. See who may write to the run directory, then run "
-            "the same command again: it begins another job"
+            + "\nNo flow writes such a record. Check who can write to the run directory, then run "
+            "the same command again to submit a new job"
         )
 
 
 def _with_planned_texts(job: BatchJob, plan: Plan) -> BatchJob:
-    """Return the job with the chat template and the schema from the plan, since the files that the
-    job names may be elsewhere."""
+    """Return the job with the chat template and the schema from the plan.
+
+    The files that the job names may not exist on this machine.
+    """
     template = plan.parts.get("prompt.chat_template")
     if job.prompt.chat_template is not None and isinstance(template, str):
         job = with_template_text(job, template)
-    # A class that the job names is not imported: the policy has not been asked about it.
+    # A schema class named in the job is not imported, because the policy was not checked for it.
     return with_answer_schema(job, plan.parts.get("output.schema_model") or "{}")
 
 
@@ -229,31 +239,31 @@ def _accepted(run: Run | None) -> dict[str, Any]:
 def sendable(job: BatchJob) -> dict[str, Any]:
     """Return the job as it may be recorded and sent to a cluster.
 
-    Raises `ConfigError` that names a field that may be a secret: Ray's job server shows what passes
-    through it to everybody who can open its dashboard.
+    Raises `ConfigError` for a field that may contain a secret, because Ray's job server shows it to
+    everybody who can open its dashboard.
     """
     value = public_job(job)
-    value.get("cluster", {}).pop("kubernetes", None)  # of no use to who works there
-    for group, given in (("source", job.source.options), ("output", job.output.options)):
+    value.get("cluster", {}).pop("kubernetes", None)  # not used on the cluster
+    for group, options in (("source", job.source.options), ("output", job.output.options)):
         _refuse(
             f"{group}.options",
-            hide_options(given),
-            f"name a Prefect block in {group}.credentials_block, or give the cluster's nodes a "
-            "role or environment variables of their own",
+            hide_options(options),
+            f"Name a Prefect block in {group}.credentials_block, or give the cluster's nodes a "
+            "role or environment variables",
         )
-        if given:
-            value.setdefault(group, {})["options"] = dict(given)
+        if options:
+            value.setdefault(group, {})["options"] = dict(options)
     nodes = "in the environment of the cluster's nodes"
     if job.source.catalog:
         shown = hide_catalog(job.source.catalog)
-        _refuse("source.catalog", shown, f"write ${{NAME}} there, and set the variable {nodes}")
+        _refuse("source.catalog", shown, f"Write ${{NAME}} there, and set the variable {nodes}")
         value["source"]["catalog"] = dict(job.source.catalog)
-    _refuse("engine.env", hide_env(job.engine.env), f"set it {nodes}")
+    _refuse("engine.env", hide_env(job.engine.env), f"Set it {nodes}")
     if job.engine.env:
         value.setdefault("engine", {})["env"] = dict(job.engine.env)
     arguments = model_request(job.engine).given
     hidden = {name: hide_argument(item, name) for name, item in arguments.items()}
-    _refuse("engine", hidden, f"set HF_TOKEN or the like {nodes}")
+    _refuse("engine", hidden, f"Set HF_TOKEN or a similar variable {nodes}")
     return value
 
 
@@ -261,6 +271,7 @@ def _refuse(where: str, shown: Mapping[str, Any], remedy: str) -> None:
     field = next(masked(shown, where), None)
     if field is not None:
         raise ConfigError(
-            f"{field} may be a secret, which cluster.job_server would show: {remedy}; if it is "
-            f"none, name it in {SAFE_NAMES} in the environment of the flow"
+            f"{field} may be a secret, which Ray's dashboard at cluster.job_server would show. "
+            f"{remedy}. If it is not a secret, add its name to {SAFE_NAMES} in the flow's "
+            "environment"
         )

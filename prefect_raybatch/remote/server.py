@@ -1,10 +1,9 @@
-"""A client of Ray's job server with retries: a busy or restarting head is no failure of a job.
+"""A client of Ray's job server with retries, so that a restarting head does not fail a job.
 
-A thin wrapper of `ray.job_submission.JobSubmissionClient`. It adds a time limit for each request
-(the client has none), no redirects (the client sends headers along to other hosts), an address that
-the environment cannot replace (the client lets RAY_ADDRESS override its argument), and a
-distinction between "there is no such job" and "unknown", for which the client raises the same
-RuntimeError.
+A thin wrapper of `ray.job_submission.JobSubmissionClient`. It adds a timeout for each request (the
+client has none), rejects redirects (the client sends its headers to other hosts), keeps the address
+(the client lets RAY_ADDRESS override it), and tells "there is no such job" from other failures, for
+which the client raises the same RuntimeError.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from prefect_raybatch.storage.redirects import redirect_text
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 300.0  # seconds without a good answer before a caller hears of it
-REQUEST = 30.0  # seconds for one request
-HEAD_AWAY_AFTER = 15.0  # seconds without a good answer before it is told, once
+PATIENCE = 300.0  # seconds of retries before an error is raised
+REQUEST = 30.0  # timeout of one request, in seconds
+HEAD_AWAY_AFTER = 15.0  # seconds of retries before a warning
 LONGEST_RETRY_PAUSE = 15.0
 LIVE = frozenset(("PENDING", "RUNNING"))
 _UNKNOWN = re.compile(r"status code 404: Job .* does not exist", re.DOTALL)
@@ -58,8 +57,11 @@ class RayJob:
 
 
 class JobServer:
-    """The job server at `url`. Methods wait up to `patience` seconds for it to come back and then
-    raise `JobServerUnavailable`; they raise `ConfigError` if it rejects us."""
+    """The job server at `url`.
+
+    Methods retry for up to `patience` seconds, then raise `JobServerUnavailable`. They raise
+    `ConfigError` if the server rejects the request.
+    """
 
     def __init__(
         self,
@@ -76,19 +78,22 @@ class JobServer:
         self._made: Any = None
 
     def find(self, id: str) -> RayJob | None:
-        """Return the job, or None if the server knows no such job."""
+        """Return the job, or None if the server has no such job."""
         return self._patiently(lambda: self._find(id))
 
     def jobs(self) -> list[RayJob]:
-        """Return all submitted jobs that the server remembers, including ended ones."""
-        found = self._patiently(lambda: self._client().list_jobs())
-        return [_job(details) for details in found if details.submission_id]
+        """Return all submitted jobs that the server has, including ended ones."""
+        jobs = self._patiently(lambda: self._client().list_jobs())
+        return [_job(details) for details in jobs if details.submission_id]
 
     def submit(
         self, id: str, command: str, metadata: Mapping[str, str], env: Mapping[str, str]
     ) -> None:
-        """Ensure that a job of that id exists, whoever submitted it: an id can be used once, so of
-        any number of submitters one starts it and the others find it."""
+        """Ensure that a job with that id exists.
+
+        Ray accepts an id only once: of several submitters, one starts the job and the others find
+        it.
+        """
 
         def once() -> None:
             try:
@@ -98,11 +103,11 @@ class JobServer:
                     metadata=dict(metadata),
                     runtime_env={"env_vars": dict(env)} if env else None,
                 )
-            except Exception as error:  # refused as a repetition, or its answer was lost?
+            except Exception as error:  # already submitted, or the answer was lost?
                 if self._find(id) is not None:
                     return
                 if _REFUSED.search(str(error)):
-                    raise ConfigError(f"{self.url} refuses the job: {_brief(error)}") from None
+                    raise ConfigError(f"{self.url} rejects the job: {_brief(error)}") from None
                 raise
 
         self._patiently(once)
@@ -126,17 +131,16 @@ class JobServer:
             self._sleep(0.5)
 
     def logs(self, id: str) -> str | None:
-        """Return everything the job has printed so far; None if it is not available now."""
+        """Return the output of the job so far; None if it is not available now."""
         try:
             return str(self._client().get_job_logs(id))
-        except Exception as error:  # without logs the job is still followed, by its state
+        except Exception as error:  # the job is still followed, by its status
             log.debug("no logs of %s: %s", id, _brief(error))
             return None
 
-    def _refused(self, said: str) -> str:
-        """Return the meaning of Ray's AuthenticationError; its text for 403 is "Authentication
-        failed"."""
-        wrong = said.startswith("Authentication failed")
+    def _token_error(self, message: str) -> str:
+        """Return what is wrong with the token, from the message of Ray's AuthenticationError."""
+        wrong = message.startswith("Authentication failed")  # Ray's text for 403
         return (token_wrong if wrong else token_missing)(
             f"cluster.job_server: {self.url}", self.access
         )
@@ -145,7 +149,7 @@ class JobServer:
         try:
             return _job(self._client().get_job_info(id))
         except RuntimeError as error:
-            # A proxy without a backend answers 404 as well: only Ray's own words count.
+            # A proxy without a backend answers 404 as well, so match Ray's text.
             if _UNKNOWN.search(str(error)):
                 return None
             raise
@@ -165,12 +169,12 @@ class JobServer:
                 raise
             except Exception as error:
                 if type(error).__name__ == "AuthenticationError":
-                    raise ConfigError(self._refused(str(error))) from None
+                    raise ConfigError(self._token_error(str(error))) from None
                 now = time.monotonic()
                 if now + pause > deadline:
                     raise JobServerUnavailable(
-                        f"Ray's job server at {self.url} gives no good answer: {_brief(error)}. "
-                        "A job that it runs goes on; the same run again finds it"
+                        f"Ray's job server at {self.url} is unavailable: {_brief(error)}. A "
+                        "running job continues; start the same run again to follow it"
                     ) from None
                 if not away:
                     away = self._missed(now - began, deadline - now, error)
@@ -179,30 +183,30 @@ class JobServer:
             else:
                 if away:
                     silent = time.monotonic() - began
-                    said = "Ray's job server at %s answers again, after %.0f s"
-                    log.warning(said, self.url, silent)
+                    log.warning(
+                        "Ray's job server at %s answers again after %.0f s", self.url, silent
+                    )
                 return reply
 
     def _missed(self, silent: float, left: float, error: Exception) -> bool:
-        """Report a request without a good answer; return whether that was the warning."""
+        """Log a failed request; return whether it was logged as a warning."""
         if silent < HEAD_AWAY_AFTER:
             log.info(
-                "Ray's job server at %s does not answer (%s), asking again", self.url, _brief(error)
+                "Ray's job server at %s does not answer (%s); retrying", self.url, _brief(error)
             )
             return False
         log.warning(
-            "Ray's job server at %s has not answered for %.0f s (%s); it is asked for %.0f s more. "
-            "Meanwhile check that the head is up and that cluster.job_server names it:\n"
+            "Ray's job server at %s has not answered for %.0f s (%s); retrying for another %.0f s. "
+            "Check that the head is up and that cluster.job_server is its address:\n"
             "  raybatch doctor JOB.yaml\n"
-            "What is committed is kept. A head that comes back at this address goes on with the "
-            "run by itself",
+            "Committed shards are kept. If the head comes back at this address, the run continues",
             *(self.url, silent, _brief(error), left),
         )
         return True
 
 
 def connect_client(url: str, headers: Mapping[str, str] | None = None) -> Any:
-    """Return Ray's client of the server at `url`; `headers` override those of the environment."""
+    """Return Ray's client for the server at `url`; `headers` override the environment's."""
     from ray.job_submission import JobSubmissionClient
 
     check_token_file()
@@ -216,7 +220,7 @@ def connect_client(url: str, headers: Mapping[str, str] | None = None) -> Any:
                 raise ConfigError(f"cluster.job_server: {redirect_text(url, location)}")
             return answer
 
-    with _env_lock:  # RAY_ADDRESS would win over the argument, but loses against this one
+    with _env_lock:  # RAY_ADDRESS overrides the argument, and this variable overrides RAY_ADDRESS
         before = os.environ.get(_ENV)
         os.environ[_ENV] = url
         try:
@@ -228,17 +232,16 @@ def connect_client(url: str, headers: Mapping[str, str] | None = None) -> Any:
 
 
 def _headers() -> dict[str, str] | None:
-    """Return headers for a proxy in front of the server, from the variable that Ray's own commands
-    read."""
+    """Return headers for a proxy in front of the server, from the variable that Ray's CLI reads."""
     text = os.environ.get(HEADERS_ENV)
     if not text:
         return None
     with suppress(ValueError):
-        found = json.loads(text)
-        if isinstance(found, dict) and all(isinstance(value, str) for value in found.values()):
-            return found
+        headers = json.loads(text)
+        if isinstance(headers, dict) and all(isinstance(v, str) for v in headers.values()):
+            return headers
     raise ConfigError(
-        f'{HEADERS_ENV} must be a JSON object of texts, such as {{"Authorization": "Bearer ..."}}'
+        f'{HEADERS_ENV} must be a JSON object of strings, such as {{"Authorization": "Bearer ..."}}'
     )
 
 
@@ -253,8 +256,7 @@ def _job(details: Any) -> RayJob:
 
 
 def _brief(error: BaseException) -> str:
-    """Return the message of an error, or what the network reported first: HTTP clients nest several
-    errors."""
+    """Return the message of an error, or of the network error that caused it."""
     first: BaseException | None = error
     while first is not None:
         if isinstance(first, (ConnectionError, TimeoutError, socket.gaierror)) and first.strerror:

@@ -63,8 +63,8 @@ def test_engines_that_die_as_they_start_are_told_as_that(
         infer_run(job, plan_run(job, "key"), engine=DyingEngine)
     said = str(caught.value)
     assert len(list((tmp_path / "notes").iterdir())) == STARTS
-    assert said.startswith(f"an engine's process died as it started, {STARTS} times one after the")
-    assert "8 units of work are left" in said and "connection error code 2" in said
+    assert said.startswith(f"an engine's process died while starting, {STARTS} times in a row")
+    assert "8 units not done" in said and "connection error code 2" in said
     assert "\n" not in said and len(said) < 600
     told = [r.getMessage() for r in caplog.records if "before a shard came" in r.getMessage()]
     assert len(told) == STARTS and ", 1 time until now" in told[0] and ", 4 times" in told[-1]
@@ -89,7 +89,7 @@ def test_one_that_dies_as_it_starts_beside_others_costs_a_pass(
     progress = infer_run(job, plan_run(job, "key"), engine=FineEngine)
     assert (progress.passes, progress.done, progress.engine_deaths) == (3, 40, 0)
     (why,) = progress.losses
-    assert why.startswith("EngineStartDied: an engine's process died as it started, 4 times one")
+    assert why.startswith("EngineStartDied: an engine's process died while starting, 4 times in")
 
 
 def test_an_error_of_ours_in_an_engines_constructor_is_no_death(

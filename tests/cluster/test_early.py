@@ -86,15 +86,15 @@ def csv_job(folder: Path, **groups: Any) -> BatchJob:
     ("groups", "why"),
     [
         ({}, ""),
-        ({"engine": {"max_model_len": "auto"}}, "follows from the rows"),
-        ({"engine": {"quantization": "try-fp8"}}, "a sample of the rows"),
+        ({"engine": {"max_model_len": "auto"}}, "depends on the rows"),
+        ({"engine": {"quantization": "try-fp8"}}, "sampled rows"),
         ({"engine": {"replicas": [1, 4]}}, "is a range"),
         (
             {"engine": {"distributed_executor_backend": "ray", "tensor_parallel_size": 2}},
             "span nodes",
         ),
-        ({"reuse": "latest", "output": {"uri": "out", "keep_answers": True}}, "which rows are"),
-        ({"cluster": {"job_server": "http://head:8265"}}, "this process is not in"),
+        ({"reuse": "latest", "output": {"uri": "out", "keep_answers": True}}, "with reuse"),
+        ({"cluster": {"job_server": "http://head:8265"}}, "has not joined"),
     ],
 )
 def test_a_job_tells_by_itself_why_its_engines_start_late(groups: Any, why: str) -> None:
@@ -149,10 +149,10 @@ def test_sizes_that_follow_from_the_length_of_rows_are_named(
     have = imagined("H200", 1, 16)
     unknown = Guess(1_000_000, early.ANY_ROW)
     told = planned(have, unknown)
-    assert "follows from the length of rows (engine.max_num_seqs [1024, 256]: name them)" in told
-    both = "engine.engines_per_gpu [1, 2]; engine.max_num_seqs [1024, 256, 512]: name them"
+    assert "depend on the length of rows (set engine.max_num_seqs [1024, 256])" in told
+    both = "set engine.engines_per_gpu [1, 2]; engine.max_num_seqs [1024, 256, 512]"
     told = planned(imagined("B200", 1, 16), unknown)
-    assert f"follows from the length of rows ({both})" in told
+    assert f"depend on the length of rows ({both})" in told
     named = {"engines_per_gpu": 1, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
     found = planned(have, unknown, **named)
     assert found.engines == 1 and found.gpus_an_engine == 1.0
@@ -324,7 +324,7 @@ def test_a_limit_on_costs_ends_them_while_the_input_is_copied(
         begun, engines = taken(found)
         assert (begun.gpu_seconds, engines) == (10.5, [])
     (said,) = [r.getMessage() for r in caplog.records if "max_cost" in r.getMessage()]
-    assert said.startswith("1 engine ended: ") and "raise the limit" in said
+    assert said.startswith("1 engine ended: ") and "raise limits.max_cost" in said
 
 
 def test_nothing_starts_early_that_a_limit_on_costs_cannot_count(

@@ -78,7 +78,7 @@ def test_somebody_who_listens_is_no_head(parts: tuple[bytes, ...]) -> None:
     began = time.monotonic()
     with (
         answering(*parts) as address,
-        pytest.raises(ClusterUnavailable, match="does not answer as a Ray head") as found,
+        pytest.raises(ClusterUnavailable, match="is not a Ray head") as found,
     ):
         reach.check_reachable(address)
     assert address in str(found.value) and reach.REACH_SECONDS < 5
@@ -311,11 +311,11 @@ def test_a_token_that_is_missing_is_told_from_a_wrong_one(
         with pytest.raises(ConfigError) as found:
             reach.check_reachable(address, blocks)
     assert str(found.value) == told["none in the block"] and "\n" not in str(found.value)
-    assert told["none"].startswith(f"the Ray cluster at {address} wants Ray's token and got none")
+    assert told["none"].startswith(f"the Ray cluster at {address} requires Ray's token")
     assert "name that in cluster.block" in told["none"]
     assert "token of the block ray-cluster/gpus" in told["none in the block"]
-    assert "refuses Ray's token of the block ray-cluster/gpus" in told["of the block"]
-    assert "refuses Ray's token of this environment" in told["of the environment"]
+    assert "rejects Ray's token from the block ray-cluster/gpus" in told["of the block"]
+    assert "rejects Ray's token from this environment" in told["of the environment"]
     with answering(GCS) as address:  # no token is wanted there
         assert reach.token_refusal(address, ClusterAccess(address)) == ""
 

@@ -151,9 +151,9 @@ def test_runs_that_do_not_fit_take_turns_in_order_and_say_so(
     found.start("c", 0.25)  # would fit beside a, but b was first
     found.until("c waits")
     said = " ".join(caplog.messages)
-    assert "b needs 1.5 of 2 CPUs and does not fit beside a" in said
-    assert "c needs 0.25 of 2 CPUs and does not fit beside a" in said
-    assert "there is room, after b" in said
+    assert "b needs 1.5 of 2 CPUs, which a uses" in said
+    assert "c needs 0.25 of 2 CPUs, which a uses" in said
+    assert "they are free, after b" in said
     found.end("a")
     found.until("b works")
     found.until("c works")

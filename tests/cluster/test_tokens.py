@@ -66,9 +66,13 @@ def test_a_cluster_by_address_is_joined_with_the_token_of_its_block(locked: Head
             pass
         return str(found.value)
 
-    assert refused(None).startswith(f"the Ray cluster at {locked.address} wants Ray's token and")
+    assert refused(None).startswith(
+        f"the Ray cluster at {locked.address} requires Ray's token, but"
+    )
     wrong = refused(OTHER)
-    assert wrong.startswith(f"the Ray cluster at {locked.address} refuses Ray's token of the block")
+    assert wrong.startswith(
+        f"the Ray cluster at {locked.address} rejects Ray's token from the block"
+    )
     assert OTHER not in wrong
     # Ray keeps a token for the life of a process, and other tests of this one join other clusters.
     done = subprocess.run(
@@ -90,9 +94,15 @@ def test_its_job_server_takes_the_token_as_a_header(locked: Head) -> None:
         return JobServer(locked.url, patience=60, access=access)
 
     assert server(TOKEN).jobs() == [] and server(TOKEN).find("raybatch-none") is None
-    with pytest.raises(ConfigError, match="wants Ray's token and got none: save it as the token"):
+    with pytest.raises(
+        ConfigError, match=r"requires Ray's token, but none was sent\. Save it as the token"
+    ):
         server(None).jobs()
-    with pytest.raises(ConfigError, match="refuses Ray's token of the block ray-cluster/locked"):
+    with pytest.raises(ConfigError, match="rejects Ray's token from the block ray-cluster/locked"):
         server(OTHER).jobs()
-    for token, found in ((TOKEN, "Ray 2."), (None, "got none"), (OTHER, "refuses Ray's token")):
+    for token, found in (
+        (TOKEN, "Ray 2."),
+        (None, "none was sent"),
+        (OTHER, "rejects Ray's token"),
+    ):
         assert found in services.job_server(server(token).access).found

@@ -144,9 +144,9 @@ def test_a_run_is_told_why_the_engine_that_is_up_is_not_its_own(
     with caplog.at_level("INFO"):
         used(warm, short)
         used(warm, replace(OTHER, base="another model", arguments=long.arguments))
-        assert "cannot be used" not in caplog.text
+        assert "cannot be reused" not in caplog.text
         used(warm, long)
-    assert "it has max_model_len 512, not 576; jobs that" in caplog.text
+    assert "it has max_model_len 512, not 576. To share engines" in caplog.text
 
 
 def test_the_engine_that_waited_longest_makes_room_and_no_more_than_needed(
@@ -490,7 +490,7 @@ def test_an_engine_that_dies_as_it_starts_is_waited_for_so_often(
         assert len(made) == 2 and not is_lost(made)
     else:
         ((_, _, why, fatal),) = lost_rows(made)
-        assert why.startswith("EngineStartDied: an engine's process died as it started, 4 times")
+        assert why.startswith("EngineStartDied: an engine's process died while starting, 4 times")
         assert not fatal
 
 

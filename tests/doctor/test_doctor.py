@@ -331,7 +331,7 @@ def test_an_address_where_something_else_listens() -> None:
     with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
         address = f"127.0.0.1:{server.server_address[1]}"
         got = one(services.check_cluster, make_job(cluster={"address": address}))
-    assert got.mark == "fail" and "does not answer as a Ray head" in got.found
+    assert got.mark == "fail" and "is not a Ray head" in got.found
 
 
 def test_a_cluster_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from .world import World
 
 BUCKET = "night"
 STALLED = "Meanwhile check that the store is up"
-AWAY, BACK = "has not answered for", "answers again, after"
+AWAY, BACK = "has not answered for", "Prefect was unreachable for"
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def bad_rows(world: World) -> Seen:
         source={"uri": path, "rows_per_shard": 50},
         cluster={"job_server": world.head.url},
     )
-    texts = ("rows failed", "limits.max_failed_fraction", "Some of the rows that failed")
+    texts = ("rows failed", "limits.max_failed_fraction", "Examples of failed rows")
     return failed(world, job, texts, 300)
 
 
@@ -181,7 +181,7 @@ def killing(world: World) -> Iterator[None]:
 def engine_dies(world: World) -> Seen:
     job = world.job("engine-dies", cluster={"job_server": world.head.url})
     with killing(world):
-        texts = ("process died as it started", "their memory", "prefect flow-run retry")
+        texts = ("process died while starting", "their memory", "prefect flow-run retry")
         return failed(world, job, texts, 420)
 
 
@@ -296,7 +296,7 @@ def away(world: World, name: str) -> Seen:
         world.logs(run, BACK, 240)
     took = time.monotonic() - began
     world.ended(run, "COMPLETED", 420)  # longer than Prefect waits before it ends a run it forgot
-    return Seen(run, None, (BACK, "the run went on meanwhile"), took, warnings=True)
+    return Seen(run, None, (BACK, "The run continued"), took, warnings=True)
 
 
 @case(

@@ -45,10 +45,10 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Echo:
         sys.modules.pop(name, None)
 
 
-def test_two_nights_ask_each_company_once(engine: Echo, tmp_path: Path) -> None:
-    from nightly_increment import a_day_later, two_nights
+def test_two_runs_ask_each_company_once(engine: Echo, tmp_path: Path) -> None:
+    from nightly_increment import a_day_later, two_runs
 
-    first, second = two_nights(str(tmp_path), 60)
+    first, second = two_runs(str(tmp_path), 60)
     names = pq.read_table(tmp_path / "companies.parquet")["Company"].to_pylist()
     assert first.reuse["reused"] == 0 and first.reuse["asked"] + first.reuse["merged"] == 60
     assert second.rows == len(names) == sum(second.reuse[k] for k in ("asked", "merged", "reused"))

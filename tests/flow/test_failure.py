@@ -23,10 +23,11 @@ from helpers.heard import wait_for
 from helpers.prefect_server import artifacts_of, events_of
 from helpers.retries import first_run
 from helpers.small import make_job
-from prefect import flow
+from prefect import flow, task
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.logging.handlers import APILogHandler
+from prefect.states import Crashed
 
 from prefect_raybatch import (
     BatchJob,
@@ -116,7 +117,7 @@ def test_rows_that_crossed_the_budget_are_shown_with_cause_and_command(
     state = batch_inference(job, run.run_key, return_state=True)
     text = str(state.message)
     assert state.is_failed()
-    assert "9 of 20 rows failed" in text and "What to do: Mend the cause, or raise" in text
+    assert "9 of 20 rows failed" in text and "What to do: Fix the cause, or raise" in text
     command = text.rstrip().splitlines()[-1].strip()
     assert command.startswith("batch_inference(job=job, ") and "run_key='key'" in command
     assert "overrides={'limits.max_failed_fraction': 0.02}" in command
@@ -133,7 +134,7 @@ def test_rows_that_crossed_the_budget_are_shown_with_cause_and_command(
     lines = logs_of(state.state_details.flow_run_id, "Finished in state")
     assert lines[0].startswith("infer_shards failed: ErrorBudgetExceeded: 9 of 20 rows failed")
     assert not [line for line in lines if "Traceback" in line]
-    assert any("ErrorBudgetExceeded, as said above" in line for line in lines)
+    assert any("ErrorBudgetExceeded; see the error above" in line for line in lines)
     with pytest.raises(ErrorBudgetExceeded) as told:
         state.result()
     assert pickle.loads(pickle.dumps(told.value)).plain == str(error.plain)
@@ -326,7 +327,7 @@ def test_what_a_lost_process_can_say_no_more_is_said_by_its_plan(
     told = night(return_state=True).state_details.flow_run_id
     lines = [line.message for line in all_logs_of(told, "Finished in state Completed()")]
     (at,) = (number for number, line in enumerate(lines) if "20 rows in 4 shards" in line)
-    said = [line for line in lines if "should this run end as Crashed" in line]
+    said = [line for line in lines if "If this run crashes" in line]
     assert said == ([lines[at + 1]] if deployment else [])
     assert not said or said[0].endswith(f"prefect flow-run retry {told}")
 
@@ -344,9 +345,37 @@ def test_a_run_that_prefect_ends_itself_says_why_and_what_to_do() -> None:
 
     told = night(return_state=True).state_details.flow_run_id
     (line,) = [one for one in logs_of(told, "Finished in state") if "lease" in one]
-    assert line.startswith("Concurrency lease renewal failed. Prefect ends this run: ")
+    assert line.startswith("Concurrency lease renewal failed. Prefect ends this flow run")
     assert "LEASE_STORAGE" in line and line.endswith(f"  prefect flow-run retry {told}")
     assert "Traceback" not in line and "410 Gone" not in line
+
+
+@pytest.mark.parametrize("publishes", [False, True])
+def test_a_crash_is_logged_with_whether_the_result_is_complete(publishes: bool) -> None:
+    """By Prefect's message of a lost lease, which does not say what was lost."""
+    last = failure.LAST_TASKS[publishes]
+
+    @task(task_run_name=f"{last}k")
+    def finish() -> None:
+        pass
+
+    @flow
+    def night(job: dict[str, Any], work: bool) -> None:
+        if work:
+            finish()
+
+    job = {"output": {"publish": [{"uri": "x"}] if publishes else []}}
+    message = f"{failure.CANCELLED_BY_PREFECT}."
+    for work, end in ((True, "The result is complete."), (False, "prefect flow-run retry")):
+        id = night(job, work, return_state=True).state_details.flow_run_id
+        with get_client(sync_client=True) as client:
+            run = client.read_flow_run(id)
+        failure.log_crash(night, run, Crashed(message=message))
+        lines = logs_of(id, "Prefect ended this flow run")
+        (line,) = [line for line in lines if line.startswith("Prefect ended")]
+        assert "lease expired" in line and end in line
+    assert failure.crash_text("Process exited.", id, False).startswith("Crashed: Process exited. ")
+    assert {hook.__name__ for hook in batch_inference.on_crashed_hooks} == {"log_crash"}
 
 
 def test_the_api_away_and_back_is_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
@@ -374,8 +403,9 @@ def test_the_api_away_and_back_is_a_line_each(caplog: pytest.LogCaptureFixture) 
     ask(None, 5.0)
     away, back = messages()
     assert re.match(r"Prefect's API at http://127\.0\.0\.1:\d+/api has not answered for 12 s", away)
-    assert back.startswith("Prefect's API answers again, after 2 min 05 s; the run went on")
-    assert "nothing is to be done" in back  # alone in the page: what was logged before is lost
+    # Only this line reaches the page: what was logged before is lost.
+    assert back.startswith("Prefect was unreachable for 2 min 05 s. The run continued.")
+    assert "lease may have expired" in back
     with said_once():
         logging.getLogger("prefect.events.clients").warning("Unable to connect to %r.", "ws://x")
         logging.getLogger("prefect._internal.concurrency").error("x failed to process item %s", 1)
@@ -404,7 +434,7 @@ def test_a_task_says_that_the_api_is_back_which_was_away_as_the_one_before_it_en
         late.__exit__(None, None, None)
         now[0] += 4.0
     (said,) = caplog.messages[1:]
-    assert "answers again, after 2 min 05 s" in said
+    assert "unreachable for 2 min 05 s" in said
     with watched(lambda: now[0]) as third, third.within():
         now[0] += 1.0
     assert third is not second

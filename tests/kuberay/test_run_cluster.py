@@ -167,7 +167,7 @@ def test_after_kill_9_the_next_flow_takes_the_cluster_by_its_name(
     with cluster() as second:
         assert kube[NAME]["metadata"]["uid"] == uid
         assert notes_of(kube[NAME])[HOLDER] == second.holder
-        assert f"going on with the RayCluster {NAME}, held by {first} before" in caplog.text
+        assert f"using the RayCluster {NAME}, previously held by {first}" in caplog.text
         second.end()
     assert kube.names == []
 
@@ -191,7 +191,7 @@ def test_one_that_is_ending_is_waited_for_and_made_anew(kube: KubeServer) -> Non
     second = cluster(told=told, sleep=sleep)
     second.attach()
     assert kube[NAME]["metadata"]["uid"] != uid and sleep.slept == 2
-    assert all("the former one ends" in text for text in told)
+    assert all("former cluster terminating" in text for text in told)
 
 
 def test_it_is_kept_for_a_while_where_that_is_asked(kube: KubeServer) -> None:
@@ -221,9 +221,9 @@ def test_what_a_dead_flow_left_of_a_whole_run_is_deleted(kube: KubeServer) -> No
 @pytest.mark.parametrize(
     ("whose", "why"),
     [
-        (RunIdentity("night", "other", RUN.run, RUN.fingerprint), "is of the job nightly"),
+        (RunIdentity("night", "other", RUN.run, RUN.fingerprint), "another run of job nightly"),
         (RunIdentity("night", "nightly", RUN.run, "0" * 64), "raybatch/fingerprint"),
-        (RunIdentity("night", "nightly", "s3://b/x", RUN.fingerprint), "run directory s3://b/out"),
+        (RunIdentity("night", "nightly", "s3://b/x", RUN.fingerprint), "run directory: s3://b/out"),
     ],
 )
 def test_a_cluster_of_another_job_is_refused(
@@ -240,13 +240,15 @@ def test_a_cluster_of_another_job_is_refused(
 
 def test_a_name_that_is_taken_by_others_is_said(kube: KubeServer) -> None:
     kube.put("rayclusters", {"metadata": {"name": NAME, "labels": {}}, "spec": {}})
-    with pytest.raises(ConfigError, match=rf"no run of ours.*kubectl delete raycluster {NAME}"):
+    with pytest.raises(
+        ConfigError, match=rf"not created by raybatch.*kubectl delete raycluster {NAME}"
+    ):
         cluster().attach()
 
 
 def test_another_spec_is_refused_by_its_fields(kube: KubeServer) -> None:
     cluster().attach()
-    with pytest.raises(ConfigError, match=r"replicas: 2 there, 3 in the job; .*delete it"):
+    with pytest.raises(ConfigError, match=r"replicas: 2 there, 3 in the job; .*Delete it"):
         cluster(asked(workers=3)).attach()
 
 
@@ -273,7 +275,9 @@ def test_a_head_that_keeps_crashing_ends_the_wait(kube: KubeServer) -> None:
     made = cluster(sleep=Sleeper(*steps))
     made.attach()
     kube.pod(NAME, "head", **waiting("CrashLoopBackOff", "", 1, **last))  # it may still mend
-    with pytest.raises(ClusterNotReady, match=r"3 restarts, the last by OOMKilled, exit code 137"):
+    with pytest.raises(
+        ClusterNotReady, match=r"3 restarts, the last after OOMKilled, exit code 137"
+    ):
         made.wait_ready()
 
 
@@ -286,10 +290,10 @@ def test_what_may_mend_itself_is_said_once_and_waited_for(
     if kind == "unschedulable":
         no = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes: nvidia.com/gpu"}
         kube.pod(NAME, "head", conditions=[no])
-        why = "finds no node: 0/3 nodes: nvidia.com/gpu; add nodes"
+        why = "cannot be scheduled: 0/3 nodes: nvidia.com/gpu. Add nodes"
     elif kind == "quota":
         kube.warning(NAME, "FailedToCreateWorkerPod", "forbidden: exceeded quota: gpus")
-        why = "a quota is used up (forbidden: exceeded quota: gpus)"
+        why = "a quota is exceeded (forbidden: exceeded quota: gpus)"
     elif kind == "secret":
         kube.pod(NAME, "head", **waiting("CreateContainerConfigError", 'secret "x" not found'))
         why = 'secret "x" not found'
@@ -313,7 +317,7 @@ def test_the_wait_has_an_end(kube: KubeServer) -> None:
 def test_one_that_is_deleted_meanwhile_is_said(kube: KubeServer) -> None:
     made = cluster(sleep=Sleeper(lambda: kube.objects["rayclusters"].clear()))
     made.attach()
-    with pytest.raises(ClusterNotReady, match="was deleted while it came up"):
+    with pytest.raises(ClusterNotReady, match="was deleted while it started"):
         made.wait_ready()
 
 
@@ -325,7 +329,7 @@ def test_a_right_that_is_missing_is_named_with_its_rule(kube: KubeServer, verb: 
     if verb == "patch":
         cluster().attach()
     kube.denied.add((verb, "rayclusters"))
-    rule = rf'may not {verb} rayclusters in namespace ray: .*apiGroups: \["ray.io"\], '
+    rule = rf'no permission to {verb} rayclusters in namespace ray: .*apiGroups: \["ray.io"\], '
     rule += rf"resources: \[rayclusters\], verbs: \[{verb}\]"
     with pytest.raises(ConfigError, match=rule):
         cluster().attach()
@@ -333,18 +337,18 @@ def test_a_right_that_is_missing_is_named_with_its_rule(kube: KubeServer, verb: 
 
 def test_kuberay_that_is_not_installed_is_said(kube: KubeServer) -> None:
     kube.installed = False
-    with pytest.raises(ConfigError, match="install the KubeRay operator"):
+    with pytest.raises(ConfigError, match="Install the KubeRay operator"):
         cluster().attach()
 
 
 def test_a_namespace_that_is_not_there_is_said(kube: KubeServer) -> None:
-    with pytest.raises(ConfigError, match="no namespace elsewhere"):
+    with pytest.raises(ConfigError, match="namespace elsewhere does not exist"):
         cluster(asked(namespace="elsewhere")).attach()
 
 
 def test_a_quota_of_clusters_is_said(kube: KubeServer) -> None:
     kube.quota = "exceeded quota: clusters, requested: 1, used: 3, limited: 3"
-    with pytest.raises(InsufficientResources, match=r"a quota is used up .*limited: 3"):
+    with pytest.raises(InsufficientResources, match=r"a quota is exceeded .*limited: 3"):
         cluster().attach()
 
 
@@ -373,7 +377,7 @@ def test_a_server_that_is_away_is_asked_again_and_that_is_said_once(
 
 def test_a_server_that_stays_away_is_named(kube: KubeServer) -> None:
     kube.away = 10**6
-    with pytest.raises(ClusterUnavailable, match=rf"API server at {kube.url} gives no good answer"):
+    with pytest.raises(ClusterUnavailable, match=rf"API server at {kube.url} is unavailable"):
         KubeApi(asked(), patience=0.0).get(NAME)
 
 
@@ -391,7 +395,7 @@ def test_without_a_kubeconfig_and_outside_of_a_pod(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    with pytest.raises(ConfigError, match="no kubeconfig and not in a pod"):
+    with pytest.raises(ConfigError, match="no kubeconfig, and this is not a pod"):
         KubeApi(asked())
 
 
@@ -432,7 +436,7 @@ def test_a_cluster_past_its_lease_is_deleted_and_no_other(kube: KubeServer) -> N
     ) == 1
     assert len(kube.names) == 3
     found = {action.job: action for action in reconcile_jobs("kubernetes/ray")}
-    assert found[NAME].what == "deleted" and "its lease ended 2026-01-01" in found[NAME].why
+    assert found[NAME].what == "deleted" and "its lease expired at 2026-01-01" in found[NAME].why
     assert found[other.name].what == "kept" and "lasts until" in found[other.name].why
     assert kube.names == [other.name, "theirs"]
 
@@ -447,7 +451,7 @@ def test_a_flow_that_comes_back_meanwhile_keeps_its_cluster(kube: KubeServer) ->
             return super().delete(found, unchanged)
 
     (told,) = delete_expired(Slow(asked()))
-    assert not told.over and told.why == "its flow has come back"
+    assert not told.over and told.why == "its flow renewed the lease"
     assert kube.names == [NAME]
 
 
@@ -468,7 +472,7 @@ def test_doctor_asks_the_server_and_names_what_is_missing(kube: KubeServer) -> N
     kube.denied |= {("delete", "rayclusters"), ("list", "events")}
     assert "may not delete rayclusters, list events" in services.kubernetes(asked()).found
     kube.installed = False
-    assert "install the KubeRay operator" in services.kubernetes(asked()).found
+    assert "Install the KubeRay operator" in services.kubernetes(asked()).found
 
 
 def test_a_block_says_the_same_as_a_job() -> None:

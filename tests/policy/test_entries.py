@@ -117,7 +117,7 @@ def test_nothing_is_shown_of_the_output_of_a_job_that_is_refused(
         with (
             under(policy),
             pytest.raises(ConfigError),
-            tasks.failed_night_shown(job, "k"),
+            tasks.failed_run_shown(job, "k"),
         ):
             raise ConfigError("refused")
         assert len(shown) == times

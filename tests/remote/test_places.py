@@ -200,7 +200,7 @@ def test_what_needs_a_cluster_that_is_there_says_so(
     have = glance(cluster_spec(job))  # of the pods that it asks for
     assert have is not None and have.address == "made by cluster.kubernetes"
     with (
-        pytest.raises(ConfigError, match="makes a cluster for a run alone"),
+        pytest.raises(ConfigError, match="creates a cluster only for a run"),
         connected(cluster_spec(job)),
     ):
         pass

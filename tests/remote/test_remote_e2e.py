@@ -169,10 +169,10 @@ def test_a_flow_killed_in_the_middle_finds_its_job_again(
     told = logs(prefect_process, latest=True)
     for last in lasts:
         assert sum(last in text for text in told) == 1, "\n".join(told)
-    assert f"going on with the RayCluster {name}, held by {first} before" in told
+    assert f"using the RayCluster {name}, previously held by {first}" in told
     assert deleted in told
     # What a person accepted went to the cluster with the job, and stands in what it left.
-    assert not any("works on without" in text for text in told)
+    assert not any("does not use it" in text for text in told)
     root = tmp_path / "out" / KEY
     for left in ("_SUCCESS", "_raybatch/report.json", "_raybatch/jobs/0001.json"):
         (one,) = json.loads((root / left).read_bytes())["accepted"]

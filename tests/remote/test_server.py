@@ -128,7 +128,7 @@ def test_a_job_that_somebody_stops_is_an_error_that_is_not_retried(
 ) -> None:
     small, server = small_run(tmp_path / "run"), JobServer(url)
     first = follower(small, url, tmp_path, lambda: server.stop(first.records.id_of(1)) and None)
-    with pytest.raises(JobStopped, match="same run again"):
+    with pytest.raises(JobStopped, match="was stopped"):
         first.run_to_end()
     assert not JobStopped.transient
     (tmp_path / "run/go").touch()
@@ -180,6 +180,8 @@ def test_a_server_that_is_away_is_told_in_the_network_s_words(
 ) -> None:
     with pytest.raises(JobServerUnavailable) as caught:
         JobServer("http://127.0.0.1:9", patience=1).find("a job")
-    said = "Ray's job server at http://127.0.0.1:9 gives no good answer: Connection refused. A job"
+    said = (
+        "Ray's job server at http://127.0.0.1:9 is unavailable: Connection refused. A running job"
+    )
     assert str(caught.value).startswith(said)
     assert "Max retries" not in caplog.text

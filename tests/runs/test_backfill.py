@@ -1,4 +1,4 @@
-"""Back-fill: a run a date, what is done left alone, what fails left behind."""
+"""Backfill: a run per date; complete runs are skipped, failed ones are reported."""
 
 from __future__ import annotations
 

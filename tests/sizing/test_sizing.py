@@ -476,18 +476,18 @@ def test_replicas_are_copies_of_the_model_by_gpus(engine, have, replicas, engine
         (
             {"replicas": 2, "tensor_parallel_size": 4, "pipeline_parallel_size": 2},
             imagined("H200", 8, 128),
-            "16 GPUs (2 replicas * tensor_parallel_size 4 * pipeline_parallel_size 2) of 8",
+            "16 GPUs (2 replicas * tensor_parallel_size 4 * pipeline_parallel_size 2), but has 8",
         ),
         ({"replicas": [9, 20]}, imagined("H200", 8, 128), "9 GPUs"),
         (
             {"tensor_parallel_size": 8},
             Capacity(64, 8, 2, "x", (4, 4), ("H200",), 8),
             "8 GPUs on one node for each of 1 replica (tensor_parallel_size 8 * "
-            "pipeline_parallel_size 1), where the nodes have 4, 4: an engine cannot span nodes",
+            "pipeline_parallel_size 1), but the nodes have 4, 4, and an engine cannot span nodes",
         ),
-        ({"accelerator_type": "H100"}, ONE, "accelerator H100, where the cluster has H200"),
-        ({"engines_per_gpu": 4}, imagined("H200", 1, 4), "4.75 logical CPUs of 4; lower"),
-        ({"replicas": 99}, NO_GPU, "99.75 logical CPUs of 16"),
+        ({"accelerator_type": "H100"}, ONE, "accelerator H100, but has H200"),
+        ({"engines_per_gpu": 4}, imagined("H200", 1, 4), "4.75 logical CPUs, but has 4; lower"),
+        ({"replicas": 99}, NO_GPU, "99.75 logical CPUs, but has 16"),
     ],
 )
 def test_a_cluster_that_is_too_small_is_named_with_what_is_short(engine, have, said):

@@ -18,14 +18,13 @@ from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.remote.server import connect_client
 
 CLIENT_REFUSED = (
-    "ray:// (the Ray client) ends the work after 30 s without network; write the GCS address "
-    "host:6379, or set job_server to http://host:8265"
+    "ray:// (Ray Client) is not supported, because it ends the work after 30 s without network; "
+    "write the GCS address host:6379, or set job_server to http://host:8265"
 )
 
 
 class RayCluster(CredentialsBlock):
-    """A Ray cluster: a running one, by its address or job server, or one that KubeRay creates on
-    Kubernetes for each run.
+    """A Ray cluster: a running one, or one that KubeRay creates on Kubernetes for each run.
 
     If no cluster is named, a local one is started for the run and stopped afterwards.
 
@@ -131,8 +130,10 @@ class RayCluster(CredentialsBlock):
         return self
 
     def apply(self, job: BatchJob) -> BatchJob:
-        """Return the job with this cluster in place of its own. Raises `ConfigError` if the job
-        cannot run on it."""
+        """Return the job with this cluster in place of its own.
+
+        Raises `ConfigError` if the job cannot run on it.
+        """
         value = job.to_dict()
         places = {
             "address": self.address,
@@ -145,20 +146,21 @@ class RayCluster(CredentialsBlock):
         return BatchJob.from_dict(value, "job on the RayCluster block")
 
     def access(self, name: str | None = None) -> ClusterAccess:
-        """Return how to reach the cluster, with secrets in clear text; `name` is the saved block's
-        name."""
+        """Return how to reach the cluster, with secrets in clear text.
+
+        `name` is the name of the saved block.
+        """
         token = None if self.token is None else self.token.get_secret_value()
         headers = self.request_headers()
         made = self.kubernetes.asked
         return ClusterAccess(self.address, self.job_server, headers, token, name, made)
 
     def request_headers(self) -> dict[str, str]:
-        """Return the headers for requests to the job server, including the token. They are
-        secret."""
-        found = {} if self.headers is None else dict(self.headers.get_secret_value())
+        """Return the headers for the job server, including the token; they are secret."""
+        headers = {} if self.headers is None else dict(self.headers.get_secret_value())
         if self.token is not None:
-            found["Authorization"] = f"Bearer {self.token.get_secret_value()}"
-        return {str(name): str(value) for name, value in found.items()}
+            headers["Authorization"] = f"Bearer {self.token.get_secret_value()}"
+        return {str(name): str(value) for name, value in headers.items()}
 
     def get_client(self) -> Any:
         """Return a `ray.job_submission.JobSubmissionClient` for the job server.
@@ -172,8 +174,10 @@ class RayCluster(CredentialsBlock):
 
 
 def access_of(name: str) -> ClusterAccess:
-    """Return how to reach the cluster of the saved block ray-cluster/NAME. Raises `ConfigError` if
-    the block cannot be loaded."""
+    """Return how to reach the cluster of the saved block ray-cluster/NAME.
+
+    Raises `ConfigError` if the block cannot be loaded.
+    """
     block = load_block("cluster.block", name)
     if not isinstance(block, RayCluster):
         raise ConfigError(

@@ -8,6 +8,5 @@ from pydantic import Field
 
 
 def block_field(default: Any, *, title: str, text: str, **kwargs: Any) -> Any:
-    """Return a field with a title and a description. Prefect's form shows the fields in the order
-    of the class."""
+    """Return a field with a title and a description for Prefect's form."""
     return Field(default, title=title, description=text, **kwargs)

@@ -153,13 +153,15 @@ class BatchInferenceJob(JobBlock[RunReport]):
             env=self.environment(),
             stdin=subprocess.DEVNULL,
         )
-        _logger().info("%s: flow run %s works on run key %s", job.name, made.name, key)
+        _logger().info("%s: started flow run %s for run key %s", job.name, made.name, key)
         return BatchInferenceRun(job, key, made.id, process)
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of the new process: this one's, with the present Prefect settings
-        and without the variables of this flow run. The cluster's secrets are passed here, not in
-        flow parameters."""
+        """Return the environment of the new process.
+
+        It is this process's, with the current Prefect settings and without the variables of this
+        flow run. The cluster's secrets are passed here, not in flow parameters.
+        """
         settings = get_current_settings().to_environment_variables(exclude_unset=True)
         ours = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT__")}
         access = self.cluster.access() if self.cluster else ClusterAccess()
@@ -231,24 +233,23 @@ class BatchInferenceRun(JobRun[RunReport]):
             self._process.wait()
 
     def _check(self) -> None:
-        found = self._flow_run()
-        if found.state is not None and found.state.is_completed():
+        run = self._flow_run()
+        if run.state is not None and run.state.is_completed():
             return
-        said = f"{found.state_name}: {found.state.message}" if found.state else "no state"
+        state = f"{run.state_name}: {run.state.message}" if run.state else "no state"
         raise RayBatchError(
-            f"flow run {found.name} of run key {self.run_key} did not complete ({said})"
+            f"flow run {run.name} of run key {self.run_key} did not complete ({state})"
         )
 
     def _flow_run(self) -> FlowRun:
-        """Read the flow run from the API. Its final state may arrive shortly after the process
-        ends."""
+        """Read the flow run from the API, waiting briefly for its final state."""
         with get_client(sync_client=True) as client:
             for _ in range(10):
-                found = client.read_flow_run(self.flow_run_id)
-                if found.state is not None and found.state.is_final():
+                run = client.read_flow_run(self.flow_run_id)
+                if run.state is not None and run.state.is_final():
                     break
                 time.sleep(PROCESS_LOOK)
-            return found
+            return run
 
     def _result(self) -> RunReport:
         from prefect_raybatch.flow.tasks import with_blocks
@@ -258,7 +259,9 @@ class BatchInferenceRun(JobRun[RunReport]):
 
         store = run_store(with_blocks(self.job).output, self.run_key)
         if Ledger(store).finished() is None:
-            raise IncompleteRun(f"{store.uri} is not finished; wait for its completion first")
+            raise IncompleteRun(
+                f"the run {store.uri} is not finished; call wait_for_completion first"
+            )
         return load_report(store)
 
 

@@ -120,8 +120,7 @@ class ObjectStore(CredentialsBlock):
         return self
 
     def store_options(self) -> dict[str, Any]:
-        """Return the options for `source.options` and `output.options` of a job, with secrets in
-        clear text.
+        """Return the options for `source.options` and `output.options`; secrets in clear text.
 
         Raises `ConfigError` if the block in `credentials` cannot be loaded or contains no keys.
         """
@@ -143,8 +142,7 @@ class ObjectStore(CredentialsBlock):
         return found
 
     def get_client(self, uri: str) -> Store:
-        """Return a client for the folder `uri`, with `read`, `list`, `put`, `put_if_absent` and
-        `delete`.
+        """Return a client for the folder `uri`: `read`, `list`, `put`, `put_if_absent`, `delete`.
 
         Does not contact the store yet. Raises `ConfigError` if the URI is not s3://.
         """
@@ -154,8 +152,10 @@ class ObjectStore(CredentialsBlock):
 
 
 def reference(block: Block) -> str:
-    """Return type-slug/name of a saved block. Raises `ValueError` for an unsaved one, whose keys
-    would be sent in clear text."""
+    """Return type-slug/name of a saved block.
+
+    Raises `ValueError` for an unsaved block, because its keys would be sent in clear text.
+    """
     name = block._block_document_name
     if not name:
         raise ValueError(
@@ -166,8 +166,10 @@ def reference(block: Block) -> str:
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """Return the store options of the saved block type-slug/name: an `ObjectStore`, or a block with
-    the fields of prefect-aws's `AwsCredentials` or `MinIOCredentials`.
+    """Return the store options of the saved block type-slug/name.
+
+    The block is an `ObjectStore` or has the fields of prefect-aws's `AwsCredentials` or
+    `MinIOCredentials`.
 
     Raises `ConfigError` if it cannot be loaded or contains no keys.
     """
@@ -199,8 +201,10 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 def load_block(field: str, name: str) -> Any:
-    """Return the saved block type-slug/name that a job names in `field`. Raises `ConfigError` if it
-    cannot be loaded."""
+    """Return the saved block type-slug/name that a job names in `field`.
+
+    Raises `ConfigError` if it cannot be loaded.
+    """
     try:
         return Block.load(name, _sync=True)  # type: ignore[call-arg]
     except Exception as error:
