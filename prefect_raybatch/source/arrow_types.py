@@ -53,14 +53,14 @@ def check_carried(schema: pa.Schema, where: str) -> None:
     for field in schema:
         if (name := _field_twice(field.type)) is not None:
             raise SourceError(
-                f"{where}: column {field.name!r} holds two fields {name!r}; rename one of them, or "
-                "leave the column out with source.columns"
+                f"{where}: column {field.name!r} has two fields named {name!r}. Rename one of "
+                "them, or leave the column out with source.columns"
             )
         kind = _not_carried(field.type)
         if kind is not None:
             raise SourceError(
-                f"{where}: column {field.name!r} holds {kind}, which Parquet cannot hold; write "
-                "the column with another type, or leave it out with source.columns"
+                f"{where}: column {field.name!r} has type {kind}, which Parquet cannot store. "
+                "Write the column with another type, or leave it out with source.columns"
             )
 
 
@@ -241,9 +241,9 @@ def _check_whole_numbers(column: pa.ChunkedArray, made: pa.ChunkedArray) -> None
     if pa.types.is_floating(column.type):
         changed = pc.not_equal(column, made.cast(column.type))
         if pc.any(pc.and_(changed, pc.equal(column, pc.floor(column)))).as_py():
-            raise pa.ArrowInvalid(f"a whole number is no {made.type}")
+            raise pa.ArrowInvalid(f"a whole number does not fit {made.type} exactly")
     if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
         return
     for text in column.filter(pc.match_substring_regex(column, _LONG_WHOLE)).to_pylist():
         if Decimal(pa.scalar(text).cast(made.type).as_py()) != Decimal(text):
-            raise pa.ArrowInvalid(f"{text} is no {made.type}")
+            raise pa.ArrowInvalid(f"{text} does not fit {made.type} exactly")

@@ -22,22 +22,22 @@ def check_columns(wanted: Sequence[str] | None, known: Sequence[str], where: str
     """
     for name in dict.fromkeys(known):
         if known.count(name) > 1:
-            raise SourceError(f"{where}: column {name!r} stands there twice; rename one of them")
+            raise SourceError(f"{where}: duplicate column {name!r}. Rename one of them")
     for number, name in enumerate(wanted or ()):
         if name in (wanted or ())[:number]:
-            raise ConfigError(f"source.columns: {name!r} stands there twice; remove one")
+            raise ConfigError(f"source.columns: duplicate column {name!r}. Remove one")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"source.columns: {where} has no column {name!r}{hint} "
-                f"(columns: {', '.join(map(str, known))})"
+                f"source.columns: {where} has no column {name!r}{hint} (columns: "
+                f"{', '.join(map(str, known))})"
             )
     chosen = list(wanted or known)
     for name in chosen:
         if name.startswith(RESERVED):
             raise SourceError(
-                f"{where}: column {name!r} begins with {RESERVED}, which is reserved; rename it "
+                f"{where}: column {name!r} begins with {RESERVED}, which is reserved. Rename it, "
                 "or leave it out with source.columns"
             )
     return chosen
@@ -176,7 +176,8 @@ class Shape:
             wider = kind if self.text else common_type(known, kind, self._union)
             if wider is None:
                 raise SourceError(
-                    f"{where}: column {name!r} changes from {known} to {kind}; write one type"
+                    f"{where}: column {name!r} changes from {known} to {kind}. Write all values "
+                    "with one type"
                 )
             mine[name] = wider
         # Files mostly have the same types: kept once, or 100,000 files would need half a GB.
@@ -217,14 +218,15 @@ class Shape:
         for name in [*(set(known) - set(found)), *(set(found) - set(known))]:
             lacking, having = (where, self._first) if name in known else (self._first, where)
             raise SourceError(
-                f"{lacking} has no column {name!r}, which {having} has; all files must have the "
-                "same columns. Read fewer with source.columns, or name the files that go together."
+                f"{lacking} has no column {name!r}, but {having} has. All files must have the same "
+                "columns: read fewer with source.columns, or set source.uri to files with equal "
+                "columns"
             )
 
 
 def _clash(name: str, first: str, kind: pa.DataType, other: str, its: pa.DataType) -> str:
     return (
-        f"column {name!r} is {kind} in {first} and {its} in {other}; all files must agree. "
-        "Write them with one type, leave the column out with source.columns, or name only files "
-        "that go together."
+        f"column {name!r} is {kind} in {first}, but {its} in {other}. Write all files with one "
+        "type, leave the column out with source.columns, or set source.uri to files with equal "
+        "types"
     )

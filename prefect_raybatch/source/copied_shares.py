@@ -118,14 +118,17 @@ def found_copied(store: Store, key: str) -> ShareCopied | None:
         record = read_json(_RECORD, read_record(store, path), path)
         for file in record.files:
             if not file.uri.startswith(f"{INPUT}/"):
-                raise CorruptRun(f"{path} names {file.uri}, which is no part of a snapshot")
+                raise CorruptRun(f"{path} lists {file.uri}, which is not in {INPUT}/")
             if input_file(file.uri, store.stat(file.uri), file.rows) != file:
                 return None
         return record.share()
     except FileNotFoundError:
         return None
     except CorruptRun as error:
-        log.warning("a copied part of the input is copied again: %s", error)
+        log.warning(
+            "Copying a part of the input again, because the record of its copy is damaged: %s",
+            error,
+        )
         return None
 
 

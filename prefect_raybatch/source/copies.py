@@ -72,7 +72,10 @@ def copy_tables(
             schema = schema if chosen is None else chosen.schema(schema)
             weights = tuple(parts.weights)
             return Inventory(files, schema, parts.row_bytes, kind, weights=weights)
-    raise SourceError("source.uri: the input keeps changing while it is copied; try again later")
+    raise SourceError(
+        "source.uri: the input keeps changing while it is being copied. Start again when nothing "
+        "writes to it"
+    )
 
 
 def _pass(
@@ -107,5 +110,5 @@ def _pass(
         if seen == limit:
             break
     if seen and not len(shape.schema):
-        raise SourceError("source.uri: the rows have no columns; there is nothing to read")
+        raise SourceError("source.uri: the rows have no columns. Check the files")
     return fault

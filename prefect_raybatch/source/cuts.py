@@ -51,7 +51,10 @@ class Stretch:
             return self.file
         data = _bytes_of(self.file, self.start, self.stop)
         if len(data) < self.stop - self.start:
-            raise SourceError(f"{self.file.uri}: became shorter while it was being copied")
+            raise SourceError(
+                f"{self.file.uri} became shorter while it was being copied. Start again when "
+                "nothing writes to it"
+            )
         cut = Cut(self.start, self.head + data, self.lead)
         return replace(self.file, cut=cut)
 
@@ -204,4 +207,7 @@ def opened_again(file: File) -> Iterator[BinaryIO]:
         with file.store.open(file.info.path) as handle:
             yield handle
     except FileNotFoundError:
-        raise SourceError(f"{file.uri}: was deleted while it was being copied") from None
+        raise SourceError(
+            f"{file.uri} was deleted while it was being copied. Restore it, or start again without "
+            "it"
+        ) from None

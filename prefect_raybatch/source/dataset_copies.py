@@ -84,7 +84,7 @@ def snapshot_dataset(
                 raise block.error
             shape.see_types(DATASET, block.types)
         if not blocks:
-            raise SourceError("the dataset has no rows; there is nothing to do")
+            raise SourceError("the dataset has no rows. Check how it is built")
         blocks = _settled(blocks, written(shape.schema), run_store, attempt, everywhere)
     except BaseException:
         _forget(run_store, blocks)
@@ -137,11 +137,11 @@ def _copied(
         for column in table.schema:
             if "PythonObject" in type(column.type).__name__:
                 raise SourceError(
-                    f"{DATASET}: column {column.name!r} holds Python objects of no one type; "
-                    "convert it to text, numbers or bytes first"
+                    f"{DATASET}: column {column.name!r} has Python objects of different types. "
+                    "Convert it to text, numbers or bytes first"
                 )
         if not len(table.schema):
-            raise SourceError(f"{DATASET}: the rows have no columns; there is nothing to read")
+            raise SourceError(f"{DATASET}: the rows have no columns. Check how it is built")
         shape.see(DATASET, table)
         parts.write(table, shape.schema)
         files = parts.close() or ()

@@ -28,8 +28,8 @@ def typed_columns(kind: str, source: ReadSpec, files: Iterable[Values]) -> dict[
     if columns and kind not in TYPED:
         name = next(iter(columns))
         raise ConfigError(
-            f"source.types: {name!r} names no column of a key=value folder, and columns of {kind} "
-            "files have their own types; remove it"
+            f"source.types: {name!r} is not the column of a key=value folder, and {kind} files "
+            "have types of their own. Remove it"
         )
     return paths | columns
 
@@ -41,8 +41,8 @@ def check_type_columns(columns: Collection[str], names: Collection[str]) -> None
             near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"source.types: the input has no column {name!r}{hint} "
-                f"(columns: {', '.join(names)})"
+                f"source.types: the input has no column {name!r}{hint} (columns: "
+                f"{', '.join(names)})"
             )
 
 
@@ -71,14 +71,14 @@ def cast_column(
         return cast_exactly(column, kind)
     except pa.ArrowNotImplementedError:
         raise ConfigError(
-            f"source.types: {where}: column {name!r} holds {column.type}, which cannot be read as "
-            f"{kind}; choose another type"
+            f"source.types: {where}: column {name!r} is {column.type} and cannot be read as "
+            f"{kind}. Choose another type"
         ) from None
     except pa.ArrowInvalid:
         value = next(value for value in column.to_pylist() if not _fits(value, column.type, kind))
         raise SourceError(
-            f"{where}: column {name!r} holds {value!r}, which is no {kind} (source.types); mend "
-            "the value, or choose another type such as string"
+            f"{where}: column {name!r} has the value {value!r}, which is not a valid {kind} "
+            "(source.types). Fix the value, or choose another type such as string"
         ) from None
 
 

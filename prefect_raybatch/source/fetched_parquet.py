@@ -90,6 +90,6 @@ def _opened(file: File) -> Iterator[tuple[Any, Any]]:
         raise
     except (pa.ArrowException, OSError, ValueError) as error:
         raise SourceError(
-            f"{file.uri}: is not a readable Parquet file ({one_line(error)}); set source.format "
-            "if it is of another kind"
+            f"{file.uri} is not a readable Parquet file ({one_line(error)}). Write it again, "
+            "remove it, or set source.format if it has another format"
         ) from None

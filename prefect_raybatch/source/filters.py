@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import pyarrow.compute as pc
 
 _EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)
-_WORDS = {bool: "TRUE and FALSE", str: "a text", int: "a number", Decimal: "a number"}
+_WORDS = {bool: "TRUE or FALSE", str: "a text", int: "a number", Decimal: "a number"}
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def _field(name: str, schema: pa.Schema) -> pa.Field:
     near = difflib.get_close_matches(name, schema.names, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
-        f"source.filter: the input has no column {name!r}{hint} "
-        f"(columns: {', '.join(schema.names)})"
+        f"source.filter: the input has no column {name!r}{hint} (columns: "
+        f"{', '.join(schema.names)})"
     )
 
 
@@ -126,13 +126,16 @@ def typed(value: Literal, field: pa.Field) -> pa.Scalar:
             return pa.scalar(float(value)).cast(kind, safe=False)
     except (pa.ArrowException, ValueError, OverflowError) as error:
         raise ConfigError(
-            f"source.filter: {value!r} is no {kind}, which column {field.name!r} is ({error})"
+            f"source.filter: {value!r} is not a valid {kind}, the type of column {field.name!r} "
+            f"({error}). Correct the value"
         ) from None
     number = isinstance(value, int | Decimal) and not isinstance(value, bool)
-    remedy = f"; give it a type with source.types: {{{field.name}: double}}"
+    remedy = f"Compare it with a value of type {kind}"
+    if text and number:
+        remedy = f"Set its type with source.types: {{{field.name}: double}}"
     raise ConfigError(
-        f"source.filter: column {field.name!r} is {kind}, which {_WORDS[type(value)]} "
-        f"({str(value)!r}) cannot be compared with{remedy if text and number else ''}"
+        f"source.filter: column {field.name!r} is {kind}, which cannot be compared with "
+        f"{_WORDS[type(value)]} ({str(value)!r}). {remedy}"
     )
 
 

@@ -40,7 +40,7 @@ def path_values(root: str, folder: str) -> Values:
         written = part.split("=", 1)
         name, value = (_decode(text, where) for text in written)
         if name in found:
-            raise SourceError(f"{where}: column {name!r} stands in the path twice; rename a folder")
+            raise SourceError(f"{where}: duplicate column {name!r} in the path. Rename a folder")
         found[name] = None if written[1] == NULL else value
     return tuple(found.items())
 
@@ -54,7 +54,7 @@ def _decode(text: str, where: str) -> str:
         return unquote_to_bytes(text).decode("utf-8")
     except UnicodeDecodeError:
         raise SourceError(
-            f"{where}: {text!r} in the path is not UTF-8; rename the folder"
+            f"{where}: {text!r} in the path is not UTF-8. Rename the folder"
         ) from None
 
 
@@ -74,8 +74,8 @@ def path_types(
         for text in sorted(texts) if kind is not None else ():
             if not _holds(kind, text):
                 raise ConfigError(
-                    f"source.types: {name!r} is {text!r} in a path, which is no {kind}; choose "
-                    "another type such as string"
+                    f"source.types: {name!r} is {text!r} in a path, which is not a valid {kind}. "
+                    "Choose another type such as string"
                 )
         found[name] = kind or (pa.int32() if _whole(texts) else pa.string())
     return found
@@ -107,8 +107,8 @@ def agrees(column: pa.Array | pa.ChunkedArray, value: str | None) -> bool:
 
 def differs(where: str, name: str, value: str | None) -> str:
     return (
-        f"{where}: column {name!r} stands in the file and in the path, and it does not show that "
-        f"all of the file's are {value!r}, as the path says; write it to one of them, or leave it "
+        f"{where}: column {name!r} is both in the file and in the path, but the values in the file "
+        f"are not known to be {value!r}, as in the path. Remove it from one of them, or leave it "
         "out with source.columns"
     )
 

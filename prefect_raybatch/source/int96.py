@@ -47,7 +47,7 @@ def _checked(batch: pa.RecordBatch, fine: pa.RecordBatch) -> pa.RecordBatch:
         # Both wrap in the same way, so that only lost digits make them differ.
         if not batch.column(field.name).cast(field.type, safe=False).equals(fine[field.name]):
             raise pa.ArrowInvalid(
-                f"column {field.name!r} holds times finer than a microsecond as INT96; write it as "
-                "timestamp[ns], not as INT96"
+                f"column {field.name!r} has INT96 times finer than a microsecond; write it as "
+                "timestamp[ns] instead of INT96"
             )
     return batch

@@ -53,8 +53,8 @@ def json_tables(
                 wider = common_type(before, field.type, union=True)
                 if wider is None:
                     raise SourceError(
-                        f"{where}: key {field.name!r} holds {field.type}, but {before} before; "
-                        "write one type"
+                        f"{where}: key {field.name!r} is {field.type}, but {before} in earlier "
+                        "rows. Write one type"
                     )
                 types[field.name] = wider
             if table.schema != schema:
@@ -64,7 +64,9 @@ def json_tables(
     except RayBatchError:
         raise
     except (pa.ArrowException, OSError) as error:
-        raise SourceError(f"{file.uri}: cannot be read ({one_line(error)})") from None
+        raise SourceError(
+            f"{file.uri} cannot be read ({one_line(error)}). Write the file again"
+        ) from None
 
 
 def _tables(file: File, as_written: Collection[str]) -> Iterator[tuple[str, pa.Table]]:
@@ -97,7 +99,10 @@ def _line_blocks(file: File) -> Iterator[tuple[int, bytes]]:
                 yield line, block
                 line += block.count(b"\n")
             if len(carry) > LINE_BYTES:
-                raise SourceError(f"{file.uri}, line {line}: is longer than {LINE_BYTES >> 20} MiB")
+                raise SourceError(
+                    f"{file.uri}, line {line} is longer than {LINE_BYTES >> 20} MiB. Check that "
+                    "each line is one row"
+                )
             if not data:
                 return
 
@@ -113,8 +118,8 @@ def _parse_json(
         raise SourceError(_not_utf8(file)) from None
     if (deep := deep_line(block)) is not None:
         raise SourceError(
-            f"{file.uri}, {unit} {line + deep}: is nested more than {MOST_LEVELS} levels deep; "
-            "write flatter objects, or what is nested as a text"
+            f"{file.uri}, {unit} {line + deep} is nested more than {MOST_LEVELS} levels deep. "
+            "Write flatter objects, or write the nested part as text"
         )
     try:
         pieces = _pieces(file, block)
@@ -149,7 +154,7 @@ def _check_keys(file: File, line: bytes, most: int) -> None:
     for found in _KEY.finditer(line):
         names.add(found[1])
         if len(names) > most:
-            raise COLUMN_BOUND.refuse(file.uri, f"an object has over {most:,} keys")
+            raise COLUMN_BOUND.refuse(file.uri, f"an object has more than {most:,} keys")
     try:
         waiting: list[tuple[tuple[str, ...], object]] = [((), json.loads(line))]
     except ValueError:
@@ -163,7 +168,7 @@ def _check_keys(file: File, line: bytes, most: int) -> None:
         elif isinstance(value, list):
             waiting += [((*path, ""), inner) for inner in value if isinstance(inner, dict | list)]
         if len(paths) > most:
-            raise COLUMN_BOUND.refuse(file.uri, f"an object has over {most:,} keys")
+            raise COLUMN_BOUND.refuse(file.uri, f"an object has more than {most:,} keys")
 
 
 def _parse_piece(file: File, piece: bytes, as_written: Collection[str]) -> pa.Table:
@@ -265,24 +270,26 @@ def _explain_json(file: File, block: bytes, line: int, unit: str, error: Excepti
         try:
             row = json.loads(text)
         except (ValueError, RecursionError) as wrong:
-            return f"{place}: is not valid JSON ({one_line(wrong)}); write one object a line"
+            return f"{place} is not valid JSON ({one_line(wrong)}). Write one object per line"
         if not isinstance(row, dict):
-            return f"{place}: holds {_kind(row)}, not an object; write one object a line"
+            return f"{place} is {_kind(row)}, not an object. Write one object per line"
         try:
             json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError as wrong:  # JSON can escape what no UTF-8 text can hold
             half = f"\\u{ord(wrong.object[wrong.start]):04x}"
-            return f"{place}: holds {half}, half of a surrogate pair; write the whole character"
+            return f"{place} has {half}, half of a surrogate pair. Write the whole character"
         for name, value in row.items():
             before, where = kinds.setdefault(name, (_kind(value), number))
             if before == "null":
                 kinds[name] = (_kind(value), number)
             elif _kind(value) not in (before, "null"):
                 return (
-                    f"{place}: key {name!r} holds {_kind(value)}, but {before} in {unit} {where}; "
-                    "write one type"
+                    f"{place}: key {name!r} is {_kind(value)}, but {before} in {unit} {where}. "
+                    "Write one type"
                 )
-    return f"{file.uri}, from {unit} {line}: cannot be read as JSON ({one_line(error)})"
+    return (
+        f"{file.uri}, from {unit} {line}: cannot be read as JSON ({one_line(error)}). Fix the file"
+    )
 
 
 def _not_utf8(file: File) -> str:

@@ -50,7 +50,9 @@ def inventory(source: ReadSpec) -> Inventory:
     """
     kind, files = find(source)
     if kind != "parquet":
-        raise SourceError(f"{files[0].uri} is {kind}, which is read through a snapshot")
+        raise SourceError(
+            f"{files[0].uri} is {kind}, not Parquet: it must be read through a snapshot"
+        )
     shape, chosen, row_bytes = Shape(), [], 0.0
     weights: list[tuple[int, int]] = []
     hive = typed_columns(kind, source, (file.values for file in files))
@@ -61,7 +63,7 @@ def inventory(source: ReadSpec) -> Inventory:
         chosen.append(file.input(rows, footer.digest, footer.values))
         weights += _first_rows(footer.groups, rows)
     if not any(file.rows for file in chosen):
-        raise SourceError(f"source.uri: no rows in {some(files)}")
+        raise SourceError(f"source.uri: no rows in {some(files)}. Check the files")
     return Inventory(tuple(chosen), shape.schema, row_bytes, "parquet", weights=tuple(weights))
 
 
@@ -117,11 +119,14 @@ def _footer(file: File, columns: Sequence[str] | None, hive: Mapping[str, pa.Dat
     except RayBatchError:
         raise
     except FileNotFoundError:
-        raise SourceError(f"{file.uri}: was deleted while the input was being listed") from None
+        raise SourceError(
+            f"{file.uri} was deleted while the input was being listed. Restore it, or start again "
+            "without it"
+        ) from None
     except (pa.ArrowException, OSError, ValueError) as error:
         raise SourceError(
-            f"{file.uri}: is not a readable Parquet file ({one_line(error)}); write it again, "
-            "remove it, or set source.format if it is of another kind"
+            f"{file.uri} is not a readable Parquet file ({one_line(error)}). Write it again, "
+            "remove it, or set source.format if it has another format"
         ) from None
     check_footer(metadata, file)
     added = [name for name, _ in file.values if name not in schema.names]
@@ -148,7 +153,7 @@ def check_footer(metadata: Any, file: File) -> None:
     """Raise SourceError for a footer whose counts are impossible, or exceed a bound."""
     if (fault := footer_fault(metadata, file.info.size)) is not None:
         raise SourceError(
-            f"{file.uri}: is not a readable Parquet file ({fault}); write it again or remove it"
+            f"{file.uri} is not a readable Parquet file ({fault}). Write it again or remove it"
         )
     check_rows_bound(metadata.num_rows, file.info.size, file.uri)
     check_expansion_bound(declared_bytes(metadata), file.info.size, file.uri)

@@ -152,20 +152,19 @@ class Places:
             open_store(run, self._options).stat(SUCCESS)
         except FileNotFoundError:
             raise SourceError(
-                f"source.uri: the run in {run} is not finished (it has no {SUCCESS}), so not all "
-                "of its rows are there. Finish it with the command it was begun with, then run "
-                "this again"
+                f"source.uri: the run in {run} is not finished (it has no {SUCCESS}), so rows are "
+                "missing. Finish it with the command that started it, then run this job again"
             ) from None
         if records:
             raise SourceError(
-                f"source.uri: {run}/{RECORDS} holds the records of a run, not its result. Name "
-                f"{run}/data, or the pieces that its manifest in {run}/{RECORDS} lists one by one"
+                f"source.uri: {run}/{RECORDS} has the records of a run, not its result. Use "
+                f"{run}/data, or the pieces listed in the manifest in {run}/{RECORDS}"
             )
         if mixed:
             raise SourceError(
-                f"source.uri: {run} is a run directory: beside the answers in data/ it holds the "
-                f"rows that failed in {QUARANTINE_FOLDER}/. Name {run}/data (or, for the others, "
-                f"{run}/{QUARANTINE_FOLDER})"
+                f"source.uri: {run} is a run directory: besides the answers in data/ it has failed "
+                f"rows in {QUARANTINE_FOLDER}/. Use {run}/data (or {run}/{QUARANTINE_FOLDER} for "
+                "the failed rows)"
             )
 
 
@@ -187,12 +186,16 @@ def _upwards(folder: str) -> Iterator[str]:
 
 def _table(place: str, kind: str) -> str:
     said = (
-        f"source.uri: {place} is {'an' if kind == 'Iceberg' else 'a'} {kind} table: its files hold "
-        "rows that the table no longer has (deleted, rewritten), so they are not read by themselves"
+        f"source.uri: {place} is {'an' if kind == 'Iceberg' else 'a'} {kind} table: its files "
+        "include rows that the table no longer has (deleted, rewritten), so they cannot be read as "
+        "plain files"
     )
     if kind in OPENED:
         return (
-            f"{said}. Name the table's own folder, and it alone, with source.format auto or "
-            f"{OPENED[kind]}; parts of it are chosen with source.filter"
+            f"{said}. Set source.uri to the folder of the table, and source.format to auto or "
+            f"{OPENED[kind]}; select parts of it with source.filter"
         )
-    return f"{said}. Export its rows to Parquet (for example with Spark) and name that folder"
+    return (
+        f"{said}. Export its rows to Parquet (for example with Spark) and set source.uri to that "
+        "folder"
+    )

@@ -203,7 +203,10 @@ def copy_shares(
         for one in found:
             if one.unfit is not None and one.schema == schema:
                 raise one.unfit
-    raise SourceError("source.uri: the input keeps changing while it is copied; try again later")
+    raise SourceError(
+        "source.uri: the input keeps changing while it is being copied. Start again when nothing "
+        "writes to it"
+    )
 
 
 def _round(
@@ -254,7 +257,7 @@ def _inventory(
 ) -> Inventory:
     schema, read = written(shape.schema), sum(one.read for one in found)
     if read and not len(schema):
-        raise SourceError("source.uri: the rows have no columns; there is nothing to read")
+        raise SourceError("source.uri: the rows have no columns. Check the files")
     for one in found:
         known.update(dict.fromkeys(one.known))
     files = tuple(file for one in found for file in one.files or ())

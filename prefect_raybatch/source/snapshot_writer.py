@@ -113,7 +113,7 @@ class SnapshotWriter:
             self._parts.write(pa.concat_tables(self._held))
         except pa.ArrowInvalid as error:
             raise SourceError(
-                f"source.uri: Parquet cannot hold a value of the input ({one_line(error)}); write "
+                f"source.uri: Parquet cannot store a value of the input ({one_line(error)}). Write "
                 "the column with another type, or leave it out with source.columns"
             ) from None
         self._part_bytes += self._held_bytes
@@ -140,9 +140,9 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
                 columns.append(_convert(table.column(field.name), field.type))
             except pa.ArrowInvalid as error:
                 raise SourceError(
-                    f"source.uri: column {field.name!r} is {field.type} over all rows, which does "
-                    f"not hold each value as it is ({error}); write the column with one type, or "
-                    "leave it out with source.columns"
+                    f"source.uri: column {field.name!r} is {field.type} over all rows, which "
+                    f"cannot hold every value unchanged ({error}). Write the column with one type, "
+                    "or leave it out with source.columns"
                 ) from None
         else:
             columns.append(pa.chunked_array([pa.nulls(table.num_rows, field.type)]))

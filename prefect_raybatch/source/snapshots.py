@@ -102,7 +102,7 @@ def snapshot(
         check_columns(source.columns, list(known), "the input")
         check_type_columns(source.types, known)
     elif source.filter:
-        raise SourceError(f"source.filter: no row of {some(files)} fits; there is nothing to do")
+        raise SourceError(f"source.filter: no row of {some(files)} matches. Change the filter")
     else:
         raise _without_rows(kind, files)
     _check_unchanged(files)
@@ -114,7 +114,7 @@ def _found(source: ReadSpec) -> tuple[str, list[File]]:
     kind, files = find(source)
     for file in files:
         if file.info.size == 0:
-            raise SourceError(f"{file.uri}: is empty (0 bytes); write it again or remove it")
+            raise SourceError(f"{file.uri} is empty (0 bytes). Write it again or remove it")
     return kind, files
 
 
@@ -164,7 +164,9 @@ def _side_by_side(
         except NotSideBySide as error:
             for _ in copier.reader(error.file, known={}):
                 pass  # says what is wrong, and in which row
-            log.info("%s is not read in parts: they do not go together", error.file.uri)
+            log.info(
+                "Copying %s in one piece, because its parts have different types", error.file.uri
+            )
             return None
 
 
@@ -379,15 +381,18 @@ def _check_unchanged(files: Sequence[File]) -> None:
         try:
             return file.store.stat(file.info.path)
         except FileNotFoundError:
-            raise SourceError(f"{file.uri}: was deleted while it was being copied") from None
+            raise SourceError(
+                f"{file.uri} was deleted while it was being copied. Restore it, or start again "
+                "without it"
+            ) from None
 
     for file, now in zip(files, read_ahead(look, files, STATS, STATS), strict=True):
         # The change time cannot be set back. A new link or mode changes it too, but what was read
         # cannot be compared any more, and to begin the copy anew costs little.
         if now != file.info or now.ctime_ns != file.info.ctime_ns:
             raise SourceError(
-                f"{file.uri}: changed while it was being copied (size {file.info.size} -> "
-                f"{now.size}); start again when it is complete"
+                f"{file.uri} changed while it was being copied (from {file.info.size} to "
+                f"{now.size} bytes). Start again when it is complete"
             )
 
 

@@ -66,7 +66,10 @@ def open_bytes(file: File) -> Iterator[Any]:
             with pa.CompressedInputStream(native, compression) as stream:
                 yield pa.PythonFile(Expanded(stream, most, file.uri), mode="r")
     except FileNotFoundError:
-        raise SourceError(f"{file.uri}: was deleted while the input was being listed") from None
+        raise SourceError(
+            f"{file.uri} was deleted while the input was being listed. Restore it, or start again "
+            "without it"
+        ) from None
 
 
 class Raw(io.RawIOBase):
@@ -95,9 +98,7 @@ class Expanded(Raw):
         read = super().readinto(buffer)
         self._left -= read
         if self._left < 0:
-            raise EXPANSION_BOUND.refuse(
-                self._where, "is compressed and holds far more than its size"
-            )
+            raise EXPANSION_BOUND.refuse(self._where, "decompresses to far more than its size")
         return read
 
 

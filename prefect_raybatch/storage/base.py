@@ -203,8 +203,8 @@ class Store(ABC):
         listed = [info.path for info in self.list(name.rpartition("/")[0])]
         if self.read(name) != body or listed != [name]:
             raise UnsafeStore(
-                f"{self.uri}: a file just written is not read back or not listed; exactly-once "
-                "needs a store that shows a finished write at once. Choose another output."
+                f"{self.uri}: a file that was just written cannot be read or listed. Exactly-once "
+                "needs a store that shows a finished write at once: choose another output"
             )
 
     def _probe_race(self, name: str) -> None:
@@ -224,10 +224,10 @@ class Store(ABC):
             seen = f"{len(won)} of {PROBE_WRITERS} writers created the same file"
             seen += ", and a later one replaced it" if late else ""
             raise UnsafeStore(
-                f"{self.uri}: the store does not honour put-if-absent ({seen}), so rows could be "
-                "lost or doubled. Use a store with atomic If-None-Match (AWS S3, MinIO, Cloudflare "
-                "R2, Ceph radosgw with a bucket that keeps no versions) or a local file system "
-                "with hard links for the output."
+                f"{self.uri}: the store does not honor put-if-absent ({seen}), so rows could be "
+                "lost or duplicated. Use a store with atomic If-None-Match (AWS S3, MinIO, "
+                "Cloudflare R2, Ceph radosgw with a bucket that keeps no versions) or a local file "
+                "system with hard links for the output"
             )
 
 
@@ -248,7 +248,7 @@ def reading_local_file(place: str | os.PathLike[str]) -> Iterator[None]:
         raise
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise StoreError(f"{os.fspath(place)}, which is to be stored: {reason}") from error
+        raise StoreError(f"{os.fspath(place)} cannot be read to store it: {reason}") from error
 
 
 def local_size(place: str) -> int:
@@ -262,4 +262,4 @@ def not_found(uri: str) -> FileNotFoundError:
 
 
 def too_large(uri: str, size: int, max_bytes: int) -> CorruptRun:
-    return CorruptRun(f"{uri} has {size} bytes where at most {max_bytes} are expected")
+    return CorruptRun(f"{uri} has {size} bytes, more than the expected {max_bytes}")

@@ -87,7 +87,7 @@ def _sum(block: bytes) -> bytes:
 
 
 def _other_contents(uri: str) -> CorruptRun:
-    return CorruptRun(f"{uri} is not what was written: its checksum differs")
+    return CorruptRun(f"{uri} was damaged or replaced: its checksum differs from the recorded one")
 
 
 def open_checked(store: Store, path: str, sums: BlockSums) -> BinaryIO:

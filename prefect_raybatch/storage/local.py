@@ -109,10 +109,10 @@ class LocalStore(Store):
             place = os.path.normpath(os.path.join(place, part))
             if place != self.top and os.path.islink(place):
                 raise StoreError(
-                    f"{place} is a link; in output folders and run directories links to folders "
-                    "are not followed, since what lies behind them may not be ours to change. Put "
-                    "a folder in its place (or mount the other disk there), or name the folder it "
-                    "leads to, then run the same command again"
+                    f"{place} is a link. In output folders and run directories links to folders "
+                    "are not followed, because the files behind them may belong to others. Replace "
+                    "it with a folder (or mount the other disk there), or use the folder that it "
+                    "points to, then run the same command again"
                 )
 
     def stat(self, path: str) -> FileInfo:
@@ -137,7 +137,10 @@ class LocalStore(Store):
                 # NFS can repeat a link whose answer was lost and then report our own file.
                 with suppress(FileNotFoundError):  # taken, and deleted since: try again
                     return self.read(path) == data
-        raise StoreError(f"{self._path(path)}: the name is taken, but not by a readable file")
+        raise StoreError(
+            f"{self._path(path)} exists but is not a readable file. Remove it, then run the same "
+            "command again"
+        )
 
     def put_file(self, path: str, local_path: str | os.PathLike[str]) -> FileInfo:
         self._land_file(path, local_path, os.replace)
@@ -285,7 +288,7 @@ def _open_without_waiting(place: str, flags: int) -> int:
     if stat_module.S_ISDIR(mode := os.fstat(descriptor).st_mode) or stat_module.S_ISREG(mode):
         return descriptor
     os.close(descriptor)
-    raise OSError(errno.EINVAL, "there is a pipe or a device, and no file; remove it")
+    raise OSError(errno.EINVAL, "a pipe or a device is in place of the file; remove it")
 
 
 def _raise_unless_absent(error: OSError) -> None:
@@ -315,8 +318,8 @@ def _link(temporary: str, target: str) -> None:
     except OSError as error:
         if error.errno in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
             raise UnsafeStore(
-                f"{target}: this file system has no hard links, which exactly-once needs; "
-                "choose an output on another file system or on S3"
+                f"{target}: this file system has no hard links, which exactly-once needs. Choose "
+                "an output on another file system or on S3"
             ) from error
         raise
 
@@ -331,8 +334,8 @@ def _locked(place: str) -> Iterator[int]:
             fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError as error:
             raise UnsafeStore(
-                f"{place} has to be replaced, and this file system has no locks "
-                f"({error.strerror}); remove this file, then run the same command again"
+                f"{place} must be replaced, but this file system has no locks ({error.strerror}). "
+                "Remove this file, then run the same command again"
             ) from error
         with _os_errors(place):
             inode = os.fstat(handle.fileno()).st_ino
@@ -347,7 +350,7 @@ def _temporary_in(folder: str) -> tuple[str, BinaryIO]:
         _make_folder(folder)
         with suppress(FileNotFoundError):
             return path, open(path, "xb")
-    raise OSError(errno.ENOENT, "the folder keeps disappearing", folder)
+    raise OSError(errno.ENOENT, "the folder was deleted again and again", folder)
 
 
 def _make_folder(folder: str) -> None:
@@ -360,7 +363,9 @@ def _make_folder(folder: str) -> None:
         os.mkdir(folder)
     except FileExistsError:
         if not os.path.isdir(folder):
-            raise NotADirectoryError(errno.ENOTDIR, "a file is in the way", folder) from None
+            raise NotADirectoryError(
+                errno.ENOTDIR, "a file has the name of the folder", folder
+            ) from None
     with suppress(FileNotFoundError):
         _sync(parent)
 
@@ -395,13 +400,13 @@ def _os_errors(place: str, writing: int | None = None) -> Iterator[None]:
         reason = error.strerror or type(error).__name__
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StoreError(
-                f"disk full at {place}: {reason}, {writing or 0} bytes needed; make room or "
+                f"disk full at {place}: {reason}, {writing or 0} bytes needed. Free some space or "
                 "choose another output, then run the same command again"
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             doing = "read" if writing is None else "write"
             raise StoreError(
-                f"no permission to {doing} {place}: {reason}; check the owner and mode of the "
-                "folder and how it is mounted"
+                f"no permission to {doing} {place}: {reason}. Check the owner and mode of the "
+                "folder, and how it is mounted"
             ) from error
         raise StoreError(f"{place}: {reason}") from error

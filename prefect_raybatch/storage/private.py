@@ -44,7 +44,7 @@ def open_regular(path: Path, flags: int, mode: str) -> IO[str]:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
         os.close(descriptor)
-        raise OSError(errno.EPERM, "is no regular file of this user; remove it", str(path))
+        raise OSError(errno.EPERM, "is not a regular file of this user; remove it", str(path))
     return open(descriptor, mode, encoding="utf-8", errors="replace")
 
 

@@ -116,7 +116,7 @@ def _proved(
         info = store.stat(path)
         if holds(store, info, sums):
             return info
-        log.warning("%s/%s is not what was sent; writing it again", store.uri, path)
+        log.warning("%s/%s differs from what was sent. Writing it again", store.uri, path)
         if not again():
             break
     raise bad_upload(store, path)
@@ -124,7 +124,7 @@ def _proved(
 
 def bad_upload(store: Store, path: str) -> BadUpload:
     return BadUpload(
-        f"{store.uri}/{path}: the store answered that it wrote this file, and keeps other bytes "
-        "than it was sent. Nothing was deleted: run the same command again, and if this comes "
-        "back, choose another output and look at the store's disks or the proxy before it"
+        f"{store.uri}/{path}: the store reported a successful write, but keeps other bytes than it "
+        "was sent. Nothing was deleted: run the same command again. If this comes back, choose "
+        "another output, and check the disks of the store or the proxy before it"
     )

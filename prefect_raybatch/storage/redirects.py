@@ -15,11 +15,11 @@ def redirect_text(url: str, location: str | None) -> str:
         target = urlsplit(urljoin(url, location or ""))
         port = f":{target.port}" if target.port else ""
     except ValueError:
-        return f"{_bare(url)} redirects to no valid URL"
+        return f"{_bare(url)} redirects to an invalid URL"
     place = f"{target.scheme}://{target.hostname or ''}{port}"
     return (
-        f"{_bare(url)} redirects to {place}, and requests with keys are not sent on to another "
-        "place; if that is the server, write its address instead"
+        f"{_bare(url)} redirects to {place}, but requests with credentials are not sent on to "
+        "another host. If that is the right server, use its address"
     )
 
 

@@ -74,7 +74,9 @@ class S3Store(Store):
                 return
             info = self.stat(path)
             if (len(body), etag) != (info.size, info.etag):
-                raise ShortBody(f"{len(body)} of {info.size} bytes arrived, or of another version")
+                raise ShortBody(
+                    f"{len(body)} of {info.size} bytes arrived, or the object was replaced"
+                )
 
         found = self._call("get_object", self._key(path), max_bytes, check=whole)
         if found["Body"] is None:
@@ -124,7 +126,10 @@ class S3Store(Store):
             # breaks, so even then the object can be ours.
             with suppress(FileNotFoundError):  # taken, and deleted since: try again
                 return self.read(path) == data
-        raise StoreUnavailable(f"{join(self.uri, path)}: taken and absent by turns")
+        raise StoreUnavailable(
+            f"{join(self.uri, path)} was created and deleted again and again. Check what else "
+            "writes there"
+        )
 
     def put_file(self, path: str, local_path: str | os.PathLike[str]) -> FileInfo:
         source = os.fspath(local_path)
@@ -158,8 +163,8 @@ class S3Store(Store):
                 if self.stat(path).etag != seen.etag:
                     return False
             raise UnsafeStore(
-                f"{join(self.uri, path)}: the store cannot replace a file that is as it was seen "
-                "(If-Match in a PUT); remove this file, then run the same command again"
+                f"{join(self.uri, path)}: the store does not support conditional replacement "
+                "(If-Match in a PUT). Remove this file, then run the same command again"
             )
         if self.stat(path).etag != seen.etag:
             return False
@@ -199,9 +204,7 @@ class S3Store(Store):
 
         def whole(found: dict[str, Any]) -> None:
             if len(found["Body"]) != stop - start:
-                raise ShortBody(
-                    f"{len(found['Body'])} bytes arrived, {stop - start} were asked for"
-                )
+                raise ShortBody(f"{len(found['Body'])} of {stop - start} bytes arrived")
 
         found = self._call(
             "get_object",
@@ -212,7 +215,10 @@ class S3Store(Store):
             IfMatch=f'"{info.etag}"',
         )
         if found is None:
-            raise SourceError(f"{join(self.uri, info.path)} changed while it was being read")
+            raise SourceError(
+                f"{join(self.uri, info.path)} changed while it was being read. Start again when it "
+                "is complete"
+            )
         return cast(bytes, found["Body"])
 
     def now(self) -> float:

@@ -76,7 +76,9 @@ class Connection:
         try:
             import s3fs
         except ImportError as error:
-            raise ConfigError("s3:// needs s3fs: pip install s3fs") from error
+            raise ConfigError(
+                "s3:// needs s3fs, which is not installed. Run pip install s3fs"
+            ) from error
         options = dict(self.options)
         client = dict(options.pop("client_kwargs", None) or {})
         if region := options.pop("region", None):
@@ -97,7 +99,7 @@ class Connection:
         try:
             return s3fs.S3FileSystem(client_kwargs=client, config_kwargs=config, **options)
         except (TypeError, ValueError, KeyError) as error:
-            raise ConfigError(f"s3fs refuses the store options: {self.scrub(error)}") from None
+            raise ConfigError(f"s3fs rejects the store options: {self.scrub(error)}") from None
 
     def endpoint(self, fs: object) -> str:
         """Return scheme://host:port that `fs` contacts, as far as it is known before the first
@@ -119,13 +121,13 @@ class Connection:
         if self.options.get("anon"):
             return "none (anon=True)"
         if self.options.get("key") or client.get("aws_access_key_id"):
-            return "key and secret of the store's options"
+            return "key and secret in the options of the store"
         if profile := self.options.get("profile") or os.environ.get("AWS_PROFILE"):
             return f"profile {profile!r}"
         for name in ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"):
             if os.environ.get(name):
                 return f"environment variable {name}"
-        return "boto's chain (configuration files, container or instance role)"
+        return "default chain of boto3 (configuration files, container or instance role)"
 
     def scrub(self, error: object) -> str:
         """Return the message of `error`, with URLs cut to their host and credentials removed."""
@@ -192,7 +194,7 @@ def request(operation: str, arguments: Mapping[str, Any], max_bytes: int | None)
         try:
             await fs.set_session()
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"the S3 client refuses the store options: {error}") from None
+            raise ConfigError(f"the S3 client rejects the store options: {error}") from None
         method = getattr(await fs.get_s3(arguments["Bucket"]), operation)
         # s3fs drops arguments it does not know: only the user's extras may pass that filter.
         found = await method(**{**fs._get_s3_method_kwargs(method), **arguments})

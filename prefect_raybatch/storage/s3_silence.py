@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 WARN_AFTER = 15.0  # seconds of a call: a healthy store, even a throttling one, takes less
 WARN_EVERY = 60.0  # seconds between two warnings, whatever number of threads are waiting
 CHECK = (
-    "check that the store is up and can be reached from this machine, and its address in "
+    "Check that the store is up and can be reached from this machine, and its address in "
     "endpoint_url or AWS_ENDPOINT_URL"
 )
 
@@ -34,7 +34,7 @@ class Silence:
             return
         self._warned = now
         log.warning(
-            "%s: no good answer from %s for %.0f s (%s); asking on for %.0f s. Meanwhile %s",
+            "%s: no valid answer from %s for %.0f s (%s). Retrying for %.0f s. %s",
             place,
             endpoint,
             now - began,
@@ -70,5 +70,5 @@ def without_keys(url: str) -> str:
         found = urlsplit(url)
         port = found.port or (80 if found.scheme == "http" else 443)
     except ValueError:
-        return "an endpoint_url that is no URL"
+        return "an invalid endpoint_url"
     return f"{found.scheme}://{found.hostname}:{port}"

@@ -103,8 +103,8 @@ def check_own_files(table: str, files: Iterable[str]) -> None:
     local = next((file for file in named if not is_remote(file)), None)
     if local is not None and is_remote(table):
         raise SourceError(
-            f"source.uri: the table {table} names a local file, {local}, as one of its own; read "
-            "a copy of it that has all its files"
+            f"source.uri: the table {table} lists a local file, {local}, as one of its own. Read a "
+            "copy of the table that has all its files"
         )
     check_table_files(named)
 
@@ -125,17 +125,19 @@ def said_plainly(what: str, scrub: Any = str) -> Iterator[None]:
         failure = failure_in(error)
         if failure == "denied":
             raise SourceError(
-                f"{what}: access is denied ({text}); check the keys in source.options, "
+                f"{what}: access denied ({text}). Check the credentials in source.options, "
                 "source.catalog, the credentials_block or the environment, and that they may read "
                 "it"
             ) from None
         if failure == "no bucket":
-            raise SourceError(f"{what}: there is no such bucket ({text}); check its name") from None
+            raise SourceError(
+                f"{what}: the bucket does not exist ({text}). Check its name"
+            ) from None
         if failure == "gone":
             raise SourceError(
-                f"{what}: a file of it is not there ({text}); was it removed by a cleanup "
-                "(vacuum, expired snapshots), or does the place not exist?"
+                f"{what}: a file is missing ({text}). Check the path, and whether a cleanup "
+                "(vacuum, expired snapshots) has removed it"
             ) from None
         if failure == "away":
             raise StoreUnavailable(f"{what}: {text}") from None
-        raise SourceError(f"{what}: cannot be read ({type(error).__name__}: {text})") from None
+        raise SourceError(f"{what} cannot be read ({type(error).__name__}: {text})") from None

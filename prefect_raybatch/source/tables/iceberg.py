@@ -106,7 +106,7 @@ def _from_catalog(name: str, properties: dict[str, Any]) -> Any:
     database = str(properties.get("uri", ""))
     if database.startswith(SQLITE) and not Path(database[len(SQLITE) :]).exists():
         raise SourceError(  # it would be made, empty
-            f"source.catalog: {database} does not exist; check the path"
+            f"source.catalog: {database} does not exist. Check the path"
         )
     # Reading makes no tables in the catalog's database.
     given = {"init_catalog_tables": "false", **properties}
@@ -115,7 +115,8 @@ def _from_catalog(name: str, properties: dict[str, Any]) -> Any:
         return catalog.load_table(name)
     except (NoSuchTableError, NoSuchNamespaceError, ValueError):
         raise SourceError(
-            f"source.uri: the catalog {catalog.name} has no table {name!r}; write namespace.table"
+            f"source.uri: the catalog {catalog.name} has no table {name!r}. Write it as "
+            "namespace.table"
         ) from None
 
 
@@ -149,14 +150,15 @@ def _newest(place: str, options: Mapping[str, Any]) -> str:
             found.setdefault(int(match["hadoop"] or match["number"]), []).append(info.path)
     if not found:
         raise SourceError(
-            f"source.uri: {place} holds no Iceberg table (no metadata/*.metadata.json); name the "
-            "table's folder, or for a table of a catalog set source.catalog"
+            f"source.uri: no Iceberg table in {place} (no metadata/*.metadata.json). Set it to the "
+            "folder of the table, or set source.catalog for a table of a catalog"
         )
     newest = found[max(found)]
     if len(newest) > 1:
         raise SourceError(
             f"source.uri: {place} has {len(newest)} newest metadata files ({', '.join(newest)}), "
-            "of which only its catalog knows which counts; set source.catalog, or name one of them"
+            "and only its catalog knows which is current. Set source.catalog, or set source.uri to "
+            "one of them"
         )
     return join(place, newest[0])
 
@@ -167,7 +169,7 @@ def _snapshot(table: Any, version: str | None, place: str) -> Any:
     if version is None:
         found = table.current_snapshot()
         if found is None:
-            raise SourceError(f"source.uri: {place}: it has no rows; there is nothing to do")
+            raise SourceError(f"source.uri: the table {place} has no rows. Check source.uri")
         return found
     when = None if version.isdecimal() else moment_of(version)
     if version.isdecimal():
@@ -181,7 +183,8 @@ def _snapshot(table: Any, version: str | None, place: str) -> Any:
         names = ", ".join(sorted(table.refs())) or "none"
         raise SourceError(
             f"source.version: {place} has no snapshot {version} (the newest: "
-            f"{', '.join(known) or 'none'}; branches and tags: {names}; expiry removes old ones)"
+            f"{', '.join(known) or 'none'}; branches and tags: {names}). Choose another; expiry "
+            "removes old ones"
         )
     return found
 
@@ -247,7 +250,7 @@ class IcebergSource(TableSource):
         if int(told.get("total-equality-deletes", 0)):
             raise SourceError(
                 f"source.uri: the Iceberg table {self.pin.uri} has equality deletes, which "
-                "pyiceberg cannot apply yet; compact the table (rewrite_data_files), or choose an "
+                "pyiceberg cannot apply yet. Compact the table (rewrite_data_files), or choose an "
                 "earlier source.version"
             )
 

@@ -41,6 +41,6 @@ def need_extra(format: str) -> None:
     known = TABLE_FORMATS[format]
     if find_spec(known.module) is None:
         raise ConfigError(
-            f"source.format: {known.title} needs {known.module}, which is not installed; "
-            f'pip install "prefect-raybatch[{known.extra}]"'
+            f"source.format: {known.title} needs {known.module}, which is not installed. Run pip "
+            f'install "prefect-raybatch[{known.extra}]"'
         )
