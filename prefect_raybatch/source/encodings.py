@@ -40,7 +40,7 @@ def check_kind(file: File, head: bytes) -> None:
     for mark, said in OTHER_KINDS.items():
         if head.startswith(mark):
             name = PurePosixPath(file.info.path).name
-            raise SourceError(f"{file.uri}: {said.format(name=name)}")
+            raise SourceError(f"{file.uri} {said.format(name=name)}")
 
 
 def check_encoding(file: File) -> None:

@@ -329,7 +329,11 @@ def _nothing(given: str) -> str:
             f"source.uri: folder {given!r} has no files to read. Check the path; hidden files, "
             "names that begin with _ and system files such as Thumbs.db are ignored"
         )
-    return f"source.uri: {given!r} does not exist; check the path (and the bucket)"
+    if is_remote(given):
+        return f"source.uri: {given!r} does not exist. Check the path and the bucket"
+    folder, _, name = split_glob(given)[0].rpartition("/")
+    start = "" if os.path.isabs(given) else f" (relative paths start at {os.getcwd()})"
+    return f"source.uri: no file or folder {name!r} in {folder or '/'}. Check the path{start}"
 
 
 def _as_it_stands(given: str, options: Mapping[str, Any]) -> tuple[str, str | None]:

@@ -90,9 +90,9 @@ class _Text:
         if found != wanted:
             after = f"after {where}" if where != "array" else "at the start"
             what = f"{found!r}" if found else "the end of the file"
+            expected = f"{wanted!r} or ']'" if wanted == "," else repr(wanted)
             raise self.wrong(
-                f"{after} comes {what} where {wanted!r} {'or ]' if wanted == ',' else ''}".rstrip()
-                + " is expected; write it again"
+                f"{after}: {expected} expected, but found {what}. Write the file again"
             )
         self._at += 1
 
@@ -126,7 +126,9 @@ class _Text:
     def end(self) -> None:
         """Raise SourceError unless the file ends here."""
         if self.peek():
-            raise self.wrong("there is data after the end of the JSON array. Write the file again")
+            raise self.wrong(
+                "after the array: the end of the file expected, but found more. Write it again"
+            )
 
     def wrong(self, said: str) -> SourceError:
         return SourceError(f"{self._file.uri}, {said}")

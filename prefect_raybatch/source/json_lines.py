@@ -293,7 +293,7 @@ def _explain_json(file: File, block: bytes, line: int, unit: str, error: Excepti
 
 
 def _not_utf8(file: File) -> str:
-    return not_decoded(file, "utf-8", f"the only encoding read; {UTF8_ONLY}")
+    return not_decoded(file, "utf-8", UTF8_ONLY)
 
 
 def _kind(value: object) -> str:

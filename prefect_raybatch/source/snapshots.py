@@ -119,8 +119,8 @@ def _found(source: ReadSpec) -> tuple[str, list[File]]:
 
 
 def _without_rows(kind: str, files: Sequence[File]) -> SourceError:
-    what = "has a header but no rows" if kind == "csv" else "has no rows"
-    return SourceError(f"source.uri: {some(files)} {what}; there is nothing to do")
+    header = " after the header" if kind == "csv" else ""
+    return SourceError(f"source.uri: no rows{header} in {some(files)}. Check the files")
 
 
 Everywheres = Callable[[int, bool], AbstractContextManager[Everywhere]]
@@ -391,8 +391,7 @@ def _check_unchanged(files: Sequence[File]) -> None:
         # cannot be compared any more, and to begin the copy anew costs little.
         if now != file.info or now.ctime_ns != file.info.ctime_ns:
             raise SourceError(
-                f"{file.uri} changed while it was being copied (from {file.info.size} to "
-                f"{now.size} bytes). Start again when it is complete"
+                f"{file.uri} changed while it was being copied. Start again when it is complete"
             )
 
 

@@ -363,9 +363,7 @@ def _make_folder(folder: str) -> None:
         os.mkdir(folder)
     except FileExistsError:
         if not os.path.isdir(folder):
-            raise NotADirectoryError(
-                errno.ENOTDIR, "a file has the name of the folder", folder
-            ) from None
+            raise NotADirectoryError(errno.ENOTDIR, "a file is in the way", folder) from None
     with suppress(FileNotFoundError):
         _sync(parent)
 

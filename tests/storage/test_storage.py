@@ -736,7 +736,7 @@ def test_errors_that_stay_are_told(s3: S3Server) -> None:
             ("reset", StoreUnavailable, r"no good answer in \d+ tries, the last: [A-Z]"),
             ("expired", CredentialsUnusable, r"credentials have expired.*store's options"),
             ("507", StoreError, r"full or over its quota"),
-            ("501", UnsafeStore, r"cannot write if absent"),
+            ("501", UnsafeStore, r"put-if-absent"),
         ):
             between.decide = First(what, 10**6)
             with pytest.raises(kind, match=words) as caught:
@@ -1070,7 +1070,7 @@ def test_a_store_that_is_away_is_told_in_time_and_named(
     assert time.monotonic() - began < 8
     for text in (warning.getMessage(), str(found.value)):
         assert endpoint in text and "s3://bucket/run/x" in text
-        assert "check that the store is up" in text and "endpoint_url" in text
+        assert "Check that the store is up" in text and "endpoint_url" in text
         assert "PASSWORD" not in text and "\n" not in text
 
 
