@@ -66,8 +66,10 @@ def check_columns_bound(schema: pa.Schema, where: str) -> None:
 
 
 def footer_fault(metadata: Any, size: int) -> str | None:
-    """Return what is impossible about a Parquet footer's counts in a file of `size` bytes, or None:
-    the counts of the file, its row groups and their column chunks must agree."""
+    """Return what is impossible about the counts in a Parquet footer, or None.
+
+    The counts of the file of `size` bytes, its row groups and their column chunks must agree.
+    """
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     rows = [group.num_rows for group in groups]
     if min([metadata.num_rows, *rows]) < 0:
@@ -93,8 +95,7 @@ def footer_fault(metadata: Any, size: int) -> str | None:
 
 
 def check_expansion_bound(declared: int, size: int, where: str) -> None:
-    """Raise SourceError if the compressed parts of a file of `size` bytes declare more decompressed
-    bytes than the bound allows."""
+    """Raise SourceError if a file declares more decompressed bytes than the bound allows."""
     if declared > max(FREE_BYTES, size * EXPANSION_BOUND.value()):
         raise EXPANSION_BOUND.refuse(
             where, f"claims to decompress from {size:,} to at least {declared:,} bytes"

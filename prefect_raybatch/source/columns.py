@@ -50,9 +50,11 @@ def types_in(
     typed: Collection[str],
     merged: Mapping[str, pa.DataType],
 ) -> dict[str, pa.DataType]:
-    """Return the types of a block's columns; types of CSV text follow from its values and those
-    `before`. Integers that floats cannot represent, in a column that `merged` to floats over all
-    files, are text."""
+    """Return the types of the columns in a block.
+
+    Types of CSV text follow from its values and the types `before`. Integers that floats cannot
+    represent, in a column that `merged` to floats over all files, are text.
+    """
     if not text:
         return {
             field.name: NUMBER_TEXT
@@ -74,8 +76,11 @@ def _common(a: pa.DataType, b: pa.DataType, text: bool, union: bool) -> pa.DataT
 
 
 class TypesSeen:
-    """Column types of some files, noted block by block. `clash` reports incompatible types; a
-    `Shape` finds the file, because other files come before these."""
+    """Column types of some files, noted block by block.
+
+    `clash` reports incompatible types; a `Shape` finds the file, because other files come before
+    these.
+    """
 
     def __init__(
         self,
@@ -201,8 +206,10 @@ class Shape:
         self._columns[name] = both
 
     def _clashing(self, name: str, kind: pa.DataType, merged: pa.DataType) -> str:
-        """Return the first file in which the column is incompatible with `kind`; an earlier file
-        made it `merged`."""
+        """Return the first file in which the column is incompatible with `kind`.
+
+        An earlier file made the column `merged`.
+        """
         having = [file for file, types in self._files.items() if name in types]
         having.sort(key=lambda file: self._files[file][name] != merged)
         for file in having:

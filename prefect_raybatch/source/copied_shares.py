@@ -36,9 +36,11 @@ CopyShare = tuple[Stretch, ...]
 
 @dataclass(frozen=True)
 class ShareCopied:
-    """The outcome of copying a share. `files` is None if a later value did not fit the `schema`
-    with which it was being written (before columns of nulls became text); `types` are recorded each
-    time a file's types widened."""
+    """The outcome of copying a share.
+
+    `files` is None if a later value did not fit the `schema` with which it was being written
+    (before columns of nulls became text); `types` are recorded each time a file's types widened.
+    """
 
     files: tuple[InputFile, ...] | None
     schema: pa.Schema
@@ -51,8 +53,7 @@ class ShareCopied:
     part: bool = False  # of a file, whose other parts may have wider types
 
     def under(self, shape: Shape) -> bool:
-        """Return whether it was written with the merged types, and shows that its values have
-        them."""
+        """Return whether the share was written with the merged types and its values have them."""
         if self.unfit is not None or self.files is None or self.schema != written(shape.schema):
             return False
         return not (self.part and shape.text) or all(
@@ -97,8 +98,10 @@ def copy_key(
     known: Mapping[str, pa.DataType],
     of_files: Mapping[str, Mapping[str, pa.DataType]],
 ) -> str:
-    """Return the name of a share's record; `read_as` describes how its files are read, and by which
-    code."""
+    """Return the name of a share's record.
+
+    `read_as` describes how its files are read, and by which code.
+    """
     told = [
         read_as,
         [_bytes_told(stretch) for stretch in share],
@@ -139,8 +142,10 @@ def note_copied(store: Store, key: str, one: ShareCopied) -> None:
 
 
 def forget_copied(store: Store, attempt: str, named: Collection[str]) -> None:
-    """Remove the records once there is a plan, which names the files `named`, and what this attempt
-    copied with types other than the plan's."""
+    """Remove the records of copied shares once there is a plan.
+
+    Also removes what this attempt copied that is not in the files of the plan, `named`.
+    """
     ours = (f"{COPIED}/", f"{INPUT}/{attempt}-")
     with suppress(RayBatchError):  # only tidiness
         left = [i.path for i in store.list(INPUT) if i.path.startswith(ours)]

@@ -20,15 +20,16 @@ from prefect_raybatch.storage import Store
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which of the rows and columns read are written: rows that match `filter`, and the columns in
-    `columns` (None: all)."""
+    """The part of the rows that is written: rows that match `filter`, and `columns` (None: all)."""
 
     filter: Filter
     columns: Sequence[str] | None = None
 
     def rows(self, table: pa.Table, schema: pa.Schema) -> pa.Table:
-        """Return the matching rows of a table read with `schema`. Raises ConfigError if the filter
-        does not fit the schema."""
+        """Return the matching rows of a table read with `schema`.
+
+        Raises ConfigError if the filter does not fit the schema.
+        """
         return self.filter.keep(conform(table, schema))
 
     def schema(self, schema: pa.Schema) -> pa.Schema:
@@ -85,8 +86,10 @@ def _pass(
     limit: int | None,
     chosen: Chosen | None,
 ) -> ConfigError | None:
-    """Read all blocks once. Return why the filter does not fit the types so far, which a later
-    value may change."""
+    """Read all blocks once.
+
+    Return why the filter does not fit the types so far, which a later value may change.
+    """
     seen, fault, first = 0, None, None
     for where, table in blocks():
         if limit is not None and chosen is None:

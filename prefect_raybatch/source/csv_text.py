@@ -109,9 +109,11 @@ def _empty_lines(file: File, written: _Written) -> int:
 def _check_closed(
     file: File, written: _Written, read: Any, parse: Any, header: Sequence[str]
 ) -> None:
-    """Raise SourceError if a quote is open at the end of a file: pyarrow takes what follows it for
-    one value, however many rows it was. Reads the file again, with one more row appended; `read`
-    and `parse` are pyarrow's options."""
+    """Raise SourceError if a quote is open at the end of a file.
+
+    pyarrow reads everything after it as one value. This reads the file again with one more row;
+    `read` and `parse` are options of pyarrow.
+    """
     import pyarrow.csv as pc
 
     end = "end"
@@ -139,10 +141,9 @@ def _check_closed(
 
 
 def _block_bytes(file: File, options: Csv) -> tuple[int, bool]:
-    """Return the bytes of a block, about streams.BLOCK_BYTES, and whether a block may end between a
-    carriage return and a line feed: pyarrow takes the two as the end of a row there, even within
-    quotes, and drops the line feed.
+    """Return (bytes of a block, whether no block ends between a carriage return and a line feed).
 
+    pyarrow takes the two as the end of a row there, even within quotes, and drops the line feed.
     The blocks of compressed or recoded files are unknown.
     """
     size = file.info.size if file.cut is None else len(file.cut.content)
@@ -171,8 +172,10 @@ def delimiter_of(file: File, options: Csv) -> str:
 
 
 def csv_as_seen(file: File) -> tuple[dict[str, Any], bool]:
-    """Return (non-default fields of `source.csv`, whether the encoding is a guess) from the first
-    bytes and the first line of a CSV file."""
+    """Return (fields of `source.csv`, whether the encoding is a guess) by the start of a CSV file.
+
+    Only fields that differ from their defaults.
+    """
     try:
         encoding, guessed = seen_encoding(file)
         written = _Written.of(file, Csv(encoding=encoding))
@@ -282,8 +285,7 @@ def _named_by_excel(line: str) -> str | None:
 
 
 def _another_delimiter(line: str, delimiter: str) -> str | None:
-    """Return the delimiter of a line that does not contain `delimiter`; None if it does, or if it
-    is one value."""
+    """Return the delimiter of a line without `delimiter`, or None if it is one value."""
     return None if delimiter in line else _other_delimiter(line, delimiter)
 
 

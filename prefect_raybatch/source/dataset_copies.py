@@ -129,8 +129,10 @@ def copy_block(
 def _copied(
     table: pa.Table, store: Store, attempt: str, columns: Sequence[str] | None
 ) -> BlockCopied:
-    """Copy a block. Return our errors as values: the first one in block order counts, and Ray would
-    retry them."""
+    """Copy a block.
+
+    Return our errors as values: the first one in block order counts, and Ray would retry them.
+    """
     parts, shape = _parts(store, attempt), Shape()
     try:
         table = table.select(check_columns(columns, table.column_names, DATASET))
@@ -223,8 +225,10 @@ class _Joiner:
         return BlockCopied(files, types, parts.row_bytes, tuple(parts.weights))
 
     def _fitted(self, table: pa.Table, types: dict[str, pa.DataType]) -> pa.Table:
-        """Return the table with columns of nulls, at any depth, as the schema has them: they were
-        written as text, which cannot be cast back."""
+        """Return the table with its columns of nulls, at any depth, as the schema has them.
+
+        They were written as text, which cannot be cast back.
+        """
         for number, (name, kind) in enumerate(types.items()):
             wanted = self.schema.field(name).type
             if _holds_null(kind) and table.schema.field(name).type != wanted:

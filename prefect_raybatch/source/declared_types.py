@@ -17,8 +17,7 @@ TYPED = ("csv", "jsonl")  # formats without types of their own
 
 
 def typed_columns(kind: str, source: ReadSpec, files: Iterable[Values]) -> dict[str, pa.DataType]:
-    """Return the types of the columns in paths, and of those columns of files that source.types
-    names.
+    """Return the types of the columns in paths and of the columns in source.types.
 
     Raises ConfigError if source.types names a column of files that have types of their own.
     """
@@ -47,15 +46,20 @@ def check_type_columns(columns: Collection[str], names: Collection[str]) -> None
 
 
 def digits_kept(types: Mapping[str, pa.DataType]) -> list[str]:
-    """Return the columns declared as text or decimal. A JSON reader must keep their numbers as
-    written, because converting them to float64 would lose digits."""
+    """Return the columns declared as text or decimal.
+
+    A JSON reader must keep their numbers as written, because converting them to float64 would lose
+    digits.
+    """
     kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_decimal)
     return [name for name, kind in types.items() if any(held(kind) for held in kinds)]
 
 
 def with_types(table: pa.Table, types: Mapping[str, pa.DataType], where: str) -> pa.Table:
-    """Return rows of the file `where` with the columns of `types` cast. Raises SourceError with the
-    first value that a type cannot hold."""
+    """Return rows of the file `where` with the columns of `types` cast.
+
+    Raises SourceError with the first value that a type cannot hold.
+    """
     for name, kind in types.items():
         if name in table.column_names:
             at = table.column_names.index(name)

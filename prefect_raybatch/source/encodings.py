@@ -57,8 +57,10 @@ def check_encoding(file: File) -> None:
 
 
 def check_csv_encoding(file: File, encoding: str) -> None:
-    """Raise SourceError for a file whose first bytes show that it is not in `encoding` (Python's
-    name): decoded like that, most encodings would give wrong text and no error."""
+    """Raise SourceError for a file that is not in `encoding`, by its first bytes.
+
+    Decoded with a wrong encoding, most files would give wrong text and no error.
+    """
     with open_bytes(file) as stream:
         head = stream.read(SAMPLE)
     check_kind(file, head)
@@ -83,8 +85,9 @@ def check_csv_encoding(file: File, encoding: str) -> None:
 
 def seen_encoding(file: File) -> tuple[str, bool]:
     """Return (Python's name of the encoding, whether it is a guess) by the first bytes of a file.
-    cp1252, in which Excel writes CSV in Western Europe, is the guess for bytes that are not
-    Unicode."""
+
+    The guess for bytes that are not Unicode is cp1252, in which Excel writes CSV in Western Europe.
+    """
     with open_bytes(file) as stream:
         head = stream.read(SAMPLE)
     check_kind(file, head)
@@ -99,8 +102,10 @@ def seen_encoding(file: File) -> tuple[str, bool]:
 
 
 def not_decoded(file: File, encoding: str, remedy: str) -> str:
-    """Return the message about the first byte that is not in `encoding`; reads the file again,
-    which only errors pay for."""
+    """Return the message about the first byte that is not in `encoding`.
+
+    Reads the file again, which only errors pay for.
+    """
     place, said = "", ""
     decoder = codecs.getincrementaldecoder(encoding)()
     before, line, data = 0, 1, b""

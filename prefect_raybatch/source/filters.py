@@ -1,5 +1,4 @@
-"""Applies source.filter to rows: one meaning for all formats, and the same in SQL for readers that
-accept it.
+"""Applies source.filter to rows, with one meaning for all formats, and gives it as SQL.
 
 As in SQL, a row is kept if the whole condition is true; a comparison with null is neither true nor
 false.
@@ -59,13 +58,17 @@ class Filter:
         return columns_in(self.condition)
 
     def expression(self, schema: pa.Schema) -> pc.Expression:
-        """Return the expression for rows of `schema`. Raises ConfigError for missing columns and
-        values of another type."""
+        """Return the expression for rows of `schema`.
+
+        Raises ConfigError for missing columns and values of another type.
+        """
         return _expression(self.condition, schema)
 
     def skips(self, schema: pa.Schema) -> bool:
-        """Return whether file statistics may show that no row matches. Those of floats leave out
-        NaN, which is unequal to everything."""
+        """Return whether file statistics may show that no row matches.
+
+        Those of floats leave out NaN, which is unequal to everything.
+        """
         return not _unequal_floats(self.condition, schema)
 
     def keep(self, table: pa.Table) -> pa.Table:
@@ -144,8 +147,10 @@ def _value_type(field: pa.Field) -> pa.DataType:
 
 
 def _bounds(kind: pa.DataType) -> tuple[int, int]:
-    """Return the lowest and the highest value of an integer type, or of a decimal type in units of
-    its last digit."""
+    """Return the lowest and the highest value of an integer or decimal type.
+
+    Those of a decimal type are in units of its last digit.
+    """
     if pa.types.is_decimal(kind):
         return 1 - 10**kind.precision, 10**kind.precision - 1
     bits = kind.bit_width
@@ -155,8 +160,11 @@ def _bounds(kind: pa.DataType) -> tuple[int, int]:
 
 
 def _moment(value: str, kind: pa.DataType) -> pa.Scalar:
-    """Return a timestamp: without a zone it is in UTC if the column has a zone, and an offset is
-    rejected if the column has none."""
+    """Return a time or timestamp of the column's type.
+
+    Without a zone it is in UTC if the column has a zone; an offset is rejected if the column has
+    none.
+    """
     if pa.types.is_timestamp(kind):
         zoned = re.search(r"(Z|[+-]\d\d:?\d\d)$", value[10:]) is not None
         if kind.tz is not None and not zoned:
@@ -212,8 +220,7 @@ def _compare(field: pa.Field, op: str, value: Literal) -> pc.Expression:
 def _compare_exactly(
     column: pc.Expression, op: str, value: Decimal, kind: pa.DataType
 ) -> pc.Expression:
-    """Return the comparison with a literal of the column's own type that is true for the same rows,
-    so that Arrow casts nothing."""
+    """Return an equivalent comparison for which Arrow does not cast the column."""
 
     def literal(units: int) -> pa.Scalar:
         return pa.scalar(

@@ -82,8 +82,11 @@ class Inventory:
 
 @dataclass(frozen=True)
 class Cut:
-    """Whole rows of a file, read in its place: `content`, which begins at byte `at`. A reader of
-    blocks takes `lead` bytes before it counts, to get the same blocks as of the whole file."""
+    """Whole rows of a file, read in its place: `content`, which begins at byte `at`.
+
+    A reader of blocks takes `lead` bytes before it counts, to get the same blocks as of the whole
+    file.
+    """
 
     at: int
     content: bytes = field(repr=False)
@@ -92,10 +95,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class File:
-    """A file that was found; `given` is its entry in source.uri, `named` if the entry names the
-    file itself.
+    """A file of the input; `given` is its entry in source.uri.
 
-    `values` are the columns that its path supplies; `cut` is the part of it to read, None for all.
+    `named`: the entry names the file itself. `values` are the columns that its path supplies; `cut`
+    is the part of it to read, None for all.
     """
 
     store: Store
@@ -112,8 +115,11 @@ class File:
         return join(self.store.uri, self.info.path)
 
     def input(self, rows: int, footer: str | None = None, values: Values = ()) -> InputFile:
-        """Return the file as the plan names it, of which a run reads `rows` rows; `footer` if the
-        file system's identity of it must be compared too, `values` to be added on reading."""
+        """Return the file as the plan names it, with `rows` rows to read.
+
+        `footer` if the file system's identity of the file must be compared too, `values` to be
+        added on reading.
+        """
         made = replace(input_file(self.uri, self.info, rows), values=values)
         if footer is None:
             return made
@@ -143,9 +149,11 @@ def needs_snapshot(source: ReadSpec) -> bool:
 
 
 def table_format(source: ReadSpec) -> str | None:
-    """Return the table format of `source`: as named, or by the contents of a table's folder; None
-    if files are to be read. Raises the store's errors, and ConfigError for a version of plain
-    files."""
+    """Return the table format of `source`, None if files are to be read.
+
+    It is the format that `source` names, or the one that the contents of its folder show. Raises
+    the store's errors, and ConfigError for a version of plain files.
+    """
     found = source.table_format or (_by_look(source) if source.format == "auto" else None)
     if found is None and source.version is not None:
         raise ConfigError(
@@ -266,8 +274,7 @@ def _refuse_links(files: Sequence[File]) -> None:
 
 
 def reaches(given: str, output: str) -> bool:
-    """Return whether `given` (an entry of source.uri) would read the results of runs below
-    `output`."""
+    """Return whether `given`, an entry of source.uri, would read results of runs below `output`."""
     if is_web(given):
         return False
     root, pattern = split_glob(given) if is_remote(given) else _as_it_stands(given, {})
@@ -284,9 +291,11 @@ def reaches(given: str, output: str) -> bool:
 
 
 def check_planned(files: Sequence[InputFile], source: ReadSpec, snapshot: bool) -> None:
-    """Raise CorruptRun for a file of a plan that the job's source.uri does not cover or, for a
-    `snapshot`, that is outside the run directory: a plan may have been forged, and its files are
-    read with the rights of whoever continues the run."""
+    """Raise CorruptRun for a file of a plan that the run may not read.
+
+    The job's source.uri must cover it or, for a `snapshot`, it must be in the run directory: a plan
+    may have been forged, and its files are read with the rights of whoever continues the run.
+    """
     places = [] if snapshot else [_as_it_stands(uri, source.options) for uri in source.uris]
     if not snapshot:
         check_links([file.uri for file in files])
@@ -305,8 +314,11 @@ def check_planned(files: Sequence[InputFile], source: ReadSpec, snapshot: bool) 
 
 
 def _is_within(uri: str, root: str, pattern: str | None) -> bool:
-    """Return whether a root and a pattern cover a file. Links below the root belong to the input,
-    and are followed when it is listed; links in the root are resolved."""
+    """Return whether a root and a pattern cover a file.
+
+    Links below the root belong to the input, and are followed when it is listed; links in the root
+    are resolved.
+    """
     if {".", ".."} & {*uri.split("/")}:
         return False
     uri = uri if is_remote(uri) else os.path.abspath(uri)  # it is read from the working directory
@@ -337,8 +349,7 @@ def _nothing(given: str) -> str:
 
 
 def _as_it_stands(given: str, options: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Return root and pattern as `split_glob` does, except that an existing name with brackets
-    means itself.
+    """Return root and pattern like `split_glob`; an existing name with brackets means itself.
 
     `*` and `?` also match themselves, so only brackets can hide a file.
     """

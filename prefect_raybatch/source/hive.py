@@ -24,9 +24,11 @@ Values = tuple[tuple[str, str | None], ...]  # (column, value as text, None for 
 
 @lru_cache(1024)
 def path_values(root: str, folder: str) -> Values:
-    """Return the columns of a file in `folder` below `root`: those of the folders below, and of the
-    folders at the end of the root. Raises SourceError for a repeated column, or one that is no
-    UTF-8."""
+    """Return the columns that the path supplies to a file in `folder` below `root`.
+
+    They come from the folders below the root and the last folders of the root. Raises SourceError
+    for a repeated column, or one that is not UTF-8.
+    """
     above: list[str] = []
     for part in reversed(root.split("/")):
         if not _is_pair(part):
@@ -61,9 +63,11 @@ def _decode(text: str, where: str) -> str:
 def path_types(
     files: Iterator[Values], declared: Mapping[str, pa.DataType] | None = None
 ) -> dict[str, pa.DataType]:
-    """Return the types of the columns: as `declared`, otherwise int32 if all values are written as
-    whole numbers are (02139 is not), otherwise text. Raises ConfigError for a value that a declared
-    type cannot hold."""
+    """Return the types of the columns in paths.
+
+    They are as `declared`, otherwise int32 if all values are written as whole numbers are (02139 is
+    not), otherwise text. Raises ConfigError for a value that a declared type cannot hold.
+    """
     seen: dict[str, set[str]] = {}
     for values in dict.fromkeys(files):
         for name, value in values:
@@ -120,8 +124,10 @@ def add_columns(
     types: Mapping[str, pa.DataType],
     columns: Sequence[str] | None,
 ) -> pa.Table:
-    """Return `table` (of the file `where`) with the columns of its path, restricted to `columns` if
-    given."""
+    """Return `table` with the columns of its path, restricted to `columns` if given.
+
+    `where` is the file that the table comes from.
+    """
     for name, value in values:
         if columns is not None and name not in columns:
             continue

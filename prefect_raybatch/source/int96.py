@@ -30,8 +30,10 @@ def int96_columns(metadata: Any, names: Sequence[str]) -> list[str]:
 def int96_batches(
     parquet: pq.ParquetFile, handle: Any, columns: Sequence[str], **options: Any
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of an open file like its `iter_batches`; raise ArrowInvalid for an INT96
-    time finer than a microsecond."""
+    """Yield the batches of an open file like its `iter_batches`.
+
+    Raise ArrowInvalid for an INT96 time finer than a microsecond.
+    """
     batches: Iterator[pa.RecordBatch] = parquet.iter_batches(
         columns=list(columns), use_threads=False, **options
     )

@@ -23,8 +23,10 @@ _FILE, _FEATHER_1 = b"ARROW1", b"FEA1"
 def arrow_tables(
     file: File, columns: Sequence[str] | None, known: dict[str, None]
 ) -> Iterator[pa.Table]:
-    """Yield the non-empty batches of an Arrow file or stream, with `columns` if given; note all
-    names."""
+    """Yield the non-empty batches of an Arrow file or stream.
+
+    Only with `columns`, if given; all names are noted in `known`.
+    """
     rows = 0
     with _readable(file), _opened(file, columns, known) as (reader, chosen):
         for number, batch in enumerate(_batches(reader), 1):

@@ -1,5 +1,4 @@
-"""Sums the sizes that the compressed buffers of an Arrow IPC file or stream declare, before any of
-them is decompressed.
+"""Sums the decompressed sizes that an Arrow IPC file declares, before it is decompressed.
 
 Each compressed buffer begins with its decompressed size (Arrow's format, Message.fbs). Its offset
 is in its batch's metadata, a flatbuffer that pyarrow does not expose, so the few necessary fields
@@ -66,8 +65,10 @@ class _Table:
 
 
 def check_declared_sizes(stream: Any, size: int, is_file: bool, where: str) -> None:
-    """Raise SourceError if the compressed buffers of a file of `size` bytes declare more than the
-    bound on expansion. Raise ValueError or OSError for a damaged file."""
+    """Raise SourceError if compressed buffers declare more bytes than the bound on expansion.
+
+    Raise ValueError or OSError for a damaged file. `size` is that of the file in bytes.
+    """
     total = 0
     try:
         blocks = _file_blocks(stream) if is_file else _stream_blocks(stream)

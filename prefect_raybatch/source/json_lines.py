@@ -32,8 +32,11 @@ def json_tables(
     known: dict[str, None],
     as_written: Collection[str] = (),
 ) -> Iterator[pa.Table]:
-    """Yield blocks of JSON Lines, or of one array of objects, without keys that no row of a block
-    has; note all keys. Fractions of the keys `as_written` become the text in the file."""
+    """Yield blocks of JSON Lines, or of one array of objects; note all keys.
+
+    Keys that no row of a block has are left out. Fractions of the keys `as_written` become the text
+    in the file.
+    """
     types: dict[str, pa.DataType] = {}
     schema = None
     try:
@@ -70,8 +73,10 @@ def json_tables(
 
 
 def _tables(file: File, as_written: Collection[str]) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (position of its first row, rows): a table for each block, or several if the rows of a
-    block have many keys."""
+    """Yield (position of its first row, rows) for each block.
+
+    A block whose rows have many keys gives several tables.
+    """
     array = file.cut is None and is_array(file)
     unit = "item" if array else "line"
     for line, block in array_blocks(file) if array else _line_blocks(file):
@@ -110,8 +115,10 @@ def _line_blocks(file: File) -> Iterator[tuple[int, bytes]]:
 def _parse_json(
     file: File, block: bytes, line: int, unit: str, as_written: Collection[str]
 ) -> list[pa.Table]:
-    """Return one block as tables; times stay text. Raises SourceError that names the file and the
-    line, or the item of an array (`unit`)."""
+    """Return one block as tables; times stay text.
+
+    Raises SourceError that names the file and the line, or the item of an array (`unit`).
+    """
     try:
         block.decode("utf-8")
     except UnicodeDecodeError:
@@ -129,9 +136,11 @@ def _parse_json(
 
 
 def _pieces(file: File, block: bytes) -> Iterator[bytes]:
-    """Yield whole lines of a block, few enough to bound the columns and cells that they make:
+    """Yield whole lines of a block, few enough to bound the columns and cells that they make.
+
     pyarrow holds each key of any line as a column of all lines. Raises SourceError for a line of
-    more keys than the bound."""
+    more keys than the bound.
+    """
     most, waiting = COLUMN_BOUND.value(), [block]
     while waiting:
         piece = waiting.pop()
@@ -215,9 +224,11 @@ def _with_number_texts(table: pa.Table, paths: set[Path]) -> pa.Table:
 
 
 def _merged(tables: Iterable[pa.Table], where: str) -> list[pa.Table]:
-    """Return tables of one block of the file `where`, joined with one schema as far as they have at
-    most TABLE_CELLS cells together. Raises ArrowInvalid for incompatible types, SourceError for
-    more keys than the bound."""
+    """Return tables of one block of the file `where` with one schema.
+
+    They are joined up to TABLE_CELLS cells. Raises ArrowInvalid for incompatible types, SourceError
+    for more keys than the bound.
+    """
     held: list[pa.Table] = []
     types: dict[str, pa.DataType] = {}
     for table in tables:

@@ -41,12 +41,11 @@ def batch_rows(row_bytes: float) -> int:
 
 
 def inventory(source: ReadSpec) -> Inventory:
-    """Return the inventory of Parquet files in place, from their footers; `limit` and `columns` of
-    `source` apply.
+    """Return the inventory of Parquet files in place, from their footers.
 
-    FOOTER_THREADS threads read footers; files past the limit are dropped without reading theirs.
-    Raises SourceError that names a missing, unreadable or incompatible file, ConfigError for an
-    unknown column, and the store's errors.
+    `limit` and `columns` of `source` apply. FOOTER_THREADS threads read footers; files past the
+    limit are dropped without reading theirs. Raises SourceError that names a missing, unreadable or
+    incompatible file, ConfigError for an unknown column, and the store's errors.
     """
     kind, files = find(source)
     if kind != "parquet":
@@ -82,8 +81,7 @@ def _footers(
     limit: int | None,
     hive: Mapping[str, pa.DataType],
 ) -> Iterator[tuple[File, _Footer, int]]:
-    """Yield files with their footers and the rows to read of each, until `limit` rows are
-    reached."""
+    """Yield files with their footers and the rows to read of each, up to `limit` rows."""
     left = sys.maxsize if limit is None else limit
     footers = read_ahead(
         partial(_footer, columns=columns, hive=hive), files, FOOTER_THREADS, FOOTERS_AHEAD
@@ -107,8 +105,10 @@ class _Footer:
 
 
 def _footer(file: File, columns: Sequence[str] | None, hive: Mapping[str, pa.DataType]) -> _Footer:
-    """Return rows, types of the chosen columns and mean uncompressed bytes per row of one file;
-    `hive` are the types of the columns in paths."""
+    """Return the facts about one file that an inventory needs.
+
+    `hive` are the types of the columns in paths.
+    """
     try:
         with (
             file.store.open(file.info.path) as handle,
@@ -182,8 +182,10 @@ def _all_are(metadata: Any, field: pa.Field, value: str | None) -> bool:
 
 
 def _stored_bytes(metadata: Any, names: set[str] | None) -> Weights:
-    """Return the rows of each row group, and the uncompressed bytes of its named top-level columns
-    (None: all)."""
+    """Return (rows, uncompressed bytes) of each row group.
+
+    Only top-level columns in `names` count (None: all).
+    """
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     if names is None:
         return tuple((group.num_rows, group.total_byte_size) for group in groups)

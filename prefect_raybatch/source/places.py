@@ -71,9 +71,10 @@ def look(store: Store) -> str | None:
 
 
 def saved_dataset(store: Store) -> bool:
-    """Return whether a folder is a dataset, or a dict of them, written by `save_to_disk` of Hugging
-    Face's `datasets`. Its Arrow files may be read as plain files as well: they hold all its
-    rows."""
+    """Return whether a folder was written by `save_to_disk` of Hugging Face's `datasets`.
+
+    Its Arrow files may be read as plain files as well: they hold all its rows.
+    """
     try:
         return store.holds("dataset_dict.json") or (
             store.holds("dataset_info.json") and store.holds("state.json")
@@ -106,8 +107,10 @@ class Places:
         self._kinds |= dict(zip(unknown, kinds, strict=True))
 
     def around(self, folder: str) -> tuple[tuple[str, str], ...]:
-        """Return (place, kind) of the nearest enclosing table or run of `folder`, and of the
-        nearest one when links are followed."""
+        """Return (place, kind) of the nearest table or run that encloses `folder`.
+
+        And of the nearest one when links are followed.
+        """
         if folder not in self._found:
             real = folder if is_remote(folder) else os.path.realpath(folder)
             if real != folder:
@@ -124,11 +127,11 @@ class Places:
         return None
 
     def refuse(self, root: str, uris: Sequence[str], whole: bool, named: bool) -> None:
-        """Raise SourceError if the files `uris` of one entry must not be read by themselves: those
-        of a table, or of a run that is not finished or that is taken whole.
+        """Raise SourceError if the files `uris` of one entry must not be read by themselves.
 
-        `root` is the folder they were looked for in; `whole`: all of it was taken; `named`: the
-        entry names the file itself.
+        Those are files of a table, and of a run that is not finished or that is taken whole. `root`
+        is the folder they were looked for in; `whole`: all of it was taken; `named`: the entry
+        names the file itself.
         """
         self.look_above(root)
         runs: dict[str, set[str]] = {}

@@ -48,8 +48,10 @@ class Reader(Protocol):
 
 
 class NotSideBySide(Exception):
-    """Reading a part of this file failed, or parts are incompatible: only a reader from the start
-    can say in which row, or that nothing is wrong."""
+    """Reading a part of this file failed, or its parts are incompatible.
+
+    Only a reader from the start can say in which row, or that nothing is wrong.
+    """
 
     def __init__(self, file: File) -> None:
         super().__init__(file.uri)
@@ -58,9 +60,11 @@ class NotSideBySide(Exception):
 
 @dataclass(frozen=True)
 class ShareCopier:
-    """Copies a share to `store`, unless an interrupted copy already did. `known` are the known
-    types of any column, in the order of the snapshot's, `of_files` those of each file; `read_as` as
-    in `copy_key`, the rest as in `Shape`."""
+    """Copies a share to `store`, unless an interrupted copy already did.
+
+    `known` are the known types of any column, in the order of the snapshot's, `of_files` those of
+    each file; `read_as` as in `copy_key`, the rest as in `Shape`.
+    """
 
     reader: Reader
     store: Store
@@ -74,8 +78,10 @@ class ShareCopier:
     of_files: Mapping[str, dict[str, pa.DataType]] = field(default_factory=dict)
 
     def __call__(self, share: CopyShare) -> ShareCopied:
-        """Copy a share. Errors of reading are returned as values, because which of them counts is
-        known only once all earlier shares are done."""
+        """Copy a share. Errors of reading are returned as values.
+
+        Which of them counts is known only once all earlier shares are done.
+        """
         names = {stretch.file.uri for stretch in share}
         mine = {uri: types for uri, types in self.of_files.items() if uri in names}
         key = copy_key(self.read_as, share, self.known, mine)
@@ -158,8 +164,10 @@ def shares_of(
 
 
 def in_threads(cpus: int, remote: bool) -> Everywhere:
-    """Return a runner in threads of this process, which mostly reads and writes without Python's
-    lock."""
+    """Return a runner in threads of this process.
+
+    They mostly read and write without Python's lock.
+    """
 
     def everywhere(
         work: Callable[[Any], Any], items: Iterable[Any], size: int

@@ -29,11 +29,11 @@ SNAPSHOT_PART_BYTES = 128 << 20
 
 
 class SnapshotWriter:
-    """Writes tables with one schema; `row_bytes` is the largest mean of bytes per row of a table,
-    `weights` are the (rows, bytes) written, in order.
+    """Writes tables with one schema.
 
-    Once a table needs a schema other than that of the rows already written, it writes nothing more,
-    and `close` returns None.
+    `row_bytes` is the largest mean of bytes per row of a table, `weights` are the (rows, bytes)
+    written, in order. Once a table needs a schema other than that of the rows already written, it
+    writes nothing more, and `close` returns None.
     """
 
     def __init__(self, store: Store, folder: str) -> None:
@@ -132,7 +132,9 @@ class SnapshotWriter:
 
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """Return `table` with exactly the columns and types of `schema`; absent columns are null.
-    Raises SourceError for a value that its type cannot hold unchanged."""
+
+    Raises SourceError for a value that its type cannot hold unchanged.
+    """
     columns = []
     for field in schema:
         if field.name in table.column_names:

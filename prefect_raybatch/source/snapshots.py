@@ -57,8 +57,7 @@ GUESS_FILES = 8  # of which the first block is looked at before they are copied
 def snapshot(
     source: ReadSpec, run_store: Store, attempt: str, everywhere: Everywheres | None = None
 ) -> Inventory:
-    """Copy a table, or files other than Parquet, to Parquet files below
-    `_raybatch/input/ATTEMPT-UUID/`.
+    """Copy a table, or files other than Parquet, to Parquet in `_raybatch/input/ATTEMPT-UUID/`.
 
     Files are copied in parallel, by default in threads of this process; `everywhere(bytes, whether
     all of the input is reachable from elsewhere)` chooses where instead. Rows, their order and
@@ -141,8 +140,11 @@ def _side_by_side(
     known: dict[str, None],
     everywhere: Everywheres,
 ) -> Inventory | None:
-    """Copy the files as parallel shares; return None if that does not pay, or if only a sequential
-    copy can tell what is wrong. Raises like `snapshot`."""
+    """Copy the files as parallel shares.
+
+    Return None if that does not pay, or if only a sequential copy can tell what is wrong. Raises
+    like `snapshot`.
+    """
     size = sum(file.info.size for file in files)
     if size <= cuts.CUT_BYTES and len(files) <= side_copies.SHARE_FILES:
         return None
@@ -173,8 +175,10 @@ def _side_by_side(
 def _guess(
     kind: str, files: Sequence[File], reads: ReadSpec, types: Mapping[str, pa.DataType]
 ) -> dict[str, pa.DataType]:
-    """Return types of columns by the first blocks of some files; incompatible types end the
-    guess."""
+    """Return types of columns by the first blocks of some files.
+
+    Incompatible types end the guess.
+    """
     shape = _shape(kind, reads.columns, types)
     with suppress(RayBatchError):
         for number in sorted({i * (len(files) - 1) // GUESS_FILES for i in range(GUESS_FILES + 1)}):
@@ -187,8 +191,7 @@ def _guess(
 
 
 def peek(source: ReadSpec) -> Inventory:
-    """Return what `snapshot` would give, estimated from the first block of the first file with
-    rows; writes nothing.
+    """Return what `snapshot` would give, estimated from the first block with rows; write nothing.
 
     Rows are estimated from the sizes of the files (never more than `limit`), types may still widen.
     Raises like `snapshot` for faults in that block.
@@ -233,8 +236,10 @@ def peek(source: ReadSpec) -> Inventory:
 
 
 def seen_csv(source: ReadSpec) -> tuple[dict[str, Any], bool]:
-    """Return the fields that `source.csv` needs for the first file of a source, and whether the
-    encoding is a guess; empty if it is no CSV. Raises like `detect_format`."""
+    """Return the fields that `source.csv` needs for the first file of a source.
+
+    And whether the encoding is a guess. Empty if it is no CSV. Raises like `detect_format`.
+    """
     if table_format(source) is None:
         kind, files = find(source)
         if kind == "csv":
@@ -243,8 +248,11 @@ def seen_csv(source: ReadSpec) -> tuple[dict[str, Any], bool]:
 
 
 def heads(source: ReadSpec, most: int) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (uri, first block) of up to `most` files, spread over all, each file with types as
-    `peek` estimates them. Writes nothing. Raises like `peek`; a file without rows is left out."""
+    """Yield (uri, first block) of up to `most` files, spread over all.
+
+    Each file has types as `peek` estimates them. Writes nothing. Raises like `peek`; a file without
+    rows is left out.
+    """
     if (table := table_format(source)) is not None:
         yield from copying.head_of(table, source)
         return
@@ -264,8 +272,7 @@ def heads(source: ReadSpec, most: int) -> Iterator[tuple[str, pa.Table]]:
 
 
 def _reads(source: ReadSpec) -> tuple[ReadSpec, Chosen | None]:
-    """Return the source with the columns of its filter added to those written, and what of that is
-    written."""
+    """Return the source with the columns that its filter needs, and the part of it to write."""
     if source.filter is None:
         return source, None
     filter = Filter(source.filter)
@@ -276,8 +283,11 @@ def _reads(source: ReadSpec) -> tuple[ReadSpec, Chosen | None]:
 
 
 def _fitting(kind: str, wanted: Chosen | None, table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return the rows of a first block that match the filter. Raises ConfigError if the filter does
-    not fit the types. If only text leaves the types open, all rows are kept for the estimate."""
+    """Return the rows of a first block that match the filter.
+
+    Raises ConfigError if the filter does not fit the types. If only text leaves the types open, all
+    rows are kept for the estimate.
+    """
     if wanted is None:
         return table
     try:
@@ -320,8 +330,11 @@ def _tables(
     types: Mapping[str, pa.DataType],
     pushed: Filter | None = None,
 ) -> Iterator[pa.Table]:
-    """Yield blocks of a file with the columns of its path; `types` are those of columns typed
-    before any value is read. Notes all names. Rows that do not match `pushed` may be left out."""
+    """Yield blocks of a file with the columns of its path; note all names.
+
+    `types` are those of columns typed before any value is read. Rows that do not match `pushed` may
+    be left out.
+    """
     columns = source.columns
     told = [name for name, _ in file.values]
     own = {name: kind for name, kind in types.items() if name not in told}
@@ -353,8 +366,7 @@ def _typing(kind: str, types: Collection[str]) -> tuple[bool, bool, frozenset[st
 
 
 def _read_as(kind: str, source: ReadSpec, types: Mapping[str, pa.DataType]) -> str:
-    """Return what else a copy of the same bytes depends on: how they are read, and by which
-    code."""
+    """Return what else a copy of the same bytes depends on: how they are read, by which code."""
     named = sorted((name, str(found)) for name, found in types.items())
     chosen = [source.uris, source.columns, source.limit, source.filter]
     csv = source.csv.model_dump(mode="json")

@@ -28,8 +28,10 @@ def one_line(error: BaseException) -> str:
 def open_text(
     file: File, encoding: str, unbroken: bool = False, more: bytes = b""
 ) -> Iterator[Any]:
-    """Yield the file's text from the start as UTF-8, whatever its encoding, followed by `more`.
-    With `unbroken`, no read ends between a carriage return and a line feed."""
+    """Yield the file's text from the start as UTF-8, followed by `more`.
+
+    With `unbroken`, no read ends between a carriage return and a line feed.
+    """
     with open_bytes(file) as stream:
         text: Any = stream
         if encoding != "utf-8":  # a short read would be the end of a block to pyarrow

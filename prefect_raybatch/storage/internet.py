@@ -53,8 +53,10 @@ class HostAway(Exception):
 
 
 def checked_url(url: str, allow_private: bool, setting: str) -> SplitResult:
-    """Return the parts of a URL. Raise UrlRefused for one that is never fetched, whatever its name
-    resolves to. `setting` is the name of the job field that holds `allow_private`."""
+    """Return the parts of a URL; raise UrlRefused for one that is never fetched.
+
+    `setting` is the name of the job field that holds `allow_private`.
+    """
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -76,8 +78,11 @@ def checked_url(url: str, allow_private: bool, setting: str) -> SplitResult:
 
 
 def allowed(address: str, allow_private: bool) -> bool:
-    """Return whether an address may be contacted: a public one, or a private one if
-    `allow_private`, but never a metadata service that hands credentials to the machine."""
+    """Return whether an address may be contacted.
+
+    A public one may, a private one if `allow_private`, but never a metadata service that hands
+    credentials to the machine.
+    """
     inner = innermost(ipaddress.ip_address(address.partition("%")[0]))
     if _never(inner) or any(_never(one) for one in carried(inner)):
         return False
@@ -89,8 +94,10 @@ def allowed(address: str, allow_private: bool) -> bool:
 
 
 def _never(address: Address) -> bool:
-    """Return whether an address is never contacted: link-local, multicast, or a cloud's metadata
-    service."""
+    """Return whether an address is never contacted.
+
+    Those are link-local and multicast addresses and the metadata services of clouds.
+    """
     if isinstance(address, ipaddress.IPv6Address) and address.is_site_local:
         return True
     if isinstance(address, ipaddress.IPv4Address) and address.is_reserved:
@@ -134,8 +141,10 @@ def shown_url(url: str) -> str:
 
 
 def resolved(parts: SplitResult, until: float, allow_private: bool, remedy: str) -> str:
-    """Return the one address to contact. Raise UrlRefused, with the remedy, unless every address of
-    the name is allowed."""
+    """Return the one address to contact.
+
+    Raise UrlRefused, with the remedy, unless every address of the name is allowed.
+    """
     host, where = parts.hostname or "", shown_url(parts.geturl())
     port = parts.port or PORTS[parts.scheme]
 
@@ -176,9 +185,11 @@ def time_left(until: float, where: str) -> float:
 def connection(
     parts: SplitResult, address: str, seconds: float, handles: list[socket.socket]
 ) -> http.client.HTTPConnection:
-    """Return a connection to that address, with the host's name in TLS and in the request. Adds a
-    duplicate of the socket to `handles`, because TLS takes over the socket and a response keeps
-    it."""
+    """Return a connection to that address, with the host's name in TLS and in the request.
+
+    Adds a duplicate of the socket to `handles`, because TLS takes over the socket and a response
+    keeps it.
+    """
     host = parts.hostname or ""
     port = parts.port or PORTS[parts.scheme]
 

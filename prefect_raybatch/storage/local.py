@@ -71,8 +71,10 @@ class LocalStore(Store):
     def _walk(
         self, folder: str, recursive: bool, above: frozenset[tuple[int, int]]
     ) -> Iterator[FileInfo]:
-        """Yield the files of `folder` in S3's order. A link to a folder is a file or, if links are
-        followed, entered but never in a cycle."""
+        """Yield the files of `folder` in S3's order.
+
+        A link to a folder is a file or, if links are followed, entered but never in a cycle.
+        """
         place = os.path.join(self.uri, folder)
         try:
             with _os_errors(place):
@@ -169,8 +171,7 @@ class LocalStore(Store):
         local_path: str | os.PathLike[str],
         show: Callable[[str, str], None],
     ) -> None:
-        """Call `show(file, target)` with the local file, or with a copy if the file itself cannot
-        be moved there."""
+        """Call `show(file, target)` with the local file, or with a copy if it cannot be moved."""
         source = os.fspath(local_path)
 
         def place(temporary: str, target: str) -> None:
@@ -238,8 +239,7 @@ class LocalStore(Store):
         return os.path.join(self.uri, checked(path))
 
     def _land(self, path: str, data: bytes, size: int, place: Callable[[str, str], None]) -> None:
-        """Write `data` beside the target, sync it, and let `place(temporary, target)` make it
-        visible.
+        """Write `data` beside the target, sync it, and call `place(temporary, target)` to show it.
 
         `size` is only for the message of a full disk. FileExistsError comes from `place`.
         """
@@ -311,8 +311,10 @@ def _local_info(path: str, found: os.stat_result) -> FileInfo:
 
 
 def _link(temporary: str, target: str) -> None:
-    """Link `temporary` as `target` if that is free. Raises FileExistsError, and UnsafeStore without
-    hard links."""
+    """Link `temporary` as `target` if that is free.
+
+    Raises FileExistsError, and UnsafeStore without hard links.
+    """
     try:
         os.link(temporary, target)
     except OSError as error:
@@ -343,8 +345,10 @@ def _locked(place: str) -> Iterator[int]:
 
 
 def _temporary_in(folder: str) -> tuple[str, BinaryIO]:
-    """Return (name, open file) of a new file in `folder`, creating it if needed. The mode follows
-    the umask."""
+    """Return (name, open file) of a new file in `folder`, creating the folder if needed.
+
+    The mode follows the umask.
+    """
     path = os.path.join(folder, f"{TEMPORARY}{uuid.uuid4()}")
     for _ in range(RACE_TRIES):  # a `delete` elsewhere may remove the folder while it is empty
         _make_folder(folder)
@@ -382,10 +386,10 @@ def _sync(path: str) -> None:
 
 @contextmanager
 def _os_errors(place: str, writing: int | None = None) -> Iterator[None]:
-    """Convert operating system errors about `place` into ours; `writing` is the number of bytes to
-    write.
+    """Convert operating system errors about `place` into ours.
 
-    A missing file stays FileNotFoundError when reading, an existing name stays FileExistsError.
+    `writing` is the number of bytes to write. A missing file stays FileNotFoundError when reading,
+    an existing name stays FileExistsError.
     """
     absent = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
     try:

@@ -73,8 +73,11 @@ def _remove(path: Path) -> None:
 
 
 def _private_folder(kind: str) -> Path:
-    """Return the folder for entries of a kind, of mode 0700. Raise `ConfigError` where another user
-    could have put an entry there, or could put one in its place."""
+    """Return the folder for entries of a kind, of mode 0700.
+
+    Raise `ConfigError` where another user could have put an entry there, or could put one in its
+    place.
+    """
     default = Path.home() / ".cache" / "prefect_raybatch"
     root = Path(os.environ.get(CACHE_VARIABLE) or default).absolute()
     try:
@@ -95,8 +98,10 @@ def _private_folder(kind: str) -> Path:
 
 
 def _check_root(root: Path) -> None:
-    """Raise `ConfigError` for a root, or a link in its place, that belongs to a user other than
-    root and this one, or in which others could rename this user's folders."""
+    """Raise `ConfigError` for a root in which others could rename this user's folders.
+
+    It, or a link in its place, must belong to root or this user.
+    """
     owners = {0, os.getuid()}
     if root.lstat().st_uid not in owners or root.stat().st_uid not in owners:
         raise _unsafe(root, "belongs to another user")

@@ -9,8 +9,10 @@ from urllib.parse import urljoin, urlsplit
 
 
 def redirect_text(url: str, location: str | None) -> str:
-    """Return the message for a redirect from `url`, naming only the host it points to; the rest of
-    the location may hold credentials."""
+    """Return the message for a redirect from `url`.
+
+    It names only the host of the location; the rest may hold credentials.
+    """
     try:
         target = urlsplit(urljoin(url, location or ""))
         port = f":{target.port}" if target.port else ""

@@ -172,8 +172,7 @@ class S3Store(Store):
         return True
 
     def _put_at_once(self, path: str, source: str, **condition: str) -> bool:
-        """PUT a local file in one request, however large, under a condition; return whether it
-        held.
+        """PUT a local file in one request under a condition; return whether the condition held.
 
         Some stores ignore conditions in the last step of a multipart upload.
         """
@@ -199,8 +198,10 @@ class S3Store(Store):
         return io.BufferedReader(_RangeReader(self, self.stat(path)), READ_BUFFER_BYTES)
 
     def read_range(self, info: FileInfo, start: int, stop: int) -> bytes:
-        """Return bytes `start` to `stop` (exclusive) of `info`'s object. Raises SourceError if it
-        changed."""
+        """Return bytes `start` to `stop` (exclusive) of `info`'s object.
+
+        Raises SourceError if it changed.
+        """
 
         def whole(found: dict[str, Any]) -> None:
             if len(found["Body"]) != stop - start:
@@ -260,8 +261,7 @@ class S3Store(Store):
         check: ResponseCheck = lambda found: None,
         **arguments: object,
     ) -> Any:
-        """Run one client operation, repeated until answered; return the response with its `Body`
-        read.
+        """Run one client operation, repeated until answered; return the response with `Body` read.
 
         A body of more than `max_bytes` is left unread (None). Returns None for HTTP status
         `accept`; any other failure raises what `Answer.error` returns. An exception of
@@ -282,7 +282,7 @@ class S3Store(Store):
         accept: int | None = None,
         check: ResponseCheck = lambda found: None,
     ) -> Any:
-        """The one retry loop: call `send` again, after growing random pauses, until it is answered.
+        """Call `send`, and again after growing random pauses, until it is answered.
 
         Gives up after `retry_seconds`, but not before MIN_TRIES. Renews expired credentials once.
         """

@@ -28,8 +28,10 @@ CHANGED = ("BadDigest", "XAmzContentSHA256Mismatch", "EntityTooSmall")
 
 
 class Answer(NamedTuple):
-    """The outcome of a call. `status` is the HTTP status, 0 without an answer, -1 for a fault on
-    our side."""
+    """The outcome of a call.
+
+    `status` is the HTTP status, 0 without an answer, -1 for a fault on our side.
+    """
 
     status: int
     code: str
@@ -41,14 +43,19 @@ class Answer(NamedTuple):
 
     @property
     def may_be_expired(self) -> bool:
-        """Return whether credentials may have expired; a 400 to HEAD counts, because it has no body
-        to say why."""
+        """Return whether credentials may have expired.
+
+        A 400 to HEAD counts, because it has no body to say why.
+        """
         return self.expired or self.code == "400"
 
     @property
     def worth_retrying(self) -> bool:
-        """Return whether to retry: no answer, a conflict, throttling, a server error, a body
-        changed in transit. NoSuchUpload is a success whose answer was lost."""
+        """Return whether the call may succeed if it is repeated.
+
+        That is without an answer, after a conflict, throttling, a server error, or a body changed
+        in transit. NoSuchUpload is a success whose answer was lost.
+        """
         if self.code in ("RequestTimeout", "NoSuchUpload", "SlowDown", *CHANGED):
             return True
         return self.status in (0, 408, 409, 429) or (

@@ -27,8 +27,10 @@ class Silence:
         self._warned = float("-inf")
 
     def warn(self, place: str, endpoint: str, began: float, deadline: float, said: str) -> None:
-        """Warn of a call that began at `began` and gives up at `deadline` (monotonic seconds), if a
-        warning is due."""
+        """Warn of a call that gives no answer, if a warning is due.
+
+        It began at `began` and gives up at `deadline` (monotonic seconds).
+        """
         now = time.monotonic()
         if now - began < WARN_AFTER or now - self._warned < WARN_EVERY:
             return
@@ -46,8 +48,11 @@ class Silence:
     def watched(
         self, send: Callable[[Any], Awaitable[Any]], began: float, warn: Callable[[], None]
     ) -> Callable[[Any], Awaitable[Any]]:
-        """Return `send` with a warning while it waits for the very first answer: a host that drops
-        packets blocks a call for half a minute. Later calls may legitimately take long."""
+        """Return `send` with a warning while it waits for the very first answer.
+
+        A host that drops packets blocks a call for half a minute. Later calls may legitimately take
+        long.
+        """
 
         async def sent(fs: object) -> Any:
             if self.answered:

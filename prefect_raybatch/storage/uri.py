@@ -20,8 +20,10 @@ def is_remote(uri: str) -> bool:
 
 
 def join(uri: str, *parts: str) -> str:
-    """Return `uri` (normalized) with relative `parts` appended. Raises ConfigError if a part leaves
-    it."""
+    """Return `uri` (normalized) with relative `parts` appended.
+
+    Raises ConfigError if a part leaves it.
+    """
     root = normalize(uri)
     return "/".join([root.rstrip("/"), *(checked(part) for part in parts)]) if parts else root
 

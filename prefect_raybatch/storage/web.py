@@ -44,9 +44,11 @@ PART = 1 << 18
 
 @dataclass(frozen=True)
 class WebRules:
-    """What may be fetched: at most `max_bytes` per file; `allow_private` as for `internet.allowed`.
-    `check_url` raises `ConfigError` for a URL that the job may not read, and is called for each
-    redirect as well."""
+    """Limits of what may be fetched: at most `max_bytes` per file.
+
+    `allow_private` as for `internet.allowed`. `check_url` raises `ConfigError` for a URL that the
+    job may not read, and is called for each redirect as well.
+    """
 
     max_bytes: int
     allow_private: bool = False
@@ -56,8 +58,10 @@ class WebRules:
 
 
 class WebStore(Store):
-    """The file at `url`; its one path is the last part of the URL. `headers` are sent only to the
-    URL's own host."""
+    """The file at `url`; its one path is the last part of the URL.
+
+    `headers` are sent only to the URL's own host.
+    """
 
     def __init__(self, url: str, headers: Mapping[str, str], rules: WebRules) -> None:
         self.uri = recorded(url)
@@ -73,8 +77,10 @@ class WebStore(Store):
             return self._begun
 
     def stat(self, path: str) -> FileInfo:
-        """Return the state at the first look. Without a Content-Length, downloads the whole
-        file."""
+        """Return the state at the first look.
+
+        Without a Content-Length, downloads the whole file.
+        """
         return self._download().info(path)
 
     def open(self, path: str) -> BinaryIO:
@@ -168,8 +174,7 @@ class _Download:
             return os.pread(self._file.fileno(), size, offset)
 
     def fetch(self, upto: int | None) -> None:
-        """Download at least the first `upto` bytes, or all (None), as far as there are that
-        many."""
+        """Download at least the first `upto` bytes, or all (None)."""
         with self._lock:
             while not self._whole and (upto is None or self._have < upto):
                 try:

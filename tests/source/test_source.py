@@ -108,9 +108,9 @@ def test_what_a_desktop_leaves_in_a_folder_is_not_read(tmp_path, pattern, format
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("b.xlsx", "Save the sheet as CSV"),
-        ("b.docx", "as CSV, JSON Lines or Parquet"),
-        ("b.log", "Set source.format to"),
+        ("b.xlsx", "workbooks are not supported. Save the sheet as CSV"),
+        ("b.docx", "documents are not supported"),
+        ("b.log", "the extension does not show the format"),
         ("b.db", "a database cannot be read as a file"),
         ("b.zip", "this compression cannot be read as a stream"),
     ],
@@ -201,7 +201,7 @@ def test_nothing_to_read(tmp_path):
     ]:
         with pytest.raises(SourceError, match=words) as caught:
             inventory(reads(uri=uri))
-        assert uri in str(caught.value)
+        assert uri.rpartition("/")[0] in str(caught.value)
 
 
 def test_a_file_listed_twice_is_refused(tmp_path):
@@ -533,7 +533,7 @@ def test_an_unnamed_index_column_is_named_as_pandas_does(tmp_path):
         ("", ["0 bytes"]),
         ("a,b\n", ["no rows after the header"]),
         ("\n\n", ["header"]),
-        ('a,b\n1,"x\ny"\n\n3\n', ["line 5", "1 column ", "header has 2"]),
+        ('a,b\n1,"x\ny"\n\n3\n', ["line 5", "1 column,", "header has 2"]),
         ("a,b\n1,2,3\n", ["line 2", "3 columns"]),
         ("a,a\n1,2\n", ["duplicate column 'a'"]),
         ("__rb_pos\n1\n", ["reserved"]),

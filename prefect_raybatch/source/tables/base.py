@@ -77,8 +77,7 @@ class TableSource(ABC):
     def batches(
         self, columns: Sequence[str] | None, filter: Filter | None
     ) -> Iterator[pa.RecordBatch]:
-        """Yield all rows of the version, streamed, in the same order each time if the format has
-        one.
+        """Yield all rows of the version, streamed, in the same order each time if possible.
 
         `columns`: those to read (None: all), including the filter's own, which are dropped later.
         `filter` may be pushed down as far as the format can: it is applied to the result in any
@@ -97,8 +96,10 @@ class TableSource(ABC):
 
 
 def check_own_files(table: str, files: Iterable[str]) -> None:
-    """Raise an error for a file that the table at `table` names as one of its own, and that the job
-    may not read: a local one of a table elsewhere, or one that the policy in force refuses."""
+    """Raise an error for a file of the table at `table` that the job may not read.
+
+    That is a local file of a table elsewhere, or one that the policy in force refuses.
+    """
     named = list(files)
     local = next((file for file in named if not is_remote(file)), None)
     if local is not None and is_remote(table):
@@ -111,8 +112,10 @@ def check_own_files(table: str, files: Iterable[str]) -> None:
 
 @contextmanager
 def said_plainly(what: str, scrub: Any = str) -> Iterator[None]:
-    """Convert what a library raises while `what` is read into one line of ours. `scrub` removes
-    credentials from a text."""
+    """Convert what a library raises while `what` is read into one line of ours.
+
+    `scrub` removes credentials from a text.
+    """
     try:
         yield
     except RayBatchError:

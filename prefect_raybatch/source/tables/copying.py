@@ -49,8 +49,7 @@ def snapshot_of(format: str, source: ReadSpec, run_store: Store, attempt: str) -
 
 
 def peek_at(format: str, source: ReadSpec) -> Inventory:
-    """Return what `snapshot_of` would give, estimated from metadata and the first rows. Writes
-    nothing."""
+    """Return what `snapshot_of` would give, by metadata and the first rows; write nothing."""
     with open_table(format, source) as table:
         chosen = _Chosen(table, source)
         looked, sample, whole = chosen.sample()
@@ -99,8 +98,7 @@ class _Chosen:
             self._filter.expression(self._all)  # faults of it before anything is read
 
     def tables(self, pushed: bool) -> Iterator[pa.Table]:
-        """Yield the matching rows; `pushed`: the filter is passed to the format's reader as
-        well."""
+        """Yield the matching rows; `pushed`: the filter goes to the format's reader as well."""
         for table in self._read(self._filter if pushed else None):
             kept = table if self._filter is None else self._filter.keep(table)
             if kept.num_rows:

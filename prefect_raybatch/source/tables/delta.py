@@ -129,8 +129,10 @@ def _made(newest: Any, version: int) -> str | None:
 
 
 def _files(table: Any, uri: str) -> Iterator[str]:
-    """Yield the locations of the table's files, which its log names by URL: below the table's
-    folder, or anywhere."""
+    """Yield the locations of the table's files.
+
+    Its log names them by URL: below the table's folder, or anywhere.
+    """
     for path in pa.table(table.get_add_actions())["path"].to_pylist():
         whole = "://" in path or path.startswith("/")
         yield path if "://" in path else unquote(path) if whole else f"{uri}/{unquote(path)}"

@@ -126,9 +126,11 @@ def _builder(
 
 
 def _refuse_elsewhere(what: str, builder: Any, repository: str, commit: str) -> None:
-    """Raise SourceError unless all data files belong to the dataset at its commit: its card may
-    name any file, and if the Hub fails the library takes what an earlier commit left in its
-    cache."""
+    """Raise SourceError unless all data files belong to the dataset at its commit.
+
+    Its card may name any file, and if the Hub fails the library takes what an earlier commit left
+    in its cache.
+    """
     own = _own(repository, commit)
     files = [str(f) for found in (builder.config.data_files or {}).values() for f in found]
     if not files:
@@ -194,8 +196,10 @@ class HubSource(TableSource):
                 yield from self._with_media(rows)
 
     def _reader(self, names: Sequence[str], filter: Filter | None) -> Any:
-        """Return a reader of all columns, or for Parquet of these columns, and of row groups that
-        may contain matching rows."""
+        """Return a reader of all columns or, for Parquet, of these columns.
+
+        For Parquet it also skips row groups that cannot contain matching rows.
+        """
         builder = self._builder
         if self._is_parquet:
             more: dict[str, Any] = {"columns": list(names), "batch_size": ROWS_AT_ONCE}
@@ -264,8 +268,10 @@ def _status(error: BaseException | None) -> int | None:
 
 
 def _unanswered(error: BaseException | None) -> bool:
-    """Return whether nobody answered. The Hub's HTTP client has its own errors, and is another
-    library in other versions."""
+    """Return whether nobody answered.
+
+    The Hub's HTTP client has its own errors, and is another library in other versions.
+    """
     while error is not None:
         own = (kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("http"))
         if isinstance(error, ConnectionError | TimeoutError) or "TransportError" in own:

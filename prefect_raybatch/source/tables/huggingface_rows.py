@@ -27,8 +27,10 @@ def choose_split(asked: str | None, names: Sequence[str], field: str) -> str:
 
 
 def stored_type(kind: pa.DataType) -> pa.DataType:
-    """Return `kind` without the library's own types, at any depth: arrays of several dimensions are
-    lists of lists, JSON is text."""
+    """Return `kind` without the library's own types, at any depth.
+
+    Arrays of several dimensions are lists of lists, JSON is text.
+    """
     if isinstance(kind, pa.BaseExtensionType):
         return stored_type(kind.storage_type)
     types = pa.types
@@ -42,8 +44,10 @@ def stored_type(kind: pa.DataType) -> pa.DataType:
 
 
 def as_typed(what: str, table: pa.Table, fields: Sequence[pa.Field], before: int) -> pa.Table:
-    """Return the columns `fields` of rows, after `before` earlier ones. Raises SourceError if text
-    in later rows has another type than in the first."""
+    """Return the columns `fields` of rows, after `before` earlier ones.
+
+    Raises SourceError if text in later rows has another type than in the first.
+    """
     made = []
     for field in fields:
         if field.name not in table.column_names:

@@ -1,5 +1,4 @@
-"""Iceberg through the `pyiceberg` library: from a catalog, or from a folder by its newest
-metadata."""
+"""Iceberg through the `pyiceberg` library: from a catalog, or from a folder."""
 
 from __future__ import annotations
 
@@ -82,8 +81,11 @@ def _scrub(keys: S3Settings | None, properties: Mapping[str, Any]) -> Callable[[
 
 
 def open_catalog(properties: Mapping[str, Any]) -> Any:
-    """Return pyiceberg's catalog with these properties. A REST catalog follows no redirects: it
-    would send its client's secret and its own headers to another host."""
+    """Return pyiceberg's catalog with these properties.
+
+    A REST catalog follows no redirects: it would send its client's secret and its own headers to
+    another host.
+    """
     from pyiceberg.catalog import load_catalog, rest
     from requests import Response, Session
 
@@ -164,8 +166,7 @@ def _newest(place: str, options: Mapping[str, Any]) -> str:
 
 
 def _snapshot(table: Any, version: str | None, place: str) -> Any:
-    """Return the snapshot by id, by name of a branch or tag, or by time; the current one for
-    None."""
+    """Return a snapshot by id, branch, tag or time; the current one for None."""
     if version is None:
         found = table.current_snapshot()
         if found is None:
@@ -255,8 +256,10 @@ class IcebergSource(TableSource):
             )
 
     def _check_files(self, files: Iterable[str]) -> None:
-        """Raise an error for files that the table may not name. A catalog is trusted with the
-        locations of its tables' files on S3."""
+        """Raise an error for files that the table may not name.
+
+        A catalog is trusted with the locations of its tables' files on S3.
+        """
         place = str(self._table.location()) if self._of_catalog else self.pin.uri
         named = (file for file in files if not (self._of_catalog and is_remote(file)))
         check_own_files(place, (FILE_URL.sub("file:///", file) for file in named))
@@ -269,16 +272,14 @@ def _rows(told: Mapping[str, str]) -> int | None:
 
 
 def _expressions() -> Any:
-    """Return the library's expressions, whose signatures type checkers take for those of
-    pydantic."""
+    """Return the library's expressions, which type checkers take for pydantic models."""
     from pyiceberg import expressions
 
     return expressions
 
 
 def _expression(condition: Condition, schema: pa.Schema) -> Any:
-    """Return it as pyiceberg's, which keeps at least the matching rows; None if all must be
-    read."""
+    """Return a pyiceberg expression that keeps at least the matching rows; None for all rows."""
     ice = _expressions()
     if isinstance(condition, AllOf | AnyOf):
         parts = [_expression(part, schema) for part in condition.parts]

@@ -71,8 +71,7 @@ def _pinned(
 
 
 def _files(data: Any, uri: str) -> Iterator[str]:
-    """Yield the locations of the dataset's files: in its folder, or in other folders that it names
-    as its bases."""
+    """Yield the locations of the dataset's files, in its folder and in its base folders."""
     bases = [str(base.path) for base in data.base_paths().values()]
     yield from bases
     for fragment in data.get_fragments():

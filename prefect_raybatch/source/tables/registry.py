@@ -25,8 +25,7 @@ OPENERS: dict[str, Callable[[ReadSpec], TableSource]] = {
 
 
 def open_table(format: str, source: ReadSpec) -> TableSource:
-    """Return the table that `source` names, in a format of `OPENERS`, at source.version or as it is
-    now.
+    """Return the table that `source` names, at source.version or as it is now.
 
     Raises ConfigError for a missing extra or a malformed source.version, SourceError for a table or
     version that does not exist or may not be read, `StoreUnavailable` if the location does not

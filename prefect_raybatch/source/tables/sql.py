@@ -152,8 +152,7 @@ class SqlSource(TableSource):
             result.close()
 
     def _first(self) -> pa.Schema:
-        """Return names and types: as declared, as the database reports, or as the first rows
-        show."""
+        """Return names and types: declared, given by the database, or seen in the first rows."""
         fetched = self._fetched()
         result, _ = next(fetched)
         names = list(result.keys())
@@ -182,8 +181,10 @@ class SqlSource(TableSource):
         return pa.schema(fields)
 
     def _told_by_duckdb(self, description: Sequence[Any]) -> dict[str, pa.DataType | None]:
-        """Return types that the values do not show. Raises SourceError for types that Python
-        truncates."""
+        """Return types that the values do not show.
+
+        Raises SourceError for types that Python truncates.
+        """
         for name, kind, *_ in description:
             if "TIMESTAMP_NS" in str(kind) and name not in self._declared:
                 raise SourceError(
@@ -270,8 +271,11 @@ def _url(source: ReadSpec) -> tuple[Any, list[str]]:
 
 
 def _read_only(url: Any) -> Any:
-    """Return the URL of a SQLite file opened for reading only: otherwise SQLite creates a missing
-    file. Raise `SourceError` if there is none, `ConfigError` for a mode."""
+    """Return the URL of a SQLite file opened for reading only.
+
+    Otherwise SQLite creates a missing file. Raise `SourceError` if there is none, `ConfigError` for
+    a mode.
+    """
     place = database_file(url.render_as_string(hide_password=False))
     modes = {str(url.query.get("mode", "ro")), *_modes_in(url.database or "")}
     if modes - {"ro", "memory"}:
@@ -306,8 +310,10 @@ def _arguments(url: Any) -> Mapping[str, Any]:
 
 
 def _begin(connection: Any) -> None:
-    """Begin a transaction that shows one state of the database, and is read-only if the database
-    supports it."""
+    """Begin a transaction that shows one state of the database.
+
+    It is read-only if the database supports that.
+    """
     dialect = connection.dialect
     connection.execution_options(no_parameters=True)  # else % has to be doubled
     if dialect.name == "sqlite":
@@ -402,8 +408,10 @@ def _plain(value: Any, text: bool = False) -> Any:
 
 
 def _exact_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """Return values as an array. Raises ArrowInvalid if Arrow would drop a part of one: a fraction,
-    a time of day, an offset."""
+    """Return values as an array.
+
+    Raises ArrowInvalid if Arrow would drop a part of one: a fraction, a time of day, an offset.
+    """
     made, types = pa.array(values, kind), pa.types
     if types.is_integer(kind) or types.is_floating(kind) or types.is_temporal(kind):
         for value, held in zip(values, made.to_pylist(), strict=True):
