@@ -129,6 +129,8 @@ class Shape:
     `union`: see `common_type`.
     """
 
+    clash = False  # incompatible types are errors here
+
     def __init__(
         self,
         strict: bool = True,

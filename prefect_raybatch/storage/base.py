@@ -230,7 +230,7 @@ class Store(ABC):
             seen = f"{len(won)} of {PROBE_WRITERS} writers created the same file"
             seen += ", and a later one replaced it" if late else ""
             raise UnsafeStore(
-                f"{self.uri}: the store does not honor put-if-absent ({seen}), so rows could be "
+                f"{self.uri}: the store does not honour put-if-absent ({seen}), so rows could be "
                 "lost or duplicated. Use a store with atomic If-None-Match (AWS S3, MinIO, "
                 "Cloudflare R2, Ceph radosgw with a bucket that keeps no versions) or a local file "
                 "system with hard links for the output"
