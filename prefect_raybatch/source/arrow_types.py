@@ -37,8 +37,7 @@ def map_type(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) ->
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """Return `kind` with dictionaries and view types replaced by their value types, at any
-    depth."""
+    """Return `kind` with value types in place of dictionaries and view types, at any depth."""
 
     def change(kind: pa.DataType) -> pa.DataType:
         if pa.types.is_string_view(kind):
@@ -53,20 +52,22 @@ def check_carried(schema: pa.Schema, where: str) -> None:
     for field in schema:
         if (name := _field_twice(field.type)) is not None:
             raise SourceError(
-                f"{where}: column {field.name!r} holds two fields {name!r}; rename one of them, or "
-                "leave the column out with source.columns"
+                f"{where}: column {field.name!r} has two fields named {name!r}. Rename one of "
+                "them, or leave the column out with source.columns"
             )
         kind = _not_carried(field.type)
         if kind is not None:
             raise SourceError(
-                f"{where}: column {field.name!r} holds {kind}, which Parquet cannot hold; write "
-                "the column with another type, or leave it out with source.columns"
+                f"{where}: column {field.name!r} has type {kind}, which Parquet cannot store. "
+                "Write the column with another type, or leave it out with source.columns"
             )
 
 
 def _field_twice(kind: pa.DataType) -> str | None:
-    """Return the first duplicate field name of a struct within `kind`: Python's dictionaries hold
-    only one."""
+    """Return the first duplicate field name of a struct within `kind`.
+
+    Python's dictionaries hold only one value per name.
+    """
     twice: list[str] = []
 
     def look(inner: pa.DataType) -> pa.DataType:
@@ -80,8 +81,10 @@ def _field_twice(kind: pa.DataType) -> str | None:
 
 
 def _not_carried(kind: pa.DataType) -> pa.DataType | None:
-    """Return the first type within `kind` that Parquet lacks or that Arrow does not decode;
-    run-end-encoded values are decoded only as a whole column."""
+    """Return the first type within `kind` that Parquet lacks or that Arrow does not decode.
+
+    Run-end-encoded values are decoded only as a whole column.
+    """
     types = pa.types
     if types.is_union(kind) or types.is_interval(kind) or types.is_run_end_encoded(kind):
         return kind
@@ -128,8 +131,11 @@ def decoded_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def written(schema: pa.Schema) -> pa.Schema:
-    """Return `schema` as a snapshot writes it: columns of nulls become text, at any depth, and so
-    do structs without a field, which Parquet does not support."""
+    """Return `schema` as a snapshot writes it.
+
+    Columns of nulls become text, at any depth, and so do structs without a field, which Parquet
+    does not support.
+    """
 
     def change(kind: pa.DataType) -> pa.DataType:
         return pa.string() if pa.types.is_null(kind) or is_empty_struct(kind) else kind
@@ -218,8 +224,11 @@ def _common_list(a: pa.DataType, b: pa.DataType, union: bool) -> pa.DataType | N
 
 
 def cast_exactly(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """Cast as Arrow does, except that a float becomes the text that Python writes (1.0 and not 1),
-    and an integer that a float cannot represent raises ArrowInvalid."""
+    """Cast as Arrow does, without losing how a number is written.
+
+    A float becomes the text that Python writes (1.0 and not 1). An integer that a float cannot
+    represent raises ArrowInvalid.
+    """
     text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     if text and pa.types.is_floating(column.type):
         texts = [None if value is None else repr(value) for value in column.to_pylist()]
@@ -234,16 +243,18 @@ def cast_exactly(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
 
 
 def _check_whole_numbers(column: pa.ChunkedArray, made: pa.ChunkedArray) -> None:
-    """Raise ArrowInvalid for a text or a wider float of an integer that the resulting floats do not
-    represent, as a cast of integers does."""
+    """Raise ArrowInvalid for an integer that the resulting floats do not represent.
+
+    Arrow checks this for integers, but not for texts and wider floats.
+    """
     import pyarrow.compute as pc
 
     if pa.types.is_floating(column.type):
         changed = pc.not_equal(column, made.cast(column.type))
         if pc.any(pc.and_(changed, pc.equal(column, pc.floor(column)))).as_py():
-            raise pa.ArrowInvalid(f"a whole number is no {made.type}")
+            raise pa.ArrowInvalid(f"a whole number does not fit {made.type} exactly")
     if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
         return
     for text in column.filter(pc.match_substring_regex(column, _LONG_WHOLE)).to_pylist():
         if Decimal(pa.scalar(text).cast(made.type).as_py()) != Decimal(text):
-            raise pa.ArrowInvalid(f"{text} is no {made.type}")
+            raise pa.ArrowInvalid(f"{text} does not fit {made.type} exactly")

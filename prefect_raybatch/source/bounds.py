@@ -39,18 +39,16 @@ class Bound:
     def refuse(self, where: str, holds: str) -> SourceError:
         """Return the error for an input `where` that exceeds the bound; `holds` is what it has."""
         return SourceError(
-            f"{where}: {holds}; at most {self.value():,} {self.what}. Write the input in another "
-            f"way, or set {self.variable} in the environment of the flow to read it"
+            f"{where}: {holds}; the limit is {self.value():,} {self.what}. Rewrite the file, or "
+            f"raise the limit with {self.variable} in the environment of the flow"
         )
 
 
-COLUMN_BOUND = Bound("RAYBATCH_MAX_COLUMNS", 10_000, "columns are read, nested fields included")
+COLUMN_BOUND = Bound("RAYBATCH_MAX_COLUMNS", 10_000, "columns, nested fields included")
 EXPANSION_BOUND = Bound(
-    "RAYBATCH_MAX_EXPANSION", 200, "times its size may come out of a compressed file above 1 GiB"
+    "RAYBATCH_MAX_EXPANSION", 200, "times the file's size, above 1 GiB of decompressed data"
 )
-ROWS_BOUND = Bound(
-    "RAYBATCH_MAX_ROWS_PER_BYTE", 1_000, "rows may stand in a byte of a file above 1,000,000 rows"
-)
+ROWS_BOUND = Bound("RAYBATCH_MAX_ROWS_PER_BYTE", 1_000, "rows per byte, above 1,000,000 rows")
 FREE_BYTES = 1 << 30  # may come out of any compressed file
 FREE_ROWS = 1_000_000  # may stand in any file
 
@@ -68,38 +66,39 @@ def check_columns_bound(schema: pa.Schema, where: str) -> None:
 
 
 def footer_fault(metadata: Any, size: int) -> str | None:
-    """Return what is impossible about a Parquet footer's counts in a file of `size` bytes, or None:
-    the counts of the file, its row groups and their column chunks must agree."""
+    """Return what is impossible about the counts in a Parquet footer, or None.
+
+    The counts of the file of `size` bytes, its row groups and their column chunks must agree.
+    """
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     rows = [group.num_rows for group in groups]
     if min([metadata.num_rows, *rows]) < 0:
-        return f"a count of rows is negative ({min([metadata.num_rows, *rows])})"
+        return f"negative row count ({min([metadata.num_rows, *rows])})"
     if sum(rows) != metadata.num_rows:
-        return f"it counts {metadata.num_rows:,} rows, its row groups {sum(rows):,}"
+        return f"the footer counts {metadata.num_rows:,} rows, its row groups {sum(rows):,}"
     for number, group in enumerate(groups):
         for index in range(group.num_columns):
             chunk, column = group.column(index), metadata.schema.column(index)
             values, repeated = chunk.num_values, column.max_repetition_level > 0
             if values < group.num_rows or (not repeated and values != group.num_rows):
                 return (
-                    f"row group {number} counts {group.num_rows:,} rows, and {values:,} values of "
+                    f"row group {number} has {group.num_rows:,} rows, but {values:,} values of "
                     f"column {chunk.path_in_schema!r}"
                 )
             stored = chunk.total_compressed_size
             if not 0 <= stored <= size or chunk.total_uncompressed_size < 0:
                 return (
-                    f"row group {number} says that column {chunk.path_in_schema!r} takes "
-                    f"{stored:,} of the file's {size:,} bytes"
+                    f"in row group {number}, column {chunk.path_in_schema!r} claims {stored:,} "
+                    f"bytes, but the file has {size:,}"
                 )
     return None
 
 
 def check_expansion_bound(declared: int, size: int, where: str) -> None:
-    """Raise SourceError if the compressed parts of a file of `size` bytes declare more decompressed
-    bytes than the bound allows."""
+    """Raise SourceError if a file declares more decompressed bytes than the bound allows."""
     if declared > max(FREE_BYTES, size * EXPANSION_BOUND.value()):
         raise EXPANSION_BOUND.refuse(
-            where, f"says that {declared:,} bytes or more come out of its {size:,}"
+            where, f"claims to decompress from {size:,} to at least {declared:,} bytes"
         )
 
 
@@ -116,4 +115,4 @@ def declared_bytes(metadata: Any) -> int:
 def check_rows_bound(rows: int, size: int, where: str) -> None:
     """Raise SourceError for more `rows` than a file of `size` bytes plausibly holds."""
     if rows > max(FREE_ROWS, size * ROWS_BOUND.value()):
-        raise ROWS_BOUND.refuse(where, f"says that it has {rows:,} rows in {size:,} bytes")
+        raise ROWS_BOUND.refuse(where, f"claims {rows:,} rows in {size:,} bytes")

@@ -22,22 +22,22 @@ def check_columns(wanted: Sequence[str] | None, known: Sequence[str], where: str
     """
     for name in dict.fromkeys(known):
         if known.count(name) > 1:
-            raise SourceError(f"{where}: column {name!r} stands there twice; rename one of them")
+            raise SourceError(f"{where}: duplicate column {name!r}. Rename one of them")
     for number, name in enumerate(wanted or ()):
         if name in (wanted or ())[:number]:
-            raise ConfigError(f"source.columns: {name!r} stands there twice; remove one")
+            raise ConfigError(f"source.columns: duplicate column {name!r}. Remove one")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"source.columns: {where} has no column {name!r}{hint} "
-                f"(columns: {', '.join(map(str, known))})"
+                f"source.columns: {where} has no column {name!r}{hint} (columns: "
+                f"{', '.join(map(str, known))})"
             )
     chosen = list(wanted or known)
     for name in chosen:
         if name.startswith(RESERVED):
             raise SourceError(
-                f"{where}: column {name!r} begins with {RESERVED}, which is reserved; rename it "
+                f"{where}: column {name!r} begins with {RESERVED}, which is reserved. Rename it, "
                 "or leave it out with source.columns"
             )
     return chosen
@@ -50,9 +50,11 @@ def types_in(
     typed: Collection[str],
     merged: Mapping[str, pa.DataType],
 ) -> dict[str, pa.DataType]:
-    """Return the types of a block's columns; types of CSV text follow from its values and those
-    `before`. Integers that floats cannot represent, in a column that `merged` to floats over all
-    files, are text."""
+    """Return the types of the columns in a block.
+
+    Types of CSV text follow from its values and the types `before`. Integers that floats cannot
+    represent, in a column that `merged` to floats over all files, are text.
+    """
     if not text:
         return {
             field.name: NUMBER_TEXT
@@ -74,8 +76,11 @@ def _common(a: pa.DataType, b: pa.DataType, text: bool, union: bool) -> pa.DataT
 
 
 class TypesSeen:
-    """Column types of some files, noted block by block. `clash` reports incompatible types; a
-    `Shape` finds the file, because other files come before these."""
+    """Column types of some files, noted block by block.
+
+    `clash` reports incompatible types; a `Shape` finds the file, because other files come before
+    these.
+    """
 
     def __init__(
         self,
@@ -123,6 +128,8 @@ class Shape:
     columns. `text`: columns are CSV text, whose types are inferred here, except those of `typed`.
     `union`: see `common_type`.
     """
+
+    clash = False  # incompatible types are errors here
 
     def __init__(
         self,
@@ -176,7 +183,8 @@ class Shape:
             wider = kind if self.text else common_type(known, kind, self._union)
             if wider is None:
                 raise SourceError(
-                    f"{where}: column {name!r} changes from {known} to {kind}; write one type"
+                    f"{where}: column {name!r} changes from {known} to {kind}. Write all values "
+                    "with one type"
                 )
             mine[name] = wider
         # Files mostly have the same types: kept once, or 100,000 files would need half a GB.
@@ -200,8 +208,10 @@ class Shape:
         self._columns[name] = both
 
     def _clashing(self, name: str, kind: pa.DataType, merged: pa.DataType) -> str:
-        """Return the first file in which the column is incompatible with `kind`; an earlier file
-        made it `merged`."""
+        """Return the first file in which the column is incompatible with `kind`.
+
+        An earlier file made the column `merged`.
+        """
         having = [file for file, types in self._files.items() if name in types]
         having.sort(key=lambda file: self._files[file][name] != merged)
         for file in having:
@@ -217,14 +227,15 @@ class Shape:
         for name in [*(set(known) - set(found)), *(set(found) - set(known))]:
             lacking, having = (where, self._first) if name in known else (self._first, where)
             raise SourceError(
-                f"{lacking} has no column {name!r}, which {having} has; all files must have the "
-                "same columns. Read fewer with source.columns, or name the files that go together."
+                f"{lacking} has no column {name!r}, but {having} has. All files must have the same "
+                "columns: read fewer with source.columns, or set source.uri to files with equal "
+                "columns"
             )
 
 
 def _clash(name: str, first: str, kind: pa.DataType, other: str, its: pa.DataType) -> str:
     return (
-        f"column {name!r} is {kind} in {first} and {its} in {other}; all files must agree. "
-        "Write them with one type, leave the column out with source.columns, or name only files "
-        "that go together."
+        f"column {name!r} is {kind} in {first}, but {its} in {other}. Write all files with one "
+        "type, leave the column out with source.columns, or set source.uri to files with equal "
+        "types"
     )

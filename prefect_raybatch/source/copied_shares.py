@@ -17,14 +17,13 @@ from typing import ClassVar
 import pyarrow as pa
 from pydantic import TypeAdapter
 
-from prefect_raybatch.errors import ConfigError, CorruptRun, RayBatchError
+from prefect_raybatch.errors import CorruptRun, RayBatchError
 from prefect_raybatch.ledger.layout import COPIED, INPUT
 from prefect_raybatch.ledger.plan_tables import decode_schema, encode_schema
 from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import InputFile, dump
 from prefect_raybatch.ledger.strict import STRICT, Count, Number, read_json
-from prefect_raybatch.source.arrow_types import written
-from prefect_raybatch.source.columns import Shape
+from prefect_raybatch.source.copies import Copied
 from prefect_raybatch.source.cuts import Stretch
 from prefect_raybatch.source.find import input_file
 from prefect_raybatch.storage import Store
@@ -35,36 +34,8 @@ CopyShare = tuple[Stretch, ...]
 
 
 @dataclass(frozen=True)
-class ShareCopied:
-    """The outcome of copying a share. `files` is None if a later value did not fit the `schema`
-    with which it was being written (before columns of nulls became text); `types` are recorded each
-    time a file's types widened."""
-
-    files: tuple[InputFile, ...] | None
-    schema: pa.Schema
-    types: tuple[tuple[str, dict[str, pa.DataType]], ...]
-    known: tuple[str, ...]
-    row_bytes: float = 0.0
-    read: int = 0  # rows, of which a filter may leave some out
-    unfit: ConfigError | None = None  # why the filter does not go with `schema`
-    error: RayBatchError | None = None
-    part: bool = False  # of a file, whose other parts may have wider types
-
-    def under(self, shape: Shape) -> bool:
-        """Return whether it was written with the merged types, and shows that its values have
-        them."""
-        if self.unfit is not None or self.files is None or self.schema != written(shape.schema):
-            return False
-        return not (self.part and shape.text) or all(
-            pa.types.is_null(kind) or kind == (shape.types_of(uri) or {})[name]
-            for uri, kinds in _last(self.types).items()
-            for name, kind in kinds.items()
-        )
-
-
-@dataclass(frozen=True)
 class _CopyRecord:
-    """A `ShareCopied` without faults, on disk; types are Arrow schemas in base64."""
+    """A share without faults, on disk; types are Arrow schemas in base64."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -77,17 +48,17 @@ class _CopyRecord:
     part: bool
 
     @classmethod
-    def of(cls, one: ShareCopied) -> _CopyRecord:
+    def of(cls, one: Copied) -> _CopyRecord:
         types = tuple((uri, encode_schema(_schema(kinds))) for uri, kinds in one.types)
         schema = encode_schema(one.schema)
         return cls(one.files or (), schema, types, one.known, one.row_bytes, one.read, one.part)
 
-    def share(self) -> ShareCopied:
+    def share(self) -> Copied:
         types = tuple((uri, _kinds(decode_schema(text))) for uri, text in self.types)
         schema = decode_schema(self.schema)
         row_bytes = float(self.row_bytes)
-        return ShareCopied(
-            self.files, schema, types, self.known, row_bytes, self.read, part=self.part
+        return Copied(
+            self.files, schema, types, self.known, row_bytes, read=self.read, part=self.part
         )
 
 
@@ -97,8 +68,10 @@ def copy_key(
     known: Mapping[str, pa.DataType],
     of_files: Mapping[str, Mapping[str, pa.DataType]],
 ) -> str:
-    """Return the name of a share's record; `read_as` describes how its files are read, and by which
-    code."""
+    """Return the name of a share's record.
+
+    `read_as` describes how its files are read, and by which code.
+    """
     told = [
         read_as,
         [_bytes_told(stretch) for stretch in share],
@@ -111,33 +84,38 @@ def copy_key(
     return hashlib.sha256(dump(told)).hexdigest()
 
 
-def found_copied(store: Store, key: str) -> ShareCopied | None:
+def found_copied(store: Store, key: str) -> Copied | None:
     """Return the share as it was copied before, if its files are unchanged; else None."""
     path = _path(key)
     try:
         record = read_json(_RECORD, read_record(store, path), path)
         for file in record.files:
             if not file.uri.startswith(f"{INPUT}/"):
-                raise CorruptRun(f"{path} names {file.uri}, which is no part of a snapshot")
+                raise CorruptRun(f"{path} lists {file.uri}, which is not in {INPUT}/")
             if input_file(file.uri, store.stat(file.uri), file.rows) != file:
                 return None
         return record.share()
     except FileNotFoundError:
         return None
     except CorruptRun as error:
-        log.warning("a copied part of the input is copied again: %s", error)
+        log.warning(
+            "Copying a part of the input again, because the record of its copy is damaged: %s",
+            error,
+        )
         return None
 
 
-def note_copied(store: Store, key: str, one: ShareCopied) -> None:
+def note_copied(store: Store, key: str, one: Copied) -> None:
     """Record a complete share whose files are stored. Raises the store's errors."""
     if one.files is not None and one.unfit is None and one.error is None:
         put_record(store, _path(key), dump(asdict(_CopyRecord.of(one))))
 
 
 def forget_copied(store: Store, attempt: str, named: Collection[str]) -> None:
-    """Remove the records once there is a plan, which names the files `named`, and what this attempt
-    copied with types other than the plan's."""
+    """Remove the records of copied shares once there is a plan.
+
+    Also removes what this attempt copied that is not in the files of the plan, `named`.
+    """
     ours = (f"{COPIED}/", f"{INPUT}/{attempt}-")
     with suppress(RayBatchError):  # only tidiness
         left = [i.path for i in store.list(INPUT) if i.path.startswith(ours)]
@@ -150,16 +128,6 @@ def _bytes_told(stretch: Stretch) -> Sequence[object]:
     seen = [info.size, info.etag, info.mtime_ns, info.ctime_ns]
     place = [stretch.start, stretch.stop, stretch.lead, stretch.head.hex()]
     return [file.uri, *seen, *place, list(file.values)]
-
-
-def _last(
-    changes: Sequence[tuple[str, dict[str, pa.DataType]]],
-) -> dict[str, dict[str, pa.DataType]]:
-    """Return the types of each file's text columns after all changes."""
-    last: dict[str, dict[str, pa.DataType]] = {}
-    for uri, types in changes:
-        last.setdefault(uri, {}).update(types)
-    return last
 
 
 def _schema(kinds: Mapping[str, pa.DataType]) -> pa.Schema:

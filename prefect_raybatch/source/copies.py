@@ -1,34 +1,48 @@
-"""Copies blocks of rows to a Parquet snapshot, with one schema that is known only at their end."""
+"""The one way to copy rows to a Parquet snapshot whose schema is known only at their end.
+
+A source is copied in pieces: all of it (`copy_tables`), shares of files side by side
+(`side_copies.py`), or the blocks of a dataset (`dataset_copies.py`). Each piece is written by
+`copy_blocks` with the types known so far and reports those that it met. Merged in order in a
+`Shape`, these are the types of the snapshot, and pieces with other types are copied again.
+"""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import pyarrow as pa
 
-from prefect_raybatch.errors import ConfigError, SourceError
+from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
 from prefect_raybatch.ledger.layout import INPUT
+from prefect_raybatch.ledger.records import InputFile
 from prefect_raybatch.source.arrow_types import written
 from prefect_raybatch.source.columns import Shape
 from prefect_raybatch.source.filters import Filter
-from prefect_raybatch.source.find import Inventory
+from prefect_raybatch.source.find import Inventory, Weights
 from prefect_raybatch.source.snapshot_writer import SnapshotWriter, conform
 from prefect_raybatch.storage import Store
+
+COPY_TRIES = 4  # a second pass knows all types; more are needed only when the input changes
+
+Blocks = Iterable[tuple[str, pa.Table]]  # (which file, some of its rows)
+ColumnTypes = dict[str, pa.DataType]
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which of the rows and columns read are written: rows that match `filter`, and the columns in
-    `columns` (None: all)."""
+    """The part of the rows that is written: rows that match `filter`, and `columns` (None: all)."""
 
     filter: Filter
     columns: Sequence[str] | None = None
 
     def rows(self, table: pa.Table, schema: pa.Schema) -> pa.Table:
-        """Return the matching rows of a table read with `schema`. Raises ConfigError if the filter
-        does not fit the schema."""
+        """Return the matching rows of a table read with `schema`.
+
+        Raises ConfigError if the filter does not fit the schema.
+        """
         return self.filter.keep(conform(table, schema))
 
     def schema(self, schema: pa.Schema) -> pa.Schema:
@@ -37,9 +51,170 @@ class Chosen:
         return pa.schema([field for field in schema if field.name in names])
 
 
-COPY_TRIES = 4  # a second pass knows all types; more are needed only when the input changes
+class SeenTypes(Protocol):
+    """The types that are known while a piece is copied: `Shape`, `TypesSeen` or `SettledTypes`."""
 
-Blocks = Iterable[tuple[str, pa.Table]]  # (which file, some of its rows)
+    @property
+    def clash(self) -> bool:
+        """Whether types are incompatible."""
+
+    @property
+    def schema(self) -> pa.Schema: ...
+
+    def see(self, where: str, table: pa.Table) -> None:
+        """Add the types of a block of `where`."""
+
+
+@dataclass(frozen=True)
+class SettledTypes:
+    """Types of a snapshot that no block changes any more."""
+
+    schema: pa.Schema
+    clash: bool = False
+
+    def see(self, where: str, table: pa.Table) -> None:
+        """Change nothing: the types hold all values."""
+
+
+@dataclass(frozen=True)
+class Copied:
+    """The outcome of copying a piece.
+
+    `files` is None if a later value did not fit the `schema` with which it was being written
+    (before columns of nulls became text); `types` are recorded each time a file's types widened.
+    """
+
+    files: tuple[InputFile, ...] | None
+    schema: pa.Schema
+    types: tuple[tuple[str, ColumnTypes], ...] = ()
+    known: tuple[str, ...] = ()
+    row_bytes: float = 0.0
+    weights: Weights = ()
+    read: int = 0  # rows, of which a filter may leave some out
+    unfit: ConfigError | None = None  # why the filter does not go with `schema`
+    error: RayBatchError | None = None
+    part: bool = False  # of a file, whose other parts may have wider types
+
+    def under(self, shape: Shape) -> bool:
+        """Return whether the piece was written with the merged types and its values have them."""
+        if self.unfit is not None or self.files is None or self.schema != written(shape.schema):
+            return False
+        last: dict[str, ColumnTypes] = {}
+        for uri, types in self.types if self.part and shape.text else ():
+            last.setdefault(uri, {}).update(types)
+        return all(
+            pa.types.is_null(kind) or kind == (shape.types_of(uri) or {})[name]
+            for uri, kinds in last.items()
+            for name, kind in kinds.items()
+        )
+
+
+def copy_blocks(
+    blocks: Blocks,
+    types: SeenTypes,
+    store: Store,
+    attempt: str,
+    chosen: Chosen | None = None,
+    limit: int | None = None,
+    keep_error: bool = False,
+) -> Copied:
+    """Write blocks, or what is `chosen` of them, as files with one schema.
+
+    From a block on that the schema so far cannot hold, nothing is written, but all blocks are read,
+    so that another copy knows every type. With `keep_error`, errors of reading are in the outcome.
+    """
+    parts = SnapshotWriter(store, f"{INPUT}/{attempt}-{uuid.uuid4()}")
+    read, unfit, error = 0, None, None
+    try:
+        try:
+            read, unfit = _write(blocks, types, parts, chosen, limit)
+        except RayBatchError as fault:
+            if not keep_error:
+                raise
+            error = fault
+        files = None if error or unfit else parts.close()
+    except BaseException:
+        parts.abandon()
+        raise
+    if files is None:
+        parts.abandon()
+    schema, weights = written(types.schema), tuple(parts.weights)
+    return Copied(files, schema, (), (), parts.row_bytes, weights, read, unfit, error)
+
+
+def _write(
+    blocks: Blocks,
+    types: SeenTypes,
+    parts: SnapshotWriter,
+    chosen: Chosen | None,
+    limit: int | None,
+) -> tuple[int, ConfigError | None]:
+    """Read all blocks once; return how many rows, and why the filter does not fit the types."""
+    read, kept, unfit, first, faulty = 0, 0, None, None, None
+    for where, table in blocks:
+        if limit is not None and chosen is None:
+            table = table.slice(0, limit - kept)
+        types.see(where, table)
+        read += table.num_rows
+        schema = types.schema
+        if table.num_rows:
+            first = first or written(schema)
+        if types.clash or (first and written(schema) != first):  # earlier rows have other types
+            parts.abandon()
+        if chosen is not None:
+            try:
+                table = chosen.rows(table, written(schema))
+            except ConfigError as fault:
+                unfit, faulty = fault, written(schema)
+                parts.abandon()
+                continue
+            schema = chosen.schema(schema)
+            table = table if limit is None else table.slice(0, limit - kept)
+        kept += table.num_rows
+        parts.write(table, schema)
+        if kept == limit:
+            break
+    # A later value may have changed the types to some that the filter fits.
+    return read, unfit if faulty == written(types.schema) else None
+
+
+def copy_until_settled(
+    pieces: int, shape: Shape, copy: Callable[[Sequence[int]], Iterable[tuple[int, Copied]]]
+) -> list[Copied]:
+    """Return the outcomes of all pieces, each copied with the types of all.
+
+    `copy` copies the pieces of these numbers with the types known so far, and merges theirs into
+    `shape`. Two rounds are enough, unless the input changes meanwhile.
+    """
+    made: dict[int, Copied] = {}
+    for _ in range(COPY_TRIES):
+        made |= copy([n for n in range(pieces) if n not in made or not made[n].under(shape)])
+        copied = [made[number] for number in range(pieces)]
+        schema = written(shape.schema)
+        if all(one.under(shape) for one in copied):
+            return copied
+        for one in copied:
+            if one.unfit is not None and one.schema == schema:  # no type is left that could change
+                raise one.unfit
+    raise SourceError(
+        "source.uri: the input keeps changing while it is being copied. Start again when nothing "
+        "writes to it"
+    )
+
+
+def inventory_of(
+    copied: Sequence[Copied], schema: pa.Schema, kind: str, chosen: Chosen | None = None
+) -> Inventory:
+    """Return the snapshot of all pieces, read with `schema`. Raises SourceError without columns."""
+    if not len(schema) and any(one.read for one in copied):
+        raise SourceError("source.uri: the rows have no columns. Check the files")
+    return Inventory(
+        tuple(file for one in copied for file in one.files or ()),
+        schema if chosen is None else chosen.schema(schema),
+        max((one.row_bytes for one in copied), default=0.0),
+        kind,
+        weights=tuple(pair for one in copied for pair in one.weights),
+    )
 
 
 def copy_tables(
@@ -51,61 +226,9 @@ def copy_tables(
     kind: str,
     chosen: Chosen | None = None,
 ) -> Inventory:
-    """Write all blocks, or what is `chosen` of them, with one schema.
+    """Copy all blocks, or what is `chosen` of them, as one piece."""
 
-    A pass that meets a value that its schema cannot hold continues without writing, so that the
-    next pass knows every type: at most two passes, unless the input changes meanwhile.
-    """
-    for _ in range(COPY_TRIES):
-        known = written(shape.schema)
-        parts = SnapshotWriter(store, f"{INPUT}/{attempt}-{uuid.uuid4()}")
-        try:
-            fault = _pass(blocks, shape, parts, limit, chosen)
-            files = parts.close()
-        except BaseException:
-            parts.abandon()
-            raise
-        schema = written(shape.schema)
-        if fault is not None and schema == known:  # no type is left that could change
-            raise fault
-        if files is not None:
-            schema = schema if chosen is None else chosen.schema(schema)
-            weights = tuple(parts.weights)
-            return Inventory(files, schema, parts.row_bytes, kind, weights=weights)
-    raise SourceError("source.uri: the input keeps changing while it is copied; try again later")
+    def copy(_: Sequence[int]) -> list[tuple[int, Copied]]:
+        return [(0, copy_blocks(blocks(), shape, store, attempt, chosen, limit))]
 
-
-def _pass(
-    blocks: Callable[[], Blocks],
-    shape: Shape,
-    parts: SnapshotWriter,
-    limit: int | None,
-    chosen: Chosen | None,
-) -> ConfigError | None:
-    """Read all blocks once. Return why the filter does not fit the types so far, which a later
-    value may change."""
-    seen, fault, first = 0, None, None
-    for where, table in blocks():
-        if limit is not None and chosen is None:
-            table = table.slice(0, limit - seen)
-        shape.see(where, table)
-        schema = shape.schema
-        if chosen is not None:
-            first = first or written(schema)
-            if written(schema) != first:  # what was kept before was kept by other types
-                parts.abandon()
-            try:
-                table = chosen.rows(table, written(schema))
-            except ConfigError as error:
-                fault = error
-                parts.abandon()
-                continue
-            schema = chosen.schema(schema)
-            table = table if limit is None else table.slice(0, limit - seen)
-        seen += table.num_rows
-        parts.write(table, schema)
-        if seen == limit:
-            break
-    if seen and not len(shape.schema):
-        raise SourceError("source.uri: the rows have no columns; there is nothing to read")
-    return fault
+    return inventory_of(copy_until_settled(1, shape, copy), written(shape.schema), kind, chosen)

@@ -97,9 +97,7 @@ def _check_width(file: File, written: _Written) -> None:
     with suppress(csv.Error):  # of a value that is too long for Python's csv
         first = next((row for _, row in written.rows(file) if row), [])
         if len(first) > most:
-            raise COLUMN_BOUND.refuse(
-                file.uri, f"the first row holds {counted(len(first), 'value')}"
-            )
+            raise COLUMN_BOUND.refuse(file.uri, f"the first row has {counted(len(first), 'value')}")
 
 
 def _empty_lines(file: File, written: _Written) -> int:
@@ -111,9 +109,11 @@ def _empty_lines(file: File, written: _Written) -> int:
 def _check_closed(
     file: File, written: _Written, read: Any, parse: Any, header: Sequence[str]
 ) -> None:
-    """Raise SourceError if a quote is open at the end of a file: pyarrow takes what follows it for
-    one value, however many rows it was. Reads the file again, with one more row appended; `read`
-    and `parse` are pyarrow's options."""
+    """Raise SourceError if a quote is open at the end of a file.
+
+    pyarrow reads everything after it as one value. This reads the file again with one more row;
+    `read` and `parse` are options of pyarrow.
+    """
     import pyarrow.csv as pc
 
     end = "end"
@@ -134,17 +134,16 @@ def _check_closed(
         line = begin
     following = value.removesuffix(row).rstrip("\r\n").count("\n")
     raise SourceError(
-        f"{file.uri}, line {line}: a quote is opened in this row and never closed, so that "
-        f"{counted(following, 'more line')} would be one value with it; close or double it, or set "
-        "source.csv.quote to '' if quotes mean nothing there"
+        f"{file.uri}, line {line}: this row opens a quote that is never closed, so "
+        f"{counted(following, 'more line')} would become part of its value. Close or double the "
+        "quote, or set source.csv.quote to '' if the file does not use quotes"
     )
 
 
 def _block_bytes(file: File, options: Csv) -> tuple[int, bool]:
-    """Return the bytes of a block, about streams.BLOCK_BYTES, and whether a block may end between a
-    carriage return and a line feed: pyarrow takes the two as the end of a row there, even within
-    quotes, and drops the line feed.
+    """Return (bytes of a block, whether no block ends between a carriage return and a line feed).
 
+    pyarrow takes the two as the end of a row there, even within quotes, and drops the line feed.
     The blocks of compressed or recoded files are unknown.
     """
     size = file.info.size if file.cut is None else len(file.cut.content)
@@ -173,14 +172,19 @@ def delimiter_of(file: File, options: Csv) -> str:
 
 
 def csv_as_seen(file: File) -> tuple[dict[str, Any], bool]:
-    """Return (non-default fields of `source.csv`, whether the encoding is a guess) from the first
-    bytes and the first line of a CSV file."""
+    """Return (fields of `source.csv`, whether the encoding is a guess) by the start of a CSV file.
+
+    Only fields that differ from their defaults.
+    """
     try:
         encoding, guessed = seen_encoding(file)
         written = _Written.of(file, Csv(encoding=encoding))
         first = _first_line(file, written)
     except OSError as error:  # what is compressed may be damaged
-        raise SourceError(f"{file.uri}: cannot be read as CSV ({one_line(error)})") from None
+        raise SourceError(
+            f"{file.uri} cannot be read as CSV ({one_line(error)}). Write the file again, or "
+            "correct source.csv"
+        ) from None
     fields: dict[str, Any] = {}
     if (named := _named_by_excel(first)) is not None:
         fields = {"delimiter": named, "skip_rows": 1}
@@ -256,15 +260,15 @@ def _check_delimiter(file: File, written: _Written) -> None:
     first = _first_line(file, written)
     if (named := _named_by_excel(first)) is not None:
         raise ConfigError(
-            f"{file.uri}: begins with {first!r}, Excel's line that names the delimiter; set "
+            f"{file.uri} begins with {first!r}, which names the delimiter for Excel. Set "
             f"source.csv.delimiter to {_shown(named)} and source.csv.skip_rows to "
             f"{written.options.skip_rows + 1}"
         )
     other = _another_delimiter(first, written.delimiter)
     if other is not None:
         raise ConfigError(
-            f"{file.uri}: has one column, {first[:80]!r}, with {_shown(written.delimiter)} "
-            f"between the values; set source.csv.delimiter to {_shown(other)} (or to "
+            f"{file.uri} has one column, {first[:80]!r}, if {_shown(written.delimiter)} is the "
+            f"delimiter. Set source.csv.delimiter to {_shown(other)} (or to "
             f"{_shown(written.delimiter)} if it is one column)"
         )
 
@@ -281,8 +285,7 @@ def _named_by_excel(line: str) -> str | None:
 
 
 def _another_delimiter(line: str, delimiter: str) -> str | None:
-    """Return the delimiter of a line that does not contain `delimiter`; None if it does, or if it
-    is one value."""
+    """Return the delimiter of a line without `delimiter`, or None if it is one value."""
     return None if delimiter in line else _other_delimiter(line, delimiter)
 
 
@@ -307,12 +310,15 @@ def _explain_csv(file: File, written: _Written, error: Exception) -> str:
     if "straddl" in text:
         what = "a double quote" if written.options.quote == '"' else "a quote"
         return (
-            f"{file.uri}: a row is longer than {streams.BLOCK_BYTES >> 20} MiB; most likely {what} "
-            "is never closed. Close or double it."
+            f"{file.uri}: a row is longer than {streams.BLOCK_BYTES >> 20} MiB, most likely "
+            f"because {what} is never closed. Close or double it"
         )
     if "Empty CSV" in text:
-        return f"{file.uri}: holds no header line; write it again or remove it"
-    return f"{file.uri}: cannot be read as CSV ({one_line(error)})"
+        return f"{file.uri} has no header line. Write the file again or remove it"
+    return (
+        f"{file.uri} cannot be read as CSV ({one_line(error)}). Write the file again, or correct "
+        "source.csv"
+    )
 
 
 def _explain_ragged(file: File, written: _Written, columns: int, found: int) -> str:
@@ -327,11 +333,13 @@ def _explain_ragged(file: File, written: _Written, columns: int, found: int) -> 
     if not written.options.header and not written.options.names:
         where = "the first line"
     quote = {'"': "double quotes", "": ""}.get(written.options.quote, written.options.quote)
-    remedy = f"put values that hold {written.delimiter!r} in {quote}" if quote else "use quotes"
+    remedy = (
+        f"Enclose values that contain {written.delimiter!r} in {quote}" if quote else "Use quotes"
+    )
     other = _other_delimiter(first, written.delimiter) if written.assumed else None
     if other is not None:
-        remedy = f"set source.csv.delimiter to {_shown(other)} if that stands between the values"
+        remedy = f"Set source.csv.delimiter to {_shown(other)} if it separates the values"
     return (
-        f"{file.uri}{f', line {line}' if line else ''}: {counted(found, 'column')} where "
-        f"{where} has {columns}; {remedy}, or mend the line"
+        f"{file.uri}{f', line {line}' if line else ''} has {counted(found, 'column')}, but {where} "
+        f"has {columns}. {remedy}, or fix the line"
     )

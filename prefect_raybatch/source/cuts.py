@@ -36,8 +36,10 @@ came of it); the last number is the bytes of all."""
 
 @dataclass(frozen=True)
 class Stretch:
-    """Whole rows of a file: its bytes [start, stop), or up to the end if `stop` is None. `head` is
-    the header line that precedes them, `lead` as in `Cut`."""
+    """Whole rows of a file: its bytes [start, stop), or up to the end if `stop` is None.
+
+    `head` is the header line that precedes them, `lead` as in `Cut`.
+    """
 
     file: File
     start: int = 0
@@ -51,7 +53,10 @@ class Stretch:
             return self.file
         data = _bytes_of(self.file, self.start, self.stop)
         if len(data) < self.stop - self.start:
-            raise SourceError(f"{self.file.uri}: became shorter while it was being copied")
+            raise SourceError(
+                f"{self.file.uri} became shorter while it was being copied. Start again when "
+                "nothing writes to it"
+            )
         cut = Cut(self.start, self.head + data, self.lead)
         return replace(self.file, cut=cut)
 
@@ -93,9 +98,11 @@ def cut_csv(file: File, options: Csv, delimiter: str, everywhere: Everywhere) ->
 
 
 class _Seen:
-    """What a part of a CSV file shows if it begins outside (`inside` 0) or inside (1) quotes:
-    whether each quote is where it must be, how many there are, and where its first row ends, if its
-    first window shows it."""
+    """Findings for a part of a CSV file that begins outside (`inside` 0) or inside (1) quotes.
+
+    `clear`: each quote is where it must be; `quotes`: how many there are; `line_end`: where its
+    first row ends, if the first window shows it.
+    """
 
     def __init__(self, inside: int) -> None:
         self.quotes, self.clear = inside, True
@@ -105,8 +112,11 @@ class _Seen:
     def look(
         self, data: bytes, places: np.ndarray, opens: np.ndarray, closes: np.ndarray, at: int
     ) -> None:
-        """Process the bytes of `data` except the first and the last; `data` begins at byte `at` of
-        the file. `opens` and `closes` say whether those quotes can."""
+        """Process the bytes of `data` except the first and the last.
+
+        `data` begins at byte `at` of the file. `opens` and `closes` say whether the quotes at
+        `places` can.
+        """
         opening = (np.arange(len(places)) + self.quotes) % 2 == 0
         self.clear = self.clear and bool(np.where(opening, opens, closes).all())
         if self._first:
@@ -124,8 +134,7 @@ class _Scan:
     delimiter: bytes
 
     def __call__(self, start: int) -> tuple[_Seen, _Seen]:
-        """Return the findings for the part at `start`, if it begins outside and if inside
-        quotes."""
+        """Return findings for the part at `start`, if it begins outside and if inside quotes."""
         seen = _Seen(0), _Seen(1)
         edges = np.frombuffer(self.delimiter + b"\r\n" + self.quote, np.uint8)
         none: Any = np.zeros(0, np.int64)
@@ -140,8 +149,10 @@ class _Scan:
         return seen
 
     def _windows(self, start: int) -> Iterator[tuple[int, bytes]]:
-        """Yield (offset, bytes) over the part, each with one byte before and after it: a line break
-        at the ends of the file."""
+        """Yield (offset, bytes) over the part, each with one byte before and after it.
+
+        At the ends of the file that byte is a line break.
+        """
         size = self.file.info.size
         stop, at = min(start + CUT_BYTES, size), max(start - 1, 0)
         tail = b"" if start else b"\n"
@@ -157,8 +168,10 @@ class _Scan:
 
 
 def beginning(file: File) -> File:
-    """Return the first lines of a text file as a file, for a guess; what is in quotes may be
-    truncated. The whole file if it is compressed or an array."""
+    """Return the first lines of a text file as a file, for a guess.
+
+    Text in quotes may be truncated. Returns the whole file if it is compressed or an array.
+    """
     if file.info.size <= HEADER_BYTES or ending(file.info.path)[1] or is_array(file):
         return file
     data = _bytes_of(file, 0, HEADER_BYTES)
@@ -191,8 +204,10 @@ def _line_before(file: File, at: int) -> int:
 
 
 def _bytes_of(file: File, start: int, stop: int) -> bytes:
-    """Return bytes [start, stop), fewer at the end. Raises like the store, SourceError for a file
-    that is gone."""
+    """Return bytes [start, stop), fewer at the end.
+
+    Raises like the store, SourceError for a file that is gone.
+    """
     with opened_again(file) as handle:
         handle.seek(start)
         return handle.read(stop - start)
@@ -204,4 +219,7 @@ def opened_again(file: File) -> Iterator[BinaryIO]:
         with file.store.open(file.info.path) as handle:
             yield handle
     except FileNotFoundError:
-        raise SourceError(f"{file.uri}: was deleted while it was being copied") from None
+        raise SourceError(
+            f"{file.uri} was deleted while it was being copied. Restore it, or start again without "
+            "it"
+        ) from None

@@ -8,22 +8,20 @@ would be many small files. The dataset itself is computed once.
 from __future__ import annotations
 
 import pickle
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import RayBatchError, SourceError
-from prefect_raybatch.ledger.layout import INPUT
 from prefect_raybatch.ledger.records import InputFile
 from prefect_raybatch.source.arrow_types import map_type, written
 from prefect_raybatch.source.columns import Shape, check_columns
-from prefect_raybatch.source.find import Inventory, Weights
-from prefect_raybatch.source.snapshot_writer import SnapshotWriter
+from prefect_raybatch.source.copies import Copied, SettledTypes, copy_blocks, inventory_of
+from prefect_raybatch.source.find import Inventory
 from prefect_raybatch.source.snapshots import Everywheres, in_this_process
 from prefect_raybatch.storage import Store
 
@@ -34,25 +32,6 @@ SMALL_BYTES = 8 << 20  # blocks whose files are smaller are joined with such nei
 JOINED_BYTES = 64 << 20  # ... as far as all of them together have no more
 DATASET = "the dataset"
 _RECEIPT = "receipt"
-
-
-@dataclass(frozen=True)
-class BlockCopied:
-    """The outcome of copying a block: its files, written with `written(types)`, or an error."""
-
-    files: tuple[InputFile, ...] = ()
-    types: dict[str, pa.DataType] = field(default_factory=dict)
-    row_bytes: float = 0.0
-    weights: Weights = ()
-    error: RayBatchError | None = None
-
-    @property
-    def schema(self) -> pa.Schema:
-        return written(pa.schema(list(self.types.items())))
-
-    @property
-    def size(self) -> int:
-        return sum(file.size for file in self.files)
 
 
 def snapshot_dataset(
@@ -76,31 +55,25 @@ def snapshot_dataset(
     if columns is not None and known is not None and set(columns) <= set(known.names):
         dataset = dataset.select_columns(list(columns))
     shape = Shape()
-    blocks: list[BlockCopied] = []
+    blocks: list[Copied] = []
     try:
         for block in _written(dataset, run_store, attempt, columns):
             blocks.append(block)
             if block.error is not None:
                 raise block.error
-            shape.see_types(DATASET, block.types)
+            shape.see_types(DATASET, _types(block))
         if not blocks:
-            raise SourceError("the dataset has no rows; there is nothing to do")
+            raise SourceError("the dataset has no rows. Check how it is built")
         blocks = _settled(blocks, written(shape.schema), run_store, attempt, everywhere)
     except BaseException:
         _forget(run_store, blocks)
         raise
-    return Inventory(
-        tuple(file for block in blocks for file in block.files),
-        written(shape.schema),
-        max(block.row_bytes for block in blocks),
-        "dataset",
-        weights=tuple(pair for block in blocks for pair in block.weights),
-    )
+    return inventory_of(blocks, written(shape.schema), "dataset")
 
 
 def _written(
     dataset: ray.data.Dataset, store: Store, attempt: str, columns: Sequence[str] | None
-) -> Iterator[BlockCopied]:
+) -> Iterator[Copied]:
     """Yield the outcome of each block that has rows, in order."""
     write: Any = copy_block
     copies: Any = dataset.map_batches(
@@ -126,53 +99,43 @@ def copy_block(
     return pa.table({_RECEIPT: pa.array(made, pa.binary())})
 
 
-def _copied(
-    table: pa.Table, store: Store, attempt: str, columns: Sequence[str] | None
-) -> BlockCopied:
-    """Copy a block. Return our errors as values: the first one in block order counts, and Ray would
-    retry them."""
-    parts, shape = _parts(store, attempt), Shape()
+def _copied(table: pa.Table, store: Store, attempt: str, columns: Sequence[str] | None) -> Copied:
+    """Copy a block.
+
+    Return our errors as values: the first one in block order counts, and Ray would retry them.
+    """
     try:
         table = table.select(check_columns(columns, table.column_names, DATASET))
         for column in table.schema:
             if "PythonObject" in type(column.type).__name__:
                 raise SourceError(
-                    f"{DATASET}: column {column.name!r} holds Python objects of no one type; "
-                    "convert it to text, numbers or bytes first"
+                    f"{DATASET}: column {column.name!r} has Python objects of different types. "
+                    "Convert it to text, numbers or bytes first"
                 )
         if not len(table.schema):
-            raise SourceError(f"{DATASET}: the rows have no columns; there is nothing to read")
-        shape.see(DATASET, table)
-        parts.write(table, shape.schema)
-        files = parts.close() or ()
+            raise SourceError(f"{DATASET}: the rows have no columns. Check how it is built")
+        shape = Shape()
+        copied = copy_blocks([(DATASET, table)], shape, store, attempt)
     except RayBatchError as error:
-        parts.abandon()
-        return BlockCopied(error=error)
-    except BaseException:
-        parts.abandon()
-        raise
-    return BlockCopied(files, shape.columns, parts.row_bytes, tuple(parts.weights))
-
-
-def _parts(store: Store, attempt: str) -> SnapshotWriter:
-    return SnapshotWriter(store, f"{INPUT}/{attempt}-{uuid.uuid4()}")
+        return Copied(None, pa.schema([]), error=error)
+    return replace(copied, types=((DATASET, shape.columns),))
 
 
 def _settled(
-    blocks: list[BlockCopied],
+    blocks: list[Copied],
     schema: pa.Schema,
     store: Store,
     attempt: str,
     everywhere: Everywheres,
-) -> list[BlockCopied]:
+) -> list[Copied]:
     """Return the blocks with one schema, small neighbours merged."""
     groups = list(_groups(blocks))
     todo = [n for n, group in enumerate(groups) if len(group) > 1 or group[0].schema != schema]
-    made: list[BlockCopied] = [group[0] for group in groups]
-    size = sum(block.size for number in todo for block in groups[number])
+    made: list[Copied] = [group[0] for group in groups]
+    size = sum(_size(block) for number in todo for block in groups[number])
     if not todo:
         return made
-    joiner, again = _Joiner(store, attempt, schema), list[BlockCopied]()
+    joiner, again = _Joiner(store, attempt, schema), list[Copied]()
     try:
         with everywhere(size, True) as apart:
             joined: Any = apart(joiner, (tuple(groups[n]) for n in todo), size)
@@ -187,16 +150,16 @@ def _settled(
     return made
 
 
-def _groups(blocks: Sequence[BlockCopied]) -> Iterator[list[BlockCopied]]:
-    held: list[BlockCopied] = []
+def _groups(blocks: Sequence[Copied]) -> Iterator[list[Copied]]:
+    held: list[Copied] = []
     size = 0
     for block in blocks:
-        fits = block.size < SMALL_BYTES and size + block.size <= JOINED_BYTES
-        if held and not (fits and held[-1].size < SMALL_BYTES):
+        fits = _size(block) < SMALL_BYTES and size + _size(block) <= JOINED_BYTES
+        if held and not (fits and _size(held[-1]) < SMALL_BYTES):
             yield held
             held, size = [], 0
         held.append(block)
-        size += block.size
+        size += _size(block)
     yield held
 
 
@@ -208,29 +171,34 @@ class _Joiner:
     attempt: str
     schema: pa.Schema
 
-    def __call__(self, blocks: tuple[BlockCopied, ...]) -> BlockCopied:
-        parts = _parts(self.store, self.attempt)
-        try:
-            for block in blocks:
-                for file in block.files:
-                    for table in _read(self.store, file):
-                        parts.write(self._fitted(table, block.types), self.schema)
-            files = parts.close() or ()
-        except BaseException:
-            parts.abandon()
-            raise
-        types = {column.name: column.type for column in self.schema}
-        return BlockCopied(files, types, parts.row_bytes, tuple(parts.weights))
+    def __call__(self, blocks: tuple[Copied, ...]) -> Copied:
+        rows = (
+            (DATASET, self._fitted(table, _types(block)))
+            for block in blocks
+            for file in block.files or ()
+            for table in _read(self.store, file)
+        )
+        return copy_blocks(rows, SettledTypes(self.schema), self.store, self.attempt)
 
     def _fitted(self, table: pa.Table, types: dict[str, pa.DataType]) -> pa.Table:
-        """Return the table with columns of nulls, at any depth, as the schema has them: they were
-        written as text, which cannot be cast back."""
+        """Return the table with its columns of nulls, at any depth, as the schema has them.
+
+        They were written as text, which cannot be cast back.
+        """
         for number, (name, kind) in enumerate(types.items()):
             wanted = self.schema.field(name).type
             if _holds_null(kind) and table.schema.field(name).type != wanted:
                 column = pa.array(table[name].to_pylist(), wanted)
                 table = table.set_column(number, pa.field(name, wanted), column)
         return table
+
+
+def _types(block: Copied) -> dict[str, pa.DataType]:
+    return dict(block.types)[DATASET]
+
+
+def _size(block: Copied) -> int:
+    return sum(file.size for file in block.files or ())
 
 
 def _holds_null(kind: pa.DataType) -> bool:
@@ -250,7 +218,7 @@ def _read(store: Store, file: InputFile) -> Iterator[pa.Table]:
             yield parquet.read_row_group(group, use_threads=False)
 
 
-def _forget(store: Store, blocks: Sequence[BlockCopied]) -> None:
+def _forget(store: Store, blocks: Sequence[Copied]) -> None:
     """Delete what was written, which no plan can know yet."""
     with suppress(RayBatchError):  # only tidiness
-        store.delete([file.uri for block in blocks for file in block.files])
+        store.delete([file.uri for block in blocks for file in block.files or ()])

@@ -17,8 +17,7 @@ TYPED = ("csv", "jsonl")  # formats without types of their own
 
 
 def typed_columns(kind: str, source: ReadSpec, files: Iterable[Values]) -> dict[str, pa.DataType]:
-    """Return the types of the columns in paths, and of those columns of files that source.types
-    names.
+    """Return the types of the columns in paths and of the columns in source.types.
 
     Raises ConfigError if source.types names a column of files that have types of their own.
     """
@@ -28,8 +27,8 @@ def typed_columns(kind: str, source: ReadSpec, files: Iterable[Values]) -> dict[
     if columns and kind not in TYPED:
         name = next(iter(columns))
         raise ConfigError(
-            f"source.types: {name!r} names no column of a key=value folder, and columns of {kind} "
-            "files have their own types; remove it"
+            f"source.types: {name!r} is not the column of a key=value folder, and {kind} files "
+            "have types of their own. Remove it"
         )
     return paths | columns
 
@@ -41,21 +40,26 @@ def check_type_columns(columns: Collection[str], names: Collection[str]) -> None
             near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"source.types: the input has no column {name!r}{hint} "
-                f"(columns: {', '.join(names)})"
+                f"source.types: the input has no column {name!r}{hint} (columns: "
+                f"{', '.join(names)})"
             )
 
 
 def digits_kept(types: Mapping[str, pa.DataType]) -> list[str]:
-    """Return the columns declared as text or decimal. A JSON reader must keep their numbers as
-    written, because converting them to float64 would lose digits."""
+    """Return the columns declared as text or decimal.
+
+    A JSON reader must keep their numbers as written, because converting them to float64 would lose
+    digits.
+    """
     kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_decimal)
     return [name for name, kind in types.items() if any(held(kind) for held in kinds)]
 
 
 def with_types(table: pa.Table, types: Mapping[str, pa.DataType], where: str) -> pa.Table:
-    """Return rows of the file `where` with the columns of `types` cast. Raises SourceError with the
-    first value that a type cannot hold."""
+    """Return rows of the file `where` with the columns of `types` cast.
+
+    Raises SourceError with the first value that a type cannot hold.
+    """
     for name, kind in types.items():
         if name in table.column_names:
             at = table.column_names.index(name)
@@ -71,14 +75,14 @@ def cast_column(
         return cast_exactly(column, kind)
     except pa.ArrowNotImplementedError:
         raise ConfigError(
-            f"source.types: {where}: column {name!r} holds {column.type}, which cannot be read as "
-            f"{kind}; choose another type"
+            f"source.types: {where}: column {name!r} is {column.type} and cannot be read as "
+            f"{kind}. Choose another type"
         ) from None
     except pa.ArrowInvalid:
         value = next(value for value in column.to_pylist() if not _fits(value, column.type, kind))
         raise SourceError(
-            f"{where}: column {name!r} holds {value!r}, which is no {kind} (source.types); mend "
-            "the value, or choose another type such as string"
+            f"{where}: column {name!r} has the value {value!r}, which is not a valid {kind} "
+            "(source.types). Fix the value, or choose another type such as string"
         ) from None
 
 

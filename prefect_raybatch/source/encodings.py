@@ -18,21 +18,21 @@ MARKS = {  # the longer ones first: they begin like the shorter
     b"\xfe\xff": "UTF-16",
 }
 OTHER_KINDS = {  # what a file begins with that is no text, and what to do with it
-    b"\x1f\x8b": "is compressed with gzip; call it {name}.gz",
-    b"\x28\xb5\x2f\xfd": "is compressed with zstd; call it {name}.zst",
-    b"\x04\x22\x4d\x18": "is compressed with lz4; call it {name}.lz4",
-    b"BZh": "is compressed with bzip2; call it {name}.bz2",
-    b"PK\x03\x04": "is a ZIP file or an Excel workbook; unpack it, or save it as CSV",
-    b"\xd0\xcf\x11\xe0": "is an Excel workbook; save it as CSV",
-    b"PAR1": "is Parquet; set source.format: parquet, or call it {name}.parquet",
+    b"\x1f\x8b": "is compressed with gzip. Rename it to {name}.gz",
+    b"\x28\xb5\x2f\xfd": "is compressed with zstd. Rename it to {name}.zst",
+    b"\x04\x22\x4d\x18": "is compressed with lz4. Rename it to {name}.lz4",
+    b"BZh": "is compressed with bzip2. Rename it to {name}.bz2",
+    b"PK\x03\x04": "is a ZIP file or an Excel workbook. Unpack it, or save it as CSV",
+    b"\xd0\xcf\x11\xe0": "is an Excel workbook. Save it as CSV",
+    b"PAR1": "is a Parquet file. Set source.format to parquet, or rename it to {name}.parquet",
 }
 UTF8_MARK = b"\xef\xbb\xbf"
 SAMPLE = 1 << 16
 CSV_ENCODING = (
-    "set source.csv.encoding to what the file is written in, such as cp1252 (Excel in Western "
-    "Europe) or latin-1"
+    "Set source.csv.encoding to the encoding of the file, such as cp1252 (Excel in Western Europe) "
+    "or latin-1"
 )
-UTF8_ONLY = "convert it, for example with iconv -f latin1 -t utf-8"
+UTF8_ONLY = "JSON must be UTF-8: convert the file, for example with iconv -f latin1 -t utf-8"
 
 
 def check_kind(file: File, head: bytes) -> None:
@@ -40,7 +40,7 @@ def check_kind(file: File, head: bytes) -> None:
     for mark, said in OTHER_KINDS.items():
         if head.startswith(mark):
             name = PurePosixPath(file.info.path).name
-            raise SourceError(f"{file.uri}: {said.format(name=name)}")
+            raise SourceError(f"{file.uri} {said.format(name=name)}")
 
 
 def check_encoding(file: File) -> None:
@@ -51,14 +51,16 @@ def check_encoding(file: File) -> None:
     encoding, said = _wide(head)
     if encoding is not None:
         raise SourceError(
-            f"{file.uri}: is {encoding}, as {said}; only UTF-8 is read. Convert it, for example "
+            f"{file.uri} is {encoding} ({said}). JSON must be UTF-8: convert the file, for example "
             f"with iconv -f {encoding} -t UTF-8"
         )
 
 
 def check_csv_encoding(file: File, encoding: str) -> None:
-    """Raise SourceError for a file whose first bytes show that it is not in `encoding` (Python's
-    name): decoded like that, most encodings would give wrong text and no error."""
+    """Raise SourceError for a file that is not in `encoding`, by its first bytes.
+
+    Decoded with a wrong encoding, most files would give wrong text and no error.
+    """
     with open_bytes(file) as stream:
         head = stream.read(SAMPLE)
     check_kind(file, head)
@@ -68,25 +70,24 @@ def check_csv_encoding(file: File, encoding: str) -> None:
         right = codecs.lookup(found).name
         # Without a mark Python takes UTF-16 for little-endian.
         if encoding != right and f"{encoding}-le" != right:
-            raise SourceError(
-                f"{file.uri}: is {found}, as {said}; set source.csv.encoding to {right}"
-            )
+            raise SourceError(f"{file.uri} is {found} ({said}). Set source.csv.encoding to {right}")
     elif wide and b"\0" not in head:
         raise SourceError(
-            f"{file.uri}: is not {encoding}, as there are no zeros between its first characters; "
-            "leave source.csv.encoding out for UTF-8, or name the right one"
+            f"{file.uri} is not {encoding}: there are no zero bytes between its first characters. "
+            "Remove source.csv.encoding if the file is UTF-8, or correct it"
         )
     elif encoding != "utf-8" and not wide and _is_utf8(head):
         raise SourceError(
-            f"{file.uri}: is UTF-8, as the bytes of its first special characters say, and not "
-            f"{encoding}; leave source.csv.encoding out"
+            f"{file.uri} is UTF-8, not {encoding}: its first special characters are valid UTF-8. "
+            "Remove source.csv.encoding"
         )
 
 
 def seen_encoding(file: File) -> tuple[str, bool]:
     """Return (Python's name of the encoding, whether it is a guess) by the first bytes of a file.
-    cp1252, in which Excel writes CSV in Western Europe, is the guess for bytes that are not
-    Unicode."""
+
+    The guess for bytes that are not Unicode is cp1252, in which Excel writes CSV in Western Europe.
+    """
     with open_bytes(file) as stream:
         head = stream.read(SAMPLE)
     check_kind(file, head)
@@ -101,8 +102,10 @@ def seen_encoding(file: File) -> tuple[str, bool]:
 
 
 def not_decoded(file: File, encoding: str, remedy: str) -> str:
-    """Return the message about the first byte that is not in `encoding`; reads the file again,
-    which only errors pay for."""
+    """Return the message about the first byte that is not in `encoding`.
+
+    Reads the file again, which only errors pay for.
+    """
     place, said = "", ""
     decoder = codecs.getincrementaldecoder(encoding)()
     before, line, data = 0, 1, b""
@@ -122,20 +125,20 @@ def not_decoded(file: File, encoding: str, remedy: str) -> str:
             if not data:
                 break
     name = "UTF-8" if encoding == "utf-8" else encoding
-    return f"{file.uri}{place}: is not {name}{said}; {remedy}"
+    return f"{file.uri}{place} is not {name}{said}. {remedy}"
 
 
 def _wide(head: bytes) -> tuple[str | None, str]:
     """Return UTF-16 or UTF-32 if the first bytes show it, and how they do."""
     found = next((name for mark, name in MARKS.items() if head.startswith(mark)), None)
     if found is not None:
-        return found, "its first bytes, the byte order mark, say"
+        return found, "it begins with a byte order mark"
     head = head[:4]
     if b"\0" not in head or not head.strip(b"\0"):
         return None, ""
     found = "UTF-32" if head.count(0) == 3 else "UTF-16"
     found += "BE" if head[:1] == b"\0" else "LE"
-    return found, "the zeros between its first characters say"
+    return found, "its first characters are padded with zero bytes"
 
 
 def _is_utf8(head: bytes) -> bool:

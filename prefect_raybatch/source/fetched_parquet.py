@@ -1,5 +1,4 @@
-"""Parquet that must be copied rather than read in place, because it may go away or only some rows
-are read."""
+"""Parquet that is copied, because it may go away or because only some of its rows are read."""
 
 from __future__ import annotations
 
@@ -27,8 +26,10 @@ def parquet_tables(
     known: dict[str, None],
     filter: Filter | None = None,
 ) -> Iterator[pa.Table]:
-    """Yield the rows of a Parquet file, with `columns` if given; note all names. Skips row groups
-    whose statistics show that no row matches `filter`."""
+    """Yield the rows of a Parquet file, with `columns` if given; note all names.
+
+    Skips row groups whose statistics show that no row matches `filter`.
+    """
     with _opened(file) as (parquet, handle):
         schema = parquet.schema_arrow
         told = {name for name, _ in file.values} - {*schema.names}
@@ -56,8 +57,10 @@ def _at_once(metadata: Any) -> int:
 
 
 def _groups(parquet: Any, filter: Filter | None) -> list[int]:
-    """Return the row groups in which a row may match, by the footer alone; on a whole file pyarrow
-    would read ahead in threads of its own, see `Store.open`."""
+    """Return the row groups in which a row may match, by the footer alone.
+
+    On a whole file pyarrow would read ahead in threads of its own, see `Store.open`.
+    """
     import pyarrow.dataset as ds
 
     every = list(range(parquet.num_row_groups))
@@ -90,6 +93,6 @@ def _opened(file: File) -> Iterator[tuple[Any, Any]]:
         raise
     except (pa.ArrowException, OSError, ValueError) as error:
         raise SourceError(
-            f"{file.uri}: is not a readable Parquet file ({one_line(error)}); set source.format "
-            "if it is of another kind"
+            f"{file.uri} is not a readable Parquet file ({one_line(error)}). Write it again, "
+            "remove it, or set source.format if it has another format"
         ) from None

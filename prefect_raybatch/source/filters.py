@@ -1,5 +1,4 @@
-"""Applies source.filter to rows: one meaning for all formats, and the same in SQL for readers that
-accept it.
+"""Applies source.filter to rows, with one meaning for all formats, and gives it as SQL.
 
 As in SQL, a row is kept if the whole condition is true; a comparison with null is neither true nor
 false.
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     import pyarrow.compute as pc
 
 _EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)
-_WORDS = {bool: "TRUE and FALSE", str: "a text", int: "a number", Decimal: "a number"}
+_WORDS = {bool: "TRUE or FALSE", str: "a text", int: "a number", Decimal: "a number"}
 
 
 @dataclass(frozen=True)
@@ -59,13 +58,17 @@ class Filter:
         return columns_in(self.condition)
 
     def expression(self, schema: pa.Schema) -> pc.Expression:
-        """Return the expression for rows of `schema`. Raises ConfigError for missing columns and
-        values of another type."""
+        """Return the expression for rows of `schema`.
+
+        Raises ConfigError for missing columns and values of another type.
+        """
         return _expression(self.condition, schema)
 
     def skips(self, schema: pa.Schema) -> bool:
-        """Return whether file statistics may show that no row matches. Those of floats leave out
-        NaN, which is unequal to everything."""
+        """Return whether file statistics may show that no row matches.
+
+        Those of floats leave out NaN, which is unequal to everything.
+        """
         return not _unequal_floats(self.condition, schema)
 
     def keep(self, table: pa.Table) -> pa.Table:
@@ -97,8 +100,8 @@ def _field(name: str, schema: pa.Schema) -> pa.Field:
     near = difflib.get_close_matches(name, schema.names, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
-        f"source.filter: the input has no column {name!r}{hint} "
-        f"(columns: {', '.join(schema.names)})"
+        f"source.filter: the input has no column {name!r}{hint} (columns: "
+        f"{', '.join(schema.names)})"
     )
 
 
@@ -126,13 +129,16 @@ def typed(value: Literal, field: pa.Field) -> pa.Scalar:
             return pa.scalar(float(value)).cast(kind, safe=False)
     except (pa.ArrowException, ValueError, OverflowError) as error:
         raise ConfigError(
-            f"source.filter: {value!r} is no {kind}, which column {field.name!r} is ({error})"
+            f"source.filter: {value!r} is not a valid {kind}, the type of column {field.name!r} "
+            f"({error}). Correct the value"
         ) from None
     number = isinstance(value, int | Decimal) and not isinstance(value, bool)
-    remedy = f"; give it a type with source.types: {{{field.name}: double}}"
+    remedy = f"Compare it with a value of type {kind}"
+    if text and number:
+        remedy = f"Set its type with source.types: {{{field.name}: double}}"
     raise ConfigError(
-        f"source.filter: column {field.name!r} is {kind}, which {_WORDS[type(value)]} "
-        f"({str(value)!r}) cannot be compared with{remedy if text and number else ''}"
+        f"source.filter: column {field.name!r} is {kind}, which cannot be compared with "
+        f"{_WORDS[type(value)]} ({str(value)!r}). {remedy}"
     )
 
 
@@ -141,8 +147,10 @@ def _value_type(field: pa.Field) -> pa.DataType:
 
 
 def _bounds(kind: pa.DataType) -> tuple[int, int]:
-    """Return the lowest and the highest value of an integer type, or of a decimal type in units of
-    its last digit."""
+    """Return the lowest and the highest value of an integer or decimal type.
+
+    Those of a decimal type are in units of its last digit.
+    """
     if pa.types.is_decimal(kind):
         return 1 - 10**kind.precision, 10**kind.precision - 1
     bits = kind.bit_width
@@ -152,8 +160,11 @@ def _bounds(kind: pa.DataType) -> tuple[int, int]:
 
 
 def _moment(value: str, kind: pa.DataType) -> pa.Scalar:
-    """Return a timestamp: without a zone it is in UTC if the column has a zone, and an offset is
-    rejected if the column has none."""
+    """Return a time or timestamp of the column's type.
+
+    Without a zone it is in UTC if the column has a zone; an offset is rejected if the column has
+    none.
+    """
     if pa.types.is_timestamp(kind):
         zoned = re.search(r"(Z|[+-]\d\d:?\d\d)$", value[10:]) is not None
         if kind.tz is not None and not zoned:
@@ -209,8 +220,7 @@ def _compare(field: pa.Field, op: str, value: Literal) -> pc.Expression:
 def _compare_exactly(
     column: pc.Expression, op: str, value: Decimal, kind: pa.DataType
 ) -> pc.Expression:
-    """Return the comparison with a literal of the column's own type that is true for the same rows,
-    so that Arrow casts nothing."""
+    """Return an equivalent comparison for which Arrow does not cast the column."""
 
     def literal(units: int) -> pa.Scalar:
         return pa.scalar(

@@ -82,8 +82,11 @@ class Inventory:
 
 @dataclass(frozen=True)
 class Cut:
-    """Whole rows of a file, read in its place: `content`, which begins at byte `at`. A reader of
-    blocks takes `lead` bytes before it counts, to get the same blocks as of the whole file."""
+    """Whole rows of a file, read in its place: `content`, which begins at byte `at`.
+
+    A reader of blocks takes `lead` bytes before it counts, to get the same blocks as of the whole
+    file.
+    """
 
     at: int
     content: bytes = field(repr=False)
@@ -92,10 +95,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class File:
-    """A file that was found; `given` is its entry in source.uri, `named` if the entry names the
-    file itself.
+    """A file of the input; `given` is its entry in source.uri.
 
-    `values` are the columns that its path supplies; `cut` is the part of it to read, None for all.
+    `named`: the entry names the file itself. `values` are the columns that its path supplies; `cut`
+    is the part of it to read, None for all.
     """
 
     store: Store
@@ -112,8 +115,11 @@ class File:
         return join(self.store.uri, self.info.path)
 
     def input(self, rows: int, footer: str | None = None, values: Values = ()) -> InputFile:
-        """Return the file as the plan names it, of which a run reads `rows` rows; `footer` if the
-        file system's identity of it must be compared too, `values` to be added on reading."""
+        """Return the file as the plan names it, with `rows` rows to read.
+
+        `footer` if the file system's identity of the file must be compared too, `values` to be
+        added on reading.
+        """
         made = replace(input_file(self.uri, self.info, rows), values=values)
         if footer is None:
             return made
@@ -143,20 +149,26 @@ def needs_snapshot(source: ReadSpec) -> bool:
 
 
 def table_format(source: ReadSpec) -> str | None:
-    """Return the table format of `source`: as named, or by the contents of a table's folder; None
-    if files are to be read. Raises the store's errors, and ConfigError for a version of plain
-    files."""
+    """Return the table format of `source`, None if files are to be read.
+
+    It is the format that `source` names, or the one that the contents of its folder show. Raises
+    the store's errors, and ConfigError for a version of plain files.
+    """
     found = source.table_format or (_by_look(source) if source.format == "auto" else None)
     if found is None and source.version is not None:
-        raise ConfigError(f"source.version: is of tables ({', '.join(OPENED)}), not of files")
+        raise ConfigError(
+            f"source.version applies to tables ({', '.join(OPENED)}, ...), but source.uri holds "
+            "files. Remove source.version"
+        )
     if source.types and found not in (None, "sql"):
         raise ConfigError(
-            f"source.types: the columns of a {found} table have their own types; remove it"
+            f"source.types: a {found} table has types of its own. Remove source.types"
         )
     if source.split is not None and found != "huggingface":
         raise ConfigError(
-            "source.split: is of Hugging Face datasets: hf://datasets/OWNER/NAME, or a folder as "
-            "save_to_disk writes it (dataset_info.json and state.json, or dataset_dict.json)"
+            "source.split applies to Hugging Face datasets only: hf://datasets/OWNER/NAME, or a "
+            "folder written by save_to_disk (with dataset_info.json and state.json, or "
+            "dataset_dict.json). Remove source.split"
         )
     return found
 
@@ -214,8 +226,8 @@ def _add(found: dict[str, File], files: Sequence[File], given: str) -> None:
         before = found.setdefault(file.uri, file)
         if before is not file:
             raise SourceError(
-                f"source.uri: {file.uri} is listed twice, by {before.given!r} and by "
-                f"{given!r}; its rows would be read twice. Name it once."
+                f"source.uri: {file.uri} is listed twice, by {before.given!r} and by {given!r}, so "
+                "its rows would be read twice. Remove one"
             )
 
 
@@ -223,7 +235,7 @@ def _by_web(given: str, source: ReadSpec) -> File:
     """Query the server of a URL and return its file. Raises SourceError, StoreUnavailable."""
     headers = source.options.get("headers") or {}
     if not isinstance(headers, Mapping):
-        raise ConfigError("source.options.headers: must be a mapping of names to values")
+        raise ConfigError("source.options.headers must map header names to values")
     rules = WebRules(source.web.max_mb * 10**6, source.web.allow_private, url_check("source.uri"))
     store = WebStore(given, headers, rules)
     return File(store, store.stat(store.name), store.uri, named=True)
@@ -238,8 +250,8 @@ def _refuse_names(files: Sequence[File]) -> None:
     for file in files:
         if storable(file.uri) != file.uri:
             raise SourceError(
-                f"source.uri: the name {file.uri!a} is not UTF-8, so neither readers nor the "
-                "plan can take it; rename the file or folder"
+                f"source.uri: the name {file.uri!a} is not UTF-8, so the plan cannot record it. "
+                "Rename the file or folder"
             )
 
 
@@ -255,15 +267,14 @@ def _refuse_links(files: Sequence[File]) -> None:
         same = (info.size, info.mtime_ns) == (other.info.size, other.info.mtime_ns)
         if other is not file and same:
             raise SourceError(
-                f"source.uri: {other.uri} and {file.uri} are one file, reached twice by a link; "
-                "its rows would be read twice. Remove the link, or name the files or folders to "
-                "read so that only one of the two is among them."
+                f"source.uri: {other.uri} and {file.uri} are the same file, reached twice by a "
+                "link, so its rows would be read twice. Remove the link, or change source.uri to "
+                "include only one of them"
             )
 
 
 def reaches(given: str, output: str) -> bool:
-    """Return whether `given` (an entry of source.uri) would read the results of runs below
-    `output`."""
+    """Return whether `given`, an entry of source.uri, would read results of runs below `output`."""
     if is_web(given):
         return False
     root, pattern = split_glob(given) if is_remote(given) else _as_it_stands(given, {})
@@ -280,9 +291,11 @@ def reaches(given: str, output: str) -> bool:
 
 
 def check_planned(files: Sequence[InputFile], source: ReadSpec, snapshot: bool) -> None:
-    """Raise CorruptRun for a file of a plan that the job's source.uri does not cover or, for a
-    `snapshot`, that is outside the run directory: a plan may have been forged, and its files are
-    read with the rights of whoever continues the run."""
+    """Raise CorruptRun for a file of a plan that the run may not read.
+
+    The job's source.uri must cover it or, for a `snapshot`, it must be in the run directory: a plan
+    may have been forged, and its files are read with the rights of whoever continues the run.
+    """
     places = [] if snapshot else [_as_it_stands(uri, source.options) for uri in source.uris]
     if not snapshot:
         check_links([file.uri for file in files])
@@ -295,14 +308,17 @@ def check_planned(files: Sequence[InputFile], source: ReadSpec, snapshot: bool) 
         if not inside:
             where = "the run directory" if snapshot else "source.uri"
             raise CorruptRun(
-                f"plan.json names the input file {file.uri!r}, which is not in {where}; this run "
-                "was planned for another input or was changed. Start a new run key"
+                f"plan.json lists the input file {file.uri!r}, which is not in {where}. The run "
+                "was planned for another input, or its plan was changed. Start a new run key"
             )
 
 
 def _is_within(uri: str, root: str, pattern: str | None) -> bool:
-    """Return whether a root and a pattern cover a file. Links below the root belong to the input,
-    and are followed when it is listed; links in the root are resolved."""
+    """Return whether a root and a pattern cover a file.
+
+    Links below the root belong to the input, and are followed when it is listed; links in the root
+    are resolved.
+    """
     if {".", ".."} & {*uri.split("/")}:
         return False
     uri = uri if is_remote(uri) else os.path.abspath(uri)  # it is read from the working directory
@@ -319,18 +335,21 @@ def _is_within(uri: str, root: str, pattern: str | None) -> bool:
 
 def _nothing(given: str) -> str:
     if split_glob(given)[1] is not None:
-        return f"source.uri: no file matches {given!r}; check the folder and the pattern"
+        return f"source.uri: no file matches {given!r}. Check the folder and the pattern"
     if not is_remote(given) and os.path.isdir(split_glob(given)[0]):
         return (
-            f"source.uri: folder {given!r} holds no files to read (hidden ones, those beginning "
-            "with _ and those of the system, such as Thumbs.db, are left out)"
+            f"source.uri: folder {given!r} has no files to read. Check the path; hidden files, "
+            "names that begin with _ and system files such as Thumbs.db are ignored"
         )
-    return f"source.uri: {given!r} does not exist; check the path (and the bucket)"
+    if is_remote(given):
+        return f"source.uri: {given!r} does not exist. Check the path and the bucket"
+    folder, _, name = split_glob(given)[0].rpartition("/")
+    start = "" if os.path.isabs(given) else f" (relative paths start at {os.getcwd()})"
+    return f"source.uri: no file or folder {name!r} in {folder or '/'}. Check the path{start}"
 
 
 def _as_it_stands(given: str, options: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Return root and pattern as `split_glob` does, except that an existing name with brackets
-    means itself.
+    """Return root and pattern like `split_glob`; an existing name with brackets means itself.
 
     `*` and `?` also match themselves, so only brackets can hide a file.
     """
@@ -394,8 +413,9 @@ def _choose(source: ReadSpec, files: list[File]) -> tuple[str, list[File]]:
         chosen = [f for f in files if _may_be_read(f, source.format)]
         if not chosen:
             raise SourceError(
-                f"source.format is {source.format}, but no file of {source.uris[0]!r} ends like "
-                f"one; the first is {files[0].uri}"
+                f"source.format is {source.format}, but no file of {source.uris[0]!r} has an "
+                f"extension of that format (the first is {files[0].uri}). Correct source.format or "
+                "source.uri"
             )
         return source.format, chosen
     by_format: dict[str | None, list[File]] = {}
@@ -410,8 +430,8 @@ def _choose(source: ReadSpec, files: list[File]) -> tuple[str, list[File]]:
     if len(by_format) > 1:
         kinds = "; ".join(f"{kind}: {some(found)}" for kind, found in by_format.items())
         raise SourceError(
-            f"source.uri holds files of several formats ({kinds}); set source.format to read "
-            "those of one and leave out the others"
+            f"source.uri has files of several formats ({kinds}). Set source.format to read one of "
+            "them and ignore the others"
         )
     kind, chosen = next(iter(by_format.items()))
     return str(kind), chosen
@@ -422,22 +442,24 @@ def _unreadable(file: File) -> str:
     name = file.info.path.lower()
     if name.endswith((".snappy", ".sz", ".zip", ".7z", ".xz")):
         return (
-            "this compression cannot be read as a stream; compress with gzip, bz2, zstd, lz4 or "
+            "this compression cannot be read as a stream. Compress with gzip, bz2, zstd, lz4 or "
             "brotli"
         )
     if name.endswith(DATABASES):
         duckdb = name.endswith(".duckdb")
         needs = ', which needs pip install "prefect-raybatch[duckdb]",' if duckdb else ""
         return (
-            f"a database is not read as a file; write source.uri: "
-            f"{'duckdb' if duckdb else 'sqlite'}:////FOLDER/FILE{needs} and the SELECT to read as "
-            "source.query"
+            "a database cannot be read as a file. Set source.uri to "
+            f"{'duckdb' if duckdb else 'sqlite'}:////FOLDER/FILE{needs} and source.query to a "
+            "SELECT"
         )
     if name.endswith(WORKBOOKS):
-        return "a workbook is not read; save its sheet as CSV (UTF-8) or Parquet"
+        return "workbooks are not supported. Save the sheet as CSV (UTF-8) or Parquet"
     if name.endswith(DOCUMENTS):
-        return "a document is no table; save what it holds as CSV, JSON Lines or Parquet"
-    return "the ending does not tell the format; set source.format to parquet, csv, jsonl or arrow"
+        return "documents are not supported. Save the content as CSV, JSON Lines or Parquet"
+    return (
+        "the extension does not show the format. Set source.format to parquet, csv, jsonl or arrow"
+    )
 
 
 def _without(file: File, read: Sequence[File]) -> str:
@@ -445,12 +467,12 @@ def _without(file: File, read: Sequence[File]) -> str:
     if file.named:
         return ""
     if not read or split_glob(file.given)[1] is not None:
-        return ", or leave such files out with a glob"
+        return ", or exclude such files with a glob"
     first = read[0].info.path
     dot = first.find(".", first.rfind("/") + 1)
     deep = "**/" if any("/" in other.info.path for other in read) else ""
     glob = f"{file.given.rstrip('/')}/{deep}*{first[dot:]}"
-    return f", or leave such files out with a glob: source.uri: {glob}"
+    return f", or exclude such files with a glob: source.uri: {glob}"
 
 
 def some(files: Sequence[File]) -> str:

@@ -10,8 +10,10 @@ SYSTEM_FILES = ("thumbs.db", "ehthumbs.db", "ehthumbs_vista.db", "desktop.ini", 
 
 
 def hidden(part: str) -> bool:
-    """Return whether it is a file that writers leave beside the data (_SUCCESS, _temporary,
-    .part-0.crc), or that a desktop does (.DS_Store, Thumbs.db, ~$open.xlsx)."""
+    """Return whether a name is hidden: writers and desktops leave such files beside the data.
+
+    Examples are _SUCCESS, _temporary, .part-0.crc; .DS_Store, Thumbs.db, ~$open.xlsx.
+    """
     return part.startswith(("_", ".", "~$")) or part.lower() in SYSTEM_FILES
 
 

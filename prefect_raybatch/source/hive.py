@@ -24,9 +24,11 @@ Values = tuple[tuple[str, str | None], ...]  # (column, value as text, None for 
 
 @lru_cache(1024)
 def path_values(root: str, folder: str) -> Values:
-    """Return the columns of a file in `folder` below `root`: those of the folders below, and of the
-    folders at the end of the root. Raises SourceError for a repeated column, or one that is no
-    UTF-8."""
+    """Return the columns that the path supplies to a file in `folder` below `root`.
+
+    They come from the folders below the root and the last folders of the root. Raises SourceError
+    for a repeated column, or one that is not UTF-8.
+    """
     above: list[str] = []
     for part in reversed(root.split("/")):
         if not _is_pair(part):
@@ -40,7 +42,7 @@ def path_values(root: str, folder: str) -> Values:
         written = part.split("=", 1)
         name, value = (_decode(text, where) for text in written)
         if name in found:
-            raise SourceError(f"{where}: column {name!r} stands in the path twice; rename a folder")
+            raise SourceError(f"{where}: duplicate column {name!r} in the path. Rename a folder")
         found[name] = None if written[1] == NULL else value
     return tuple(found.items())
 
@@ -54,16 +56,18 @@ def _decode(text: str, where: str) -> str:
         return unquote_to_bytes(text).decode("utf-8")
     except UnicodeDecodeError:
         raise SourceError(
-            f"{where}: {text!r} in the path is not UTF-8; rename the folder"
+            f"{where}: {text!r} in the path is not UTF-8. Rename the folder"
         ) from None
 
 
 def path_types(
     files: Iterator[Values], declared: Mapping[str, pa.DataType] | None = None
 ) -> dict[str, pa.DataType]:
-    """Return the types of the columns: as `declared`, otherwise int32 if all values are written as
-    whole numbers are (02139 is not), otherwise text. Raises ConfigError for a value that a declared
-    type cannot hold."""
+    """Return the types of the columns in paths.
+
+    They are as `declared`, otherwise int32 if all values are written as whole numbers are (02139 is
+    not), otherwise text. Raises ConfigError for a value that a declared type cannot hold.
+    """
     seen: dict[str, set[str]] = {}
     for values in dict.fromkeys(files):
         for name, value in values:
@@ -74,8 +78,8 @@ def path_types(
         for text in sorted(texts) if kind is not None else ():
             if not _holds(kind, text):
                 raise ConfigError(
-                    f"source.types: {name!r} is {text!r} in a path, which is no {kind}; choose "
-                    "another type such as string"
+                    f"source.types: {name!r} is {text!r} in a path, which is not a valid {kind}. "
+                    "Choose another type such as string"
                 )
         found[name] = kind or (pa.int32() if _whole(texts) else pa.string())
     return found
@@ -107,8 +111,8 @@ def agrees(column: pa.Array | pa.ChunkedArray, value: str | None) -> bool:
 
 def differs(where: str, name: str, value: str | None) -> str:
     return (
-        f"{where}: column {name!r} stands in the file and in the path, and it does not show that "
-        f"all of the file's are {value!r}, as the path says; write it to one of them, or leave it "
+        f"{where}: column {name!r} is both in the file and in the path, but the values in the file "
+        f"are not known to be {value!r}, as in the path. Remove it from one of them, or leave it "
         "out with source.columns"
     )
 
@@ -120,8 +124,10 @@ def add_columns(
     types: Mapping[str, pa.DataType],
     columns: Sequence[str] | None,
 ) -> pa.Table:
-    """Return `table` (of the file `where`) with the columns of its path, restricted to `columns` if
-    given."""
+    """Return `table` with the columns of its path, restricted to `columns` if given.
+
+    `where` is the file that the table comes from.
+    """
     for name, value in values:
         if columns is not None and name not in columns:
             continue

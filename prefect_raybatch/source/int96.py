@@ -30,8 +30,10 @@ def int96_columns(metadata: Any, names: Sequence[str]) -> list[str]:
 def int96_batches(
     parquet: pq.ParquetFile, handle: Any, columns: Sequence[str], **options: Any
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of an open file like its `iter_batches`; raise ArrowInvalid for an INT96
-    time finer than a microsecond."""
+    """Yield the batches of an open file like its `iter_batches`.
+
+    Raise ArrowInvalid for an INT96 time finer than a microsecond.
+    """
     batches: Iterator[pa.RecordBatch] = parquet.iter_batches(
         columns=list(columns), use_threads=False, **options
     )
@@ -47,7 +49,7 @@ def _checked(batch: pa.RecordBatch, fine: pa.RecordBatch) -> pa.RecordBatch:
         # Both wrap in the same way, so that only lost digits make them differ.
         if not batch.column(field.name).cast(field.type, safe=False).equals(fine[field.name]):
             raise pa.ArrowInvalid(
-                f"column {field.name!r} holds times finer than a microsecond as INT96; write it as "
-                "timestamp[ns], not as INT96"
+                f"column {field.name!r} has INT96 times finer than a microsecond; write it as "
+                "timestamp[ns] instead of INT96"
             )
     return batch

@@ -23,8 +23,10 @@ _FILE, _FEATHER_1 = b"ARROW1", b"FEA1"
 def arrow_tables(
     file: File, columns: Sequence[str] | None, known: dict[str, None]
 ) -> Iterator[pa.Table]:
-    """Yield the non-empty batches of an Arrow file or stream, with `columns` if given; note all
-    names."""
+    """Yield the non-empty batches of an Arrow file or stream.
+
+    Only with `columns`, if given; all names are noted in `known`.
+    """
     rows = 0
     with _readable(file), _opened(file, columns, known) as (reader, chosen):
         for number, batch in enumerate(_batches(reader), 1):
@@ -32,8 +34,8 @@ def arrow_tables(
                 batch.validate(full=True)  # a file may say one thing and hold another
             except pa.ArrowInvalid as error:
                 raise SourceError(
-                    f"{file.uri}, batch {number}: is damaged ({one_line(error)}); write the "
-                    "file again"
+                    f"{file.uri}, batch {number} is damaged ({one_line(error)}). Write the file "
+                    "again"
                 ) from None
             rows += batch.num_rows
             check_rows_bound(rows, file.info.size, file.uri)
@@ -50,8 +52,8 @@ def _readable(file: File) -> Iterator[None]:
         raise
     except (pa.ArrowException, OSError, ValueError) as error:
         raise SourceError(
-            f"{file.uri}: is not a readable Arrow file or stream ({one_line(error)}); write it "
-            "again, remove it, or set source.format if it is of another kind"
+            f"{file.uri} is not a readable Arrow file or stream ({one_line(error)}). Write it "
+            "again, remove it, or set source.format if it has another format"
         ) from None
 
 
@@ -79,7 +81,7 @@ def _opened(
         head = stream.read(len(_FILE))
     if head.startswith(_FEATHER_1):
         raise SourceError(
-            f"{file.uri}: is of Feather's first version; read it with pyarrow.feather.read_table "
+            f"{file.uri} is a Feather file of version 1. Read it with pyarrow.feather.read_table "
             "and write it again"
         )
     with open_bytes(file) as stream:

@@ -1,5 +1,4 @@
-"""Sums the sizes that the compressed buffers of an Arrow IPC file or stream declare, before any of
-them is decompressed.
+"""Sums the decompressed sizes that an Arrow IPC file declares, before it is decompressed.
 
 Each compressed buffer begins with its decompressed size (Arrow's format, Message.fbs). Its offset
 is in its batch's metadata, a flatbuffer that pyarrow does not expose, so the few necessary fields
@@ -61,13 +60,15 @@ class _Table:
         start = place + self.number(field, "<I")
         count = _number("<I", self.data, start)
         if count * size > len(self.data):
-            raise ValueError("its metadata counts more than it holds")
+            raise ValueError("the metadata counts more items than it holds")
         return [struct.unpack_from(kind, self.data, start + 4 + i * size) for i in range(count)]
 
 
 def check_declared_sizes(stream: Any, size: int, is_file: bool, where: str) -> None:
-    """Raise SourceError if the compressed buffers of a file of `size` bytes declare more than the
-    bound on expansion. Raise ValueError or OSError for a damaged file."""
+    """Raise SourceError if compressed buffers declare more bytes than the bound on expansion.
+
+    Raise ValueError or OSError for a damaged file. `size` is that of the file in bytes.
+    """
     total = 0
     try:
         blocks = _file_blocks(stream) if is_file else _stream_blocks(stream)
@@ -79,7 +80,7 @@ def check_declared_sizes(stream: Any, size: int, is_file: bool, where: str) -> N
                 total += declared if declared >= 0 else length - PREFIX
                 check_expansion_bound(total, size, where)
     except (struct.error, IndexError) as error:
-        raise ValueError(f"its metadata cannot be read: {error}") from None
+        raise ValueError(f"the metadata cannot be read: {error}") from None
 
 
 def _file_blocks(stream: Any) -> Iterator[tuple[bytes, int]]:
@@ -88,13 +89,13 @@ def _file_blocks(stream: Any) -> Iterator[tuple[bytes, int]]:
     length = _number("<i", stream.read(4), 0)
     end = stream.tell() - 4
     if not 0 < length <= end:
-        raise ValueError("its footer has no valid length")
+        raise ValueError("the footer has no valid length")
     stream.seek(end - length)
     footer = _Table.root(stream.read(length))
     for field in (2, 3):  # dictionaries, record batches
         for offset, metadata_length, _ in footer.structs(field, FOOTER_BLOCK_BYTES, "<qi4xq"):
             if offset < 0 or metadata_length < PREFIX:
-                raise ValueError("its footer names a batch at no valid place")
+                raise ValueError("the footer names a batch at an invalid place")
             stream.seek(offset)
             metadata = stream.read(metadata_length)
             marked = _number("<i", metadata, 0) == CONTINUATION
@@ -140,12 +141,12 @@ def _go_to(stream: Any, place: int) -> None:
         return
     left = place - stream.tell()
     if left < 0:
-        raise ValueError("its buffers overlap")
+        raise ValueError("the buffers overlap")
     while left and (skipped := len(stream.read(min(left, SKIPPED_AT_ONCE)))):
         left -= skipped
 
 
 def _number(kind: str, data: bytes, at: int) -> int:
     if at < 0:
-        raise ValueError("its metadata points outside of itself")
+        raise ValueError("the metadata points outside itself")
     return int(struct.unpack_from(kind, data, at)[0])

@@ -59,7 +59,7 @@ def _items(file: File) -> Iterator[str]:
     number = 1
     while True:
         if text.peek() != "{":
-            raise text.wrong(f"item {number}: is not an object; write an array of objects")
+            raise text.wrong(f"item {number} is not an object. Write an array of objects")
         yield text.value(decoder, number)
         if text.peek() == "]":
             text.take("]", "array")
@@ -90,9 +90,9 @@ class _Text:
         if found != wanted:
             after = f"after {where}" if where != "array" else "at the start"
             what = f"{found!r}" if found else "the end of the file"
+            expected = f"{wanted!r} or ']'" if wanted == "," else repr(wanted)
             raise self.wrong(
-                f"{after} comes {what} where {wanted!r} {'or ]' if wanted == ',' else ''}".rstrip()
-                + " is expected; write it again"
+                f"{after}: {expected} expected, but found {what}. Write the file again"
             )
         self._at += 1
 
@@ -104,14 +104,19 @@ class _Text:
             except json.JSONDecodeError as error:
                 cut = error.pos >= len(self._text) - _CUT or "Unterminated" in error.msg
                 if cut and len(self._text) - self._at > ITEM_CHARACTERS:
-                    raise self.wrong(f"item {number}: is longer than 64 MiB") from None
+                    raise self.wrong(
+                        f"item {number} is longer than 64 MiB. Check that the file is an array of "
+                        "rows"
+                    ) from None
                 # As much again as there is: an item of any size is decoded only a few times.
                 if not cut or not self._more(len(self._text) - self._at):
-                    raise self.wrong(f"item {number}: is not valid JSON ({error.msg})") from None
+                    raise self.wrong(
+                        f"item {number} is not valid JSON ({error.msg}). Fix the item"
+                    ) from None
             except RecursionError:
                 raise self.wrong(
-                    f"item {number}: is nested more than {MOST_LEVELS} levels deep; write flatter "
-                    "objects, or what is nested as a text"
+                    f"item {number} is nested more than {MOST_LEVELS} levels deep. Write flatter "
+                    "objects, or write the nested part as text"
                 ) from None
             else:
                 found = self._text[self._at : end]
@@ -121,7 +126,9 @@ class _Text:
     def end(self) -> None:
         """Raise SourceError unless the file ends here."""
         if self.peek():
-            raise self.wrong("something follows the end of the JSON array; write it again")
+            raise self.wrong(
+                "after the array: the end of the file expected, but found more. Write it again"
+            )
 
     def wrong(self, said: str) -> SourceError:
         return SourceError(f"{self._file.uri}, {said}")

@@ -1,5 +1,8 @@
-"""Determines the nesting depth of JSON before it is parsed: pyarrow's parser ends the process with
-a segmentation fault at some thousand levels, and Python's own code reaches its recursion limit."""
+"""Determines the nesting depth of JSON before it is parsed.
+
+pyarrow's parser ends the process with a segmentation fault at some thousand levels, and Python's
+own code reaches its recursion limit.
+"""
 
 from __future__ import annotations
 

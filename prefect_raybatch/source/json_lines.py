@@ -32,8 +32,11 @@ def json_tables(
     known: dict[str, None],
     as_written: Collection[str] = (),
 ) -> Iterator[pa.Table]:
-    """Yield blocks of JSON Lines, or of one array of objects, without keys that no row of a block
-    has; note all keys. Fractions of the keys `as_written` become the text in the file."""
+    """Yield blocks of JSON Lines, or of one array of objects; note all keys.
+
+    Keys that no row of a block has are left out. Fractions of the keys `as_written` become the text
+    in the file.
+    """
     types: dict[str, pa.DataType] = {}
     schema = None
     try:
@@ -53,8 +56,8 @@ def json_tables(
                 wider = common_type(before, field.type, union=True)
                 if wider is None:
                     raise SourceError(
-                        f"{where}: key {field.name!r} holds {field.type}, but {before} before; "
-                        "write one type"
+                        f"{where}: key {field.name!r} is {field.type}, but {before} in earlier "
+                        "rows. Write one type"
                     )
                 types[field.name] = wider
             if table.schema != schema:
@@ -64,12 +67,16 @@ def json_tables(
     except RayBatchError:
         raise
     except (pa.ArrowException, OSError) as error:
-        raise SourceError(f"{file.uri}: cannot be read ({one_line(error)})") from None
+        raise SourceError(
+            f"{file.uri} cannot be read ({one_line(error)}). Write the file again"
+        ) from None
 
 
 def _tables(file: File, as_written: Collection[str]) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (position of its first row, rows): a table for each block, or several if the rows of a
-    block have many keys."""
+    """Yield (position of its first row, rows) for each block.
+
+    A block whose rows have many keys gives several tables.
+    """
     array = file.cut is None and is_array(file)
     unit = "item" if array else "line"
     for line, block in array_blocks(file) if array else _line_blocks(file):
@@ -97,7 +104,10 @@ def _line_blocks(file: File) -> Iterator[tuple[int, bytes]]:
                 yield line, block
                 line += block.count(b"\n")
             if len(carry) > LINE_BYTES:
-                raise SourceError(f"{file.uri}, line {line}: is longer than {LINE_BYTES >> 20} MiB")
+                raise SourceError(
+                    f"{file.uri}, line {line} is longer than {LINE_BYTES >> 20} MiB. Check that "
+                    "each line is one row"
+                )
             if not data:
                 return
 
@@ -105,16 +115,18 @@ def _line_blocks(file: File) -> Iterator[tuple[int, bytes]]:
 def _parse_json(
     file: File, block: bytes, line: int, unit: str, as_written: Collection[str]
 ) -> list[pa.Table]:
-    """Return one block as tables; times stay text. Raises SourceError that names the file and the
-    line, or the item of an array (`unit`)."""
+    """Return one block as tables; times stay text.
+
+    Raises SourceError that names the file and the line, or the item of an array (`unit`).
+    """
     try:
         block.decode("utf-8")
     except UnicodeDecodeError:
         raise SourceError(_not_utf8(file)) from None
     if (deep := deep_line(block)) is not None:
         raise SourceError(
-            f"{file.uri}, {unit} {line + deep}: is nested more than {MOST_LEVELS} levels deep; "
-            "write flatter objects, or what is nested as a text"
+            f"{file.uri}, {unit} {line + deep} is nested more than {MOST_LEVELS} levels deep. "
+            "Write flatter objects, or write the nested part as text"
         )
     try:
         pieces = _pieces(file, block)
@@ -124,9 +136,11 @@ def _parse_json(
 
 
 def _pieces(file: File, block: bytes) -> Iterator[bytes]:
-    """Yield whole lines of a block, few enough to bound the columns and cells that they make:
+    """Yield whole lines of a block, few enough to bound the columns and cells that they make.
+
     pyarrow holds each key of any line as a column of all lines. Raises SourceError for a line of
-    more keys than the bound."""
+    more keys than the bound.
+    """
     most, waiting = COLUMN_BOUND.value(), [block]
     while waiting:
         piece = waiting.pop()
@@ -149,7 +163,7 @@ def _check_keys(file: File, line: bytes, most: int) -> None:
     for found in _KEY.finditer(line):
         names.add(found[1])
         if len(names) > most:
-            raise COLUMN_BOUND.refuse(file.uri, f"an object has over {most:,} keys")
+            raise COLUMN_BOUND.refuse(file.uri, f"an object has more than {most:,} keys")
     try:
         waiting: list[tuple[tuple[str, ...], object]] = [((), json.loads(line))]
     except ValueError:
@@ -163,7 +177,7 @@ def _check_keys(file: File, line: bytes, most: int) -> None:
         elif isinstance(value, list):
             waiting += [((*path, ""), inner) for inner in value if isinstance(inner, dict | list)]
         if len(paths) > most:
-            raise COLUMN_BOUND.refuse(file.uri, f"an object has over {most:,} keys")
+            raise COLUMN_BOUND.refuse(file.uri, f"an object has more than {most:,} keys")
 
 
 def _parse_piece(file: File, piece: bytes, as_written: Collection[str]) -> pa.Table:
@@ -210,9 +224,11 @@ def _with_number_texts(table: pa.Table, paths: set[Path]) -> pa.Table:
 
 
 def _merged(tables: Iterable[pa.Table], where: str) -> list[pa.Table]:
-    """Return tables of one block of the file `where`, joined with one schema as far as they have at
-    most TABLE_CELLS cells together. Raises ArrowInvalid for incompatible types, SourceError for
-    more keys than the bound."""
+    """Return tables of one block of the file `where` with one schema.
+
+    They are joined up to TABLE_CELLS cells. Raises ArrowInvalid for incompatible types, SourceError
+    for more keys than the bound.
+    """
     held: list[pa.Table] = []
     types: dict[str, pa.DataType] = {}
     for table in tables:
@@ -265,28 +281,30 @@ def _explain_json(file: File, block: bytes, line: int, unit: str, error: Excepti
         try:
             row = json.loads(text)
         except (ValueError, RecursionError) as wrong:
-            return f"{place}: is not valid JSON ({one_line(wrong)}); write one object a line"
+            return f"{place} is not valid JSON ({one_line(wrong)}). Write one object per line"
         if not isinstance(row, dict):
-            return f"{place}: holds {_kind(row)}, not an object; write one object a line"
+            return f"{place} is {_kind(row)}, not an object. Write one object per line"
         try:
             json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError as wrong:  # JSON can escape what no UTF-8 text can hold
             half = f"\\u{ord(wrong.object[wrong.start]):04x}"
-            return f"{place}: holds {half}, half of a surrogate pair; write the whole character"
+            return f"{place} has {half}, half of a surrogate pair. Write the whole character"
         for name, value in row.items():
             before, where = kinds.setdefault(name, (_kind(value), number))
             if before == "null":
                 kinds[name] = (_kind(value), number)
             elif _kind(value) not in (before, "null"):
                 return (
-                    f"{place}: key {name!r} holds {_kind(value)}, but {before} in {unit} {where}; "
-                    "write one type"
+                    f"{place}: key {name!r} is {_kind(value)}, but {before} in {unit} {where}. "
+                    "Write one type"
                 )
-    return f"{file.uri}, from {unit} {line}: cannot be read as JSON ({one_line(error)})"
+    return (
+        f"{file.uri}, from {unit} {line}: cannot be read as JSON ({one_line(error)}). Fix the file"
+    )
 
 
 def _not_utf8(file: File) -> str:
-    return not_decoded(file, "utf-8", f"the only encoding read; {UTF8_ONLY}")
+    return not_decoded(file, "utf-8", UTF8_ONLY)
 
 
 def _kind(value: object) -> str:

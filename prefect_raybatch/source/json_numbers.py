@@ -59,8 +59,10 @@ def has_floats(schema: pa.Schema) -> bool:
 
 
 def inexact_paths(block: bytes, schema: pa.Schema) -> set[Path]:
-    """Return the paths in JSON Lines, read with `schema`, at which floats do not represent their
-    numbers."""
+    """Return the paths in JSON Lines at which floats do not represent the numbers.
+
+    `schema` is the one with which the lines were read.
+    """
     if not has_floats(schema):
         return set()
     inexact = [number for number in _long_numbers(block) if not _holds(number)]
@@ -76,7 +78,9 @@ def inexact_paths(block: bytes, schema: pa.Schema) -> set[Path]:
 
 def _long_numbers(block: bytes) -> set[bytes]:
     """Return possible numbers, unsigned, with more digits than a float holds or too small for one.
-    pyarrow itself rejects those that are too large."""
+
+    pyarrow itself rejects those that are too large.
+    """
     edges = np.diff(_DIGITS[np.frombuffer(block, np.uint8)].view(np.int8), prepend=0, append=0)
     starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
     numbers = set()
@@ -89,8 +93,10 @@ def _long_numbers(block: bytes) -> set[bytes]:
 
 
 def with_texts(block: bytes, paths: Set[Path], as_written: Set[Path] = frozenset()) -> bytes:
-    """Return JSON Lines with the numbers at `paths` as texts: those at `as_written` verbatim,
-    others as Python writes them."""
+    """Return JSON Lines with the numbers at `paths` as texts.
+
+    Those at `as_written` stay verbatim, others are as Python writes them.
+    """
     made = []
     for line in block.split(b"\n"):
         if line.strip():

@@ -41,16 +41,17 @@ def batch_rows(row_bytes: float) -> int:
 
 
 def inventory(source: ReadSpec) -> Inventory:
-    """Return the inventory of Parquet files in place, from their footers; `limit` and `columns` of
-    `source` apply.
+    """Return the inventory of Parquet files in place, from their footers.
 
-    FOOTER_THREADS threads read footers; files past the limit are dropped without reading theirs.
-    Raises SourceError that names a missing, unreadable or incompatible file, ConfigError for an
-    unknown column, and the store's errors.
+    `limit` and `columns` of `source` apply. FOOTER_THREADS threads read footers; files past the
+    limit are dropped without reading theirs. Raises SourceError that names a missing, unreadable or
+    incompatible file, ConfigError for an unknown column, and the store's errors.
     """
     kind, files = find(source)
     if kind != "parquet":
-        raise SourceError(f"{files[0].uri} is {kind}, which is read through a snapshot")
+        raise SourceError(
+            f"{files[0].uri} is {kind}, not Parquet: it must be read through a snapshot"
+        )
     shape, chosen, row_bytes = Shape(), [], 0.0
     weights: list[tuple[int, int]] = []
     hive = typed_columns(kind, source, (file.values for file in files))
@@ -61,7 +62,7 @@ def inventory(source: ReadSpec) -> Inventory:
         chosen.append(file.input(rows, footer.digest, footer.values))
         weights += _first_rows(footer.groups, rows)
     if not any(file.rows for file in chosen):
-        raise SourceError(f"source.uri: no rows in {some(files)}")
+        raise SourceError(f"source.uri: no rows in {some(files)}. Check the files")
     return Inventory(tuple(chosen), shape.schema, row_bytes, "parquet", weights=tuple(weights))
 
 
@@ -80,8 +81,7 @@ def _footers(
     limit: int | None,
     hive: Mapping[str, pa.DataType],
 ) -> Iterator[tuple[File, _Footer, int]]:
-    """Yield files with their footers and the rows to read of each, until `limit` rows are
-    reached."""
+    """Yield files with their footers and the rows to read of each, up to `limit` rows."""
     left = sys.maxsize if limit is None else limit
     footers = read_ahead(
         partial(_footer, columns=columns, hive=hive), files, FOOTER_THREADS, FOOTERS_AHEAD
@@ -105,8 +105,10 @@ class _Footer:
 
 
 def _footer(file: File, columns: Sequence[str] | None, hive: Mapping[str, pa.DataType]) -> _Footer:
-    """Return rows, types of the chosen columns and mean uncompressed bytes per row of one file;
-    `hive` are the types of the columns in paths."""
+    """Return the facts about one file that an inventory needs.
+
+    `hive` are the types of the columns in paths.
+    """
     try:
         with (
             file.store.open(file.info.path) as handle,
@@ -117,11 +119,14 @@ def _footer(file: File, columns: Sequence[str] | None, hive: Mapping[str, pa.Dat
     except RayBatchError:
         raise
     except FileNotFoundError:
-        raise SourceError(f"{file.uri}: was deleted while the input was being listed") from None
+        raise SourceError(
+            f"{file.uri} was deleted while the input was being listed. Restore it, or start again "
+            "without it"
+        ) from None
     except (pa.ArrowException, OSError, ValueError) as error:
         raise SourceError(
-            f"{file.uri}: is not a readable Parquet file ({one_line(error)}); write it again, "
-            "remove it, or set source.format if it is of another kind"
+            f"{file.uri} is not a readable Parquet file ({one_line(error)}). Write it again, "
+            "remove it, or set source.format if it has another format"
         ) from None
     check_footer(metadata, file)
     added = [name for name, _ in file.values if name not in schema.names]
@@ -148,7 +153,7 @@ def check_footer(metadata: Any, file: File) -> None:
     """Raise SourceError for a footer whose counts are impossible, or exceed a bound."""
     if (fault := footer_fault(metadata, file.info.size)) is not None:
         raise SourceError(
-            f"{file.uri}: is not a readable Parquet file ({fault}); write it again or remove it"
+            f"{file.uri} is not a readable Parquet file ({fault}). Write it again or remove it"
         )
     check_rows_bound(metadata.num_rows, file.info.size, file.uri)
     check_expansion_bound(declared_bytes(metadata), file.info.size, file.uri)
@@ -177,8 +182,10 @@ def _all_are(metadata: Any, field: pa.Field, value: str | None) -> bool:
 
 
 def _stored_bytes(metadata: Any, names: set[str] | None) -> Weights:
-    """Return the rows of each row group, and the uncompressed bytes of its named top-level columns
-    (None: all)."""
+    """Return (rows, uncompressed bytes) of each row group.
+
+    Only top-level columns in `names` count (None: all).
+    """
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     if names is None:
         return tuple((group.num_rows, group.total_byte_size) for group in groups)

@@ -71,9 +71,10 @@ def look(store: Store) -> str | None:
 
 
 def saved_dataset(store: Store) -> bool:
-    """Return whether a folder is a dataset, or a dict of them, written by `save_to_disk` of Hugging
-    Face's `datasets`. Its Arrow files may be read as plain files as well: they hold all its
-    rows."""
+    """Return whether a folder was written by `save_to_disk` of Hugging Face's `datasets`.
+
+    Its Arrow files may be read as plain files as well: they hold all its rows.
+    """
     try:
         return store.holds("dataset_dict.json") or (
             store.holds("dataset_info.json") and store.holds("state.json")
@@ -106,8 +107,10 @@ class Places:
         self._kinds |= dict(zip(unknown, kinds, strict=True))
 
     def around(self, folder: str) -> tuple[tuple[str, str], ...]:
-        """Return (place, kind) of the nearest enclosing table or run of `folder`, and of the
-        nearest one when links are followed."""
+        """Return (place, kind) of the nearest table or run that encloses `folder`.
+
+        And of the nearest one when links are followed.
+        """
         if folder not in self._found:
             real = folder if is_remote(folder) else os.path.realpath(folder)
             if real != folder:
@@ -124,11 +127,11 @@ class Places:
         return None
 
     def refuse(self, root: str, uris: Sequence[str], whole: bool, named: bool) -> None:
-        """Raise SourceError if the files `uris` of one entry must not be read by themselves: those
-        of a table, or of a run that is not finished or that is taken whole.
+        """Raise SourceError if the files `uris` of one entry must not be read by themselves.
 
-        `root` is the folder they were looked for in; `whole`: all of it was taken; `named`: the
-        entry names the file itself.
+        Those are files of a table, and of a run that is not finished or that is taken whole. `root`
+        is the folder they were looked for in; `whole`: all of it was taken; `named`: the entry
+        names the file itself.
         """
         self.look_above(root)
         runs: dict[str, set[str]] = {}
@@ -152,20 +155,19 @@ class Places:
             open_store(run, self._options).stat(SUCCESS)
         except FileNotFoundError:
             raise SourceError(
-                f"source.uri: the run in {run} is not finished (it has no {SUCCESS}), so not all "
-                "of its rows are there. Finish it with the command it was begun with, then run "
-                "this again"
+                f"source.uri: the run in {run} is not finished (it has no {SUCCESS}), so rows are "
+                "missing. Finish it with the command that started it, then run this job again"
             ) from None
         if records:
             raise SourceError(
-                f"source.uri: {run}/{RECORDS} holds the records of a run, not its result. Name "
-                f"{run}/data, or the pieces that its manifest in {run}/{RECORDS} lists one by one"
+                f"source.uri: {run}/{RECORDS} has the records of a run, not its result. Use "
+                f"{run}/data, or the pieces listed in the manifest in {run}/{RECORDS}"
             )
         if mixed:
             raise SourceError(
-                f"source.uri: {run} is a run directory: beside the answers in data/ it holds the "
-                f"rows that failed in {QUARANTINE_FOLDER}/. Name {run}/data (or, for the others, "
-                f"{run}/{QUARANTINE_FOLDER})"
+                f"source.uri: {run} is a run directory: besides the answers in data/ it has failed "
+                f"rows in {QUARANTINE_FOLDER}/. Use {run}/data (or {run}/{QUARANTINE_FOLDER} for "
+                "the failed rows)"
             )
 
 
@@ -187,12 +189,16 @@ def _upwards(folder: str) -> Iterator[str]:
 
 def _table(place: str, kind: str) -> str:
     said = (
-        f"source.uri: {place} is {'an' if kind == 'Iceberg' else 'a'} {kind} table: its files hold "
-        "rows that the table no longer has (deleted, rewritten), so they are not read by themselves"
+        f"source.uri: {place} is {'an' if kind == 'Iceberg' else 'a'} {kind} table: its files "
+        "include rows that the table no longer has (deleted, rewritten), so they cannot be read as "
+        "plain files"
     )
     if kind in OPENED:
         return (
-            f"{said}. Name the table's own folder, and it alone, with source.format auto or "
-            f"{OPENED[kind]}; parts of it are chosen with source.filter"
+            f"{said}. Set source.uri to the folder of the table, and source.format to auto or "
+            f"{OPENED[kind]}; select parts of it with source.filter"
         )
-    return f"{said}. Export its rows to Parquet (for example with Spark) and name that folder"
+    return (
+        f"{said}. Export its rows to Parquet (for example with Spark) and set source.uri to that "
+        "folder"
+    )

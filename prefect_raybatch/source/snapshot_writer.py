@@ -29,11 +29,11 @@ SNAPSHOT_PART_BYTES = 128 << 20
 
 
 class SnapshotWriter:
-    """Writes tables with one schema; `row_bytes` is the largest mean of bytes per row of a table,
-    `weights` are the (rows, bytes) written, in order.
+    """Writes tables with one schema.
 
-    Once a table needs a schema other than that of the rows already written, it writes nothing more,
-    and `close` returns None.
+    `row_bytes` is the largest mean of bytes per row of a table, `weights` are the (rows, bytes)
+    written, in order. Once a table needs a schema other than that of the rows already written, it
+    writes nothing more, and `close` returns None.
     """
 
     def __init__(self, store: Store, folder: str) -> None:
@@ -113,7 +113,7 @@ class SnapshotWriter:
             self._parts.write(pa.concat_tables(self._held))
         except pa.ArrowInvalid as error:
             raise SourceError(
-                f"source.uri: Parquet cannot hold a value of the input ({one_line(error)}); write "
+                f"source.uri: Parquet cannot store a value of the input ({one_line(error)}). Write "
                 "the column with another type, or leave it out with source.columns"
             ) from None
         self._part_bytes += self._held_bytes
@@ -132,7 +132,9 @@ class SnapshotWriter:
 
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """Return `table` with exactly the columns and types of `schema`; absent columns are null.
-    Raises SourceError for a value that its type cannot hold unchanged."""
+
+    Raises SourceError for a value that its type cannot hold unchanged.
+    """
     columns = []
     for field in schema:
         if field.name in table.column_names:
@@ -140,9 +142,9 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
                 columns.append(_convert(table.column(field.name), field.type))
             except pa.ArrowInvalid as error:
                 raise SourceError(
-                    f"source.uri: column {field.name!r} is {field.type} over all rows, which does "
-                    f"not hold each value as it is ({error}); write the column with one type, or "
-                    "leave it out with source.columns"
+                    f"source.uri: column {field.name!r} is {field.type} over all rows, which "
+                    f"cannot hold every value unchanged ({error}). Write the column with one type, "
+                    "or leave it out with source.columns"
                 ) from None
         else:
             columns.append(pa.chunked_array([pa.nulls(table.num_rows, field.type)]))

@@ -57,8 +57,7 @@ GUESS_FILES = 8  # of which the first block is looked at before they are copied
 def snapshot(
     source: ReadSpec, run_store: Store, attempt: str, everywhere: Everywheres | None = None
 ) -> Inventory:
-    """Copy a table, or files other than Parquet, to Parquet files below
-    `_raybatch/input/ATTEMPT-UUID/`.
+    """Copy a table, or files other than Parquet, to Parquet in `_raybatch/input/ATTEMPT-UUID/`.
 
     Files are copied in parallel, by default in threads of this process; `everywhere(bytes, whether
     all of the input is reachable from elsewhere)` chooses where instead. Rows, their order and
@@ -102,7 +101,7 @@ def snapshot(
         check_columns(source.columns, list(known), "the input")
         check_type_columns(source.types, known)
     elif source.filter:
-        raise SourceError(f"source.filter: no row of {some(files)} fits; there is nothing to do")
+        raise SourceError(f"source.filter: no row of {some(files)} matches. Change the filter")
     else:
         raise _without_rows(kind, files)
     _check_unchanged(files)
@@ -114,13 +113,13 @@ def _found(source: ReadSpec) -> tuple[str, list[File]]:
     kind, files = find(source)
     for file in files:
         if file.info.size == 0:
-            raise SourceError(f"{file.uri}: is empty (0 bytes); write it again or remove it")
+            raise SourceError(f"{file.uri} is empty (0 bytes). Write it again or remove it")
     return kind, files
 
 
 def _without_rows(kind: str, files: Sequence[File]) -> SourceError:
-    what = "has a header but no rows" if kind == "csv" else "has no rows"
-    return SourceError(f"source.uri: {some(files)} {what}; there is nothing to do")
+    header = " after the header" if kind == "csv" else ""
+    return SourceError(f"source.uri: no rows{header} in {some(files)}. Check the files")
 
 
 Everywheres = Callable[[int, bool], AbstractContextManager[Everywhere]]
@@ -141,8 +140,11 @@ def _side_by_side(
     known: dict[str, None],
     everywhere: Everywheres,
 ) -> Inventory | None:
-    """Copy the files as parallel shares; return None if that does not pay, or if only a sequential
-    copy can tell what is wrong. Raises like `snapshot`."""
+    """Copy the files as parallel shares.
+
+    Return None if that does not pay, or if only a sequential copy can tell what is wrong. Raises
+    like `snapshot`.
+    """
     size = sum(file.info.size for file in files)
     if size <= cuts.CUT_BYTES and len(files) <= side_copies.SHARE_FILES:
         return None
@@ -164,15 +166,19 @@ def _side_by_side(
         except NotSideBySide as error:
             for _ in copier.reader(error.file, known={}):
                 pass  # says what is wrong, and in which row
-            log.info("%s is not read in parts: they do not go together", error.file.uri)
+            log.info(
+                "Copying %s in one piece, because its parts have different types", error.file.uri
+            )
             return None
 
 
 def _guess(
     kind: str, files: Sequence[File], reads: ReadSpec, types: Mapping[str, pa.DataType]
 ) -> dict[str, pa.DataType]:
-    """Return types of columns by the first blocks of some files; incompatible types end the
-    guess."""
+    """Return types of columns by the first blocks of some files.
+
+    Incompatible types end the guess.
+    """
     shape = _shape(kind, reads.columns, types)
     with suppress(RayBatchError):
         for number in sorted({i * (len(files) - 1) // GUESS_FILES for i in range(GUESS_FILES + 1)}):
@@ -185,8 +191,7 @@ def _guess(
 
 
 def peek(source: ReadSpec) -> Inventory:
-    """Return what `snapshot` would give, estimated from the first block of the first file with
-    rows; writes nothing.
+    """Return what `snapshot` would give, estimated from the first block with rows; write nothing.
 
     Rows are estimated from the sizes of the files (never more than `limit`), types may still widen.
     Raises like `snapshot` for faults in that block.
@@ -231,8 +236,10 @@ def peek(source: ReadSpec) -> Inventory:
 
 
 def seen_csv(source: ReadSpec) -> tuple[dict[str, Any], bool]:
-    """Return the fields that `source.csv` needs for the first file of a source, and whether the
-    encoding is a guess; empty if it is no CSV. Raises like `detect_format`."""
+    """Return the fields that `source.csv` needs for the first file of a source.
+
+    And whether the encoding is a guess. Empty if it is no CSV. Raises like `detect_format`.
+    """
     if table_format(source) is None:
         kind, files = find(source)
         if kind == "csv":
@@ -241,8 +248,11 @@ def seen_csv(source: ReadSpec) -> tuple[dict[str, Any], bool]:
 
 
 def heads(source: ReadSpec, most: int) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (uri, first block) of up to `most` files, spread over all, each file with types as
-    `peek` estimates them. Writes nothing. Raises like `peek`; a file without rows is left out."""
+    """Yield (uri, first block) of up to `most` files, spread over all.
+
+    Each file has types as `peek` estimates them. Writes nothing. Raises like `peek`; a file without
+    rows is left out.
+    """
     if (table := table_format(source)) is not None:
         yield from copying.head_of(table, source)
         return
@@ -262,8 +272,7 @@ def heads(source: ReadSpec, most: int) -> Iterator[tuple[str, pa.Table]]:
 
 
 def _reads(source: ReadSpec) -> tuple[ReadSpec, Chosen | None]:
-    """Return the source with the columns of its filter added to those written, and what of that is
-    written."""
+    """Return the source with the columns that its filter needs, and the part of it to write."""
     if source.filter is None:
         return source, None
     filter = Filter(source.filter)
@@ -274,8 +283,11 @@ def _reads(source: ReadSpec) -> tuple[ReadSpec, Chosen | None]:
 
 
 def _fitting(kind: str, wanted: Chosen | None, table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return the rows of a first block that match the filter. Raises ConfigError if the filter does
-    not fit the types. If only text leaves the types open, all rows are kept for the estimate."""
+    """Return the rows of a first block that match the filter.
+
+    Raises ConfigError if the filter does not fit the types. If only text leaves the types open, all
+    rows are kept for the estimate.
+    """
     if wanted is None:
         return table
     try:
@@ -318,8 +330,11 @@ def _tables(
     types: Mapping[str, pa.DataType],
     pushed: Filter | None = None,
 ) -> Iterator[pa.Table]:
-    """Yield blocks of a file with the columns of its path; `types` are those of columns typed
-    before any value is read. Notes all names. Rows that do not match `pushed` may be left out."""
+    """Yield blocks of a file with the columns of its path; note all names.
+
+    `types` are those of columns typed before any value is read. Rows that do not match `pushed` may
+    be left out.
+    """
     columns = source.columns
     told = [name for name, _ in file.values]
     own = {name: kind for name, kind in types.items() if name not in told}
@@ -351,8 +366,7 @@ def _typing(kind: str, types: Collection[str]) -> tuple[bool, bool, frozenset[st
 
 
 def _read_as(kind: str, source: ReadSpec, types: Mapping[str, pa.DataType]) -> str:
-    """Return what else a copy of the same bytes depends on: how they are read, and by which
-    code."""
+    """Return what else a copy of the same bytes depends on: how they are read, by which code."""
     named = sorted((name, str(found)) for name, found in types.items())
     chosen = [source.uris, source.columns, source.limit, source.filter]
     csv = source.csv.model_dump(mode="json")
@@ -379,15 +393,17 @@ def _check_unchanged(files: Sequence[File]) -> None:
         try:
             return file.store.stat(file.info.path)
         except FileNotFoundError:
-            raise SourceError(f"{file.uri}: was deleted while it was being copied") from None
+            raise SourceError(
+                f"{file.uri} was deleted while it was being copied. Restore it, or start again "
+                "without it"
+            ) from None
 
     for file, now in zip(files, read_ahead(look, files, STATS, STATS), strict=True):
         # The change time cannot be set back. A new link or mode changes it too, but what was read
         # cannot be compared any more, and to begin the copy anew costs little.
         if now != file.info or now.ctime_ns != file.info.ctime_ns:
             raise SourceError(
-                f"{file.uri}: changed while it was being copied (size {file.info.size} -> "
-                f"{now.size}); start again when it is complete"
+                f"{file.uri} changed while it was being copied. Start again when it is complete"
             )
 
 

@@ -28,8 +28,10 @@ def one_line(error: BaseException) -> str:
 def open_text(
     file: File, encoding: str, unbroken: bool = False, more: bytes = b""
 ) -> Iterator[Any]:
-    """Yield the file's text from the start as UTF-8, whatever its encoding, followed by `more`.
-    With `unbroken`, no read ends between a carriage return and a line feed."""
+    """Yield the file's text from the start as UTF-8, followed by `more`.
+
+    With `unbroken`, no read ends between a carriage return and a line feed.
+    """
     with open_bytes(file) as stream:
         text: Any = stream
         if encoding != "utf-8":  # a short read would be the end of a block to pyarrow
@@ -66,7 +68,10 @@ def open_bytes(file: File) -> Iterator[Any]:
             with pa.CompressedInputStream(native, compression) as stream:
                 yield pa.PythonFile(Expanded(stream, most, file.uri), mode="r")
     except FileNotFoundError:
-        raise SourceError(f"{file.uri}: was deleted while the input was being listed") from None
+        raise SourceError(
+            f"{file.uri} was deleted while the input was being listed. Restore it, or start again "
+            "without it"
+        ) from None
 
 
 class Raw(io.RawIOBase):
@@ -95,9 +100,7 @@ class Expanded(Raw):
         read = super().readinto(buffer)
         self._left -= read
         if self._left < 0:
-            raise EXPANSION_BOUND.refuse(
-                self._where, "is compressed and holds far more than its size"
-            )
+            raise EXPANSION_BOUND.refuse(self._where, "decompresses to far more than its size")
         return read
 
 

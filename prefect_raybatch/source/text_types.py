@@ -17,8 +17,11 @@ _NUMBER = r"^-?[0-9]+(\.[0-9]+)?(e[-+][0-9]+)?$"
 
 
 def text_type(column: pa.ChunkedArray, before: pa.DataType | None) -> pa.DataType:
-    """Return the type that reproduces the texts of `column`: int64, float64 or bool, otherwise
-    text. `before` is the type of earlier values, which it must keep."""
+    """Return the type that reproduces the texts of `column` as written.
+
+    It is int64, float64 or bool, otherwise text. `before` is the type of earlier values, which it
+    must keep.
+    """
     if before == pa.string():
         return before
     if column.null_count == len(column):

@@ -14,8 +14,7 @@ Value = TypeVar("Value")
 def read_ahead(
     read: Callable[[Item], Value], items: Iterable[Item], threads: int, ahead: int
 ) -> Iterator[Value]:
-    """Yield `read(item)` for each item in order, while `threads` threads read up to `ahead` items
-    ahead.
+    """Yield `read(item)` for each item in order; threads read up to `ahead` items ahead.
 
     Memory is that of `ahead` results, however many items there are. An exception from `read` is
     raised at its item. Then, or when the consumer stops early, pending reads are dropped and

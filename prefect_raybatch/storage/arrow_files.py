@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 
 def arrow_filesystem(store: Store) -> tuple[FileSystem, str]:
-    """Return (pyarrow file system, path of the store's root in it). Contacts nothing. Raises
-    ConfigError for a profile that does not exist."""
+    """Return (pyarrow file system, path of the store's root in it).
+
+    Contacts nothing. Raises ConfigError for a profile that does not exist.
+    """
     from pyarrow import fs
 
     if not isinstance(store, S3Store):

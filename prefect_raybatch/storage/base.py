@@ -68,8 +68,10 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, path: str, max_bytes: int | None = None) -> bytes:
-        """Return the whole file. Raises FileNotFoundError, and CorruptRun for more than `max_bytes`
-        bytes."""
+        """Return the whole file.
+
+        Raises FileNotFoundError, and CorruptRun for more than `max_bytes` bytes.
+        """
 
     @abstractmethod
     def list(self, prefix: str = "", recursive: bool = True) -> Iterator[FileInfo]:
@@ -82,8 +84,10 @@ class Store(ABC):
 
     @abstractmethod
     def folders(self) -> Iterator[str]:
-        """Yield the names of the folders directly below the root, listed anew. A link to a folder
-        does not count, unless the store follows links."""
+        """Yield the names of the folders directly below the root, listed anew.
+
+        A link to a folder does not count, unless the store follows links.
+        """
 
     @abstractmethod
     def stat(self, path: str) -> FileInfo:
@@ -121,8 +125,7 @@ class Store(ABC):
 
     @abstractmethod
     def put_file_if_absent(self, path: str, local_path: str | os.PathLike[str]) -> bool:
-        """Like `put_file` unless `path` exists, and `local_path` stays. Return False if nothing was
-        done.
+        """Store a local file, which stays, unless `path` exists; return whether it was stored.
 
         Atomic: a link on a disk, one PUT on S3. Above 5 GiB, the limit of a PUT, it checks and then
         writes. After an answer that was lost, False may refer to the caller's own file: compare it.
@@ -130,20 +133,21 @@ class Store(ABC):
 
     @abstractmethod
     def replace_file(self, path: str, local_path: str | os.PathLike[str], seen: FileInfo) -> bool:
-        """Like `put_file`, in place of `seen` (from `stat`). Return False if it was replaced
-        meanwhile.
+        """Like `put_file`, in place of `seen` (from `stat`).
 
-        On S3 one PUT tied to the etag (above 5 GiB it checks and then writes), on a disk under a
-        lock of the replaced file. Raises FileNotFoundError if nothing is there any more, and
-        `UnsafeStore` if the store supports neither.
+        Return False if it was replaced meanwhile. On S3 one PUT tied to the etag (above 5 GiB it
+        checks and then writes), on a disk under a lock of the replaced file. Raises
+        FileNotFoundError if nothing is there any more, and `UnsafeStore` if the store supports
+        neither.
         """
 
     @abstractmethod
     def delete(self, paths: Iterable[str]) -> None:
-        """Delete files; missing ones are ignored. Local folders that become empty are removed.
-        `paths` may be a listing in progress: at most a few thousand are held at a time.
+        """Delete files; missing ones are ignored.
 
-        Never deletes through a link to a folder: StoreError, before any of that batch is deleted.
+        Local folders that become empty are removed. `paths` may be a listing in progress: at most a
+        few thousand are held at a time. Never deletes through a link to a folder: StoreError,
+        before any of that batch is deleted.
         """
 
     @abstractmethod
@@ -203,13 +207,15 @@ class Store(ABC):
         listed = [info.path for info in self.list(name.rpartition("/")[0])]
         if self.read(name) != body or listed != [name]:
             raise UnsafeStore(
-                f"{self.uri}: a file just written is not read back or not listed; exactly-once "
-                "needs a store that shows a finished write at once. Choose another output."
+                f"{self.uri}: a file that was just written cannot be read or listed. Exactly-once "
+                "needs a store that shows a finished write at once: choose another output"
             )
 
     def _probe_race(self, name: str) -> None:
-        """Raise UnsafeStore unless exactly one of several writers creates `name` and its body is
-        kept."""
+        """Raise UnsafeStore unless exactly one of several writers creates `name`.
+
+        Its body must be kept.
+        """
         bodies = [f"{uuid.uuid4()}".encode() for _ in range(PROBE_WRITERS)]
         start = threading.Barrier(PROBE_WRITERS)
 
@@ -225,9 +231,9 @@ class Store(ABC):
             seen += ", and a later one replaced it" if late else ""
             raise UnsafeStore(
                 f"{self.uri}: the store does not honour put-if-absent ({seen}), so rows could be "
-                "lost or doubled. Use a store with atomic If-None-Match (AWS S3, MinIO, Cloudflare "
-                "R2, Ceph radosgw with a bucket that keeps no versions) or a local file system "
-                "with hard links for the output."
+                "lost or duplicated. Use a store with atomic If-None-Match (AWS S3, MinIO, "
+                "Cloudflare R2, Ceph radosgw with a bucket that keeps no versions) or a local file "
+                "system with hard links for the output"
             )
 
 
@@ -240,15 +246,17 @@ def in_batches(paths: Iterable[str], size: int) -> Iterator[list[str]]:
 
 @contextmanager
 def reading_local_file(place: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise StoreError for failures of a local file that is about to be stored; a missing file
-    stays FileNotFoundError."""
+    """Raise StoreError if a local file that is about to be stored cannot be read.
+
+    A missing file stays FileNotFoundError.
+    """
     try:
         yield
     except FileNotFoundError:
         raise
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise StoreError(f"{os.fspath(place)}, which is to be stored: {reason}") from error
+        raise StoreError(f"{os.fspath(place)} cannot be read to store it: {reason}") from error
 
 
 def local_size(place: str) -> int:
@@ -262,4 +270,4 @@ def not_found(uri: str) -> FileNotFoundError:
 
 
 def too_large(uri: str, size: int, max_bytes: int) -> CorruptRun:
-    return CorruptRun(f"{uri} has {size} bytes where at most {max_bytes} are expected")
+    return CorruptRun(f"{uri} has {size} bytes, more than the expected {max_bytes}")

@@ -28,8 +28,10 @@ SHORT_HASH = 16  # hex digits of a SHA-256 in the name of a table
 
 @dataclass(frozen=True)
 class BlockSums:
-    """Checksums of the blocks of a file whose SHA-256 was verified: `sums` holds SUM_BYTES for each
-    CHECKED_BLOCK of its `size` bytes."""
+    """Checksums of the blocks of a file whose SHA-256 was verified.
+
+    `sums` holds SUM_BYTES for each CHECKED_BLOCK of its `size` bytes.
+    """
 
     sha256: str
     size: int
@@ -87,7 +89,7 @@ def _sum(block: bytes) -> bytes:
 
 
 def _other_contents(uri: str) -> CorruptRun:
-    return CorruptRun(f"{uri} is not what was written: its checksum differs")
+    return CorruptRun(f"{uri} was damaged or replaced: its checksum differs from the recorded one")
 
 
 def open_checked(store: Store, path: str, sums: BlockSums) -> BinaryIO:
@@ -105,8 +107,7 @@ def open_checked(store: Store, path: str, sums: BlockSums) -> BinaryIO:
 
 
 class _Checked(SeekableReader):
-    """A stream that reads whole blocks of another stream and checks them; it keeps the last
-    block."""
+    """A stream that reads whole blocks of another, checks them and keeps the last block."""
 
     def __init__(self, stream: BinaryIO, uri: str, sums: BlockSums) -> None:
         super().__init__()

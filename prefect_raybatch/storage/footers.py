@@ -11,8 +11,11 @@ DIGITS = 32  # of the hash in hex: 128 bits
 
 
 def footer_digest(handle: BinaryIO) -> str:
-    """Return a hash of the metadata at the end of a Parquet file: offsets, sizes and statistics of
-    all its column chunks. Raises ValueError if there is no footer."""
+    """Return a hash of the metadata at the end of a Parquet file.
+
+    It covers offsets, sizes and statistics of all column chunks. Raises ValueError if there is no
+    footer.
+    """
     size = handle.seek(0, os.SEEK_END)
     handle.seek(max(0, size - END))
     end = handle.read(END)

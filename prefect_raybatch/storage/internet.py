@@ -53,31 +53,36 @@ class HostAway(Exception):
 
 
 def checked_url(url: str, allow_private: bool, setting: str) -> SplitResult:
-    """Return the parts of a URL. Raise UrlRefused for one that is never fetched, whatever its name
-    resolves to. `setting` is the name of the job field that holds `allow_private`."""
+    """Return the parts of a URL; raise UrlRefused for one that is never fetched.
+
+    `setting` is the name of the job field that holds `allow_private`.
+    """
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise UrlRefused(f"{shown_url(url)} is no URL: {error}") from None
+        raise UrlRefused(f"{shown_url(url)} is not a valid URL: {error}") from None
     if parts.scheme not in PORTS:
-        raise UrlRefused(
-            f"{shown_url(url)}: a redirect to {parts.scheme or 'no scheme'}, not http(s)"
-        )
+        raise UrlRefused(f"{shown_url(url)}: the scheme {parts.scheme!r} is not http or https")
     if not parts.hostname or any(c <= " " or c == "\x7f" for c in url):
-        raise UrlRefused(f"{shown_url(url)!r} is no URL of a host")
+        raise UrlRefused(f"{shown_url(url)!r} is not a URL with a host")
     if parts.username is not None or parts.password is not None:
-        raise UrlRefused(f"{parts.scheme}://...@{parts.hostname}: a URL with a user or a password")
+        raise UrlRefused(
+            f"{parts.scheme}://...@{parts.hostname}: URLs with a user or a password are not fetched"
+        )
     if port not in (None, *PORTS.values()) and not allow_private:
         raise UrlRefused(
-            f"{shown_url(url)}: port {port}; 80 and 443 are asked, others where {setting} is true"
+            f"{shown_url(url)}: port {port} is not allowed. Use 80 or 443, or set {setting} to true"
         )
     return parts
 
 
 def allowed(address: str, allow_private: bool) -> bool:
-    """Return whether an address may be contacted: a public one, or a private one if
-    `allow_private`, but never a metadata service that hands credentials to the machine."""
+    """Return whether an address may be contacted.
+
+    A public one may, a private one if `allow_private`, but never a metadata service that hands
+    credentials to the machine.
+    """
     inner = innermost(ipaddress.ip_address(address.partition("%")[0]))
     if _never(inner) or any(_never(one) for one in carried(inner)):
         return False
@@ -89,8 +94,10 @@ def allowed(address: str, allow_private: bool) -> bool:
 
 
 def _never(address: Address) -> bool:
-    """Return whether an address is never contacted: link-local, multicast, or a cloud's metadata
-    service."""
+    """Return whether an address is never contacted.
+
+    Those are link-local and multicast addresses and the metadata services of clouds.
+    """
     if isinstance(address, ipaddress.IPv6Address) and address.is_site_local:
         return True
     if isinstance(address, ipaddress.IPv4Address) and address.is_reserved:
@@ -134,8 +141,10 @@ def shown_url(url: str) -> str:
 
 
 def resolved(parts: SplitResult, until: float, allow_private: bool, remedy: str) -> str:
-    """Return the one address to contact. Raise UrlRefused, with the remedy, unless every address of
-    the name is allowed."""
+    """Return the one address to contact.
+
+    Raise UrlRefused, with the remedy, unless every address of the name is allowed.
+    """
     host, where = parts.hostname or "", shown_url(parts.geturl())
     port = parts.port or PORTS[parts.scheme]
 
@@ -148,13 +157,13 @@ def resolved(parts: SplitResult, until: float, allow_private: bool, remedy: str)
     except socket.gaierror as error:
         if error.errno == socket.EAI_NONAME:
             raise UrlRefused(f"{where}: there is no host {host}") from None
-        raise HostAway(f"{where}: {host} cannot be looked up: {error.strerror}") from None
+        raise HostAway(f"{where}: looking up {host} failed: {error.strerror}") from None
     except UnicodeError:
-        raise UrlRefused(f"{where}: {host} is no name of a host") from None
+        raise UrlRefused(f"{where}: {host} is not a valid host name") from None
     for address in addresses:
         if not allowed(address, allow_private):
             raise UrlRefused(
-                f"{where}: {host} is {address}, which is not of the open internet; {remedy}"
+                f"{where}: {host} has the address {address}, which is not public; {remedy}"
             )
     return addresses[0]
 
@@ -163,22 +172,24 @@ def _in_time(work: Callable[[], T], until: float, where: str) -> T:
     try:
         return within(time_left(until, where), work)
     except TimeoutError:
-        raise HostAway(f"{where}: its name was not found in time") from None
+        raise HostAway(f"{where}: looking up the host timed out") from None
 
 
 def time_left(until: float, where: str) -> float:
     left = until - time.monotonic()
     if left <= 0:
-        raise HostAway(f"{where}: the time for it is over")
+        raise HostAway(f"{where}: timed out")
     return left
 
 
 def connection(
     parts: SplitResult, address: str, seconds: float, handles: list[socket.socket]
 ) -> http.client.HTTPConnection:
-    """Return a connection to that address, with the host's name in TLS and in the request. Adds a
-    duplicate of the socket to `handles`, because TLS takes over the socket and a response keeps
-    it."""
+    """Return a connection to that address, with the host's name in TLS and in the request.
+
+    Adds a duplicate of the socket to `handles`, because TLS takes over the socket and a response
+    keeps it.
+    """
     host = parts.hostname or ""
     port = parts.port or PORTS[parts.scheme]
 

@@ -11,8 +11,10 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def _status(numbers: str) -> str:
-    """Return a pattern for those HTTP statuses where they are named as such: a path, a port or a
-    duration ("in 401.0629ms") may contain any number."""
+    """Return a pattern for these HTTP statuses where they are named as such.
+
+    A path, a port or a duration ("in 401.0629ms") may contain any number.
+    """
     before = (
         r"\b(?:\w*(?:status|code|error|response)|http(?:/[\d.]+)?|occurred|returned|responded with)"
     )
@@ -49,8 +51,7 @@ def text_of(error: object) -> str:
 
 
 def failure_in(error: BaseException) -> LibraryFailure | None:
-    """Return whether credentials were rejected, a bucket or something else is missing, or nobody
-    answered; None if the error does not tell."""
+    """Return what kind of failure a library's error is; None if it does not tell."""
     text = f"{type(error).__name__}: {text_of(error)}"
     if _DENIED.search(text):
         return "denied"

@@ -71,8 +71,10 @@ class LocalStore(Store):
     def _walk(
         self, folder: str, recursive: bool, above: frozenset[tuple[int, int]]
     ) -> Iterator[FileInfo]:
-        """Yield the files of `folder` in S3's order. A link to a folder is a file or, if links are
-        followed, entered but never in a cycle."""
+        """Yield the files of `folder` in S3's order.
+
+        A link to a folder is a file or, if links are followed, entered but never in a cycle.
+        """
         place = os.path.join(self.uri, folder)
         try:
             with _os_errors(place):
@@ -109,10 +111,10 @@ class LocalStore(Store):
             place = os.path.normpath(os.path.join(place, part))
             if place != self.top and os.path.islink(place):
                 raise StoreError(
-                    f"{place} is a link; in output folders and run directories links to folders "
-                    "are not followed, since what lies behind them may not be ours to change. Put "
-                    "a folder in its place (or mount the other disk there), or name the folder it "
-                    "leads to, then run the same command again"
+                    f"{place} is a link. In output folders and run directories links to folders "
+                    "are not followed, because the files behind them may belong to others. Replace "
+                    "it with a folder (or mount the other disk there), or use the folder that it "
+                    "points to, then run the same command again"
                 )
 
     def stat(self, path: str) -> FileInfo:
@@ -137,7 +139,10 @@ class LocalStore(Store):
                 # NFS can repeat a link whose answer was lost and then report our own file.
                 with suppress(FileNotFoundError):  # taken, and deleted since: try again
                     return self.read(path) == data
-        raise StoreError(f"{self._path(path)}: the name is taken, but not by a readable file")
+        raise StoreError(
+            f"{self._path(path)} exists but is not a readable file. Remove it, then run the same "
+            "command again"
+        )
 
     def put_file(self, path: str, local_path: str | os.PathLike[str]) -> FileInfo:
         self._land_file(path, local_path, os.replace)
@@ -166,8 +171,7 @@ class LocalStore(Store):
         local_path: str | os.PathLike[str],
         show: Callable[[str, str], None],
     ) -> None:
-        """Call `show(file, target)` with the local file, or with a copy if the file itself cannot
-        be moved there."""
+        """Call `show(file, target)` with the local file, or with a copy if it cannot be moved."""
         source = os.fspath(local_path)
 
         def place(temporary: str, target: str) -> None:
@@ -235,8 +239,7 @@ class LocalStore(Store):
         return os.path.join(self.uri, checked(path))
 
     def _land(self, path: str, data: bytes, size: int, place: Callable[[str, str], None]) -> None:
-        """Write `data` beside the target, sync it, and let `place(temporary, target)` make it
-        visible.
+        """Write `data` beside the target, sync it, and call `place(temporary, target)` to show it.
 
         `size` is only for the message of a full disk. FileExistsError comes from `place`.
         """
@@ -285,7 +288,7 @@ def _open_without_waiting(place: str, flags: int) -> int:
     if stat_module.S_ISDIR(mode := os.fstat(descriptor).st_mode) or stat_module.S_ISREG(mode):
         return descriptor
     os.close(descriptor)
-    raise OSError(errno.EINVAL, "there is a pipe or a device, and no file; remove it")
+    raise OSError(errno.EINVAL, "a pipe or a device is in place of the file; remove it")
 
 
 def _raise_unless_absent(error: OSError) -> None:
@@ -308,15 +311,17 @@ def _local_info(path: str, found: os.stat_result) -> FileInfo:
 
 
 def _link(temporary: str, target: str) -> None:
-    """Link `temporary` as `target` if that is free. Raises FileExistsError, and UnsafeStore without
-    hard links."""
+    """Link `temporary` as `target` if that is free.
+
+    Raises FileExistsError, and UnsafeStore without hard links.
+    """
     try:
         os.link(temporary, target)
     except OSError as error:
         if error.errno in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
             raise UnsafeStore(
-                f"{target}: this file system has no hard links, which exactly-once needs; "
-                "choose an output on another file system or on S3"
+                f"{target}: this file system has no hard links, which exactly-once needs. Choose "
+                "an output on another file system or on S3"
             ) from error
         raise
 
@@ -331,8 +336,8 @@ def _locked(place: str) -> Iterator[int]:
             fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError as error:
             raise UnsafeStore(
-                f"{place} has to be replaced, and this file system has no locks "
-                f"({error.strerror}); remove this file, then run the same command again"
+                f"{place} must be replaced, but this file system has no locks ({error.strerror}). "
+                "Remove this file, then run the same command again"
             ) from error
         with _os_errors(place):
             inode = os.fstat(handle.fileno()).st_ino
@@ -340,14 +345,16 @@ def _locked(place: str) -> Iterator[int]:
 
 
 def _temporary_in(folder: str) -> tuple[str, BinaryIO]:
-    """Return (name, open file) of a new file in `folder`, creating it if needed. The mode follows
-    the umask."""
+    """Return (name, open file) of a new file in `folder`, creating the folder if needed.
+
+    The mode follows the umask.
+    """
     path = os.path.join(folder, f"{TEMPORARY}{uuid.uuid4()}")
     for _ in range(RACE_TRIES):  # a `delete` elsewhere may remove the folder while it is empty
         _make_folder(folder)
         with suppress(FileNotFoundError):
             return path, open(path, "xb")
-    raise OSError(errno.ENOENT, "the folder keeps disappearing", folder)
+    raise OSError(errno.ENOENT, "the folder was deleted again and again", folder)
 
 
 def _make_folder(folder: str) -> None:
@@ -379,10 +386,10 @@ def _sync(path: str) -> None:
 
 @contextmanager
 def _os_errors(place: str, writing: int | None = None) -> Iterator[None]:
-    """Convert operating system errors about `place` into ours; `writing` is the number of bytes to
-    write.
+    """Convert operating system errors about `place` into ours.
 
-    A missing file stays FileNotFoundError when reading, an existing name stays FileExistsError.
+    `writing` is the number of bytes to write. A missing file stays FileNotFoundError when reading,
+    an existing name stays FileExistsError.
     """
     absent = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
     try:
@@ -395,13 +402,13 @@ def _os_errors(place: str, writing: int | None = None) -> Iterator[None]:
         reason = error.strerror or type(error).__name__
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StoreError(
-                f"disk full at {place}: {reason}, {writing or 0} bytes needed; make room or "
+                f"disk full at {place}: {reason}, {writing or 0} bytes needed. Free some space or "
                 "choose another output, then run the same command again"
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             doing = "read" if writing is None else "write"
             raise StoreError(
-                f"no permission to {doing} {place}: {reason}; check the owner and mode of the "
-                "folder and how it is mounted"
+                f"no permission to {doing} {place}: {reason}. Check the owner and mode of the "
+                "folder, and how it is mounted"
             ) from error
         raise StoreError(f"{place}: {reason}") from error

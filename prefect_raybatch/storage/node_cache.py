@@ -38,7 +38,9 @@ def cached_folder(kind: str, identity: str, fetch: Callable[[Path], FileListing]
     others can write to, and for an entry that is not what `identity` names.
     """
     if not _IDENTITY.fullmatch(identity):
-        raise ConfigError(f"the plan pins {identity!r}, which is no SHA-256; start a new run key")
+        raise ConfigError(
+            f"the plan pins {identity!r}, which is not a SHA-256. Start a new run key"
+        )
     folder = _private_folder(kind)
     target, listing_file = folder / identity, folder / f"{identity}.files"
     try:
@@ -71,8 +73,11 @@ def _remove(path: Path) -> None:
 
 
 def _private_folder(kind: str) -> Path:
-    """Return the folder for entries of a kind, of mode 0700. Raise `ConfigError` where another user
-    could have put an entry there, or could put one in its place."""
+    """Return the folder for entries of a kind, of mode 0700.
+
+    Raise `ConfigError` where another user could have put an entry there, or could put one in its
+    place.
+    """
     default = Path.home() / ".cache" / "prefect_raybatch"
     root = Path(os.environ.get(CACHE_VARIABLE) or default).absolute()
     try:
@@ -83,9 +88,9 @@ def _private_folder(kind: str) -> Path:
         _check_root(root)
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-            raise _unsafe(folder, "is no folder of this user")
+            raise _unsafe(folder, "is not a folder of this user")
         if status.st_mode & _OTHERS_WRITE:
-            raise _unsafe(folder, "can be written to by other users")
+            raise _unsafe(folder, "is writable by other users")
         folder.chmod(0o700)
     except OSError as error:
         raise _unsafe(root, f"cannot be used ({error.strerror or error})") from None
@@ -93,20 +98,22 @@ def _private_folder(kind: str) -> Path:
 
 
 def _check_root(root: Path) -> None:
-    """Raise `ConfigError` for a root, or a link in its place, that belongs to a user other than
-    root and this one, or in which others could rename this user's folders."""
+    """Raise `ConfigError` for a root in which others could rename this user's folders.
+
+    It, or a link in its place, must belong to root or this user.
+    """
     owners = {0, os.getuid()}
     if root.lstat().st_uid not in owners or root.stat().st_uid not in owners:
         raise _unsafe(root, "belongs to another user")
     mode = root.stat().st_mode
     if mode & _OTHERS_WRITE and not mode & stat.S_ISVTX:
-        raise _unsafe(root, "can be written to by other users")
+        raise _unsafe(root, "is writable by other users")
 
 
 def _unsafe(path: Path, fault: str) -> ConfigError:
     return ConfigError(
-        f"{path}: {fault}. Engines load models and adapters from there, so set {CACHE_VARIABLE} to "
-        "a folder that belongs to this user alone"
+        f"{path}: {fault}. Engines load models and adapters from it: set {CACHE_VARIABLE} to a "
+        "folder that belongs to this user alone"
     )
 
 
@@ -115,8 +122,8 @@ def _check_entry(folder: Path, listing_file: Path, identity: str) -> None:
     fault = _listing_fault(listing_file, identity) or _entry_fault(folder, listing_file)
     if fault is not None:
         raise ConfigError(
-            f"{folder}: {fault}, so it is not what the run was planned with. Remove it and "
-            f"{listing_file.name} to have it fetched again"
+            f"{folder}: {fault}, so it differs from what the run was planned with. Remove it and "
+            f"{listing_file.name} to fetch it again"
         )
 
 
@@ -127,7 +134,7 @@ def _listing_fault(listing_file: Path, identity: str) -> str | None:
     if status.st_size > MAX_LISTING_BYTES:
         return f"its listing has more than {MAX_LISTING_BYTES:,} bytes"
     if hashlib.sha256(listing_file.read_bytes()).hexdigest() != identity:
-        return "its listing has another SHA-256 than its name"
+        return "the SHA-256 of its listing differs from its name"
     return None
 
 
@@ -139,7 +146,7 @@ def _entry_fault(folder: Path, listing_file: Path) -> str | None:
         name = str(path.relative_to(folder))
         if path == folder or stat.S_ISDIR(status.st_mode):
             if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
-                return f"{name} is no folder of this user"
+                return f"{name} is not a folder of this user"
             continue
         if fault := _file_fault(status):
             return f"{name} {fault}"
@@ -148,16 +155,16 @@ def _entry_fault(folder: Path, listing_file: Path) -> str | None:
             return f"{name} is not in its listing"
         if isinstance(facts[0], int):
             if status.st_size != facts[0]:
-                return f"{name} has {status.st_size:,} bytes, and {facts[0]:,} in its listing"
+                return f"{name} has {status.st_size:,} bytes, but {facts[0]:,} in its listing"
         elif _sha256(path) != facts[0]:
-            return f"{name} has another SHA-256 than in its listing"
+            return f"the SHA-256 of {name} differs from its listing"
     return f"{min(expected)} is missing" if expected else None
 
 
 def _file_fault(status: os.stat_result) -> str | None:
     # Its mode does not matter: nobody else can enter the folder.
     ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
-    return None if ours else "is no regular file of this user"
+    return None if ours else "is not a regular file of this user"
 
 
 def _sha256(path: Path) -> str:

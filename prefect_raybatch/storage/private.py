@@ -1,5 +1,4 @@
-"""Private files of this user in places where others may write: a folder for temporary files, a
-cache.
+"""Private files of this user in places where others may write, such as a temporary folder.
 
 Another user can put a link, a pipe or a file under a name that is easy to guess. So files lie in a
 folder with a random name that nobody else can enter, and opening one never blocks and never follows
@@ -30,21 +29,25 @@ def private_folders(prefix: str) -> Iterator[Path]:
 
 
 def make_private_folder(prefix: str) -> Path:
-    """Return a folder for temporary files that only this user can enter. All processes of the user
-    share it, unless two create theirs at the same moment."""
+    """Return a folder for temporary files that only this user can enter.
+
+    All processes of the user share it, unless two create theirs at the same moment.
+    """
     for path in private_folders(prefix):
         return path
     return Path(tempfile.mkdtemp(prefix=f"{prefix}-{os.getuid()}-"))
 
 
 def open_regular(path: Path, flags: int, mode: str) -> IO[str]:
-    """Open a file of this user without blocking. Raise `OSError` for a link, a pipe, a device or a
-    file of another user."""
+    """Open a file of this user without blocking.
+
+    Raise `OSError` for a link, a pipe, a device or a file of another user.
+    """
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
         os.close(descriptor)
-        raise OSError(errno.EPERM, "is no regular file of this user; remove it", str(path))
+        raise OSError(errno.EPERM, "is not a regular file of this user; remove it", str(path))
     return open(descriptor, mode, encoding="utf-8", errors="replace")
 
 

@@ -39,8 +39,10 @@ class Sums:
     @classmethod
     def of_stream(cls, stream: Any, etag: bool = True) -> Sums:
         """Compute the sums of `stream` from its position to its end; errors of reading propagate.
+
         Without `etag`, for a disk, which has none, leave out the MD5: it takes twice as long as the
-        rest."""
+        rest.
+        """
         size, md5, sha256 = 0, hashlib.md5(usedforsecurity=False), hashlib.sha256()
         while chunk := stream.read(CHUNK):
             size += len(chunk)
@@ -59,8 +61,10 @@ def sha256_of(stream: Any) -> str:
 
 
 def holds(store: Store, info: FileInfo, sums: Sums, read_back: bool = False) -> bool:
-    """Return whether the file of `info` (from `stat` or a listing) has the content of `sums`; with
-    `read_back`, do not rely on its ETag."""
+    """Return whether the file of `info`, from `stat` or a listing, has the content of `sums`.
+
+    With `read_back`, do not rely on its ETag.
+    """
     if info.size != sums.size:
         return False
     if info.etag == sums.md5 and not read_back:
@@ -73,14 +77,19 @@ def holds(store: Store, info: FileInfo, sums: Sums, read_back: bool = False) -> 
 
 
 def put_proved(store: Store, path: str, data: bytes) -> FileInfo:
-    """Call `store.put`, and repeat it while the store holds other bytes; raise BadUpload after
-    TRIES attempts."""
+    """Call `store.put`, and repeat it while the store holds other bytes.
+
+    Raise BadUpload after PROBE_TRIES attempts.
+    """
     return _proved(store, path, Sums.of(data), lambda: store.put(path, data))
 
 
 def put_same_proved(store: Store, path: str, data: bytes) -> FileInfo:
-    """Like `put_proved`, for a file whose name identifies its content: an existing intact file is
-    left alone, because others may be reading it and a new upload could be damaged."""
+    """Like `put_proved`, for a file whose name identifies its content.
+
+    An existing intact file is left alone, because others may be reading it and a new upload could
+    be damaged.
+    """
     sums = Sums.of(data)
     for _ in range(2):
         with suppress(FileNotFoundError):
@@ -109,14 +118,16 @@ def _proved(
     put: Callable[[], object],
     again: Callable[[], bool] = lambda: True,
 ) -> FileInfo:
-    """Return the info of the file that `put` wrote, once it has the content of `sums`; `again`
-    returns whether `put` can be called once more."""
+    """Return the info of the file that `put` wrote, once it has the content of `sums`.
+
+    `again` returns whether `put` can be called once more.
+    """
     for _ in range(PROBE_TRIES):
         put()
         info = store.stat(path)
         if holds(store, info, sums):
             return info
-        log.warning("%s/%s is not what was sent; writing it again", store.uri, path)
+        log.warning("%s/%s differs from what was sent. Writing it again", store.uri, path)
         if not again():
             break
     raise bad_upload(store, path)
@@ -124,7 +135,7 @@ def _proved(
 
 def bad_upload(store: Store, path: str) -> BadUpload:
     return BadUpload(
-        f"{store.uri}/{path}: the store answered that it wrote this file, and keeps other bytes "
-        "than it was sent. Nothing was deleted: run the same command again, and if this comes "
-        "back, choose another output and look at the store's disks or the proxy before it"
+        f"{store.uri}/{path}: the store reported a successful write, but keeps other bytes than it "
+        "was sent. Nothing was deleted: run the same command again. If this comes back, choose "
+        "another output, and check the disks of the store or the proxy before it"
     )

@@ -9,17 +9,19 @@ from urllib.parse import urljoin, urlsplit
 
 
 def redirect_text(url: str, location: str | None) -> str:
-    """Return the message for a redirect from `url`, naming only the host it points to; the rest of
-    the location may hold credentials."""
+    """Return the message for a redirect from `url`.
+
+    It names only the host of the location; the rest may hold credentials.
+    """
     try:
         target = urlsplit(urljoin(url, location or ""))
         port = f":{target.port}" if target.port else ""
     except ValueError:
-        return f"{_bare(url)} redirects to no valid URL"
+        return f"{_bare(url)} redirects to an invalid URL"
     place = f"{target.scheme}://{target.hostname or ''}{port}"
     return (
-        f"{_bare(url)} redirects to {place}, and requests with keys are not sent on to another "
-        "place; if that is the server, write its address instead"
+        f"{_bare(url)} redirects to {place}, but requests with credentials are not sent on to "
+        "another host. If that is the right server, use its address"
     )
 
 

@@ -74,7 +74,9 @@ class S3Store(Store):
                 return
             info = self.stat(path)
             if (len(body), etag) != (info.size, info.etag):
-                raise ShortBody(f"{len(body)} of {info.size} bytes arrived, or of another version")
+                raise ShortBody(
+                    f"{len(body)} of {info.size} bytes arrived, or the object was replaced"
+                )
 
         found = self._call("get_object", self._key(path), max_bytes, check=whole)
         if found["Body"] is None:
@@ -124,7 +126,10 @@ class S3Store(Store):
             # breaks, so even then the object can be ours.
             with suppress(FileNotFoundError):  # taken, and deleted since: try again
                 return self.read(path) == data
-        raise StoreUnavailable(f"{join(self.uri, path)}: taken and absent by turns")
+        raise StoreUnavailable(
+            f"{join(self.uri, path)} was created and deleted again and again. Check what else "
+            "writes there"
+        )
 
     def put_file(self, path: str, local_path: str | os.PathLike[str]) -> FileInfo:
         source = os.fspath(local_path)
@@ -158,8 +163,8 @@ class S3Store(Store):
                 if self.stat(path).etag != seen.etag:
                     return False
             raise UnsafeStore(
-                f"{join(self.uri, path)}: the store cannot replace a file that is as it was seen "
-                "(If-Match in a PUT); remove this file, then run the same command again"
+                f"{join(self.uri, path)}: the store does not support conditional replacement "
+                "(If-Match in a PUT). Remove this file, then run the same command again"
             )
         if self.stat(path).etag != seen.etag:
             return False
@@ -167,8 +172,7 @@ class S3Store(Store):
         return True
 
     def _put_at_once(self, path: str, source: str, **condition: str) -> bool:
-        """PUT a local file in one request, however large, under a condition; return whether it
-        held.
+        """PUT a local file in one request under a condition; return whether the condition held.
 
         Some stores ignore conditions in the last step of a multipart upload.
         """
@@ -194,14 +198,14 @@ class S3Store(Store):
         return io.BufferedReader(_RangeReader(self, self.stat(path)), READ_BUFFER_BYTES)
 
     def read_range(self, info: FileInfo, start: int, stop: int) -> bytes:
-        """Return bytes `start` to `stop` (exclusive) of `info`'s object. Raises SourceError if it
-        changed."""
+        """Return bytes `start` to `stop` (exclusive) of `info`'s object.
+
+        Raises SourceError if it changed.
+        """
 
         def whole(found: dict[str, Any]) -> None:
             if len(found["Body"]) != stop - start:
-                raise ShortBody(
-                    f"{len(found['Body'])} bytes arrived, {stop - start} were asked for"
-                )
+                raise ShortBody(f"{len(found['Body'])} of {stop - start} bytes arrived")
 
         found = self._call(
             "get_object",
@@ -212,7 +216,10 @@ class S3Store(Store):
             IfMatch=f'"{info.etag}"',
         )
         if found is None:
-            raise SourceError(f"{join(self.uri, info.path)} changed while it was being read")
+            raise SourceError(
+                f"{join(self.uri, info.path)} changed while it was being read. Start again when it "
+                "is complete"
+            )
         return cast(bytes, found["Body"])
 
     def now(self) -> float:
@@ -254,8 +261,7 @@ class S3Store(Store):
         check: ResponseCheck = lambda found: None,
         **arguments: object,
     ) -> Any:
-        """Run one client operation, repeated until answered; return the response with its `Body`
-        read.
+        """Run one client operation, repeated until answered; return the response with `Body` read.
 
         A body of more than `max_bytes` is left unread (None). Returns None for HTTP status
         `accept`; any other failure raises what `Answer.error` returns. An exception of
@@ -276,7 +282,7 @@ class S3Store(Store):
         accept: int | None = None,
         check: ResponseCheck = lambda found: None,
     ) -> Any:
-        """The one retry loop: call `send` again, after growing random pauses, until it is answered.
+        """Call `send`, and again after growing random pauses, until it is answered.
 
         Gives up after `retry_seconds`, but not before MIN_TRIES. Renews expired credentials once.
         """

@@ -28,8 +28,10 @@ CHANGED = ("BadDigest", "XAmzContentSHA256Mismatch", "EntityTooSmall")
 
 
 class Answer(NamedTuple):
-    """The outcome of a call. `status` is the HTTP status, 0 without an answer, -1 for a fault on
-    our side."""
+    """The outcome of a call.
+
+    `status` is the HTTP status, 0 without an answer, -1 for a fault on our side.
+    """
 
     status: int
     code: str
@@ -41,14 +43,19 @@ class Answer(NamedTuple):
 
     @property
     def may_be_expired(self) -> bool:
-        """Return whether credentials may have expired; a 400 to HEAD counts, because it has no body
-        to say why."""
+        """Return whether credentials may have expired.
+
+        A 400 to HEAD counts, because it has no body to say why.
+        """
         return self.expired or self.code == "400"
 
     @property
     def worth_retrying(self) -> bool:
-        """Return whether to retry: no answer, a conflict, throttling, a server error, a body
-        changed in transit. NoSuchUpload is a success whose answer was lost."""
+        """Return whether the call may succeed if it is repeated.
+
+        That is without an answer, after a conflict, throttling, a server error, or a body changed
+        in transit. NoSuchUpload is a success whose answer was lost.
+        """
         if self.code in ("RequestTimeout", "NoSuchUpload", "SlowDown", *CHANGED):
             return True
         return self.status in (0, 408, 409, 429) or (
@@ -72,47 +79,50 @@ class Answer(NamedTuple):
         credentials = f"credentials: {credentials}"
         if self.worth_retrying:
             return StoreUnavailable(
-                f"{place}: no good answer in {tries} tries, the last: {said}; it was asked of "
-                f"{endpoint}: {CHECK}"
+                f"{place}: no valid answer from {endpoint} in {tries} tries (the last: {said}). "
+                f"{CHECK}"
             )
         if self.code == "NoSuchBucket":
             return StoreError(
-                f"bucket {bucket!r} of {place} does not exist; create it, or check the name "
-                f"and the endpoint ({credentials})"
+                f"bucket {bucket!r} of {place} does not exist. Create it, or check the name and "
+                f"the endpoint ({credentials})"
             )
         if self.status == 404:
             return not_found(place)
         if self.expired:
             return CredentialsUnusable(
-                f"{place}: the credentials have expired; renew them ({credentials})"
+                f"{place}: the credentials have expired. Renew them ({credentials})"
             )
         if self.may_be_expired and operation == "head_object":
             return CredentialsUnusable(
-                f"{place}: refused ({said}), and an answer to HEAD gives no reason; most often the "
-                f"credentials have expired: renew them ({credentials})"
+                f"{place}: refused ({said}). S3 gives no reason in an answer to HEAD; most often "
+                f"the credentials have expired: renew them ({credentials})"
             )
         if self.code == "QuotaExceeded" or self.status == 507:
-            return StoreError(f"{place}: the store is full or over its quota ({said})")
+            return StoreError(
+                f"{place}: the store is full or over its quota ({said}). Free some space, or raise "
+                "the quota"
+            )
         if self.status in (401, 403):
             return StoreError(
-                f"{place}: not allowed ({said}); {credentials}; check that they belong to this "
-                f"endpoint and may {_PERMISSIONS[operation]} on bucket {bucket!r}, "
-                "and that this machine's clock is right"
+                f"{place}: access denied ({said}; {credentials}). Check that the credentials "
+                f"belong to this endpoint and allow {_PERMISSIONS[operation]} on bucket "
+                f"{bucket!r}, and that the clock of this machine is right"
             )
         if self.status in MOVED or self.code == "AuthorizationHeaderMalformed":
             return StoreError(
-                f"{place}: the bucket is in another region or at another endpoint ({said}); set "
+                f"{place}: the bucket is in another region or at another endpoint ({said}). Set "
                 "region or endpoint_url, or AWS_REGION or AWS_ENDPOINT_URL"
             )
         if self.status == 501 and operation == "put_object":
             return UnsafeStore(
-                f"{place}: the store cannot write if absent ({said}), which exactly-once needs; "
-                "choose an output on another store"
+                f"{place}: the store does not support put-if-absent ({said}), which exactly-once "
+                "needs. Choose an output on another store"
             )
         if self.status == -1:
             kind = CredentialsUnusable if "Credentials" in self.code else StoreError
-            return kind(f"{place}: the S3 client cannot ask ({said}); {credentials}")
-        return StoreError(f"{place}: {operation} refused ({said})")
+            return kind(f"{place}: the S3 client cannot send the request ({said}; {credentials})")
+        return StoreError(f"{place}: the store refused {operation} ({said})")
 
 
 def judge(error: Exception, scrub: Callable[[object], str]) -> Answer:

@@ -39,8 +39,10 @@ class Connection:
 
     @classmethod
     def shared(cls, options: Mapping[str, Any]) -> Connection:
-        """Return one connection for equal options and AWS environment, because opening one takes
-        about 0.1 s."""
+        """Return one connection for equal options and AWS environment.
+
+        Opening one takes about 0.1 s.
+        """
         around = {k: v for k, v in os.environ.items() if k.startswith(("AWS_", "FSSPEC_"))}
         known = json.dumps([dict(options), around], sort_keys=True, default=repr)
         key = hashlib.sha256(known.encode()).hexdigest()
@@ -55,8 +57,10 @@ class Connection:
         return (Connection.shared, (self.options,))
 
     def filesystem(self) -> Any:
-        """Return this process's S3FileSystem. Raises ConfigError if s3fs is missing or rejects the
-        options."""
+        """Return this process's S3FileSystem.
+
+        Raises ConfigError if s3fs is missing or rejects the options.
+        """
         pid = os.getpid()
         return self._by_process.get(pid) or self._by_process.setdefault(pid, self._build())
 
@@ -76,7 +80,9 @@ class Connection:
         try:
             import s3fs
         except ImportError as error:
-            raise ConfigError("s3:// needs s3fs: pip install s3fs") from error
+            raise ConfigError(
+                "s3:// needs s3fs, which is not installed. Run pip install s3fs"
+            ) from error
         options = dict(self.options)
         client = dict(options.pop("client_kwargs", None) or {})
         if region := options.pop("region", None):
@@ -97,11 +103,10 @@ class Connection:
         try:
             return s3fs.S3FileSystem(client_kwargs=client, config_kwargs=config, **options)
         except (TypeError, ValueError, KeyError) as error:
-            raise ConfigError(f"s3fs refuses the store options: {self.scrub(error)}") from None
+            raise ConfigError(f"s3fs rejects the store options: {self.scrub(error)}") from None
 
     def endpoint(self, fs: object) -> str:
-        """Return scheme://host:port that `fs` contacts, as far as it is known before the first
-        answer."""
+        """Return scheme://host:port that `fs` contacts, as far as known before the first answer."""
         client = self.options.get("client_kwargs") or {}
         url = getattr(getattr(getattr(fs, "_s3", None), "meta", None), "endpoint_url", None)
         given = (
@@ -119,13 +124,13 @@ class Connection:
         if self.options.get("anon"):
             return "none (anon=True)"
         if self.options.get("key") or client.get("aws_access_key_id"):
-            return "key and secret of the store's options"
+            return "key and secret in the options of the store"
         if profile := self.options.get("profile") or os.environ.get("AWS_PROFILE"):
             return f"profile {profile!r}"
         for name in ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"):
             if os.environ.get(name):
                 return f"environment variable {name}"
-        return "boto's chain (configuration files, container or instance role)"
+        return "default chain of boto3 (configuration files, container or instance role)"
 
     def scrub(self, error: object) -> str:
         """Return the message of `error`, with URLs cut to their host and credentials removed."""
@@ -169,8 +174,11 @@ def _redirect_error(status: int, url: str, location: str | None) -> Exception:
 
 @cache
 def _session_without_redirects() -> type[Any]:
-    """Return aiobotocore's HTTP session, following no redirect: an endpoint could otherwise send
-    requests, with the session's token, to any address of this network."""
+    """Return aiobotocore's HTTP session, following no redirect.
+
+    An endpoint could otherwise send requests, with the session's token, to any address of this
+    network.
+    """
     from aiobotocore.httpsession import AIOHTTPSession
 
     class Session(AIOHTTPSession):  # type: ignore[misc]
@@ -181,8 +189,7 @@ def _session_without_redirects() -> type[Any]:
 
 
 def request(operation: str, arguments: Mapping[str, Any], max_bytes: int | None) -> Send:
-    """Return a call of the client's method `operation`; its result is the response, with `Body`
-    read.
+    """Return a call of the client's method `operation`, which gives the response with `Body` read.
 
     A body of more than `max_bytes` is left unread (None). It uses the client of s3fs's session and
     not s3fs's own calls, which would hide the status.
@@ -192,7 +199,7 @@ def request(operation: str, arguments: Mapping[str, Any], max_bytes: int | None)
         try:
             await fs.set_session()
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"the S3 client refuses the store options: {error}") from None
+            raise ConfigError(f"the S3 client rejects the store options: {error}") from None
         method = getattr(await fs.get_s3(arguments["Bucket"]), operation)
         # s3fs drops arguments it does not know: only the user's extras may pass that filter.
         found = await method(**{**fs._get_s3_method_kwargs(method), **arguments})
@@ -206,8 +213,10 @@ def request(operation: str, arguments: Mapping[str, Any], max_bytes: int | None)
 
 
 async def _read(body: Any, found: dict[str, Any], max_bytes: int | None) -> bytes | None:
-    """Return the body of `found`; None if it has more than `max_bytes`, by its header or as
-    read."""
+    """Return the body of `found`; None if it has more than `max_bytes`.
+
+    By its header, or as read.
+    """
     if max_bytes is None:
         return cast(bytes, await body.read())
     if "ContentLength" in found:
@@ -223,8 +232,7 @@ async def _read(body: Any, found: dict[str, Any], max_bytes: int | None) -> byte
 
 
 def put_file_at_once(arguments: Mapping[str, Any], source: str) -> Send:
-    """Return one `put_object` whose body is the local file, read while it is sent and anew at each
-    try.
+    """Return one `put_object` with a local file as body, read anew at each try.
 
     A file body is sent with `Expect: 100-continue`, so nothing is sent if a condition fails. A
     store that never answers that would block forever, hence the limit.
@@ -240,8 +248,7 @@ def put_file_at_once(arguments: Mapping[str, Any], source: str) -> Send:
 
 
 def upload(source: str, target: str, part_bytes: int) -> Send:
-    """Return an upload of a local file to `target` ("bucket/key") in PARALLEL_PARTS parts at a
-    time."""
+    """Return an upload of a local file to `target` ("bucket/key"), PARALLEL_PARTS at a time."""
 
     async def send(fs: Any) -> None:
         await fs._put_file(source, target, chunksize=part_bytes, max_concurrency=PARALLEL_PARTS)
@@ -250,8 +257,10 @@ def upload(source: str, target: str, part_bytes: int) -> Send:
 
 
 def _raise_partial(found: Mapping[str, Any], operation: str) -> None:
-    """Raise the first failed key of a batch as its own error; a batch answers 200 even if keys
-    failed."""
+    """Raise the first failed key of a batch as its own error.
+
+    A batch answers 200 even if keys failed.
+    """
     from botocore.exceptions import ClientError
 
     statuses = {"AccessDenied": 403, "InternalError": 500, "SlowDown": 503}

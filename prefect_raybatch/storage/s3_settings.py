@@ -11,8 +11,11 @@ from prefect_raybatch.errors import ConfigError
 
 @dataclass(frozen=True)
 class S3Settings:
-    """Endpoint, region and credentials. `key` is None if the client must look them up itself,
-    because only then are those of a role renewed. `anon`: requests are not signed."""
+    """Endpoint, region and credentials.
+
+    `key` is None if the client must look them up itself, because only then are those of a role
+    renewed. `anon`: requests are not signed.
+    """
 
     endpoint: str | None
     region: str
@@ -58,8 +61,10 @@ def s3_settings(options: Mapping[str, Any]) -> S3Settings:
 
 
 def object_store_options(keys: S3Settings | None) -> dict[str, str] | None:
-    """Return the `storage_options` of deltalake and lance, which share their S3 client; None for a
-    local location."""
+    """Return the `storage_options` of deltalake and lance; None for a local location.
+
+    The two share their S3 client.
+    """
     if keys is None:
         return None
     given = {
@@ -90,8 +95,10 @@ def iceberg_options(keys: S3Settings | None) -> dict[str, str]:
 
 
 def _configured_endpoint(session: Any) -> str | None:
-    """Return AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, or the endpoint in the configuration files. (A
-    botocore client knows it too, but takes almost a second to create.)"""
+    """Return AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, or the endpoint in configuration files.
+
+    A botocore client knows it too, but takes almost a second to create.
+    """
     from botocore.configprovider import ConfiguredEndpointProvider
 
     if session.get_config_variable("ignore_configured_endpoint_urls"):

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 WARN_AFTER = 15.0  # seconds of a call: a healthy store, even a throttling one, takes less
 WARN_EVERY = 60.0  # seconds between two warnings, whatever number of threads are waiting
 CHECK = (
-    "check that the store is up and can be reached from this machine, and its address in "
+    "Check that the store is up and can be reached from this machine, and its address in "
     "endpoint_url or AWS_ENDPOINT_URL"
 )
 
@@ -27,14 +27,16 @@ class Silence:
         self._warned = float("-inf")
 
     def warn(self, place: str, endpoint: str, began: float, deadline: float, said: str) -> None:
-        """Warn of a call that began at `began` and gives up at `deadline` (monotonic seconds), if a
-        warning is due."""
+        """Warn of a call that gives no answer, if a warning is due.
+
+        It began at `began` and gives up at `deadline` (monotonic seconds).
+        """
         now = time.monotonic()
         if now - began < WARN_AFTER or now - self._warned < WARN_EVERY:
             return
         self._warned = now
         log.warning(
-            "%s: no good answer from %s for %.0f s (%s); asking on for %.0f s. Meanwhile %s",
+            "%s: no valid answer from %s for %.0f s (%s). Retrying for %.0f s. %s",
             place,
             endpoint,
             now - began,
@@ -46,8 +48,11 @@ class Silence:
     def watched(
         self, send: Callable[[Any], Awaitable[Any]], began: float, warn: Callable[[], None]
     ) -> Callable[[Any], Awaitable[Any]]:
-        """Return `send` with a warning while it waits for the very first answer: a host that drops
-        packets blocks a call for half a minute. Later calls may legitimately take long."""
+        """Return `send` with a warning while it waits for the very first answer.
+
+        A host that drops packets blocks a call for half a minute. Later calls may legitimately take
+        long.
+        """
 
         async def sent(fs: object) -> Any:
             if self.answered:
@@ -70,5 +75,5 @@ def without_keys(url: str) -> str:
         found = urlsplit(url)
         port = found.port or (80 if found.scheme == "http" else 443)
     except ValueError:
-        return "an endpoint_url that is no URL"
+        return "an invalid endpoint_url"
     return f"{found.scheme}://{found.hostname}:{port}"

@@ -20,8 +20,10 @@ def is_remote(uri: str) -> bool:
 
 
 def join(uri: str, *parts: str) -> str:
-    """Return `uri` (normalized) with relative `parts` appended. Raises ConfigError if a part leaves
-    it."""
+    """Return `uri` (normalized) with relative `parts` appended.
+
+    Raises ConfigError if a part leaves it.
+    """
     root = normalize(uri)
     return "/".join([root.rstrip("/"), *(checked(part) for part in parts)]) if parts else root
 
@@ -47,7 +49,9 @@ def split_glob(uri: str) -> tuple[str, str | None]:
     cut = uri.rfind("/", 0, wildcard.start())
     root, pattern = (uri[:cut] or "/", uri[cut + 1 :]) if cut >= 0 else (".", uri)
     if is_remote(uri) and root.endswith(":/"):
-        raise ConfigError(f"{uri}: the bucket cannot hold a wildcard; name the bucket")
+        raise ConfigError(
+            f"{uri}: wildcards in the bucket name are not supported. Write the name of the bucket"
+        )
     return normalize(root), checked(pattern)
 
 
@@ -62,18 +66,18 @@ def normalize(uri: str) -> str:
     scheme = _scheme(uri)
     rest = uri[len(scheme) + 3 :] if scheme else uri
     if not rest or "\0" in rest:
-        raise ConfigError(f"{uri!r} names no place; use {SUPPORTED}")
+        raise ConfigError(f"{uri!r} is not a location. Use {SUPPORTED}")
     if scheme in ("s3", "s3a"):
         return "s3://" + checked(rest.rstrip("/"))
     if scheme == "file":
         if not rest.startswith("/"):
             host, _, rest = rest.partition("/")
             if host != "localhost":
-                raise ConfigError(f"{uri!r} names another host; write file:///folder")
+                raise ConfigError(f"{uri!r} names another host. Write file:///folder")
             rest = "/" + rest
         rest = unquote(rest)
     elif scheme:
-        raise ConfigError(f"{uri!r}: no store for {scheme}://; supported are {SUPPORTED}")
+        raise ConfigError(f"{uri!r}: {scheme}:// is not supported. Use {SUPPORTED}")
     path = os.path.abspath(os.path.expanduser(rest))
     return "/" + path.lstrip("/")  # abspath keeps a double slash at the start
 
@@ -82,6 +86,7 @@ def checked(path: str) -> str:
     """Return `path` if it is relative and stays inside the root; else raise ConfigError."""
     if "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
         raise ConfigError(
-            f"{path!r} is no path inside a store: relative, with no empty part, '.', '..' or NUL"
+            f"{path!r} is not a valid path in a store: it must be relative, without empty parts, "
+            "'.', '..' or NUL"
         )
     return path

@@ -44,9 +44,11 @@ PART = 1 << 18
 
 @dataclass(frozen=True)
 class WebRules:
-    """What may be fetched: at most `max_bytes` per file; `allow_private` as for `internet.allowed`.
-    `check_url` raises `ConfigError` for a URL that the job may not read, and is called for each
-    redirect as well."""
+    """Limits of what may be fetched: at most `max_bytes` per file.
+
+    `allow_private` as for `internet.allowed`. `check_url` raises `ConfigError` for a URL that the
+    job may not read, and is called for each redirect as well.
+    """
 
     max_bytes: int
     allow_private: bool = False
@@ -56,8 +58,10 @@ class WebRules:
 
 
 class WebStore(Store):
-    """The file at `url`; its one path is the last part of the URL. `headers` are sent only to the
-    URL's own host."""
+    """The file at `url`; its one path is the last part of the URL.
+
+    `headers` are sent only to the URL's own host.
+    """
 
     def __init__(self, url: str, headers: Mapping[str, str], rules: WebRules) -> None:
         self.uri = recorded(url)
@@ -73,8 +77,10 @@ class WebStore(Store):
             return self._begun
 
     def stat(self, path: str) -> FileInfo:
-        """Return the state at the first look. Without a Content-Length, downloads the whole
-        file."""
+        """Return the state at the first look.
+
+        Without a Content-Length, downloads the whole file.
+        """
         return self._download().info(path)
 
     def open(self, path: str) -> BinaryIO:
@@ -91,7 +97,7 @@ class WebStore(Store):
         return iter(())
 
     def _only_read(self) -> NoReturn:
-        raise StoreError(f"{self.uri}: http(s) is only read")
+        raise StoreError(f"{self.uri}: http(s) sources are read-only")
 
     def put(self, path: str, data: bytes) -> FileInfo:
         self._only_read()
@@ -135,8 +141,8 @@ def _temporary_disk() -> Iterator[None]:
         yield
     except OSError as error:
         raise StoreError(
-            f"{tempfile.gettempdir()}: a file fetched by http cannot be kept there "
-            f"({error.strerror or error}); make room, or set TMPDIR to another folder"
+            f"{tempfile.gettempdir()}: a file downloaded over http(s) cannot be stored "
+            f"({error.strerror or error}). Free some space, or set TMPDIR to another folder"
         ) from error
 
 
@@ -168,8 +174,7 @@ class _Download:
             return os.pread(self._file.fileno(), size, offset)
 
     def fetch(self, upto: int | None) -> None:
-        """Download at least the first `upto` bytes, or all (None), as far as there are that
-        many."""
+        """Download at least the first `upto` bytes, or all (None)."""
         with self._lock:
             while not self._whole and (upto is None or self._have < upto):
                 try:
@@ -200,7 +205,7 @@ class _Download:
                 raise SourceError(self._too_large())
             return
         if self._size is not None and self._have < self._size:
-            raise _Broken(f"{self._shown}: {self._have} of {self._size} bytes came")
+            raise _Broken(f"{self._shown}: {self._have} of {self._size} bytes arrived")
         self._whole, self._size = True, self._have
         self._end()
 
@@ -211,9 +216,9 @@ class _Download:
             answer = self._get(url, headers)
             if answer.status in (401, 403) and self._headers and not headers:
                 raise SourceError(
-                    f"{self._shown}: redirects to {shown_url(url)}, which answers HTTP "
-                    f"{answer.status} {answer.reason}. source.options.headers are sent to the host "
-                    "of source.uri alone; write the URL at the other host there"
+                    f"{self._shown} redirects to {shown_url(url)}, which answers HTTP "
+                    f"{answer.status} {answer.reason}. source.options.headers are sent only to the "
+                    "host in source.uri: set source.uri to the URL at the other host"
                 )
             if answer.status not in MOVED:
                 return self._accepted(answer)
@@ -229,7 +234,7 @@ class _Download:
 
     def _get(self, url: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
         where = shown_url(url)
-        remedy = f"set {self._rules.setting} to true if the job may read hosts of this network"
+        remedy = f"set {self._rules.setting} to true if the job may read from hosts of this network"
         until = time.monotonic() + WEB_WAIT
         try:
             self._rules.check_url(url)
@@ -252,10 +257,10 @@ class _Download:
             return self._connection.getresponse()
         except ssl.SSLCertVerificationError as error:
             raise SourceError(
-                f"{where}: its certificate is not valid: {error.verify_message}"
+                f"{where}: the TLS certificate is not valid: {error.verify_message}"
             ) from None
         except (UnicodeError, http.client.InvalidURL) as error:
-            raise SourceError(f"{where} is no URL: {error}") from None
+            raise SourceError(f"{where} is not a valid URL: {error}") from None
         except (OSError, http.client.HTTPException) as error:
             raise _Broken(f"{where}: {str(error) or type(error).__name__}") from None
 
@@ -265,22 +270,23 @@ class _Download:
             raise _Broken(said)
         if status in (401, 403):
             raise SourceError(
-                f"{said}; give what it asks for in source.options.headers, or a URL that is signed "
-                "anew"
+                f"{said}. Set the credentials in source.options.headers, or use a newly signed URL"
             )
         if status in (404, 410):
-            raise SourceError(f"source.uri: {said}; check the URL")
+            raise SourceError(f"source.uri: {said}. Check the URL")
         begins = f"bytes {self._have}-"
         if status != 200 and not (
             status == 206 and answer.headers.get("Content-Range", "").startswith(begins)
         ):
             raise SourceError(said)
         if answer.headers.get("Content-Encoding", "").strip().lower() not in ("", "identity"):
-            raise SourceError(f"{self._shown}: sent with a Content-Encoding that was not asked for")
+            raise SourceError(
+                f"{self._shown}: the server sent a Content-Encoding that was not requested"
+            )
         if answer.headers.get_content_type() == "text/html":
             raise SourceError(
-                f"{self._shown}: the answer is a web page and no file of rows; a login page, most "
-                "likely. Check the URL, or give keys in source.options.headers"
+                f"{self._shown}: the answer is a web page, most likely a login page, not a file of "
+                "rows. Check the URL, or set credentials in source.options.headers"
             )
         tag = answer.headers.get("ETag", "")
         etag = tag.strip('"') if tag.startswith('"') else None  # a weak one names no bytes
@@ -288,7 +294,7 @@ class _Download:
         size = int(length) if length.isdecimal() else None
         if status == 200:
             if self._have and (etag, size) != (self._etag, self._size):
-                raise SourceError(f"{self._shown}: changed while it was being read; start again")
+                raise SourceError(f"{self._shown} changed while it was being read. Start again")
             if self._have:  # from its start, for a server that knows no ranges
                 self._skip(answer)
             self._etag, self._size = etag, size
@@ -305,18 +311,19 @@ class _Download:
             except (OSError, http.client.HTTPException) as error:
                 raise _Broken(f"{self._shown}: {error}") from None
             if not data:
-                raise _Broken(f"{self._shown}: {at} bytes came")
+                raise _Broken(f"{self._shown}: only {at} bytes arrived")
             with _temporary_disk():
                 kept = os.pread(self._file.fileno(), len(data), at)
             if data != kept:
-                raise SourceError(f"{self._shown}: changed while it was being read; start again")
+                raise SourceError(f"{self._shown} changed while it was being read. Start again")
             at += len(data)
 
     def _too_large(self) -> str:
         size = f"has {self._size:,} bytes" if self._size else "has more bytes"
         return (
-            f"{self._shown}: {size}, over {self._rules.limit} {self._rules.max_bytes // 10**6}; "
-            "set it higher if the disk for temporary files has room"
+            f"{self._shown} {size}, more than {self._rules.limit} "
+            f"({self._rules.max_bytes // 10**6}) allows. Raise it if the disk for temporary files "
+            "has room"
         )
 
     def _end(self) -> None:

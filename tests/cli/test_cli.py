@@ -342,7 +342,7 @@ def test_each_command_says_in_time_which_store_is_away(tmp_path, call, command, 
     warning, error = err.splitlines()
     assert warning.startswith("warning: s3://bucket/") and error.startswith("StoreUnavailable: s3:")
     for line in (warning, error):
-        assert "http://127.0.0.1:9" in line and "check that the store is up" in line
+        assert "http://127.0.0.1:9" in line and "Check that the store is up" in line
 
 
 def test_verify_proves_and_its_status_says_so(made, call):

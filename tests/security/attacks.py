@@ -719,31 +719,31 @@ def _listing(place: Path) -> Path:
 PLANTED_CACHES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "the cache is open to all": (
         lambda place: place.parent.parent.chmod(0o777),
-        "can be written to by other users",
+        "writable by other users",
     ),
     "the cache is open to a group": (
         lambda place: place.parent.parent.chmod(0o770),
-        "can be written to by other users",
+        "writable by other users",
     ),
     "the folder of entries is open to all": (
         lambda place: place.parent.chmod(0o777),
-        "can be written to by other users",
+        "writable by other users",
     ),
     "the folder of entries is a link": (
         lambda place: _swap(place.parent, place.parent.parent / "elsewhere"),
-        "is no folder of this user",
+        "is not a folder of this user",
     ),
     "the entry is a link": (
         lambda place: _swap(place, place.parent / "elsewhere"),
-        "is no folder of this user",
+        "is not a folder of this user",
     ),
     "a file is a link": (
         lambda place: _swap(next(place.glob("*.json")), place.parent / "elsewhere"),
-        "is no regular file of this user",
+        "is not a regular file of this user",
     ),
     "a file is a pipe": (
         lambda place: (next(place.glob("*.json")).unlink(), os.mkfifo(place / "a.json")),
-        "is no regular file of this user",
+        "is not a regular file of this user",
     ),
     "a file was added": (
         lambda place: (place / "more.py").write_text("x"),
@@ -756,7 +756,7 @@ PLANTED_CACHES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "the listing is another": (
         lambda place: _listing(place).write_text("[]"),
-        "another SHA-256 than its name",
+        "SHA-256 of its listing differs",
     ),
     "the listing is a link": (
         lambda place: _swap(_listing(place), place.parent / "elsewhere"),

@@ -36,7 +36,7 @@ def test_no_file_of_a_run_directory_is_waited_for(tmp_path: Path, kind: str) -> 
         data = path.read_bytes()
         path.unlink()
         PLANTED_FILES[kind](path)
-        with pytest.raises(StoreError, match="there is a pipe or a device"):
+        with pytest.raises(StoreError, match="a pipe or a device"):
             run.store.read(str(path.relative_to(tmp_path / "run")))
         for look in (state_of, report_of, _look):
             with suppress(RayBatchError):

@@ -114,7 +114,7 @@ def test_the_doctor_follows_no_redirect_with_keys() -> None:
     with redirecting(302) as server:
         found = services.job_server(ClusterAccess(job_server=server.url, headers={"X-Key": KEY}))
         assert found.mark == "fail" and f"redirects to {server.place}" in found.found
-        assert "write its address" in found.remedy and server.arrived == []
+        assert "use its address" in found.remedy and server.arrived == []
 
 
 def test_a_catalog_of_a_job_that_redirects_is_no_source() -> None:

@@ -67,7 +67,7 @@ def test_rows_that_fit_are_copied_from_files_of_each_format(tmp_path, name):
     assert made.rows == len(fitting)
     alone = copied(tmp_path, uri, filter=text, columns=["name"], limit=3)[1]
     assert alone.to_pydict() == {"name": [f"n{i}" for i in fitting[:3]]}
-    with pytest.raises(SourceError, match=r"no row of .* fits"):
+    with pytest.raises(SourceError, match=r"no row of .* matches"):
         copied(tmp_path, uri, filter="id > 5000")
     assert peek(reads(uri=uri, filter="id < 500", columns=["name"])).schema.names == ["name"]
     ((_, head),) = heads(reads(uri=uri, filter="id IN (7, 8)"), 4)
@@ -76,9 +76,9 @@ def test_rows_that_fit_are_copied_from_files_of_each_format(tmp_path, name):
         copied(tmp_path, uri, filter="Id > 5")
     with pytest.raises(ConfigError, match=r"source\.filter: .* no column 'Id'"):
         copied(tmp_path, uri, filter="Id > 5", columns=["name"])
-    with pytest.raises(ConfigError, match="'id' is int64, which a text"):
+    with pytest.raises(ConfigError, match="'id' is int64, which cannot be compared with a text"):
         copied(tmp_path, uri, filter="id = '5'")
-    refused(uri, "source.version", "not of files", error=ConfigError, version=3)
+    refused(uri, "source.version", "Remove source.version", error=ConfigError, version=3)
 
 
 ENDS = {"parquet": "parquet", "csv.gz": "csv", "jsonl": "jsonl", "feather": "arrow"}
@@ -92,7 +92,7 @@ def test_a_type_that_a_late_value_widens_counts_for_the_rows_before_it(tmp_path,
     assert copied(tmp_path, str(file), filter="zip = '10007'")[1]["id"].to_pylist() == [7]
     assert copied(tmp_path, str(file), filter="zip = '02139'")[1]["zip"].to_pylist() == ["02139"]
     peek(reads(uri=str(file), filter="zip = '02139'"))  # its first block says numbers
-    with pytest.raises(ConfigError, match="'zip' is string, which a number"):
+    with pytest.raises(ConfigError, match=r"'zip' is string, .* a number"):
         copied(tmp_path, str(file), filter="zip = 10007")
     file.write_text("\n".join(["id,late", *(f"{i}," for i in range(300)), "300,2.5"]))
     assert copied(tmp_path, str(file), filter="late > 2")[1]["id"].to_pylist() == [300]

@@ -110,14 +110,14 @@ def test_what_cannot_be_read_is_refused_with_its_place_when_the_job_is_read(text
     ("text", "words"),
     [
         ("idd = 1", "no column 'idd'; did you mean 'id'?"),
-        ("id = '1'", "column 'id' is int64, which a text ('1') cannot be compared with"),
-        ("large = 1", "column 'large' is large_string, which a number"),
+        ("id = '1'", "column 'id' is int64, which cannot be compared with a text ('1')"),
+        ("large = 1", "column 'large' is large_string, which cannot be compared with a number"),
         ("ok > 'yes'", "bool"),
         ("ok = 1", "bool"),
-        ("id = TRUE", "TRUE and FALSE"),
+        ("id = TRUE", "TRUE or FALSE"),
         ("id LIKE '1%'", "int64"),
-        ("day = 'yesterday'", "'yesterday' is no date32"),
-        ("seen = '2026-01-01T00:00:00Z'", "is no timestamp[ms]"),
+        ("day = 'yesterday'", "'yesterday' is not a valid date32"),
+        ("seen = '2026-01-01T00:00:00Z'", "is not a valid timestamp[ms]"),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_the_column(text, words):

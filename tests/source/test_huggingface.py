@@ -157,9 +157,9 @@ dataset_info:
     assert both[1].equals(companies(0, 5)) and both[0].table["id"] == f"{hub.uri}/de/train+test"
     for words, fields in (
         (("source.config", "several", "de, fr"), {}),
-        (("source.config", "no 'it'", "de, fr"), {"config": "it"}),
+        (("source.config", "no configuration 'it'", "de, fr"), {"config": "it"}),
         (("source.split", "several", "train, test"), {"config": "de"}),
-        (("source.split", "no 'dev'", "train, test"), {"config": "de", "split": "train+dev"}),
+        (("source.split", "no split 'dev'", "train, test"), {"config": "de", "split": "train+dev"}),
     ):
         hub(refused, hub.uri, *words, error=ConfigError, **fields)
 
@@ -174,7 +174,7 @@ def test_text_gets_types_and_says_where_they_change(tmp_path, hub):
     text = "id,zip\n" + "".join(f"{i},1\n" for i in range(10_000)) + "1,x\n"
     hub.add({"train.csv": text}, "c" * 40, "v2")
     said = hub(broken, tmp_path, f"{hub.uri}@v2")
-    assert "column 'zip' is int64 in its first rows" in said and "row 10,000" in said
+    assert "column 'zip' is int64 in its first rows" in said and "rows from 10,000" in said
     assert hub(copied, tmp_path, f"{hub.uri}@v2", columns=["id"])[1].num_rows == 10_001
 
 
@@ -235,14 +235,14 @@ def test_files_elsewhere_and_scripts_are_refused(tmp_path, hub):
     hub.add({"README.md": card, "train.csv": "id\n2\n"})
     hub(refused, hub.uri, "belong")
     hub.add({f"{hub.name[5:]}.py": "raise SystemExit", "train.csv": "id\n2\n"}, OLD, "script")
-    hub(refused, f"{hub.uri}@script", "Python script, which is not run")
+    hub(refused, f"{hub.uri}@script", "Python script")
     hub.add({"LICENSE": "none"}, "c" * 40, "empty")
     hub(refused, f"{hub.uri}@empty", hub.name)
 
 
 def test_who_may_not_read_it_and_who_does_not_answer_is_told_apart(tmp_path, hub, monkeypatch):
     hub.add({"train.parquet": companies(0, 3)})
-    hub(refused, "hf://datasets/team/gone", "team/gone", "is not there, or is private")
+    hub(refused, "hf://datasets/team/gone", "team/gone", "does not exist, or is private")
     hub(refused, f"{hub.uri}@v9", "source.version", "no revision 'v9'")
 
     def only_with(key: str) -> Callable[[str, Any], Any]:
@@ -257,7 +257,7 @@ def test_who_may_not_read_it_and_who_does_not_answer_is_told_apart(tmp_path, hub
 
     hub.there.refuse = only_with("hf_right")
     hub(refused, hub.uri, "is private", "HF_TOKEN")
-    said = hub(refused, hub.uri, "401", "access is denied", options={"token": "hf_wrong"})
+    said = hub(refused, hub.uri, "401", "access denied", options={"token": "hf_wrong"})
     assert "hf_wrong" not in said
     assert hub(copied, tmp_path, hub.uri, options={"token": "hf_right"})[1].equals(companies(0, 3))
     hub(setenv, "OUR_TOKEN", "hf_right")
@@ -265,7 +265,7 @@ def test_who_may_not_read_it_and_who_does_not_answer_is_told_apart(tmp_path, hub
     missing = {"token_env": "NOT_SET"}
     hub(refused, hub.uri, "token_env", "NOT_SET is not set", error=ConfigError, options=missing)
     hub.there.refuse = lambda path, headers: (403, {"X-Error-Code": "GatedRepo"})
-    hub(refused, hub.uri, "403", "ask for access")
+    hub(refused, hub.uri, "403", "request access")
     hub.there.refuse = lambda path, headers: (500, {})
     hub(refused, hub.uri, "500", error=StoreUnavailable)
 
@@ -319,7 +319,7 @@ def test_the_plan_keeps_the_commit_and_a_resume_asks_the_hub_nothing(tmp_path, h
     hub.there.asked.clear()
     assert hub(plan_run, job, "one").plan_hash == run.plan_hash
     assert hub.there.asked == []
-    hub(refused, f"{hub.uri}@{COMMIT}", "source.version", "no revision", "removed")
+    hub(refused, f"{hub.uri}@{COMMIT}", "source.version", "no revision", "or no longer")
 
 
 def saved(folder: Path, table: pa.Table) -> str:
@@ -343,7 +343,7 @@ def test_a_folder_that_save_to_disk_wrote_is_opened_by_name_and_pinned(tmp_path)
     saved(tmp_path / "d2", companies(0, 3))
     for file in (tmp_path / "d2").iterdir():
         shutil.copy(file, tmp_path / "d" / file.name)
-    refused(uri, "source.version", "saved anew", version=state["_fingerprint"])
+    refused(uri, "source.version", "saved again", version=state["_fingerprint"])
 
     features = Features(
         {"m": Array2D((2, 2), "int8"), "c": ClassLabel(names=["x", "y"]), "j": Json()}
@@ -378,12 +378,12 @@ def test_a_folder_on_s3_is_read_file_by_file(tmp_path, s3):
     one = copied(tmp_path, uri, columns=["id"], filter="id > 2498", **keys)[1]
     assert one.to_pydict() == {"id": [2499]}
     assert copied(tmp_path, f"{bucket}/both", split="a", **keys)[1].num_rows == 4
-    refused(uri, "source.version", "saved anew", version="other", **keys)
+    refused(uri, "source.version", "saved again", version="other", **keys)
     store.delete(["d/data-00001-of-00003.arrow"])
-    refused(uri, "data-00001-of-00003.arrow", "not there", **keys)
+    refused(uri, "data-00001-of-00003.arrow", "a file is missing", **keys)
     refused(f"{bucket}/none", "no state.json", format="huggingface", **keys)
     store.put("d/state.json", b'{"_fingerprint": "x", "_data_files": [{"filename": "../a"}]}')
-    refused(uri, "../a", "as one of its own", **keys)
+    refused(uri, "../a", "as one of its files", **keys)
 
 
 def captioned(folder, uri):
@@ -448,7 +448,7 @@ def test_what_is_no_dataset_is_told(tmp_path, monkeypatch):
     shutil.move(tmp_path / "d/data-00000-of-00001.arrow", tmp_path / "outside.arrow")
     state["_data_files"] = [{"filename": "../outside.arrow"}]
     (tmp_path / "d/state.json").write_text(json.dumps(state))
-    refused(uri, "outside.arrow", "as one of its own")
+    refused(uri, "outside.arrow", "as one of its files")
     monkeypatch.setattr("prefect_raybatch.source.tables.registry.find_spec", lambda name: None)
     refused(URI, 'pip install "prefect-raybatch[huggingface]"', error=ConfigError)
 

@@ -1,4 +1,4 @@
-"""Lance data sets as input, with the real library: which rows, and what is said."""
+"""Lance datasets as input, with the real library: which rows, and what is said."""
 
 from __future__ import annotations
 
@@ -98,11 +98,11 @@ def test_a_plan_of_a_data_set_keeps_its_version(tmp_path):
 
 
 def test_what_is_no_data_set_is_told(tmp_path, monkeypatch):
-    refused(str(tmp_path / "no"), "holds no Lance data set", format="lance")
+    refused(str(tmp_path / "no"), "no Lance dataset in", format="lance")
     uri = data_set(tmp_path / "d", companies(0, 3))
     next((tmp_path / "d/data").iterdir()).unlink()
-    refused(uri, "Lance data set", "is not there")
-    with pytest.raises(SourceError, match="it has no rows"):
+    refused(uri, "Lance dataset", "a file is missing")
+    with pytest.raises(SourceError, match="has no rows"):
         copied(tmp_path, data_set(tmp_path / "e", companies(0, 0)))
     monkeypatch.setattr(
         "prefect_raybatch.source.tables.registry.find_spec", lambda name: None, raising=True

@@ -61,7 +61,7 @@ def test_files_that_were_listed_are_read(tmp_path, monkeypatch, uri):
 )
 def test_files_outside_of_the_source_are_refused(tmp_path, monkeypatch, source, uri):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CorruptRun, match=r"plan\.json names the input file .* not in source\.uri"):
+    with pytest.raises(CorruptRun, match=r"plan\.json lists the input file .* not in source\.uri"):
         check_planned(planned(uri.format(root=tmp_path)), reads(uri=source), snapshot=False)
 
 

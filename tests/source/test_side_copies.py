@@ -253,6 +253,14 @@ def test_any_text(both, tmp_path):
     assert 9 < cut < 25
 
 
+def test_a_filter_is_compared_with_the_types_of_all_parts(both, tmp_path):
+    uri = files(tmp_path / "in", csv(*numbered(300, "02139,y,3", *numbered(400))))
+    rows, shares = both(uri, filter="a = '02139'")
+    assert rows["b"].to_pylist() == ["y"] and shares > 1
+    error, _ = both(uri, filter="a = 2139")
+    assert "column 'a' is string" in error
+
+
 LONG = "12345678901234567"  # more digits than a float64 holds
 
 

@@ -108,10 +108,10 @@ def test_what_a_desktop_leaves_in_a_folder_is_not_read(tmp_path, pattern, format
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("b.xlsx", "a workbook is not read; save its sheet as CSV"),
-        ("b.docx", "a document is no table"),
-        ("b.log", "the ending does not tell the format"),
-        ("b.db", "a database is not read as a file"),
+        ("b.xlsx", "workbooks are not supported. Save the sheet as CSV"),
+        ("b.docx", "documents are not supported"),
+        ("b.log", "the extension does not show the format"),
+        ("b.db", "a database cannot be read as a file"),
         ("b.zip", "this compression cannot be read as a stream"),
     ],
 )
@@ -119,11 +119,11 @@ def test_a_file_that_is_no_table_is_named_and_how_to_leave_it_out(tmp_path, name
     text(tmp_path / "in/a.csv.gz", "x\n1\n")
     text(tmp_path / "in" / name, "no")
     place = f"{tmp_path}/in"
-    remedy = f"or leave such files out with a glob: source.uri: {place}/*.csv.gz"
+    remedy = f"or exclude such files with a glob: source.uri: {place}/*.csv.gz"
     refused(tmp_path, place, f"{place}/{name}: {said}", remedy)
     text(tmp_path / "in/deep/c.csv.gz", "x\n1\n")
     refused(tmp_path, place, f"{place}/**/*.csv.gz")
-    refused(tmp_path, f"{place}/{name[:2]}*", said, "or leave such files out with a glob")
+    refused(tmp_path, f"{place}/{name[:2]}*", said, "or exclude such files with a glob")
     assert "glob" not in refused(tmp_path, f"{place}/{name}", said)
 
 
@@ -184,7 +184,7 @@ def test_mixed_and_unknown_formats_are_refused_with_the_remedy(tmp_path):
         detect_format(reads(uri=uri))
     assert inventory(reads(uri=uri, format="parquet")).rows == 1
     text(tmp_path / "in/c.dat", "x")
-    with pytest.raises(SourceError, match=r"c\.dat.*set source\.format"):
+    with pytest.raises(SourceError, match=r"c\.dat.*Set source\.format"):
         detect_format(reads(uri=uri))
     with pytest.raises(SourceError, match="no file"):
         text(tmp_path / "only/a.csv", "x")
@@ -195,13 +195,13 @@ def test_nothing_to_read(tmp_path):
     (tmp_path / "empty").mkdir()
     text(tmp_path / "empty/_SUCCESS", "")
     for uri, words in [
-        (f"{tmp_path}/no.parquet", "does not exist"),
-        (f"{tmp_path}/empty", "holds no files"),
+        (f"{tmp_path}/no.parquet", "no file or folder 'no.parquet' in"),
+        (f"{tmp_path}/empty", "has no files"),
         (f"{tmp_path}/empty/*.parquet", "no file matches"),
     ]:
         with pytest.raises(SourceError, match=words) as caught:
             inventory(reads(uri=uri))
-        assert uri in str(caught.value)
+        assert uri.rpartition("/")[0] in str(caught.value)
 
 
 def test_a_file_listed_twice_is_refused(tmp_path):
@@ -257,7 +257,7 @@ def test_an_unknown_column_names_the_nearest(tmp_path):
     path = parquet(tmp_path / "a.parquet", Company=["x"], City=["y"])
     with pytest.raises(ConfigError, match=r"no column 'Compny'; did you mean 'Company'\?"):
         inventory(reads(uri=path, columns=["Compny"]))
-    with pytest.raises(ConfigError, match="stands there twice"):
+    with pytest.raises(ConfigError, match="duplicate column"):
         inventory(reads(uri=path, columns=["City", "City"]))
 
 
@@ -265,7 +265,7 @@ def test_reserved_and_repeated_columns(tmp_path):
     with pytest.raises(SourceError, match=r"__rb_pos.*reserved"):
         inventory(reads(uri=parquet(tmp_path / "a.parquet", __rb_pos=[1])))
     pq.write_table(pa.table([[1], [2]], names=["a", "a"]), tmp_path / "b.parquet")
-    with pytest.raises(SourceError, match="'a' stands there twice"):
+    with pytest.raises(SourceError, match="duplicate column 'a'"):
         inventory(reads(uri=str(tmp_path / "b.parquet")))
 
 
@@ -273,7 +273,7 @@ def test_reserved_and_repeated_columns(tmp_path):
 def test_a_corrupt_file_among_good_ones_is_named(tmp_path, content):
     parquet(tmp_path / "a.parquet", x=[1])
     text(tmp_path / "b.parquet", content)
-    with pytest.raises(SourceError, match=r"b\.parquet: is not a readable Parquet file"):
+    with pytest.raises(SourceError, match=r"b\.parquet is not a readable Parquet file"):
         inventory(reads(uri=str(tmp_path)))
 
 
@@ -315,7 +315,7 @@ def test_types_and_columns_that_do_not_agree(tmp_path):
         assert word in str(caught.value)
     assert inventory(reads(uri=str(tmp_path), columns=["y"])).rows == 2
     parquet(tmp_path / "b.parquet", x=[1])
-    with pytest.raises(SourceError, match=r"b\.parquet has no column 'y', which .*a\.parquet has"):
+    with pytest.raises(SourceError, match=r"b\.parquet has no column 'y', but .*a\.parquet has"):
         inventory(reads(uri=str(tmp_path)))
 
 
@@ -469,7 +469,7 @@ def test_a_file_without_rows_before_others_is_no_reason_to_refuse_the_folder(tmp
     found = peek(given)
     assert found.schema == pa.schema({"a": pa.int64(), "b": pa.string()})
     text(tmp_path / "in" / "b.csv", "a,b\n")
-    with pytest.raises(SourceError, match=r"a\.csv, .*b\.csv has a header but no rows; there is"):
+    with pytest.raises(SourceError, match=r"no rows after the header in .*a\.csv, .*b\.csv"):
         peek(given)
 
 
@@ -477,7 +477,7 @@ def test_a_file_without_rows_before_others_is_no_reason_to_refuse_the_folder(tmp
 def test_a_quote_that_is_never_closed_swallows_no_rows(tmp_path, columns):
     content = 'a,b\n1,x\n2,"y\n""z"\n3,"Best Ltd\n4,x\n5,x\n'
     path = text(tmp_path / "data.csv", content)
-    words = ["data.csv, line 5", "a quote is opened", "never closed", "2 more lines"]
+    words = ["data.csv, line 5", "opens a quote", "never closed", "2 more lines"]
     refused(tmp_path, path, *words, columns=columns)
     with pytest.raises(SourceError, match="never closed"):
         peek(reads(uri=path, columns=columns))
@@ -507,7 +507,7 @@ def test_a_quote_that_is_never_closed_swallows_no_rows(tmp_path, columns):
         ("a.csv", b"\x28\xb5\x2f\xfd\x24\x08", ["is compressed with zstd", "a.csv.zst"]),
         ("a.csv", b"PK\x03\x04\x14\x00", ["is a ZIP file or an Excel workbook"]),
         ("a.csv", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", ["is an Excel workbook"]),
-        ("a.csv", b"PAR1\x15\x04", ["is Parquet", "source.format: parquet"]),
+        ("a.csv", b"PAR1\x15\x04", ["is a Parquet file", "source.format to parquet"]),
         ("a.csv.gz", b"a,b\n1,x\n", ["cannot be read", "incorrect header"]),
         ("a.csv.gz", gzip.compress(b"a,b\n1,x\n", mtime=0)[:-12], ["cannot be read", "runcated"]),
     ],
@@ -531,11 +531,11 @@ def test_an_unnamed_index_column_is_named_as_pandas_does(tmp_path):
     ("content", "words"),
     [
         ("", ["0 bytes"]),
-        ("a,b\n", ["header but no rows"]),
+        ("a,b\n", ["no rows after the header"]),
         ("\n\n", ["header"]),
-        ('a,b\n1,"x\ny"\n\n3\n', ["line 5", "1 column ", "header has 2"]),
+        ('a,b\n1,"x\ny"\n\n3\n', ["line 5", "1 column,", "header has 2"]),
         ("a,b\n1,2,3\n", ["line 2", "3 columns"]),
-        ("a,a\n1,2\n", ["'a' stands there twice"]),
+        ("a,a\n1,2\n", ["duplicate column 'a'"]),
         ("__rb_pos\n1\n", ["reserved"]),
         (b"a\nx\n\xe4\n", ["line 3", "not UTF-8 (byte 0xe4 at offset 4)", "source.csv.encoding"]),
         (b"\xe4\nx\n", ["line 1", "not UTF-8"]),
@@ -563,7 +563,7 @@ def test_other_encodings_are_named_with_the_remedy(tmp_path, monkeypatch, name, 
     if encoding == "utf-16-be":
         data = b"\xfe\xff" + data
     text(tmp_path / name, gzip.compress(data) if name.endswith("gz") else data)
-    remedy = "set source.csv.encoding to utf-" if "csv" in name else "iconv -f"
+    remedy = "Set source.csv.encoding to utf-" if "csv" in name else "iconv -f"
     message = refused(tmp_path, str(tmp_path / name), name, said, remedy)
     assert "\n" not in message and not ignored
     with pytest.raises(SourceError, match=said):
@@ -575,7 +575,7 @@ def test_a_ragged_line_that_is_no_utf8_is_one_clean_error(tmp_path, monkeypatch)
     ignored: list[Any] = []
     monkeypatch.setattr("sys.unraisablehook", ignored.append)
     text(tmp_path / "a.csv", "id,city\n1,a\n2,Ürgüp,x\n".encode("latin-1"))
-    refused(tmp_path, str(tmp_path / "a.csv"), "a.csv, line 3: 3 columns where the header has 2")
+    refused(tmp_path, str(tmp_path / "a.csv"), "a.csv, line 3 has 3 columns, but the header has 2")
     assert not ignored
 
 
@@ -597,7 +597,7 @@ def test_a_source_that_changes_while_copied(tmp_path, monkeypatch):
         return made
 
     monkeypatch.setattr(snapshots, "copy_tables", slow)
-    with pytest.raises(SourceError, match=r"changed while it was being copied \(size 4 -> 6\)"):
+    with pytest.raises(SourceError, match=r"changed while it was being copied"):
         copy(tmp_path, str(path))
 
 
@@ -613,7 +613,7 @@ def test_a_source_that_is_rewritten_while_copied_with_its_size_and_time(tmp_path
         return made
 
     monkeypatch.setattr(snapshots, "copy_tables", slow)
-    with pytest.raises(SourceError, match=r"a\.csv: changed while it was being copied"):
+    with pytest.raises(SourceError, match=r"a\.csv changed while it was being copied"):
         copy(tmp_path, str(path))
 
 
@@ -708,8 +708,8 @@ def test_objects_that_are_empty_in_one_block_only_stay_objects(tmp_path, monkeyp
     ("content", "words"),
     [
         ("", ["0 bytes"]),
-        ("\n\n", ["no rows"]),
-        (lines({"a": 1}, "", "[1]"), ["line 3", "holds an array, not an object"]),
+        ("\n\n", ["no rows in"]),
+        (lines({"a": 1}, "", "[1]"), ["line 3", "is an array, not an object"]),
         (lines({"a": 1}, "{oops"), ["line 2", "not valid JSON"]),
         (
             lines({"a": 1}, {"a": "x"}, ""),
@@ -753,5 +753,5 @@ def test_peek_guesses_without_writing(tmp_path):
 def test_half_of_a_surrogate_pair_in_json_is_named_with_its_line(tmp_path):
     lines = ['{"id": 0, "text": "a"}', r'{"id": 1, "text": "b \ud800 c"}', '{"id": 2, "text": "d"}']
     (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
-    with pytest.raises(SourceError, match=r"in\.jsonl, line 2: holds \\ud800, half of a surrogate"):
+    with pytest.raises(SourceError, match=r"in\.jsonl, line 2 has \\ud800, half of a surrogate"):
         snapshot(reads(uri=str(tmp_path / "in.jsonl")), open_store(str(tmp_path / "out")), "a")

@@ -91,7 +91,7 @@ def test_a_table_is_refused_by_name_however_it_is_reached(tmp_path, kind):
     file = next(path for path in data.iterdir() if path.is_file())
     said = f"{kind.split()[0]} table"
     opened = OPENED.get(kind.split()[0])
-    remedy = "the table's own folder" if opened else "Parquet"
+    remedy = "the folder of the table" if opened else "Parquet"
     for uri in (tmp_path / "lake", data, file, table):
         if uri != table or not opened:
             refused(str(uri), f"{table} is ", said, remedy)
@@ -129,7 +129,7 @@ def test_a_name_that_is_not_utf_8_is_refused_with_the_file(tmp_path):
     with open(place, "wb") as file:
         file.write(b"a\n1\n")
     for uri in (str(tmp_path), str(tmp_path / "*.csv")):
-        refused(uri, r"caf\udce9.csv' is not UTF-8", "rename the file or folder").encode()
+        refused(uri, r"caf\udce9.csv' is not UTF-8", "Rename the file or folder").encode()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -142,7 +142,7 @@ def test_links_into_a_table_lead_into_a_table(tmp_path, kind):
     (tmp_path / f"one/a{file.suffix}").symlink_to(file)
     for uri in ("in", "in/part", "one", f"one/a{file.suffix}", f"*/a{file.suffix}"):
         said = refused(f"{tmp_path}/{uri}", f"{kind.split()[0]} table")
-        # A link to the table's own folder is the table by another name.
+        # A link to the folder of the table is the table by another name.
         assert any(f"{tmp_path}/{place} is " in said for place in ("lake/sales", "in/part"))
 
 

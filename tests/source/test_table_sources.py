@@ -85,7 +85,7 @@ def test_dictionaries_and_views_come_as_what_they_hold(tmp_path, given):
 def test_a_type_that_no_snapshot_keeps_is_refused_by_its_column_unless_left_out(tmp_path, given):
     span = pa.array([pa.MonthDayNano([1, 2, 3])], pa.month_day_nano_interval())
     given(pa.table({"id": [1], "span": span}))
-    refused("lake/t", "column 'span'", "Parquet cannot keep", "source.columns", format="delta")
+    refused("lake/t", "column 'span'", "Parquet cannot store", "source.columns", format="delta")
     assert copied(tmp_path, "lake/t", format="delta", columns=["id"])[1].num_rows == 1
 
     class Odd(pa.ExtensionType):
@@ -109,8 +109,8 @@ def test_a_column_of_a_reserved_name_or_an_unknown_one_is_refused(given):
 @pytest.mark.parametrize(
     ("text", "kind", "words"),
     [
-        ("HTTP 403 Forbidden, key SECRET", SourceError, "access is denied"),
-        ("NoSuchKey: part-0.parquet", SourceError, "is not there"),
+        ("HTTP 403 Forbidden, key SECRET", SourceError, "access denied"),
+        ("NoSuchKey: part-0.parquet", SourceError, "a file is missing"),
         ("\x1b[31mconnection reset\x1b[0m by peer", StoreUnavailable, "t: connection reset by"),
         ("operation timed out", StoreUnavailable, "timed out"),
         ("bad magic", SourceError, "cannot be read (ValueError: bad magic)"),

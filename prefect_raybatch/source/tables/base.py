@@ -77,8 +77,7 @@ class TableSource(ABC):
     def batches(
         self, columns: Sequence[str] | None, filter: Filter | None
     ) -> Iterator[pa.RecordBatch]:
-        """Yield all rows of the version, streamed, in the same order each time if the format has
-        one.
+        """Yield all rows of the version, streamed, in the same order each time if possible.
 
         `columns`: those to read (None: all), including the filter's own, which are dropped later.
         `filter` may be pushed down as far as the format can: it is applied to the result in any
@@ -97,22 +96,26 @@ class TableSource(ABC):
 
 
 def check_own_files(table: str, files: Iterable[str]) -> None:
-    """Raise an error for a file that the table at `table` names as one of its own, and that the job
-    may not read: a local one of a table elsewhere, or one that the policy in force refuses."""
+    """Raise an error for a file of the table at `table` that the job may not read.
+
+    That is a local file of a table elsewhere, or one that the policy in force refuses.
+    """
     named = list(files)
     local = next((file for file in named if not is_remote(file)), None)
     if local is not None and is_remote(table):
         raise SourceError(
-            f"source.uri: the table {table} names a local file, {local}, as one of its own; read "
-            "a copy of it that has all its files"
+            f"source.uri: the table {table} lists a local file, {local}, as one of its own. Read a "
+            "copy of the table that has all its files"
         )
     check_table_files(named)
 
 
 @contextmanager
 def said_plainly(what: str, scrub: Any = str) -> Iterator[None]:
-    """Convert what a library raises while `what` is read into one line of ours. `scrub` removes
-    credentials from a text."""
+    """Convert what a library raises while `what` is read into one line of ours.
+
+    `scrub` removes credentials from a text.
+    """
     try:
         yield
     except RayBatchError:
@@ -125,17 +128,19 @@ def said_plainly(what: str, scrub: Any = str) -> Iterator[None]:
         failure = failure_in(error)
         if failure == "denied":
             raise SourceError(
-                f"{what}: access is denied ({text}); check the keys in source.options, "
+                f"{what}: access denied ({text}). Check the credentials in source.options, "
                 "source.catalog, the credentials_block or the environment, and that they may read "
                 "it"
             ) from None
         if failure == "no bucket":
-            raise SourceError(f"{what}: there is no such bucket ({text}); check its name") from None
+            raise SourceError(
+                f"{what}: the bucket does not exist ({text}). Check its name"
+            ) from None
         if failure == "gone":
             raise SourceError(
-                f"{what}: a file of it is not there ({text}); was it removed by a cleanup "
-                "(vacuum, expired snapshots), or does the place not exist?"
+                f"{what}: a file is missing ({text}). Check the path, and whether a cleanup "
+                "(vacuum, expired snapshots) has removed it"
             ) from None
         if failure == "away":
             raise StoreUnavailable(f"{what}: {text}") from None
-        raise SourceError(f"{what}: cannot be read ({type(error).__name__}: {text})") from None
+        raise SourceError(f"{what} cannot be read ({type(error).__name__}: {text})") from None

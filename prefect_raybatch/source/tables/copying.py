@@ -36,8 +36,12 @@ def snapshot_of(format: str, source: ReadSpec, run_store: Store, attempt: str) -
 
         made = copy_tables(blocks, Shape(), run_store, attempt, source.limit, format)
         if not made.rows:
-            which = "no row fits source.filter" if source.filter else "it has no rows"
-            raise SourceError(f"{chosen.name}: {which}; there is nothing to do")
+            which = (
+                "no row matches source.filter. Change the filter"
+                if source.filter
+                else "the table has no rows. Check source.uri and source.version"
+            )
+            raise SourceError(f"{chosen.name}: {which}")
         record = table.pin.record() | {"schema": encode_schema(plain(table.schema))}
         if source.filter:
             record["filter"] = source.filter
@@ -45,8 +49,7 @@ def snapshot_of(format: str, source: ReadSpec, run_store: Store, attempt: str) -
 
 
 def peek_at(format: str, source: ReadSpec) -> Inventory:
-    """Return what `snapshot_of` would give, estimated from metadata and the first rows. Writes
-    nothing."""
+    """Return what `snapshot_of` would give, by metadata and the first rows; write nothing."""
     with open_table(format, source) as table:
         chosen = _Chosen(table, source)
         looked, sample, whole = chosen.sample()
@@ -58,7 +61,9 @@ def peek_at(format: str, source: ReadSpec) -> Inventory:
         if source.limit is not None and rows >= source.limit:
             rows, guessed = source.limit, False
         if not looked:
-            raise SourceError(f"{chosen.name}: it has no rows; there is nothing to do")
+            raise SourceError(
+                f"{chosen.name}: the table has no rows. Check source.uri and source.version"
+            )
         file = InputFile(uri=table.pin.uri, size=0, etag=None, mtime_ns=None, rows=rows)
         row_bytes = sample.nbytes / max(1, sample.num_rows)
         pin = table.pin.record()
@@ -93,8 +98,7 @@ class _Chosen:
             self._filter.expression(self._all)  # faults of it before anything is read
 
     def tables(self, pushed: bool) -> Iterator[pa.Table]:
-        """Yield the matching rows; `pushed`: the filter is passed to the format's reader as
-        well."""
+        """Yield the matching rows; `pushed`: the filter goes to the format's reader as well."""
         for table in self._read(self._filter if pushed else None):
             kept = table if self._filter is None else self._filter.keep(table)
             if kept.num_rows:
@@ -134,6 +138,6 @@ def _check_storable(name: str, schema: pa.Schema) -> None:
             pq.write_table(pa.schema([field]).empty_table(), pa.BufferOutputStream())
         except (pa.ArrowException, NotImplementedError) as error:
             raise SourceError(
-                f"{name}: column {field.name!r} is of type {field.type}, which Parquet cannot keep "
-                f"({error}); convert it in the table, or leave it out with source.columns"
+                f"{name}: column {field.name!r} has type {field.type}, which Parquet cannot store "
+                f"({error}). Convert it in the table, or leave it out with source.columns"
             ) from None

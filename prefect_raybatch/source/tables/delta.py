@@ -41,8 +41,8 @@ def open_delta(source: ReadSpec) -> TableSource:
             newest = DeltaTable(uri, storage_options=object_store_options(keys))
         except TableNotFoundError:
             raise SourceError(
-                f"source.uri: {uri} holds no Delta table (no _delta_log that can be read); name "
-                "the table's folder, and check the path and the bucket"
+                f"source.uri: no Delta table in {uri} (no readable _delta_log). Set it to the "
+                "folder of the table, and check the path and the bucket"
             ) from None
         if source.version is None:
             return DeltaSource(newest, uri, _made(newest, newest.version()), scrub)
@@ -52,16 +52,16 @@ def open_delta(source: ReadSpec) -> TableSource:
             _go_to(table, source.version)
     except SourceError as error:
         raise SourceError(
-            f"source.version: {uri} has no version {source.version} that can be read any more "
-            f"(the newest is {newest.version()}; log cleanup removes old ones): {error}"
+            f"source.version: {uri} has no readable version {source.version} (the newest is "
+            f"{newest.version()}; log cleanup removes old ones): {error}"
         ) from None
     with said_plainly(what, scrub):
         opened = DeltaSource(table, uri, _made(newest, table.version()), scrub)
     asked, made = moment_of(source.version), opened.pin.made
     if asked and made and datetime.fromisoformat(made) > asked:
         raise SourceError(  # the library gives the oldest version that there is
-            f"source.version: {source.version} is older than the first version of {uri} that can "
-            f"be read, which is {opened.pin.version} of {made}"
+            f"source.version: {source.version} is older than the first readable version of {uri}, "
+            f"which is {opened.pin.version} of {made}. Choose a later one"
         )
     return opened
 
@@ -129,8 +129,10 @@ def _made(newest: Any, version: int) -> str | None:
 
 
 def _files(table: Any, uri: str) -> Iterator[str]:
-    """Yield the locations of the table's files, which its log names by URL: below the table's
-    folder, or anywhere."""
+    """Yield the locations of the table's files.
+
+    Its log names them by URL: below the table's folder, or anywhere.
+    """
     for path in pa.table(table.get_add_actions())["path"].to_pylist():
         whole = "://" in path or path.startswith("/")
         yield path if "://" in path else unquote(path) if whole else f"{uri}/{unquote(path)}"

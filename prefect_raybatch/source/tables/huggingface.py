@@ -73,7 +73,8 @@ def _token(source: ReadSpec) -> str | None:
     value = os.environ.get(str(variable))
     if not value:
         raise ConfigError(
-            f"source.options.token_env: the variable {variable} is not set where the run is planned"
+            f"source.options.token_env: environment variable {variable} is not set. Set it where "
+            "the run is planned"
         )
     return value
 
@@ -94,8 +95,8 @@ def _commit(
     except RevisionNotFoundError:
         raise SourceError(
             f"source.version: the Hugging Face dataset {repository} has no revision {revision!r} "
-            "(a commit, branch or tag); was it removed or rewritten there? Name another, or none "
-            "for the newest"
+            "(a commit, branch or tag), or no longer. Choose another, or remove it to read the "
+            "newest"
         ) from None
     made = found.last_modified
     return str(found.sha), None if made is None else made.isoformat(timespec="seconds")
@@ -115,26 +116,30 @@ def _builder(
         names = get_dataset_config_names(uri, revision=commit, token=token)
         if config in names or (config is None and len(names) == 1):
             raise
-        said = "has several" if config is None else f"has no {config!r}"
+        said = (
+            "has several configurations" if config is None else f"has no configuration {config!r}"
+        )
         raise ConfigError(
-            f"source.config: the Hugging Face dataset {repository} {said} configurations "
-            f"({', '.join(names)}); name one"
+            f"source.config: the Hugging Face dataset {repository} {said} (configurations: "
+            f"{', '.join(names)}). Choose one"
         ) from error
 
 
 def _refuse_elsewhere(what: str, builder: Any, repository: str, commit: str) -> None:
-    """Raise SourceError unless all data files belong to the dataset at its commit: its card may
-    name any file, and if the Hub fails the library takes what an earlier commit left in its
-    cache."""
+    """Raise SourceError unless all data files belong to the dataset at its commit.
+
+    Its card may name any file, and if the Hub fails the library takes what an earlier commit left
+    in its cache.
+    """
     own = _own(repository, commit)
     files = [str(f) for found in (builder.config.data_files or {}).values() for f in found]
     if not files:
-        raise StoreUnavailable(f"{what}: its files cannot be listed; try again")
+        raise StoreUnavailable(f"{what}: its files cannot be listed. Try again later")
     for file in files:
         if not file.rpartition("::")[2].startswith(own):
             raise SourceError(
-                f"{what}: names {file!r} as one of its files, which is not of the dataset; such "
-                "files are not read. Fetch them yourself, and name them in source.uri"
+                f"{what} lists {file!r} as one of its files, which is outside the dataset and is "
+                "not read. Download it, and set source.uri to your copy"
             )
 
 
@@ -191,8 +196,10 @@ class HubSource(TableSource):
                 yield from self._with_media(rows)
 
     def _reader(self, names: Sequence[str], filter: Filter | None) -> Any:
-        """Return a reader of all columns, or for Parquet of these columns, and of row groups that
-        may contain matching rows."""
+        """Return a reader of all columns or, for Parquet, of these columns.
+
+        For Parquet it also skips row groups that cannot contain matching rows.
+        """
         builder = self._builder
         if self._is_parquet:
             more: dict[str, Any] = {"columns": list(names), "batch_size": ROWS_AT_ONCE}
@@ -261,8 +268,10 @@ def _status(error: BaseException | None) -> int | None:
 
 
 def _unanswered(error: BaseException | None) -> bool:
-    """Return whether nobody answered. The Hub's HTTP client has its own errors, and is another
-    library in other versions."""
+    """Return whether nobody answered.
+
+    The Hub's HTTP client has its own errors, and is another library in other versions.
+    """
     while error is not None:
         own = (kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("http"))
         if isinstance(error, ConnectionError | TimeoutError) or "TransportError" in own:
@@ -274,8 +283,8 @@ def _unanswered(error: BaseException | None) -> bool:
 def _denied(what: str, error: Exception, scrub: Callable[[str], str]) -> SourceError:
     said = scrub(" ".join(str(error).split()))[:300]
     return SourceError(
-        f"{what}: Hugging Face answers {_status(error)}: access is denied ({said}); check HF_TOKEN "
-        "or source.options.token_env, and for a gated dataset ask for access on its page"
+        f"{what}: Hugging Face answered {_status(error)}: access denied ({said}). Check HF_TOKEN "
+        "or source.options.token_env; for a gated dataset, request access on its page"
     )
 
 
@@ -294,15 +303,15 @@ def _explained(what: str, token: str | None) -> Iterator[None]:
             raise
         except OfflineModeIsEnabled:
             raise SourceError(
-                f"{what}: HF_HUB_OFFLINE is set, and it is streamed from the Hub; unset it where "
-                "the run is planned, or name a local folder that save_to_disk wrote"
+                f"{what} is streamed from the Hub, but HF_HUB_OFFLINE is set. Unset it where the "
+                "run is planned, or set source.uri to a folder written by save_to_disk"
             ) from None
         except RepositoryNotFoundError as error:
             if isinstance(error, GatedRepoError):
                 raise _denied(what, error, scrub) from None
             raise SourceError(
-                f"{what}: is not there, or is private and the token may not read it; check OWNER/"
-                "NAME, and HF_TOKEN or source.options.token_env"
+                f"{what} does not exist, or is private and the token may not read it. Check "
+                "OWNER/NAME, and HF_TOKEN or source.options.token_env"
             ) from None
         except Exception as error:
             status, said = _status(error), scrub(" ".join(str(error).split()))[:300]
@@ -312,7 +321,8 @@ def _explained(what: str, token: str | None) -> Iterator[None]:
                 raise StoreUnavailable(f"{what}: {said or type(error).__name__}") from None
             if "scripts are no longer supported" in said:
                 raise SourceError(
-                    f"{what}: is a Python script, which is not run; convert it to Parquet (its "
-                    "page may have a branch refs/convert/parquet: write @refs/convert/parquet)"
+                    f"{what} is a Python script, which is never run. Convert it to Parquet (its "
+                    "page may have a branch refs/convert/parquet: append @refs/convert/parquet to "
+                    "source.uri)"
                 ) from None
             raise

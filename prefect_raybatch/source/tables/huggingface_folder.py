@@ -38,12 +38,14 @@ def open_saved(source: ReadSpec) -> TableSource:
         names = [str(name) for name in splits if Path(str(name)).name == str(name)]
         split = choose_split(source.split, names, "source.split")
         if "+" in split:
-            raise ConfigError(f"source.split: of the folder {place} one is read; name one")
+            raise ConfigError(
+                f"source.split: only one split of the folder {place} can be read. Choose one"
+            )
         store = store.sub(split)
     elif source.split is not None:
         raise ConfigError(
-            f"source.split: {place} holds one dataset, without splits (no dataset_dict.json); "
-            "remove it"
+            f"source.split: {place} has one dataset without splits (no dataset_dict.json). Remove "
+            "source.split"
         )
     with said_plainly(what):
         state = _json(store, "state.json")
@@ -51,13 +53,14 @@ def open_saved(source: ReadSpec) -> TableSource:
     folder = place if split is None else f"{place}/{split}"
     if not fingerprint:
         raise SourceError(
-            f"source.uri: {folder} holds no dataset as save_to_disk writes it (no state.json with "
-            "a fingerprint); name the folder that was given to save_to_disk"
+            f"source.uri: no dataset written by save_to_disk in {folder} (no state.json with a "
+            "fingerprint). Set it to the folder that was passed to save_to_disk"
         )
     if source.version not in (None, fingerprint):
         raise SourceError(
             f"source.version: the dataset in {folder} has the fingerprint {fingerprint}, not "
-            f"{source.version}: it was saved anew. Older ones are not kept there"
+            f"{source.version}: it was saved again, and earlier ones are not kept. Correct or "
+            "remove source.version"
         )
     pin = TablePin(format="huggingface", uri=place, id=folder, version=str(fingerprint))
     with said_plainly(what):
@@ -73,7 +76,10 @@ def _json(store: Store, name: str) -> Mapping[str, Any]:
     except FileNotFoundError:
         return {}
     except (CorruptRun, ValueError) as error:  # by the first a store says that a file is larger
-        raise SourceError(f"source.uri: {store.uri}/{name} cannot be read ({error})") from None
+        raise SourceError(
+            f"source.uri: {store.uri}/{name} cannot be read ({error}). Save the dataset again with "
+            "save_to_disk"
+        ) from None
     return value if isinstance(value, dict) else {}
 
 
@@ -102,7 +108,8 @@ class FolderSource(TableSource):
         for file in self._data.cache_files:
             if Path(file["filename"]).resolve().parent != folder.resolve():
                 raise SourceError(
-                    f"source.uri: {folder} names {file['filename']} as one of its own"
+                    f"source.uri: {folder} lists {file['filename']} as one of its files, which is "
+                    "outside the folder. Save the dataset again with save_to_disk"
                 )
         schema = self._data.features.arrow_schema
         self.schema = pa.schema([pa.field(f.name, stored_type(f.type)) for f in schema])
@@ -127,12 +134,15 @@ class RemoteFolderSource(TableSource):
         self._files = [str(file.get("filename")) for file in state.get("_data_files") or ()]
         for name in self._files:
             if Path(name).name != name:
-                raise SourceError(f"source.uri: {store.uri} names {name} as one of its own")
+                raise SourceError(
+                    f"source.uri: {store.uri} lists {name} as one of its files, which is outside "
+                    "the folder. Save the dataset again with save_to_disk"
+                )
         features = _json(store, "dataset_info.json").get("features")
         if features is None:
             raise SourceError(
-                f"source.uri: {store.uri} does not say which columns it has (dataset_info.json, "
-                "features); save it again with save_to_disk"
+                f"source.uri: {store.uri} does not record its columns (dataset_info.json, "
+                "features). Save it again with save_to_disk"
             )
         schema = Features.from_dict(features).arrow_schema
         self.schema = pa.schema([pa.field(f.name, stored_type(f.type)) for f in schema])

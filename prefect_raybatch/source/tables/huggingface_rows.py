@@ -18,16 +18,19 @@ def choose_split(asked: str | None, names: Sequence[str], field: str) -> str:
         return names[0]
     wrong = [part for part in (asked or "").split("+") if part not in names]
     if wrong:
-        said = f"has no {wrong[0]!r}" if asked else "has several"
+        said = f"has no split {wrong[0]!r}" if asked else "has several splits"
         raise ConfigError(
-            f"{field}: the dataset {said} ({', '.join(names)}); name one, or several as a+b"
+            f"{field}: the dataset {said} (splits: {', '.join(names)}). Choose one, or several as "
+            "a+b"
         )
     return str(asked)
 
 
 def stored_type(kind: pa.DataType) -> pa.DataType:
-    """Return `kind` without the library's own types, at any depth: arrays of several dimensions are
-    lists of lists, JSON is text."""
+    """Return `kind` without the library's own types, at any depth.
+
+    Arrays of several dimensions are lists of lists, JSON is text.
+    """
     if isinstance(kind, pa.BaseExtensionType):
         return stored_type(kind.storage_type)
     types = pa.types
@@ -41,8 +44,10 @@ def stored_type(kind: pa.DataType) -> pa.DataType:
 
 
 def as_typed(what: str, table: pa.Table, fields: Sequence[pa.Field], before: int) -> pa.Table:
-    """Return the columns `fields` of rows, after `before` earlier ones. Raises SourceError if text
-    in later rows has another type than in the first."""
+    """Return the columns `fields` of rows, after `before` earlier ones.
+
+    Raises SourceError if text in later rows has another type than in the first.
+    """
     made = []
     for field in fields:
         if field.name not in table.column_names:
@@ -62,9 +67,10 @@ def as_typed(what: str, table: pa.Table, fields: Sequence[pa.Field], before: int
 
 def _changed(what: str, field: pa.Field, kind: pa.DataType, before: int) -> SourceError:
     return SourceError(
-        f"{what}: column {field.name!r} is {field.type} in its first rows, and {kind} in those "
-        f"from row {before:,} (from 0) on; declare its type in the dataset's card (dataset_info), "
-        "leave it out with source.columns, or fetch the files and name them in source.uri"
+        f"{what}: column {field.name!r} is {field.type} in its first rows, but {kind} in the rows "
+        f"from {before:,} (counted from 0). Declare its type in the card of the dataset "
+        "(dataset_info), leave it out with source.columns, or download the files and set "
+        "source.uri to them"
     )
 
 

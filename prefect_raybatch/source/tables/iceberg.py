@@ -1,5 +1,4 @@
-"""Iceberg through the `pyiceberg` library: from a catalog, or from a folder by its newest
-metadata."""
+"""Iceberg through the `pyiceberg` library: from a catalog, or from a folder."""
 
 from __future__ import annotations
 
@@ -82,8 +81,11 @@ def _scrub(keys: S3Settings | None, properties: Mapping[str, Any]) -> Callable[[
 
 
 def open_catalog(properties: Mapping[str, Any]) -> Any:
-    """Return pyiceberg's catalog with these properties. A REST catalog follows no redirects: it
-    would send its client's secret and its own headers to another host."""
+    """Return pyiceberg's catalog with these properties.
+
+    A REST catalog follows no redirects: it would send its client's secret and its own headers to
+    another host.
+    """
     from pyiceberg.catalog import load_catalog, rest
     from requests import Response, Session
 
@@ -106,7 +108,7 @@ def _from_catalog(name: str, properties: dict[str, Any]) -> Any:
     database = str(properties.get("uri", ""))
     if database.startswith(SQLITE) and not Path(database[len(SQLITE) :]).exists():
         raise SourceError(  # it would be made, empty
-            f"source.catalog: {database} does not exist; check the path"
+            f"source.catalog: {database} does not exist. Check the path"
         )
     # Reading makes no tables in the catalog's database.
     given = {"init_catalog_tables": "false", **properties}
@@ -115,7 +117,8 @@ def _from_catalog(name: str, properties: dict[str, Any]) -> Any:
         return catalog.load_table(name)
     except (NoSuchTableError, NoSuchNamespaceError, ValueError):
         raise SourceError(
-            f"source.uri: the catalog {catalog.name} has no table {name!r}; write namespace.table"
+            f"source.uri: the catalog {catalog.name} has no table {name!r}. Write it as "
+            "namespace.table"
         ) from None
 
 
@@ -149,25 +152,25 @@ def _newest(place: str, options: Mapping[str, Any]) -> str:
             found.setdefault(int(match["hadoop"] or match["number"]), []).append(info.path)
     if not found:
         raise SourceError(
-            f"source.uri: {place} holds no Iceberg table (no metadata/*.metadata.json); name the "
-            "table's folder, or for a table of a catalog set source.catalog"
+            f"source.uri: no Iceberg table in {place} (no metadata/*.metadata.json). Set it to the "
+            "folder of the table, or set source.catalog for a table of a catalog"
         )
     newest = found[max(found)]
     if len(newest) > 1:
         raise SourceError(
             f"source.uri: {place} has {len(newest)} newest metadata files ({', '.join(newest)}), "
-            "of which only its catalog knows which counts; set source.catalog, or name one of them"
+            "and only its catalog knows which is current. Set source.catalog, or set source.uri to "
+            "one of them"
         )
     return join(place, newest[0])
 
 
 def _snapshot(table: Any, version: str | None, place: str) -> Any:
-    """Return the snapshot by id, by name of a branch or tag, or by time; the current one for
-    None."""
+    """Return a snapshot by id, branch, tag or time; the current one for None."""
     if version is None:
         found = table.current_snapshot()
         if found is None:
-            raise SourceError(f"source.uri: {place}: it has no rows; there is nothing to do")
+            raise SourceError(f"source.uri: the table {place} has no rows. Check source.uri")
         return found
     when = None if version.isdecimal() else moment_of(version)
     if version.isdecimal():
@@ -181,7 +184,8 @@ def _snapshot(table: Any, version: str | None, place: str) -> Any:
         names = ", ".join(sorted(table.refs())) or "none"
         raise SourceError(
             f"source.version: {place} has no snapshot {version} (the newest: "
-            f"{', '.join(known) or 'none'}; branches and tags: {names}; expiry removes old ones)"
+            f"{', '.join(known) or 'none'}; branches and tags: {names}). Choose another; expiry "
+            "removes old ones"
         )
     return found
 
@@ -247,13 +251,15 @@ class IcebergSource(TableSource):
         if int(told.get("total-equality-deletes", 0)):
             raise SourceError(
                 f"source.uri: the Iceberg table {self.pin.uri} has equality deletes, which "
-                "pyiceberg cannot apply yet; compact the table (rewrite_data_files), or choose an "
+                "pyiceberg cannot apply yet. Compact the table (rewrite_data_files), or choose an "
                 "earlier source.version"
             )
 
     def _check_files(self, files: Iterable[str]) -> None:
-        """Raise an error for files that the table may not name. A catalog is trusted with the
-        locations of its tables' files on S3."""
+        """Raise an error for files that the table may not name.
+
+        A catalog is trusted with the locations of its tables' files on S3.
+        """
         place = str(self._table.location()) if self._of_catalog else self.pin.uri
         named = (file for file in files if not (self._of_catalog and is_remote(file)))
         check_own_files(place, (FILE_URL.sub("file:///", file) for file in named))
@@ -266,16 +272,14 @@ def _rows(told: Mapping[str, str]) -> int | None:
 
 
 def _expressions() -> Any:
-    """Return the library's expressions, whose signatures type checkers take for those of
-    pydantic."""
+    """Return the library's expressions, which type checkers take for pydantic models."""
     from pyiceberg import expressions
 
     return expressions
 
 
 def _expression(condition: Condition, schema: pa.Schema) -> Any:
-    """Return it as pyiceberg's, which keeps at least the matching rows; None if all must be
-    read."""
+    """Return a pyiceberg expression that keeps at least the matching rows; None for all rows."""
     ice = _expressions()
     if isinstance(condition, AllOf | AnyOf):
         parts = [_expression(part, schema) for part in condition.parts]

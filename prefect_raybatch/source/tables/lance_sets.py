@@ -30,7 +30,7 @@ def open_lance(source: ReadSpec) -> TableSource:
     uri = join(source.uris[0])
     keys = s3_settings(source.options) if is_remote(uri) else None
     scrub = keys.scrub if keys else str
-    what = f"source.uri: the Lance data set {uri}"
+    what = f"source.uri: the Lance dataset {uri}"
 
     def opened(version: int | str | None) -> Any:
         return lance.dataset(uri, version=version, storage_options=object_store_options(keys))
@@ -42,8 +42,8 @@ def open_lance(source: ReadSpec) -> TableSource:
             if ABSENT not in str(error):
                 raise
             raise SourceError(
-                f"source.uri: {uri} holds no Lance data set (no _versions/); name its folder, and "
-                "check the path and the bucket"
+                f"source.uri: no Lance dataset in {uri} (no _versions/). Set it to the folder of "
+                "the dataset, and check the path and the bucket"
             ) from None
         versions = {entry["version"]: _utc(entry["timestamp"]) for entry in newest.versions()}
     data = newest if source.version is None else _pinned(source.version, uri, versions, opened)
@@ -64,15 +64,14 @@ def _pinned(
         return opened(chosen)
     except ValueError:
         raise SourceError(
-            f"source.version: {uri} has no version or tag {version} (versions: "
-            f"{min(versions)} to {max(versions)}, the first of "
-            f"{versions[min(versions)]:%Y-%m-%d %H:%M:%S} UTC; cleanup removes old ones)"
+            f"source.version: {uri} has no version or tag {version} (versions: {min(versions)} to "
+            f"{max(versions)}, the first of {versions[min(versions)]:%Y-%m-%d %H:%M:%S} UTC). "
+            "Choose another; cleanup removes old ones"
         ) from None
 
 
 def _files(data: Any, uri: str) -> Iterator[str]:
-    """Yield the locations of the dataset's files: in its folder, or in other folders that it names
-    as its bases."""
+    """Yield the locations of the dataset's files, in its folder and in its base folders."""
     bases = [str(base.path) for base in data.base_paths().values()]
     yield from bases
     for fragment in data.get_fragments():
@@ -108,6 +107,6 @@ class LanceSource(TableSource):
     ) -> Iterator[pa.RecordBatch]:
         where = filter.sql(self.schema, quote="`") if filter else None
         names = list(columns or self.schema.names)
-        what = f"source.uri: the Lance data set {self.pin.uri} at version {self.pin.version}"
+        what = f"source.uri: the Lance dataset {self.pin.uri} at version {self.pin.version}"
         with said_plainly(what, self._scrub):
             yield from self._data.to_batches(columns=names, filter=where)

@@ -25,8 +25,7 @@ OPENERS: dict[str, Callable[[ReadSpec], TableSource]] = {
 
 
 def open_table(format: str, source: ReadSpec) -> TableSource:
-    """Return the table that `source` names, in a format of `OPENERS`, at source.version or as it is
-    now.
+    """Return the table that `source` names, at source.version or as it is now.
 
     Raises ConfigError for a missing extra or a malformed source.version, SourceError for a table or
     version that does not exist or may not be read, `StoreUnavailable` if the location does not
@@ -41,6 +40,6 @@ def need_extra(format: str) -> None:
     known = TABLE_FORMATS[format]
     if find_spec(known.module) is None:
         raise ConfigError(
-            f"source.format: {known.title} needs {known.module}, which is not installed; "
-            f'pip install "prefect-raybatch[{known.extra}]"'
+            f"source.format: {known.title} needs {known.module}, which is not installed. Run pip "
+            f'install "prefect-raybatch[{known.extra}]"'
         )

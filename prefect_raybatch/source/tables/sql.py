@@ -143,7 +143,7 @@ class SqlSource(TableSource):
         options = {"stream_results": True, "max_row_buffer": FETCH_ROWS}
         result = self._connection.exec_driver_sql(self._query, execution_options=options)
         if not result.returns_rows:
-            raise ConfigError("source.query: gives no rows; write a SELECT")
+            raise ConfigError("source.query returns no rows at all. Write a SELECT")
         try:
             yield result, []
             for rows in result.partitions(FETCH_ROWS):
@@ -152,8 +152,7 @@ class SqlSource(TableSource):
             result.close()
 
     def _first(self) -> pa.Schema:
-        """Return names and types: as declared, as the database reports, or as the first rows
-        show."""
+        """Return names and types: declared, given by the database, or seen in the first rows."""
         fetched = self._fetched()
         result, _ = next(fetched)
         names = list(result.keys())
@@ -166,12 +165,14 @@ class SqlSource(TableSource):
         fetched.close()  # type: ignore[attr-defined]
         repeated = [name for name in names if names.count(name) > 1]
         if repeated:
-            raise ConfigError(f"source.query: gives column {repeated[0]!r} twice; name one with AS")
+            raise ConfigError(
+                f"source.query returns two columns {repeated[0]!r}. Rename one with AS"
+            )
         for name in self._declared:
             if name not in names:
                 raise ConfigError(
-                    f"source.types: source.query gives no column {name!r} "
-                    f"(columns: {', '.join(names)})"
+                    f"source.types: source.query returns no column {name!r} (columns: "
+                    f"{', '.join(names)})"
                 )
         fields = []
         for at, name in enumerate(names):
@@ -180,13 +181,15 @@ class SqlSource(TableSource):
         return pa.schema(fields)
 
     def _told_by_duckdb(self, description: Sequence[Any]) -> dict[str, pa.DataType | None]:
-        """Return types that the values do not show. Raises SourceError for types that Python
-        truncates."""
+        """Return types that the values do not show.
+
+        Raises SourceError for types that Python truncates.
+        """
         for name, kind, *_ in description:
             if "TIMESTAMP_NS" in str(kind) and name not in self._declared:
                 raise SourceError(
-                    f"source.query: column {name!r} is {kind}, whose nanoseconds would be lost; "
-                    "CAST it in the query AS VARCHAR, or AS TIMESTAMP"
+                    f"source.query: column {name!r} is {kind}, so its nanoseconds would be lost. "
+                    "CAST it AS VARCHAR or AS TIMESTAMP in the query"
                 )
         return {entry[0]: _OF_DUCKDB.get(str(entry[1])) for entry in description}
 
@@ -195,8 +198,8 @@ class SqlSource(TableSource):
             kind = pa.array([_plain(value) for value in values]).type
         except (pa.ArrowException, OverflowError, TypeError) as error:
             raise SourceError(
-                f"source.query: column {name!r} holds values of no one type ({error}); CAST it in "
-                "the query, or name its type in source.types"
+                f"source.query: column {name!r} has values of different types ({error}). CAST it "
+                "in the query, or set its type in source.types"
             ) from None
         if pa.types.is_decimal(kind):  # later values may have more digits before the point
             return pa.decimal128(38, kind.scale)
@@ -212,17 +215,17 @@ class SqlSource(TableSource):
         if pa.types.is_null(field.type) and any(value is not None for value in plain):
             number = next(i for i, value in enumerate(plain) if value is not None)
             raise SourceError(
-                f"source.query: column {name!r} was null in the first {before:,} rows, and is "
-                f"{type(values[number]).__name__} in row {before + number:,} (from 0); name its "
-                "type in source.types"
+                f"source.query: column {name!r} is null in the first {before:,} rows, but "
+                f"{type(values[number]).__name__} in row {before + number:,} (counted from 0). Set "
+                "its type in source.types"
             )
         try:
             return _exact_array(plain, kind)
         except (pa.ArrowException, OverflowError, TypeError, ValueError):
             at, why = _misfit(plain, kind)
             raise SourceError(
-                f"source.query: column {name!r} is {kind}, and row {before + at:,} (from 0) does "
-                f"not fit ({why}); CAST it in the query, or name its type in source.types"
+                f"source.query: column {name!r} is {kind}, but row {before + at:,} (counted from "
+                f"0) does not fit ({why}). CAST it in the query, or set its type in source.types"
             ) from None
 
     def _count(self) -> int | None:
@@ -247,7 +250,7 @@ def _url(source: ReadSpec) -> tuple[Any, list[str]]:
         url = sqlalchemy.make_url(source.uris[0])
     except (sqlalchemy.exc.ArgumentError, ValueError):
         raise ConfigError(
-            "source.uri: is no URL of a database; write dialect+driver://host/database"
+            "source.uri is not a database URL. Write dialect+driver://host/database"
         ) from None
     url = url.set(drivername=DRIVERS.get(url.drivername, url.drivername))
     given: dict[str, str] = {}
@@ -256,8 +259,8 @@ def _url(source: ReadSpec) -> tuple[Any, list[str]]:
         value = os.environ.get(str(variable)) if variable else source.options.get(name)
         if variable and value is None:
             raise ConfigError(
-                f"source.options.{name}_env: the variable {variable} is not set where the run is "
-                "planned"
+                f"source.options.{name}_env: environment variable {variable} is not set. Set it "
+                "where the run is planned"
             )
         if value is not None:
             given[name] = str(value)
@@ -268,19 +271,22 @@ def _url(source: ReadSpec) -> tuple[Any, list[str]]:
 
 
 def _read_only(url: Any) -> Any:
-    """Return the URL of a SQLite file opened for reading only: otherwise SQLite creates a missing
-    file. Raise `SourceError` if there is none, `ConfigError` for a mode."""
+    """Return the URL of a SQLite file opened for reading only.
+
+    Otherwise SQLite creates a missing file. Raise `SourceError` if there is none, `ConfigError` for
+    a mode.
+    """
     place = database_file(url.render_as_string(hide_password=False))
     modes = {str(url.query.get("mode", "ro")), *_modes_in(url.database or "")}
     if modes - {"ro", "memory"}:
         raise ConfigError(
-            f"source.uri: mode={sorted(modes - {'ro', 'memory'})[0]} of SQLite may make or change "
-            "a file; leave it out, since a source is only read"
+            "source.uri: SQLite may create or change a file with "
+            f"mode={sorted(modes - {'ro', 'memory'})[0]}. Remove it, because a source is only read"
         )
     if place is None:
         return url
     if not os.path.isfile(place):
-        raise SourceError(f"source.uri: there is no database file {place!r}")
+        raise SourceError(f"source.uri: no database file {place!r}. Check the path")
     path = quote(os.path.abspath(place))
     return url.set(database=f"file:{path}", query={"mode": "ro", "uri": "true"})
 
@@ -297,15 +303,17 @@ def _arguments(url: Any) -> Mapping[str, Any]:
         place = url.database
         plain = place and place != ":memory:" and not place.startswith(("file:", "md:"))
         if plain and not os.path.isfile(place):  # it would make an empty one
-            raise SourceError(f"source.uri: there is no database file {place!r}")
+            raise SourceError(f"source.uri: no database file {place!r}. Check the path")
         return {"read_only": True} if plain else {}
     known = url.get_backend_name() in ("postgresql", "mysql", "mariadb")
     return {"connect_timeout": LOGIN_SECONDS} if known else {}
 
 
 def _begin(connection: Any) -> None:
-    """Begin a transaction that shows one state of the database, and is read-only if the database
-    supports it."""
+    """Begin a transaction that shows one state of the database.
+
+    It is read-only if the database supports that.
+    """
     dialect = connection.dialect
     connection.execution_options(no_parameters=True)  # else % has to be doubled
     if dialect.name == "sqlite":
@@ -346,11 +354,11 @@ def _explained(what: str, secrets: Sequence[str]) -> Iterator[None]:
         except sqlalchemy.exc.DBAPIError as error:
             said = scrub(" ".join(str(error.orig).split())[:300])
             if NO_PLACE.search(said):
-                raise SourceError(f"{what}: {said}; check its name") from None
+                raise SourceError(f"{what}: {said}. Check its name") from None
             if _DENIED.search(said):
                 raise SourceError(
-                    f"{what}: access is denied ({said}); set source.options.username and "
-                    "password_env (a variable of the environment), or a credentials_block"
+                    f"{what}: access denied ({said}). Set source.options.username and password_env "
+                    "(an environment variable), or a credentials_block"
                 ) from None
             operational = isinstance(error, sqlalchemy.exc.OperationalError)
             if error.connection_invalidated or (
@@ -372,18 +380,18 @@ def missing_driver(url: Any, error: Exception) -> str:
     module = getattr(error, "name", None)
     if dialect not in SQL_SCHEMES:
         return (
-            f"SQLAlchemy has no dialect {dialect!r}. Correct uri (dialect+driver://host/database), "
-            "or install the package that brings the dialect"
+            f"SQLAlchemy has no dialect {dialect!r}. Correct the URI "
+            "(dialect+driver://host/database), or install the package that provides the dialect"
         )
     if module in MISSING_DRIVERS:
-        return f"needs {module}, which is not installed; {MISSING_DRIVERS[module]}"
+        return f"needs {module}, which is not installed. Run {MISSING_DRIVERS[module]}"
     if module is not None and dialect != "postgresql":
-        return f"needs {module}, which is not installed; pip install {module}"
+        return f"needs {module}, which is not installed. Run pip install {module}"
     needs = f"the driver of {name}://" if "+" in name else f"a dialect for {dialect}://"
     if dialect == "postgresql":
         needs = module or needs
-    packages = DIALECT_PACKAGES.get(dialect, f"the package that brings {name}")
-    return f"needs {needs}, which is not installed; pip install {packages}"
+    packages = DIALECT_PACKAGES.get(dialect, f"the package that provides {name}")
+    return f"needs {needs}, which is not installed. Run pip install {packages}"
 
 
 def _plain(value: Any, text: bool = False) -> Any:
@@ -400,13 +408,15 @@ def _plain(value: Any, text: bool = False) -> Any:
 
 
 def _exact_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """Return values as an array. Raises ArrowInvalid if Arrow would drop a part of one: a fraction,
-    a time of day, an offset."""
+    """Return values as an array.
+
+    Raises ArrowInvalid if Arrow would drop a part of one: a fraction, a time of day, an offset.
+    """
     made, types = pa.array(values, kind), pa.types
     if types.is_integer(kind) or types.is_floating(kind) or types.is_temporal(kind):
         for value, held in zip(values, made.to_pylist(), strict=True):
             if value != held and not _is_held(value, held, kind):
-                raise pa.ArrowInvalid(f"{value} is no {kind}")
+                raise pa.ArrowInvalid(f"{value} does not fit {kind}")
     return made
 
 
