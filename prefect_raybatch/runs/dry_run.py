@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.compile.job import compile_job, read_spec
-from prefect_raybatch.compile.resolved import Resolved, resolve
+from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.errors import ConfigError, InsufficientResources
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.ray_cluster import check_made_cluster
 from prefect_raybatch.ledger.increments import RowCounts
 from prefect_raybatch.model.memory import Model
@@ -76,22 +75,18 @@ class ReusePlan:
     differs: tuple[str, ...]
 
 
-def dry_run(
-    job: BatchJob | Resolved,
+def dry_run_resolved(
+    resolved: Resolved,
     run_key: str | None = None,
     what_if: Capacity | None = None,
     sample: int = 0,
 ) -> DryRun:
-    """Return what a run would do, without writing and without Ray, unless a cluster is named, whose
-    capacity is then queried. `what_if` replaces the cluster. `problems` is empty if the run can
-    start and keeps its engines busy. `sample` rows are made into prompts to measure their length
-    (0: none, unless max_model_len is auto)."""
+    """Return what a run would do; see `api.dry_run`."""
     from prefect_raybatch import source
 
-    resolved = resolve(job)
     job = resolved.job
-    check_places(job.source, job.output)
-    check_schema_names(job.output)
+    check_places(read_spec(job.source), job.output.uri)
+    check_schema_names(job.output.output_schema)
     check_made_cluster(job)
     read = read_spec(job.source)
     copied = source.needs_snapshot(read)

@@ -10,10 +10,8 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
-from prefect_raybatch.compile.job import compile_plan, compile_planned
-from prefect_raybatch.driver import metrics
+from prefect_raybatch.compile.job import compile_plan
 from prefect_raybatch.errors import CorruptRun, RayBatchError
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.accepted import Accepted, all_accepted
 from prefect_raybatch.ledger.increments import (
     OF_ROWS,
@@ -35,7 +33,6 @@ from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.runs.costs import with_cost
 from prefect_raybatch.runs.precision import precision_of
 from prefect_raybatch.runs.rejected_answers import rejected_answers
-from prefect_raybatch.runs.run import Run, load_run
 from prefect_raybatch.runs.starts import attempts_seconds, read_starts
 from prefect_raybatch.sizing.shards import (
     SEQUENCES,
@@ -47,7 +44,7 @@ from prefect_raybatch.sizing.sizes import certain_engines
 from prefect_raybatch.spec.cluster import ClusterSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
-from prefect_raybatch.storage import Store, open_store
+from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
@@ -61,22 +58,14 @@ log = logging.getLogger(__name__)
 DAY = 86_400.0  # seconds
 
 
-def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
-    """Write the result and _SUCCESS; return the report. A finished run returns its report again.
-
-    Raises `IncompleteRun` while shards are missing, `CorruptRun` if the coverage is wrong.
-    """
-    ledger = Ledger(open_store(run.uri, job.output.options or None))
-    plan, shards = load_run(ledger, run)
-    report = finalize_spec(compile_planned(job, plan), ledger, plan, shards, progress)
-    metrics.completed(report.job, run.run_key)
-    return report
-
-
 def finalize_spec(
     spec: RunSpec, ledger: Ledger, plan: Plan, shards: Shards, progress: Progress | None = None
 ) -> RunReport:
-    """Write the result and `_SUCCESS` of a planned run; see `finalize_run`."""
+    """Write the result and `_SUCCESS` of a planned run; return its report.
+
+    A finished run returns its report again. Raises `IncompleteRun` while shards are missing,
+    `CorruptRun` if the coverage is wrong.
+    """
     from prefect_raybatch.result.finalize import finalize
 
     layout = spec.output.layout

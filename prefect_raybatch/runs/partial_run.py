@@ -9,9 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from prefect_raybatch.compile.job import cluster_spec, compile_plan, planned_job
+from prefect_raybatch.compile.job import compile_plan
 from prefect_raybatch.errors import ConfigError, CorruptRun, IncompleteRun
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.accepted import all_accepted
 from prefect_raybatch.ledger.checkpoints import Listing
@@ -33,26 +32,20 @@ from prefect_raybatch.ledger.success import check_parts
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
-from prefect_raybatch.runs.finalize_run import finalize_run, of_whom, write_parts
-from prefect_raybatch.runs.run import PARTIAL_STATE, run_of, who
+from prefect_raybatch.runs.finalize_run import of_whom, write_parts
+from prefect_raybatch.runs.run import PARTIAL_STATE, who
+from prefect_raybatch.spec.cluster import ClusterSpec
 from prefect_raybatch.storage import open_store
 
 log = logging.getLogger(__name__)
 
 
-def finalize_partial(
-    run_dir: str, options: Mapping[str, Any] | None = None, job: BatchJob | None = None
+def write_partial(
+    run_dir: str, options: Mapping[str, Any] | None, cluster: ClusterSpec | None
 ) -> RunReport:
-    """Write the committed rows of an incomplete run to `partial/_UUID/data` and `_quarantine` below
-    `run_dir`; return its report, whose state is "partial" and whose `run` is that folder.
+    """Write the committed rows of an incomplete run; see `api.finalize_partial`.
 
-    The run is not changed: it stays unfinished, is resumed and finished as before, and nothing is
-    deleted. Reads only commits and the pieces that they name, so it may run while a driver is
-    active. `options` are s3fs's, as in `output.options`; `job` says on which cluster a large result
-    is written, by default the run's own.
-
-    Raises `ConfigError` for a run whose shards are all committed, or that is completed meanwhile,
-    `IncompleteRun` while nothing is committed, `NoSuchRun`, `CorruptRun` and the store's errors.
+    A large result is written on `cluster`, by default the run's own.
     """
     from prefect_raybatch.result.finalize import finalize_committed
     from prefect_raybatch.result.survey import survey_committed
@@ -72,7 +65,7 @@ def finalize_partial(
             *(ledger, plan, shards, found, row_number, layout.file_bytes),
             partial_path(name),
             layout.read_back,
-            partial(write_parts, spec.cluster if job is None else cluster_spec(job)),
+            partial(write_parts, cluster or spec.cluster),
         )
     except CorruptRun:
         _check_open(ledger, plan)
@@ -142,26 +135,6 @@ def _check_kept(ledger: Ledger, plan: Plan, record: PartialResult) -> None:
         raise IncompleteRun(
             f"{ledger.store.uri}/{partial_path(record.name)} was removed by raybatch reap while it "
             "was written; run the same command again"
-        ) from None
-
-
-def finalize_whole(run_dir: str, job: BatchJob | None = None) -> RunReport:
-    """Write result, report and `_SUCCESS` of a run whose shards are all committed, without the job
-    file; for a complete run return its report. Publishes nothing.
-
-    `job` says how to reach the store and on which cluster a large result is written, by default the
-    run's own. Raises `IncompleteRun` while shards are missing, and like `finalize_run`.
-    """
-    check_run_place(run_dir)
-    store = open_store(without_link(run_dir), (job.output.options if job else None) or None)
-    ledger = Ledger(store)
-    plan = need_plan(ledger)
-    job = job or planned_job(plan)
-    try:
-        return finalize_run(job, run_of(store, plan, ledger))
-    except IncompleteRun as error:
-        raise IncompleteRun(
-            f"{error}, or take what is there with raybatch finalize --partial {store.uri}"
         ) from None
 
 

@@ -17,34 +17,27 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cluster import sizes as sized
-from prefect_raybatch.compile.job import compile_job, compile_planned, read_spec
-from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.harmless import visible
-from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.edits import edited
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.yaml_text import visible_yaml
 from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.precision import PrecisionTry
-from prefect_raybatch.ledger.records import Receipt, Unit
-from prefect_raybatch.model import pinned as models
-from prefect_raybatch.model.memory import experts_of
+from prefect_raybatch.ledger.records import Plan, Receipt, Unit
 from prefect_raybatch.report.advice import SPARE
 from prefect_raybatch.report.report import duration
-from prefect_raybatch.runs.alterations import agreements, alterations, sampled_rows
-from prefect_raybatch.runs.dry_run import dry_run
-from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.alterations import agreements, sampled_rows
 from prefect_raybatch.runs.precision import SampleBench
-from prefect_raybatch.runs.run import Run, load_run
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
-from prefect_raybatch.storage import Store, join, open_store
+from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
     from prefect_raybatch.cluster.pipeline import Pipeline
     from prefect_raybatch.cluster.sharing import User
+    from prefect_raybatch.sizing.sizes import Capacity
 
 log = logging.getLogger(__name__)
 
@@ -92,59 +85,35 @@ class Tuned:
     notes: tuple[str, ...] = field(default_factory=tuple)
 
 
-def tune(
-    job: BatchJob,
-    minutes: float = 5.0,
-    trial_seconds: float = 30.0,
-    deadline: float | None = None,
-    observe: Callable[[Trial], None] = lambda trial: None,
-    engine: type | None = None,
+def tried(
+    bench: Bench,
+    moves: Mapping[str, Callable[[Any], list[Any]]],
+    options: Sequence[Mapping[str, Any]],
+    seconds: float,
+    observe: Callable[[Trial], None],
+) -> list[Trial]:
+    """Return trials of settings along `moves`, then of `options`, which may change answers."""
+    began = time.monotonic()
+    trials = list(search(bench.starts(), moves, bench, seconds, observe, len(options)))
+    ends = ends_at(began, trials[0], seconds)
+    return trials + altered(trials, options, bench, ends, observe)
+
+
+def outcome(
+    trials: Sequence[Trial],
+    options: Sequence[Mapping[str, Any]],
+    min_agreement: float,
+    rows: int,
+    deadline: float | None,
 ) -> Tuned:
-    """Try settings for about `minutes`, from the unchanged job's first row in an engine, each for
-    `trial_seconds` after its first shard. The first start, which may compile kernels, does not
-    count; later ones do, so few settings are tried with a large model.
-
-    `deadline`: seconds for the whole input. `engine` replaces the engine stage in tests. Raises
-    `ConfigError` if nothing worked, and errors of planning.
-    """
-    from prefect_raybatch.cluster import connect as cluster
-    from prefect_raybatch.cluster.sharing import User
-
-    resolved = resolve(job).pinned()
-    rows = dry_run(resolved).rows
-    sampled = _sampled(resolved.job, uuid.uuid4().hex[:12])
-    run = plan_run(Resolved.of(sampled[0], resolved.known), sampled[1])
-    store = open_store(run.uri, job.output.options or None)
-    try:
-        user = User(f"tuning of {job.name}")
-        # The whole cluster: beside another run a trial would measure that one as well.
-        spec = compile_job(resolved.job)
-        with cluster.connected(spec.cluster, user) as have:
-            with cluster.admitted(spec.sizes, have, None, user):
-                bench = Bench(sampled[0], run, store, have, trial_seconds, engine)
-                starts, moves = bench.starts(), axes(spec.sizes, have)
-                options = alterations(spec, have, _experts(resolved))
-                began, kept = time.monotonic(), len(options)
-                trials = list(search(starts, moves, bench, 60 * minutes, observe, kept))
-                ends = ends_at(began, trials[0], 60 * minutes)
-                trials += altered(trials, options, bench, ends, observe)
-            trials = bench.compared(trials, user)
-    finally:
-        _remove(open_store(job.output.uri, job.output.options or None), f"{FOLDER}/{sampled[1]}")
-    least = job.limits.min_agreement
-    best = max((t for t in trials if keeps(t, least)), key=lambda trial: trial.rows_per_s)
+    """Return the best of the trials, for `rows` rows; raise `ConfigError` if none worked."""
+    kept = (trial for trial in trials if keeps(trial, min_agreement))
+    best = max(kept, key=lambda trial: trial.rows_per_s)
     if not best.rows_per_s:
-        raise ConfigError(f"no setting worked; as the job is: {trials[0].error}")
-    found = tuned_of(tuple(trials), best, rows, deadline)
-    return replace(found, notes=(*found.notes, *said_of_altered(trials, options, least)))
-
-
-def _experts(resolved: Resolved) -> int:
-    try:
-        return experts_of(models.read_config(resolved.model)[0])
-    except ConfigError as error:  # a model without such a file is told of by others
-        log.info("whether the model has experts is not known: %s", error)
-        return 0
+        raise ConfigError(f"no setting worked; the unchanged job failed with: {trials[0].error}")
+    tuned = tuned_of(tuple(trials), best, rows, deadline)
+    notes = said_of_altered(trials, options, min_agreement)
+    return replace(tuned, notes=(*tuned.notes, *notes))
 
 
 def keeps(trial: Trial, least: float) -> bool:
@@ -270,25 +239,18 @@ class Bench:
 
     def __init__(
         self,
-        job: BatchJob,
-        run: Run,
+        changed: Callable[[Mapping[str, Any]], RunSpec],
+        plan: Plan,
+        shards: Shards,
         store: Store,
-        have: Any,
+        capacity: Capacity,
         seconds: float,
         engine: type | None = None,
     ):
-        self.store, self.have, self.seconds = store, have, seconds
-        self.engine = engine
-        self.ledger = Ledger(store)
-        self.plan, self.shards = load_run(self.ledger, run)
-        self.job = job
-        self.spec = self.changed({})
-
-    def changed(self, changes: Mapping[str, Any]) -> RunSpec:
-        """Return what the run does with fields such as engine.max_num_seqs changed, without its
-        quantization trials, because those may change answers."""
-        job = edited(self.job, changes, "the tuned job")
-        return compile_planned(job, self.plan).decide(precision={})
+        """Store the arguments; `changed` returns what the run does with some fields changed."""
+        self.changed, self.plan, self.shards, self.store = changed, plan, shards, store
+        self.capacity, self.seconds, self.engine = capacity, seconds, engine
+        self.spec = changed({})
 
     def compared(self, trials: Sequence[Trial], user: User) -> list[Trial]:
         """Return the trials; those that may change answers and were faster than all others with how
@@ -300,7 +262,7 @@ class Bench:
         least = self.spec.limits.min_agreement
         rows = sampled_rows(least, self.plan.rows, len(faster))
         bench = SampleBench(
-            *(self.spec, self.plan, self.shards, self.ledger, self.have, user),
+            *(self.spec, self.plan, self.shards, Ledger(self.store), self.capacity, user),
             *(uuid.uuid4().hex, self.engine, rows),
         )
         made = agreements(bench, [trial.changes for trial in faster], self.changed)
@@ -309,7 +271,7 @@ class Bench:
 
     def starts(self) -> dict[str, Any]:
         """Return the resolved values of the job's own fields, automatic ones included."""
-        size = sized.for_attempt(self.spec.sizes, self.plan, self.have)
+        size = sized.for_attempt(self.spec.sizes, self.plan, self.capacity)
         return {
             ENGINES: size.pool.engines_per_gpu,
             REPLICAS: size.pool.replicas[1],
@@ -329,8 +291,8 @@ class Bench:
         from prefect_raybatch.cluster.pipeline import Pipeline
 
         spec = self.changed(changes)
-        size = sized.for_attempt(spec.sizes, self.plan, self.have)
-        cluster.check_fit(spec.sizes, self.have, size.pool)
+        size = sized.for_attempt(spec.sizes, self.plan, self.capacity)
+        cluster.check_fit(spec.sizes, self.capacity, size.pool)
         more: dict[str, Any] = {"engine": self.engine} if self.engine else {}
         pipeline = Pipeline(
             spec,
@@ -399,38 +361,20 @@ def steady(receipts: list[Receipt]) -> tuple[float, int]:
     return rows / max(span, 1e-6), rows
 
 
-def _sampled(job: BatchJob, key: str) -> tuple[BatchJob, str]:
-    """Return the job of the trials and its key: small shards, separate from runs."""
-    from prefect_raybatch import source
-
-    rows = job.source.rows_per_shard or job.engine.batch_size
-    # Rows are asked as they come: nothing is taken over, kept or put in another order.
-    changes: dict[str, Any] = {
-        "source.rows_per_shard": min(rows, job.engine.batch_size),
-        "engine.order": "input" if job.engine.order == "input" else "auto",
-        "output.uri": join(job.output.uri, FOLDER),
-        "output.keep_answers": None,
-        "reuse": None,
-    }
-    if source.needs_snapshot(read_spec(job.source)):
-        changes["source.limit"] = min(job.source.limit or COPIED_ROWS, COPIED_ROWS)
-    return edited(job, changes, "the job of a trial"), key
-
-
-def axes(sizes: SizeSpec, have: Any) -> dict[str, Callable[[Any], list[Any]]]:
+def axes(sizes: SizeSpec, capacity: Capacity) -> dict[str, Callable[[Any], list[Any]]]:
     """Return which fields are moved, and the next values from a value."""
 
     def twice_or_half(least: int, most: int) -> Callable[[Any], list[Any]]:
         return lambda value: [v for v in (value * 2, value // 2) if least <= v <= most]
 
     axes: dict[str, Callable[[Any], list[Any]]] = {}
-    if sizes.device_for(have.gpus) == "gpu":
+    if sizes.device_for(capacity.gpus) == "gpu":
         if sizes.gpus_per_replica == 1:
             axes[ENGINES] = lambda value: [v for v in (value + 1, value - 1) if 1 <= v <= 8]
         axes[MAX_NUM_SEQS] = twice_or_half(64, 4096)
         axes[MAX_NUM_BATCHED_TOKENS] = twice_or_half(4096, 65536)
     else:
-        most = int((have.cpus - sizes.stage_cpus) / sizes.cpus)
+        most = int((capacity.cpus - sizes.stage_cpus) / sizes.cpus)
         axes[REPLICAS] = lambda value: [v for v in (value + 1,) if v <= most]
         axes[MAX_NUM_SEQS] = twice_or_half(32, 512)
     return axes
@@ -453,7 +397,7 @@ def tuned_of(trials: tuple[Trial, ...], best: Trial, rows: int, deadline: float 
     return Tuned(trials, best, rows, seconds, deadline, needs)
 
 
-def _remove(output: Store, top: str) -> None:
+def remove_trials(output: Store, top: str) -> None:
     """Delete all files of the trials in the folder `top`, including unfinished ones, whose writers
     were killed with the pass. Deletes from the output's root, so that their folders go as well."""
     trials = output.sub(top)

@@ -14,12 +14,11 @@ from helpers.engines import FineEngine, NoEngine
 from helpers.small import input_rows, make_job
 from ray.exceptions import ActorDiedError
 
+from prefect_raybatch.api import infer_run, plan_run
 from prefect_raybatch.driver import monitor
 from prefect_raybatch.errors import EngineFailure
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.records import Receipt
-from prefect_raybatch.runs.infer_run import infer_run
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.stages.engine import EngineLaunch
 
 STARTS = 4  # of an engine: one, and three more that Ray makes of it

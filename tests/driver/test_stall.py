@@ -16,6 +16,7 @@ from helpers.engines import FakeEngine
 from helpers.heard import Heard, counts, wait_for
 from helpers.small import input_rows, make_job, small_run
 
+from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.driver import monitor, stall
 from prefect_raybatch.driver.cost import CostMeter
 from prefect_raybatch.driver.driver import Progress
@@ -27,9 +28,6 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.records import Receipt, Unit
-from prefect_raybatch.runs.finalize_run import finalize_run
-from prefect_raybatch.runs.infer_run import infer_run
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.status import status
 from prefect_raybatch.stages.block import passes_by
 

@@ -13,6 +13,7 @@ import yaml
 from helpers.nights import Killed, Nights
 from s3server import S3Server
 
+from prefect_raybatch.api import default_run_key, plan_run, recorded_attempt
 from prefect_raybatch.cli.commands import main
 from prefect_raybatch.errors import (
     ConfigError,
@@ -27,11 +28,8 @@ from prefect_raybatch.ledger.last_attempt import LastAttempt, read_last_attempt
 from prefect_raybatch.ledger.layout import LAST_ATTEMPT, PLAN, SUCCESS
 from prefect_raybatch.report.html import history_html
 from prefect_raybatch.report.run_history import headlines, history_markdown
-from prefect_raybatch.runs.attempts import recorded_attempt
 from prefect_raybatch.runs.listing import latest_complete, list_runs
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.prune import prune_runs
-from prefect_raybatch.runs.run import default_run_key
 from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.runs.status import status
 from prefect_raybatch.runs.typed import typed_command, without_secrets

@@ -10,13 +10,13 @@ from helpers.nights import Nights
 from helpers.small import Passes, small_run
 
 from prefect_raybatch import installed
+from prefect_raybatch.api import plan_run
 from prefect_raybatch.driver.driver import Driver
 from prefect_raybatch.installed import code_version
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.layout import PLANNED_BY
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.report.report import result_rows
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.planned_by import compare_code, note_planner, planner_code
 from prefect_raybatch.storage import open_store
 

@@ -16,14 +16,13 @@ import pytest
 from helpers import functions
 from helpers.nights import Killed, Nights, words
 
+from prefect_raybatch.api import dry_run, plan_run
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.ledger.increments import read_answers
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs import answers_by_row
-from prefect_raybatch.runs.dry_run import dry_run
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.repair import repair_run
 from prefect_raybatch.stages import raw_answers
 from prefect_raybatch.storage import open_store
@@ -183,7 +182,7 @@ def test_a_damaged_night_that_is_named_is_asked_again(
 
 
 def test_a_damaged_retry_is_passed_over_alone(nights: Nights) -> None:
-    from prefect_raybatch.runs.retry import plan_retry
+    from prefect_raybatch.api.retry import plan_retry
 
     nights.write("a", "bad", "b")
     nights.refuses = lambda prompt: words(prompt) == "bad"
@@ -399,7 +398,7 @@ def test_latest_is_the_newest_night_and_not_the_last_key_or_plan(nights: Nights)
 
 
 def test_a_repaired_night_keeps_the_answers_of_its_retries(nights: Nights) -> None:
-    from prefect_raybatch.runs.retry import plan_retry
+    from prefect_raybatch.api.retry import plan_retry
 
     nights.write("a", "bad", "b")
     nights.refuses = lambda prompt: words(prompt) == "bad"

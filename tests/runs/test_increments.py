@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from helpers.nights import Killed, Nights, words
 
+from prefect_raybatch.api import dry_run, plan_run, publish_run
+from prefect_raybatch.api.retry import Retry, plan_retry
 from prefect_raybatch.cluster import side_by_side
 from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.driver.driver import Progress
@@ -25,10 +27,6 @@ from prefect_raybatch.plan import prefix_order, row_keys
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs import answers_by_row
-from prefect_raybatch.runs.dry_run import dry_run
-from prefect_raybatch.runs.plan_run import plan_run
-from prefect_raybatch.runs.publish_run import publish_run
-from prefect_raybatch.runs.retry import Retry, plan_retry
 from prefect_raybatch.runs.status import report_of, status
 from prefect_raybatch.storage import open_store
 

@@ -17,6 +17,7 @@ from helpers.small import SmallRun, small_run
 from s3server import S3Server
 
 from prefect_raybatch import finalize_partial, open_run
+from prefect_raybatch.api.retry import Retry, plan_retry
 from prefect_raybatch.errors import ConfigError, CorruptRun, IncompleteRun, NoSuchRun
 from prefect_raybatch.ledger.partials import RANGES_TOLD, MissingRows, PartialResult
 from prefect_raybatch.ledger.plan_tables import Shards
@@ -26,7 +27,6 @@ from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.listing import latest_complete, list_runs
 from prefect_raybatch.runs.prune import prune_runs
-from prefect_raybatch.runs.retry import Retry, plan_retry
 from prefect_raybatch.runs.status import status
 from prefect_raybatch.storage import Store, open_store
 

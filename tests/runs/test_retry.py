@@ -21,6 +21,14 @@ from helpers.retries import commit, end, first_run, numbers, retried, work
 from helpers.small import job_dict, make_job, read_json, small_run
 from helpers.specs import new_plan_of
 
+from prefect_raybatch.api import finalize_run, infer_run, plan_run, publish_run
+from prefect_raybatch.api.retry import (
+    Retry,
+    RetryRequest,
+    plan_retry,
+    planned_targets,
+    retry_request,
+)
 from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
@@ -32,18 +40,8 @@ from prefect_raybatch.ledger.row_numbers import RowNumbers, name_rows, numbers_t
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.result.verify_chain import ChainVerdict, verify_chain
-from prefect_raybatch.runs.finalize_run import finalize_run, load_report
-from prefect_raybatch.runs.infer_run import infer_run
-from prefect_raybatch.runs.plan_run import plan_run
-from prefect_raybatch.runs.publish_run import publish_run
-from prefect_raybatch.runs.retry import (
-    Nothing,
-    Retry,
-    RetryRequest,
-    plan_retry,
-    planned_targets,
-    retry_request,
-)
+from prefect_raybatch.runs.finalize_run import load_report
+from prefect_raybatch.runs.retry import Nothing
 from prefect_raybatch.runs.run import run_of
 from prefect_raybatch.runs.status import status
 from prefect_raybatch.storage import open_store

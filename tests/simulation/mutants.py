@@ -296,12 +296,12 @@ MUTANTS = (
         "a retry takes rows that another one has taken",
         (
             Edit(
-                "runs.retry:_FailedRows.tables",
+                "runs.retry:FailedRows.tables",
                 "mask &= ~among(self.all_taken, numbers)",
                 "pass",
             ),
             Edit(
-                "runs.retry:retry_request",
+                "api.retry:retry_request",
                 "if going is None and family.is_taken(parent):",
                 "if False:",
             ),
