@@ -160,10 +160,10 @@ def _check_operators(parent: Member, overrides: Mapping[str, Any]) -> None:
     if lines:
         raise ConfigError(
             f"{parent.ledger.store.uri}: name the job with --job JOB. A run directory does not "
-            "decide where rows and keys are sent, and this one names:\n"
+            "decide where rows and credentials are sent, and this one names:\n"
             + "\n".join(lines)
-            + "\nTo take these, look at each and give it with --set FIELD=VALUE; the targets also "
-            "with --targets-from-plan"
+            + "\nTo use these, check each and pass it with --set FIELD=VALUE; targets also with "
+            "--targets-from-plan"
         )
 
 
@@ -176,7 +176,7 @@ def _options(
     given = {name: v for name, v in overrides.items() if name.partition(".")[0] == "output"}
     output = with_fields({"output": value}, given)["output"]
     if not isinstance(output, dict):
-        raise ConfigError(f"output: {output!r} is no group of fields")
+        raise ConfigError(f"output: {output!r} must be a mapping of fields")
     reach = {name: output[name] for name in ("options", "credentials_block") if name in output}
     stub = {"name": "retry", "source": {"uri": "-"}, "prompt": {"template": "-"}}
     whole = BatchJob.from_dict({**stub, "output": {**reach, "uri": run_dir}}, "the job's output")
@@ -193,17 +193,17 @@ def _job(parent: Member, root: str, overrides: Mapping[str, Any], job: BatchJob 
             name.startswith("source.") and name != "source.rows_per_shard"
         ):
             raise ConfigError(f"{name} cannot be set for a retry: {FIXED_BY_PARENT}")
-    told = f"the job of {parent.key}" if job is None else "the job given"
+    where = f"the job of {parent.key}" if job is None else "the job given"
     if job is None:
-        value = public_job(BatchJob.from_dict(parent.plan.job, told))
+        value = public_job(BatchJob.from_dict(parent.plan.job, where))
     else:
         value = job.to_dict()
-    made = BatchJob.from_dict(with_fields(value, overrides), told)
+    edited_job = BatchJob.from_dict(with_fields(value, overrides), where)
     source = {
         "uri": f"{parent.ledger.store.uri}/{QUARANTINE_FOLDER}",
         "format": "parquet",
-        "rows_per_shard": made.source.rows_per_shard,
+        "rows_per_shard": edited_job.source.rows_per_shard,
     }
-    changed = made.to_dict() | {"source": source}
+    changed = edited_job.to_dict() | {"source": source}
     changed["output"] = {**changed["output"], "uri": root}
-    return with_dated_targets(BatchJob.from_dict(changed, told), parent.key)
+    return with_dated_targets(BatchJob.from_dict(changed, where), parent.key)

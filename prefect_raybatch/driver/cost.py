@@ -148,6 +148,6 @@ def check_cost(limits: Limits, cost: float | None, shards: int, committed: int) 
     done = counted(shards, "shard")
     raise CostExceeded(
         f"the run has cost {money(cost)}, and limits.max_cost allows {money(most)}. "
-        f"{committed:,} of {done} {are(committed)} committed and kept; raise the limit and run "
-        "the same command again to go on"
+        f"{committed:,} of {done} {are(committed)} committed and kept. Raise the limit and run "
+        "the same command again to continue"
     )

@@ -197,7 +197,7 @@ class Driver:
         self.done = listing.done
         if listing.strays:
             log.warning(
-                "files among the commits that are none count for nothing: %s", listing.strays
+                "files among the commits that are no commits are ignored: %s", listing.strays
             )
         for commit in self.ledger.commits(self.plan, listing, on_read=self.folder.add):
             self.progress.add(commit, self._last)
@@ -251,13 +251,13 @@ class Driver:
             if units and strikes >= STRIKES:
                 reason = next((lost[0][1] for lost in self._lost.values()), NO_RECEIPT)
                 raise EngineFailure(
-                    f"nothing got through in {counted(strikes, 'pass', 'passes')}; "
+                    f"no shard was committed in {counted(strikes, 'pass', 'passes')}; "
                     f"{counted(len(units), 'unit')} of work {are(len(units))} left. Last "
                     f"reason: {reason}"
                 )
             if units:
                 log.warning(
-                    "%d of %s not done after pass %d, to run again",
+                    "%d of %s not committed after pass %d; running them again",
                     len({u.shard for u in units}),
                     counted(self.plan.shards, "shard"),
                     self.progress.passes,
@@ -272,7 +272,8 @@ class Driver:
         done, shards = self.progress.tally.shards, self.plan.shards
         raise RunDrained(
             f"{DRAINED_TEXT} {done:,} of {counted(shards, 'shard')} {are(done)} committed; "
-            f"{shards - done:,} {are(shards - done)} left for whoever runs the same command again"
+            f"{shards - done:,} {are(shards - done)} left. Run the same command again to "
+            "finish them"
         )
 
     def _pass(self, run_pass: RunPass, units: Sequence[Unit], isolated: bool) -> None:
@@ -310,9 +311,9 @@ class Driver:
             return
         self._codes.add(theirs)
         log.warning(
-            "workers run other code than this driver: prefect_raybatch %s on %s, and %s here. "
-            "Install the same on all nodes, and start nothing in a folder that holds a "
-            "prefect_raybatch of its own: Ray's workers look there first",
+            "workers run another version than this driver: prefect_raybatch %s on %s, and %s here. "
+            "Install the same version on all nodes, and start the run outside of folders with a "
+            "prefect_raybatch of their own: Ray's workers import that first",
             *(theirs, receipt.where.get("node"), own),
         )
 
@@ -361,8 +362,8 @@ class Driver:
             f"{failed:,} of {counted(rows, 'row')} failed, more than "
             f"{self.limits.said(rows)}. Commonest:\n"
             + "\n".join(lines)
-            + f"\n{done:,} of {shards} {are(done)} committed and kept; mend the "
-            "cause or raise the limit and run the same command again."
+            + f"\n{done:,} of {shards} {are(done)} committed and kept. Fix the "
+            "cause or raise the limit, and run the same command again."
         )
 
     def _weighed(self, record: Receipt | Commit) -> int:

@@ -185,11 +185,13 @@ class Beat:
             beat = cls(**value)
             engines = {str(k)[:40]: int(v) for k, v in dict(beat.engines).items()}
         except (TypeError, ValueError) as error:
-            raise CorruptRun(f"{what} is no heartbeat: {error}") from None
+            raise CorruptRun(f"{what} is not a valid heartbeat: {error}") from None
         wrong = [n for n in numbers if not _is_number(getattr(beat, n), n)]
         wrong += [n for n in TEXT_FIELDS if not isinstance(getattr(beat, n), str)]
         if wrong or beat.phase not in PHASES:
-            raise CorruptRun(f"{what} is no heartbeat: {', '.join(wrong) or 'phase'}")
+            raise CorruptRun(
+                f"{what} is not a valid heartbeat: wrong value of {', '.join(wrong) or 'phase'}"
+            )
         return cls(**{**value, "engines": engines})
 
 
@@ -296,4 +298,4 @@ class Ticker:
             text = f"{type(error).__name__}: {error}"
             if text != self._said:
                 self._said = text
-                log.warning("%s: %s; the run goes on", self.name, text)
+                log.warning("%s: %s; the run continues", self.name, text)

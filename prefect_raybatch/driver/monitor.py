@@ -152,7 +152,11 @@ class Monitor:
             self.starting.heard(self._questions["start"](self.starts))
             self._questions["note"](partial(self.on_started, self.starting))
         except Exception as error:  # for people alone
-            log.info("how long the start took is not noted: %s: %s", type(error).__name__, error)
+            log.info(
+                "the duration of the start could not be recorded: %s: %s",
+                type(error).__name__,
+                error,
+            )
 
     def __enter__(self) -> Monitor:
         with ExitStack() as stack:
@@ -241,7 +245,7 @@ class Monitor:
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             if not self._unheard:
-                log.warning("Ray does not tell of its engines: %s; the run goes on", why)
+                log.warning("Ray does not report its engines: %s; the run continues", why)
             self._unheard = why
 
     def _look_at_nodes(self) -> None:
@@ -255,8 +259,8 @@ class Monitor:
             left = leaving[node]
             when = "" if left is None else f" within {left:.0f} s"
             log.warning(
-                "node %s leaves the cluster%s: its engines commit what they have begun and get "
-                "nothing new, the rest goes to others",
+                "node %s leaves the cluster%s: its engines finish their shards in flight and get "
+                "no new ones; other nodes take the remaining shards",
                 *(node, when),
             )
         self._left = frozenset(leaving)
@@ -287,13 +291,13 @@ class Monitor:
         place = f" ({place})" if place else ""
         if self.starting.ended is None:
             log.warning(
-                "an engine's process died before a shard came through%s, %s until now. If nobody "
-                "ended it, its node was out of memory, which `dmesg` there tells",
+                "an engine's process died before its first shard%s, %s so far. If nobody "
+                "stopped it, its node ran out of memory; see `dmesg` there",
                 *(place, counted(times, "time")),
             )
         else:
             log.warning(
-                "an engine's process died%s, %s until now; what it had in it is asked again in the "
+                "an engine's process died%s, %s so far; its shards in flight run again in the "
                 "next pass",
                 *(place, counted(times, "time")),
             )
@@ -336,8 +340,8 @@ class Monitor:
         self._beats.nudge()
         if self.limits.fail_on_stall and self.failure is None:
             self.failure = EngineFailure(
-                f"{self._about}. limits.fail_on_stall ends the run; what is committed is kept and "
-                "the same command again continues"
+                f"{self._about}. limits.fail_on_stall ends the run. Committed shards are kept; run "
+                "the same command again to continue"
             )
 
     def _heard(self) -> str:

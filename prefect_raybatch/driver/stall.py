@@ -19,7 +19,7 @@ from prefect_raybatch.ledger.records import Receipt, Unit
 
 log = logging.getLogger(__name__)
 
-LEAST_PAUSE = 60.0  # seconds: shorter pauses are nobody's business
+LEAST_PAUSE = 60.0  # seconds: shorter pauses are normal
 INTERVALS = 10  # mean times between commits without one
 PAUSE_FACTOR = 3  # times the slowest shard: engines that began together also end together
 STALL_LOOK = 1.0  # seconds between looks whether a stalled run is to fail
@@ -190,5 +190,5 @@ def _give_up(stop: Callable[[], None]) -> None:
         within(GIVE_UP, stop)
     except TimeoutError as error:
         log.warning(
-            "Ray does not end the pass that is given up: %s; the run ends without it", error
+            "Ray did not stop the abandoned pass: %s; the run ends without waiting for it", error
         )

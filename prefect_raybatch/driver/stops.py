@@ -66,7 +66,9 @@ class Stop:
 
     def line(self) -> str:
         """Return what happened in one sentence without a full stop."""
-        text = f"{self.failed:,} of {counted(self.rows, 'row')} failed, where {self.allowed:,} may"
+        text = (
+            f"{self.failed:,} of {counted(self.rows, 'row')} failed, at most {self.allowed:,} may"
+        )
         if self.held_back:
             rest = "all" if self.held_back == self.failed else f"{self.held_back:,} of them"
             text += f"; {rest} in shard {self.shard}, which was therefore not committed"

@@ -94,7 +94,7 @@ def agreements(
         with bench.asking(bench.spec, "how far answers agree") as ask:
             plain = ask(False)
     except (ConfigError, EngineStartError, EngineFailure, InsufficientResources) as error:
-        log.warning("the job as it is cannot be compared with: %s", error)
+        log.warning("the unchanged job failed, so nothing can be compared with it: %s", error)
         for changes in tried:
             yield PrecisionTry(_texts(changes), 0, 0, 0.0, 0.0, (), f"as the job is: {error}")
         return

@@ -76,7 +76,7 @@ def record_end(
             return
         there = read_last_attempt(store)
     except RayBatchError as fault:
-        log.warning("the end of the attempt is not recorded in %s: %s", store.uri, fault)
+        log.warning("%s: the end of the attempt could not be recorded: %s", store.uri, fault)
         return
     ours = (attempt.by, attempt.pid)
     if there is not None and there.ended is None and there.started > attempt.started:
@@ -134,7 +134,7 @@ def record_bad_job(
         texts = [one for one in uris if isinstance(one, str)]
         record_without_plan(place, given, texts, name, key, error)
     except (ValueError, RayBatchError) as fault:
-        log.warning("the failed attempt is not recorded: %s", fault)
+        log.warning("the failed attempt could not be recorded: %s", fault)
 
 
 def key_for_start(name: str, start: datetime | None = None) -> str:
@@ -150,7 +150,7 @@ def record_command(store: Store, command: str) -> None:
     try:
         found = read_last_attempt(store)
     except RayBatchError as fault:
-        log.warning("the command is not recorded in %s: %s", store.uri, fault)
+        log.warning("%s: the command could not be recorded: %s", store.uri, fault)
         return
     if found is not None and found.outcome == ATTEMPT_FAILED and not found.command:
         text = cut_to_bytes(str(hide_users(command)), COMMAND_KEPT)
@@ -180,7 +180,7 @@ def record_without_plan(
 
     for uri in inputs:  # a record there would be read as input
         if reaches(uri, output):
-            raise ConfigError(f"{output} lies inside the input {uri}")
+            raise ConfigError(f"{output} is inside the input {uri}. Choose another output.uri")
     store = open_store(join(output, check_run_key(key)), dict(options) if options else None)
     check_run_place(store.uri)
     attempt = LastAttempt(key, name, PLANNING, round(time.time(), 3), who(), os.getpid())

@@ -56,7 +56,7 @@ def damaged(store: Store, text: str) -> DamagedAnswers:
 def pass_over(error: DamagedAnswers) -> None:
     """Log that a run is not reused."""
     log.warning(
-        "reuse: the answers of %s are not taken over, and its rows are asked again: %s",
+        "reuse: the answers of %s are not reused, so its rows are asked again: %s",
         *(error.run, error),
     )
 
@@ -140,7 +140,7 @@ def with_earlier_length(
     before = held[0][1].parts.get("engine.max_model_len") if held is not None else None
     if not isinstance(before, int) or before <= measured.max_model_len:
         return measured
-    why = f"that of the run whose answers are taken over; {measured.max_model_len:,} would do"
+    why = f"as in the run with the reused answers; {measured.max_model_len:,} would be enough"
     return replace(measured, max_model_len=before, why=why)
 
 
@@ -180,7 +180,7 @@ def _kept_by(root: Store, key: str, skipped: Collection[str]) -> Held:
         store = one.ledger.store
         if one.summary is None:
             if one is member:
-                raise ConfigError(f"reuse: {uri} is not finished; finish it, or name another run")
+                raise ConfigError(f"reuse: {uri} is not finished. Finish it, or name another run")
             continue
         try:
             if store.uri in skipped:
@@ -195,9 +195,9 @@ def _kept_by(root: Store, key: str, skipped: Collection[str]) -> Held:
         if answers is not None and not answers.expired:
             held.append((store, answers))
         elif one is member:
-            why = "kept no answers" if answers is None else "keeps its answers no longer"
+            why = "kept no answers" if answers is None else "has deleted its answers by now"
             raise ConfigError(
-                f"reuse: {uri} {why} (reuse, output.keep_answers); name another run, or latest"
+                f"reuse: {uri} {why} (see output.keep_answers). Name another run, or use `latest`"
             )
     return held
 
@@ -261,7 +261,7 @@ def _newest_first(root: Store, name: str, run_key: str | None) -> list[str]:
                 continue
             answers = read_answers(ledger.store)
         except CorruptRun as error:  # damaged, of another version, or not ours
-            log.warning("reuse: latest passes over %s: %s", key, error)
+            log.warning("reuse: latest skips run %s: %s", key, error)
             continue
         if answers is not None and answers.files and not answers.expired:
             found.append((night_of(plan), forks_of(key), success.finished, key))
@@ -278,7 +278,7 @@ def night_of(plan: Plan) -> datetime:
     try:
         planned = datetime.fromisoformat(plan.night or plan.created)
     except ValueError:
-        raise CorruptRun(f"plan.json: created: {plan.created!r} is no time") from None
+        raise CorruptRun(f"plan.json: `created` must be a time, but is {plan.created!r}") from None
     return planned if planned.tzinfo else planned.replace(tzinfo=UTC)
 
 
@@ -316,4 +316,4 @@ def _reading(store: Store, part: AnswerPart) -> Iterator[None]:
 
 
 def _changed(store: Store, part: AnswerPart) -> DamagedAnswers:
-    return damaged(store, f"{store.uri}/{part.path} is not what its run wrote")
+    return damaged(store, f"{store.uri}/{part.path} was changed after its run wrote it")

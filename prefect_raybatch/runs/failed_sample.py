@@ -50,7 +50,7 @@ def _latest_stop(ledger: Ledger) -> Stop | None:
     for name in ledger.attempts():
         try:
             notes.append(ledger.read_attempt(name))
-        except (CorruptRun, FileNotFoundError):  # for people only: the rest still is told
+        except (CorruptRun, FileNotFoundError):  # for people only: other attempts are still shown
             continue
     return Stop.from_note(max(notes, key=lambda note: str(note.get("started")))) if notes else None
 

@@ -163,7 +163,7 @@ def write_parts(
 
     with workers_for(cluster, size) as workers:
         if workers > 1:
-            log.info("the result is written on %s", counted(workers, "CPU"))
+            log.info("writing the result on %s", counted(workers, "CPU"))
             yield from side_by_side(write, tasks, TASKS_A_CPU * workers)
         else:
             yield from one_by_one(write, tasks, size)
@@ -255,7 +255,7 @@ def _notes(spec: SizeSpec, plan: Plan, tally: Tally) -> list[str]:
 def of_whom(plan: Plan) -> list[str]:
     if plan.parent is None:
         return []
-    return [f"these are failed rows of run {plan.parent}, under the row numbers they have there"]
+    return [f"a retry of failed rows of run {plan.parent}, with the row numbers of that run"]
 
 
 def _end(ledger: Ledger, plan: Plan, tidy: bool) -> RunReport:

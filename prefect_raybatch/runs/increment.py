@@ -191,7 +191,7 @@ def planned(
         asks = _plan_asks(worked, resolved, spec, taken, context, precision)
     counts = join.counts
     log.info(
-        "reuse: %d rows take over answers, %d share another row's, %d are asked",
+        "reuse: %d rows reuse answers, %d share the answer of an equal row, %d are asked",
         *(counts.reused, counts.merged, counts.asked),
     )
     return Increment(

@@ -127,8 +127,8 @@ def _line_of(store: Store, key: str) -> RunLine | None:
     plan, removing = ledger.load_plan(), store.holds(PRUNED)
     if plan is not None and plan.run_key != key:
         raise CorruptRun(
-            f"{store.uri} was made as run {plan.run_key!r}, so it was renamed or copied; rename it "
-            "back, or move a copy to another output folder under its own name"
+            f"{store.uri} is the directory of run {plan.run_key!r}, renamed or copied. Rename it "
+            "back, or move the copy to another output folder under its own name"
         )
     if removing:
         return RunLine(key, store.uri, PRUNING)
@@ -161,8 +161,8 @@ def _line_of(store: Store, key: str) -> RunLine | None:
 def _attempt_line(store: Store, key: str, attempt: LastAttempt) -> RunLine:
     if attempt.run_key != key:
         raise CorruptRun(
-            f"{store.uri} has no plan, and the record of an attempt at run {attempt.run_key!r}: it "
-            "was renamed or copied; delete it, or rename it back"
+            f"{store.uri} has no plan, only the record of an attempt at run {attempt.run_key!r}, "
+            "so it was renamed or copied. Delete it, or rename it back"
         )
     return RunLine(
         run_key=key,

@@ -91,7 +91,9 @@ def _increment(
         return None
     if taken.rows > MOST_ORDERED and not spec.reuse.keeps:
         log.warning(
-            "engine.order: run is left out: %d rows are more than %d", taken.rows, MOST_ORDERED
+            "engine.order: run is ignored: the input has %d rows, and at most %d can be ordered",
+            taken.rows,
+            MOST_ORDERED,
         )
         return None
     from prefect_raybatch.runs.increment import increment_for

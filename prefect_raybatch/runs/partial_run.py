@@ -98,15 +98,15 @@ def write_partial(
 def _check_incomplete(ledger: Ledger, plan: Plan, listing: Listing) -> None:
     """Raise unless some of the shards are committed and some are not."""
     if not listing.done.any():
-        first = " (it asks first, and looks its rows up then)" if plan.increment else ""
+        first = " (its requests are still being asked)" if plan.increment else ""
         raise IncompleteRun(
-            f"{ledger.store.uri}: none of {plan.shards} shards is committed{first}, so there is no "
-            "row that a partial result could hold; run the job again to go on"
+            f"{ledger.store.uri}: none of {plan.shards} shards is committed{first}, so a partial "
+            "result would be empty. Run the job again to continue"
         )
     if listing.done.all():
         raise ConfigError(
-            f"{ledger.store.uri}: all {plan.shards} shards are committed, so nothing is missing: "
-            "raybatch finalize without --partial writes the whole result"
+            f"{ledger.store.uri}: all {plan.shards} shards are committed. Write the whole result "
+            "with raybatch finalize, without --partial"
         )
 
 
@@ -134,7 +134,7 @@ def _check_kept(ledger: Ledger, plan: Plan, record: PartialResult) -> None:
         _check_open(ledger, plan)
         raise IncompleteRun(
             f"{ledger.store.uri}/{partial_path(record.name)} was removed by raybatch reap while it "
-            "was written; run the same command again"
+            "was written. Run the same command again"
         ) from None
 
 

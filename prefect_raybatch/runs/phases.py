@@ -319,7 +319,7 @@ class AttemptLog:
         try:
             self.note(stopped=stop.to_dict())
         except RayBatchError as error:
-            log.warning("the failed rows are not noted in the run directory: %s", error)
+            log.warning("the failed rows could not be recorded in the run directory: %s", error)
 
     def note_start(self, starting: Starting) -> None:
         """Record how long each phase of the engines' start took."""
@@ -334,10 +334,10 @@ def meter_for(spec: RunSpec, capacity: Capacity, pool: Pool, spent: Spent) -> Co
     if price.hour is None and pool.gpus[1] and price.why:
         if spec.limits.max_cost is not None:
             raise ConfigError(
-                f"limits.max_cost: {price.why}; name it there, or set cluster.price_per_gpu_hour "
-                "for all others"
+                f"limits.max_cost: {price.why}. Add its price there, or set "
+                "cluster.price_per_gpu_hour for all other cards"
             )
-        log.warning("no costs are counted: %s", price.why)
+        log.warning("the cost of this run is not counted: %s", price.why)
     return CostMeter(price.hour, pool.gpus_a_replica / pool.engines_per_gpu, pool.fewest, spent)
 
 

@@ -127,7 +127,7 @@ def check_places(read: ReadSpec, output: str) -> None:
         taken = [str(p) for p in (Path(path), *Path(path).parents) if p.exists() and not p.is_dir()]
         if taken:
             raise ConfigError(
-                f"output.uri: {taken[-1]} is a file, so nothing can be written below it; name a "
+                f"output.uri: {taken[-1]} is a file, so nothing can be written below it. Name a "
                 "folder"
             )
 

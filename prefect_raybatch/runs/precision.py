@@ -78,9 +78,8 @@ def decided_precision(
     if note is None:
         if ledger.committed(plan).any():
             raise CorruptRun(
-                f"{ledger.store.uri}: shards are committed, and the decision in which precision "
-                "they were asked (precision.json) is missing; put it back, or run the job under a "
-                "new run key"
+                f"{ledger.store.uri}: shards are committed, but precision.json, which records "
+                "their precision, is missing. Restore it, or run the job under a new run key"
             )
         note = _of_parent(spec.output, plan) or _of_plan(plan)
         if note is None:
@@ -95,7 +94,7 @@ def decided_precision(
 def said(note: PrecisionNote) -> str:
     """Return the decision in a line."""
     if not note.tries:
-        return f"{settings_text(note.decided)}, as run {note.by} decided"
+        return f"{settings_text(note.decided)}, as decided in run {note.by}"
     told = []
     for one in note.tries:
         name = settings_text(one.tried)
@@ -153,8 +152,8 @@ def taken_precision(
     if parent is not None:
         return None
     raise CorruptRun(
-        f"{stores[0].uri}: its answers are taken over, and the decision in which precision they "
-        "were asked (precision.json) is missing; put it back, or run the job without reuse"
+        f"{stores[0].uri}: its answers are to be reused, but precision.json, which records their "
+        "precision, is missing. Restore it, or run the job without reuse"
     )
 
 
@@ -187,7 +186,7 @@ class SampleBench:
         began = time.monotonic()
         tries, least = self.spec.engine.tries, self.spec.limits.min_agreement
         rows = sum(map(len, self.sample.values()))
-        log.info("precision: %s are asked both ways before the run begins", counted(rows, "row"))
+        log.info("precision: asking %s both ways before the run starts", counted(rows, "row"))
         with self.asking(self.spec.decide(precision={}), _deciding({})) as ask:
             stored, again = ask(False), ask(True)
         both, same, _ = _compared(stored, again)
@@ -222,7 +221,9 @@ class SampleBench:
             with self.asking(spec, _deciding(tried)) as ask:
                 found = ask(False)
         except (ConfigError, EngineStartError, EngineFailure, InsufficientResources) as error:
-            log.warning("precision: %s does not work here: %s", settings_text(tried), error)
+            log.warning(
+                "precision: %s does not work on this cluster: %s", settings_text(tried), error
+            )
             text = f"{type(error).__name__}: {error}"[:KEPT_TEXT]
             seconds = round(time.monotonic() - began, 1)
             return PrecisionTry(dict(tried), 0, 0, 0.0, confidence, (), text, seconds)
@@ -258,7 +259,7 @@ class SampleBench:
         with ExitStack() as stack:
             stack.enter_context(cluster.admitted(sizes, self.have, size.pool, self.user))
             stack.callback(self.user.waits, "")
-            self.user.waits(f"a sample of the rows is asked first, {why}")
+            self.user.waits(f"asking a sample of the rows first, {why}")
             gpus = size.pool.gpus_a_replica if size.pool.device == "gpu" else 0
             stack.enter_context(self.meter.holding(gpus))
             yield stack.enter_context(trial_on_worker(engine, stages, resources, self.halted))
@@ -273,7 +274,7 @@ class SampleBench:
         pipeline = Pipeline(spec, self.plan, self.shards, store, self.attempt, size, **more)
         prepare, launch, finish = pipeline.stages(False)
         if launch is None:
-            raise RayBatchError("a run that asks nothing tries no precision")
+            raise RayBatchError("this run starts no engine, so no precision can be tried")
         reader = ShardReader(
             self.ledger.files(self.plan),
             decode_schema(self.plan.input_schema),

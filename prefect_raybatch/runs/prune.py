@@ -65,7 +65,9 @@ def prune_runs(
     Raise `ConfigError` for `keep` under 1, and the store's errors.
     """
     if keep < 1:
-        raise ConfigError(f"keep {keep}: at least 1, the newest complete run of each job, stays")
+        raise ConfigError(
+            f"keep: {keep} is below 1. The newest complete run of each job is always kept"
+        )
     root = open_store(output, dict(options) if options else None)
     before = root.now() - older_than
     found = Pruned(root.uri, dry_run)
@@ -159,14 +161,14 @@ def _attempt_kept(
     Other files of such a directory stay, since whoever plans the run now may be using them.
     """
     if line.finished is None:
-        return "its planning has not ended, as far as is known"
+        return "it may still be planning"
     if line.finished > before:
         return "younger than asked for"
     oldest = min((run.finished or 0.0 for run in runs_kept), default=0.0)
     if line.finished > oldest:
-        return "no run that is kept has finished since it failed"
+        return "no kept run has finished since it failed"
     if {info.path for info in root.sub(line.run_key).list()} != {LAST_ATTEMPT}:
-        return "it left more than its record; run it again under this key, or delete the folder"
+        return "its folder holds other files too; run it again under this key, or delete the folder"
     return None
 
 

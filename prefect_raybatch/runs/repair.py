@@ -116,7 +116,9 @@ def repair_run(run_dir: str, options: dict[str, Any] | None = None) -> Repaired:
     ours = Ledger(root.sub(fork_key(key)))
     made = ours.load_plan() or _begin(old, ours, plan, fork_key(key))
     if made.forked_from != forked(plan):
-        raise PlanMismatch(f"{ours.store.uri} is another run, and no repair of {old.store.uri}")
+        raise PlanMismatch(
+            f"{ours.store.uri} exists already and is not a repair of {old.store.uri}. Move it away"
+        )
     if increment is not None and asks is not None:
         _fork_asks(asks, ours, increment)
     taken = _take_over(member, ours, made)
@@ -131,8 +133,8 @@ def _check_alone(plan: Plan, where: str) -> None:
     """Raise `ConfigError` for a run that depends on others, or on which others depend."""
     if plan.parent is not None:
         raise ConfigError(
-            f"{where} retries failed rows of {plan.parent}, and such a run is not repaired: move "
-            f"it away and retry them again (raybatch retry-failed on {plan.parent})"
+            f"{where} retries failed rows of {plan.parent}, and retries cannot be repaired. Move "
+            f"it away and retry the rows again (raybatch retry-failed on {plan.parent})"
         )
 
 
@@ -154,7 +156,7 @@ def _lost(member: Member, fault: Tell) -> tuple[int, ...]:
     committed = member.ledger.committed(member.plan)
     if member.summary is not None and not committed.all():
         absent = np.flatnonzero(~committed)
-        fault(f"commits are missing of {counted(len(absent), 'shard')} (first: {absent[0]})")
+        fault(f"the commits of {counted(len(absent), 'shard')} are missing (first: {absent[0]})")
         committed[:] = True
     for whole in whole_shards(member, fault):
         committed[whole.commit.shard] = False
@@ -165,14 +167,14 @@ def _check_answers(asks: Member, answers: StoredAnswers) -> None:
     """Raise `ConfigError` if none of the raw answers is left that lost rows would look up."""
     faults: list[str] = []
     if next(whole_shards(asks, faults.append), None) is None:
-        why = "are kept no longer"
+        why = "have been deleted"
         if not answers.gone:
-            first = next(iter(answers.faults or faults), "none of them is whole")
+            first = next(iter(answers.faults or faults), "none of them is intact")
             why = f"are damaged as well ({first})"
         raise ConfigError(
-            f"{asks.ledger.store.uri}: the raw answers {why}, so nothing that is lost "
-            f"can be looked up, and all {asks.plan.rows:,} requests would be asked again: run the "
-            "job again under a new run key"
+            f"{asks.ledger.store.uri}: the raw answers {why}, so lost rows cannot be restored from "
+            f"them, and all {asks.plan.rows:,} requests would be asked again. Run the job again "
+            "under a new run key"
         )
 
 
@@ -190,7 +192,7 @@ def _begin(old: Ledger, ours: Ledger, plan: Plan, key: str) -> Plan:
     try:
         put_record_if_absent(ours.store, OUTPUT_SCHEMA, read_record(old.store, OUTPUT_SCHEMA))
     except FileNotFoundError:
-        log.info("%s has no schema of its answers yet", old.store.uri)
+        log.info("%s has no schema for its answers yet", old.store.uri)
     if (decided := _decision(old.store)) is not None:  # what is taken over was asked so
         note_precision(ours.store, decided)
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -242,12 +244,12 @@ def _table(old: Ledger, name: str) -> bytes:
         return old.table(name)
     except CorruptRun as error:
         raise CorruptRun(
-            f"{old.store.uri}: {error}. It cannot be made again: run the job under a new run key"
+            f"{old.store.uri}: {error}. It cannot be restored. Run the job under a new run key"
         ) from None
 
 
 def _copy(old: Ledger, ours: Ledger, path: str, sha256: str | None = None) -> None:
-    what = "the copy of the input" if sha256 is None else "answers that were taken over"
+    what = "the copy of the input" if sha256 is None else "the reused answers"
     where, advice = f"{old.store.uri}/{path}, {what},", "Run the job under a new run key"
     try:
         with old.store.open(path) as stream, tempfile.TemporaryDirectory() as folder:
@@ -257,10 +259,10 @@ def _copy(old: Ledger, ours: Ledger, path: str, sha256: str | None = None) -> No
             with local.open("rb") as copy:
                 sums = Sums.of_stream(copy)
             if sha256 not in (None, sums.sha256):
-                raise CorruptRun(f"{where} is not what plan.json names. {advice}")
+                raise CorruptRun(f"{where} differs from its checksum in plan.json. {advice}")
             put_file_proved(ours.store, path, local, sums)
     except FileNotFoundError:
-        raise CorruptRun(f"{where} is missing: nothing can be asked again. {advice}") from None
+        raise CorruptRun(f"{where} is missing, so no row can be asked again. {advice}") from None
 
 
 def _take_over(member: Member, ours: Ledger, plan: Plan) -> int:

@@ -63,12 +63,13 @@ def retried_run(root: Store, key: str) -> tuple[Family, Member]:
     increment = increment_of(parent.plan)
     if increment is not None and increment.ledger == OF_ASKS:
         raise ConfigError(
-            f"{where} holds what a run asked, not its rows; retry the failed rows of the run itself"
+            f"{where} holds the requests of a run, not its rows. Retry the failed rows "
+            "of the run itself"
         )
     if parent.summary is None:
         raise ConfigError(
-            f"{where} is not finished: finish it first, with the command it was begun with; "
-            "failed rows are only final then"
+            f"{where} is not finished, so its failed rows are not final. Finish it first, with the "
+            "command that started it"
         )
     return family, parent
 
@@ -121,7 +122,7 @@ def check_classes(parent: Member, errors: Sequence[str]) -> None:
     if unknown:
         known = ", ".join(f"{kind} ({rows:,})" for kind, rows in classes.most_common())
         raise ConfigError(
-            f"no row of {parent.key} failed with {', '.join(unknown)}; the classes there are: "
+            f"no row of {parent.key} failed with {', '.join(unknown)}. Its rows failed with: "
             f"{known}"
         )
 
@@ -164,7 +165,7 @@ def new_child(
     except PlanMismatch:
         raise PlanMismatch(
             f"another retry of failed rows of {parent.key} began as {family.next_key} at the same "
-            "moment; run this again, and it takes the rows that are left under the next key"
+            "time. Run this again to retry the remaining rows"
         ) from None
 
 
@@ -230,14 +231,14 @@ def all_taken(family: Family, parent: Member, takers: Sequence[Member]) -> Nothi
     """Return that all rows are in other retries already, or raise `ConfigError` with what to do."""
     here = family.root.uri
     ends = [end for taker in takers for end in _ends(family, taker)]
-    said = f"the failed rows of {parent.key} have been taken by "
+    said = f"the failed rows of {parent.key} are already retried by "
     said += ", ".join(member.key for member in takers)
     for member in ends:
         if member.summary is None:
             raise ConfigError(
-                f"{said}; {member.key} is not finished. Finish it with the command it was begun "
-                "with or, if that cannot work and nothing works on it any more, delete "
-                f"{here}/{member.key} whole"
+                f"{said}; {member.key} is not finished. Finish it with the command that started "
+                "it or, if that cannot work and no process works on it, delete the folder "
+                f"{here}/{member.key}"
             )
     for member in ends:
         if missing := _missing_targets(member):
@@ -250,8 +251,8 @@ def all_taken(family: Family, parent: Member, takers: Sequence[Member]) -> Nothi
         todo = "\n".join(
             f"  {_retry_command(here, member)}   ({member.failed:,} failed)" for member in again
         )
-        raise ConfigError(f"{said}, and some failed again; retry those:\n{todo}")
-    return Nothing(parent.ledger.store.uri, f"{said}; none is left that failed")
+        raise ConfigError(f"{said}, and some failed again. Retry those:\n{todo}")
+    return Nothing(parent.ledger.store.uri, f"{said}, and none failed again")
 
 
 def _retry_command(root: str, member: Member) -> str:

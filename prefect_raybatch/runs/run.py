@@ -121,7 +121,13 @@ def run_of(store: Store, plan: Plan, ledger: Ledger, probed: bool = False) -> Ru
 def load_run(ledger: Ledger, run: Run) -> tuple[Plan, Shards]:
     plan = ledger.load_plan()
     if plan is None:
-        raise CorruptRun(f"{run.uri}: the plan has disappeared")
+        raise CorruptRun(
+            f"{run.uri}: plan.json is missing, though this flow run has read it before. "
+            f"Restore it from a backup, or run the job under a new run key"
+        )
     if plan.hash != run.plan_hash:
-        raise CorruptRun(f"{run.uri}: the plan is not the one this flow began with")
+        raise CorruptRun(
+            f"{run.uri}: plan.json is not the plan that this flow run started with. Start the "
+            "flow run again"
+        )
     return plan, ledger.shards(plan)

@@ -62,7 +62,7 @@ def _notes(ledger: Ledger) -> list[dict[str, Any]]:
         for name in ledger.attempts():
             notes.append({**ledger.read_attempt(name), "attempt": name})
     except (RayBatchError, FileNotFoundError) as error:  # for people alone: no run fails of it
-        log.info("the notes of attempts cannot be read: %s", error)
+        log.info("the records of attempts cannot be read: %s", error)
     return notes
 
 

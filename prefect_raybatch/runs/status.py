@@ -161,7 +161,7 @@ def _retries(uri: str, plan: Plan, options: dict[str, Any] | None) -> tuple[tupl
         family = load_family(*place(uri, options))
         member = family.members.get(plan.run_key)
     except (ConfigError, CorruptRun, NoSuchRun) as error:
-        log.warning("runs that retry the failed rows are not known: %s", error)
+        log.warning("retries of the failed rows are unknown: %s", error)
         return (), needed
     if member is None or not family.is_taken(member):
         return (), needed
@@ -229,8 +229,11 @@ def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
     for name in ledger.attempts():
         try:
             found.append({"attempt": name, **ledger.read_attempt(name)})
-        except (CorruptRun, FileNotFoundError) as fault:  # for people only: the rest still is told
-            log.warning("the note of attempt %s is not shown: %s", name, fault)
+        except (
+            CorruptRun,
+            FileNotFoundError,
+        ) as fault:  # the others are still shown
+            log.warning("the record of attempt %s is unreadable and not shown: %s", name, fault)
     return sorted(found, key=lambda attempt: str(attempt.get("started")))
 
 

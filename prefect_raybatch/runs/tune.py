@@ -306,7 +306,7 @@ class Bench:
         began = time.time()
         done, error = self._receipts(pipeline)
         if not done:
-            return Trial(changes, error=error or "no shard came through in time")
+            return Trial(changes, error=error or "no shard was finished in time")
         first = min(receipt.stats.started or 0.0 for receipt in done)
         rate, rows = steady(done)
         pool = size.pool
@@ -391,7 +391,7 @@ def tuned_of(trials: tuple[Trial, ...], best: Trial, rows: int, deadline: float 
         return Tuned(trials, best, rows, seconds, deadline)
     left = deadline - best.start_s
     if left <= 0:
-        note = f"the engines alone take {best.start_s:,.0f} s to start, so no number of them helps"
+        note = f"the engines take {best.start_s:,.0f} s to start, so no number meets the deadline"
         return Tuned(trials, best, rows, seconds, deadline, notes=(note,))
     needs = math.ceil(best.replicas * work / left * SPARE)
     return Tuned(trials, best, rows, seconds, deadline, needs)
@@ -408,9 +408,12 @@ def remove_trials(output: Store, top: str) -> None:
             time.sleep(0.5)  # a writer on another node may get one more file through
             if next(iter(trials.list()), None) is None and not trials.unfinished(math.inf, False):
                 return
-        log.warning("%s: something is still being written there", trials.uri)
+        log.warning(
+            "%s: a process still writes files there. Delete the folder when it has ended",
+            trials.uri,
+        )
     except RayBatchError as error:  # the result counts more than the error of removing what is left
-        log.warning("%s could not be removed: %s", trials.uri, error)
+        log.warning("%s could not be removed: %s. Delete it by hand", trials.uri, error)
 
 
 def told(changes: Mapping[str, Any]) -> str:

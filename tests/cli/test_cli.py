@@ -542,7 +542,7 @@ def test_an_output_inside_the_input_is_refused(tmp_path, call):
     value["source"]["uri"] = str(tmp_path / "in")
     path.write_text(yaml.safe_dump(value))
     code, _, err = call("plan", path)
-    assert code == 2 and "lies inside the input" in err
+    assert code == 2 and "is inside the input" in err
 
 
 def test_names_that_look_like_markup_are_shown_as_they_are(tmp_path, call):

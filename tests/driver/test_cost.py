@@ -205,7 +205,7 @@ def test_a_run_stops_at_its_limit_is_resumed_and_reports_what_it_cost(tmp_path, 
     found = estimate(compile_job(job), H100S, 400)
     assert found.by == "monday" and found.cost == pytest.approx(10 * report.cost["total"], rel=1e-3)
     small = priced(nights, max_cost=found.cost / 2)
-    assert "may end the run before it is whole" in (
+    assert "may stop the run before it is complete" in (
         estimate(compile_job(small), H100S, 400).warning or ""
     )
     elsewhere = small.model_copy(

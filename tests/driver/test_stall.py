@@ -188,7 +188,7 @@ def test_a_cluster_that_does_not_answer_keeps_neither_stalls_nor_costs_from_bein
     assert heard.beats[-1].gpu_seconds == 53.0 and heard.beats[-1].alarms == 1
     if how == "hangs":
         assert sorted(asked) == ["deaths", "engines", "leaving", "starts", "store"]
-    assert caplog.text.count("Ray does not tell of its engines") == 1
+    assert caplog.text.count("Ray does not report its engines") == 1
     gate.set()
     made.engines = lambda: {"ALIVE": 2}
     for _ in range(50):  # until those that hung have ended
@@ -288,7 +288,7 @@ def test_a_stop_that_hangs_does_not_hold_up_the_end(monkeypatch, caplog):
     with pytest.raises(EngineFailure, match="stalled"):
         next(interruptible(passes, lambda: EngineFailure("stalled"), stop)(UNITS, False))
     assert not went_on.is_set()
-    assert "Ray does not end the pass that is given up: no answer within 0.2 s" in caplog.text
+    assert "Ray did not stop the abandoned pass: no answer within 0.2 s" in caplog.text
     gate.set()
     assert went_on.wait(60)
 

@@ -182,8 +182,8 @@ def test_prune_counts_no_failed_attempt_and_removes_old_records_alone(nights):
     out = str(nights.folder / "out")
     planned = prune_runs(out, 1, dry_run=True)
     assert set(planned.removed) == {"f1", "n1"}
-    assert "left more than its record" in planned.kept["f2"]
-    assert "no run that is kept" in planned.kept["f3"]
+    assert "holds other files too" in planned.kept["f2"]
+    assert "no kept run" in planned.kept["f3"]
     assert prune_runs(out, 1, older_than=3600).removed == {}
     assert prune_runs(out, 1).removed == planned.removed
     assert sorted(os.listdir(out)) == ["f2", "f3", "n2"]

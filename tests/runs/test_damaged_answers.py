@@ -178,7 +178,7 @@ def test_a_damaged_night_that_is_named_is_asked_again(
     DAMAGE[damage](run)
     nights.night("n3", nights.job(reuse=str(run)))
     assert are_right(nights, "n3", SECOND) and asked(nights) == sorted(SECOND)
-    assert f"the answers of {run} are not taken over" in caplog.text
+    assert f"the answers of {run} are not reused" in caplog.text
 
 
 def test_a_damaged_retry_is_passed_over_alone(nights: Nights) -> None:
@@ -330,7 +330,7 @@ def test_a_repair_writes_a_lost_record_of_answers_again(nights: Nights, damage: 
 
 
 def test_a_repair_says_why_the_answers_are_lost(nights: Nights) -> None:
-    """Damaged is not the same as kept no longer."""
+    """Damaged is not the same as have been deleted."""
     run = two_nights(nights)
     (part,) = (run / "data").glob("*.parquet")
     rot(part)
@@ -344,7 +344,7 @@ def test_a_repair_says_why_the_answers_are_lost(nights: Nights) -> None:
     reap(open_store(str(run)), older_than=-1.0)
     assert is_proved(run)
     rot(next((run / "data").glob("*.parquet")))
-    with pytest.raises(ConfigError, match="kept no longer"):
+    with pytest.raises(ConfigError, match="have been deleted"):
         repair_run(str(run))
 
 

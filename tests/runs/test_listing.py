@@ -186,7 +186,7 @@ def test_renamed_and_copied_runs_are_named_never_removed_and_count_for_nothing(o
     by_key = {line.run_key: line for line in list_runs(str(out))}
     for key, made in (("copy", "three"), ("a-copy", "one"), ("renamed", "two")):
         assert by_key[key].state == "not readable"
-        assert f"was made as run {made!r}" in by_key[key].trouble
+        assert f"is the directory of run {made!r}" in by_key[key].trouble
     found = prune_runs(str(out), 1)
     assert set(found.removed) == {"one", "one.r1"}
     assert "made as run 'two'" in found.kept["renamed"]

@@ -252,7 +252,7 @@ def test_the_command_line_says_partial_and_ends_with_a_status_of_its_own(tmp_pat
     for shard in (1, 3):
         made.commit(shard)
     code, _, told = called(capsys, "finalize", "--partial", made.store.uri)
-    assert code == 2 and "without --partial writes the whole result" in told
+    assert code == 2 and "raybatch finalize, without --partial" in told
     code, said, _ = called(capsys, "finalize", made.store.uri)
     assert code == 0 and f"result  {made.store.uri}/data/" in said and verify(made.store).ok
     code, _, told = called(capsys, "finalize", "--partial", made.store.uri)

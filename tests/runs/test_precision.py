@@ -118,7 +118,7 @@ def test_answers_that_agree_are_asked_in_fp8(planned):
     job = run.decide()
     assert job == {"quantization": "fp8"}
     assert run.engines == ["- -", "fp8 -"]
-    about = "a sample of the rows is asked first, to decide on the precision ({})".format
+    about = "asking a sample of the rows first, to decide on the precision ({})".format
     as_stored = about("the model as it is stored")
     assert run.said == [as_stored, "", about("quantization: fp8"), ""]
     note = read_precision(run.store)
@@ -184,7 +184,7 @@ def test_a_decision_is_made_once_and_taken_by_all_who_come_later(planned):
 def test_commits_without_a_decision_are_a_fault(planned):
     run = planned()
     run.store.put("_raybatch/commits/00000000.json", b"{}")
-    with pytest.raises(CorruptRun, match=r"precision\.json\) is missing"):
+    with pytest.raises(CorruptRun, match=r"precision\.json.* is missing"):
         run.decide()
     run.store.put(PRECISION, b'{"decided":{"quantization":3}}')
     with pytest.raises(CorruptRun, match=r"precision\.json"):

@@ -143,7 +143,7 @@ def retry(world: World, key: str = KEY, calm: bool = False) -> None:
         try:
             made = plan_retry(f"{world.root}/{key}")
         except ConfigError as error:
-            if calm and "failed again; retry those" not in str(error):
+            if calm and "failed again. Retry those" not in str(error):
                 raise
             return  # others have taken these rows, or the run is not finished
         except PlanMismatch:
