@@ -373,8 +373,10 @@ def preview_rows(
 
 
 def _first_rows_of(job: BatchJob, rows: int, folder: str) -> BatchJob:
-    """Return the job restricted to its first rows, with one local engine, without quantization
-    trials, and with its result in `folder`."""
+    """Return the job restricted to its first rows, on one local engine.
+
+    Without quantization trials, and with its result in `folder`.
+    """
     limit = min(rows, job.source.limit or rows)
     changes: dict[str, Any] = {
         "source.limit": limit,

@@ -53,9 +53,12 @@ class Retry:
 
 @dataclass(frozen=True)
 class RetryRequest:
-    """A retry that can begin: `job` is the child's, `going` the unfinished run that it continues,
-    and `selection` ({parent, errors}) its rows. `limited`: a limit on failed rows is among the
-    given fields. `known` is the job with credentials, resolved."""
+    """A retry that can begin.
+
+    `job` is the child's, `going` the unfinished run that it continues, and `selection` ({parent,
+    errors}) its rows. `limited`: a limit on failed rows is among the given fields. `known` is the
+    job with credentials, resolved.
+    """
 
     family: Family
     parent: Member
@@ -170,8 +173,10 @@ def _check_operators(parent: Member, overrides: Mapping[str, Any]) -> None:
 def _options(
     run_dir: str, overrides: Mapping[str, Any], job: BatchJob | None, keys: Keys
 ) -> dict[str, Any] | None:
-    """Return the store options to reach the run with: those that the caller gives for `output`. Its
-    own job is not read yet, and holds no credentials."""
+    """Return the store options to reach the run with: those that the caller gives for `output`.
+
+    The run's own job is not read yet, and holds no credentials.
+    """
     value = job.to_dict().get("output", {}) if job is not None else {}
     given = {name: v for name, v in overrides.items() if name.partition(".")[0] == "output"}
     output = with_fields({"output": value}, given)["output"]
@@ -186,8 +191,11 @@ def _options(
 
 
 def _job(parent: Member, root: str, overrides: Mapping[str, Any], job: BatchJob | None) -> BatchJob:
-    """Return the child's job. Store options come only from the caller: a plan holds none, and one
-    planted there must not decide where this machine's credentials are sent."""
+    """Return the child's job.
+
+    Store options come only from the caller: a plan holds none, and one planted there must not
+    decide where this machine's credentials are sent.
+    """
     for name in overrides:
         if name in ("source", "output", "output.uri") or (
             name.startswith("source.") and name != "source.rows_per_shard"

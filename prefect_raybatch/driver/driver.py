@@ -1,8 +1,7 @@
-"""The loop that turns receipts into commits: passes, error budget, isolation of rows that kill
-engines.
+"""The loop that turns receipts into commits.
 
-The loop knows neither Ray nor Prefect. A pass is a function from work units to receipts, so tests
-run the loop without either.
+It makes passes, keeps the error budget, and isolates rows that kill engines. It knows neither Ray
+nor Prefect: a pass is a function from work units to receipts, so tests run the loop without either.
 """
 
 from __future__ import annotations
@@ -71,8 +70,10 @@ Quarantine = Callable[[Unit, Loss], Receipt]
 
 @dataclass(frozen=True)
 class OtherLedger:
-    """Progress in the other ledger of a run that reuses answers. `failed` counts the rows of the
-    run that are already known to fail because a request failed."""
+    """Progress in the other ledger of a run that reuses answers.
+
+    `failed` counts the rows of the run that are already known to fail because a request failed.
+    """
 
     rows: int = 0
     shards: int = 0
@@ -108,8 +109,7 @@ class Progress:
 
     @property
     def whole(self) -> int:
-        """Return the rows of the run plus, if it reuses answers, the requests of its first
-        phase."""
+        """Return the rows of the run and, if it reuses answers, the requests of its first phase."""
         return self.before.rows + self.rows + self.later.rows
 
     @property
@@ -149,8 +149,7 @@ class Progress:
         return (self.rows - self.done) / self.rate if self.rate else None
 
     def add(self, commit: Commit, since: float) -> None:
-        """Count a commit. `since` is the time at which work on its rows began, from which the rate
-        is measured."""
+        """Count a commit; `since` is the time at which work on its rows began, for the rate."""
         before = self.tally.rows
         self.tally.add(commit)
         self.recent.append((since, self.tally.rows - before))
@@ -191,8 +190,10 @@ class Driver:
         self._answered = False  # whether anything came through the stages in this attempt
 
     def resume(self) -> Progress:
-        """Count the shards that are already committed. Raise `ErrorBudgetExceeded` if shards are
-        left to do and too many rows have failed."""
+        """Count the shards that are already committed.
+
+        Raise `ErrorBudgetExceeded` if shards are left to do and too many rows have failed.
+        """
         listing = self.ledger.listing(self.plan)
         self.done = listing.done
         if listing.strays:
@@ -287,9 +288,11 @@ class Driver:
             self._accept(receipt)
 
     def _probes(self) -> list[Unit]:
-        """Return rows of committed shards to ask again, discarding the answers, as long as this
-        attempt has seen no engine work: an earlier attempt may have left only rows that kill
-        engines."""
+        """Return rows of committed shards to ask again, with their answers discarded.
+
+        Only until this attempt has seen an engine work: an earlier attempt may have left only rows
+        that kill engines.
+        """
         done = np.flatnonzero(self.done).tolist()
         if self._answered or not done:
             return []
@@ -338,8 +341,10 @@ class Driver:
         self.observe(self.progress)
 
     def _check_budget(self, receipts: Sequence[Receipt]) -> None:
-        """Raise `ErrorBudgetExceeded` if the shard of these `receipts` would cross the error
-        budget. The shard is not committed, so a run with a higher limit continues there."""
+        """Raise `ErrorBudgetExceeded` if the shard of `receipts` would cross the error budget.
+
+        The shard is not committed, so a run with a higher limit continues there.
+        """
         more = sum(map(self._weighed, receipts))
         rows = self.plan.rows if self.waiting is None else self.waiting.rows
         allowed = self.limits.allowed(rows)
@@ -367,8 +372,10 @@ class Driver:
         )
 
     def _weighed(self, record: Receipt | Commit) -> int:
-        """Return the failed rows of a receipt or commit; a failed request counts each row that
-        waits for it."""
+        """Return the failed rows of a receipt or commit.
+
+        A failed request counts each row that waits for it.
+        """
         if self.waiting is None:
             return len(record.failed)
         return self.waiting.count(record.shard, record.failed)
@@ -404,8 +411,10 @@ class Driver:
         return any(why.kind == ENGINES_DIED for why in losses)
 
     def _why_lost(self, unit: Unit) -> Loss:
-        """Return why a unit did not come through this pass: the last reason reported for any of its
-        rows. Other rows of its shard may have been lost for another reason."""
+        """Return why a unit failed in this pass: the last reason reported for any of its rows.
+
+        Other rows of its shard may have failed for another reason.
+        """
         told = reversed(self._lost.get(unit.shard, []))
         found = (why for lost, why in told if lost.overlaps(unit))
         return next(found, Loss(ENGINE_DIED, NO_RECEIPT))
@@ -416,8 +425,7 @@ class Driver:
         return self.plan.rows - sum(map(self.coverage.lacking, pending))
 
     def _missing(self, units: Sequence[Unit]) -> list[Unit]:
-        """Return the parts of `units` that have no receipt and that nobody has committed
-        meanwhile."""
+        """Return the parts of `units` that neither this driver nor another has committed."""
         theirs = self.ledger.committed(self.plan) & ~self.done
         for shard in np.flatnonzero(theirs).tolist():
             self.coverage.drop(shard)
@@ -434,8 +442,10 @@ class Driver:
     def _after_isolation(
         self, units: list[Unit], deaths: Counter[Unit], quarantine: Quarantine
     ) -> list[Unit]:
-        """Split each unit that died while alone in an engine, and quarantine a single row that did
-        so often enough."""
+        """Split each unit that died while alone in an engine.
+
+        A single row that did so often enough is quarantined.
+        """
         rest: list[Unit] = []
         for unit in units:
             why = self._why_lost(unit)

@@ -106,8 +106,10 @@ class Monitor:
         self._beats = Ticker("heartbeat", BEAT_EVERY, self.write)
 
     def __call__(self, progress: Progress) -> None:
-        """Called after each commit in the driver's thread; only takes a snapshot for the other
-        threads."""
+        """Take a snapshot of a commit for the other threads.
+
+        Called after each commit in the driver's thread.
+        """
         self.counts, self._progress = Counts.of(progress), progress
         if progress.recent:
             self.starting.end()
@@ -127,14 +129,16 @@ class Monitor:
         self.deaths = engines.deaths
 
     def held(self, why: str) -> None:
-        """Note that the run waits for its turn, with the reason in `why`; "" when it goes on. A
-        waiting run does not stall."""
+        """Note that the run waits for its turn, with the reason in `why`; "" when it continues.
+
+        A waiting run does not stall.
+        """
         self._held = why
         self.starting.enter(ON_TURN if why else ON_CLUSTER)
         self._beats.nudge()
 
     def pass_began(self) -> None:
-        """Called in the driver's thread before the engines of a pass start."""
+        """Begin to watch a new pass; called in the driver's thread before its engines start."""
         if self.starting.ended is not None:
             self.note_start()
             self.starting = Starting()
@@ -143,8 +147,10 @@ class Monitor:
             self._dead = self._ask_deaths()
 
     def note_start(self) -> None:
-        """Pass the duration of the first start that led to a commit to `on_started`, once, while
-        Ray can still be queried."""
+        """Report the duration of the first start that led to a commit to `on_started`, once.
+
+        Called while Ray can still be queried.
+        """
         if self.noted or self.starting.ended is None:
             return
         self.noted = True
@@ -205,8 +211,7 @@ class Monitor:
         return replace(found, **self.meter.figures(left))
 
     def _now(self, counts: Counts | None) -> Counts | None:
-        """Return the counts of the latest commit, updated with those that change between
-        commits."""
+        """Return the counts of the latest commit, with the current passes and engine deaths."""
         progress = self._progress
         if counts is None or progress is None:
             return None
@@ -238,8 +243,10 @@ class Monitor:
             self.observe.hear(self.beat())
 
     def _look_at_engines(self) -> None:
-        """Update the engine states. Keep the old ones if Ray does not answer, because costs and
-        stalls must be checked anyway."""
+        """Update the engine states.
+
+        Keeps the old ones if Ray does not answer, because costs and stalls must be checked anyway.
+        """
         try:
             self._states, self._unheard = self._questions["engines"](self.engines), ""
         except Exception as error:
@@ -266,8 +273,11 @@ class Monitor:
         self._left = frozenset(leaving)
 
     def look_at_deaths(self) -> None:
-        """Count each engine process that died since the last call, and warn of it. Ray restarts
-        engines several times, which takes minutes in which nothing else reports the death."""
+        """Count each engine process that died since the last call, and warn of it.
+
+        Ray restarts engines several times, which takes minutes in which nothing else reports the
+        death.
+        """
         with self._counting:
             dead = self._ask_deaths()
             if dead is None:

@@ -62,9 +62,9 @@ def place_answers(
     known: Known,
     waits: Callable[[str], None] = lambda why: None,
 ) -> None:
-    """Write the answers to the run's rows in input order and name them in a record, if looking them
-    up would read most of them many times. Does nothing if that is done.
+    """Write the answers to the run's rows in input order and name them in a record.
 
+    Only if looking them up would read most of them many times; does nothing if it is done already.
     `known` are the files of the answers as they are; `waits` is called with what the run waits for
     meanwhile, "" at the end. Raises `StoreError` for a full local disk, and the store's errors.
     """

@@ -114,9 +114,11 @@ def record_bad_job(
     error: BaseException,
     scheduled: datetime | None = None,
 ) -> None:
-    """Record an attempt with an invalid job: `value` is the content of its file. Records nothing if
-    that does not say where the runs are, or names a place that the policy in force does not
-    allow."""
+    """Record an attempt with an invalid job; `value` is the content of its file.
+
+    Records nothing if that does not say where the runs are, or names a place that the policy in
+    force does not allow.
+    """
     output, source = value.get("output"), value.get("source")
     uri = output.get("uri") if isinstance(output, Mapping) else None
     name = value.get("name")
@@ -138,14 +140,15 @@ def record_bad_job(
 
 
 def key_for_start(name: str, start: datetime | None = None) -> str:
-    """Return the key of a run that was scheduled for `start`, by default of one that begins this
-    second."""
+    """Return the key of a run scheduled for `start`, by default of one that begins this second."""
     return f"{name}-{(start or datetime.now(UTC)).astimezone(UTC):%Y%m%dT%H%M%SZ}"
 
 
 def record_command(store: Store, command: str) -> None:
-    """Add the command that continues the run, secrets masked, to the record of a failed attempt
-    that has none."""
+    """Add the command that continues the run to the record of a failed attempt without one.
+
+    Secrets in it are masked.
+    """
     store = not_waiting(store)
     try:
         found = read_last_attempt(store)

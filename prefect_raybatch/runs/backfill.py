@@ -29,9 +29,12 @@ NOT_BEGUN, NIGHT_FAILED, STOPPED = "not begun", "failed", "stopped"
 
 @dataclass(frozen=True)
 class NightRun:
-    """A run of a backfill. `state` is that of the run, or failed or stopped by this call. Rows are
-    known for a completed run, `seconds` of work also for one that this call failed. `done`: it was
-    complete before. `trouble` says why it is not complete, `transient` whether a retry may help."""
+    """A run of a backfill.
+
+    `state` is that of the run, or failed or stopped by this call. Rows are known for a completed
+    run, `seconds` of work also for one that this call failed. `done`: it was complete before.
+    `trouble` says why it is not complete, `transient` whether a retry may help.
+    """
 
     date: date
     run_key: str

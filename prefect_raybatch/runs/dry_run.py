@@ -39,9 +39,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What `raybatch plan` shows. `result`: names and types of the columns written in addition to
-    the input's, as far as known before a run; `table`: which table at which version is read, as a
-    plan keeps it; `tokens`, if asked for or needed for max_model_len: auto."""
+    """The plan of a run that is not made, as `raybatch plan` shows it.
+
+    `result`: names and types of the columns written in addition to the input's, as far as known
+    before a run; `table`: which table at which version is read, as a plan keeps it; `tokens`, if
+    asked for or needed for max_model_len: auto.
+    """
 
     job: str
     rows: int
@@ -67,8 +70,11 @@ class DryRun:
 
 @dataclass(frozen=True)
 class ReusePlan:
-    """What a job would reuse: rows by the origin of their answers; the `earlier` runs, and the
-    fields in which the job `differs` from theirs, so that nothing is reused."""
+    """The answers that a job would reuse: rows by the origin of their answers.
+
+    `earlier` are the runs, and `differs` the fields in which the job differs from theirs, so that
+    nothing is reused.
+    """
 
     counts: RowCounts
     earlier: tuple[str, ...]
@@ -138,8 +144,10 @@ def _prompt_lengths(
     run_key: str | None,
     sample: int,
 ) -> counting.PromptLengths:
-    """Return the lengths of the prompts of `sample` rows (0: as many as a plan samples), and the
-    context length that follows from them."""
+    """Return the lengths of `sample` prompts, and the context length that follows from them.
+
+    `sample` 0: as many as a plan samples.
+    """
     sample = sample or counting.SAMPLE_ROWS
     if copied:
         lengths = counting.of_heads(spec, model, sample)
@@ -150,8 +158,11 @@ def _prompt_lengths(
 
 @dataclass(frozen=True)
 class _Fitted:
-    """The sizes of a run on a cluster: its capacity, what the run needs of it, what is known of the
-    model's size, and why the run cannot start or keep its engines busy."""
+    """The sizes of a run on a cluster.
+
+    With its capacity, what the run needs of it, the model's size if known, and why the run cannot
+    start or keep its engines busy.
+    """
 
     sizing: Sizing
     capacity: Capacity
@@ -194,8 +205,10 @@ def _fitted(
 def reuse_plan(
     resolved: Resolved, spec: RunSpec, found: Inventory, copied: bool, run_key: str | None
 ) -> ReusePlan:
-    """Return what the job would reuse, by all its rows; input that must be copied is copied to
-    TMPDIR and removed again."""
+    """Return what the job would reuse, by all its rows.
+
+    Input that must be copied is copied to TMPDIR and removed again.
+    """
     import tempfile
 
     from prefect_raybatch import source

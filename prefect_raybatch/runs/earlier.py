@@ -63,8 +63,11 @@ def pass_over(error: DamagedAnswers) -> None:
 
 @dataclass(frozen=True)
 class Earlier:
-    """Runs with raw answers, the named one first: `held` are (store, what it keeps) of those with
-    the same context; `differs` are the fields in which the named one's context differs."""
+    """Runs with raw answers, the named one first.
+
+    `held` are (store, what it keeps) of those with the same context; `differs` are the fields in
+    which the named one's context differs.
+    """
 
     runs: tuple[str, ...] = ()
     held: tuple[tuple[Store, Answers], ...] = ()
@@ -72,8 +75,10 @@ class Earlier:
 
     @property
     def files(self) -> list[tuple[Store, Answers, AnswerPart]]:
-        """Return the files of answers, those of the newest retry first: of equal greedy requests
-        the first answer is reused."""
+        """Return the files of answers, those of the newest retry first.
+
+        Of equal greedy requests the first answer is reused.
+        """
         newest_first = reversed(self.held)
         return [(store, answers, part) for store, answers in newest_first for part in answers.files]
 
@@ -83,15 +88,16 @@ class Earlier:
 
     @property
     def seconds(self) -> float | None:
-        """Return the engine seconds per answer, as the newest of them measured it; None if
-        unknown."""
+        """Return the engine seconds per answer by the newest measurement; None if unknown."""
         known = [answers.seconds for _, answers in self.held if answers.seconds is not None]
         return known[-1] if known else None
 
     def every_key(self) -> Iterator[tuple[list[bytes], np.ndarray]]:
-        """Yield keys of answers, in the order of the files and their rows, each with whether its
-        answer may be reused. Raise `DamagedAnswers` if a file is too damaged to read; its checksum
-        is compared when its answers are reused."""
+        """Yield the keys of answers, each with whether its answer may be reused.
+
+        In the order of the files and their rows. Raises `DamagedAnswers` if a file is too damaged
+        to read; its checksum is compared when its answers are reused.
+        """
         for store, answers, part in self.files:
             with (
                 _reading(store, part),
@@ -118,9 +124,11 @@ def find_earlier(
     parts: dict[str, Any],
     skipped: Collection[str] = (),
 ) -> Earlier:
-    """Return the runs that `reuse` names, without those in `skipped` (URIs), whose answers are
-    damaged. Raise `ConfigError` for a run that is missing, unfinished, or keeps no answers;
-    `latest` without such a run is no error."""
+    """Return the runs that `reuse` names.
+
+    Those in `skipped` (URIs) have damaged answers and are left out. Raises `ConfigError` for a run
+    that is missing, unfinished, or keeps no answers; `latest` without such a run is no error.
+    """
     held = _held_answers(spec, run_key, skipped)
     if held is None:
         return Earlier()
@@ -134,8 +142,11 @@ def find_earlier(
 def with_earlier_length(
     spec: RunSpec, run_key: str | None, measured: PromptLengths
 ) -> PromptLengths:
-    """Return the context length that `auto` resolves to: that of the run whose answers are reused,
-    as long as the new prompts fit. Another length is another context, which reuses nothing."""
+    """Return the context length that `auto` resolves to in a run that reuses answers.
+
+    It is that of the run with the reused answers, as long as the new prompts fit. Another length is
+    another context, which reuses nothing.
+    """
     held = _held_answers(spec, run_key)
     before = held[0][1].parts.get("engine.max_model_len") if held is not None else None
     if not isinstance(before, int) or before <= measured.max_model_len:
@@ -165,8 +176,10 @@ def _held_answers(spec: RunSpec, run_key: str | None, skipped: Collection[str] =
 
 
 def _kept_by(root: Store, key: str, skipped: Collection[str]) -> Held:
-    """Return what a run and its retries keep, itself first. Raise `DamagedAnswers` if its
-    records or answers are damaged; a damaged retry is left out."""
+    """Return what a run and its retries keep, itself first.
+
+    Raises `DamagedAnswers` if its records or answers are damaged; a damaged retry is left out.
+    """
     uri = root.sub(key).uri
     try:
         family = load_family(root, key)
@@ -269,9 +282,11 @@ def _newest_first(root: Store, name: str, run_key: str | None) -> list[str]:
 
 
 def night_of(plan: Plan) -> datetime:
-    """Return the time that a run is for: the scheduled start or date in its key, so that a backfill
-    of an old date is old; otherwise when it was planned, for a repaired run when the first one
-    was."""
+    """Return the time that a run is for.
+
+    It is the scheduled start or date in its key, so that a backfill of an old date is old;
+    otherwise when it was planned, for a repaired run when the first one was.
+    """
     start = start_of_key(plan.run_key)
     if start is not None:
         return start
@@ -284,8 +299,10 @@ def night_of(plan: Plan) -> datetime:
 
 @contextmanager
 def opened_answers(store: Store, part: AnswerPart) -> Iterator[Any]:
-    """Open a file of raw answers, downloaded to the local disk. Raise `DamagedAnswers` if it was
-    changed."""
+    """Open a file of raw answers, downloaded to the local disk.
+
+    Raises `DamagedAnswers` if it was changed.
+    """
     with tempfile.TemporaryFile(prefix="raybatch-") as local, _reading(store, part):
         hashed = hashlib.sha256()
         with store.open(part.path) as stream:

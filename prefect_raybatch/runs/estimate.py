@@ -20,8 +20,11 @@ RUNS_TRIED = 5  # finished runs that are looked at for one that says what a row 
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """The estimated `cost` of asking `rows`, by the GPU-seconds per row in the run `by`. If that is
-    unknown, `why` says so and the others are None. `warning`: it exceeds limits.max_cost."""
+    """The estimated `cost` of asking `rows`, by the GPU-seconds per row in the run `by`.
+
+    If that is unknown, `why` says so and the others are None. `warning`: it exceeds
+    limits.max_cost.
+    """
 
     rows: int
     cost: float | None = None

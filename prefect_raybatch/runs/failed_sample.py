@@ -21,9 +21,11 @@ FROM_A_SHARD = 5  # of one shard, so that others have their say
 
 
 def failed_sample(uri: str, options: dict[str, Any] | None, most: int) -> list[Sample]:
-    """Return up to `most` failed rows: of the shard that crossed the error budget, which no commit
-    covers, and of committed shards. Unreadable rows are left out, because the sample only
-    explains."""
+    """Return up to `most` failed rows of a run.
+
+    They are of the shard that crossed the error budget, which no commit covers, and of committed
+    shards. Unreadable rows are left out, because the sample only explains.
+    """
     try:
         return _sample(Ledger(open_store(uri, options)), most)
     except (RayBatchError, OSError) as error:

@@ -132,8 +132,10 @@ def completed_report(
 
 
 def report_again(ledger: Ledger, plan: Plan, parts: Sequence[Part]) -> RunReport:
-    """Return the report of a finished run from its commits, without what only its last attempt
-    knew."""
+    """Return the report of a finished run from its commits.
+
+    It lacks what only the last attempt knew.
+    """
     from prefect_raybatch.result.survey import survey
 
     spec = compile_plan(plan)
@@ -156,8 +158,7 @@ def _report_of_asks(store: Store, increment: Increment | None) -> RunReport | No
 def write_parts(
     cluster: ClusterSpec, write: Callable[[PartTask], Part], tasks: Iterator[PartTask], size: int
 ) -> Iterator[Part]:
-    """Write the files of a result, on the workers of the cluster if there is enough to write, else
-    here."""
+    """Write the files of a result, on the cluster's workers if there is enough to write."""
     from prefect_raybatch.cluster.side_by_side import TASKS_A_CPU, side_by_side, workers_for
     from prefect_raybatch.result.finalize import one_by_one
 
@@ -177,10 +178,10 @@ def with_reuse(
     tally: Tally,
     days: float | None,
 ) -> RunReport:
-    """Return the report of a run that reuses answers: with its requests phase's engine figures and
-    the savings.
+    """Return the report of a run that reuses answers, with the savings.
 
-    First records in the run directory which files hold the raw answers, kept for `days`.
+    Engine figures are those of its requests phase. First records in the run directory which files
+    hold the raw answers, kept for `days`.
     """
     store, counts, stats = ledger.store, increment.counts, tally.stats
     begun = begin_asks(store, increment)

@@ -42,8 +42,10 @@ def infer_spec(
 def _infer_both(
     requests: Phase, rows: Phase, observe: Callable[[Progress], None], engine: type | None
 ) -> Progress:
-    """Infer and finalize the requests of a run, then give each row its answer. The cluster is held
-    over both phases, so that one that starts for this run starts once."""
+    """Infer and finalize the requests of a run, then give each row its answer.
+
+    The cluster is held over both phases, so that one that starts for this run starts once.
+    """
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.cluster.sharing import User
     from prefect_raybatch.runs.finalize_run import finalize_spec

@@ -31,12 +31,14 @@ PRUNING, DAMAGED = "half removed", "not readable"
 
 @dataclass(frozen=True)
 class RunLine:
-    """A run as a list shows it. `rows` are planned, `shards` of them committed; valid and
-    quarantined rows are None until it is completed. `created` and `finished` are seconds since
-    1970; `parent` is the run whose failed rows it retries. `trouble` says why a directory is
-    unreadable. `failure` says why the last attempt at an incomplete run failed, `command` runs it
-    again. Without `has_plan` it is an attempt that did not reach a plan; `finished` is then when it
-    ended."""
+    """A run as a list shows it.
+
+    `rows` are planned, `shards` of them committed; valid and quarantined rows are None until it is
+    completed. `created` and `finished` are seconds since 1970; `parent` is the run with the failed
+    rows that it retries. `trouble` says why a directory is unreadable. `failure` says why the last
+    attempt at an incomplete run failed, `command` runs it again. Without `has_plan` it is an
+    attempt that did not reach a plan; `finished` is then when it ended.
+    """
 
     run_key: str
     run: str
@@ -62,8 +64,10 @@ class RunLine:
 
 
 def need_output(output: str, options: Mapping[str, Any] | None = None) -> None:
-    """Raise `NoSuchRun` if `output` is no folder of runs: missing, a file, or itself a run. An
-    empty folder is accepted."""
+    """Raise `NoSuchRun` if `output` is no folder of runs: missing, a file, or itself a run.
+
+    An empty folder is accepted.
+    """
     root = open_store(output, dict(options) if options else None)
     if not is_remote(root.uri) and os.path.isfile(root.uri):
         raise NoSuchRun(f"{output} is a file. Name the folder of the runs, the job's output.uri.")
@@ -79,8 +83,10 @@ def need_output(output: str, options: Mapping[str, Any] | None = None) -> None:
 def list_runs(
     output: str, options: Mapping[str, Any] | None = None, job: str | None = None
 ) -> list[RunLine]:
-    """Return the runs below `output`, newest first, of one job if named. Folders that are no run
-    directory are skipped."""
+    """Return the runs below `output`, newest first, of one job if named.
+
+    Folders that are no run directory are skipped.
+    """
     return lines_of(open_store(output, dict(options) if options else None), job)
 
 
@@ -99,8 +105,10 @@ def run_age(line: RunLine) -> tuple[float, float, str]:
 def latest_complete(
     output: str, options: Mapping[str, Any] | None = None, job: str | None = None
 ) -> RunLine:
-    """Return the completed run below `output` that finished last, except retries of another's
-    failed rows. Raises `NoSuchRun` if there is none."""
+    """Return the completed run below `output` that finished last.
+
+    Retries of another run's failed rows do not count. Raises `NoSuchRun` if there is none.
+    """
     lines = list_runs(output, options, job)
     done = [line for line in lines if line.state == COMPLETED and line.parent is None]
     if not done:
@@ -110,9 +118,10 @@ def latest_complete(
 
 
 def line_of(root: Store, key: str) -> RunLine | None:
-    """Return the run of that key below `root`, or an attempt at it without a plan; None if there is
-    neither. An unreadable directory becomes a line that says why; only an unreachable store
-    raises."""
+    """Return the run of that key below `root`, or an attempt at it without a plan, or None.
+
+    An unreadable directory becomes a line that says why; only an unreachable store raises.
+    """
     store = root.sub(key)
     try:
         return _line_of(store, key)

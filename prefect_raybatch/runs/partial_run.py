@@ -111,8 +111,10 @@ def _check_incomplete(ledger: Ledger, plan: Plan, listing: Listing) -> None:
 
 
 def _put_report(ledger: Ledger, plan: Plan, record: PartialResult, tally: Tally) -> RunReport:
-    """Write the report of a partial result, as JSON and Markdown; return it. Its paths begin at the
-    folder of the partial result."""
+    """Write the report of a partial result, as JSON and Markdown; return it.
+
+    Its paths begin at the folder of the partial result.
+    """
     folder, store = partial_path(record.name), ledger.store
     accepted = all_accepted(ledger)
     notes = (record.warning, *of_whom(plan), *map(str, accepted))
@@ -125,8 +127,10 @@ def _put_report(ledger: Ledger, plan: Plan, record: PartialResult, tally: Tally)
 
 
 def _check_kept(ledger: Ledger, plan: Plan, record: PartialResult) -> None:
-    """Check that no reaper removed files that no record named yet; if one did, delete the record
-    and raise `IncompleteRun`."""
+    """Check that no reaper removed the files while no record named them.
+
+    If one did, delete the record and raise `IncompleteRun`.
+    """
     try:
         check_parts(ledger.store, record.parts)
     except CorruptRun:

@@ -146,9 +146,11 @@ def check_schema_names(types: Mapping[str, str] | None) -> None:
 def _check_same(
     plan: Plan, resolved: Resolved, where: str, accept: Sequence[str] = ()
 ) -> tuple[Accepted, ...]:
-    """Return the accepted differences; raise `PlanMismatch` if the job differs from the plan in
-    anything else. The input of a run that retries failed rows is what it took, whatever the job
-    reads."""
+    """Return the accepted differences between a job and a plan.
+
+    Raises `PlanMismatch` if the job differs in anything else. The input of a run that retries
+    failed rows is what it took, whatever the job reads.
+    """
     own = resolved.retrying(plan.parts.get("retry"))
     return check_acceptable(plan, own.identity, where, accept, who())
 
@@ -161,8 +163,10 @@ def _checked(resolved: Resolved) -> Resolved:
 
 
 def check_pinned_model(spec: RunSpec, model: Mapping[str, Any], files: bool = True) -> None:
-    """Raise `ConfigError` if a pinned model cannot do what a run asks of it, as far as its files
-    tell; without `files`, by its config.json and its chat template only."""
+    """Raise `ConfigError` if a pinned model cannot do what a run asks of it.
+
+    As far as its files tell; without `files`, by its config.json and its chat template only.
+    """
     model_check.check(spec, model, files)
     chat_template.check_template(spec.prompt, spec.engine.model, model)
     check_labels(spec.sampling.labels, spec.engine.model, model)
@@ -171,8 +175,10 @@ def check_pinned_model(spec: RunSpec, model: Mapping[str, Any], files: bool = Tr
 def length_of_spec(
     spec: RunSpec, run_key: str | None, measured: counting.PromptLengths
 ) -> counting.PromptLengths:
-    """Return what an `auto` context length resolves to: as `measured` or, for a run that reuses
-    answers, as in the run whose answers it reuses."""
+    """Return what an `auto` context length resolves to.
+
+    It is as `measured` or, for a run that reuses answers, as in the earlier run.
+    """
     if not spec.reuse.keeps:
         return measured
     from prefect_raybatch.runs.earlier import with_earlier_length
@@ -195,8 +201,10 @@ def begin_run(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
 
 
 def _write_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) -> Plan:
-    """Read what the input holds, make the plan and write it; return the plan, or that of another
-    process that was first."""
+    """Read the input, make the plan and write it; return the plan in force.
+
+    If another process wrote its plan first, that is the one.
+    """
     from prefect_raybatch import source
 
     taken = _taken_input(resolved, ledger.store, dataset)
@@ -227,8 +235,10 @@ def _write_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) 
 
 
 def _taken_input(resolved: Resolved, store: Store, dataset: Any) -> RunInput:
-    """Return the input of a new run, copied into the run directory unless its files can be read in
-    place. While the job's own input is copied, its engines may start already."""
+    """Return the input of a new run, copied into the run directory if it must be.
+
+    While the job's own input is copied, its engines may start already.
+    """
     from prefect_raybatch import source
     from prefect_raybatch.cluster.early import begin_early
     from prefect_raybatch.cluster.side_by_side import copying_for

@@ -1,5 +1,7 @@
-"""Records which version of this package made a run's plan, to warn when another one continues
-it."""
+"""Records which version of this package made a run's plan.
+
+When another version continues the run, that is logged.
+"""
 
 from __future__ import annotations
 

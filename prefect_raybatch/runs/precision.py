@@ -65,8 +65,7 @@ def decided_precision(
     meter: CostMeter | None = None,
     halted: Callable[[], RayBatchError | None] | None = None,
 ) -> Mapping[str, str]:
-    """Return the engine arguments of the precision that a run has decided on; decide if that is
-    still open.
+    """Return the engine arguments of the precision that a run uses; decide if that is open.
 
     A run that retries rows of another takes over its decision, and so does one that reuses answers,
     because answers of two precisions must not mix. `meter` counts what the trial's engines hold,
@@ -126,8 +125,7 @@ def _of_plan(plan: Plan) -> PrecisionNote | None:
 
 
 def precision_of(store: Store) -> PrecisionNote | None:
-    """Return what a run has decided, itself or in its requests phase, or has taken over; None if it
-    has not."""
+    """Return the decision of a run, its own, of its requests phase, or taken over; None if open."""
     plan = Ledger(store).load_plan()
     asks = read_precision(asks_ledger(store).store)
     return asks or read_precision(store) or (None if plan is None else _of_plan(plan))
@@ -136,9 +134,10 @@ def precision_of(store: Store) -> PrecisionNote | None:
 def taken_precision(
     tries: Sequence[Mapping[str, str]], earlier: Sequence[Store], parent: Store | None
 ) -> TakenPrecision | None:
-    """Return the decision that the plan of a run with `tries` takes over from the `earlier` runs
-    whose answers it reuses (the named one first), or from the `parent` whose failed rows it
-    retries; None if it must decide itself.
+    """Return the decision that the plan of a run with `tries` takes over; None if it must decide.
+
+    It comes from the `earlier` runs that it reuses answers of (the named one first), or from the
+    `parent` that it retries failed rows of.
 
     Raises `CorruptRun` if their decision is missing.
     """
@@ -158,8 +157,10 @@ def taken_precision(
 
 
 class SampleBench:
-    """Asks a sample of a run's rows in several ways, and compares the answers: `rows` of them, by
-    default as many as the required agreement takes."""
+    """Asks a sample of a run's rows in several ways, and compares the answers.
+
+    The sample has `rows` rows, by default as many as the required agreement takes.
+    """
 
     def __init__(
         self,
@@ -308,8 +309,10 @@ def _deciding(arguments: Mapping[str, str]) -> str:
 
 
 def drawn_rows(shards: Shards, rows: int, sample: int, seed: str) -> dict[int, list[int]]:
-    """Return {shard: ascending positions}: `sample` random rows from random shards, of which there
-    are as few as hold twice as many rows, and at least 64."""
+    """Return {shard: ascending positions} of `sample` random rows from random shards.
+
+    There are as few shards as hold twice as many rows, and at least 64.
+    """
     draw = random.Random(seed)
     order = draw.sample(range(len(shards)), len(shards))
     sizes = np.diff(shards.starts)

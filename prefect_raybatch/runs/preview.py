@@ -43,9 +43,12 @@ class PreviewedPrompt:
 
 @dataclass(frozen=True)
 class Preview:
-    """`columns`: (name, type) of the input, `asked` those that make the prompts; `answers` and
+    """Prompts and answers of a job's first rows.
+
+    `columns`: (name, type) of the input, `asked` those that make the prompts; `answers` and
     `failed`: rows of the result and of the quarantine, empty if no engine was asked; `seconds` by
-    phase."""
+    phase.
+    """
 
     job: str
     columns: tuple[tuple[str, str], ...]

@@ -33,8 +33,11 @@ _RETRY_KEY = re.compile(r"(.+)\.r[1-9]\d{0,3}\Z")
 
 @dataclass
 class Pruned:
-    """What was removed, or would be: run keys with their bytes, and as a list of runs shows them;
-    and what stays, with the reason."""
+    """The runs that were removed, or would be, and those that stay.
+
+    `removed` has run keys with their bytes, `lines` how a list shows them, and `kept` the reason
+    for each run that stays.
+    """
 
     output: str
     dry_run: bool
@@ -103,8 +106,10 @@ def prune_runs(
 
 
 def _note(root: Store, found: Pruned, members: list[RunLine], reason: str | None) -> None:
-    """Note that a family stays for this reason, or goes where there is none and all its files can
-    be listed."""
+    """Record that a family stays for this reason.
+
+    Without a reason it goes, if all its files can be listed.
+    """
     sizes: dict[str, int] = {}
     if reason is None:
         try:

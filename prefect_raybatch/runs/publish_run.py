@@ -63,8 +63,7 @@ def publish_member(
 
 
 def targets_text(targets: Sequence[PublishTarget], run_key: str) -> str:
-    """Return the targets, one per line: name, format, place, mode, and environment variables that
-    would be sent there."""
+    """Return the targets, one per line: name, format, place, mode, environment variables sent."""
     lines = []
     for target in targets:
         named = [target.uri or "", *map(str, target.catalog.values())]

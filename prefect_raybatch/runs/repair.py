@@ -49,8 +49,11 @@ MOST_SAID = 20  # of what is wrong
 
 @dataclass(frozen=True)
 class Repaired:
-    """The outcome of a repair. `run_key` is None if no row was lost: then no run was created.
-    `restored` lists what was restored in the run itself."""
+    """The outcome of a repair.
+
+    `run_key` is None if no row was lost: then no run was created. `restored` lists what was
+    restored in the run itself.
+    """
 
     run: str
     run_key: str | None
@@ -66,13 +69,13 @@ class Repaired:
 
 
 def repair_run(run_dir: str, options: dict[str, Any] | None = None) -> Repaired:
-    """Create a new run from the intact shards of a damaged one: a commit, a piece, a table or a
-    file of the result is lost or changed.
+    """Create a new run from the intact shards of a damaged one.
 
-    The fork has a commit for each intact shard; an interrupted repair is resumed. If the result is
-    intact but raw answers kept for later runs are not, answers.json is rewritten to name the intact
-    ones, and row checksums, precision.json and report.json of such a run are recreated. Raises
-    `ConfigError` for a run that cannot be forked, `CorruptRun` if its plan is unreadable.
+    A commit, a piece, a table or a file of the result is lost or changed. The fork has a commit for
+    each intact shard; an interrupted repair is resumed. If the result is intact but raw answers
+    kept for later runs are not, answers.json is rewritten to name the intact ones, and row
+    checksums, precision.json and report.json of such a run are recreated. Raises `ConfigError` for
+    a run that cannot be forked, `CorruptRun` if its plan is unreadable.
     """
     root, key = place(run_dir, options)
     old = Ledger(root.sub(key))
@@ -139,8 +142,7 @@ def _check_alone(plan: Plan, where: str) -> None:
 
 
 def _asks(old: Ledger, increment: Increment | None, fault: Tell) -> Member | None:
-    """Return the requests phase of a run that reuses or keeps answers, as in its plan; else
-    None."""
+    """Return the requests phase of a run that reuses or keeps answers, by its plan; else None."""
     if increment is None or increment.asks is None:
         return None
     ledger, plan = asks_ledger(old.store), Plan.from_bytes(dump(increment.asks))
@@ -223,8 +225,10 @@ def _fork_asks(asks: Member, ours: Ledger, increment: Increment) -> None:
 
 
 def _decision(store: Store) -> PrecisionNote | None:
-    """Return the decision on the precision of the run; raise `CorruptRun` with what to do if it is
-    damaged."""
+    """Return the decision on the precision of the run.
+
+    Raises `CorruptRun` with what to do if it is damaged.
+    """
     try:
         return read_precision(store)
     except CorruptRun as error:

@@ -1,5 +1,7 @@
-"""Restores the records of a finished run's raw answers, so that later runs reuse the intact
-ones."""
+"""Restores the records of a finished run's raw answers.
+
+Later runs can then reuse the intact ones.
+"""
 
 from __future__ import annotations
 

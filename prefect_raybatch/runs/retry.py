@@ -75,8 +75,10 @@ def retried_run(root: Store, key: str) -> tuple[Family, Member]:
 
 
 def unfinished_retry(family: Family, key: str, fingerprint: str) -> Member | None:
-    """Return the newest retry of a run that has that fingerprint and is unfinished or not published
-    to all its targets; None if there is none."""
+    """Return the newest unfinished retry of a run with that fingerprint, or None.
+
+    A retry that is not published to all its targets counts as unfinished.
+    """
     unfinished = None
     for member in family.children(key):
         if member.plan.fingerprint == fingerprint and (
@@ -87,8 +89,11 @@ def unfinished_retry(family: Family, key: str, fingerprint: str) -> Member | Non
 
 
 def operator_fields(plan: Plan) -> dict[str, str]:
-    """Return the targets and the cluster that the plan of a run names, by field. A retry takes them
-    from its caller, because a run directory does not decide where rows and keys are sent."""
+    """Return the targets and the cluster that the plan of a run names, by field.
+
+    A retry takes them from its caller, because a run directory does not decide where rows and keys
+    are sent.
+    """
     from prefect_raybatch.runs.publish_run import targets_text
 
     job = planned_job(plan)
@@ -103,8 +108,10 @@ def operator_fields(plan: Plan) -> dict[str, str]:
 
 
 def options_of_retry(plan: Plan) -> list[str]:
-    """Return the options that `raybatch retry-failed` needs for a run, if its job file is not at
-    hand: `--job JOB`, for the user to fill in, or none."""
+    """Return the options that `raybatch retry-failed` needs for a run without its job file.
+
+    `--job JOB`, for the user to fill in, or none.
+    """
     return ["--job", "JOB"] if operator_fields(plan) else []
 
 
@@ -130,10 +137,10 @@ def check_classes(parent: Member, errors: Sequence[str]) -> None:
 def new_child(
     family: Family, parent: Member, known: Resolved, selection: Mapping[str, Any]
 ) -> tuple[Ledger, Plan] | Nothing:
-    """Create a child run, with the next key, from the failed rows that `selection` names and no
-    other child has taken.
+    """Create a child run, with the next key, from failed rows that no other child has taken.
 
-    Raises `PlanMismatch` if another retry of these rows began at the same moment.
+    `selection` names the rows. Raises `PlanMismatch` if another retry of these rows began at the
+    same moment.
     """
     from prefect_raybatch import source
 
@@ -220,8 +227,10 @@ class FailedRows:
 
 
 def _missing_targets(member: Member) -> list[str]:
-    """Return the targets in the plan of a finished run to which no record says it was published: a
-    kill after `_SUCCESS`, or a target that rejected the rows, leaves some."""
+    """Return the targets in the plan of a finished run that no record says it was published to.
+
+    A kill after `_SUCCESS`, or a target that rejected the rows, leaves some.
+    """
     job = planned_job(member.plan)
     published = {record.target for record in all_published(member.ledger.store)}
     return [target.label for target in job.output.publish if target.label not in published]
@@ -261,8 +270,10 @@ def _retry_command(root: str, member: Member) -> str:
 
 
 def _ends(family: Family, member: Member) -> list[Member]:
-    """Return where the failed rows of `member` are now: there, or in the runs that took all of
-    them."""
+    """Return where the failed rows of `member` are now.
+
+    They are there, or in the runs that took all of them.
+    """
     children = family.children(member.key)
     if member.summary is None or not children or not family.is_taken(member):
         return [member]
@@ -270,8 +281,11 @@ def _ends(family: Family, member: Member) -> list[Member]:
 
 
 def _as_parent(resolved: Resolved, parent: Plan) -> Resolved:
-    """Return it pinned. A Hugging Face name stays at the parent's commit, because the results form
-    one table and the name may refer to another commit by now."""
+    """Return the job with its model pinned.
+
+    A Hugging Face name stays at the parent's commit, because the results form one table and the
+    name may refer to another commit by now.
+    """
     before = planned_job(parent).engine
     now = resolved.job.engine
     same = (now.model, now.revision) == (before.model, before.revision)
@@ -281,8 +295,10 @@ def _as_parent(resolved: Resolved, parent: Plan) -> Resolved:
 
 
 def copy_output_types(parent: Member, output: Output, child: Ledger) -> None:
-    """Give the child the output types that the parent's first shard fixed, because the results form
-    one table. The first to write them fixes them, as in any run."""
+    """Give the child the output types that the parent's first shard fixed.
+
+    The results form one table. The first to write them fixes them, as in any run.
+    """
     from prefect_raybatch.ledger.layout import OUTPUT_SCHEMA
 
     before = parent.plan.job.get("output", {}).get("postprocess")

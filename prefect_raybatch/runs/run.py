@@ -95,8 +95,10 @@ def who() -> str:
 
 
 def state_name(finished: bool, begun: bool) -> str:
-    """Return completed, unfinished or planned, by whether the run has its `_SUCCESS` and whether
-    any shard is committed."""
+    """Return completed, unfinished or planned.
+
+    A run is completed with its `_SUCCESS`, and unfinished once a shard is committed.
+    """
     return "completed" if finished else "unfinished" if begun else "planned"
 
 

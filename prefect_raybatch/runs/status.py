@@ -51,16 +51,19 @@ ATTEMPTS_SHOWN = 20  # attempts whose heartbeats a status looks at, the latest
 
 @dataclass(frozen=True)
 class Status:
-    """The current state of a run directory. `rate` is rows per second over the latest commits;
-    `beats` are the heartbeats of attempts that have not reported their end, newest first; `strays`
-    are unexpected files among the commits; `stopped` says why the latest attempt stopped, if it was
-    the error budget; `asks` is the state of the requests phase of a run that reuses answers;
-    `partials` are its partial results, newest first, which do not change its state. `cost` is that
-    of all attempts so far, `cost_end` the expected total; None if unknown. `superseded_by` is the
-    run that replaces this one, which was repaired. `drained` is the drain request that stopped the
-    latest attempt. `failure` says why the latest attempt at an incomplete run failed, `command`
-    continues the run. `retried_by` are the runs that retry its failed rows, if they took all of
-    them; `retry_options` are the options that another retry needs."""
+    """The current state of a run directory.
+
+    `rate` is rows per second over the latest commits; `beats` are the heartbeats of attempts that
+    have not reported their end, newest first; `strays` are unexpected files among the commits;
+    `stopped` says why the latest attempt stopped, if it was the error budget; `asks` is the state
+    of the requests phase of a run that reuses answers; `partials` are its partial results, newest
+    first, which do not change its state. `cost` is that of all attempts so far, `cost_end` the
+    expected total; None if unknown. `superseded_by` is the run that replaces this one, which was
+    repaired. `drained` is the drain request that stopped the latest attempt. `failure` says why the
+    latest attempt at an incomplete run failed, `command` continues the run. `retried_by` are the
+    runs that retry its failed rows, if they took all of them; `retry_options` are the options that
+    another retry needs.
+    """
 
     run: str
     run_key: str
@@ -169,8 +172,10 @@ def _retries(uri: str, plan: Plan, options: dict[str, Any] | None) -> tuple[tupl
 
 
 def _asks(store: Store, plan: Plan, options: dict[str, Any] | None) -> Status | None:
-    """Return the state of the requests phase of a run that reuses answers; None for any other, and
-    before it has begun."""
+    """Return the state of the requests phase of a run that reuses answers.
+
+    None for any other run, and before that phase has begun.
+    """
     increment = increment_of(plan)
     if increment is None or increment.asks is None:
         return None
@@ -179,8 +184,10 @@ def _asks(store: Store, plan: Plan, options: dict[str, Any] | None) -> Status | 
 
 
 def state_of(uri: str, options: Mapping[str, Any] | None = None) -> str:
-    """Return planned, unfinished or completed, from a listing alone; partial for the folder of a
-    partial result. Raises `NoSuchRun`."""
+    """Return planned, unfinished or completed, from a listing alone.
+
+    Returns partial for the folder of a partial result. Raises `NoSuchRun`.
+    """
     uri, name = split_partial(uri)
     ledger = Ledger(open_store(uri, options))
     plan = need_plan(ledger)
@@ -192,8 +199,11 @@ def state_of(uri: str, options: Mapping[str, Any] | None = None) -> str:
 
 
 def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
-    """Return the report of a run directory: the one written at its end or, before that, one from
-    the commits so far. For a partial result's folder, return the one written with it."""
+    """Return the report of a run directory.
+
+    It is the one written at its end or, before that, one from the commits so far. For a partial
+    result's folder, it is the one written with it.
+    """
     uri, name = split_partial(uri)
     store = open_store(uri, options)
     ledger = Ledger(store)
@@ -238,8 +248,10 @@ def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
 
 
 def _stop_of(attempts: list[dict[str, Any]], done: np.ndarray) -> Stop | None:
-    """Return why the latest attempt stopped, unless the shard it held back was committed
-    meanwhile."""
+    """Return why the latest attempt stopped.
+
+    None if the shard that it held back was committed meanwhile.
+    """
     stop = Stop.from_note(attempts[-1]) if attempts else None
     if stop is None or type(stop.shard) is not int or not 0 <= stop.shard < len(done):
         return None

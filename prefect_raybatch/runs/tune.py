@@ -56,9 +56,11 @@ ENGINES, REPLICAS, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = (
 
 @dataclass(frozen=True)
 class Trial:
-    """Settings (field: value) that were tried: rows per second in the steady state, seconds until
-    the first row was in an engine, replicas of the model and engines in all; or why it did not
-    work."""
+    """Settings (field: value) that were tried, and how fast they were.
+
+    `rows_per_s` is the steady state, `start_s` the seconds until the first row was in an engine;
+    `replicas` of the model and `engines` in all. `error` says why it did not work.
+    """
 
     changes: Mapping[str, Any]
     rows_per_s: float = 0.0
@@ -73,8 +75,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The outcome. `rows` of the whole input would take `seconds` with `best`. `deadline`, in
-    seconds, and the replicas it `needs`, if one was given and can be met."""
+    """The outcome of tuning.
+
+    `rows` of the whole input would take `seconds` with `best`. `deadline`, in seconds, and the
+    replicas it `needs`, if one was given and can be met.
+    """
 
     trials: tuple[Trial, ...]
     best: Trial
@@ -131,8 +136,10 @@ def altered(
     observe: Callable[[Trial], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Trial]:
-    """Try each of `options`, which may change answers, on top of the best of `trials`, as long as
-    there is time for another."""
+    """Try each of `options`, which may change answers, on top of the best of `trials`.
+
+    Stops when there is no time for another.
+    """
     best = max(trials, key=lambda trial: trial.rows_per_s)
     made: list[Trial] = []
     took = 0.0
@@ -183,10 +190,11 @@ def search(
     kept: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Trial]:
-    """Try the unchanged job first. Then move one field after the other from the best so far, and on
-    in the same direction while that helps, until there is no time for another trial: `seconds` from
-    the first trial's first row. Of these, the time of `kept` trials, at most half of it, is
-    reserved for others.
+    """Try the unchanged job, then move one field after the other from the best so far.
+
+    A move continues in the same direction while that helps, until there is no time for another
+    trial: `seconds` from the first trial's first row. Of these, the time of `kept` trials, at most
+    half of it, is reserved for others.
 
     `starts` are the values of the fields in the unchanged job, `axes` the next values to try from a
     value.
@@ -228,9 +236,11 @@ def search(
 
 
 def ends_at(began: float, first: Trial, seconds: float) -> float:
-    """Return when to start no further trial: `seconds` after the first row of the first trial,
-    which began at `began`. Its start may compile kernels: 140 s for an 8B model where others took
-    50 s."""
+    """Return when to start no further trial: `seconds` after the first trial's first row.
+
+    That trial began at `began`. Its start may compile kernels: 140 s for an 8B model where others
+    took 50 s.
+    """
     return began + first.start_s + seconds
 
 
@@ -253,8 +263,10 @@ class Bench:
         self.spec = changed({})
 
     def compared(self, trials: Sequence[Trial], user: User) -> list[Trial]:
-        """Return the trials; those that may change answers and were faster than all others with how
-        well their answers agree."""
+        """Return the trials, with how well answers agree.
+
+        Compared are those that may change answers and were faster than all others.
+        """
         plain = max(trial.rows_per_s for trial in trials if not trial.may_alter)
         faster = [t for t in trials if t.may_alter and t.rows_per_s > BETTER * plain]
         if not faster:
@@ -314,8 +326,7 @@ class Bench:
         return Trial(changes, round(rate, 1), start, rows, pool.replicas[1], pool.engines)
 
     def _receipts(self, pipeline: Pipeline) -> tuple[list[Receipt], str]:
-        """Return receipts of shards that came through until the time was up, and why one did
-        not."""
+        """Return receipts of shards that were finished in time, and why one was not."""
         done: list[Receipt] = []
         until = math.inf
         error = ""
@@ -350,8 +361,11 @@ def spread(number: int) -> list[int]:
 
 
 def steady(receipts: list[Receipt]) -> tuple[float, int]:
-    """Return (rows per second, rows): between the ends of the first and the last shard if there are
-    at least three; otherwise over the whole time in the engine."""
+    """Return (rows per second, rows) of the shards of a trial.
+
+    Measured between the ends of the first and the last shard if there are at least three; otherwise
+    over the whole time in the engine.
+    """
     figures = [receipt.stats for receipt in receipts]
     ends = sorted((one.ended or 0.0, int(one.rows or 0)) for one in figures)
     rows = sum(number for _, number in ends)
@@ -398,8 +412,11 @@ def tuned_of(trials: tuple[Trial, ...], best: Trial, rows: int, deadline: float 
 
 
 def remove_trials(output: Store, top: str) -> None:
-    """Delete all files of the trials in the folder `top`, including unfinished ones, whose writers
-    were killed with the pass. Deletes from the output's root, so that their folders go as well."""
+    """Delete all files of the trials in the folder `top`.
+
+    Also unfinished ones, left by writers that were killed with the pass. Deletes from the output's
+    root, so that their folders go as well.
+    """
     trials = output.sub(top)
     try:
         for _ in range(REMOVALS):
@@ -481,8 +498,7 @@ def settings(tuned: Tuned) -> dict[str, Any]:
 
 
 def job_file(value: Mapping[str, Any], tuned: Tuned) -> str:
-    """Return a job (as its file has it) with the best settings as YAML, and the trials in
-    comments."""
+    """Return a job file as YAML with the best settings, and the trials in comments."""
     rows = ("  ".join(cell for cell in row.values() if cell) for row in table(tuned))
     lines = "\n".join([*rows, *conclusion(tuned)]).splitlines()  # an error may have several
     said = "".join(f"# {visible(text)}\n" for text in lines)
