@@ -249,22 +249,26 @@ class Driver:
                 most_alone = FEW_ALONE
             else:
                 strikes += 1
-            if units and strikes >= STRIKES:
-                reason = next((lost[0][1] for lost in self._lost.values()), NO_RECEIPT)
-                raise EngineFailure(
-                    f"no shard was committed in {counted(strikes, 'pass', 'passes')}; "
-                    f"{counted(len(units), 'unit')} of work {are(len(units))} left. Last "
-                    f"reason: {reason}"
-                )
             if units:
-                log.warning(
-                    "%d of %s not committed after pass %d; running them again",
-                    len({u.shard for u in units}),
-                    counted(self.plan.shards, "shard"),
-                    self.progress.passes,
-                )
+                self._go_again(units, strikes)
         self.folder.flush()
         return self.progress
+
+    def _go_again(self, units: Sequence[Unit], strikes: int) -> None:
+        """Log what is left after a pass; raise `EngineFailure` after too many without progress."""
+        if strikes >= STRIKES:
+            reason = next((lost[0][1] for lost in self._lost.values()), NO_RECEIPT)
+            raise EngineFailure(
+                f"no shard was committed in {counted(strikes, 'pass', 'passes')}; "
+                f"{counted(len(units), 'unit')} of work {are(len(units))} left. Last "
+                f"reason: {reason}"
+            )
+        log.warning(
+            "%d of %s not committed after pass %d; running them again",
+            len({u.shard for u in units}),
+            counted(self.plan.shards, "shard"),
+            self.progress.passes,
+        )
 
     def _check_draining(self) -> None:
         if not self.draining():

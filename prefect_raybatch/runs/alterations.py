@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Changes = Mapping[str, Any]  # of a job: {field: value}
 LEAST_ANSWER = 16  # tokens out: guessing ahead in shorter answers saves no steps worth a start
 NGRAM = {
     "method": "ngram",
@@ -93,8 +94,8 @@ def sampled_rows(least: float, rows: int, tries: int) -> int:
 
 def agreements(
     bench: SampleBench,
-    tried: Sequence[Mapping[str, Any]],
-    changed: Callable[[Mapping[str, Any]], RunSpec],
+    tried: Sequence[Changes],
+    changed: Callable[[Changes], RunSpec],
 ) -> Iterator[PrecisionTry]:
     """Yield how well the sampled answers of each change agree with the unchanged job's.
 
@@ -113,5 +114,5 @@ def agreements(
         yield bench.tried(changed(changes), _texts(changes), plain, confidence)
 
 
-def _texts(changes: Mapping[str, Any]) -> dict[str, str]:
+def _texts(changes: Changes) -> dict[str, str]:
     return {k: v if isinstance(v, str) else json.dumps(v) for k, v in changes.items()}

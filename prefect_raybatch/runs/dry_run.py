@@ -82,19 +82,16 @@ class ReusePlan:
 
 
 def dry_run_resolved(
-    resolved: Resolved,
-    run_key: str | None = None,
-    what_if: Capacity | None = None,
-    sample: int = 0,
+    resolved: Resolved, run_key: str | None, what_if: Capacity | None, sample: int
 ) -> DryRun:
     """Return what a run would do; see `api.dry_run`."""
     from prefect_raybatch import source
 
     job = resolved.job
-    check_places(read_spec(job.source), job.output.uri)
+    read = read_spec(job.source)
+    check_places(read, job.output.uri)
     check_schema_names(job.output.output_schema)
     check_made_cluster(job)
-    read = read_spec(job.source)
     copied = source.needs_snapshot(read)
     found = source.peek(read) if copied else source.inventory(read)
     spec = compile_job(job, found.schema.names)
@@ -103,14 +100,13 @@ def dry_run_resolved(
     publish = check_targets_of(spec, found.schema, run_key or "RUN_KEY", whole, later=copied)
     resolved = resolved.pinned()
     check_pinned_model(spec, resolved.model, files=what_if is None)
-    tokens = None
-    if sample or spec.engine.model.context_auto:
+    tokens, auto = None, spec.engine.model.context_auto
+    if sample or auto:
         tokens = _prompt_lengths(spec, resolved.model, found, copied, run_key, sample)
-    if tokens is not None and spec.engine.model.context_auto:
-        spec = spec.decide(context=tokens.max_model_len)
-    rows = sum(file.rows for file in found.files)
-    row_bytes = image_bytes.row_bytes(spec, resolved.model, found, read=not copied)
-    fitted = _fitted(spec, resolved.model, rows, row_bytes, what_if)
+        spec = spec.decide(context=tokens.max_model_len if auto else None)
+    rows, model = sum(file.rows for file in found.files), resolved.model
+    row_bytes = image_bytes.row_bytes(spec, model, found, read=not copied)
+    fitted = _fitted(spec, model, rows, row_bytes, what_if)
     reuse = reuse_plan(resolved, spec, found, copied, run_key) if spec.reuse.keeps else None
     return DryRun(
         job=job.name,

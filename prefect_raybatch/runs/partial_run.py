@@ -27,7 +27,7 @@ from prefect_raybatch.ledger.partials import (
     new_partial_name,
 )
 from prefect_raybatch.ledger.record_files import put_record
-from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.records import Part, Plan
 from prefect_raybatch.ledger.success import check_parts
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.records import RunReport
@@ -60,9 +60,9 @@ def write_partial(
     spec = compile_plan(plan)
     layout, row_number, name = spec.output.layout, spec.finish.row_number, new_partial_name()
     try:
-        found = survey_committed(ledger, plan, shards, listing)
+        survey = survey_committed(ledger, plan, shards, listing)
         parts = finalize_committed(
-            *(ledger, plan, shards, found, row_number, layout.file_bytes),
+            *(ledger, plan, shards, survey, row_number, layout.file_bytes),
             partial_path(name),
             layout.read_back,
             partial(write_parts, cluster or spec.cluster),
@@ -71,8 +71,25 @@ def write_partial(
         _check_open(ledger, plan)
         raise
     missing = MissingRows.of(listing.done, shards, ledger.numbers(plan))
-    tally = found.tally
-    record = PartialResult(
+    record = _record(plan, name, at, survey.tally, missing, tuple(parts), row_number)
+    report = _put_report(ledger, plan, record, survey.tally)
+    record.put(store)
+    _check_kept(ledger, plan, record)
+    log.warning("%s In %s", record.warning, report.run)
+    return report
+
+
+def _record(
+    plan: Plan,
+    name: str,
+    at: float,
+    tally: Tally,
+    missing: MissingRows,
+    parts: tuple[Part, ...],
+    row_number: str,
+) -> PartialResult:
+    """Return the record of a partial result of the rows committed at the time `at`."""
+    return PartialResult(
         warning=f"PARTIAL, not the result of run {plan.run_key}: {tally.rows:,} of {plan.rows:,} "
         f"rows, without {missing.text()}. The run is not complete.",
         name=name,
@@ -85,14 +102,9 @@ def write_partial(
         quarantine=tally.failed,
         skipped=tally.skipped,
         missing=missing,
-        parts=tuple(parts),
+        parts=parts,
         row_number=row_number,
     )
-    report = _put_report(ledger, plan, record, tally)
-    record.put(store)
-    _check_kept(ledger, plan, record)
-    log.warning("%s In %s", record.warning, report.run)
-    return report
 
 
 def _check_incomplete(ledger: Ledger, plan: Plan, listing: Listing) -> None:

@@ -39,6 +39,9 @@ from prefect_raybatch.storage import Store, is_remote, join
 if TYPE_CHECKING:
     pass
 
+if TYPE_CHECKING:
+    import ray.data
+
 log = logging.getLogger(__name__)
 
 
@@ -186,7 +189,9 @@ def length_of_spec(
     return with_earlier_length(spec, run_key, measured)
 
 
-def begin_run(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) -> Run:
+def begin_run(
+    resolved: Resolved, run_key: str, ledger: Ledger, dataset: ray.data.Dataset | None
+) -> Run:
     """Check the job, make the plan of a new run and write it; return the run.
 
     If another process wrote its plan first, return that run. `dataset` replaces the source files.
@@ -200,7 +205,9 @@ def begin_run(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) ->
     return run_of(ledger.store, plan, ledger, probed=True)
 
 
-def _write_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) -> Plan:
+def _write_plan(
+    resolved: Resolved, run_key: str, ledger: Ledger, dataset: ray.data.Dataset | None
+) -> Plan:
     """Read the input, make the plan and write it; return the plan in force.
 
     If another process wrote its plan first, that is the one.
@@ -234,7 +241,7 @@ def _write_plan(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) 
     return made
 
 
-def _taken_input(resolved: Resolved, store: Store, dataset: Any) -> RunInput:
+def _taken_input(resolved: Resolved, store: Store, dataset: ray.data.Dataset | None) -> RunInput:
     """Return the input of a new run, copied into the run directory if it must be.
 
     While the job's own input is copied, its engines may start already.

@@ -44,7 +44,7 @@ from prefect_raybatch.words import counted
 if TYPE_CHECKING:
     from prefect_raybatch.cluster.sharing import User
     from prefect_raybatch.cluster.trial_actor import AskSample
-    from prefect_raybatch.sizing.sizes import Capacity
+    from prefect_raybatch.sizing.sizes import Capacity, Sizing
     from prefect_raybatch.stages.trial import Row, RowOutcome, TrialStages
 
 log = logging.getLogger(__name__)
@@ -265,14 +265,15 @@ class SampleBench:
             stack.enter_context(self.meter.holding(gpus))
             yield stack.enter_context(trial_on_worker(engine, stages, resources, self.halted))
 
-    def _stages(self, spec: RunSpec, size: Any) -> tuple[TrialStages, dict[str, Any], type]:
+    def _stages(self, spec: RunSpec, size: Sizing) -> tuple[TrialStages, dict[str, Any], type]:
         from prefect_raybatch.cluster.pipeline import Pipeline
+        from prefect_raybatch.stages.engine import EngineStage
         from prefect_raybatch.stages.read import ShardReader
         from prefect_raybatch.stages.trial import TrialStages
 
         store, options = self.ledger.store, dict(spec.read.options)
-        more: dict[str, Any] = {"engine": self.engine} if self.engine else {}
-        pipeline = Pipeline(spec, self.plan, self.shards, store, self.attempt, size, **more)
+        engine = self.engine or EngineStage
+        pipeline = Pipeline(spec, self.plan, self.shards, store, self.attempt, size, engine=engine)
         prepare, launch, finish = pipeline.stages(False)
         if launch is None:
             raise RayBatchError("this run starts no engine, so no precision can be tried")

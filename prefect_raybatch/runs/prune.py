@@ -68,9 +68,7 @@ def prune_runs(
     Raise `ConfigError` for `keep` under 1, and the store's errors.
     """
     if keep < 1:
-        raise ConfigError(
-            f"keep: {keep} is below 1. The newest complete run of each job is always kept"
-        )
+        raise ConfigError(f"keep: {keep} is below 1. The newest run of each job is always kept")
     root = open_store(output, dict(options) if options else None)
     before = root.now() - older_than
     found = Pruned(root.uri, dry_run)
@@ -96,12 +94,11 @@ def prune_runs(
     firsts = {line.run_key for line in lines if line.parent is None}
     order = sorted(found.removed, key=lambda key: (key in firsts, key))
     found.removed = {key: found.removed[key] for key in order}
-    if not dry_run:
-        for key in found.removed:
-            if found.lines[key].is_attempt:
-                root.delete([f"{key}/{LAST_ATTEMPT}"])
-            else:
-                _remove(root, key)
+    for key in found.removed if not dry_run else ():
+        if found.lines[key].is_attempt:
+            root.delete([f"{key}/{LAST_ATTEMPT}"])
+        else:
+            _remove(root, key)
     return found
 
 

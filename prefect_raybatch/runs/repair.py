@@ -83,11 +83,10 @@ def repair_run(run_dir: str, options: dict[str, Any] | None = None) -> Repaired:
     check_named(old, plan)
     _check_alone(plan, old.store.uri)
     member = Member(key, old, plan, read_success(old.store, plan))
-    increment = increment_of(plan)
     faults: list[str] = []
 
     def fault(text: str) -> None:
-        if len(faults) < MOST_SAID:
+        if text not in faults and len(faults) < MOST_SAID:
             faults.append(text)
 
     lost = _lost(member, fault)
@@ -100,36 +99,43 @@ def repair_run(run_dir: str, options: dict[str, Any] | None = None) -> Repaired:
         restored += restore_records(old, plan, member.summary)
         faults = [*answers.faults, *told][:MOST_SAID]
         return Repaired(old.store.uri, None, plan.shards, 0, (), tuple(faults), restored=restored)
-    asks = _asks(old, increment, fault)
+    asks = _asks(old, increment_of(plan), fault)
     if asks is not None and member.summary is None:  # rows are still going to look answers up
         _lost(asks, fault)
     for text in answers.faults:
-        if text not in faults:
-            fault(text)
+        fault(text)
     if not lost and not faults:
         if told:
             raise _undecided(told[0])
         return Repaired(old.store.uri, None, plan.shards, 0, (), ())
-    if asks is not None and member.summary is not None:
-        _check_answers(asks, answers)
     if member.summary is not None:
+        if asks is not None:
+            _check_answers(asks, answers)
         restore_precision(old.store, plan)
         if asks is not None:
             restore_precision(asks.ledger.store, asks.plan)
-    ours = Ledger(root.sub(fork_key(key)))
-    made = ours.load_plan() or _begin(old, ours, plan, fork_key(key))
-    if made.forked_from != forked(plan):
+    fork, taken = _fork(root, member, asks)
+    names = (PUBLISHED_NAME.match(info.path) for info in old.store.list(PUBLISHED))
+    published = tuple(name[1] for name in names if name)
+    return Repaired(old.store.uri, fork, plan.shards, taken, lost, tuple(faults), published)
+
+
+def _fork(root: Store, member: Member, asks: Member | None) -> tuple[str, int]:
+    """Create the fork of a run, or complete it; return its key and its number of intact shards."""
+    old, plan = member.ledger, member.plan
+    key = fork_key(member.key)
+    ours = Ledger(root.sub(key))
+    fork = ours.load_plan() or _begin(old, ours, plan, key)
+    if fork.forked_from != forked(plan):
         raise PlanMismatch(
             f"{ours.store.uri} exists already and is not a repair of {old.store.uri}. Move it away"
         )
+    increment = increment_of(plan)
     if increment is not None and asks is not None:
         _fork_asks(asks, ours, increment)
-    taken = _take_over(member, ours, made)
-    supersede(old, made.run_key)
-    named = (PUBLISHED_NAME.match(info.path) for info in old.store.list(PUBLISHED))
-    published = tuple(match[1] for match in named if match)
-    key = made.run_key
-    return Repaired(old.store.uri, key, plan.shards, taken, lost, tuple(faults), published)
+    taken = _take_over(member, ours, fork)
+    supersede(old, fork.run_key)
+    return fork.run_key, taken
 
 
 def _check_alone(plan: Plan, where: str) -> None:

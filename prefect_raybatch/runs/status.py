@@ -13,6 +13,7 @@ from prefect_raybatch.driver.cost import HOUR, spent_on
 from prefect_raybatch.driver.stops import Stop
 from prefect_raybatch.errors import ConfigError, CorruptRun, NoSuchRun
 from prefect_raybatch.ledger.accepted import all_accepted
+from prefect_raybatch.ledger.checkpoints import Listing
 from prefect_raybatch.ledger.drains import Drain, read_drain
 from prefect_raybatch.ledger.failures import alike, failure_texts
 from prefect_raybatch.ledger.family import load_family, place
@@ -102,9 +103,8 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
     store = open_store(uri, options)
     ledger = Ledger(store)
     plan = need_plan(ledger)
-    tally, listing = Tally(), ledger.listing(plan)
-    for commit in ledger.commits(plan, listing):
-        tally.add(commit)
+    listing = ledger.listing(plan)
+    tally = _tally(ledger, plan, listing)
     finished = ledger.finished(plan) is not None
     rate = 0.0 if finished else tally.recent_rate()
     attempts = _attempts(ledger)
@@ -115,9 +115,7 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
     beats = () if finished else tuple(_beats(store, attempts))
     spent = spent_on(ledger, plan)
     cost = spent.at(plain_price(_prices(plan)))
-    retried_by, retry_options = (
-        _retries(store.uri, plan, options) if finished and tally.failed else ((), ())
-    )
+    retries = _retries(store.uri, plan, options) if finished and tally.failed else ((), ())
     return Status(
         run=store.uri,
         run_key=plan.run_key,
@@ -147,8 +145,8 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
         cost_end=beats[0]["cost_end"] if beats else None,
         failure=failure,
         command=attempt.command if attempt is not None and failure else "",
-        retried_by=retried_by,
-        retry_options=retry_options,
+        retried_by=retries[0],
+        retry_options=retries[1],
     )
 
 
@@ -213,9 +211,8 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
         return RunReport.from_bytes(read_record(store, partial_path(name, PARTIAL_REPORT)))
     if ledger.finished(plan) is not None:
         return load_report(store)
-    tally, listing = Tally(), ledger.listing(plan)
-    for commit in ledger.commits(plan, listing):
-        tally.add(commit)
+    listing = ledger.listing(plan)
+    tally = _tally(ledger, plan, listing)
     state, notes = state_name(False, bool(tally.shards)), of_whom(plan)
     attempts = _attempts(ledger)
     stop = _stop_of(attempts, listing.done)
@@ -227,6 +224,14 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
     made = replace(made, starts=starts_of(attempts), precision=read_precision(store))
     made = replace(made, elapsed=round(attempts_seconds(ledger, plan), 1))
     return with_cost(made, ledger, plan, _prices(plan))
+
+
+def _tally(ledger: Ledger, plan: Plan, listing: Listing) -> Tally:
+    """Return the figures of all committed shards."""
+    tally = Tally()
+    for commit in ledger.commits(plan, listing):
+        tally.add(commit)
+    return tally
 
 
 def _prices(plan: Plan) -> Prices:

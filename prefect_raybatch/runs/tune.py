@@ -27,7 +27,7 @@ from prefect_raybatch.ledger.precision import PrecisionTry
 from prefect_raybatch.ledger.records import Plan, Receipt, Unit
 from prefect_raybatch.report.advice import SPARE
 from prefect_raybatch.report.report import duration
-from prefect_raybatch.runs.alterations import agreements, sampled_rows
+from prefect_raybatch.runs.alterations import Changes, agreements, sampled_rows
 from prefect_raybatch.runs.precision import SampleBench
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
@@ -53,6 +53,8 @@ ENGINES, REPLICAS, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = (
     "engine.max_num_batched_tokens",
 )
 
+Moves = Callable[[int], list[int]]  # the next values of a field to try from a value
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -62,7 +64,7 @@ class Trial:
     `replicas` of the model and `engines` in all. `error` says why it did not work.
     """
 
-    changes: Mapping[str, Any]
+    changes: Changes
     rows_per_s: float = 0.0
     start_s: float = 0.0
     rows: int = 0
@@ -92,8 +94,8 @@ class Tuned:
 
 def tried(
     bench: Bench,
-    moves: Mapping[str, Callable[[Any], list[Any]]],
-    options: Sequence[Mapping[str, Any]],
+    moves: Mapping[str, Moves],
+    options: Sequence[Changes],
     seconds: float,
     observe: Callable[[Trial], None],
 ) -> list[Trial]:
@@ -106,7 +108,7 @@ def tried(
 
 def outcome(
     trials: Sequence[Trial],
-    options: Sequence[Mapping[str, Any]],
+    options: Sequence[Changes],
     min_agreement: float,
     rows: int,
     deadline: float | None,
@@ -130,8 +132,8 @@ def keeps(trial: Trial, least: float) -> bool:
 
 def altered(
     trials: Sequence[Trial],
-    options: Sequence[Mapping[str, Any]],
-    bench: Callable[[Mapping[str, Any]], Trial],
+    options: Sequence[Changes],
+    bench: Callable[[Changes], Trial],
     ends: float,
     observe: Callable[[Trial], None],
     clock: Callable[[], float] = time.monotonic,
@@ -153,9 +155,7 @@ def altered(
     return made
 
 
-def said_of_altered(
-    trials: Sequence[Trial], options: Sequence[Mapping[str, Any]], least: float
-) -> list[str]:
+def said_of_altered(trials: Sequence[Trial], options: Sequence[Changes], least: float) -> list[str]:
     """Return what each option brought and what it changes, and which there was no time for."""
     plain = max((t.rows_per_s for t in trials if not t.may_alter), default=0.0)
     tried = [trial for trial in trials if trial.may_alter]
@@ -182,9 +182,9 @@ def said_of_altered(
 
 
 def search(
-    starts: Mapping[str, Any],
-    axes: Mapping[str, Callable[[Any], list[Any]]],
-    bench: Callable[[Mapping[str, Any]], Trial],
+    starts: Mapping[str, int],
+    axes: Mapping[str, Moves],
+    bench: Callable[[Changes], Trial],
     seconds: float,
     observe: Callable[[Trial], None],
     kept: int = 0,
@@ -194,14 +194,12 @@ def search(
 
     A move continues in the same direction while that helps, until there is no time for another
     trial: `seconds` from the first trial's first row. Of these, the time of `kept` trials, at most
-    half of it, is reserved for others.
-
-    `starts` are the values of the fields in the unchanged job, `axes` the next values to try from a
-    value.
+    half of it, is reserved for others. `starts` are the values of the fields in the unchanged job,
+    `axes` the next values to try from a value.
     """
     took = 0.0  # the latest trial
 
-    def attempt(changes: Mapping[str, Any]) -> Trial:
+    def attempt(changes: Changes) -> Trial:
         nonlocal took
         began = clock()
         trial = bench(changes)
@@ -249,7 +247,7 @@ class Bench:
 
     def __init__(
         self,
-        changed: Callable[[Mapping[str, Any]], RunSpec],
+        changed: Callable[[Changes], RunSpec],
         plan: Plan,
         shards: Shards,
         store: Store,
@@ -281,7 +279,7 @@ class Bench:
         found = {id(t): replace(t, agreement=a) for t, a in zip(faster, made, strict=True)}
         return [found.get(id(trial), trial) for trial in trials]
 
-    def starts(self) -> dict[str, Any]:
+    def starts(self) -> dict[str, int]:
         """Return the resolved values of the job's own fields, automatic ones included."""
         size = sized.for_attempt(self.spec.sizes, self.plan, self.capacity)
         return {
@@ -291,21 +289,21 @@ class Bench:
             MAX_NUM_BATCHED_TOKENS: size.arguments.max_num_batched_tokens,
         }
 
-    def __call__(self, changes: Mapping[str, Any]) -> Trial:
+    def __call__(self, changes: Changes) -> Trial:
         """Run one trial; a failure is in its `error`."""
         try:
             return self._trial(changes)
         except RayBatchError as error:
             return Trial(changes, error=f"{type(error).__name__}: {error}")
 
-    def _trial(self, changes: Mapping[str, Any]) -> Trial:
+    def _trial(self, changes: Changes) -> Trial:
         from prefect_raybatch.cluster import connect as cluster
         from prefect_raybatch.cluster.pipeline import Pipeline
+        from prefect_raybatch.stages.engine import EngineStage
 
         spec = self.changed(changes)
         size = sized.for_attempt(spec.sizes, self.plan, self.capacity)
         cluster.check_fit(spec.sizes, self.capacity, size.pool)
-        more: dict[str, Any] = {"engine": self.engine} if self.engine else {}
         pipeline = Pipeline(
             spec,
             self.plan,
@@ -313,7 +311,7 @@ class Bench:
             self.store,
             uuid.uuid4().hex,
             size,
-            **more,
+            engine=self.engine or EngineStage,
         )
         began = time.time()
         done, error = self._receipts(pipeline)
@@ -375,13 +373,13 @@ def steady(receipts: list[Receipt]) -> tuple[float, int]:
     return rows / max(span, 1e-6), rows
 
 
-def axes(sizes: SizeSpec, capacity: Capacity) -> dict[str, Callable[[Any], list[Any]]]:
+def axes(sizes: SizeSpec, capacity: Capacity) -> dict[str, Moves]:
     """Return which fields are moved, and the next values from a value."""
 
-    def twice_or_half(least: int, most: int) -> Callable[[Any], list[Any]]:
+    def twice_or_half(least: int, most: int) -> Moves:
         return lambda value: [v for v in (value * 2, value // 2) if least <= v <= most]
 
-    axes: dict[str, Callable[[Any], list[Any]]] = {}
+    axes: dict[str, Moves] = {}
     if sizes.device_for(capacity.gpus) == "gpu":
         if sizes.gpus_per_replica == 1:
             axes[ENGINES] = lambda value: [v for v in (value + 1, value - 1) if 1 <= v <= 8]
@@ -394,7 +392,7 @@ def axes(sizes: SizeSpec, capacity: Capacity) -> dict[str, Callable[[Any], list[
     return axes
 
 
-def _key(changes: Mapping[str, Any]) -> str:
+def _key(changes: Changes) -> str:
     return repr(sorted(changes.items()))
 
 
@@ -433,7 +431,7 @@ def remove_trials(output: Store, top: str) -> None:
         log.warning("%s could not be removed: %s. Delete it by hand", trials.uri, error)
 
 
-def told(changes: Mapping[str, Any]) -> str:
+def told(changes: Changes) -> str:
     """Return settings in words, speculation only by its method."""
     named = (
         (name, value.get("method", value) if isinstance(value, Mapping) else value)

@@ -401,9 +401,9 @@ MUTANTS = (
         "a repair deletes the pieces of the run that it has taken over",
         (
             Edit(
-                "runs.repair:repair_run",
-                "supersede(old, made.run_key)",
-                "supersede(old, made.run_key)\n"
+                "runs.repair:_fork",
+                "supersede(old, fork.run_key)",
+                "supersede(old, fork.run_key)\n"
                 "    old.store.delete(i.path for i in list(old.store.list('_raybatch/pieces')))",
             ),
         ),
