@@ -142,10 +142,8 @@ def peer_no_commit(data: Path, rows: int) -> dict[str, float]:
 def peer_quiet(data: Path, rows: int) -> dict[str, float]:
     from contextlib import nullcontext
 
+    from prefect_raybatch.api import finalize_run, infer_run, plan_run
     from prefect_raybatch.driver import monitor
-    from prefect_raybatch.runs.finalize_run import finalize_run
-    from prefect_raybatch.runs.infer_run import infer_run
-    from prefect_raybatch.runs.plan_run import plan_run
 
     class Nobody(nullcontext):  # type: ignore[type-arg]
         """In place of the run's monitor: no heartbeat, no look for a stall, no metrics."""

@@ -71,10 +71,10 @@ class Fleet:
 
 def one(case: dict[str, Any]) -> dict[str, Any]:
     """A case, in a process of its own."""
+    from prefect_raybatch.api import plan_run
     from prefect_raybatch.driver.driver import Driver
     from prefect_raybatch.driver.monitor import Monitor
     from prefect_raybatch.ledger.ledger import Ledger
-    from prefect_raybatch.runs.plan_run import plan_run
     from prefect_raybatch.storage import open_store
 
     args = Namespace(**case)

@@ -33,12 +33,11 @@ class Committed(Exception):
 def measured(table: str, folder: str, early: bool, wait: float) -> None:
     """The run, in this process; prints the seconds at which it was planned and had a commit."""
     from prefect_raybatch import source
+    from prefect_raybatch.api import infer_run, plan_run
     from prefect_raybatch.cluster.early import engines_early
     from prefect_raybatch.demo import SYSTEM, TEMPLATE
     from prefect_raybatch.driver.driver import Progress
     from prefect_raybatch.job.batch_job import BatchJob
-    from prefect_raybatch.runs.infer_run import infer_run
-    from prefect_raybatch.runs.plan_run import plan_run
 
     def observe(progress: Progress) -> None:
         if progress.recent:

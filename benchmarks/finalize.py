@@ -102,9 +102,9 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
 
 def finalize(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds, CPU seconds and the peak of this process; on a cluster where one is named."""
+    from prefect_raybatch.api import finalize_run
     from prefect_raybatch.job.batch_job import BatchJob
     from prefect_raybatch.ledger.ledger import Ledger
-    from prefect_raybatch.runs import finalize_run as module
     from prefect_raybatch.runs.run import Run
     from prefect_raybatch.storage import open_store
 
@@ -127,7 +127,7 @@ def finalize(args: argparse.Namespace) -> dict[str, Any]:
         side_by_side.workers_for = workers
     with cluster(args.nodes) as seconds:
         before, began = seconds(), time.perf_counter()
-        module.finalize_run(job, run)
+        finalize_run(job, run)
         took, cpu = time.perf_counter() - began, seconds() - before
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {"seconds": round(took, 2), "cpu": round(cpu, 2), "peak_mb": round(peak)}

@@ -65,9 +65,7 @@ def demo_job(rows: int, folder: str, device: str) -> dict[str, Any]:
 
 def one(args: argparse.Namespace) -> dict[str, Any]:
     """A run of a mode: its rates, and what its trial came to."""
-    from prefect_raybatch.runs.finalize_run import finalize_run
-    from prefect_raybatch.runs.infer_run import infer_run
-    from prefect_raybatch.runs.plan_run import plan_run
+    from prefect_raybatch.api import finalize_run, infer_run, plan_run
     from prefect_raybatch.runs.precision import said
 
     with tempfile.TemporaryDirectory() as folder:

@@ -418,9 +418,7 @@ def job_of(args: argparse.Namespace, model: str, engines: int | str, folder: str
 
 
 def peer_ours(args: argparse.Namespace, model: str, engines: int | str = 1) -> dict[str, float]:
-    from prefect_raybatch.runs.finalize_run import finalize_run
-    from prefect_raybatch.runs.infer_run import infer_run
-    from prefect_raybatch.runs.plan_run import plan_run
+    from prefect_raybatch.api import finalize_run, infer_run, plan_run
 
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(args, model, engines, folder)

@@ -103,11 +103,9 @@ KILLED, COMMITTED = "killed", "all committed"
 
 def child(case: dict[str, Any]) -> dict[str, Any]:
     """Plans, infers, finalizes and verifies a case; what it measured."""
+    from prefect_raybatch.api import finalize_run, infer_run, plan_run
     from prefect_raybatch.ledger.ledger import Ledger
     from prefect_raybatch.result.verify import verify
-    from prefect_raybatch.runs.finalize_run import finalize_run
-    from prefect_raybatch.runs.infer_run import infer_run
-    from prefect_raybatch.runs.plan_run import plan_run
     from prefect_raybatch.storage import open_store
 
     marks = Path(case["marks"])

@@ -102,13 +102,11 @@ def job_of(args: argparse.Namespace, model: str, data: str, out: str) -> Any:
 
 
 def peer_ours(args: argparse.Namespace, model: str, data: str) -> dict[str, Any]:
+    from prefect_raybatch.api import finalize_run, infer_run, plan_run
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.cluster import sizes as sized
     from prefect_raybatch.compile.sizes import size_spec
     from prefect_raybatch.ledger.ledger import Ledger
-    from prefect_raybatch.runs.finalize_run import finalize_run
-    from prefect_raybatch.runs.infer_run import infer_run
-    from prefect_raybatch.runs.plan_run import plan_run
     from prefect_raybatch.storage import open_store
 
     with tempfile.TemporaryDirectory() as folder:

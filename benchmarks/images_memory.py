@@ -139,9 +139,7 @@ def run(rows: int, folder: Path, model: str, seconds: float) -> tuple[list[dict[
     import ray
 
     from prefect_raybatch import BatchJob
-    from prefect_raybatch.runs.finalize_run import finalize_run
-    from prefect_raybatch.runs.infer_run import infer_run
-    from prefect_raybatch.runs.plan_run import plan_run
+    from prefect_raybatch.api import finalize_run, infer_run, plan_run
 
     job = BatchJob.from_dict(
         {

@@ -119,7 +119,7 @@ def make_input(args: argparse.Namespace, steps: Steps) -> None:
 
 def plan(args: argparse.Namespace, steps: Steps) -> None:
     with steps.step("import"):
-        from prefect_raybatch.runs.plan_run import plan_run
+        from prefect_raybatch.api import plan_run
     with steps.step("inventory, plan, write") as counts:
         made = plan_run(job_of(args), RUN_KEY)
         counts["rows"], counts["shards"] = made.rows, made.shards
@@ -320,8 +320,7 @@ def status(args: argparse.Namespace, steps: Steps) -> None:
 
 def finalize(args: argparse.Namespace, steps: Steps) -> None:
     with steps.step("import"):
-        from prefect_raybatch.runs.finalize_run import finalize_run
-        from prefect_raybatch.runs.plan_run import plan_run
+        from prefect_raybatch.api import finalize_run, plan_run
     job = job_of(args)
     with steps.step("finalize"):
         finalize_run(job, plan_run(job, RUN_KEY))

@@ -317,9 +317,7 @@ def ours(args: argparse.Namespace, model: str, more: dict[str, dict[str, Any]]) 
     import pyarrow.parquet as pq
 
     from prefect_raybatch import BatchJob
-    from prefect_raybatch.runs.finalize_run import finalize_run
-    from prefect_raybatch.runs.infer_run import infer_run
-    from prefect_raybatch.runs.plan_run import plan_run
+    from prefect_raybatch.api import finalize_run, infer_run, plan_run
 
     engine = {"model": model, "load_format": "dummy", "replicas": max(1, args.gpus)}
     if not args.gpus:

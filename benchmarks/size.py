@@ -131,11 +131,9 @@ def measured(data: Path, folder: Path) -> dict[str, Any]:
     import ray
 
     from prefect_raybatch import source
+    from prefect_raybatch.api import finalize_run, infer_run, plan_run
     from prefect_raybatch.report.report import stage_table
     from prefect_raybatch.result.verify import verify
-    from prefect_raybatch.runs.finalize_run import finalize_run
-    from prefect_raybatch.runs.infer_run import infer_run
-    from prefect_raybatch.runs.plan_run import plan_run
     from prefect_raybatch.storage import open_store
 
     stages, copy = Stages(), source.snapshot

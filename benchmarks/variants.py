@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from prefect_raybatch import BatchJob
+from prefect_raybatch.api import infer_run, plan_run
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.cluster.pipeline import Pipeline
 from prefect_raybatch.compile.job import compile_planned
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Receipt, Unit
-from prefect_raybatch.runs.infer_run import infer_run
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.run import load_run
 from prefect_raybatch.stages.engine import EngineStage
 from prefect_raybatch.storage import FileInfo, open_store

@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from prefect_raybatch.api import finalize_run, plan_run
 from prefect_raybatch.cluster.pipeline import Pipeline
 from prefect_raybatch.cluster.sizes import for_attempt
 from prefect_raybatch.compile.job import compile_planned
@@ -26,8 +27,6 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Receipt, Unit
 from prefect_raybatch.model.pinned import tokenizer_place
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs.finalize_run import finalize_run
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.run import load_run
 from prefect_raybatch.sizing.sizes import Capacity
 from prefect_raybatch.stages.block import ANSWERS, TOKENS, input_columns, load_tokenizer

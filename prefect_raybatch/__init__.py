@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from wrapt import register_post_import_hook
 
 if TYPE_CHECKING:
+    from prefect_raybatch.api import finalize_partial
     from prefect_raybatch.cluster.connect import warm_engines
     from prefect_raybatch.errors import RayBatchError
     from prefect_raybatch.flow.blocks import BatchInferenceJob, ObjectStore, RayCluster
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from prefect_raybatch.job.batch_job import BatchJob
     from prefect_raybatch.report.records import RunReport
     from prefect_raybatch.runs.open_run import OpenRun, open_run
-    from prefect_raybatch.runs.partial_run import finalize_partial
     from prefect_raybatch.runs.run import Run
 
 __version__ = "0.1.0"
@@ -47,7 +47,7 @@ _HOMES = {
     "RunReport": "report.records",
     "backfill_job": "flow.flows",
     "batch_inference": "flow.flows",
-    "finalize_partial": "runs.partial_run",
+    "finalize_partial": "api",
     "finalize_run": "flow.tasks",
     "infer_shards": "flow.tasks",
     "open_run": "runs.open_run",

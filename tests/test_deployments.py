@@ -20,6 +20,7 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools import validate
 
 from prefect_raybatch import BatchJob, batch_inference
+from prefect_raybatch.api import default_run_key
 from prefect_raybatch.demo import LABELS, SYSTEM, TEMPLATE
 from prefect_raybatch.demo.customers import write_customers
 from prefect_raybatch.errors import ConfigError
@@ -30,7 +31,6 @@ from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.kuberay.api import VERBS
 from prefect_raybatch.policy.in_force import under
 from prefect_raybatch.policy.policy_file import read_policy
-from prefect_raybatch.runs.run import default_run_key
 
 FOLDER = ROOT / "deployments"
 DEPLOYMENTS: dict[str, dict[str, Any]] = {

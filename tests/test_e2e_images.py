@@ -31,12 +31,11 @@ from helpers.vision import make_vision_model
 from PIL import Image
 
 from prefect_raybatch import BatchJob, RunReport
+from prefect_raybatch.api import finalize_run, infer_run, plan_run
+from prefect_raybatch.api.retry import Retry, plan_retry
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.result.verify_chain import verify_chain
-from prefect_raybatch.runs.finalize_run import finalize_run, load_report
-from prefect_raybatch.runs.infer_run import infer_run
-from prefect_raybatch.runs.plan_run import plan_run
-from prefect_raybatch.runs.retry import Retry, plan_retry
+from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.storage import open_store
 
 pytest.importorskip("vllm")

@@ -24,13 +24,10 @@ from helpers.ray_head import Head
 from pyiceberg.catalog import load_catalog
 
 from prefect_raybatch import BatchJob, demo, warm_engines
+from prefect_raybatch.api import finalize_run, infer_run, plan_run, publish_run
+from prefect_raybatch.api.retry import Retry, plan_retry
 from prefect_raybatch.ledger.family import place
 from prefect_raybatch.result.verify_chain import verify_chain
-from prefect_raybatch.runs.finalize_run import finalize_run
-from prefect_raybatch.runs.infer_run import infer_run
-from prefect_raybatch.runs.plan_run import plan_run
-from prefect_raybatch.runs.publish_run import publish_run
-from prefect_raybatch.runs.retry import Retry, plan_retry
 from prefect_raybatch.runs.status import report_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.whole, pytest.mark.timeout(900)]
@@ -42,8 +39,8 @@ import json, os, signal, sys
 import ray
 from helpers import engines
 from prefect_raybatch import BatchJob
-from prefect_raybatch.runs.infer_run import infer_run
-from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.api import infer_run
+from prefect_raybatch.api import plan_run
 
 def stop(progress):
     if progress.done:

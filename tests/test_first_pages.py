@@ -17,11 +17,11 @@ from prefect.cli.deploy._config import _load_deploy_configs_and_actions
 from rich.console import Console
 from test_deployments import automations_script, under
 
+from prefect_raybatch.api import dry_run
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.policy.policy_file import read_policy
-from prefect_raybatch.runs.dry_run import dry_run
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 NIGHTLY = (DOCS / "tutorials/nightly.md").read_text(encoding="utf-8")

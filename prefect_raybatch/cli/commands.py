@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from prefect_raybatch.api import dry_run as dry_run_of
 from prefect_raybatch.cli.arguments import (
     DryRunOnly,
     FieldChanges,
@@ -71,7 +72,6 @@ from prefect_raybatch.proxies import bypass_for_local_addresses
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import published_text
 from prefect_raybatch.runs.attempts import record_bad_job
-from prefect_raybatch.runs.dry_run import dry_run as dry_run_of
 from prefect_raybatch.runs.finalize_run import html_page
 from prefect_raybatch.runs.run import complete_before
 from prefect_raybatch.runs.status import report_of
@@ -230,6 +230,7 @@ def tune(
     as_json: Json = False,
 ) -> None:
     """Try engine settings on a sample and write the best job file."""
+    from prefect_raybatch.api.tune import tune as tune_engine
     from prefect_raybatch.runs import tune as tuning
 
     loaded = of_today(_job(job, set_))
@@ -240,7 +241,7 @@ def tune(
         if not as_json:
             err.print(tuning.line(trial), markup=False)
 
-    tuned = tuning.tune(with_keys(loaded), minutes, seconds, limit, show)
+    tuned = tune_engine(with_keys(loaded), minutes, seconds, limit, show)
     path = write or Path(job).with_suffix(".tuned.yaml")
     # Readable by its owner alone, because the job file may hold credentials.
     write_private(path, tuning.job_file(_raw(job), tuned))
@@ -339,7 +340,8 @@ def retry_failed(
     as_json: Json = False,
 ) -> None:
     """Retry the failed rows of a finished run in a child run."""
-    from prefect_raybatch.runs import retry
+    from prefect_raybatch.api import retry
+    from prefect_raybatch.runs.retry import Nothing
 
     changes = _changes(set_)
     if targets_from_plan:
@@ -353,14 +355,14 @@ def retry_failed(
     arguments = (run_dir, error, changes, loaded)
     # Checked before Prefect starts: a wrong request fails, and nothing to do is said, at once.
     request = retry.retry_request(*arguments, keys=with_keys)
-    outcome: RunReport | retry.Nothing
-    if isinstance(request, retry.Nothing):
+    outcome: RunReport | Nothing
+    if isinstance(request, Nothing):
         outcome = request
     else:
         outcome = retry_rows(request, arguments, prefect, as_json)
     if as_json:
         print_json(outcome)
-    elif isinstance(outcome, retry.Nothing):
+    elif isinstance(outcome, Nothing):
         out.print(f"{outcome.message}; nothing was started", markup=False)
     else:
         words = _same_options(job, targets_from_plan, set_, run_date)
@@ -433,7 +435,7 @@ def publish(
 
     The targets are those of `output.publish`. Each gets the rows once, however often it is called.
     """
-    from prefect_raybatch.runs.publish_run import other_targets, publish_run
+    from prefect_raybatch.api import other_targets, publish_run
 
     if set_ and job is None:
         raise ConfigError("--set needs a job file to change. Name it with --job.")

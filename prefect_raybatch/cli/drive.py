@@ -12,10 +12,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prefect_raybatch.api import (
+    default_run_key,
+    finalize_run,
+    plan_run,
+    precheck,
+    record_unplanned,
+    recorded_attempt,
+    resolve_run,
+)
 from prefect_raybatch.cli.show import TerminalProgress
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.early import engines_early
-from prefect_raybatch.compile.job import cluster_spec
+from prefect_raybatch.compile.job import cluster_spec, read_spec
 from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import LOCAL
@@ -26,21 +35,15 @@ from prefect_raybatch.job.run_words import (
     with_run_words,
 )
 from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.runs.attempts import (
-    FINALIZING,
-    INFERENCE,
-    PLANNING,
-    record_unplanned,
-    recorded_attempt,
-)
-from prefect_raybatch.runs.finalize_run import finalize_run
-from prefect_raybatch.runs.plan_run import check_places, plan_run, precheck
-from prefect_raybatch.runs.run import Run, begun, default_run_key, run_store
+from prefect_raybatch.runs.attempts import FINALIZING, INFERENCE, PLANNING
+from prefect_raybatch.runs.plan_run import check_places
+from prefect_raybatch.runs.run import Run, run_store
 from prefect_raybatch.runs.typed import name_typed_run, without_secrets
 from prefect_raybatch.storage import open_store
 
 if TYPE_CHECKING:
-    from prefect_raybatch.runs.retry import Nothing, RetryRequest
+    from prefect_raybatch.api.retry import RetryRequest
+    from prefect_raybatch.runs.retry import Nothing
 
 # run directory, error classes, field changes, job
 RetryArguments = tuple[str, list[str] | None, dict[str, Any], BatchJob | None]
@@ -63,10 +66,10 @@ def run_job(
     known = job
     try:
         if run_date is not None or run_words(job):
-            key = begun(with_keys(job), key, None, run_date)[1]
+            key = resolve_run(with_keys(job), key, None, run_date)[1]
             job = with_run_words(job, key, run_date or date_of_key(key))
         known = with_keys(job)
-        check_places(known.source, known.output)
+        check_places(read_spec(known.source), known.output.uri)
         resolved = resolve(known)
         key = key or default_run_key(resolved)
     except Exception as error:
@@ -113,7 +116,7 @@ def _published(known: BatchJob, report: RunReport) -> RunReport:
     """Publish the run to the targets of its job, if any; return its report."""
     if not known.output.publish:
         return report
-    from prefect_raybatch.runs.publish_run import publish_run
+    from prefect_raybatch.api import publish_run
 
     return publish_run(known, report.run)
 
@@ -125,15 +128,16 @@ def retry_rows(
 
     Returns `Nothing` if other retries have taken all rows.
     """
-    from prefect_raybatch.runs import retry
+    from prefect_raybatch.api import retry
+    from prefect_raybatch.runs.retry import Nothing
 
     with _progress(quiet) as show:
         if prefect:
             report = run_flow("retry_failed", arguments, show, asked.known.job)
             message = "Other runs have retried all of these rows; none is left that failed"
-            return report or retry.Nothing(arguments[0], message)
+            return report or Nothing(arguments[0], message)
         child = retry.begin(asked)
-        if isinstance(child, retry.Nothing):
+        if isinstance(child, Nothing):
             return child
         return _run_here(child.job, with_keys(child.job), lambda: child.run, show)
 

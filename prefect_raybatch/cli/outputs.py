@@ -74,7 +74,7 @@ def init(
 
 
 def _write_example(force: bool) -> None:
-    from prefect_raybatch.runs import first_job
+    from prefect_raybatch.api import first_job
 
     for path in first_job.write_example(Path(), force):
         err.print(f"wrote {path}", markup=False)
@@ -90,7 +90,7 @@ def _write_first_job(
     output: str | None,
 ) -> None:
     """Write a job file for `table`; print its columns, and the next command."""
-    from prefect_raybatch.runs import first_job
+    from prefect_raybatch.api import first_job
 
     seen = first_job.seen_table(table)
     text = first_job.job_text(
@@ -126,13 +126,13 @@ def preview(
 
     It needs neither Prefect nor Ray, and writes nothing.
     """
+    from prefect_raybatch.api import preview_rows
     from prefect_raybatch.cli.drive import quiet_engine, with_keys
     from prefect_raybatch.job.run_words import of_today
-    from prefect_raybatch.runs import preview as previewing
 
     quiet_engine()
     loaded = of_today(with_keys(BatchJob.from_yaml(job)))
-    found = previewing.preview_rows(loaded, rows, not no_answers)
+    found = preview_rows(loaded, rows, not no_answers)
     if as_json:
         print_json(found)
         return

@@ -41,18 +41,18 @@ def finalize_command(
     With --partial, write what a run has committed so far. The run stays unfinished, and the exit
     status is 3.
     """
+    from prefect_raybatch.api import finalize_partial, finalize_whole
     from prefect_raybatch.ledger.ledger import Ledger
     from prefect_raybatch.ledger.missing import need_plan
-    from prefect_raybatch.runs import partial_run
     from prefect_raybatch.runs.retry import options_of_retry
     from prefect_raybatch.storage import open_store
 
     loaded = with_keys(BatchJob.from_yaml(job)) if job else None
     if partial:
         options = loaded.output.options if loaded else None
-        report = partial_run.finalize_partial(run_dir, options, loaded)
+        report = finalize_partial(run_dir, options, loaded)
     else:
-        report = partial_run.finalize_whole(run_dir, loaded)
+        report = finalize_whole(run_dir, loaded)
     if as_json:
         print_json(report.to_dict())
     elif partial:
@@ -83,7 +83,7 @@ def backfill_command(
     The job has {run_date} in its source or output. Each date has its own run, without Prefect. The
     exit status is 0 only if all dates are complete.
     """
-    from prefect_raybatch.runs import backfill
+    from prefect_raybatch.api import backfill
 
     loaded = BatchJob.from_yaml(job)
     known = with_keys(loaded)

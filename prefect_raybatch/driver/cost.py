@@ -25,16 +25,20 @@ HOUR = 3600.0  # seconds
 
 @dataclass(frozen=True)
 class Spent:
-    """GPU-seconds of several attempts, and their cost at the price that applied to each. `unpriced`
-    counts the GPU-seconds of attempts that had no price."""
+    """GPU-seconds of several attempts, and their cost at the price that applied to each.
+
+    `unpriced` counts the GPU-seconds of attempts that had no price.
+    """
 
     gpu_seconds: float = 0.0
     cost: float = 0.0
     unpriced: float = 0.0
 
     def at(self, price: float | None) -> float | None:
-        """Return the total cost, with unpriced GPU-seconds charged at `price` (per GPU-hour); None
-        if the cost is unknown."""
+        """Return the total cost, or None if it is unknown.
+
+        Unpriced GPU-seconds are charged at `price` (per GPU-hour).
+        """
         if price is None and (self.unpriced or not self.cost):
             return None
         return self.cost + self.unpriced * (price or 0.0) / HOUR
@@ -54,8 +58,10 @@ def spent_by(stores: Iterable[tuple[Store, Iterable[str]]]) -> Spent:
 
 
 def spent_on(ledger: Ledger, plan: Plan, but: str = "") -> Spent:
-    """Add up what all attempts at a run have spent, those in its requests phase included, except
-    the attempt named by `but`."""
+    """Return what all attempts at a run have spent, except the attempt `but`.
+
+    Attempts at its requests phase count too.
+    """
     places = [(ledger.store, [name for name in ledger.attempts() if name != but])]
     increment = increment_of(plan)
     if increment is not None and increment.asks is not None:
@@ -87,8 +93,7 @@ class CostMeter:
         self._at: float | None = None
 
     def see(self, now: float, states: Mapping[str, int]) -> None:
-        """Charge the time since the last call to the engine states seen at that call, then remember
-        `states`."""
+        """Charge the time since the last call to the engine states given then; keep `states`."""
         if self._at is not None:
             self.gpu_seconds += self.gpus * max(0.0, now - self._at)
         living = alive(states)
@@ -97,8 +102,7 @@ class CostMeter:
 
     @contextmanager
     def holding(self, gpus: float) -> Iterator[None]:
-        """Charge `gpus` more GPUs for the duration of the block, for example those of the engine of
-        a precision trial."""
+        """Charge `gpus` more GPUs for the duration of the block, e.g. of a precision trial."""
         self._beside += gpus
         try:
             yield
@@ -106,8 +110,10 @@ class CostMeter:
             self._beside -= gpus
 
     def after(self, earlier: CostMeter, more: float = 0.0) -> CostMeter:
-        """Return this meter, continued from the GPU-seconds that another meter counted for the same
-        attempt and from `more` GPU-seconds spent before it."""
+        """Return this meter, continued from another meter of the same attempt.
+
+        `more` GPU-seconds were spent before it.
+        """
         self.gpu_seconds = earlier.gpu_seconds + more
         return self
 
@@ -123,8 +129,10 @@ class CostMeter:
         return None if before is None and own is None else (before or 0.0) + (own or 0.0)
 
     def at_end(self, seconds_left: float | None) -> float | None:
-        """Return the expected cost of the run if it ends in `seconds_left` seconds with the GPUs
-        held now; None if unknown."""
+        """Return the expected cost of the run if it ends in `seconds_left`; None if unknown.
+
+        It keeps the GPUs that it holds now until then.
+        """
         if self.whole is None or self.price is None or seconds_left is None:
             return None
         return self.whole + self.gpus * seconds_left * self.price / HOUR
@@ -148,6 +156,6 @@ def check_cost(limits: Limits, cost: float | None, shards: int, committed: int) 
     done = counted(shards, "shard")
     raise CostExceeded(
         f"the run has cost {money(cost)}, and limits.max_cost allows {money(most)}. "
-        f"{committed:,} of {done} {are(committed)} committed and kept; raise the limit and run "
-        "the same command again to go on"
+        f"{committed:,} of {done} {are(committed)} committed and kept. Raise the limit and run "
+        "the same command again to continue"
     )

@@ -1,8 +1,7 @@
-"""The loop that turns receipts into commits: passes, error budget, isolation of rows that kill
-engines.
+"""The loop that turns receipts into commits.
 
-The loop knows neither Ray nor Prefect. A pass is a function from work units to receipts, so tests
-run the loop without either.
+It makes passes, keeps the error budget, and isolates rows that kill engines. It knows neither Ray
+nor Prefect: a pass is a function from work units to receipts, so tests run the loop without either.
 """
 
 from __future__ import annotations
@@ -71,8 +70,10 @@ Quarantine = Callable[[Unit, Loss], Receipt]
 
 @dataclass(frozen=True)
 class OtherLedger:
-    """Progress in the other ledger of a run that reuses answers. `failed` counts the rows of the
-    run that are already known to fail because a request failed."""
+    """Progress in the other ledger of a run that reuses answers.
+
+    `failed` counts the rows of the run that are already known to fail because a request failed.
+    """
 
     rows: int = 0
     shards: int = 0
@@ -108,8 +109,7 @@ class Progress:
 
     @property
     def whole(self) -> int:
-        """Return the rows of the run plus, if it reuses answers, the requests of its first
-        phase."""
+        """Return the rows of the run and, if it reuses answers, the requests of its first phase."""
         return self.before.rows + self.rows + self.later.rows
 
     @property
@@ -149,8 +149,7 @@ class Progress:
         return (self.rows - self.done) / self.rate if self.rate else None
 
     def add(self, commit: Commit, since: float) -> None:
-        """Count a commit. `since` is the time at which work on its rows began, from which the rate
-        is measured."""
+        """Count a commit; `since` is the time at which work on its rows began, for the rate."""
         before = self.tally.rows
         self.tally.add(commit)
         self.recent.append((since, self.tally.rows - before))
@@ -191,13 +190,15 @@ class Driver:
         self._answered = False  # whether anything came through the stages in this attempt
 
     def resume(self) -> Progress:
-        """Count the shards that are already committed. Raise `ErrorBudgetExceeded` if shards are
-        left to do and too many rows have failed."""
+        """Count the shards that are already committed.
+
+        Raise `ErrorBudgetExceeded` if shards are left to do and too many rows have failed.
+        """
         listing = self.ledger.listing(self.plan)
         self.done = listing.done
         if listing.strays:
             log.warning(
-                "files among the commits that are none count for nothing: %s", listing.strays
+                "files among the commits that are no commits are ignored: %s", listing.strays
             )
         for commit in self.ledger.commits(self.plan, listing, on_read=self.folder.add):
             self.progress.add(commit, self._last)
@@ -248,22 +249,26 @@ class Driver:
                 most_alone = FEW_ALONE
             else:
                 strikes += 1
-            if units and strikes >= STRIKES:
-                reason = next((lost[0][1] for lost in self._lost.values()), NO_RECEIPT)
-                raise EngineFailure(
-                    f"nothing got through in {counted(strikes, 'pass', 'passes')}; "
-                    f"{counted(len(units), 'unit')} of work {are(len(units))} left. Last "
-                    f"reason: {reason}"
-                )
             if units:
-                log.warning(
-                    "%d of %s not done after pass %d, to run again",
-                    len({u.shard for u in units}),
-                    counted(self.plan.shards, "shard"),
-                    self.progress.passes,
-                )
+                self._go_again(units, strikes)
         self.folder.flush()
         return self.progress
+
+    def _go_again(self, units: Sequence[Unit], strikes: int) -> None:
+        """Log what is left after a pass; raise `EngineFailure` after too many without progress."""
+        if strikes >= STRIKES:
+            reason = next((lost[0][1] for lost in self._lost.values()), NO_RECEIPT)
+            raise EngineFailure(
+                f"no shard was committed in {counted(strikes, 'pass', 'passes')}; "
+                f"{counted(len(units), 'unit')} of work {are(len(units))} left. Last "
+                f"reason: {reason}"
+            )
+        log.warning(
+            "%d of %s not committed after pass %d; running them again",
+            len({u.shard for u in units}),
+            counted(self.plan.shards, "shard"),
+            self.progress.passes,
+        )
 
     def _check_draining(self) -> None:
         if not self.draining():
@@ -272,7 +277,8 @@ class Driver:
         done, shards = self.progress.tally.shards, self.plan.shards
         raise RunDrained(
             f"{DRAINED_TEXT} {done:,} of {counted(shards, 'shard')} {are(done)} committed; "
-            f"{shards - done:,} {are(shards - done)} left for whoever runs the same command again"
+            f"{shards - done:,} {are(shards - done)} left. Run the same command again to "
+            "finish them"
         )
 
     def _pass(self, run_pass: RunPass, units: Sequence[Unit], isolated: bool) -> None:
@@ -286,9 +292,11 @@ class Driver:
             self._accept(receipt)
 
     def _probes(self) -> list[Unit]:
-        """Return rows of committed shards to ask again, discarding the answers, as long as this
-        attempt has seen no engine work: an earlier attempt may have left only rows that kill
-        engines."""
+        """Return rows of committed shards to ask again, with their answers discarded.
+
+        Only until this attempt has seen an engine work: an earlier attempt may have left only rows
+        that kill engines.
+        """
         done = np.flatnonzero(self.done).tolist()
         if self._answered or not done:
             return []
@@ -310,9 +318,9 @@ class Driver:
             return
         self._codes.add(theirs)
         log.warning(
-            "workers run other code than this driver: prefect_raybatch %s on %s, and %s here. "
-            "Install the same on all nodes, and start nothing in a folder that holds a "
-            "prefect_raybatch of its own: Ray's workers look there first",
+            "workers run another version than this driver: prefect_raybatch %s on %s, and %s here. "
+            "Install the same version on all nodes, and start the run outside of folders with a "
+            "prefect_raybatch of their own: Ray's workers import that first",
             *(theirs, receipt.where.get("node"), own),
         )
 
@@ -337,8 +345,10 @@ class Driver:
         self.observe(self.progress)
 
     def _check_budget(self, receipts: Sequence[Receipt]) -> None:
-        """Raise `ErrorBudgetExceeded` if the shard of these `receipts` would cross the error
-        budget. The shard is not committed, so a run with a higher limit continues there."""
+        """Raise `ErrorBudgetExceeded` if the shard of `receipts` would cross the error budget.
+
+        The shard is not committed, so a run with a higher limit continues there.
+        """
         more = sum(map(self._weighed, receipts))
         rows = self.plan.rows if self.waiting is None else self.waiting.rows
         allowed = self.limits.allowed(rows)
@@ -361,13 +371,15 @@ class Driver:
             f"{failed:,} of {counted(rows, 'row')} failed, more than "
             f"{self.limits.said(rows)}. Commonest:\n"
             + "\n".join(lines)
-            + f"\n{done:,} of {shards} {are(done)} committed and kept; mend the "
-            "cause or raise the limit and run the same command again."
+            + f"\n{done:,} of {shards} {are(done)} committed and kept. Fix the "
+            "cause or raise the limit, and run the same command again."
         )
 
     def _weighed(self, record: Receipt | Commit) -> int:
-        """Return the failed rows of a receipt or commit; a failed request counts each row that
-        waits for it."""
+        """Return the failed rows of a receipt or commit.
+
+        A failed request counts each row that waits for it.
+        """
         if self.waiting is None:
             return len(record.failed)
         return self.waiting.count(record.shard, record.failed)
@@ -403,8 +415,10 @@ class Driver:
         return any(why.kind == ENGINES_DIED for why in losses)
 
     def _why_lost(self, unit: Unit) -> Loss:
-        """Return why a unit did not come through this pass: the last reason reported for any of its
-        rows. Other rows of its shard may have been lost for another reason."""
+        """Return why a unit failed in this pass: the last reason reported for any of its rows.
+
+        Other rows of its shard may have failed for another reason.
+        """
         told = reversed(self._lost.get(unit.shard, []))
         found = (why for lost, why in told if lost.overlaps(unit))
         return next(found, Loss(ENGINE_DIED, NO_RECEIPT))
@@ -415,8 +429,7 @@ class Driver:
         return self.plan.rows - sum(map(self.coverage.lacking, pending))
 
     def _missing(self, units: Sequence[Unit]) -> list[Unit]:
-        """Return the parts of `units` that have no receipt and that nobody has committed
-        meanwhile."""
+        """Return the parts of `units` that neither this driver nor another has committed."""
         theirs = self.ledger.committed(self.plan) & ~self.done
         for shard in np.flatnonzero(theirs).tolist():
             self.coverage.drop(shard)
@@ -433,8 +446,10 @@ class Driver:
     def _after_isolation(
         self, units: list[Unit], deaths: Counter[Unit], quarantine: Quarantine
     ) -> list[Unit]:
-        """Split each unit that died while alone in an engine, and quarantine a single row that did
-        so often enough."""
+        """Split each unit that died while alone in an engine.
+
+        A single row that did so often enough is quarantined.
+        """
         rest: list[Unit] = []
         for unit in units:
             why = self._why_lost(unit)

@@ -1,5 +1,8 @@
-"""Heartbeats: a small record of a run's current state beside the attempt's note, and the thread
-that writes it. Heartbeats are for people and followers; correctness never depends on them."""
+"""Heartbeats: small records of a run's current state, and the thread that writes them.
+
+They lie beside the records of attempts. They are for people and followers; correctness never
+depends on them.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +67,10 @@ class Counts:
 
     @classmethod
     def whole(cls, progress: Progress) -> Counts:
-        """Return the counts over both phases of a run that reuses answers, adding the phase
-        `before` and the phase `later`."""
+        """Return the counts over both phases of a run that reuses answers.
+
+        Adds the phase `before` and the phase `later`.
+        """
         own, before, later = cls.of(progress), progress.before, progress.later
         return replace(
             own,
@@ -106,13 +111,16 @@ class Counts:
 
 @dataclass(frozen=True)
 class Beat:
-    """The contents of a heartbeat. Rates are per second, times are seconds; `at` and `last_commit`
-    are seconds since 1970. `engines` counts engine actors by Ray state. `alarms` counts the
-    warnings of the present stall and `quiet` is its duration; both are 0 while shards are being
-    committed. `dashboard` is the URL of Ray's dashboard, "" if there is none. `held_back` counts
-    the failed rows of the shard that crossed the error budget, in addition to the committed
-    `failed` rows. `gpu_seconds` and `cost` are of this attempt, `cost_run` is of the whole run so
-    far and `cost_end` of the run when it ends; an unknown cost is None."""
+    """The contents of a heartbeat.
+
+    Rates are per second, times are seconds; `at` and `last_commit` are seconds since 1970.
+    `engines` counts engine actors by Ray state. `alarms` counts the warnings of the present stall
+    and `quiet` is its duration; both are 0 while shards are being committed. `dashboard` is the URL
+    of Ray's dashboard, "" if there is none. `held_back` counts the failed rows of the shard that
+    crossed the error budget, in addition to the committed `failed` rows. `gpu_seconds` and `cost`
+    are of this attempt, `cost_run` is of the whole run so far and `cost_end` of the run when it
+    ends; an unknown cost is None.
+    """
 
     at: float
     phase: str = STARTING
@@ -166,8 +174,10 @@ class Beat:
         )
 
     def seen(self, done: int) -> Beat:
-        """Return this heartbeat as it reads once `done` rows are committed: if that is more than it
-        knew of, the engines have started since it was written."""
+        """Return this heartbeat as it reads once `done` rows are committed.
+
+        If that is more than it knew of, the engines have started since it was written.
+        """
         if self.phase == STARTING and self.done < done:
             return replace(self, phase=INFERRING, about="")
         return self
@@ -185,11 +195,13 @@ class Beat:
             beat = cls(**value)
             engines = {str(k)[:40]: int(v) for k, v in dict(beat.engines).items()}
         except (TypeError, ValueError) as error:
-            raise CorruptRun(f"{what} is no heartbeat: {error}") from None
+            raise CorruptRun(f"{what} is not a valid heartbeat: {error}") from None
         wrong = [n for n in numbers if not _is_number(getattr(beat, n), n)]
         wrong += [n for n in TEXT_FIELDS if not isinstance(getattr(beat, n), str)]
         if wrong or beat.phase not in PHASES:
-            raise CorruptRun(f"{what} is no heartbeat: {', '.join(wrong) or 'phase'}")
+            raise CorruptRun(
+                f"{what} is not a valid heartbeat: wrong value of {', '.join(wrong) or 'phase'}"
+            )
         return cls(**{**value, "engines": engines})
 
 
@@ -208,7 +220,10 @@ class Listener:
     """An observer that also receives heartbeats about once a second, on a separate thread."""
 
     def __call__(self, progress: Progress) -> None:
-        """Called after each commit in the driver's thread, so it must return quickly."""
+        """Observe a commit.
+
+        Called in the driver's thread, so it must return quickly.
+        """
 
     def hear(self, beat: Beat) -> None:
         """Receive the current state; called even while nothing is committed."""
@@ -229,17 +244,22 @@ def read_beats(store: Store, attempts: Iterable[str]) -> dict[str, Beat]:
 
 
 def newest(store: Store) -> Beat | None:
-    """Return the latest heartbeat of any driver of the run, for followers in other processes; None
-    if there is none."""
+    """Return the latest heartbeat of any driver of the run; None if there is none.
+
+    Followers in other processes read it.
+    """
     names = [i.path.rpartition("/")[2].removesuffix(".json") for i in store.list(HEARTBEATS)]
     names = [name for name in names if name.isalnum()]  # no copies that a tool made
     return max(read_beats(store, names).values(), key=lambda beat: beat.at, default=None)
 
 
 def told_elsewhere(store: Store, counts: Counts, over: bool = False) -> Beat:
-    """Return the state that the run's driver in another process last reported. Its heartbeat may
-    know of fewer commits than there are (`Beat.seen`). A stale heartbeat, or one of a driver that
-    has ended although the run is not `over`, tells nothing about the driver being followed."""
+    """Return the state that the run's driver in another process last reported.
+
+    Its heartbeat may know of fewer commits than there are (`Beat.seen`). A stale heartbeat says
+    nothing about the driver being followed, nor does one of a driver that has ended although the
+    run is not `over`.
+    """
     beat, now = newest(store), time.time()
     if beat is None or now - beat.at > SILENT_AFTER or (beat.phase == ENDED and not over):
         return unheard(counts)
@@ -247,8 +267,7 @@ def told_elsewhere(store: Store, counts: Counts, over: bool = False) -> Beat:
 
 
 def unheard(counts: Counts) -> Beat:
-    """Return the state of a run whose driver is in another process and has not been heard from
-    yet."""
+    """Return the state of a run before its driver in another process has reported any."""
     return Beat.of(counts, time.time(), phase=UNHEARD)
 
 
@@ -296,4 +315,4 @@ class Ticker:
             text = f"{type(error).__name__}: {error}"
             if text != self._said:
                 self._said = text
-                log.warning("%s: %s; the run goes on", self.name, text)
+                log.warning("%s: %s; the run continues", self.name, text)

@@ -162,10 +162,10 @@ def port() -> int | None:
     """Return the port in RAYBATCH_METRICS_PORT; None if it is unset, empty or 0."""
     text = os.environ.get(METRICS_PORT, "").strip()
     if not text.isdigit() and text:
-        raise ConfigError(f"{METRICS_PORT}={text!r} is no port; write a number such as 9500")
+        raise ConfigError(f"{METRICS_PORT}={text!r} must be a port. Write a number such as 9500")
     number = int(text or 0)
     if number > 65535:
-        raise ConfigError(f"{METRICS_PORT}={text!r} is no port; the highest is 65535")
+        raise ConfigError(f"{METRICS_PORT}={text!r} must be a port, at most 65535")
     return number or None
 
 
@@ -184,7 +184,7 @@ def serving(job: str, run_key: str, state: Callable[[], Beat]) -> Iterator[None]
     try:
         endpoint = _endpoints.get((host, number)) or Endpoint(host, number)
     except OSError as error:
-        log.warning("%s: no metrics at %s:%d: %s", METRICS_PORT, host, number, error)
+        log.warning("%s: metrics cannot be served at %s:%d: %s", METRICS_PORT, host, number, error)
         yield
         return
     _endpoints[host, number] = endpoint

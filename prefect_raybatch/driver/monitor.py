@@ -106,8 +106,10 @@ class Monitor:
         self._beats = Ticker("heartbeat", BEAT_EVERY, self.write)
 
     def __call__(self, progress: Progress) -> None:
-        """Called after each commit in the driver's thread; only takes a snapshot for the other
-        threads."""
+        """Take a snapshot of a commit for the other threads.
+
+        Called after each commit in the driver's thread.
+        """
         self.counts, self._progress = Counts.of(progress), progress
         if progress.recent:
             self.starting.end()
@@ -127,14 +129,16 @@ class Monitor:
         self.deaths = engines.deaths
 
     def held(self, why: str) -> None:
-        """Note that the run waits for its turn, with the reason in `why`; "" when it goes on. A
-        waiting run does not stall."""
+        """Note that the run waits for its turn, with the reason in `why`; "" when it continues.
+
+        A waiting run does not stall.
+        """
         self._held = why
         self.starting.enter(ON_TURN if why else ON_CLUSTER)
         self._beats.nudge()
 
     def pass_began(self) -> None:
-        """Called in the driver's thread before the engines of a pass start."""
+        """Begin to watch a new pass; called in the driver's thread before its engines start."""
         if self.starting.ended is not None:
             self.note_start()
             self.starting = Starting()
@@ -143,8 +147,10 @@ class Monitor:
             self._dead = self._ask_deaths()
 
     def note_start(self) -> None:
-        """Pass the duration of the first start that led to a commit to `on_started`, once, while
-        Ray can still be queried."""
+        """Report the duration of the first start that led to a commit to `on_started`, once.
+
+        Called while Ray can still be queried.
+        """
         if self.noted or self.starting.ended is None:
             return
         self.noted = True
@@ -152,7 +158,11 @@ class Monitor:
             self.starting.heard(self._questions["start"](self.starts))
             self._questions["note"](partial(self.on_started, self.starting))
         except Exception as error:  # for people alone
-            log.info("how long the start took is not noted: %s: %s", type(error).__name__, error)
+            log.info(
+                "the duration of the start could not be recorded: %s: %s",
+                type(error).__name__,
+                error,
+            )
 
     def __enter__(self) -> Monitor:
         with ExitStack() as stack:
@@ -201,8 +211,7 @@ class Monitor:
         return replace(found, **self.meter.figures(left))
 
     def _now(self, counts: Counts | None) -> Counts | None:
-        """Return the counts of the latest commit, updated with those that change between
-        commits."""
+        """Return the counts of the latest commit, with the current passes and engine deaths."""
         progress = self._progress
         if counts is None or progress is None:
             return None
@@ -234,14 +243,16 @@ class Monitor:
             self.observe.hear(self.beat())
 
     def _look_at_engines(self) -> None:
-        """Update the engine states. Keep the old ones if Ray does not answer, because costs and
-        stalls must be checked anyway."""
+        """Update the engine states.
+
+        Keeps the old ones if Ray does not answer, because costs and stalls must be checked anyway.
+        """
         try:
             self._states, self._unheard = self._questions["engines"](self.engines), ""
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             if not self._unheard:
-                log.warning("Ray does not tell of its engines: %s; the run goes on", why)
+                log.warning("Ray does not report its engines: %s; the run continues", why)
             self._unheard = why
 
     def _look_at_nodes(self) -> None:
@@ -255,15 +266,18 @@ class Monitor:
             left = leaving[node]
             when = "" if left is None else f" within {left:.0f} s"
             log.warning(
-                "node %s leaves the cluster%s: its engines commit what they have begun and get "
-                "nothing new, the rest goes to others",
+                "node %s leaves the cluster%s: its engines finish their shards in flight and get "
+                "no new ones; other nodes take the remaining shards",
                 *(node, when),
             )
         self._left = frozenset(leaving)
 
     def look_at_deaths(self) -> None:
-        """Count each engine process that died since the last call, and warn of it. Ray restarts
-        engines several times, which takes minutes in which nothing else reports the death."""
+        """Count each engine process that died since the last call, and warn of it.
+
+        Ray restarts engines several times, which takes minutes in which nothing else reports the
+        death.
+        """
         with self._counting:
             dead = self._ask_deaths()
             if dead is None:
@@ -287,13 +301,13 @@ class Monitor:
         place = f" ({place})" if place else ""
         if self.starting.ended is None:
             log.warning(
-                "an engine's process died before a shard came through%s, %s until now. If nobody "
-                "ended it, its node was out of memory, which `dmesg` there tells",
+                "an engine's process died before its first shard%s, %s so far. If nobody "
+                "stopped it, its node ran out of memory; see `dmesg` there",
                 *(place, counted(times, "time")),
             )
         else:
             log.warning(
-                "an engine's process died%s, %s until now; what it had in it is asked again in the "
+                "an engine's process died%s, %s so far; its shards in flight run again in the "
                 "next pass",
                 *(place, counted(times, "time")),
             )
@@ -336,8 +350,8 @@ class Monitor:
         self._beats.nudge()
         if self.limits.fail_on_stall and self.failure is None:
             self.failure = EngineFailure(
-                f"{self._about}. limits.fail_on_stall ends the run; what is committed is kept and "
-                "the same command again continues"
+                f"{self._about}. limits.fail_on_stall ends the run. Committed shards are kept; run "
+                "the same command again to continue"
             )
 
     def _heard(self) -> str:

@@ -19,7 +19,7 @@ from prefect_raybatch.ledger.records import Receipt, Unit
 
 log = logging.getLogger(__name__)
 
-LEAST_PAUSE = 60.0  # seconds: shorter pauses are nobody's business
+LEAST_PAUSE = 60.0  # seconds: shorter pauses are normal
 INTERVALS = 10  # mean times between commits without one
 PAUSE_FACTOR = 3  # times the slowest shard: engines that began together also end together
 STALL_LOOK = 1.0  # seconds between looks whether a stalled run is to fail
@@ -29,8 +29,11 @@ GIVE_UP = 30.0  # seconds for Ray to be told to end it, of which Ray itself wait
 
 @dataclass(frozen=True)
 class Stall:
-    """No commit for `seconds`, longer than the allowed `limit`; the `number`th warning of this
-    stall. `starting` is true until the first commit of this pass."""
+    """No commit for `seconds`, longer than the allowed `limit`.
+
+    This is the `number`th warning of this stall. `starting` is true until the first commit of this
+    pass.
+    """
 
     seconds: float
     limit: float
@@ -46,9 +49,11 @@ class Flowing:
 
 
 def starts(counts: Counts, passes: int) -> bool:
-    """Return whether the engines are still starting. `counts` are those of the latest commit,
-    `passes` is the number of passes begun. Commits of earlier attempts do not show that engines
-    have started."""
+    """Return whether the engines are still starting.
+
+    `counts` are those of the latest commit, `passes` is the number of passes begun. Commits of
+    earlier attempts do not show that engines have started.
+    """
     return not counts.commits or passes > counts.passes
 
 
@@ -68,8 +73,10 @@ class StallWatch:
         self._seen = (-1, -1)  # commits, passes
 
     def limit(self, counts: Counts, longest: float = 0.0) -> float:
-        """Return the seconds without a commit that are allowed now. `longest` is the duration in
-        seconds of this attempt's slowest shard."""
+        """Return the seconds without a commit that are allowed now.
+
+        `longest` is the duration in seconds of this attempt's slowest shard.
+        """
         if self.starting:
             return float(self.limits.stall_start_seconds)
         if self.limits.stall_seconds is not None:
@@ -80,8 +87,11 @@ class StallWatch:
     def look(
         self, now: float, counts: Counts, passes: int, longest: float = 0.0
     ) -> Stall | Flowing | None:
-        """Return what changed, or None. `counts` are those of the latest commit, `passes` is the
-        number of passes begun, `longest` as in `limit`."""
+        """Return what changed, or None.
+
+        `counts` are those of the latest commit, `passes` is the number of passes begun, `longest`
+        as in `limit`.
+        """
         self.starting = starts(counts, passes)
         before, self._seen = self._seen, (counts.committed, passes)
         waited, alarms = now - self.since, self.alarms
@@ -104,11 +114,11 @@ def interruptible(
     stop: Callable[[], None],
     halted: Callable[[], RayBatchError | None] = lambda: None,
 ) -> RunPass:
-    """Return the pass such that `failure()` can be raised while it waits for a receipt, and
-    `halted()` at any time.
+    """Return the pass such that `failure()` and `halted()` can end it.
 
-    Ray cannot be interrupted from outside, so the pass runs in a thread of its own. `stop` is
-    called when the pass is abandoned and must make it end; a thread that hangs is left behind.
+    `failure()` is raised while the pass waits for a receipt, `halted()` at any time. Ray cannot be
+    interrupted from outside, so the pass runs in a thread of its own. `stop` is called when the
+    pass is abandoned and must make it end; a thread that hangs is left behind.
     """
 
     def passing(units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:
@@ -151,8 +161,10 @@ class _PassInThread:
         self._thread.start()
 
     def take(self) -> Any:
-        """Return the next receipt, `_END`, or the exception that ended the pass. Raises
-        `queue.Empty` if there is none yet."""
+        """Return the next receipt, `_END`, or the exception that ended the pass.
+
+        Raises `queue.Empty` if there is none yet.
+        """
         item = self._receipts.get(timeout=STALL_LOOK)
         self._ended = item is _END or isinstance(item, BaseException)
         return item
@@ -190,5 +202,5 @@ def _give_up(stop: Callable[[], None]) -> None:
         within(GIVE_UP, stop)
     except TimeoutError as error:
         log.warning(
-            "Ray does not end the pass that is given up: %s; the run ends without it", error
+            "Ray did not stop the abandoned pass: %s; the run ends without waiting for it", error
         )

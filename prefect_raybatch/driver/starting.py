@@ -70,8 +70,10 @@ class Starting:
         self._since = now
 
     def seconds(self) -> dict[str, float]:
-        """Return {phase: seconds so far}, in order; the last phase is still running. Phases that
-        nobody reported are left out."""
+        """Return {phase: seconds so far}, in order; the last phase is still running.
+
+        Phases that were never reported are left out.
+        """
         with self._lock:
             now = self._end or self.clock()
             found = dict(self._seconds)
@@ -92,8 +94,10 @@ class Starting:
             return _rounded(found)
 
     def text(self) -> str:
-        """Return e.g. `cluster 3 s, workers 2 s, imports 9 s, weights 12 s` and how many engines
-        are ready."""
+        """Return the phases and how many engines are ready.
+
+        For example `cluster 3 s, workers 2 s, imports 9 s, weights 12 s`.
+        """
         text = ", ".join(f"{name} {value:.0f} s" for name, value in self.seconds().items())
         known = self._engines
         if len(known) > 1:

@@ -38,8 +38,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Stop:
-    """An attempt that stopped with `failed` failed rows, where the limit allows `allowed` of the
-    `rows` planned; `held_back` of them belong to a shard that was not committed."""
+    """An attempt that stopped over its error budget.
+
+    `failed` of the `rows` planned had failed, and the limit allows `allowed`; `held_back` of them
+    belong to a shard that was not committed.
+    """
 
     failed: int
     held_back: int
@@ -66,7 +69,9 @@ class Stop:
 
     def line(self) -> str:
         """Return what happened in one sentence without a full stop."""
-        text = f"{self.failed:,} of {counted(self.rows, 'row')} failed, where {self.allowed:,} may"
+        text = (
+            f"{self.failed:,} of {counted(self.rows, 'row')} failed, at most {self.allowed:,} may"
+        )
         if self.held_back:
             rest = "all" if self.held_back == self.failed else f"{self.held_back:,} of them"
             text += f"; {rest} in shard {self.shard}, which was therefore not committed"
@@ -83,9 +88,11 @@ class Stop:
 def failed_rows(
     store: Store, pieces: Iterable[Piece], start: int, numbers: Callable[[], RowNumbers]
 ) -> tuple[Sample, ...]:
-    """Return the first failed rows in the quarantine `pieces` of one shard. `start` is the shard's
-    first row in the run's input, and `numbers` returns the run's row numbers. Rows that cannot be
-    read are left out, because the sample only explains a stop."""
+    """Return the first failed rows in the quarantine `pieces` of one shard.
+
+    `start` is the shard's first row in the run's input, and `numbers` returns the run's row
+    numbers. Rows that cannot be read are left out, because the sample only explains a stop.
+    """
     found: list[Sample] = []
     for piece in pieces:
         if piece.kind == "quarantine" and len(found) < KEPT:

@@ -17,6 +17,8 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed
 from pydantic import AwareDatetime, Field
 
+from prefect_raybatch.api import default_run_key, record_unplanned, resolve_run
+from prefect_raybatch.api.backfill import backfill, planned_nights
 from prefect_raybatch.cluster.connect import end_by_sigterm
 from prefect_raybatch.cluster.early import engines_early
 from prefect_raybatch.driver.driver import DRAINED_TEXT, Progress
@@ -38,16 +40,10 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.edits import edited
 from prefect_raybatch.job.run_words import run_words, today, with_run_words
 from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.runs.attempts import record_bad_job, record_command, record_unplanned
-from prefect_raybatch.runs.backfill import (
-    NightRun,
-    backfill,
-    nights_table,
-    planned_nights,
-    summary,
-)
+from prefect_raybatch.runs.attempts import record_bad_job, record_command
+from prefect_raybatch.runs.backfill import NightRun, nights_table, summary
 from prefect_raybatch.runs.retry import Nothing
-from prefect_raybatch.runs.run import Run, begun, complete_before, default_run_key
+from prefect_raybatch.runs.run import Run, complete_before
 
 
 def titled(title: str) -> Any:
@@ -89,10 +85,10 @@ def key_of(
     if run_key:
         return run_key
     if run_date is not None and scheduled_for is None:
-        return begun(with_blocks(job), None, None, run_date)[1]
+        return resolve_run(with_blocks(job), None, None, run_date)[1]
     start = scheduled_for or scheduled_start()
     if start is None and run_words(job):
-        return begun(with_blocks(job), None, None)[1]
+        return resolve_run(with_blocks(job), None, None)[1]
     return default_run_key(with_blocks(job), start)
 
 
@@ -218,7 +214,7 @@ def _filled(
     """
     if not run_words(job):
         return job
-    filled = begun(job, key, scheduled_for or scheduled_start(), run_date)[0]
+    filled = resolve_run(job, key, scheduled_for or scheduled_start(), run_date)[0]
     with suppress(ConfigError):  # the run key contains no date
         if with_run_words(job, key) == filled:
             return job

@@ -15,6 +15,11 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging.handlers import APILogHandler
 from prefect.tasks import exponential_backoff
 
+from prefect_raybatch.api import finalize_run as finalize
+from prefect_raybatch.api import plan_run, recorded_attempt, retry
+from prefect_raybatch.api import publish_run as publish
+from prefect_raybatch.api.retry import Retry
+from prefect_raybatch.api.tune import tune as tuned_by_trials
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.stops import Sample
 from prefect_raybatch.errors import ConfigError, RayBatchError, StoreError, is_transient
@@ -44,13 +49,11 @@ from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.advice import DEADLINE_MISSED
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import published_text
-from prefect_raybatch.runs import retry, tune
-from prefect_raybatch.runs.attempts import FINALIZING, INFERENCE, record_command, recorded_attempt
+from prefect_raybatch.runs import tune
+from prefect_raybatch.runs.attempts import FINALIZING, INFERENCE, record_command
 from prefect_raybatch.runs.failed_sample import failed_sample
-from prefect_raybatch.runs.finalize_run import finalize_run as finalize
 from prefect_raybatch.runs.finalize_run import load_report
-from prefect_raybatch.runs.plan_run import plan_run
-from prefect_raybatch.runs.publish_run import publish_run as publish
+from prefect_raybatch.runs.retry import Nothing
 from prefect_raybatch.runs.run import Run, run_store
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.words import counted
@@ -126,7 +129,7 @@ def plan_retry(
     errors: list[str] | None = None,
     overrides: dict[str, Any] | None = None,
     job: BatchJob | None = None,
-) -> retry.Retry | retry.Nothing:
+) -> Retry | Nothing:
     """Plan the retry of failed rows of the finished run at `run_dir`, or load its existing plan.
 
     Raises `ConfigError`, `CorruptRun`, `PlanMismatch` (never retried) or `StoreUnavailable`.
@@ -139,7 +142,7 @@ def plan_retry(
     ):
         planned = retry.plan_retry(run_dir, errors, overrides, job, with_blocks)
         log = get_run_logger()
-        if isinstance(planned, retry.Nothing):
+        if isinstance(planned, Nothing):
             log.info("%s", planned.message)
         else:
             key, rows = planned.run.run_key, counted(planned.run.rows, "failed row")
@@ -245,7 +248,7 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
 
         allowed = deadline or job.limits.deadline
         limit = seconds_of(allowed) if allowed else None
-        tuning = tune.tune(with_blocks(job), minutes, deadline=limit, observe=show)
+        tuning = tuned_by_trials(with_blocks(job), minutes, deadline=limit, observe=show)
         about = "\n\n".join(map(markdown_text, tune.conclusion(tuning)))
         table = TableArtifact(table=tune.table(tuning), description=about)
         put(table, tune_key(job.name))

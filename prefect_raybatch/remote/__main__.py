@@ -16,6 +16,7 @@ import time
 from dataclasses import replace
 from types import FrameType
 
+from prefect_raybatch.api import infer_run
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import CorruptRun, RayBatchError, RunDrained
 from prefect_raybatch.job.batch_job import BatchJob
@@ -34,7 +35,6 @@ from prefect_raybatch.remote.records import (
     Record,
     check_recorded_job,
 )
-from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.run import run_of
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.words import are, counted

@@ -33,6 +33,7 @@ from functools import partial
 import numpy as np
 
 from prefect_raybatch import errors
+from prefect_raybatch.api import infer_run
 from prefect_raybatch.driver.driver import OtherLedger, Progress
 from prefect_raybatch.driver.heartbeat import Counts, Listener, told_elsewhere, unheard
 from prefect_raybatch.errors import (
@@ -55,7 +56,6 @@ from prefect_raybatch.remote.records import (
     sendable,
 )
 from prefect_raybatch.remote.server import JobServer, RayJob
-from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.run import Run, load_run
 from prefect_raybatch.storage import open_store, read_ahead
 

@@ -1,5 +1,7 @@
-"""Settings that may change answers: which of them `raybatch tune` tries, and how well their answers
-agree with those of the unchanged job."""
+"""Settings that may change answers: which of them `raybatch tune` tries.
+
+Also how well their answers agree with those of the unchanged job.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Changes = Mapping[str, Any]  # of a job: {field: value}
 LEAST_ANSWER = 16  # tokens out: guessing ahead in shorter answers saves no steps worth a start
 NGRAM = {
     "method": "ngram",
@@ -38,8 +41,10 @@ SUFFIX_PACKAGE = "arctic_inference"  # that vLLM takes its suffix trees from
 
 
 def alterations(spec: RunSpec, have: Capacity, experts: int) -> list[dict[str, Any]]:
-    """Return changes to try one by one, each {field: value}. `experts`: those of a layer of the
-    model, 0 for a dense one."""
+    """Return changes to try one by one, each {field: value}.
+
+    `experts` is the number in a layer of the model, 0 for a dense one.
+    """
     given, sizes = spec.engine.model.given, spec.sizes
     if spec.engine.model.pools:
         return []
@@ -63,9 +68,11 @@ def alterations(spec: RunSpec, have: Capacity, experts: int) -> list[dict[str, A
 
 
 def _wider(sizes: SizeSpec, times: int) -> dict[str, Any]:
-    """Return the changes for engines over `times` as many GPUs: fewer copies by that factor if the
-    job sets their number, at least one, and one engine per GPU, because the best so far may be
-    several."""
+    """Return the changes for engines over `times` as many GPUs.
+
+    Fewer copies by that factor if the job sets their number, at least one, and one engine per GPU,
+    because the best so far may be several.
+    """
     changes: dict[str, Any] = {
         "engine.tensor_parallel_size": times * sizes.tensor,
         "engine.engines_per_gpu": 1,
@@ -78,23 +85,27 @@ def _wider(sizes: SizeSpec, times: int) -> dict[str, Any]:
 
 
 def sampled_rows(least: float, rows: int, tries: int) -> int:
-    """Return how many of `rows` rows are asked both ways if `tries` changes are compared, to show
-    an agreement of `least`."""
+    """Return how many of `rows` rows are asked both ways to show an agreement of `least`.
+
+    `tries` changes are compared.
+    """
     return min(rows, sample_size(least, confidence_of_each(tries)))
 
 
 def agreements(
     bench: SampleBench,
-    tried: Sequence[Mapping[str, Any]],
-    changed: Callable[[Mapping[str, Any]], RunSpec],
+    tried: Sequence[Changes],
+    changed: Callable[[Changes], RunSpec],
 ) -> Iterator[PrecisionTry]:
-    """Yield what each of `tried` changes in the sampled answers, relative to the unchanged job. If
-    it cannot be compared, its `error` says why."""
+    """Yield how well the sampled answers of each change agree with the unchanged job's.
+
+    If it cannot be compared, its `error` says why.
+    """
     try:
         with bench.asking(bench.spec, "how far answers agree") as ask:
             plain = ask(False)
     except (ConfigError, EngineStartError, EngineFailure, InsufficientResources) as error:
-        log.warning("the job as it is cannot be compared with: %s", error)
+        log.warning("the unchanged job failed, so nothing can be compared with it: %s", error)
         for changes in tried:
             yield PrecisionTry(_texts(changes), 0, 0, 0.0, 0.0, (), f"as the job is: {error}")
         return
@@ -103,5 +114,5 @@ def agreements(
         yield bench.tried(changed(changes), _texts(changes), plain, confidence)
 
 
-def _texts(changes: Mapping[str, Any]) -> dict[str, str]:
+def _texts(changes: Changes) -> dict[str, str]:
     return {k: v if isinstance(v, str) else json.dumps(v) for k, v in changes.items()}

@@ -62,9 +62,9 @@ def place_answers(
     known: Known,
     waits: Callable[[str], None] = lambda why: None,
 ) -> None:
-    """Write the answers to the run's rows in input order and name them in a record, if looking them
-    up would read most of them many times. Does nothing if that is done.
+    """Write the answers to the run's rows in input order and name them in a record.
 
+    Only if looking them up would read most of them many times; does nothing if it is done already.
     `known` are the files of the answers as they are; `waits` is called with what the run waits for
     meanwhile, "" at the end. Raises `StoreError` for a full local disk, and the store's errors.
     """
@@ -79,12 +79,12 @@ def place_answers(
     room = shutil.disk_usage(tempfile.gettempdir()).free
     if room < DISK_TIMES * size:
         log.warning(
-            "%s has %d MB left, too few to put the answers in the order of the rows: each will be "
-            "read about %d times; set TMPDIR to a larger disk",
+            "%s has %d MB free, too little to sort the answers by row, so each will be read about "
+            "%d times. Set TMPDIR to a larger disk",
             *(tempfile.gettempdir(), room >> 20, reads * NEAR // answers),
         )
         return
-    why = f"answers to {counted(answers, 'request')} are put in the order of the rows"
+    why = f"sorting the answers to {counted(answers, 'request')} by row"
     log.info(why)
     with ExitStack() as stack:
         waits(why)
@@ -107,7 +107,7 @@ def _are_there(store: Store, plan: Plan) -> bool:
     try:
         return read_answers_by_row(store, plan) is not None
     except CorruptRun as error:
-        log.warning("the answers are read in the order in which they were asked: %s", error)
+        log.warning("reading the answers in the order of the requests: %s", error)
         return True
 
 

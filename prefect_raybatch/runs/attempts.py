@@ -13,19 +13,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from prefect_raybatch.errors import ConfigError, JobStopped, PlanMismatch, RayBatchError, RunDrained
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import NAME, check_run_key, check_uri
 from prefect_raybatch.job.run_words import date_of_key, filled_uri, today
-from prefect_raybatch.job.secrets import (
-    MASK,
-    hide_users,
-    is_masked,
-)
-from prefect_raybatch.job.trusted_places import (
-    check_output_place,
-    check_reach,
-    check_run_place,
-)
+from prefect_raybatch.job.secrets import MASK, hide_users
+from prefect_raybatch.job.trusted_places import check_output_place, check_run_place
 from prefect_raybatch.ledger.last_attempt import (
     ATTEMPT_DRAINED,
     ATTEMPT_FAILED,
@@ -39,7 +30,6 @@ from prefect_raybatch.ledger.last_attempt import (
 )
 from prefect_raybatch.ledger.layout import PRUNED, SUCCESS
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.policy.in_force import policy_in_force
 from prefect_raybatch.runs.run import who
 from prefect_raybatch.runs.typed import typed_words
 from prefect_raybatch.storage import Store, join, open_store
@@ -47,35 +37,37 @@ from prefect_raybatch.storage import Store, join, open_store
 log = logging.getLogger(__name__)
 
 PLANNING, INFERENCE, FINALIZING = "planning", "inference", "finalizing"
-SHORTEST_SECRET = 4  # characters; shorter texts stand in words
 UNNAMED = "job"  # a job whose file does not say its name
 
 
 @contextmanager
-def recorded_attempt(
-    store: Store, job: BatchJob, run_key: str, phase: str, begin: bool = True
+def recorded_end(
+    store: Store, name: str, run_key: str, phase: str, secrets: Sequence[str], begin: bool = True
 ) -> Iterator[None]:
-    """Record an attempt at the run in `store` when the block begins, and its end if it raises.
+    """Record an attempt of the job `name` when the block begins, and its end if it raises.
 
     `begin=False` records only the end of a block that raises. A run that is complete keeps the
-    record it has.
+    record it has. Texts in `secrets` are masked in the record.
     """
     started = time.time()
-    made = LastAttempt(run_key, job.name, phase, round(started, 3), who(), os.getpid())
+    attempt = LastAttempt(run_key, name, phase, round(started, 3), who(), os.getpid())
     if begin:
-        made.put(store)
+        attempt.put(store)
     try:
         yield
     except BaseException as error:
-        record_end(store, made, error, job)
+        record_end(store, attempt, error, secrets)
         raise
 
 
 def record_end(
-    store: Store, attempt: LastAttempt, error: BaseException, job: BatchJob | None = None
+    store: Store, attempt: LastAttempt, error: BaseException, secrets: Sequence[str] = ()
 ) -> None:
-    """Record that an attempt ended with `error`, unless the run is complete, is another job's, or
-    another process has begun a later attempt."""
+    """Record that an attempt ended with `error`.
+
+    Does nothing if the run is complete or another job's, or if another process has begun a later
+    attempt.
+    """
     store = not_waiting(store)
     try:
         if isinstance(error, PlanMismatch) and _is_of_another(store, attempt.job):
@@ -84,7 +76,7 @@ def record_end(
             return
         there = read_last_attempt(store)
     except RayBatchError as fault:
-        log.warning("the end of the attempt is not recorded in %s: %s", store.uri, fault)
+        log.warning("%s: the end of the attempt could not be recorded: %s", store.uri, fault)
         return
     ours = (attempt.by, attempt.pid)
     if there is not None and there.ended is None and there.started > attempt.started:
@@ -92,7 +84,6 @@ def record_end(
             return
         attempt = there
     text = getattr(error, "plain", None) or str(error)
-    secrets = secrets_of(job) if job is not None else ()
     command = shlex.join(typed_words())
     if command and " --run-key" not in command and command.startswith("raybatch run "):
         command = f"{command} --run-key {shlex.quote(attempt.run_key)}"
@@ -117,32 +108,17 @@ def outcome_of(error: BaseException) -> str:
     )
 
 
-def record_unplanned(
-    job: BatchJob, run_key: str | None, error: BaseException
-) -> tuple[Store, str] | None:
-    """Record an attempt that failed before its run directory was known, and return that directory
-    and its key. Without a run key it is named as a run of this second would be."""
-    key = run_key or key_for_start(job.name)
-    try:
-        check_reach(job, policy_in_force())  # a refused job writes nothing, not even this record
-        uri = filled_uri(job.output.uri, key, date_of_key(key) or today())
-        return _record_unplanned(
-            uri, job.output.options or None, job.source.uris, job.name, key, error, job
-        )
-    except RayBatchError as fault:
-        log.warning("the failed attempt is not recorded: %s", fault)
-        return None
-
-
 def record_bad_job(
     value: Mapping[str, Any],
     run_key: str | None,
     error: BaseException,
     scheduled: datetime | None = None,
 ) -> None:
-    """Record an attempt with an invalid job: `value` is the content of its file. Records nothing if
-    that does not say where the runs are, or names a place that the policy in force does not
-    allow."""
+    """Record an attempt with an invalid job; `value` is the content of its file.
+
+    Records nothing if that does not say where the runs are, or names a place that the policy in
+    force does not allow.
+    """
     output, source = value.get("output"), value.get("source")
     uri = output.get("uri") if isinstance(output, Mapping) else None
     name = value.get("name")
@@ -158,48 +134,30 @@ def record_bad_job(
         given = dict(options) if isinstance(options, Mapping) and options else None
         check_output_place(place, given or {})
         texts = [one for one in uris if isinstance(one, str)]
-        _record_unplanned(place, given, texts, name, key, error)
+        record_without_plan(place, given, texts, name, key, error)
     except (ValueError, RayBatchError) as fault:
-        log.warning("the failed attempt is not recorded: %s", fault)
+        log.warning("the failed attempt could not be recorded: %s", fault)
 
 
 def key_for_start(name: str, start: datetime | None = None) -> str:
-    """Return the key of a run that was scheduled for `start`, by default of one that begins this
-    second."""
+    """Return the key of a run scheduled for `start`, by default of one that begins this second."""
     return f"{name}-{(start or datetime.now(UTC)).astimezone(UTC):%Y%m%dT%H%M%SZ}"
 
 
 def record_command(store: Store, command: str) -> None:
-    """Add the command that continues the run, secrets masked, to the record of a failed attempt
-    that has none."""
+    """Add the command that continues the run to the record of a failed attempt without one.
+
+    Secrets in it are masked.
+    """
     store = not_waiting(store)
     try:
         found = read_last_attempt(store)
     except RayBatchError as fault:
-        log.warning("the command is not recorded in %s: %s", store.uri, fault)
+        log.warning("%s: the command could not be recorded: %s", store.uri, fault)
         return
     if found is not None and found.outcome == ATTEMPT_FAILED and not found.command:
         text = cut_to_bytes(str(hide_users(command)), COMMAND_KEPT)
         replace(found, command=text).put(store)
-
-
-def secrets_of(job: BatchJob) -> list[str]:
-    """Return the secret texts in a job, the longest first."""
-    found: set[str] = set()
-    _collect(job.to_dict(), job.model_dump(mode="json", by_alias=True), found)
-    return sorted(found, key=len, reverse=True)
-
-
-def _collect(clear: object, shown: object, found: set[str]) -> None:
-    if isinstance(clear, Mapping):
-        for name, inner in clear.items():
-            _collect(inner, shown.get(name) if isinstance(shown, Mapping) else shown, found)
-    elif isinstance(clear, list):
-        pairs = shown if isinstance(shown, list) else [shown] * len(clear)
-        for one, other in zip(clear, pairs, strict=False):
-            _collect(one, other, found)
-    elif is_masked(shown) and isinstance(clear, str) and len(clear) >= SHORTEST_SECRET:
-        found.add(clear)
 
 
 def _masked(text: str, secrets: Sequence[str]) -> str:
@@ -208,24 +166,28 @@ def _masked(text: str, secrets: Sequence[str]) -> str:
     return str(hide_users(text))
 
 
-def _record_unplanned(
+def record_without_plan(
     output: str,
     options: Mapping[str, Any] | None,
     inputs: Sequence[str],
     name: str,
     key: str,
     error: BaseException,
-    job: BatchJob | None = None,
+    secrets: Sequence[str] = (),
 ) -> tuple[Store, str]:
+    """Record an attempt that failed without a plan; return its run directory and key.
+
+    Raises `ConfigError` if the record would lie inside the input.
+    """
     from prefect_raybatch.source import reaches
 
     for uri in inputs:  # a record there would be read as input
         if reaches(uri, output):
-            raise ConfigError(f"{output} lies inside the input {uri}")
+            raise ConfigError(f"{output} is inside the input {uri}. Choose another output.uri")
     store = open_store(join(output, check_run_key(key)), dict(options) if options else None)
     check_run_place(store.uri)
     attempt = LastAttempt(key, name, PLANNING, round(time.time(), 3), who(), os.getpid())
-    record_end(store, attempt, error, job)
+    record_end(store, attempt, error, secrets)
     return store, key
 
 

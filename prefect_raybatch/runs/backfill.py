@@ -10,33 +10,31 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from datetime import date, timedelta
+from datetime import date
 
-from prefect_raybatch.compile.job import cluster_spec
-from prefect_raybatch.compile.resolved import resolve
-from prefect_raybatch.errors import ConfigError, JobStopped, RayBatchError, is_transient
-from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.run_words import places_are_dated
-from prefect_raybatch.job.trust import check_trust
+from prefect_raybatch.errors import JobStopped, RayBatchError, is_transient
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.same_job import check_same
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.listing import COMPLETED, line_of
-from prefect_raybatch.runs.run import begun
-from prefect_raybatch.storage import open_store
+from prefect_raybatch.spec.cluster import ClusterSpec
+from prefect_raybatch.spec.identity import Identity
+from prefect_raybatch.storage import Store
 
 log = logging.getLogger(__name__)
 
 NOT_BEGUN, NIGHT_FAILED, STOPPED = "not begun", "failed", "stopped"
-MOST_NIGHTS = 10_000
 
 
 @dataclass(frozen=True)
 class NightRun:
-    """A run of a backfill. `state` is that of the run, or failed or stopped by this call. Rows are
-    known for a completed run, `seconds` of work also for one that this call failed. `done`: it was
-    complete before. `trouble` says why it is not complete, `transient` whether a retry may help."""
+    """A run of a backfill.
+
+    `state` is that of the run, or failed or stopped by this call. Rows are known for a completed
+    run, `seconds` of work also for one that this call failed. `done`: it was complete before.
+    `trouble` says why it is not complete, `transient` whether a retry may help.
+    """
 
     date: date
     run_key: str
@@ -54,48 +52,28 @@ class NightRun:
         return self.state == COMPLETED
 
 
-def planned_nights(job: BatchJob, first: date, last: date) -> list[NightRun]:
-    """Return the runs from `first` to `last`, both included, with the state of each. `job` has its
-    credentials. Starts nothing and reads no input.
+def dated_run(
+    root: Store, key: str, day: date, identity: Callable[[], Identity], has_targets: bool
+) -> NightRun:
+    """Return the run of a date below `root`, with its state.
 
-    Raises `ConfigError` for a job whose input and output are the same for every date, and for
-    invalid dates.
+    `identity` computes what its job is now: a run of another job under that key is failed.
     """
-    if not places_are_dated(job):
-        raise ConfigError(
-            f"{job.name} has no {{run_date}} in source (uri, query, filter) or output.uri, so each "
-            "date would infer the same rows. Write {run_date} where the rows of a date are."
-        )
-    days = (last - first).days + 1
-    if not 0 < days <= MOST_NIGHTS:
-        raise ConfigError(
-            f"from {first} to {last} are {max(0, days):,} dates. Give a first date that is not "
-            f"after the last, and at most {MOST_NIGHTS:,} dates."
-        )
-    return [_planned(job, first + timedelta(days=number)) for number in range(days)]
-
-
-def _planned(job: BatchJob, day: date) -> NightRun:
-    filled, key = begun(job, None, None, day)
-    check_trust(filled)
-    root = open_store(filled.output.uri, filled.output.options or None)
-    night = NightRun(day, key, root.sub(key).uri)
+    run = NightRun(day, key, root.sub(key).uri)
     line = line_of(root, key)
     if line is None:
-        return night
-    night = replace(night, state=line.state, trouble=line.trouble or line.failure)
+        return run
+    run = replace(run, state=line.state, trouble=line.trouble or line.failure)
     if line.state != COMPLETED:
-        return night
+        return run
     plan = Ledger(root.sub(key)).load_plan()
     try:
         if plan is not None:
-            resolved = resolve(filled)
-            check_same(plan, resolved.identity, night.run)
+            check_same(plan, identity(), run.run)
         report = load_report(root.sub(key))
     except RayBatchError as error:
-        return _failed(night, error, None)
-    # What is published yet is found by the run itself, which publishes each target once.
-    return _completed(night, report, done=not filled.output.publish)
+        return _failed(run, error, None)
+    return _completed(run, report, done=not has_targets)
 
 
 def _completed(night: NightRun, report: RunReport, done: bool) -> NightRun:
@@ -112,8 +90,8 @@ def _completed(night: NightRun, report: RunReport, done: bool) -> NightRun:
 
 def _failed(night: NightRun, error: BaseException, seconds: float | None) -> NightRun:
     state = STOPPED if isinstance(error, JobStopped) else NIGHT_FAILED
-    told = (getattr(error, "plain", None) or str(error)).strip() or "no message"
-    lines = told.splitlines()
+    text = (getattr(error, "plain", None) or str(error)).strip() or "no message"
+    lines = text.splitlines()
     more = " ..." if len(lines) > 1 else ""
     return replace(
         night,
@@ -124,55 +102,45 @@ def _failed(night: NightRun, error: BaseException, seconds: float | None) -> Nig
     )
 
 
-def backfill(
-    job: BatchJob,
+def run_dates(
+    cluster: ClusterSpec,
     nights: Sequence[NightRun],
     run_night: Callable[[NightRun], RunReport],
-    at_most: int = 1,
-    stop_on_failure: bool = False,
-    told: Callable[[NightRun], None] = lambda night: None,
+    at_most: int,
+    stop_on_failure: bool,
+    observe: Callable[[NightRun], None],
 ) -> list[NightRun]:
-    """Run the incomplete dates in order, at most `at_most` at once; return the state of all.
-    `run_night` runs one to its end, in a thread; `told` is called with each that has ended.
-
-    A failed run stops the others only with `stop_on_failure`: active ones finish, and nothing new
-    begins. A signal stops all; committed shards are kept. One Ray cluster serves all of them.
-    Raises `ConfigError` for `at_most` under 1, and errors of starting the cluster.
-    """
-    if at_most < 1:
-        raise ConfigError(f"at most {at_most} concurrent runs is none. Give 1 or more.")
-    found = {night.date: night for night in nights}
-    todo = [night for night in nights if not night.done]
-    if not todo:
-        return list(nights)
+    """Run the incomplete dates on one cluster; see `api.backfill.backfill`."""
+    runs = {night.date: night for night in nights}
     context = copy_context()  # of before the cluster is held: runs within a run are refused
-    filled = begun(job, None, None, todo[0].date)[0]
     failed = threading.Event()
 
-    def one(night: NightRun) -> NightRun | None:
-        # Looked at and set here: whoever waits for the answers hears of them after the next began.
+    def run_one(night: NightRun) -> NightRun | None:
+        # Checked and set in this thread: the main thread gets a result only after the next began.
         if failed.is_set():
             return None
-        ended = _one(run_night, night)
+        ended = _ended(run_night, night)
         if stop_on_failure and not ended.complete:
             failed.set()
         return ended
 
-    with _held(filled) as stop_others, ThreadPoolExecutor(at_most) as pool:
-        work = [pool.submit(context.copy().run, one, night) for night in todo]
+    with _held(cluster) as stop_others, ThreadPoolExecutor(at_most) as pool:
+        work = [
+            pool.submit(context.copy().run, run_one, night) for night in nights if not night.done
+        ]
         try:
             for future in as_completed(work):
                 if (ended := future.result()) is not None:
-                    found[ended.date] = ended
-                    told(ended)
+                    runs[ended.date] = ended
+                    observe(ended)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             stop_others()
             raise
-    return [found[night.date] for night in nights]
+    return [runs[night.date] for night in nights]
 
 
-def _one(run_night: Callable[[NightRun], RunReport], night: NightRun) -> NightRun:
+def _ended(run_night: Callable[[NightRun], RunReport], night: NightRun) -> NightRun:
     began = time.monotonic()
     try:
         return _completed(night, run_night(night), done=False)
@@ -182,18 +150,19 @@ def _one(run_night: Callable[[NightRun], RunReport], night: NightRun) -> NightRu
 
 
 @contextmanager
-def _held(job: BatchJob) -> Iterator[Callable[[], None]]:
-    """Hold the cluster of all runs, so that a local one is started once, and the engines between
-    two runs; yields what stops the runs in it."""
-    where = cluster_spec(job)
-    if where.access.remote:  # the runs are jobs of their own
+def _held(cluster: ClusterSpec) -> Iterator[Callable[[], None]]:
+    """Hold the cluster of all runs, and the engines between two runs; yield what stops the runs.
+
+    So a local cluster is started once.
+    """
+    if cluster.access.remote:  # each run is a job of its own
         yield lambda: None
         return
     from prefect_raybatch.cluster.connect import SHARED, connected
     from prefect_raybatch.cluster.sharing import User
 
-    keeper = User(f"back-fill of {job.name}")
-    with SHARED.kept_warm(), connected(where, keeper):
+    keeper = User(f"backfill of {cluster.name}")
+    with SHARED.kept_warm(), connected(cluster, keeper):
         yield lambda: SHARED.stop_all(but=keeper)
 
 

@@ -23,8 +23,11 @@ def with_cost(
     prices: Prices | None = None,
     asks: RunReport | None = None,
 ) -> RunReport:
-    """Return the report with its costs; `asks` is that of the requests phase of a run that reuses
-    answers, which knows its engines. Without a price it has only GPU-hours."""
+    """Return the report with its costs; without a price it has only GPU-hours.
+
+    `asks` is the report of the requests phase of a run that reuses answers, which knows its
+    engines.
+    """
     spent = spent_on(ledger, plan)
     price = plain_price(prices) if prices is not None else None
     found = _costs(report, asks or report, spent, price)

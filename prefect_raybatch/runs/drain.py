@@ -16,8 +16,11 @@ from prefect_raybatch.runs.status import Status, status
 
 @dataclass(frozen=True)
 class Drained:
-    """Who was asked to stop: `live` are the heartbeats (newest first) of attempts heard of within
-    the last minute. If it is empty, possibly nobody is there to receive the request."""
+    """The attempts that were asked to stop.
+
+    `live` are the heartbeats (newest first) of attempts heard of within the last minute. If it is
+    empty, possibly no driver is there to receive the request.
+    """
 
     run: str
     run_key: str
@@ -27,8 +30,9 @@ class Drained:
 
 
 def drain_run(run_dir: str, options: Mapping[str, Any] | None = None) -> Drained:
-    """Ask every attempt that works on a run to begin nothing more, commit in-flight shards, and end
-    with `RunDrained`; returns at once. Later attempts are not affected.
+    """Ask every attempt at a run to commit its in-flight shards and stop; return at once.
+
+    The attempts start no further shards and end with `RunDrained`. Later attempts are not affected.
 
     Raises `ConfigError` for a complete run, `NoSuchRun` and the store's errors.
     """

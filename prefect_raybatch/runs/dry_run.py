@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.compile.job import compile_job, read_spec
-from prefect_raybatch.compile.resolved import Resolved, resolve
+from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.errors import ConfigError, InsufficientResources
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.ray_cluster import check_made_cluster
 from prefect_raybatch.ledger.increments import RowCounts
 from prefect_raybatch.model.memory import Model
@@ -40,9 +39,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What `raybatch plan` shows. `result`: names and types of the columns written in addition to
-    the input's, as far as known before a run; `table`: which table at which version is read, as a
-    plan keeps it; `tokens`, if asked for or needed for max_model_len: auto."""
+    """The plan of a run that is not made, as `raybatch plan` shows it.
+
+    `result`: names and types of the columns written in addition to the input's, as far as known
+    before a run; `table`: which table at which version is read, as a plan keeps it; `tokens`, if
+    asked for or needed for max_model_len: auto.
+    """
 
     job: str
     rows: int
@@ -68,32 +70,28 @@ class DryRun:
 
 @dataclass(frozen=True)
 class ReusePlan:
-    """What a job would reuse: rows by the origin of their answers; the `earlier` runs, and the
-    fields in which the job `differs` from theirs, so that nothing is reused."""
+    """The answers that a job would reuse: rows by the origin of their answers.
+
+    `earlier` are the runs, and `differs` the fields in which the job differs from theirs, so that
+    nothing is reused.
+    """
 
     counts: RowCounts
     earlier: tuple[str, ...]
     differs: tuple[str, ...]
 
 
-def dry_run(
-    job: BatchJob | Resolved,
-    run_key: str | None = None,
-    what_if: Capacity | None = None,
-    sample: int = 0,
+def dry_run_resolved(
+    resolved: Resolved, run_key: str | None, what_if: Capacity | None, sample: int
 ) -> DryRun:
-    """Return what a run would do, without writing and without Ray, unless a cluster is named, whose
-    capacity is then queried. `what_if` replaces the cluster. `problems` is empty if the run can
-    start and keeps its engines busy. `sample` rows are made into prompts to measure their length
-    (0: none, unless max_model_len is auto)."""
+    """Return what a run would do; see `api.dry_run`."""
     from prefect_raybatch import source
 
-    resolved = resolve(job)
     job = resolved.job
-    check_places(job.source, job.output)
-    check_schema_names(job.output)
-    check_made_cluster(job)
     read = read_spec(job.source)
+    check_places(read, job.output.uri)
+    check_schema_names(job.output.output_schema)
+    check_made_cluster(job)
     copied = source.needs_snapshot(read)
     found = source.peek(read) if copied else source.inventory(read)
     spec = compile_job(job, found.schema.names)
@@ -102,14 +100,13 @@ def dry_run(
     publish = check_targets_of(spec, found.schema, run_key or "RUN_KEY", whole, later=copied)
     resolved = resolved.pinned()
     check_pinned_model(spec, resolved.model, files=what_if is None)
-    tokens = None
-    if sample or spec.engine.model.context_auto:
+    tokens, auto = None, spec.engine.model.context_auto
+    if sample or auto:
         tokens = _prompt_lengths(spec, resolved.model, found, copied, run_key, sample)
-    if tokens is not None and spec.engine.model.context_auto:
-        spec = spec.decide(context=tokens.max_model_len)
-    rows = sum(file.rows for file in found.files)
-    row_bytes = image_bytes.row_bytes(spec, resolved.model, found, read=not copied)
-    fitted = _fitted(spec, resolved.model, rows, row_bytes, what_if)
+        spec = spec.decide(context=tokens.max_model_len if auto else None)
+    rows, model = sum(file.rows for file in found.files), resolved.model
+    row_bytes = image_bytes.row_bytes(spec, model, found, read=not copied)
+    fitted = _fitted(spec, model, rows, row_bytes, what_if)
     reuse = reuse_plan(resolved, spec, found, copied, run_key) if spec.reuse.keeps else None
     return DryRun(
         job=job.name,
@@ -143,8 +140,10 @@ def _prompt_lengths(
     run_key: str | None,
     sample: int,
 ) -> counting.PromptLengths:
-    """Return the lengths of the prompts of `sample` rows (0: as many as a plan samples), and the
-    context length that follows from them."""
+    """Return the lengths of `sample` prompts, and the context length that follows from them.
+
+    `sample` 0: as many as a plan samples.
+    """
     sample = sample or counting.SAMPLE_ROWS
     if copied:
         lengths = counting.of_heads(spec, model, sample)
@@ -155,8 +154,11 @@ def _prompt_lengths(
 
 @dataclass(frozen=True)
 class _Fitted:
-    """The sizes of a run on a cluster: its capacity, what the run needs of it, what is known of the
-    model's size, and why the run cannot start or keep its engines busy."""
+    """The sizes of a run on a cluster.
+
+    With its capacity, what the run needs of it, the model's size if known, and why the run cannot
+    start or keep its engines busy.
+    """
 
     sizing: Sizing
     capacity: Capacity
@@ -199,8 +201,10 @@ def _fitted(
 def reuse_plan(
     resolved: Resolved, spec: RunSpec, found: Inventory, copied: bool, run_key: str | None
 ) -> ReusePlan:
-    """Return what the job would reuse, by all its rows; input that must be copied is copied to
-    TMPDIR and removed again."""
+    """Return what the job would reuse, by all its rows.
+
+    Input that must be copied is copied to TMPDIR and removed again.
+    """
     import tempfile
 
     from prefect_raybatch import source

@@ -56,15 +56,18 @@ def damaged(store: Store, text: str) -> DamagedAnswers:
 def pass_over(error: DamagedAnswers) -> None:
     """Log that a run is not reused."""
     log.warning(
-        "reuse: the answers of %s are not taken over, and its rows are asked again: %s",
+        "reuse: the answers of %s are not reused, so its rows are asked again: %s",
         *(error.run, error),
     )
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """Runs with raw answers, the named one first: `held` are (store, what it keeps) of those with
-    the same context; `differs` are the fields in which the named one's context differs."""
+    """Runs with raw answers, the named one first.
+
+    `held` are (store, what it keeps) of those with the same context; `differs` are the fields in
+    which the named one's context differs.
+    """
 
     runs: tuple[str, ...] = ()
     held: tuple[tuple[Store, Answers], ...] = ()
@@ -72,8 +75,10 @@ class Earlier:
 
     @property
     def files(self) -> list[tuple[Store, Answers, AnswerPart]]:
-        """Return the files of answers, those of the newest retry first: of equal greedy requests
-        the first answer is reused."""
+        """Return the files of answers, those of the newest retry first.
+
+        Of equal greedy requests the first answer is reused.
+        """
         newest_first = reversed(self.held)
         return [(store, answers, part) for store, answers in newest_first for part in answers.files]
 
@@ -83,15 +88,16 @@ class Earlier:
 
     @property
     def seconds(self) -> float | None:
-        """Return the engine seconds per answer, as the newest of them measured it; None if
-        unknown."""
+        """Return the engine seconds per answer by the newest measurement; None if unknown."""
         known = [answers.seconds for _, answers in self.held if answers.seconds is not None]
         return known[-1] if known else None
 
     def every_key(self) -> Iterator[tuple[list[bytes], np.ndarray]]:
-        """Yield keys of answers, in the order of the files and their rows, each with whether its
-        answer may be reused. Raise `DamagedAnswers` if a file is too damaged to read; its checksum
-        is compared when its answers are reused."""
+        """Yield the keys of answers, each with whether its answer may be reused.
+
+        In the order of the files and their rows. Raises `DamagedAnswers` if a file is too damaged
+        to read; its checksum is compared when its answers are reused.
+        """
         for store, answers, part in self.files:
             with (
                 _reading(store, part),
@@ -118,9 +124,11 @@ def find_earlier(
     parts: dict[str, Any],
     skipped: Collection[str] = (),
 ) -> Earlier:
-    """Return the runs that `reuse` names, without those in `skipped` (URIs), whose answers are
-    damaged. Raise `ConfigError` for a run that is missing, unfinished, or keeps no answers;
-    `latest` without such a run is no error."""
+    """Return the runs that `reuse` names.
+
+    Those in `skipped` (URIs) have damaged answers and are left out. Raises `ConfigError` for a run
+    that is missing, unfinished, or keeps no answers; `latest` without such a run is no error.
+    """
     held = _held_answers(spec, run_key, skipped)
     if held is None:
         return Earlier()
@@ -134,13 +142,16 @@ def find_earlier(
 def with_earlier_length(
     spec: RunSpec, run_key: str | None, measured: PromptLengths
 ) -> PromptLengths:
-    """Return the context length that `auto` resolves to: that of the run whose answers are reused,
-    as long as the new prompts fit. Another length is another context, which reuses nothing."""
+    """Return the context length that `auto` resolves to in a run that reuses answers.
+
+    It is that of the run with the reused answers, as long as the new prompts fit. Another length is
+    another context, which reuses nothing.
+    """
     held = _held_answers(spec, run_key)
     before = held[0][1].parts.get("engine.max_model_len") if held is not None else None
     if not isinstance(before, int) or before <= measured.max_model_len:
         return measured
-    why = f"that of the run whose answers are taken over; {measured.max_model_len:,} would do"
+    why = f"as in the run with the reused answers; {measured.max_model_len:,} would be enough"
     return replace(measured, max_model_len=before, why=why)
 
 
@@ -165,8 +176,10 @@ def _held_answers(spec: RunSpec, run_key: str | None, skipped: Collection[str] =
 
 
 def _kept_by(root: Store, key: str, skipped: Collection[str]) -> Held:
-    """Return what a run and its retries keep, itself first. Raise `DamagedAnswers` if its
-    records or answers are damaged; a damaged retry is left out."""
+    """Return what a run and its retries keep, itself first.
+
+    Raises `DamagedAnswers` if its records or answers are damaged; a damaged retry is left out.
+    """
     uri = root.sub(key).uri
     try:
         family = load_family(root, key)
@@ -180,7 +193,7 @@ def _kept_by(root: Store, key: str, skipped: Collection[str]) -> Held:
         store = one.ledger.store
         if one.summary is None:
             if one is member:
-                raise ConfigError(f"reuse: {uri} is not finished; finish it, or name another run")
+                raise ConfigError(f"reuse: {uri} is not finished. Finish it, or name another run")
             continue
         try:
             if store.uri in skipped:
@@ -195,9 +208,9 @@ def _kept_by(root: Store, key: str, skipped: Collection[str]) -> Held:
         if answers is not None and not answers.expired:
             held.append((store, answers))
         elif one is member:
-            why = "kept no answers" if answers is None else "keeps its answers no longer"
+            why = "kept no answers" if answers is None else "has deleted its answers by now"
             raise ConfigError(
-                f"reuse: {uri} {why} (reuse, output.keep_answers); name another run, or latest"
+                f"reuse: {uri} {why} (see output.keep_answers). Name another run, or use `latest`"
             )
     return held
 
@@ -261,7 +274,7 @@ def _newest_first(root: Store, name: str, run_key: str | None) -> list[str]:
                 continue
             answers = read_answers(ledger.store)
         except CorruptRun as error:  # damaged, of another version, or not ours
-            log.warning("reuse: latest passes over %s: %s", key, error)
+            log.warning("reuse: latest skips run %s: %s", key, error)
             continue
         if answers is not None and answers.files and not answers.expired:
             found.append((night_of(plan), forks_of(key), success.finished, key))
@@ -269,23 +282,27 @@ def _newest_first(root: Store, name: str, run_key: str | None) -> list[str]:
 
 
 def night_of(plan: Plan) -> datetime:
-    """Return the time that a run is for: the scheduled start or date in its key, so that a backfill
-    of an old date is old; otherwise when it was planned, for a repaired run when the first one
-    was."""
+    """Return the time that a run is for.
+
+    It is the scheduled start or date in its key, so that a backfill of an old date is old;
+    otherwise when it was planned, for a repaired run when the first one was.
+    """
     start = start_of_key(plan.run_key)
     if start is not None:
         return start
     try:
         planned = datetime.fromisoformat(plan.night or plan.created)
     except ValueError:
-        raise CorruptRun(f"plan.json: created: {plan.created!r} is no time") from None
+        raise CorruptRun(f"plan.json: `created` must be a time, but is {plan.created!r}") from None
     return planned if planned.tzinfo else planned.replace(tzinfo=UTC)
 
 
 @contextmanager
 def opened_answers(store: Store, part: AnswerPart) -> Iterator[Any]:
-    """Open a file of raw answers, downloaded to the local disk. Raise `DamagedAnswers` if it was
-    changed."""
+    """Open a file of raw answers, downloaded to the local disk.
+
+    Raises `DamagedAnswers` if it was changed.
+    """
     with tempfile.TemporaryFile(prefix="raybatch-") as local, _reading(store, part):
         hashed = hashlib.sha256()
         with store.open(part.path) as stream:
@@ -316,4 +333,4 @@ def _reading(store: Store, part: AnswerPart) -> Iterator[None]:
 
 
 def _changed(store: Store, part: AnswerPart) -> DamagedAnswers:
-    return damaged(store, f"{store.uri}/{part.path} is not what its run wrote")
+    return damaged(store, f"{store.uri}/{part.path} was changed after its run wrote it")

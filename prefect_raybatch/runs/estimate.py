@@ -20,8 +20,11 @@ RUNS_TRIED = 5  # finished runs that are looked at for one that says what a row 
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """The estimated `cost` of asking `rows`, by the GPU-seconds per row in the run `by`. If that is
-    unknown, `why` says so and the others are None. `warning`: it exceeds limits.max_cost."""
+    """The estimated `cost` of asking `rows`, by the GPU-seconds per row in the run `by`.
+
+    If that is unknown, `why` says so and the others are None. `warning`: it exceeds
+    limits.max_cost.
+    """
 
     rows: int
     cost: float | None = None
@@ -51,14 +54,14 @@ def estimate(spec: RunSpec, have: Capacity, rows: int) -> CostEstimate | None:
     except RayBatchError as error:
         return CostEstimate(rows, why=f"earlier runs cannot be read: {error}")
     if known is None:
-        return CostEstimate(rows, why="no earlier run of this job says what a row takes")
+        return CostEstimate(rows, why="no earlier run of this job has recorded its GPU-hours")
     by, hours_a_row = known
     hours = rows * hours_a_row
     found = CostEstimate(rows, round(hours * price.hour, 6), round(hours, 6), by)
     most = spec.limits.max_cost
     if most is None or hours * price.hour <= most:
         return found
-    text = f"limits.max_cost {money(most)} may end the run before it is whole: {found.line()}"
+    text = f"limits.max_cost {money(most)} may stop the run before it is complete: {found.line()}"
     return CostEstimate(rows, found.cost, found.gpu_hours, by, warning=text)
 
 

@@ -21,9 +21,11 @@ FROM_A_SHARD = 5  # of one shard, so that others have their say
 
 
 def failed_sample(uri: str, options: dict[str, Any] | None, most: int) -> list[Sample]:
-    """Return up to `most` failed rows: of the shard that crossed the error budget, which no commit
-    covers, and of committed shards. Unreadable rows are left out, because the sample only
-    explains."""
+    """Return up to `most` failed rows of a run.
+
+    They are of the shard that crossed the error budget, which no commit covers, and of committed
+    shards. Unreadable rows are left out, because the sample only explains.
+    """
     try:
         return _sample(Ledger(open_store(uri, options)), most)
     except (RayBatchError, OSError) as error:
@@ -50,7 +52,7 @@ def _latest_stop(ledger: Ledger) -> Stop | None:
     for name in ledger.attempts():
         try:
             notes.append(ledger.read_attempt(name))
-        except (CorruptRun, FileNotFoundError):  # for people only: the rest still is told
+        except (CorruptRun, FileNotFoundError):  # for people only: other attempts are still shown
             continue
     return Stop.from_note(max(notes, key=lambda note: str(note.get("started")))) if notes else None
 

@@ -10,10 +10,8 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
-from prefect_raybatch.compile.job import compile_plan, compile_planned
-from prefect_raybatch.driver import metrics
+from prefect_raybatch.compile.job import compile_plan
 from prefect_raybatch.errors import CorruptRun, RayBatchError
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.accepted import Accepted, all_accepted
 from prefect_raybatch.ledger.increments import (
     OF_ROWS,
@@ -35,7 +33,6 @@ from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.runs.costs import with_cost
 from prefect_raybatch.runs.precision import precision_of
 from prefect_raybatch.runs.rejected_answers import rejected_answers
-from prefect_raybatch.runs.run import Run, load_run
 from prefect_raybatch.runs.starts import attempts_seconds, read_starts
 from prefect_raybatch.sizing.shards import (
     SEQUENCES,
@@ -47,7 +44,7 @@ from prefect_raybatch.sizing.sizes import certain_engines
 from prefect_raybatch.spec.cluster import ClusterSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
-from prefect_raybatch.storage import Store, open_store
+from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
@@ -61,22 +58,14 @@ log = logging.getLogger(__name__)
 DAY = 86_400.0  # seconds
 
 
-def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
-    """Write the result and _SUCCESS; return the report. A finished run returns its report again.
-
-    Raises `IncompleteRun` while shards are missing, `CorruptRun` if the coverage is wrong.
-    """
-    ledger = Ledger(open_store(run.uri, job.output.options or None))
-    plan, shards = load_run(ledger, run)
-    report = finalize_spec(compile_planned(job, plan), ledger, plan, shards, progress)
-    metrics.completed(report.job, run.run_key)
-    return report
-
-
 def finalize_spec(
     spec: RunSpec, ledger: Ledger, plan: Plan, shards: Shards, progress: Progress | None = None
 ) -> RunReport:
-    """Write the result and `_SUCCESS` of a planned run; see `finalize_run`."""
+    """Write the result and `_SUCCESS` of a planned run; return its report.
+
+    A finished run returns its report again. Raises `IncompleteRun` while shards are missing,
+    `CorruptRun` if the coverage is wrong.
+    """
     from prefect_raybatch.result.finalize import finalize
 
     layout = spec.output.layout
@@ -143,8 +132,10 @@ def completed_report(
 
 
 def report_again(ledger: Ledger, plan: Plan, parts: Sequence[Part]) -> RunReport:
-    """Return the report of a finished run from its commits, without what only its last attempt
-    knew."""
+    """Return the report of a finished run from its commits.
+
+    It lacks what only the last attempt knew.
+    """
     from prefect_raybatch.result.survey import survey
 
     spec = compile_plan(plan)
@@ -167,14 +158,13 @@ def _report_of_asks(store: Store, increment: Increment | None) -> RunReport | No
 def write_parts(
     cluster: ClusterSpec, write: Callable[[PartTask], Part], tasks: Iterator[PartTask], size: int
 ) -> Iterator[Part]:
-    """Write the files of a result, on the workers of the cluster if there is enough to write, else
-    here."""
+    """Write the files of a result, on the cluster's workers if there is enough to write."""
     from prefect_raybatch.cluster.side_by_side import TASKS_A_CPU, side_by_side, workers_for
     from prefect_raybatch.result.finalize import one_by_one
 
     with workers_for(cluster, size) as workers:
         if workers > 1:
-            log.info("the result is written on %s", counted(workers, "CPU"))
+            log.info("writing the result on %s", counted(workers, "CPU"))
             yield from side_by_side(write, tasks, TASKS_A_CPU * workers)
         else:
             yield from one_by_one(write, tasks, size)
@@ -188,10 +178,10 @@ def with_reuse(
     tally: Tally,
     days: float | None,
 ) -> RunReport:
-    """Return the report of a run that reuses answers: with its requests phase's engine figures and
-    the savings.
+    """Return the report of a run that reuses answers, with the savings.
 
-    First records in the run directory which files hold the raw answers, kept for `days`.
+    Engine figures are those of its requests phase. First records in the run directory which files
+    hold the raw answers, kept for `days`.
     """
     store, counts, stats = ledger.store, increment.counts, tally.stats
     begun = begin_asks(store, increment)
@@ -266,7 +256,7 @@ def _notes(spec: SizeSpec, plan: Plan, tally: Tally) -> list[str]:
 def of_whom(plan: Plan) -> list[str]:
     if plan.parent is None:
         return []
-    return [f"these are failed rows of run {plan.parent}, under the row numbers they have there"]
+    return [f"a retry of failed rows of run {plan.parent}, with the row numbers of that run"]
 
 
 def _end(ledger: Ledger, plan: Plan, tidy: bool) -> RunReport:

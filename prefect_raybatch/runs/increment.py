@@ -70,8 +70,10 @@ def increment_for(
     context: Mapping[str, Any] | None = None,
     earlier: bool = True,
 ) -> dict[str, Any]:
-    """Return `Plan.increment` of a new run, with everything that it names written. `context`
-    records what an automatic context length resolved to. Raises like `worked_out`."""
+    """Return `Plan.increment` of a new run, with everything that it names written.
+
+    `context` records what an automatic context length resolved to. Raises like `worked_out`.
+    """
     skipped: set[str] = set()
     while True:
         try:
@@ -118,12 +120,12 @@ def worked_out(
     in_order: bool = False,
     skipped: set[str] | None = None,
 ) -> Iterator[Worked]:
-    """Compute the keys of all rows and join them with the earlier run's. `store` holds the files if
-    they are a snapshot, which with `alone` no other node can read. Without `earlier`, nothing is
-    reused. With `in_order`, asks are numbered in the order of their prompts if that helps. Writes
-    only to TMPDIR.
+    """Compute the keys of all rows and join them with the earlier run's.
 
-    Raises `ConfigError` for a `reuse` that names no such run, `SourceError` for unreadable input.
+    `store` holds the files if they are a snapshot, which with `alone` no other node can read.
+    Without `earlier`, nothing is reused. With `in_order`, asks are numbered in the order of their
+    prompts if that helps. Writes only to TMPDIR. Raises `ConfigError` for a `reuse` that names no
+    such run, `SourceError` for unreadable input.
     """
     model = resolved.with_adapters()
     keying, parts = keying_of(spec, model)
@@ -145,8 +147,10 @@ def worked_out(
 def _begun_join(
     known_runs: Callable[[], Earlier], rows: int, ordered: bool, skipped: set[str]
 ) -> tuple[Earlier, Join]:
-    """Return the earlier runs and a join, entered, with the keys of their answers. A run whose
-    keys cannot be read is added to `skipped`."""
+    """Return the earlier runs and a join, entered, with the keys of their answers.
+
+    A run with unreadable keys is added to `skipped`.
+    """
     while True:
         known = known_runs()
         with ExitStack() as stack:
@@ -178,9 +182,11 @@ def planned(
     taken: RunInput,
     context: Mapping[str, Any] | None = None,
 ) -> Increment:
-    """Write everything that the run's plan is going to name: reused answers, the input and the
-    tables of the requests phase, and where each row's answer is. Nothing of it counts before
-    plan.json exists."""
+    """Write everything that the run's plan is going to name.
+
+    That is: reused answers, the input and the tables of the requests phase, and where each row's
+    answer is. None of it counts before plan.json exists.
+    """
     join, earlier = worked.join, worked.earlier
     store = taken.store
     reused = _copy_answers(worked, store, taken.attempt)
@@ -190,7 +196,7 @@ def planned(
         asks = _plan_asks(worked, resolved, spec, taken, context, precision)
     counts = join.counts
     log.info(
-        "reuse: %d rows take over answers, %d share another row's, %d are asked",
+        "reuse: %d rows reuse answers, %d share the answer of an equal row, %d are asked",
         *(counts.reused, counts.merged, counts.asked),
     )
     return Increment(
@@ -300,8 +306,10 @@ def _plan_asks(
     context: Mapping[str, Any] | None,
     precision: TakenPrecision | None,
 ) -> Plan:
-    """Write the input of the requests phase and the tables of its plan. The plan itself is written
-    later, from the bytes that the run's plan holds."""
+    """Write the input of the requests phase and the tables of its plan.
+
+    The plan itself is written later, from the bytes that the run's plan holds.
+    """
     ledger, join = asks_ledger(taken.store), worked.join
 
     found = snapshot_tables(lambda: worked.rows.asked(join), ledger.store, taken.attempt)
@@ -335,8 +343,10 @@ def _plan_asks(
 
 
 def asks_of(spec: RunSpec) -> RunSpec:
-    """Return what the requests phase of a run does: it asks the distinct requests of `spec`. Its
-    answers are raw; finishing them is left to the rows phase."""
+    """Return what the requests phase of a run does: it asks the distinct requests of `spec`.
+
+    Its answers are raw; finishing them is left to the rows phase.
+    """
     finish = replace(
         spec.finish, columns=(), row_number=NUMBER, postprocess=None, types=None, extras=()
     )

@@ -7,15 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from prefect_raybatch.compile.job import compile_planned
-from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.trust import check_trust
-from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.runs.attempts import INFERENCE, recorded_attempt
+from prefect_raybatch.ledger.plan_tables import Shards
+from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.runs.phases import Phase, begin_phases, infer_phase
-from prefect_raybatch.runs.run import Run, load_run
-from prefect_raybatch.storage import open_store
+from prefect_raybatch.runs.run import Run
+from prefect_raybatch.spec.run import RunSpec
 
 if TYPE_CHECKING:
     from prefect_raybatch.driver.driver import Progress
@@ -23,35 +20,32 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def infer_run(
-    job: BatchJob,
+def infer_spec(
+    spec: RunSpec,
     run: Run,
-    observe: Callable[[Progress], None] = lambda progress: None,
+    ledger: Ledger,
+    plan: Plan,
+    shards: Shards,
+    observe: Callable[[Progress], None],
     engine: type | None = None,
 ) -> Progress:
-    """Read, infer and commit every pending shard; return the progress at the end.
+    """Read, infer and commit every pending shard of a planned run; return the progress at the end.
 
-    Starts no engine if nothing is pending. An observer that is a `heartbeat.Listener` also receives
-    heartbeats. `engine` replaces the engine stage in tests.
+    Starts no engine if nothing is pending. `engine` replaces the engine stage in tests.
     """
-    check_trust(job)
-    check_run_place(run.uri)
-    store = open_store(run.uri, job.output.options or None)
-    ledger = Ledger(store)
-    plan, shards = load_run(ledger, run)
-    begin = ledger.finished(plan) is None
-    with recorded_attempt(store, job, run.run_key, INFERENCE, begin):
-        requests, rows = begin_phases(compile_planned(job, plan), run, ledger, plan, shards)
-        if requests is None:
-            return infer_phase(rows, observe, engine)
-        return _infer_both(requests, rows, observe, engine)
+    requests, rows = begin_phases(spec, run, ledger, plan, shards)
+    if requests is None:
+        return infer_phase(rows, observe, engine)
+    return _infer_both(requests, rows, observe, engine)
 
 
 def _infer_both(
     requests: Phase, rows: Phase, observe: Callable[[Progress], None], engine: type | None
 ) -> Progress:
-    """Infer and finalize the requests of a run, then give each row its answer. The cluster is held
-    over both phases, so that one that starts for this run starts once."""
+    """Infer and finalize the requests of a run, then give each row its answer.
+
+    The cluster is held over both phases, so that one that starts for this run starts once.
+    """
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.cluster.sharing import User
     from prefect_raybatch.runs.finalize_run import finalize_spec

@@ -31,12 +31,14 @@ PRUNING, DAMAGED = "half removed", "not readable"
 
 @dataclass(frozen=True)
 class RunLine:
-    """A run as a list shows it. `rows` are planned, `shards` of them committed; valid and
-    quarantined rows are None until it is completed. `created` and `finished` are seconds since
-    1970; `parent` is the run whose failed rows it retries. `trouble` says why a directory is
-    unreadable. `failure` says why the last attempt at an incomplete run failed, `command` runs it
-    again. Without `has_plan` it is an attempt that did not reach a plan; `finished` is then when it
-    ended."""
+    """A run as a list shows it.
+
+    `rows` are planned, `shards` of them committed; valid and quarantined rows are None until it is
+    completed. `created` and `finished` are seconds since 1970; `parent` is the run with the failed
+    rows that it retries. `trouble` says why a directory is unreadable. `failure` says why the last
+    attempt at an incomplete run failed, `command` runs it again. Without `has_plan` it is an
+    attempt that did not reach a plan; `finished` is then when it ended.
+    """
 
     run_key: str
     run: str
@@ -62,8 +64,10 @@ class RunLine:
 
 
 def need_output(output: str, options: Mapping[str, Any] | None = None) -> None:
-    """Raise `NoSuchRun` if `output` is no folder of runs: missing, a file, or itself a run. An
-    empty folder is accepted."""
+    """Raise `NoSuchRun` if `output` is no folder of runs: missing, a file, or itself a run.
+
+    An empty folder is accepted.
+    """
     root = open_store(output, dict(options) if options else None)
     if not is_remote(root.uri) and os.path.isfile(root.uri):
         raise NoSuchRun(f"{output} is a file. Name the folder of the runs, the job's output.uri.")
@@ -79,8 +83,10 @@ def need_output(output: str, options: Mapping[str, Any] | None = None) -> None:
 def list_runs(
     output: str, options: Mapping[str, Any] | None = None, job: str | None = None
 ) -> list[RunLine]:
-    """Return the runs below `output`, newest first, of one job if named. Folders that are no run
-    directory are skipped."""
+    """Return the runs below `output`, newest first, of one job if named.
+
+    Folders that are no run directory are skipped.
+    """
     return lines_of(open_store(output, dict(options) if options else None), job)
 
 
@@ -99,8 +105,10 @@ def run_age(line: RunLine) -> tuple[float, float, str]:
 def latest_complete(
     output: str, options: Mapping[str, Any] | None = None, job: str | None = None
 ) -> RunLine:
-    """Return the completed run below `output` that finished last, except retries of another's
-    failed rows. Raises `NoSuchRun` if there is none."""
+    """Return the completed run below `output` that finished last.
+
+    Retries of another run's failed rows do not count. Raises `NoSuchRun` if there is none.
+    """
     lines = list_runs(output, options, job)
     done = [line for line in lines if line.state == COMPLETED and line.parent is None]
     if not done:
@@ -110,9 +118,10 @@ def latest_complete(
 
 
 def line_of(root: Store, key: str) -> RunLine | None:
-    """Return the run of that key below `root`, or an attempt at it without a plan; None if there is
-    neither. An unreadable directory becomes a line that says why; only an unreachable store
-    raises."""
+    """Return the run of that key below `root`, or an attempt at it without a plan, or None.
+
+    An unreadable directory becomes a line that says why; only an unreachable store raises.
+    """
     store = root.sub(key)
     try:
         return _line_of(store, key)
@@ -127,8 +136,8 @@ def _line_of(store: Store, key: str) -> RunLine | None:
     plan, removing = ledger.load_plan(), store.holds(PRUNED)
     if plan is not None and plan.run_key != key:
         raise CorruptRun(
-            f"{store.uri} was made as run {plan.run_key!r}, so it was renamed or copied; rename it "
-            "back, or move a copy to another output folder under its own name"
+            f"{store.uri} is the directory of run {plan.run_key!r}, renamed or copied. Rename it "
+            "back, or move the copy to another output folder under its own name"
         )
     if removing:
         return RunLine(key, store.uri, PRUNING)
@@ -161,8 +170,8 @@ def _line_of(store: Store, key: str) -> RunLine | None:
 def _attempt_line(store: Store, key: str, attempt: LastAttempt) -> RunLine:
     if attempt.run_key != key:
         raise CorruptRun(
-            f"{store.uri} has no plan, and the record of an attempt at run {attempt.run_key!r}: it "
-            "was renamed or copied; delete it, or rename it back"
+            f"{store.uri} has no plan, only the record of an attempt at run {attempt.run_key!r}, "
+            "so it was renamed or copied. Delete it, or rename it back"
         )
     return RunLine(
         run_key=key,

@@ -25,8 +25,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunInput:
-    """The input of a new run. `store` is rooted at the run directory; `copied`: the files are a
-    copy there, made by `attempt`."""
+    """The input of a new run.
+
+    `store` is rooted at the run directory; `copied`: the files are a copy there, made by `attempt`.
+    """
 
     found: Inventory
     store: Store
@@ -52,11 +54,11 @@ def new_plan(
     numbers: bytes | None = None,
     earlier: bool = True,
 ) -> tuple[Plan, dict[str, bytes]]:
-    """Return the plan of a new run that does `spec`, and the tables that the plan names. Neither is
-    written; only what a run that reuses answers needs is.
+    """Return the plan of a new run that does `spec`, and the tables that the plan names.
 
-    `context` records what an automatic context length resolved to, `numbers` the row numbers of a
-    run that retries failed rows. Without `earlier`, no answers of earlier runs are reused.
+    Neither is written; only the files of a run that reuses answers are. `context` records what an
+    automatic context length resolved to, `numbers` the row numbers of a run that retries failed
+    rows. Without `earlier`, no answers of earlier runs are reused.
     """
     found = taken.found
     return make_plan(
@@ -91,7 +93,9 @@ def _increment(
         return None
     if taken.rows > MOST_ORDERED and not spec.reuse.keeps:
         log.warning(
-            "engine.order: run is left out: %d rows are more than %d", taken.rows, MOST_ORDERED
+            "engine.order: run is ignored: the input has %d rows, and at most %d can be ordered",
+            taken.rows,
+            MOST_ORDERED,
         )
         return None
     from prefect_raybatch.runs.increment import increment_for

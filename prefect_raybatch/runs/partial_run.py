@@ -9,9 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from prefect_raybatch.compile.job import cluster_spec, compile_plan, planned_job
+from prefect_raybatch.compile.job import compile_plan
 from prefect_raybatch.errors import ConfigError, CorruptRun, IncompleteRun
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.accepted import all_accepted
 from prefect_raybatch.ledger.checkpoints import Listing
@@ -28,31 +27,25 @@ from prefect_raybatch.ledger.partials import (
     new_partial_name,
 )
 from prefect_raybatch.ledger.record_files import put_record
-from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.records import Part, Plan
 from prefect_raybatch.ledger.success import check_parts
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
-from prefect_raybatch.runs.finalize_run import finalize_run, of_whom, write_parts
-from prefect_raybatch.runs.run import PARTIAL_STATE, run_of, who
+from prefect_raybatch.runs.finalize_run import of_whom, write_parts
+from prefect_raybatch.runs.run import PARTIAL_STATE, who
+from prefect_raybatch.spec.cluster import ClusterSpec
 from prefect_raybatch.storage import open_store
 
 log = logging.getLogger(__name__)
 
 
-def finalize_partial(
-    run_dir: str, options: Mapping[str, Any] | None = None, job: BatchJob | None = None
+def write_partial(
+    run_dir: str, options: Mapping[str, Any] | None, cluster: ClusterSpec | None
 ) -> RunReport:
-    """Write the committed rows of an incomplete run to `partial/_UUID/data` and `_quarantine` below
-    `run_dir`; return its report, whose state is "partial" and whose `run` is that folder.
+    """Write the committed rows of an incomplete run; see `api.finalize_partial`.
 
-    The run is not changed: it stays unfinished, is resumed and finished as before, and nothing is
-    deleted. Reads only commits and the pieces that they name, so it may run while a driver is
-    active. `options` are s3fs's, as in `output.options`; `job` says on which cluster a large result
-    is written, by default the run's own.
-
-    Raises `ConfigError` for a run whose shards are all committed, or that is completed meanwhile,
-    `IncompleteRun` while nothing is committed, `NoSuchRun`, `CorruptRun` and the store's errors.
+    A large result is written on `cluster`, by default the run's own.
     """
     from prefect_raybatch.result.finalize import finalize_committed
     from prefect_raybatch.result.survey import survey_committed
@@ -67,19 +60,36 @@ def finalize_partial(
     spec = compile_plan(plan)
     layout, row_number, name = spec.output.layout, spec.finish.row_number, new_partial_name()
     try:
-        found = survey_committed(ledger, plan, shards, listing)
+        survey = survey_committed(ledger, plan, shards, listing)
         parts = finalize_committed(
-            *(ledger, plan, shards, found, row_number, layout.file_bytes),
+            *(ledger, plan, shards, survey, row_number, layout.file_bytes),
             partial_path(name),
             layout.read_back,
-            partial(write_parts, spec.cluster if job is None else cluster_spec(job)),
+            partial(write_parts, cluster or spec.cluster),
         )
     except CorruptRun:
         _check_open(ledger, plan)
         raise
     missing = MissingRows.of(listing.done, shards, ledger.numbers(plan))
-    tally = found.tally
-    record = PartialResult(
+    record = _record(plan, name, at, survey.tally, missing, tuple(parts), row_number)
+    report = _put_report(ledger, plan, record, survey.tally)
+    record.put(store)
+    _check_kept(ledger, plan, record)
+    log.warning("%s In %s", record.warning, report.run)
+    return report
+
+
+def _record(
+    plan: Plan,
+    name: str,
+    at: float,
+    tally: Tally,
+    missing: MissingRows,
+    parts: tuple[Part, ...],
+    row_number: str,
+) -> PartialResult:
+    """Return the record of a partial result of the rows committed at the time `at`."""
+    return PartialResult(
         warning=f"PARTIAL, not the result of run {plan.run_key}: {tally.rows:,} of {plan.rows:,} "
         f"rows, without {missing.text()}. The run is not complete.",
         name=name,
@@ -92,34 +102,31 @@ def finalize_partial(
         quarantine=tally.failed,
         skipped=tally.skipped,
         missing=missing,
-        parts=tuple(parts),
+        parts=parts,
         row_number=row_number,
     )
-    report = _put_report(ledger, plan, record, tally)
-    record.put(store)
-    _check_kept(ledger, plan, record)
-    log.warning("%s In %s", record.warning, report.run)
-    return report
 
 
 def _check_incomplete(ledger: Ledger, plan: Plan, listing: Listing) -> None:
     """Raise unless some of the shards are committed and some are not."""
     if not listing.done.any():
-        first = " (it asks first, and looks its rows up then)" if plan.increment else ""
+        first = " (its requests are still being asked)" if plan.increment else ""
         raise IncompleteRun(
-            f"{ledger.store.uri}: none of {plan.shards} shards is committed{first}, so there is no "
-            "row that a partial result could hold; run the job again to go on"
+            f"{ledger.store.uri}: none of {plan.shards} shards is committed{first}, so a partial "
+            "result would be empty. Run the job again to continue"
         )
     if listing.done.all():
         raise ConfigError(
-            f"{ledger.store.uri}: all {plan.shards} shards are committed, so nothing is missing: "
-            "raybatch finalize without --partial writes the whole result"
+            f"{ledger.store.uri}: all {plan.shards} shards are committed. Write the whole result "
+            "with raybatch finalize, without --partial"
         )
 
 
 def _put_report(ledger: Ledger, plan: Plan, record: PartialResult, tally: Tally) -> RunReport:
-    """Write the report of a partial result, as JSON and Markdown; return it. Its paths begin at the
-    folder of the partial result."""
+    """Write the report of a partial result, as JSON and Markdown; return it.
+
+    Its paths begin at the folder of the partial result.
+    """
     folder, store = partial_path(record.name), ledger.store
     accepted = all_accepted(ledger)
     notes = (record.warning, *of_whom(plan), *map(str, accepted))
@@ -132,8 +139,10 @@ def _put_report(ledger: Ledger, plan: Plan, record: PartialResult, tally: Tally)
 
 
 def _check_kept(ledger: Ledger, plan: Plan, record: PartialResult) -> None:
-    """Check that no reaper removed files that no record named yet; if one did, delete the record
-    and raise `IncompleteRun`."""
+    """Check that no reaper removed the files while no record named them.
+
+    If one did, delete the record and raise `IncompleteRun`.
+    """
     try:
         check_parts(ledger.store, record.parts)
     except CorruptRun:
@@ -141,27 +150,7 @@ def _check_kept(ledger: Ledger, plan: Plan, record: PartialResult) -> None:
         _check_open(ledger, plan)
         raise IncompleteRun(
             f"{ledger.store.uri}/{partial_path(record.name)} was removed by raybatch reap while it "
-            "was written; run the same command again"
-        ) from None
-
-
-def finalize_whole(run_dir: str, job: BatchJob | None = None) -> RunReport:
-    """Write result, report and `_SUCCESS` of a run whose shards are all committed, without the job
-    file; for a complete run return its report. Publishes nothing.
-
-    `job` says how to reach the store and on which cluster a large result is written, by default the
-    run's own. Raises `IncompleteRun` while shards are missing, and like `finalize_run`.
-    """
-    check_run_place(run_dir)
-    store = open_store(without_link(run_dir), (job.output.options if job else None) or None)
-    ledger = Ledger(store)
-    plan = need_plan(ledger)
-    job = job or planned_job(plan)
-    try:
-        return finalize_run(job, run_of(store, plan, ledger))
-    except IncompleteRun as error:
-        raise IncompleteRun(
-            f"{error}, or take what is there with raybatch finalize --partial {store.uri}"
+            "was written. Run the same command again"
         ) from None
 
 

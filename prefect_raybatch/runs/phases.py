@@ -57,8 +57,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of a run: what it does, and its ledger with the plan and its shards. `increment` is
-    the plan's record of reuse, None for an ordinary run."""
+    """One phase of a run: what it does, and its ledger with the plan and its shards.
+
+    `increment` is the plan's record of reuse, None for an ordinary run.
+    """
 
     spec: RunSpec
     run: Run
@@ -88,8 +90,11 @@ class Phase:
 def begin_phases(
     spec: RunSpec, run: Run, ledger: Ledger, plan: Plan, shards: Shards
 ) -> tuple[Phase | None, Phase]:
-    """Return the requests phase of a run and its rows phase. The first is None if the run has no
-    requests to ask or is finished. Writes the plan of the requests phase unless it exists."""
+    """Return the requests phase of a run and its rows phase.
+
+    The first is None if the run has no requests to ask or is finished. Writes the plan of the
+    requests phase unless it exists.
+    """
     increment = increment_of(plan)
     own = plan if run.model is None else plan.with_model(run.model)
     rows = Phase(spec, run, ledger, own, shards, increment)
@@ -219,8 +224,10 @@ class _Attempt:
             place_answers(store, phase.plan, phase.increment, known, user.waits)
 
     def precision(self, joined: JoinedCluster) -> Mapping[str, str]:
-        """Return the engine arguments of the precision that the run uses. If it has not decided
-        yet, engines of each precision answer a sample of the rows first."""
+        """Return the engine arguments of the precision that the run uses.
+
+        If it has not decided yet, engines of each precision answer a sample of the rows first.
+        """
         phase, spec = self.phase, self.phase.spec
         stored = sized.for_attempt(spec.sizes, phase.plan, joined.capacity)
         self.monitor.meter = meter_for(spec, joined.capacity, stored.pool, self.spent)
@@ -238,8 +245,10 @@ class _Attempt:
         )
 
     def pipeline(self, stack: ExitStack, joined: JoinedCluster, spec: RunSpec) -> Pipeline:
-        """Return the stages with their sizes, once the cluster has room for them. `stack` holds the
-        room until it closes."""
+        """Return the stages with their sizes, once the cluster has room for them.
+
+        `stack` holds the room until it closes.
+        """
         from prefect_raybatch.cluster import connect as cluster
         from prefect_raybatch.cluster.early import engines_begun
         from prefect_raybatch.cluster.pipeline import Pipeline
@@ -277,8 +286,11 @@ class _Attempt:
     def _sizes(
         self, spec: RunSpec, sizes: SizeSpec, capacity: Capacity, engine: type
     ) -> tuple[Sizing, WarmKind | None]:
-        """Return the sizes of this attempt, and the kind of engine by which running ones are
-        found; None for a phase without engines. Prefers running engines that are similar enough."""
+        """Return the sizes of this attempt, and the kind of engine by which running ones are found.
+
+        The kind is None for a phase without engines. Prefers running engines that are similar
+        enough.
+        """
         from prefect_raybatch.cluster import connect as cluster
         from prefect_raybatch.cluster.near import nearest_up
         from prefect_raybatch.cluster.pipeline import warm_kind_of
@@ -314,12 +326,14 @@ class AttemptLog:
             self.ledger.note_attempt(self.attempt, self.known)
 
     def note_stop(self, stop: Stop) -> None:
-        """Record why the attempt stopped. A store that fails is only logged, so that the run ends
-        with its own error."""
+        """Record why the attempt stopped.
+
+        A store that fails is only logged, so that the run ends with its own error.
+        """
         try:
             self.note(stopped=stop.to_dict())
         except RayBatchError as error:
-            log.warning("the failed rows are not noted in the run directory: %s", error)
+            log.warning("the failed rows could not be recorded in the run directory: %s", error)
 
     def note_start(self, starting: Starting) -> None:
         """Record how long each phase of the engines' start took."""
@@ -328,22 +342,26 @@ class AttemptLog:
 
 
 def meter_for(spec: RunSpec, capacity: Capacity, pool: Pool, spent: Spent) -> CostMeter:
-    """Return a meter for the costs of an attempt with that pool, in addition to earlier costs.
-    Raises `ConfigError` if a limit on costs is set and no price is known."""
+    """Return a meter for the costs of an attempt with that pool, on top of earlier costs.
+
+    Raises `ConfigError` if a limit on costs is set and no price is known.
+    """
     price = gpu_price(spec.cluster, capacity)
     if price.hour is None and pool.gpus[1] and price.why:
         if spec.limits.max_cost is not None:
             raise ConfigError(
-                f"limits.max_cost: {price.why}; name it there, or set cluster.price_per_gpu_hour "
-                "for all others"
+                f"limits.max_cost: {price.why}. Add its price there, or set "
+                "cluster.price_per_gpu_hour for all other cards"
             )
-        log.warning("no costs are counted: %s", price.why)
+        log.warning("the cost of this run is not counted: %s", price.why)
     return CostMeter(price.hour, pool.gpus_a_replica / pool.engines_per_gpu, pool.fewest, spent)
 
 
 def _interruptible(pipeline: Pipeline, monitor: Monitor, user: User, limits: Limits) -> RunPass:
-    """Return the pass such that a stall or its costs can end it, and a signal to the main thread
-    also ends a run in another thread, in which it is not raised."""
+    """Return the pass such that a stall or its costs can end it.
+
+    A signal to the main thread also ends a run in another thread, in which it is not raised.
+    """
     from prefect_raybatch.driver.stall import interruptible
 
     # A nightly run that nobody watches needs `fail_on_stall`: Ray waits for ever for room in a

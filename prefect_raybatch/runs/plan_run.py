@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.compile.job import cluster_spec, compile_job, read_spec
-from prefect_raybatch.compile.resolved import Resolved, resolve
+from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.ray_cluster import check_made_cluster
-from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger import increments
 from prefect_raybatch.ledger.accepted import Accepted
 from prefect_raybatch.ledger.forks import follow_forks
@@ -28,16 +25,19 @@ from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.accepting import check_acceptable, of_model
 from prefect_raybatch.publish.planned import check_targets_of
-from prefect_raybatch.runs.attempts import PLANNING, recorded_attempt
 from prefect_raybatch.runs.estimate import estimate
 from prefect_raybatch.runs.new_plan import RunInput, new_plan
 from prefect_raybatch.runs.planned_by import note_planner
-from prefect_raybatch.runs.run import Run, run_of, run_store, who
+from prefect_raybatch.runs.run import Run, run_of, who
 from prefect_raybatch.sizing.agreement import trial_rows
 from prefect_raybatch.sizing.sizes import assumed
+from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.label_probabilities import check_labels
 from prefect_raybatch.storage import Store, is_remote, join
+
+if TYPE_CHECKING:
+    pass
 
 if TYPE_CHECKING:
     import ray.data
@@ -45,43 +45,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def plan_run(
-    job: BatchJob | Resolved,
-    run_key: str,
-    dataset: ray.data.Dataset | None = None,
-    accept: Sequence[str] = (),
-) -> Run:
-    """Make the run's plan, or adopt the existing one; return the run.
+def adopt_plan(plan: Plan, resolved: Resolved, ledger: Ledger, accept: Sequence[str]) -> Run:
+    """Return the run of an existing plan, or the one that supersedes it.
 
-    `dataset` replaces the job's source files. `accept` names fields in which the job may differ
-    from the run's plan, which the user accepts and the run records. Raises `ConfigError`,
-    `SourceError`, `PlanMismatch` or `UnsafeStore`; only an unreachable store is worth a retry.
+    Raises `PlanMismatch` if the job differs from the plan in a field that `accept` does not name.
     """
-    resolved = resolve(job)
-    job = resolved.job
-    check_places(job.source, job.output)
-    store = run_store(job.output, run_key)
-    ledger = Ledger(store)
-    plan = ledger.load_plan()
-    with recorded_attempt(store, job, run_key, PLANNING, begin=plan is None):
-        if plan is not None:
-            return _adopted(plan, resolved, ledger, accept)
-        check_made_cluster(job)
-        # a _SUCCESS without a plan is another run's, and would be found only at the end
-        ledger.finished()
-        store.probe()
-        check_schema_names(job.output)
-        plan = _begin_run(_checked(resolved.pinned()), run_key, ledger, dataset)
-        return run_of(store, plan, ledger, probed=True)
-
-
-def _adopted(plan: Plan, resolved: Resolved, ledger: Ledger, accept: Sequence[str]) -> Run:
-    """Return the existing run, or the one that supersedes it."""
     store = ledger.store
     accepted = _check_same(plan, resolved, store.uri, accept)
     ledger, plan = follow_forks(ledger, plan)
     if ledger.store is not store:
-        log.warning("%s was repaired: going on with %s", store.uri, ledger.store.uri)
+        log.warning("%s was repaired; continuing with %s", store.uri, ledger.store.uri)
     return _with_accepted(run_of(ledger.store, plan, ledger), accepted, resolved)
 
 
@@ -89,37 +62,25 @@ def _with_accepted(run: Run, accepted: tuple[Accepted, ...], resolved: Resolved)
     """Return the run that continues with a job that differs in the accepted fields."""
     if not accepted:
         return run
-    for one in accepted:
-        log.warning("%s", one)
+    for difference in accepted:
+        log.warning("%s", difference)
     if not of_model(accepted):
         return replace(run, accepted=accepted)
     return replace(run, accepted=accepted, model=_checked(resolved.pinned()).with_adapters())
 
 
-def precheck(job: BatchJob | Resolved, store: Store, accept: Sequence[str] = ()) -> Resolved:
-    """Check everything about a job that can be checked within a second, so that a wrong one fails
-    before anything starts; return it resolved.
+def precheck_resolved(resolved: Resolved, store: Store, accept: Sequence[str] = ()) -> Resolved:
+    """Check everything about a job that can be checked within a second; return it resolved.
 
-    Reads the plan in the run directory if there is one, otherwise a sample of the input.
+    So a wrong job fails before anything starts. Reads the plan in the run directory if there is
+    one, otherwise a sample of the input.
     """
     from prefect_raybatch import source
-    from prefect_raybatch.cluster import connect as cluster
-    from prefect_raybatch.cluster.reach import check_reachable, check_temp_folder
-    from prefect_raybatch.installed import check_engine_packages
 
-    resolved = resolve(job)
     job = resolved.job
-    check_places(job.source, job.output)
-    check_schema_names(job.output)
-    where = cluster_spec(job)
-    access = where.access
-    check_made_cluster(job)
-    if not access.remote:
-        if address := cluster.address_of(where):
-            check_reachable(address, access)
-        else:
-            check_temp_folder()
-            check_engine_packages()
+    check_places(read_spec(job.source), job.output.uri)
+    check_schema_names(job.output.output_schema)
+    _check_cluster(resolved)
     plan = Ledger(store).load_plan()
     if plan is not None:
         _check_same(plan, resolved, store.uri, accept)
@@ -137,33 +98,50 @@ def precheck(job: BatchJob | Resolved, store: Store, accept: Sequence[str] = ())
     return resolved
 
 
-def check_places(source: Source, output: Output) -> None:
-    """Raise `ConfigError` if the output is inside the input, or is a file."""
+def _check_cluster(resolved: Resolved) -> None:
+    """Raise `ConfigError` if the job's cluster cannot be reached or started from here."""
+    from prefect_raybatch.cluster import connect as cluster
+    from prefect_raybatch.cluster.reach import check_reachable, check_temp_folder
+    from prefect_raybatch.installed import check_engine_packages
+
+    spec = cluster_spec(resolved.job)
+    check_made_cluster(resolved.job)
+    if spec.access.remote:
+        return
+    if address := cluster.address_of(spec):
+        check_reachable(address, spec.access)
+    else:
+        check_temp_folder()
+        check_engine_packages()
+
+
+def check_places(read: ReadSpec, output: str) -> None:
+    """Raise `ConfigError` if the folder `output` is inside the input, or is a file."""
     from prefect_raybatch.source import reaches
 
-    for uri in source.uris if source.stored else ():
-        if reaches(uri, output.uri):
+    for uri in read.uris if read.stored else ():
+        if reaches(uri, output):
             raise ConfigError(
-                f"output.uri: {output.uri!r} lies inside the input {uri!r}; the next run "
-                "would read its own results. Choose another folder"
+                f"output.uri: {output!r} is inside the input {uri!r}, so the next run would read "
+                "its own results. Choose another folder"
             )
-    if not is_remote(output.uri):
-        path = join(output.uri)
+    if not is_remote(output):
+        path = join(output)
         taken = [str(p) for p in (Path(path), *Path(path).parents) if p.exists() and not p.is_dir()]
         if taken:
             raise ConfigError(
-                f"output.uri: {taken[-1]} is a file, so nothing can be written below it; name a "
+                f"output.uri: {taken[-1]} is a file, so nothing can be written below it. Name a "
                 "folder"
             )
 
 
-def check_schema_names(output: Output) -> None:
+def check_schema_names(types: Mapping[str, str] | None) -> None:
     """Raise `ConfigError` for a type in output.schema that Arrow does not have."""
-    if output.output_schema:
+    if types:
         from prefect_raybatch.stages.result_columns import declared_schema
 
         try:
-            declared_schema(output.output_schema)
+            declared_schema(types)
         except ValueError as error:
             raise ConfigError(f"output.schema: {error}") from None
 
@@ -171,9 +149,11 @@ def check_schema_names(output: Output) -> None:
 def _check_same(
     plan: Plan, resolved: Resolved, where: str, accept: Sequence[str] = ()
 ) -> tuple[Accepted, ...]:
-    """Return the accepted differences; raise `PlanMismatch` if the job differs from the plan in
-    anything else. The input of a run that retries failed rows is what it took, whatever the job
-    reads."""
+    """Return the accepted differences between a job and a plan.
+
+    Raises `PlanMismatch` if the job differs in anything else. The input of a run that retries
+    failed rows is what it took, whatever the job reads.
+    """
     own = resolved.retrying(plan.parts.get("retry"))
     return check_acceptable(plan, own.identity, where, accept, who())
 
@@ -186,8 +166,10 @@ def _checked(resolved: Resolved) -> Resolved:
 
 
 def check_pinned_model(spec: RunSpec, model: Mapping[str, Any], files: bool = True) -> None:
-    """Raise `ConfigError` if a pinned model cannot do what a run asks of it, as far as its files
-    tell; without `files`, by its config.json and its chat template only."""
+    """Raise `ConfigError` if a pinned model cannot do what a run asks of it.
+
+    As far as its files tell; without `files`, by its config.json and its chat template only.
+    """
     model_check.check(spec, model, files)
     chat_template.check_template(spec.prompt, spec.engine.model, model)
     check_labels(spec.sampling.labels, spec.engine.model, model)
@@ -196,8 +178,10 @@ def check_pinned_model(spec: RunSpec, model: Mapping[str, Any], files: bool = Tr
 def length_of_spec(
     spec: RunSpec, run_key: str | None, measured: counting.PromptLengths
 ) -> counting.PromptLengths:
-    """Return what an `auto` context length resolves to: as `measured` or, for a run that reuses
-    answers, as in the run whose answers it reuses."""
+    """Return what an `auto` context length resolves to.
+
+    It is as `measured` or, for a run that reuses answers, as in the earlier run.
+    """
     if not spec.reuse.keeps:
         return measured
     from prefect_raybatch.runs.earlier import with_earlier_length
@@ -205,9 +189,29 @@ def length_of_spec(
     return with_earlier_length(spec, run_key, measured)
 
 
-def _begin_run(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) -> Plan:
-    """Read what the input holds, make the plan and write it; return the plan, or that of another
-    process that was first."""
+def begin_run(
+    resolved: Resolved, run_key: str, ledger: Ledger, dataset: ray.data.Dataset | None
+) -> Run:
+    """Check the job, make the plan of a new run and write it; return the run.
+
+    If another process wrote its plan first, return that run. `dataset` replaces the source files.
+    """
+    check_made_cluster(resolved.job)
+    # a _SUCCESS without a plan is another run's, and would be found only at the end
+    ledger.finished()
+    ledger.store.probe()
+    check_schema_names(resolved.job.output.output_schema)
+    plan = _write_plan(_checked(resolved.pinned()), run_key, ledger, dataset)
+    return run_of(ledger.store, plan, ledger, probed=True)
+
+
+def _write_plan(
+    resolved: Resolved, run_key: str, ledger: Ledger, dataset: ray.data.Dataset | None
+) -> Plan:
+    """Read the input, make the plan and write it; return the plan in force.
+
+    If another process wrote its plan first, that is the one.
+    """
     from prefect_raybatch import source
 
     taken = _taken_input(resolved, ledger.store, dataset)
@@ -237,9 +241,11 @@ def _begin_run(resolved: Resolved, run_key: str, ledger: Ledger, dataset: Any) -
     return made
 
 
-def _taken_input(resolved: Resolved, store: Store, dataset: Any) -> RunInput:
-    """Return the input of a new run, copied into the run directory unless its files can be read in
-    place. While the job's own input is copied, its engines may start already."""
+def _taken_input(resolved: Resolved, store: Store, dataset: ray.data.Dataset | None) -> RunInput:
+    """Return the input of a new run, copied into the run directory if it must be.
+
+    While the job's own input is copied, its engines may start already.
+    """
     from prefect_raybatch import source
     from prefect_raybatch.cluster.early import begin_early
     from prefect_raybatch.cluster.side_by_side import copying_for

@@ -1,5 +1,7 @@
-"""Records which version of this package made a run's plan, to warn when another one continues
-it."""
+"""Records which version of this package made a run's plan.
+
+When another version continues the run, that is logged.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def note_planner(store: Store) -> None:
         record = dump({"code": code_version(), "who": who(), "at": at})
         put_record_if_absent(store, PLANNED_BY, record)
     except RayBatchError as error:  # the plan is there, and that is what counts
-        log.warning("whose code made the plan is not noted: %s", error)
+        log.warning("the version that made the plan could not be recorded: %s", error)
 
 
 def planner_code(store: Store) -> str | None:
@@ -41,7 +43,7 @@ def compare_code(store: Store) -> None:
     planned, own = planner_code(store), code_version()
     if planned is not None and planned != own:
         log.warning(
-            "the plan was made by prefect_raybatch %s, and this process runs %s: answers may "
-            "differ between what is committed and what comes",
+            "the plan was made by prefect_raybatch %s, and this process runs %s: new answers may "
+            "differ from the committed ones",
             *(planned, own),
         )

@@ -44,7 +44,7 @@ from prefect_raybatch.words import counted
 if TYPE_CHECKING:
     from prefect_raybatch.cluster.sharing import User
     from prefect_raybatch.cluster.trial_actor import AskSample
-    from prefect_raybatch.sizing.sizes import Capacity
+    from prefect_raybatch.sizing.sizes import Capacity, Sizing
     from prefect_raybatch.stages.trial import Row, RowOutcome, TrialStages
 
 log = logging.getLogger(__name__)
@@ -65,8 +65,7 @@ def decided_precision(
     meter: CostMeter | None = None,
     halted: Callable[[], RayBatchError | None] | None = None,
 ) -> Mapping[str, str]:
-    """Return the engine arguments of the precision that a run has decided on; decide if that is
-    still open.
+    """Return the engine arguments of the precision that a run uses; decide if that is open.
 
     A run that retries rows of another takes over its decision, and so does one that reuses answers,
     because answers of two precisions must not mix. `meter` counts what the trial's engines hold,
@@ -78,9 +77,8 @@ def decided_precision(
     if note is None:
         if ledger.committed(plan).any():
             raise CorruptRun(
-                f"{ledger.store.uri}: shards are committed, and the decision in which precision "
-                "they were asked (precision.json) is missing; put it back, or run the job under a "
-                "new run key"
+                f"{ledger.store.uri}: shards are committed, but precision.json, which records "
+                "their precision, is missing. Restore it, or run the job under a new run key"
             )
         note = _of_parent(spec.output, plan) or _of_plan(plan)
         if note is None:
@@ -95,7 +93,7 @@ def decided_precision(
 def said(note: PrecisionNote) -> str:
     """Return the decision in a line."""
     if not note.tries:
-        return f"{settings_text(note.decided)}, as run {note.by} decided"
+        return f"{settings_text(note.decided)}, as decided in run {note.by}"
     told = []
     for one in note.tries:
         name = settings_text(one.tried)
@@ -127,8 +125,7 @@ def _of_plan(plan: Plan) -> PrecisionNote | None:
 
 
 def precision_of(store: Store) -> PrecisionNote | None:
-    """Return what a run has decided, itself or in its requests phase, or has taken over; None if it
-    has not."""
+    """Return the decision of a run, its own, of its requests phase, or taken over; None if open."""
     plan = Ledger(store).load_plan()
     asks = read_precision(asks_ledger(store).store)
     return asks or read_precision(store) or (None if plan is None else _of_plan(plan))
@@ -137,9 +134,10 @@ def precision_of(store: Store) -> PrecisionNote | None:
 def taken_precision(
     tries: Sequence[Mapping[str, str]], earlier: Sequence[Store], parent: Store | None
 ) -> TakenPrecision | None:
-    """Return the decision that the plan of a run with `tries` takes over from the `earlier` runs
-    whose answers it reuses (the named one first), or from the `parent` whose failed rows it
-    retries; None if it must decide itself.
+    """Return the decision that the plan of a run with `tries` takes over; None if it must decide.
+
+    It comes from the `earlier` runs that it reuses answers of (the named one first), or from the
+    `parent` that it retries failed rows of.
 
     Raises `CorruptRun` if their decision is missing.
     """
@@ -153,14 +151,16 @@ def taken_precision(
     if parent is not None:
         return None
     raise CorruptRun(
-        f"{stores[0].uri}: its answers are taken over, and the decision in which precision they "
-        "were asked (precision.json) is missing; put it back, or run the job without reuse"
+        f"{stores[0].uri}: its answers are to be reused, but precision.json, which records their "
+        "precision, is missing. Restore it, or run the job without reuse"
     )
 
 
 class SampleBench:
-    """Asks a sample of a run's rows in several ways, and compares the answers: `rows` of them, by
-    default as many as the required agreement takes."""
+    """Asks a sample of a run's rows in several ways, and compares the answers.
+
+    The sample has `rows` rows, by default as many as the required agreement takes.
+    """
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class SampleBench:
         began = time.monotonic()
         tries, least = self.spec.engine.tries, self.spec.limits.min_agreement
         rows = sum(map(len, self.sample.values()))
-        log.info("precision: %s are asked both ways before the run begins", counted(rows, "row"))
+        log.info("precision: asking %s both ways before the run starts", counted(rows, "row"))
         with self.asking(self.spec.decide(precision={}), _deciding({})) as ask:
             stored, again = ask(False), ask(True)
         both, same, _ = _compared(stored, again)
@@ -222,7 +222,9 @@ class SampleBench:
             with self.asking(spec, _deciding(tried)) as ask:
                 found = ask(False)
         except (ConfigError, EngineStartError, EngineFailure, InsufficientResources) as error:
-            log.warning("precision: %s does not work here: %s", settings_text(tried), error)
+            log.warning(
+                "precision: %s does not work on this cluster: %s", settings_text(tried), error
+            )
             text = f"{type(error).__name__}: {error}"[:KEPT_TEXT]
             seconds = round(time.monotonic() - began, 1)
             return PrecisionTry(dict(tried), 0, 0, 0.0, confidence, (), text, seconds)
@@ -258,22 +260,23 @@ class SampleBench:
         with ExitStack() as stack:
             stack.enter_context(cluster.admitted(sizes, self.have, size.pool, self.user))
             stack.callback(self.user.waits, "")
-            self.user.waits(f"a sample of the rows is asked first, {why}")
+            self.user.waits(f"asking a sample of the rows first, {why}")
             gpus = size.pool.gpus_a_replica if size.pool.device == "gpu" else 0
             stack.enter_context(self.meter.holding(gpus))
             yield stack.enter_context(trial_on_worker(engine, stages, resources, self.halted))
 
-    def _stages(self, spec: RunSpec, size: Any) -> tuple[TrialStages, dict[str, Any], type]:
+    def _stages(self, spec: RunSpec, size: Sizing) -> tuple[TrialStages, dict[str, Any], type]:
         from prefect_raybatch.cluster.pipeline import Pipeline
+        from prefect_raybatch.stages.engine import EngineStage
         from prefect_raybatch.stages.read import ShardReader
         from prefect_raybatch.stages.trial import TrialStages
 
         store, options = self.ledger.store, dict(spec.read.options)
-        more: dict[str, Any] = {"engine": self.engine} if self.engine else {}
-        pipeline = Pipeline(spec, self.plan, self.shards, store, self.attempt, size, **more)
+        engine = self.engine or EngineStage
+        pipeline = Pipeline(spec, self.plan, self.shards, store, self.attempt, size, engine=engine)
         prepare, launch, finish = pipeline.stages(False)
         if launch is None:
-            raise RayBatchError("a run that asks nothing tries no precision")
+            raise RayBatchError("this run starts no engine, so no precision can be tried")
         reader = ShardReader(
             self.ledger.files(self.plan),
             decode_schema(self.plan.input_schema),
@@ -307,8 +310,10 @@ def _deciding(arguments: Mapping[str, str]) -> str:
 
 
 def drawn_rows(shards: Shards, rows: int, sample: int, seed: str) -> dict[int, list[int]]:
-    """Return {shard: ascending positions}: `sample` random rows from random shards, of which there
-    are as few as hold twice as many rows, and at least 64."""
+    """Return {shard: ascending positions} of `sample` random rows from random shards.
+
+    There are as few shards as hold twice as many rows, and at least 64.
+    """
     draw = random.Random(seed)
     order = draw.sample(range(len(shards)), len(shards))
     sizes = np.diff(shards.starts)

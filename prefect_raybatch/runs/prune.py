@@ -33,8 +33,11 @@ _RETRY_KEY = re.compile(r"(.+)\.r[1-9]\d{0,3}\Z")
 
 @dataclass
 class Pruned:
-    """What was removed, or would be: run keys with their bytes, and as a list of runs shows them;
-    and what stays, with the reason."""
+    """The runs that were removed, or would be, and those that stay.
+
+    `removed` has run keys with their bytes, `lines` how a list shows them, and `kept` the reason
+    for each run that stays.
+    """
 
     output: str
     dry_run: bool
@@ -65,7 +68,7 @@ def prune_runs(
     Raise `ConfigError` for `keep` under 1, and the store's errors.
     """
     if keep < 1:
-        raise ConfigError(f"keep {keep}: at least 1, the newest complete run of each job, stays")
+        raise ConfigError(f"keep: {keep} is below 1. The newest run of each job is always kept")
     root = open_store(output, dict(options) if options else None)
     before = root.now() - older_than
     found = Pruned(root.uri, dry_run)
@@ -91,18 +94,19 @@ def prune_runs(
     firsts = {line.run_key for line in lines if line.parent is None}
     order = sorted(found.removed, key=lambda key: (key in firsts, key))
     found.removed = {key: found.removed[key] for key in order}
-    if not dry_run:
-        for key in found.removed:
-            if found.lines[key].is_attempt:
-                root.delete([f"{key}/{LAST_ATTEMPT}"])
-            else:
-                _remove(root, key)
+    for key in found.removed if not dry_run else ():
+        if found.lines[key].is_attempt:
+            root.delete([f"{key}/{LAST_ATTEMPT}"])
+        else:
+            _remove(root, key)
     return found
 
 
 def _note(root: Store, found: Pruned, members: list[RunLine], reason: str | None) -> None:
-    """Note that a family stays for this reason, or goes where there is none and all its files can
-    be listed."""
+    """Record that a family stays for this reason.
+
+    Without a reason it goes, if all its files can be listed.
+    """
     sizes: dict[str, int] = {}
     if reason is None:
         try:
@@ -159,14 +163,14 @@ def _attempt_kept(
     Other files of such a directory stay, since whoever plans the run now may be using them.
     """
     if line.finished is None:
-        return "its planning has not ended, as far as is known"
+        return "it may still be planning"
     if line.finished > before:
         return "younger than asked for"
     oldest = min((run.finished or 0.0 for run in runs_kept), default=0.0)
     if line.finished > oldest:
-        return "no run that is kept has finished since it failed"
+        return "no kept run has finished since it failed"
     if {info.path for info in root.sub(line.run_key).list()} != {LAST_ATTEMPT}:
-        return "it left more than its record; run it again under this key, or delete the folder"
+        return "its folder holds other files too; run it again under this key, or delete the folder"
     return None
 
 

@@ -49,8 +49,11 @@ MOST_SAID = 20  # of what is wrong
 
 @dataclass(frozen=True)
 class Repaired:
-    """The outcome of a repair. `run_key` is None if no row was lost: then no run was created.
-    `restored` lists what was restored in the run itself."""
+    """The outcome of a repair.
+
+    `run_key` is None if no row was lost: then no run was created. `restored` lists what was
+    restored in the run itself.
+    """
 
     run: str
     run_key: str | None
@@ -66,13 +69,13 @@ class Repaired:
 
 
 def repair_run(run_dir: str, options: dict[str, Any] | None = None) -> Repaired:
-    """Create a new run from the intact shards of a damaged one: a commit, a piece, a table or a
-    file of the result is lost or changed.
+    """Create a new run from the intact shards of a damaged one.
 
-    The fork has a commit for each intact shard; an interrupted repair is resumed. If the result is
-    intact but raw answers kept for later runs are not, answers.json is rewritten to name the intact
-    ones, and row checksums, precision.json and report.json of such a run are recreated. Raises
-    `ConfigError` for a run that cannot be forked, `CorruptRun` if its plan is unreadable.
+    A commit, a piece, a table or a file of the result is lost or changed. The fork has a commit for
+    each intact shard; an interrupted repair is resumed. If the result is intact but raw answers
+    kept for later runs are not, answers.json is rewritten to name the intact ones, and row
+    checksums, precision.json and report.json of such a run are recreated. Raises `ConfigError` for
+    a run that cannot be forked, `CorruptRun` if its plan is unreadable.
     """
     root, key = place(run_dir, options)
     old = Ledger(root.sub(key))
@@ -80,11 +83,10 @@ def repair_run(run_dir: str, options: dict[str, Any] | None = None) -> Repaired:
     check_named(old, plan)
     _check_alone(plan, old.store.uri)
     member = Member(key, old, plan, read_success(old.store, plan))
-    increment = increment_of(plan)
     faults: list[str] = []
 
     def fault(text: str) -> None:
-        if len(faults) < MOST_SAID:
+        if text not in faults and len(faults) < MOST_SAID:
             faults.append(text)
 
     lost = _lost(member, fault)
@@ -97,48 +99,56 @@ def repair_run(run_dir: str, options: dict[str, Any] | None = None) -> Repaired:
         restored += restore_records(old, plan, member.summary)
         faults = [*answers.faults, *told][:MOST_SAID]
         return Repaired(old.store.uri, None, plan.shards, 0, (), tuple(faults), restored=restored)
-    asks = _asks(old, increment, fault)
+    asks = _asks(old, increment_of(plan), fault)
     if asks is not None and member.summary is None:  # rows are still going to look answers up
         _lost(asks, fault)
     for text in answers.faults:
-        if text not in faults:
-            fault(text)
+        fault(text)
     if not lost and not faults:
         if told:
             raise _undecided(told[0])
         return Repaired(old.store.uri, None, plan.shards, 0, (), ())
-    if asks is not None and member.summary is not None:
-        _check_answers(asks, answers)
     if member.summary is not None:
+        if asks is not None:
+            _check_answers(asks, answers)
         restore_precision(old.store, plan)
         if asks is not None:
             restore_precision(asks.ledger.store, asks.plan)
-    ours = Ledger(root.sub(fork_key(key)))
-    made = ours.load_plan() or _begin(old, ours, plan, fork_key(key))
-    if made.forked_from != forked(plan):
-        raise PlanMismatch(f"{ours.store.uri} is another run, and no repair of {old.store.uri}")
+    fork, taken = _fork(root, member, asks)
+    names = (PUBLISHED_NAME.match(info.path) for info in old.store.list(PUBLISHED))
+    published = tuple(name[1] for name in names if name)
+    return Repaired(old.store.uri, fork, plan.shards, taken, lost, tuple(faults), published)
+
+
+def _fork(root: Store, member: Member, asks: Member | None) -> tuple[str, int]:
+    """Create the fork of a run, or complete it; return its key and its number of intact shards."""
+    old, plan = member.ledger, member.plan
+    key = fork_key(member.key)
+    ours = Ledger(root.sub(key))
+    fork = ours.load_plan() or _begin(old, ours, plan, key)
+    if fork.forked_from != forked(plan):
+        raise PlanMismatch(
+            f"{ours.store.uri} exists already and is not a repair of {old.store.uri}. Move it away"
+        )
+    increment = increment_of(plan)
     if increment is not None and asks is not None:
         _fork_asks(asks, ours, increment)
-    taken = _take_over(member, ours, made)
-    supersede(old, made.run_key)
-    named = (PUBLISHED_NAME.match(info.path) for info in old.store.list(PUBLISHED))
-    published = tuple(match[1] for match in named if match)
-    key = made.run_key
-    return Repaired(old.store.uri, key, plan.shards, taken, lost, tuple(faults), published)
+    taken = _take_over(member, ours, fork)
+    supersede(old, fork.run_key)
+    return fork.run_key, taken
 
 
 def _check_alone(plan: Plan, where: str) -> None:
     """Raise `ConfigError` for a run that depends on others, or on which others depend."""
     if plan.parent is not None:
         raise ConfigError(
-            f"{where} retries failed rows of {plan.parent}, and such a run is not repaired: move "
-            f"it away and retry them again (raybatch retry-failed on {plan.parent})"
+            f"{where} retries failed rows of {plan.parent}, and retries cannot be repaired. Move "
+            f"it away and retry the rows again (raybatch retry-failed on {plan.parent})"
         )
 
 
 def _asks(old: Ledger, increment: Increment | None, fault: Tell) -> Member | None:
-    """Return the requests phase of a run that reuses or keeps answers, as in its plan; else
-    None."""
+    """Return the requests phase of a run that reuses or keeps answers, by its plan; else None."""
     if increment is None or increment.asks is None:
         return None
     ledger, plan = asks_ledger(old.store), Plan.from_bytes(dump(increment.asks))
@@ -154,7 +164,7 @@ def _lost(member: Member, fault: Tell) -> tuple[int, ...]:
     committed = member.ledger.committed(member.plan)
     if member.summary is not None and not committed.all():
         absent = np.flatnonzero(~committed)
-        fault(f"commits are missing of {counted(len(absent), 'shard')} (first: {absent[0]})")
+        fault(f"the commits of {counted(len(absent), 'shard')} are missing (first: {absent[0]})")
         committed[:] = True
     for whole in whole_shards(member, fault):
         committed[whole.commit.shard] = False
@@ -165,14 +175,14 @@ def _check_answers(asks: Member, answers: StoredAnswers) -> None:
     """Raise `ConfigError` if none of the raw answers is left that lost rows would look up."""
     faults: list[str] = []
     if next(whole_shards(asks, faults.append), None) is None:
-        why = "are kept no longer"
+        why = "have been deleted"
         if not answers.gone:
-            first = next(iter(answers.faults or faults), "none of them is whole")
+            first = next(iter(answers.faults or faults), "none of them is intact")
             why = f"are damaged as well ({first})"
         raise ConfigError(
-            f"{asks.ledger.store.uri}: the raw answers {why}, so nothing that is lost "
-            f"can be looked up, and all {asks.plan.rows:,} requests would be asked again: run the "
-            "job again under a new run key"
+            f"{asks.ledger.store.uri}: the raw answers {why}, so lost rows cannot be restored from "
+            f"them, and all {asks.plan.rows:,} requests would be asked again. Run the job again "
+            "under a new run key"
         )
 
 
@@ -190,7 +200,7 @@ def _begin(old: Ledger, ours: Ledger, plan: Plan, key: str) -> Plan:
     try:
         put_record_if_absent(ours.store, OUTPUT_SCHEMA, read_record(old.store, OUTPUT_SCHEMA))
     except FileNotFoundError:
-        log.info("%s has no schema of its answers yet", old.store.uri)
+        log.info("%s has no schema for its answers yet", old.store.uri)
     if (decided := _decision(old.store)) is not None:  # what is taken over was asked so
         note_precision(ours.store, decided)
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -221,8 +231,10 @@ def _fork_asks(asks: Member, ours: Ledger, increment: Increment) -> None:
 
 
 def _decision(store: Store) -> PrecisionNote | None:
-    """Return the decision on the precision of the run; raise `CorruptRun` with what to do if it is
-    damaged."""
+    """Return the decision on the precision of the run.
+
+    Raises `CorruptRun` with what to do if it is damaged.
+    """
     try:
         return read_precision(store)
     except CorruptRun as error:
@@ -242,12 +254,12 @@ def _table(old: Ledger, name: str) -> bytes:
         return old.table(name)
     except CorruptRun as error:
         raise CorruptRun(
-            f"{old.store.uri}: {error}. It cannot be made again: run the job under a new run key"
+            f"{old.store.uri}: {error}. It cannot be restored. Run the job under a new run key"
         ) from None
 
 
 def _copy(old: Ledger, ours: Ledger, path: str, sha256: str | None = None) -> None:
-    what = "the copy of the input" if sha256 is None else "answers that were taken over"
+    what = "the copy of the input" if sha256 is None else "the reused answers"
     where, advice = f"{old.store.uri}/{path}, {what},", "Run the job under a new run key"
     try:
         with old.store.open(path) as stream, tempfile.TemporaryDirectory() as folder:
@@ -257,10 +269,10 @@ def _copy(old: Ledger, ours: Ledger, path: str, sha256: str | None = None) -> No
             with local.open("rb") as copy:
                 sums = Sums.of_stream(copy)
             if sha256 not in (None, sums.sha256):
-                raise CorruptRun(f"{where} is not what plan.json names. {advice}")
+                raise CorruptRun(f"{where} differs from its checksum in plan.json. {advice}")
             put_file_proved(ours.store, path, local, sums)
     except FileNotFoundError:
-        raise CorruptRun(f"{where} is missing: nothing can be asked again. {advice}") from None
+        raise CorruptRun(f"{where} is missing, so no row can be asked again. {advice}") from None
 
 
 def _take_over(member: Member, ours: Ledger, plan: Plan) -> int:

@@ -1,5 +1,7 @@
-"""Restores the records of a finished run's raw answers, so that later runs reuse the intact
-ones."""
+"""Restores the records of a finished run's raw answers.
+
+Later runs can then reuse the intact ones.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def restore_answers(
     except CorruptRun as error:
         return (
             *restored,
-            f"nothing of {ANSWERS_RECORD}, as {error}: the next run passes over this run",
+            f"nothing of {ANSWERS_RECORD}, as {error}: later runs will not reuse this run",
         )
     whole = tuple(part for part in record.files if part.path not in answers.damaged)
     rejected = {path: at for path, at in record.rejected.items() if path not in answers.damaged}
@@ -53,7 +55,7 @@ def restore_answers(
     rows, every = (sum(part.rows for part in files) for files in (whole, record.files))
     return (
         *restored,
-        f"{ANSWERS_RECORD} names the {counted(rows, 'raw answer')} that are whole, of {every:,}; "
+        f"{ANSWERS_RECORD} names the {counted(rows, 'raw answer')} that are intact, of {every:,}; "
         "the next run asks about the rows of the others",
     )
 

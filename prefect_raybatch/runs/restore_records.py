@@ -24,9 +24,10 @@ from prefect_raybatch.storage.proof import put_proved
 
 
 def restore_records(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, ...]:
-    """Restore the row checksums, precision.json and report.json of a finished run whose result is
-    intact, and those of its requests phase; return a sentence for each that was missing or
-    damaged."""
+    """Restore damaged records of a finished run with an intact result; return a sentence for each.
+
+    These are the row checksums, precision.json and report.json, and those of its requests phase.
+    """
     restored = [
         text
         for part in success.parts

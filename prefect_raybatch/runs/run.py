@@ -8,27 +8,16 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, date, datetime, time
 from typing import Any
 
-from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.errors import (
     CorruptRun,
     CredentialsUnusable,
     RayBatchError,
     StoreUnavailable,
 )
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import NAME, check_run_key
 from prefect_raybatch.job.output import Output
-from prefect_raybatch.job.run_words import (
-    date_of_key,
-    run_words,
-    today,
-    with_dated_targets,
-    with_places,
-    with_run_words,
-)
 from prefect_raybatch.ledger.accepted import Accepted
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
@@ -63,15 +52,8 @@ def run_store(output: Output, run_key: str) -> Store:
     return open_store(join(output.uri, check_run_key(run_key)), output.options or None)
 
 
-def default_run_key(job: BatchJob | Resolved, scheduled: datetime | None = None) -> str:
-    """Return the job's name and the scheduled start; without one, the newest unfinished run of this
-    job, so that running again after a crash resumes it, else a new key of this second."""
-    if scheduled is not None:
-        name = job.name if isinstance(job, BatchJob) else job.job.name
-        return f"{name}-{scheduled.astimezone(UTC):%Y%m%dT%H%M%SZ}"
-    resolved = resolve(job)
-    job = resolved.job
-    root = open_store(job.output.uri, job.output.options or None)
+def latest_unfinished(root: Store, fingerprint: str) -> str | None:
+    """Return the key of the newest unfinished run below `root` with that fingerprint, or None."""
     unfinished = []
     for key in run_keys(root):
         ledger = Ledger(root.sub(key))
@@ -79,43 +61,17 @@ def default_run_key(job: BatchJob | Resolved, scheduled: datetime | None = None)
             plan = ledger.load_plan()
             if plan is None or plan.run_key != key:  # none, or another run's copy
                 continue
-            if plan.fingerprint != resolved.identity.fingerprint:
+            if plan.fingerprint != fingerprint:
                 continue
             if ledger.finished(plan) is not None:
                 continue
         except STORE_AWAY:
             raise
         except RayBatchError as error:  # another format, not ours, or not readable
-            log.warning("not looked at, whether it is to be continued: %s: %s", key, error)
+            log.warning("run %s is skipped in the search for one to continue: %s", key, error)
             continue
         unfinished.append((plan.created, key))
-    if unfinished:
-        return max(unfinished)[1]
-    return f"{job.name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-
-
-def begun(
-    job: BatchJob,
-    run_key: str | None,
-    scheduled: datetime | None,
-    run_date: date | None = None,
-) -> tuple[BatchJob, str]:
-    """Return the job with {run_date} and {run_key} filled in, and the run's key. The date is
-    `run_date`, else that of the run key, else of the scheduled start, else today's, all in UTC."""
-    if run_date is not None and run_key is None:  # so that the same date finds the same run
-        scheduled = datetime.combine(run_date, time(), UTC)
-    words = run_words(job)
-    if not words:
-        return job, run_key or default_run_key(job, scheduled)
-    if run_key is None and scheduled is None and "run_key" not in words:
-        known = with_places(job, "", today())
-        key = default_run_key(known)  # perhaps of a run that another day has begun
-        return with_dated_targets(known, key, date_of_key(key) or today()), key
-    key = run_key or default_run_key(job, scheduled or datetime.now(UTC))
-    when = run_date or date_of_key(key)
-    if when is None and scheduled is not None:
-        when = scheduled.astimezone(UTC).date()
-    return with_run_words(job, key, when), key
+    return max(unfinished)[1] if unfinished else None
 
 
 def complete_before(run: Run | RunReport) -> str:
@@ -139,8 +95,10 @@ def who() -> str:
 
 
 def state_name(finished: bool, begun: bool) -> str:
-    """Return completed, unfinished or planned, by whether the run has its `_SUCCESS` and whether
-    any shard is committed."""
+    """Return completed, unfinished or planned.
+
+    A run is completed with its `_SUCCESS`, and unfinished once a shard is committed.
+    """
     return "completed" if finished else "unfinished" if begun else "planned"
 
 
@@ -165,7 +123,13 @@ def run_of(store: Store, plan: Plan, ledger: Ledger, probed: bool = False) -> Ru
 def load_run(ledger: Ledger, run: Run) -> tuple[Plan, Shards]:
     plan = ledger.load_plan()
     if plan is None:
-        raise CorruptRun(f"{run.uri}: the plan has disappeared")
+        raise CorruptRun(
+            f"{run.uri}: plan.json is missing, though this flow run has read it before. "
+            f"Restore it from a backup, or run the job under a new run key"
+        )
     if plan.hash != run.plan_hash:
-        raise CorruptRun(f"{run.uri}: the plan is not the one this flow began with")
+        raise CorruptRun(
+            f"{run.uri}: plan.json is not the plan that this flow run started with. Start the "
+            "flow run again"
+        )
     return plan, ledger.shards(plan)

@@ -26,9 +26,11 @@ def history_of(
     job: str | None = None,
     most: int = RUNS_SHOWN,
 ) -> list[HistoryPage]:
-    """Return a page for each job below `output`, or for one job. Retries of failed rows are left
-    out. If a job's `output` contains {run_date} or {run_key}, all its folders are read. Missing or
-    broken runs are named; only an unreachable store raises."""
+    """Return a page for each job below `output`, or for one job.
+
+    Retries of failed rows are left out. If a job's `output` contains {run_date} or {run_key}, all
+    its folders are read. Missing or broken runs are named; only an unreachable store raises.
+    """
     lines = _lines(output, options)
     broken = {line.run_key: line.trouble for line in lines if line.state == DAMAGED}
     broken = dict(list(broken.items())[:UNREADABLE_SHOWN])
@@ -47,8 +49,10 @@ def history_of(
 
 
 def _needed(found: list[RunLine], most: int) -> list[RunLine]:
-    """Return the newest `most` runs, and those before them up to the completed run with which the
-    oldest of them is compared."""
+    """Return the newest `most` runs, and the earlier ones that they are compared with.
+
+    That is up to the completed run with which the oldest of them is compared.
+    """
     for number in range(most, len(found)):
         if found[number].state == COMPLETED:
             return found[: number + 1]

@@ -23,8 +23,10 @@ _STARTS = TypeAdapter(StartTimes)
 
 
 def starts_of(notes: Sequence[Mapping[str, Any]]) -> tuple[StartTimes, ...]:
-    """Return the start times in attempts' notes (with `attempt`, their name), in order, the latest
-    ones; missing or invalid values are left out."""
+    """Return the start times in the records of attempts, in order, the latest ones.
+
+    Each has `attempt`, its name. Missing or invalid values are left out.
+    """
     found = []
     for note in notes:
         try:
@@ -41,9 +43,11 @@ def read_starts(ledger: Ledger) -> tuple[StartTimes, ...]:
 
 
 def attempts_seconds(ledger: Ledger, plan: Plan) -> float:
-    """Return the time in which anybody worked on a run, its requests phase included: from the begin
-    of an attempt to its last heartbeat, with the start of engines and all waiting. Concurrent
-    attempts count once; anything missing in a note or heartbeat counts as nothing."""
+    """Return the seconds in which any process worked on a run, its requests phase included.
+
+    From the begin of an attempt to its last heartbeat, with the start of engines and all waiting.
+    Concurrent attempts count once; anything missing in a record or heartbeat counts as nothing.
+    """
     ledgers, increment = [ledger], increment_of(plan)
     if increment is not None and increment.asks is not None:
         ledgers.append(asks_ledger(ledger.store))
@@ -62,7 +66,7 @@ def _notes(ledger: Ledger) -> list[dict[str, Any]]:
         for name in ledger.attempts():
             notes.append({**ledger.read_attempt(name), "attempt": name})
     except (RayBatchError, FileNotFoundError) as error:  # for people alone: no run fails of it
-        log.info("the notes of attempts cannot be read: %s", error)
+        log.info("the records of attempts cannot be read: %s", error)
     return notes
 
 

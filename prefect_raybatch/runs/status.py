@@ -13,6 +13,7 @@ from prefect_raybatch.driver.cost import HOUR, spent_on
 from prefect_raybatch.driver.stops import Stop
 from prefect_raybatch.errors import ConfigError, CorruptRun, NoSuchRun
 from prefect_raybatch.ledger.accepted import all_accepted
+from prefect_raybatch.ledger.checkpoints import Listing
 from prefect_raybatch.ledger.drains import Drain, read_drain
 from prefect_raybatch.ledger.failures import alike, failure_texts
 from prefect_raybatch.ledger.family import load_family, place
@@ -51,16 +52,19 @@ ATTEMPTS_SHOWN = 20  # attempts whose heartbeats a status looks at, the latest
 
 @dataclass(frozen=True)
 class Status:
-    """The current state of a run directory. `rate` is rows per second over the latest commits;
-    `beats` are the heartbeats of attempts that have not reported their end, newest first; `strays`
-    are unexpected files among the commits; `stopped` says why the latest attempt stopped, if it was
-    the error budget; `asks` is the state of the requests phase of a run that reuses answers;
-    `partials` are its partial results, newest first, which do not change its state. `cost` is that
-    of all attempts so far, `cost_end` the expected total; None if unknown. `superseded_by` is the
-    run that replaces this one, which was repaired. `drained` is the drain request that stopped the
-    latest attempt. `failure` says why the latest attempt at an incomplete run failed, `command`
-    continues the run. `retried_by` are the runs that retry its failed rows, if they took all of
-    them; `retry_options` are the options that another retry needs."""
+    """The current state of a run directory.
+
+    `rate` is rows per second over the latest commits; `beats` are the heartbeats of attempts that
+    have not reported their end, newest first; `strays` are unexpected files among the commits;
+    `stopped` says why the latest attempt stopped, if it was the error budget; `asks` is the state
+    of the requests phase of a run that reuses answers; `partials` are its partial results, newest
+    first, which do not change its state. `cost` is that of all attempts so far, `cost_end` the
+    expected total; None if unknown. `superseded_by` is the run that replaces this one, which was
+    repaired. `drained` is the drain request that stopped the latest attempt. `failure` says why the
+    latest attempt at an incomplete run failed, `command` continues the run. `retried_by` are the
+    runs that retry its failed rows, if they took all of them; `retry_options` are the options that
+    another retry needs.
+    """
 
     run: str
     run_key: str
@@ -99,9 +103,8 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
     store = open_store(uri, options)
     ledger = Ledger(store)
     plan = need_plan(ledger)
-    tally, listing = Tally(), ledger.listing(plan)
-    for commit in ledger.commits(plan, listing):
-        tally.add(commit)
+    listing = ledger.listing(plan)
+    tally = _tally(ledger, plan, listing)
     finished = ledger.finished(plan) is not None
     rate = 0.0 if finished else tally.recent_rate()
     attempts = _attempts(ledger)
@@ -112,9 +115,7 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
     beats = () if finished else tuple(_beats(store, attempts))
     spent = spent_on(ledger, plan)
     cost = spent.at(plain_price(_prices(plan)))
-    retried_by, retry_options = (
-        _retries(store.uri, plan, options) if finished and tally.failed else ((), ())
-    )
+    retries = _retries(store.uri, plan, options) if finished and tally.failed else ((), ())
     return Status(
         run=store.uri,
         run_key=plan.run_key,
@@ -144,8 +145,8 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
         cost_end=beats[0]["cost_end"] if beats else None,
         failure=failure,
         command=attempt.command if attempt is not None and failure else "",
-        retried_by=retried_by,
-        retry_options=retry_options,
+        retried_by=retries[0],
+        retry_options=retries[1],
     )
 
 
@@ -161,7 +162,7 @@ def _retries(uri: str, plan: Plan, options: dict[str, Any] | None) -> tuple[tupl
         family = load_family(*place(uri, options))
         member = family.members.get(plan.run_key)
     except (ConfigError, CorruptRun, NoSuchRun) as error:
-        log.warning("runs that retry the failed rows are not known: %s", error)
+        log.warning("retries of the failed rows are unknown: %s", error)
         return (), needed
     if member is None or not family.is_taken(member):
         return (), needed
@@ -169,8 +170,10 @@ def _retries(uri: str, plan: Plan, options: dict[str, Any] | None) -> tuple[tupl
 
 
 def _asks(store: Store, plan: Plan, options: dict[str, Any] | None) -> Status | None:
-    """Return the state of the requests phase of a run that reuses answers; None for any other, and
-    before it has begun."""
+    """Return the state of the requests phase of a run that reuses answers.
+
+    None for any other run, and before that phase has begun.
+    """
     increment = increment_of(plan)
     if increment is None or increment.asks is None:
         return None
@@ -179,8 +182,10 @@ def _asks(store: Store, plan: Plan, options: dict[str, Any] | None) -> Status | 
 
 
 def state_of(uri: str, options: Mapping[str, Any] | None = None) -> str:
-    """Return planned, unfinished or completed, from a listing alone; partial for the folder of a
-    partial result. Raises `NoSuchRun`."""
+    """Return planned, unfinished or completed, from a listing alone.
+
+    Returns partial for the folder of a partial result. Raises `NoSuchRun`.
+    """
     uri, name = split_partial(uri)
     ledger = Ledger(open_store(uri, options))
     plan = need_plan(ledger)
@@ -192,8 +197,11 @@ def state_of(uri: str, options: Mapping[str, Any] | None = None) -> str:
 
 
 def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
-    """Return the report of a run directory: the one written at its end or, before that, one from
-    the commits so far. For a partial result's folder, return the one written with it."""
+    """Return the report of a run directory.
+
+    It is the one written at its end or, before that, one from the commits so far. For a partial
+    result's folder, it is the one written with it.
+    """
     uri, name = split_partial(uri)
     store = open_store(uri, options)
     ledger = Ledger(store)
@@ -203,9 +211,8 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
         return RunReport.from_bytes(read_record(store, partial_path(name, PARTIAL_REPORT)))
     if ledger.finished(plan) is not None:
         return load_report(store)
-    tally, listing = Tally(), ledger.listing(plan)
-    for commit in ledger.commits(plan, listing):
-        tally.add(commit)
+    listing = ledger.listing(plan)
+    tally = _tally(ledger, plan, listing)
     state, notes = state_name(False, bool(tally.shards)), of_whom(plan)
     attempts = _attempts(ledger)
     stop = _stop_of(attempts, listing.done)
@@ -219,6 +226,14 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
     return with_cost(made, ledger, plan, _prices(plan))
 
 
+def _tally(ledger: Ledger, plan: Plan, listing: Listing) -> Tally:
+    """Return the figures of all committed shards."""
+    tally = Tally()
+    for commit in ledger.commits(plan, listing):
+        tally.add(commit)
+    return tally
+
+
 def _prices(plan: Plan) -> Prices:
     """Return the GPU prices in the job of a run."""
     return prices_of(planned_job(plan).cluster)
@@ -229,14 +244,19 @@ def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
     for name in ledger.attempts():
         try:
             found.append({"attempt": name, **ledger.read_attempt(name)})
-        except (CorruptRun, FileNotFoundError) as fault:  # for people only: the rest still is told
-            log.warning("the note of attempt %s is not shown: %s", name, fault)
+        except (
+            CorruptRun,
+            FileNotFoundError,
+        ) as fault:  # the others are still shown
+            log.warning("the record of attempt %s is unreadable and not shown: %s", name, fault)
     return sorted(found, key=lambda attempt: str(attempt.get("started")))
 
 
 def _stop_of(attempts: list[dict[str, Any]], done: np.ndarray) -> Stop | None:
-    """Return why the latest attempt stopped, unless the shard it held back was committed
-    meanwhile."""
+    """Return why the latest attempt stopped.
+
+    None if the shard that it held back was committed meanwhile.
+    """
     stop = Stop.from_note(attempts[-1]) if attempts else None
     if stop is None or type(stop.shard) is not int or not 0 <= stop.shard < len(done):
         return None

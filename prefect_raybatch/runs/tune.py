@@ -17,34 +17,27 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cluster import sizes as sized
-from prefect_raybatch.compile.job import compile_job, compile_planned, read_spec
-from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.harmless import visible
-from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.edits import edited
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.yaml_text import visible_yaml
 from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.precision import PrecisionTry
-from prefect_raybatch.ledger.records import Receipt, Unit
-from prefect_raybatch.model import pinned as models
-from prefect_raybatch.model.memory import experts_of
+from prefect_raybatch.ledger.records import Plan, Receipt, Unit
 from prefect_raybatch.report.advice import SPARE
 from prefect_raybatch.report.report import duration
-from prefect_raybatch.runs.alterations import agreements, alterations, sampled_rows
-from prefect_raybatch.runs.dry_run import dry_run
-from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.alterations import Changes, agreements, sampled_rows
 from prefect_raybatch.runs.precision import SampleBench
-from prefect_raybatch.runs.run import Run, load_run
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
-from prefect_raybatch.storage import Store, join, open_store
+from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
     from prefect_raybatch.cluster.pipeline import Pipeline
     from prefect_raybatch.cluster.sharing import User
+    from prefect_raybatch.sizing.sizes import Capacity
 
 log = logging.getLogger(__name__)
 
@@ -60,14 +53,18 @@ ENGINES, REPLICAS, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = (
     "engine.max_num_batched_tokens",
 )
 
+Moves = Callable[[int], list[int]]  # the next values of a field to try from a value
+
 
 @dataclass(frozen=True)
 class Trial:
-    """Settings (field: value) that were tried: rows per second in the steady state, seconds until
-    the first row was in an engine, replicas of the model and engines in all; or why it did not
-    work."""
+    """Settings (field: value) that were tried, and how fast they were.
 
-    changes: Mapping[str, Any]
+    `rows_per_s` is the steady state, `start_s` the seconds until the first row was in an engine;
+    `replicas` of the model and `engines` in all. `error` says why it did not work.
+    """
+
+    changes: Changes
     rows_per_s: float = 0.0
     start_s: float = 0.0
     rows: int = 0
@@ -80,8 +77,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The outcome. `rows` of the whole input would take `seconds` with `best`. `deadline`, in
-    seconds, and the replicas it `needs`, if one was given and can be met."""
+    """The outcome of tuning.
+
+    `rows` of the whole input would take `seconds` with `best`. `deadline`, in seconds, and the
+    replicas it `needs`, if one was given and can be met.
+    """
 
     trials: tuple[Trial, ...]
     best: Trial
@@ -92,59 +92,35 @@ class Tuned:
     notes: tuple[str, ...] = field(default_factory=tuple)
 
 
-def tune(
-    job: BatchJob,
-    minutes: float = 5.0,
-    trial_seconds: float = 30.0,
-    deadline: float | None = None,
-    observe: Callable[[Trial], None] = lambda trial: None,
-    engine: type | None = None,
+def tried(
+    bench: Bench,
+    moves: Mapping[str, Moves],
+    options: Sequence[Changes],
+    seconds: float,
+    observe: Callable[[Trial], None],
+) -> list[Trial]:
+    """Return trials of settings along `moves`, then of `options`, which may change answers."""
+    began = time.monotonic()
+    trials = list(search(bench.starts(), moves, bench, seconds, observe, len(options)))
+    ends = ends_at(began, trials[0], seconds)
+    return trials + altered(trials, options, bench, ends, observe)
+
+
+def outcome(
+    trials: Sequence[Trial],
+    options: Sequence[Changes],
+    min_agreement: float,
+    rows: int,
+    deadline: float | None,
 ) -> Tuned:
-    """Try settings for about `minutes`, from the unchanged job's first row in an engine, each for
-    `trial_seconds` after its first shard. The first start, which may compile kernels, does not
-    count; later ones do, so few settings are tried with a large model.
-
-    `deadline`: seconds for the whole input. `engine` replaces the engine stage in tests. Raises
-    `ConfigError` if nothing worked, and errors of planning.
-    """
-    from prefect_raybatch.cluster import connect as cluster
-    from prefect_raybatch.cluster.sharing import User
-
-    resolved = resolve(job).pinned()
-    rows = dry_run(resolved).rows
-    sampled = _sampled(resolved.job, uuid.uuid4().hex[:12])
-    run = plan_run(Resolved.of(sampled[0], resolved.known), sampled[1])
-    store = open_store(run.uri, job.output.options or None)
-    try:
-        user = User(f"tuning of {job.name}")
-        # The whole cluster: beside another run a trial would measure that one as well.
-        spec = compile_job(resolved.job)
-        with cluster.connected(spec.cluster, user) as have:
-            with cluster.admitted(spec.sizes, have, None, user):
-                bench = Bench(sampled[0], run, store, have, trial_seconds, engine)
-                starts, moves = bench.starts(), axes(spec.sizes, have)
-                options = alterations(spec, have, _experts(resolved))
-                began, kept = time.monotonic(), len(options)
-                trials = list(search(starts, moves, bench, 60 * minutes, observe, kept))
-                ends = ends_at(began, trials[0], 60 * minutes)
-                trials += altered(trials, options, bench, ends, observe)
-            trials = bench.compared(trials, user)
-    finally:
-        _remove(open_store(job.output.uri, job.output.options or None), f"{FOLDER}/{sampled[1]}")
-    least = job.limits.min_agreement
-    best = max((t for t in trials if keeps(t, least)), key=lambda trial: trial.rows_per_s)
+    """Return the best of the trials, for `rows` rows; raise `ConfigError` if none worked."""
+    kept = (trial for trial in trials if keeps(trial, min_agreement))
+    best = max(kept, key=lambda trial: trial.rows_per_s)
     if not best.rows_per_s:
-        raise ConfigError(f"no setting worked; as the job is: {trials[0].error}")
-    found = tuned_of(tuple(trials), best, rows, deadline)
-    return replace(found, notes=(*found.notes, *said_of_altered(trials, options, least)))
-
-
-def _experts(resolved: Resolved) -> int:
-    try:
-        return experts_of(models.read_config(resolved.model)[0])
-    except ConfigError as error:  # a model without such a file is told of by others
-        log.info("whether the model has experts is not known: %s", error)
-        return 0
+        raise ConfigError(f"no setting worked; the unchanged job failed with: {trials[0].error}")
+    tuned = tuned_of(tuple(trials), best, rows, deadline)
+    notes = said_of_altered(trials, options, min_agreement)
+    return replace(tuned, notes=(*tuned.notes, *notes))
 
 
 def keeps(trial: Trial, least: float) -> bool:
@@ -156,14 +132,16 @@ def keeps(trial: Trial, least: float) -> bool:
 
 def altered(
     trials: Sequence[Trial],
-    options: Sequence[Mapping[str, Any]],
-    bench: Callable[[Mapping[str, Any]], Trial],
+    options: Sequence[Changes],
+    bench: Callable[[Changes], Trial],
     ends: float,
     observe: Callable[[Trial], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Trial]:
-    """Try each of `options`, which may change answers, on top of the best of `trials`, as long as
-    there is time for another."""
+    """Try each of `options`, which may change answers, on top of the best of `trials`.
+
+    Stops when there is no time for another.
+    """
     best = max(trials, key=lambda trial: trial.rows_per_s)
     made: list[Trial] = []
     took = 0.0
@@ -177,9 +155,7 @@ def altered(
     return made
 
 
-def said_of_altered(
-    trials: Sequence[Trial], options: Sequence[Mapping[str, Any]], least: float
-) -> list[str]:
+def said_of_altered(trials: Sequence[Trial], options: Sequence[Changes], least: float) -> list[str]:
     """Return what each option brought and what it changes, and which there was no time for."""
     plain = max((t.rows_per_s for t in trials if not t.may_alter), default=0.0)
     tried = [trial for trial in trials if trial.may_alter]
@@ -206,25 +182,24 @@ def said_of_altered(
 
 
 def search(
-    starts: Mapping[str, Any],
-    axes: Mapping[str, Callable[[Any], list[Any]]],
-    bench: Callable[[Mapping[str, Any]], Trial],
+    starts: Mapping[str, int],
+    axes: Mapping[str, Moves],
+    bench: Callable[[Changes], Trial],
     seconds: float,
     observe: Callable[[Trial], None],
     kept: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Trial]:
-    """Try the unchanged job first. Then move one field after the other from the best so far, and on
-    in the same direction while that helps, until there is no time for another trial: `seconds` from
-    the first trial's first row. Of these, the time of `kept` trials, at most half of it, is
-    reserved for others.
+    """Try the unchanged job, then move one field after the other from the best so far.
 
-    `starts` are the values of the fields in the unchanged job, `axes` the next values to try from a
-    value.
+    A move continues in the same direction while that helps, until there is no time for another
+    trial: `seconds` from the first trial's first row. Of these, the time of `kept` trials, at most
+    half of it, is reserved for others. `starts` are the values of the fields in the unchanged job,
+    `axes` the next values to try from a value.
     """
     took = 0.0  # the latest trial
 
-    def attempt(changes: Mapping[str, Any]) -> Trial:
+    def attempt(changes: Changes) -> Trial:
         nonlocal took
         began = clock()
         trial = bench(changes)
@@ -259,9 +234,11 @@ def search(
 
 
 def ends_at(began: float, first: Trial, seconds: float) -> float:
-    """Return when to start no further trial: `seconds` after the first row of the first trial,
-    which began at `began`. Its start may compile kernels: 140 s for an 8B model where others took
-    50 s."""
+    """Return when to start no further trial: `seconds` after the first trial's first row.
+
+    That trial began at `began`. Its start may compile kernels: 140 s for an 8B model where others
+    took 50 s.
+    """
     return began + first.start_s + seconds
 
 
@@ -270,29 +247,24 @@ class Bench:
 
     def __init__(
         self,
-        job: BatchJob,
-        run: Run,
+        changed: Callable[[Changes], RunSpec],
+        plan: Plan,
+        shards: Shards,
         store: Store,
-        have: Any,
+        capacity: Capacity,
         seconds: float,
         engine: type | None = None,
     ):
-        self.store, self.have, self.seconds = store, have, seconds
-        self.engine = engine
-        self.ledger = Ledger(store)
-        self.plan, self.shards = load_run(self.ledger, run)
-        self.job = job
-        self.spec = self.changed({})
-
-    def changed(self, changes: Mapping[str, Any]) -> RunSpec:
-        """Return what the run does with fields such as engine.max_num_seqs changed, without its
-        quantization trials, because those may change answers."""
-        job = edited(self.job, changes, "the tuned job")
-        return compile_planned(job, self.plan).decide(precision={})
+        """Store the arguments; `changed` returns what the run does with some fields changed."""
+        self.changed, self.plan, self.shards, self.store = changed, plan, shards, store
+        self.capacity, self.seconds, self.engine = capacity, seconds, engine
+        self.spec = changed({})
 
     def compared(self, trials: Sequence[Trial], user: User) -> list[Trial]:
-        """Return the trials; those that may change answers and were faster than all others with how
-        well their answers agree."""
+        """Return the trials, with how well answers agree.
+
+        Compared are those that may change answers and were faster than all others.
+        """
         plain = max(trial.rows_per_s for trial in trials if not trial.may_alter)
         faster = [t for t in trials if t.may_alter and t.rows_per_s > BETTER * plain]
         if not faster:
@@ -300,16 +272,16 @@ class Bench:
         least = self.spec.limits.min_agreement
         rows = sampled_rows(least, self.plan.rows, len(faster))
         bench = SampleBench(
-            *(self.spec, self.plan, self.shards, self.ledger, self.have, user),
+            *(self.spec, self.plan, self.shards, Ledger(self.store), self.capacity, user),
             *(uuid.uuid4().hex, self.engine, rows),
         )
         made = agreements(bench, [trial.changes for trial in faster], self.changed)
         found = {id(t): replace(t, agreement=a) for t, a in zip(faster, made, strict=True)}
         return [found.get(id(trial), trial) for trial in trials]
 
-    def starts(self) -> dict[str, Any]:
+    def starts(self) -> dict[str, int]:
         """Return the resolved values of the job's own fields, automatic ones included."""
-        size = sized.for_attempt(self.spec.sizes, self.plan, self.have)
+        size = sized.for_attempt(self.spec.sizes, self.plan, self.capacity)
         return {
             ENGINES: size.pool.engines_per_gpu,
             REPLICAS: size.pool.replicas[1],
@@ -317,21 +289,21 @@ class Bench:
             MAX_NUM_BATCHED_TOKENS: size.arguments.max_num_batched_tokens,
         }
 
-    def __call__(self, changes: Mapping[str, Any]) -> Trial:
+    def __call__(self, changes: Changes) -> Trial:
         """Run one trial; a failure is in its `error`."""
         try:
             return self._trial(changes)
         except RayBatchError as error:
             return Trial(changes, error=f"{type(error).__name__}: {error}")
 
-    def _trial(self, changes: Mapping[str, Any]) -> Trial:
+    def _trial(self, changes: Changes) -> Trial:
         from prefect_raybatch.cluster import connect as cluster
         from prefect_raybatch.cluster.pipeline import Pipeline
+        from prefect_raybatch.stages.engine import EngineStage
 
         spec = self.changed(changes)
-        size = sized.for_attempt(spec.sizes, self.plan, self.have)
-        cluster.check_fit(spec.sizes, self.have, size.pool)
-        more: dict[str, Any] = {"engine": self.engine} if self.engine else {}
+        size = sized.for_attempt(spec.sizes, self.plan, self.capacity)
+        cluster.check_fit(spec.sizes, self.capacity, size.pool)
         pipeline = Pipeline(
             spec,
             self.plan,
@@ -339,12 +311,12 @@ class Bench:
             self.store,
             uuid.uuid4().hex,
             size,
-            **more,
+            engine=self.engine or EngineStage,
         )
         began = time.time()
         done, error = self._receipts(pipeline)
         if not done:
-            return Trial(changes, error=error or "no shard came through in time")
+            return Trial(changes, error=error or "no shard was finished in time")
         first = min(receipt.stats.started or 0.0 for receipt in done)
         rate, rows = steady(done)
         pool = size.pool
@@ -352,8 +324,7 @@ class Bench:
         return Trial(changes, round(rate, 1), start, rows, pool.replicas[1], pool.engines)
 
     def _receipts(self, pipeline: Pipeline) -> tuple[list[Receipt], str]:
-        """Return receipts of shards that came through until the time was up, and why one did
-        not."""
+        """Return receipts of shards that were finished in time, and why one was not."""
         done: list[Receipt] = []
         until = math.inf
         error = ""
@@ -388,8 +359,11 @@ def spread(number: int) -> list[int]:
 
 
 def steady(receipts: list[Receipt]) -> tuple[float, int]:
-    """Return (rows per second, rows): between the ends of the first and the last shard if there are
-    at least three; otherwise over the whole time in the engine."""
+    """Return (rows per second, rows) of the shards of a trial.
+
+    Measured between the ends of the first and the last shard if there are at least three; otherwise
+    over the whole time in the engine.
+    """
     figures = [receipt.stats for receipt in receipts]
     ends = sorted((one.ended or 0.0, int(one.rows or 0)) for one in figures)
     rows = sum(number for _, number in ends)
@@ -399,44 +373,26 @@ def steady(receipts: list[Receipt]) -> tuple[float, int]:
     return rows / max(span, 1e-6), rows
 
 
-def _sampled(job: BatchJob, key: str) -> tuple[BatchJob, str]:
-    """Return the job of the trials and its key: small shards, separate from runs."""
-    from prefect_raybatch import source
-
-    rows = job.source.rows_per_shard or job.engine.batch_size
-    # Rows are asked as they come: nothing is taken over, kept or put in another order.
-    changes: dict[str, Any] = {
-        "source.rows_per_shard": min(rows, job.engine.batch_size),
-        "engine.order": "input" if job.engine.order == "input" else "auto",
-        "output.uri": join(job.output.uri, FOLDER),
-        "output.keep_answers": None,
-        "reuse": None,
-    }
-    if source.needs_snapshot(read_spec(job.source)):
-        changes["source.limit"] = min(job.source.limit or COPIED_ROWS, COPIED_ROWS)
-    return edited(job, changes, "the job of a trial"), key
-
-
-def axes(sizes: SizeSpec, have: Any) -> dict[str, Callable[[Any], list[Any]]]:
+def axes(sizes: SizeSpec, capacity: Capacity) -> dict[str, Moves]:
     """Return which fields are moved, and the next values from a value."""
 
-    def twice_or_half(least: int, most: int) -> Callable[[Any], list[Any]]:
+    def twice_or_half(least: int, most: int) -> Moves:
         return lambda value: [v for v in (value * 2, value // 2) if least <= v <= most]
 
-    axes: dict[str, Callable[[Any], list[Any]]] = {}
-    if sizes.device_for(have.gpus) == "gpu":
+    axes: dict[str, Moves] = {}
+    if sizes.device_for(capacity.gpus) == "gpu":
         if sizes.gpus_per_replica == 1:
             axes[ENGINES] = lambda value: [v for v in (value + 1, value - 1) if 1 <= v <= 8]
         axes[MAX_NUM_SEQS] = twice_or_half(64, 4096)
         axes[MAX_NUM_BATCHED_TOKENS] = twice_or_half(4096, 65536)
     else:
-        most = int((have.cpus - sizes.stage_cpus) / sizes.cpus)
+        most = int((capacity.cpus - sizes.stage_cpus) / sizes.cpus)
         axes[REPLICAS] = lambda value: [v for v in (value + 1,) if v <= most]
         axes[MAX_NUM_SEQS] = twice_or_half(32, 512)
     return axes
 
 
-def _key(changes: Mapping[str, Any]) -> str:
+def _key(changes: Changes) -> str:
     return repr(sorted(changes.items()))
 
 
@@ -447,15 +403,18 @@ def tuned_of(trials: tuple[Trial, ...], best: Trial, rows: int, deadline: float 
         return Tuned(trials, best, rows, seconds, deadline)
     left = deadline - best.start_s
     if left <= 0:
-        note = f"the engines alone take {best.start_s:,.0f} s to start, so no number of them helps"
+        note = f"the engines take {best.start_s:,.0f} s to start, so no number meets the deadline"
         return Tuned(trials, best, rows, seconds, deadline, notes=(note,))
     needs = math.ceil(best.replicas * work / left * SPARE)
     return Tuned(trials, best, rows, seconds, deadline, needs)
 
 
-def _remove(output: Store, top: str) -> None:
-    """Delete all files of the trials in the folder `top`, including unfinished ones, whose writers
-    were killed with the pass. Deletes from the output's root, so that their folders go as well."""
+def remove_trials(output: Store, top: str) -> None:
+    """Delete all files of the trials in the folder `top`.
+
+    Also unfinished ones, left by writers that were killed with the pass. Deletes from the output's
+    root, so that their folders go as well.
+    """
     trials = output.sub(top)
     try:
         for _ in range(REMOVALS):
@@ -464,12 +423,15 @@ def _remove(output: Store, top: str) -> None:
             time.sleep(0.5)  # a writer on another node may get one more file through
             if next(iter(trials.list()), None) is None and not trials.unfinished(math.inf, False):
                 return
-        log.warning("%s: something is still being written there", trials.uri)
+        log.warning(
+            "%s: a process still writes files there. Delete the folder when it has ended",
+            trials.uri,
+        )
     except RayBatchError as error:  # the result counts more than the error of removing what is left
-        log.warning("%s could not be removed: %s", trials.uri, error)
+        log.warning("%s could not be removed: %s. Delete it by hand", trials.uri, error)
 
 
-def told(changes: Mapping[str, Any]) -> str:
+def told(changes: Changes) -> str:
     """Return settings in words, speculation only by its method."""
     named = (
         (name, value.get("method", value) if isinstance(value, Mapping) else value)
@@ -534,8 +496,7 @@ def settings(tuned: Tuned) -> dict[str, Any]:
 
 
 def job_file(value: Mapping[str, Any], tuned: Tuned) -> str:
-    """Return a job (as its file has it) with the best settings as YAML, and the trials in
-    comments."""
+    """Return a job file as YAML with the best settings, and the trials in comments."""
     rows = ("  ".join(cell for cell in row.values() if cell) for row in table(tuned))
     lines = "\n".join([*rows, *conclusion(tuned)]).splitlines()  # an error may have several
     said = "".join(f"# {visible(text)}\n" for text in lines)

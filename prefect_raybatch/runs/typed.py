@@ -36,16 +36,18 @@ def typed_command(words: Sequence[str]) -> Iterator[None]:
 
 
 def name_typed_run(run_key: str) -> None:
-    """Complete a `raybatch run` that was typed with the key of its run: later it would get another
-    one."""
+    """Complete a typed `raybatch run` with the key of its run: later it would get another one."""
     words = _typed.get()
     if words[1:2] == ("run",):
         _typed.set(_with_option(words, "--run-key", run_key))
 
 
 def typed_words(run_key: str | None = None, changes: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the words that were typed; for a `raybatch run` with another run key and with fields
-    of the job changed, if given. Empty if nothing was typed, as in a Prefect worker."""
+    """Return the words that were typed, completed for later use.
+
+    A `raybatch run` gets another run key and changed fields of the job, if given. Empty if nothing
+    was typed, as in a Prefect worker.
+    """
     words = _typed.get()
     if run_key is not None and words[1:2] == ("run",):
         words = _with_option(words, "--run-key", run_key)
@@ -68,8 +70,7 @@ def _with_option(words: Sequence[str], option: str, value: str) -> tuple[str, ..
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """Return the words of a command with the value of each `FIELD=VALUE` masked that may be a
-    credential."""
+    """Mask the value of each `FIELD=VALUE` that may be a credential."""
     return [_shown_word(word) for word in words]
 
 

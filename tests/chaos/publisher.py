@@ -28,8 +28,8 @@ import pyiceberg.io.pyarrow
 import sqlalchemy.dialects.sqlite
 from helpers.targets import TARGETS
 
+from prefect_raybatch.api import publish_run
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.runs.publish_run import publish_run
 
 LIBRARIES = (deltalake, lance, pyiceberg, sqlalchemy)  # what a publisher has imported
 APPENDED = ("delta", "iceberg", "sql", "lance", "parquet")

@@ -36,10 +36,8 @@ def main(spec_path: str, status_path: str) -> int:
 
 def attempt(spec: dict[str, Any]) -> dict[str, Any]:
     """plan, infer, finalize; what the report says."""
+    from prefect_raybatch.api import finalize_run, infer_run, plan_run
     from prefect_raybatch.job.batch_job import BatchJob
-    from prefect_raybatch.runs.finalize_run import finalize_run
-    from prefect_raybatch.runs.infer_run import infer_run
-    from prefect_raybatch.runs.plan_run import plan_run
 
     from . import hooks
     from .engine import ENGINES

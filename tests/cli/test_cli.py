@@ -30,6 +30,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 import prefect_raybatch
 from prefect_raybatch import errors
+from prefect_raybatch.api import default_run_key, finalize_run, infer_run, plan_run
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cli.commands import exit_status
 from prefect_raybatch.cli.drive import page_hint, retry_options
@@ -41,11 +42,8 @@ from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.remote import follower
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs.finalize_run import finalize_run
-from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.open_run import open_run
-from prefect_raybatch.runs.plan_run import plan_run
-from prefect_raybatch.runs.run import Run, default_run_key
+from prefect_raybatch.runs.run import Run
 from prefect_raybatch.runs.status import Status, status
 from prefect_raybatch.storage import S3Store, open_store, s3_silence
 from prefect_raybatch.storage.s3_client import Connection
@@ -545,7 +543,7 @@ def test_an_output_inside_the_input_is_refused(tmp_path, call):
     value["source"]["uri"] = str(tmp_path / "in")
     path.write_text(yaml.safe_dump(value))
     code, _, err = call("plan", path)
-    assert code == 2 and "lies inside the input" in err
+    assert code == 2 and "is inside the input" in err
 
 
 def test_names_that_look_like_markup_are_shown_as_they_are(tmp_path, call):

@@ -27,13 +27,11 @@ from helpers.small import make_job
 from helpers.spanning import SpanningEngine
 
 from prefect_raybatch import warm_engines
+from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.compile.job import cluster_spec, compile_job
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.runs.finalize_run import finalize_run
-from prefect_raybatch.runs.infer_run import infer_run
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.sizing.sizes import Capacity
 from prefect_raybatch.stages.block import passes_by, units_of
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage

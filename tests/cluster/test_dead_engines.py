@@ -14,13 +14,11 @@ from helpers.engines import FineEngine
 from helpers.heard import Heard
 from helpers.small import input_rows, make_job
 
+from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.driver import monitor
 from prefect_raybatch.errors import EngineFailure
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs.finalize_run import finalize_run
-from prefect_raybatch.runs.infer_run import infer_run
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.stages.block import passes_by
 from prefect_raybatch.stages.engine import EngineLaunch
 from prefect_raybatch.storage import open_store

@@ -14,12 +14,11 @@ from helpers.engines import FineEngine, NoEngine
 from helpers.small import input_rows, make_job
 from ray.exceptions import ActorDiedError
 
+from prefect_raybatch.api import infer_run, plan_run
 from prefect_raybatch.driver import monitor
 from prefect_raybatch.errors import EngineFailure
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.records import Receipt
-from prefect_raybatch.runs.infer_run import infer_run
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.stages.engine import EngineLaunch
 
 STARTS = 4  # of an engine: one, and three more that Ray makes of it
@@ -66,8 +65,8 @@ def test_engines_that_die_as_they_start_are_told_as_that(
     assert said.startswith(f"an engine's process died while starting, {STARTS} times in a row")
     assert "8 units not done" in said and "connection error code 2" in said
     assert "\n" not in said and len(said) < 600
-    told = [r.getMessage() for r in caplog.records if "before a shard came" in r.getMessage()]
-    assert len(told) == STARTS and ", 1 time until now" in told[0] and ", 4 times" in told[-1]
+    told = [r.getMessage() for r in caplog.records if "before its first shard" in r.getMessage()]
+    assert len(told) == STARTS and ", 1 time so far" in told[0] and ", 4 times" in told[-1]
     died = {path.name for path in (tmp_path / "notes").iterdir()}
     assert set(re.findall(r"process (\d+) on node ", " ".join(told))) <= died
 

@@ -24,6 +24,7 @@ from helpers.ray_head import start_head
 from helpers.small import MODEL, make_job
 
 from prefect_raybatch import source
+from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import early
 from prefect_raybatch.cluster import sizes as sized
@@ -37,9 +38,6 @@ from prefect_raybatch.errors import InsufficientResources, SourceError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.model.memory import describe
-from prefect_raybatch.runs.finalize_run import finalize_run
-from prefect_raybatch.runs.infer_run import infer_run
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.sizing.sizes import Capacity, imagined
 from prefect_raybatch.storage import open_store
 
@@ -623,9 +621,9 @@ from prefect_raybatch.cluster import early, side_by_side
 from prefect_raybatch.cluster.early import engines_early
 from prefect_raybatch.job.cluster import Cluster
 from prefect_raybatch.job.source import Source
-from prefect_raybatch.runs.finalize_run import finalize_run
-from prefect_raybatch.runs.infer_run import infer_run
-from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.api import finalize_run
+from prefect_raybatch.api import infer_run
+from prefect_raybatch.api import plan_run
 from prefect_raybatch.source import cuts
 
 early.WORTH_BYTES = side_by_side.WORTH_A_START = side_by_side.WORTH_A_TASK = 0
@@ -731,7 +729,7 @@ from helpers.engines import NotedEngine
 from prefect_raybatch import source
 from prefect_raybatch.cluster import early
 from prefect_raybatch.cluster.early import engines_early
-from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.api import plan_run
 
 early.WORTH_BYTES = 0
 os.cpu_count = lambda: 2

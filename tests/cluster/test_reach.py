@@ -21,6 +21,7 @@ import yaml
 from helpers.small import input_rows, job_dict, make_job, small_run
 
 from prefect_raybatch import bounded
+from prefect_raybatch.api import precheck
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import pipeline as passes
@@ -31,7 +32,6 @@ from prefect_raybatch.errors import ClusterUnavailable, ConfigError, Insufficien
 from prefect_raybatch.job.cluster_access import ClusterAccess
 from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss
 from prefect_raybatch.ledger.records import Receipt
-from prefect_raybatch.runs.plan_run import precheck
 
 # What Ray's GCS and an HTTP/2 proxy without a head behind it were seen to answer.
 SETTINGS = b"\x00\x00\x06\x04\x00\x00\x00\x00\x00\x00\x04\x00@\x00\x00"

@@ -20,6 +20,7 @@ from helpers.hosts import FakeHosts
 from helpers.ray_head import ROOT
 from helpers.small import make_job
 
+from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.cluster.warm import WarmEngines
@@ -32,9 +33,6 @@ from prefect_raybatch.errors import (
     JobStopped,
 )
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.runs.finalize_run import finalize_run
-from prefect_raybatch.runs.infer_run import infer_run
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.sizing.sizes import Capacity
 
 ROWS = 48

@@ -17,6 +17,7 @@ import pytest
 from helpers.small import SmallRun, make_job, small_run
 from helpers.specs import reads
 
+from prefect_raybatch.api import finalize_run
 from prefect_raybatch.cluster import side_by_side as module
 from prefect_raybatch.cluster.side_by_side import copying_for, side_by_side, workers_for
 from prefect_raybatch.compile.job import cluster_spec
@@ -28,7 +29,6 @@ from prefect_raybatch.result import finalize as finalizing
 from prefect_raybatch.result.finalize import finalize
 from prefect_raybatch.result.parts import PartTask, write_part
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.source import side_copies, snapshot
 from prefect_raybatch.storage import open_store

@@ -11,10 +11,10 @@ from helpers.findings import one
 from helpers.small import make_job
 
 from prefect_raybatch import installed
+from prefect_raybatch.api import precheck
 from prefect_raybatch.doctor import machine
 from prefect_raybatch.errors import EngineStartError
 from prefect_raybatch.ledger.records import Unit
-from prefect_raybatch.runs.plan_run import precheck
 from prefect_raybatch.storage import open_store
 
 __all__ = ["started"]  # a fixture

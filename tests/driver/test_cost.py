@@ -10,6 +10,7 @@ from helpers.heard import Heard
 from helpers.nights import Nights
 from helpers.small import job_dict, make_job, small_run
 
+from prefect_raybatch.api import finalize_run, plan_run
 from prefect_raybatch.compile.job import cluster_spec, compile_job, prices_of
 from prefect_raybatch.compile.sizes import size_spec
 from prefect_raybatch.driver import monitor as watching
@@ -25,9 +26,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.runs.costs import with_cost
 from prefect_raybatch.runs.estimate import estimate
-from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.phases import meter_for
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.status import report_of, status
 from prefect_raybatch.sizing.prices import gpu_price
 from prefect_raybatch.sizing.sizes import Capacity, pool_for
@@ -206,7 +205,7 @@ def test_a_run_stops_at_its_limit_is_resumed_and_reports_what_it_cost(tmp_path, 
     found = estimate(compile_job(job), H100S, 400)
     assert found.by == "monday" and found.cost == pytest.approx(10 * report.cost["total"], rel=1e-3)
     small = priced(nights, max_cost=found.cost / 2)
-    assert "may end the run before it is whole" in (
+    assert "may stop the run before it is complete" in (
         estimate(compile_job(small), H100S, 400).warning or ""
     )
     elsewhere = small.model_copy(

@@ -128,7 +128,7 @@ def test_a_taken_port_is_a_warning(port, caplog):
         other.listen()
         with metrics.serving("j", "k", lambda: Beat(1.0)):
             pass
-    assert f"no metrics at 127.0.0.1:{port}" in caplog.text
+    assert f"metrics cannot be served at 127.0.0.1:{port}" in caplog.text
 
 
 @pytest.mark.parametrize("value", ["", "0", " "])

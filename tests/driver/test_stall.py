@@ -16,6 +16,7 @@ from helpers.engines import FakeEngine
 from helpers.heard import Heard, counts, wait_for
 from helpers.small import input_rows, make_job, small_run
 
+from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.driver import monitor, stall
 from prefect_raybatch.driver.cost import CostMeter
 from prefect_raybatch.driver.driver import Progress
@@ -27,9 +28,6 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.records import Receipt, Unit
-from prefect_raybatch.runs.finalize_run import finalize_run
-from prefect_raybatch.runs.infer_run import infer_run
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.status import status
 from prefect_raybatch.stages.block import passes_by
 
@@ -190,7 +188,7 @@ def test_a_cluster_that_does_not_answer_keeps_neither_stalls_nor_costs_from_bein
     assert heard.beats[-1].gpu_seconds == 53.0 and heard.beats[-1].alarms == 1
     if how == "hangs":
         assert sorted(asked) == ["deaths", "engines", "leaving", "starts", "store"]
-    assert caplog.text.count("Ray does not tell of its engines") == 1
+    assert caplog.text.count("Ray does not report its engines") == 1
     gate.set()
     made.engines = lambda: {"ALIVE": 2}
     for _ in range(50):  # until those that hung have ended
@@ -290,7 +288,7 @@ def test_a_stop_that_hangs_does_not_hold_up_the_end(monkeypatch, caplog):
     with pytest.raises(EngineFailure, match="stalled"):
         next(interruptible(passes, lambda: EngineFailure("stalled"), stop)(UNITS, False))
     assert not went_on.is_set()
-    assert "Ray does not end the pass that is given up: no answer within 0.2 s" in caplog.text
+    assert "Ray did not stop the abandoned pass: no answer within 0.2 s" in caplog.text
     gate.set()
     assert went_on.wait(60)
 

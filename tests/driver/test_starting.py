@@ -153,19 +153,20 @@ def test_an_engine_that_dies_before_a_shard_came_through_is_warned_of_at_once(
     for found in seen:
         watch.deaths = lambda found=found: found
         watch.look()
-    said = [r.getMessage() for r in caplog.records if "died before a shard" in r.getMessage()]
-    assert [text.partition("through")[2].partition(" until")[0] for text in said] == [
+    messages = [r.getMessage() for r in caplog.records]
+    said = [text for text in messages if "died before its first shard" in text]
+    assert [text.partition("first shard")[2].partition(" so far")[0] for text in said] == [
         " (process 7 on node n1), 1 time",
         " (process 8 on node n2), 2 times",
         ", 1 time",
     ]
-    assert all("out of memory, which `dmesg` there tells" in text for text in said)
+    assert all("out of memory; see `dmesg` there" in text for text in said)
     watch.deaths = lambda: 1 / 0
     watch.look()
     driver.run(Passes(run), Passes(run).quarantine)
     watch.deaths = lambda: {"b": (1, "")}  # told with the shards it cost
     watch.look()
-    assert sum("died before a shard" in r.getMessage() for r in caplog.records) == 3
+    assert sum("died before its first shard" in r.getMessage() for r in caplog.records) == 3
 
 
 def test_a_beat_that_counts_a_commit_never_says_that_engines_start(tmp_path) -> None:

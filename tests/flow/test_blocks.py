@@ -25,6 +25,7 @@ from pydantic import SecretStr, ValidationError
 from s3server import S3Server
 
 from prefect_raybatch import BatchJob
+from prefect_raybatch.api import finalize_run
 from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError
 from prefect_raybatch.flow import tasks
@@ -38,7 +39,6 @@ from prefect_raybatch.flow.blocks import (
 from prefect_raybatch.flow.tasks import with_blocks
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.remote.records import sendable
-from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.run import Run
 
 BLOCKS = [RayCluster, ObjectStore, BatchInferenceJob]
@@ -435,9 +435,7 @@ def test_the_examples_run(
     example(ObjectStore)
     assert "a.txt 5" in capsys.readouterr().out
 
-    monkeypatch.setattr(
-        "prefect_raybatch.runs.run.default_run_key", lambda job, scheduled=None: "key"
-    )
+    monkeypatch.setattr("prefect_raybatch.api.default_run_key", lambda job, scheduled=None: "key")
     assert example(BatchInferenceJob)["report"].good == 20
 
 

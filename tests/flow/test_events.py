@@ -26,6 +26,7 @@ from prefect.client.orchestration import get_client
 from prefect.events import emit_event
 from prefect.states import Cancelled, Failed, Running, Scheduled
 
+from prefect_raybatch.api import plan_run
 from prefect_raybatch.cli.show import TerminalProgress
 from prefect_raybatch.driver.driver import OtherLedger, Progress
 from prefect_raybatch.driver.heartbeat import (
@@ -52,7 +53,6 @@ from prefect_raybatch.ledger.layout import heartbeat_path
 from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.report import plots
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.run import Run
 
 DRAWS = True

@@ -23,10 +23,10 @@ from prefect_raybatch import (
     infer_shards,
     plan_shards,
 )
+from prefect_raybatch.api import infer_run
 from prefect_raybatch.flow.artifacts import of_run
 from prefect_raybatch.remote import follower
 from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.runs.infer_run import infer_run
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "local_ray")
 

@@ -25,6 +25,7 @@ from helpers.specs import PLAIN, prompt_of, reads, sampling_of
 from pydantic import BaseModel
 
 from prefect_raybatch import source
+from prefect_raybatch.api import plan_run
 from prefect_raybatch.cluster import connect, lookups
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.cluster.pipeline import Pipeline, resources_of, warm_kind_of
@@ -44,7 +45,6 @@ from prefect_raybatch.ledger.records import Plan, load
 from prefect_raybatch.plan.keying import keying_of
 from prefect_raybatch.plan.row_keys import RowKeys
 from prefect_raybatch.runs.increment import asks_of
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.sizing.sizes import Capacity, expected_engines
 from prefect_raybatch.source import Inventory
 from prefect_raybatch.spec.read import ReadSpec

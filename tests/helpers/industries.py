@@ -12,12 +12,12 @@ import pytest
 import ray
 from tour import TOUR_PAGE
 
+from prefect_raybatch import api
 from prefect_raybatch.cli import drive
 from prefect_raybatch.cli.commands import main
 from prefect_raybatch.demo.customers import companies, write_customers
 from prefect_raybatch.ledger.records import Receipt
 from prefect_raybatch.model.pinned import tokenizer_place
-from prefect_raybatch.runs import preview
 from prefect_raybatch.stages.block import ERROR, TOKENS, load_tokenizer
 from prefect_raybatch.stages.engine import EngineLaunch
 
@@ -72,7 +72,7 @@ def stand_in(folder: Path, patch: pytest.MonkeyPatch) -> Industries:
     patch.setattr(ray, "init", lambda **options: None)
     patch.setattr(ray, "shutdown", lambda: None)
     patch.setattr(drive, "quiet_engine", lambda: None)
-    patch.setattr(preview, "preview_rows", partial(preview.preview_rows, engine=Shown))
+    patch.setattr(api, "preview_rows", partial(api.preview_rows, engine=Shown))
     return made
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.cluster import connect, pipeline
 from prefect_raybatch.cluster.sharing import Shared
 from prefect_raybatch.cluster.warm import WarmEngines
@@ -23,9 +24,6 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.records import Receipt, Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.runs.finalize_run import finalize_run
-from prefect_raybatch.runs.infer_run import infer_run
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.sizing.sizes import Capacity
 from prefect_raybatch.stages.block import (

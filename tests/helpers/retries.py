@@ -14,13 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from helpers.specs import finish_stage
+from prefect_raybatch.api import finalize_run
+from prefect_raybatch.api.retry import Retry, plan_retry
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.layout import RESULT_FOLDERS
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.runs.finalize_run import finalize_run
-from prefect_raybatch.runs.retry import Retry, plan_retry
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.stages.block import Failure, tag
 from prefect_raybatch.storage import open_store

@@ -175,7 +175,7 @@ def test_what_is_yet_to_be_decided_is_no_wrong_value() -> None:
 
 
 def test_a_job_with_a_wrong_value_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    from prefect_raybatch.runs.plan_run import plan_run, precheck
+    from prefect_raybatch.api import plan_run, precheck
     from prefect_raybatch.runs.run import run_store
 
     (tmp_path / "in.csv").write_text("Company\nAcme\n")

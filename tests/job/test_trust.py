@@ -13,6 +13,7 @@ import pytest
 from helpers.policies import set_policy
 from helpers.small import make_job, small_run
 
+from prefect_raybatch.api import dry_run, infer_run, plan_run, precheck
 from prefect_raybatch.errors import ConfigError, CorruptRun, SourceError
 from prefect_raybatch.job.answer_schema import schema_text
 from prefect_raybatch.job.functions import load_function
@@ -20,9 +21,6 @@ from prefect_raybatch.job.trust import check_trust, check_types
 from prefect_raybatch.ledger.plan_tables import decode_schema, encode_schema
 from prefect_raybatch.policy.in_force import operator_policy, under
 from prefect_raybatch.result.finalize import finalize, first_rows
-from prefect_raybatch.runs.dry_run import dry_run
-from prefect_raybatch.runs.infer_run import infer_run
-from prefect_raybatch.runs.plan_run import plan_run, precheck
 from prefect_raybatch.runs.run import Run, run_store
 
 ASK = {"function": "helpers.functions:ask"}

@@ -24,6 +24,7 @@ from helpers.specs import new_plan_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefect_raybatch.api import infer_run
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.driver.driver import Driver
@@ -36,7 +37,6 @@ from prefect_raybatch.ledger.positions import Positions, disjoint
 from prefect_raybatch.ledger.records import InputFile, Receipt, Unit
 from prefect_raybatch.remote.records import JobRecords
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.run import run_of
 from prefect_raybatch.runs.status import status
 from prefect_raybatch.storage import LocalStore, open_store

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from helpers.small import small_run
 
+from prefect_raybatch.api import retry
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cli.commands import exit_status
 from prefect_raybatch.errors import CorruptRun, NoSuchRun, RayBatchError
@@ -16,7 +17,6 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs import retry
 from prefect_raybatch.runs.status import report_of, status
 from prefect_raybatch.storage import open_store
 

@@ -20,6 +20,7 @@ from helpers.specs import reads
 from s3server import S3Server, proxy
 
 from prefect_raybatch import source
+from prefect_raybatch.api import finalize_run
 from prefect_raybatch.errors import CorruptRun, RayBatchError, is_transient
 from prefect_raybatch.ledger.family import load_family
 from prefect_raybatch.ledger.layout import COMMITS, commit_path, row_sums_path
@@ -29,7 +30,6 @@ from prefect_raybatch.result.finalize import finalize
 from prefect_raybatch.result.parquet_footer import footer_figures, footer_of
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.run import Run, run_of
 from prefect_raybatch.runs.status import report_of, status
 from prefect_raybatch.storage import FileInfo, LocalStore, Store, open_store
@@ -54,7 +54,7 @@ def emptied(path: Path) -> None:
 
 
 DAMAGES = [truncated, flipped, emptied]
-OPENER = "prefect_raybatch.runs.finalize_run.open_store"
+OPENER = "prefect_raybatch.api.open_store"
 
 
 class Spoils(LocalStore):

@@ -11,14 +11,13 @@ import pytest
 from helpers.small import job_dict
 
 from prefect_raybatch import demo
+from prefect_raybatch.api import dry_run, plan_run, precheck
 from prefect_raybatch.compile.job import compile_job, model_request
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.vllm import fields as vllm_fields
 from prefect_raybatch.model import check as model_check
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.runs.dry_run import dry_run
-from prefect_raybatch.runs.plan_run import plan_run, precheck
 from prefect_raybatch.runs.run import run_store
 
 

@@ -12,6 +12,7 @@ from helpers.engines import FakeEngine
 from helpers.retries import end, first_run
 from helpers.small import MODEL, make_job, small_run
 
+from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError, PlanMismatch
@@ -25,9 +26,6 @@ from prefect_raybatch.plan.accepting import check_acceptable, of_model
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import markdown
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs.finalize_run import finalize_run
-from prefect_raybatch.runs.infer_run import infer_run
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.storage import open_store
 
 

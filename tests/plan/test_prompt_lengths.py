@@ -14,6 +14,7 @@ from helpers.specs import prepare_stage
 from typer.testing import CliRunner
 
 from prefect_raybatch import source
+from prefect_raybatch.api import plan_run
 from prefect_raybatch.cli.commands import app
 from prefect_raybatch.compile.job import compile_job, compile_planned, read_spec
 from prefect_raybatch.errors import ConfigError, CorruptRun
@@ -21,7 +22,6 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.plan import prompt_lengths as tokens
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.run import run_store
 
 TEMPLATE = "{Text}"

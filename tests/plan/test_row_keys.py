@@ -13,6 +13,7 @@ import pytest
 from helpers.small import MODEL, make_job
 from ray import cloudpickle
 
+from prefect_raybatch.api import plan_run
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.cluster.pipeline import Pipeline
@@ -22,7 +23,6 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.plan.keying import keying_of
 from prefect_raybatch.plan.row_keys import RowKeys
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.run import load_run, run_store
 from prefect_raybatch.source import inventory
 from prefect_raybatch.storage import open_store

@@ -10,6 +10,19 @@ from typing import Any
 import pytest
 from helpers.small import small_run
 
+from prefect_raybatch.api import (
+    default_run_key,
+    dry_run,
+    finalize_partial,
+    finalize_whole,
+    infer_run,
+    plan_run,
+    publish_run,
+    record_unplanned,
+)
+from prefect_raybatch.api.backfill import planned_nights
+from prefect_raybatch.api.retry import plan_retry
+from prefect_raybatch.api.tune import tune
 from prefect_raybatch.doctor import Patient
 from prefect_raybatch.doctor.policy import check_policy
 from prefect_raybatch.errors import ConfigError
@@ -19,16 +32,8 @@ from prefect_raybatch.policy.in_force import STRICT_POLICY, owner_policy, under
 from prefect_raybatch.remote.__main__ import work
 from prefect_raybatch.remote.places import infer_in_place
 from prefect_raybatch.runs import attempts
-from prefect_raybatch.runs.backfill import planned_nights
-from prefect_raybatch.runs.dry_run import dry_run
-from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.open_run import open_run
-from prefect_raybatch.runs.partial_run import finalize_partial, finalize_whole
-from prefect_raybatch.runs.plan_run import plan_run
-from prefect_raybatch.runs.publish_run import publish_run
-from prefect_raybatch.runs.retry import plan_retry
-from prefect_raybatch.runs.run import default_run_key, run_of
-from prefect_raybatch.runs.tune import tune
+from prefect_raybatch.runs.run import run_of
 
 JOB, RUN = r"source\.uri: .* may not read", r"run directory: .* may not (read|write)"
 ELSEWHERE = {"endpoint_url": "http://evil.example.com"}
@@ -96,13 +101,13 @@ def test_a_failure_is_recorded_nowhere_that_the_policy_does_not_allow(
     wanted = with_output(job, **fields)
     monkeypatch.setattr(attempts, "open_store", lambda *given: pytest.fail(f"asked: {given}"))
     with under(STRICT_POLICY):
-        assert attempts.record_unplanned(wanted, "k", ConfigError("refused")) is None
+        assert record_unplanned(wanted, "k", ConfigError("refused")) is None
     monkeypatch.undo()
     assert list((tmp_path / "out").iterdir()) == []
     for key in ("../k", "a/b", "a\n", "k" * 200):  # no name of a folder, of its owner neither
-        assert attempts.record_unplanned(job, key, ConfigError("refused")) is None
+        assert record_unplanned(job, key, ConfigError("refused")) is None
     assert list((tmp_path / "out").iterdir()) == []
-    assert attempts.record_unplanned(job, "k", ConfigError("refused")) is not None
+    assert record_unplanned(job, "k", ConfigError("refused")) is not None
 
 
 def test_nothing_is_shown_of_the_output_of_a_job_that_is_refused(

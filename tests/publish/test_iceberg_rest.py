@@ -13,6 +13,7 @@ from helpers.retries import FAILED, first_run
 from helpers.small import make_job, read_json
 from helpers.table_sources import companies, copied, refused
 
+from prefect_raybatch.api import dry_run, plan_run, publish_run
 from prefect_raybatch.errors import (
     ConfigError,
     PublishFailed,
@@ -21,9 +22,6 @@ from prefect_raybatch.errors import (
 )
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.runs.dry_run import dry_run
-from prefect_raybatch.runs.plan_run import plan_run
-from prefect_raybatch.runs.publish_run import publish_run
 from prefect_raybatch.storage import open_store
 
 ANSWERED = [n for n in range(20) if n not in FAILED]

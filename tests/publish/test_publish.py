@@ -16,9 +16,9 @@ from helpers.retries import FAILED, first_run, retried
 from helpers.small import read_json
 from helpers.targets import TARGETS
 
+from prefect_raybatch.api import publish_run
 from prefect_raybatch.errors import ConfigError, CorruptRun, IncompleteRun, PublishFailed
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.runs.publish_run import publish_run
 from prefect_raybatch.runs.status import report_of
 
 ANSWERED = [n for n in range(20) if n not in FAILED]

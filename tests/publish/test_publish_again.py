@@ -18,11 +18,11 @@ from helpers.small import read_json
 from helpers.targets import TARGETS, catalog
 from pyiceberg.catalog import load_catalog
 
+from prefect_raybatch.api import publish_run
 from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.publish.planned import check_targets_of
-from prefect_raybatch.runs.publish_run import publish_run
 
 ANSWERED = [n for n in range(20) if n not in FAILED]
 INPUT = pa.schema([("id", pa.int64()), ("Company", pa.string()), ("tags", pa.list_(pa.string()))])

@@ -19,13 +19,13 @@ from helpers.retries import FAILED, first_run, retried
 from helpers.small import make_job, read_json
 from helpers.targets import published_rows
 
+from prefect_raybatch.api import publish_run
 from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.errors import ConfigError, PublishFailed
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.publish.publish import check_publish, open_sink
-from prefect_raybatch.runs.publish_run import publish_run
 
 ANSWERED = [n for n in range(20) if n not in FAILED]
 STEPS = ["opened", "looked", "in transaction", "inserted", "committed", "recording"]

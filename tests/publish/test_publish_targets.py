@@ -10,8 +10,8 @@ from helpers.command_line import called
 from helpers.retries import FAILED, first_run
 from helpers.targets import jsonl, jsonl_rows
 
+from prefect_raybatch.api import publish_run
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.runs.publish_run import publish_run
 
 ANSWERED = [n for n in range(20) if n not in FAILED]
 

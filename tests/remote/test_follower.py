@@ -23,6 +23,7 @@ from helpers.small import SmallRun, make_job, small_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefect_raybatch.api import plan_run
 from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import ENDED, INFERRING, STARTING, UNHEARD, Beat, Listener
@@ -47,7 +48,6 @@ from prefect_raybatch.remote import server as servers
 from prefect_raybatch.remote.logs import LogFeed, MarkedLines
 from prefect_raybatch.remote.records import JobRecords, Outcome, sendable
 from prefect_raybatch.remote.server import JobServer
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.storage import open_store
 

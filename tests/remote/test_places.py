@@ -10,6 +10,7 @@ import pytest
 from helpers.kube_server import KubeServer
 from helpers.small import make_job, small_run
 
+from prefect_raybatch.api import dry_run, plan_run
 from prefect_raybatch.cluster.connect import connected, glance
 from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.driver.driver import Progress
@@ -25,8 +26,6 @@ from prefect_raybatch.kuberay.manifest import RunIdentity
 from prefect_raybatch.remote import places
 from prefect_raybatch.remote.follower import Owner
 from prefect_raybatch.remote.places import infer_in_place
-from prefect_raybatch.runs.dry_run import dry_run
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.run import Run
 
 

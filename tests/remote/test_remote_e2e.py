@@ -24,13 +24,13 @@ from helpers.prefect_server import ROOT, Prefect
 from helpers.processes import ENGINE, below, held, until
 from helpers.ray_head import Head
 
+from prefect_raybatch.api import plan_run
 from prefect_raybatch.demo import LABELS, SYSTEM, TEMPLATE
 from prefect_raybatch.demo.customers import write_customers
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.kuberay.manifest import HOLDER
 from prefect_raybatch.kuberay.run_cluster import notes_of
 from prefect_raybatch.remote.server import JobServer, RayJob
-from prefect_raybatch.runs.plan_run import plan_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.whole, pytest.mark.timeout(1200)]
 

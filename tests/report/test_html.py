@@ -13,13 +13,14 @@ import pytest
 from helpers.reports import REPORT, full
 from helpers.small import small_run
 
+from prefect_raybatch.api import finalize_run
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.errors import NoSuchRun
 from prefect_raybatch.ledger.records import Part
 from prefect_raybatch.report.html import html, verdict
 from prefect_raybatch.report.records import Advice, NodeStats, RunReport, WorkerStats
 from prefect_raybatch.report.report import markdown
-from prefect_raybatch.runs.finalize_run import finalize_run, load_report
+from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.run import Run, run_of
 from prefect_raybatch.runs.status import report_of
 from prefect_raybatch.storage import open_store

@@ -14,6 +14,7 @@ from helpers.small import small_run
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefect_raybatch.api import plan_run
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.job.run_words import dated_parts
 from prefect_raybatch.ledger.layout import REPORT
@@ -37,7 +38,6 @@ from prefect_raybatch.report.run_history import (
     history_markdown,
     history_rows,
 )
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.stages.answer_counts import label_counts, length_counts
 

@@ -21,6 +21,7 @@ import pytest
 from helpers.small import SmallRun, read_json, small_run
 from s3server import S3Server
 
+from prefect_raybatch.api import finalize_run
 from prefect_raybatch.errors import CorruptRun, UnsafeStore
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger import success as success_module
@@ -43,7 +44,6 @@ from prefect_raybatch.result.finalize import finalize
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.row_groups import Columns
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.storage import LocalStore, Store, open_store
 
@@ -53,7 +53,7 @@ OPERATIONS = (
     *("put", "put_if_absent", "put_file", "put_file_if_absent", "replace_file"),
 )
 ENCODED = "prefect_raybatch.result.parts.encoded_columns"
-OPENER = "prefect_raybatch.runs.finalize_run.open_store"
+OPENER = "prefect_raybatch.api.open_store"
 
 
 class Killed(BaseException):

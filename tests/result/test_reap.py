@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from helpers.small import SmallRun, small_run
 
+from prefect_raybatch.api import finalize_run
 from prefect_raybatch.errors import ConfigError, NoSuchRun
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.ledger.layout import commit_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.result.reap import Reaped, orphans, reap
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs.finalize_run import finalize_run
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.storage import FileInfo, open_store
 

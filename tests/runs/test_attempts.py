@@ -13,6 +13,7 @@ import yaml
 from helpers.nights import Killed, Nights
 from s3server import S3Server
 
+from prefect_raybatch.api import default_run_key, plan_run, recorded_attempt
 from prefect_raybatch.cli.commands import main
 from prefect_raybatch.errors import (
     ConfigError,
@@ -27,11 +28,8 @@ from prefect_raybatch.ledger.last_attempt import LastAttempt, read_last_attempt
 from prefect_raybatch.ledger.layout import LAST_ATTEMPT, PLAN, SUCCESS
 from prefect_raybatch.report.html import history_html
 from prefect_raybatch.report.run_history import headlines, history_markdown
-from prefect_raybatch.runs.attempts import recorded_attempt
 from prefect_raybatch.runs.listing import latest_complete, list_runs
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.prune import prune_runs
-from prefect_raybatch.runs.run import default_run_key
 from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.runs.status import status
 from prefect_raybatch.runs.typed import typed_command, without_secrets
@@ -184,8 +182,8 @@ def test_prune_counts_no_failed_attempt_and_removes_old_records_alone(nights):
     out = str(nights.folder / "out")
     planned = prune_runs(out, 1, dry_run=True)
     assert set(planned.removed) == {"f1", "n1"}
-    assert "left more than its record" in planned.kept["f2"]
-    assert "no run that is kept" in planned.kept["f3"]
+    assert "holds other files too" in planned.kept["f2"]
+    assert "no kept run" in planned.kept["f3"]
     assert prune_runs(out, 1, older_than=3600).removed == {}
     assert prune_runs(out, 1).removed == planned.removed
     assert sorted(os.listdir(out)) == ["f2", "f3", "n2"]

@@ -21,14 +21,15 @@ from helpers.retries import first_run
 from helpers.small import job_dict
 
 from prefect_raybatch import BatchJob
+from prefect_raybatch.api import infer_run
+from prefect_raybatch.api.backfill import backfill, planned_nights
 from prefect_raybatch.cluster.connect import SHARED
 from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.errors import ConfigError, IncompleteRun
 from prefect_raybatch.flow.flows import backfill_job
 from prefect_raybatch.remote import follower
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs.backfill import NightRun, backfill, planned_nights, summary
-from prefect_raybatch.runs.infer_run import infer_run
+from prefect_raybatch.runs.backfill import NightRun, summary
 from prefect_raybatch.storage import open_store
 
 FIRST = date(2026, 11, 1)

@@ -9,12 +9,12 @@ import pytest
 from helpers.nights import Nights
 from helpers.small import make_job
 
+from prefect_raybatch.api import dry_run
+from prefect_raybatch.api.retry import Retry, plan_retry
 from prefect_raybatch.compile.job import finish_spec
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs.dry_run import dry_run
-from prefect_raybatch.runs.retry import Retry, plan_retry
 from prefect_raybatch.storage import open_store
 
 

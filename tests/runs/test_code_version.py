@@ -10,13 +10,13 @@ from helpers.nights import Nights
 from helpers.small import Passes, small_run
 
 from prefect_raybatch import installed
+from prefect_raybatch.api import plan_run
 from prefect_raybatch.driver.driver import Driver
 from prefect_raybatch.installed import code_version
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.layout import PLANNED_BY
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.report.report import result_rows
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.planned_by import compare_code, note_planner, planner_code
 from prefect_raybatch.storage import open_store
 
@@ -44,7 +44,7 @@ def test_a_run_says_in_its_records_and_report_whose_code_worked(tmp_path, caplog
     assert Ledger(store).read_attempt(attempt)["code"] == planner_code(store) == code_version()
     assert report.code == {code_version(): 2}
     assert ("Code of the workers", code_version()) in result_rows(report)
-    assert "other code" not in caplog.text and "was made by" not in caplog.text
+    assert "another version" not in caplog.text and "was made by" not in caplog.text
 
 
 def test_another_code_than_the_plan_s_is_a_warning(tmp_path, caplog):
@@ -72,7 +72,7 @@ def test_workers_with_other_code_are_told_of_once(tmp_path, caplog):
     driver = Driver(run.plan, run.shards, run.ledger, Limits())
     driver.resume()
     progress = driver.run(elsewhere, passes.quarantine)
-    (said,) = [r.getMessage() for r in caplog.records if "other code" in r.getMessage()]
+    (said,) = [r.getMessage() for r in caplog.records if "another version" in r.getMessage()]
     assert "0.1.0+0ther on n7" in said and code_version() in said
     assert dict(progress.tally.codes) == {"0.1.0+0ther": 20}
 

@@ -16,14 +16,13 @@ import pytest
 from helpers import functions
 from helpers.nights import Killed, Nights, words
 
+from prefect_raybatch.api import dry_run, plan_run
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.ledger.increments import read_answers
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs import answers_by_row
-from prefect_raybatch.runs.dry_run import dry_run
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.repair import repair_run
 from prefect_raybatch.stages import raw_answers
 from prefect_raybatch.storage import open_store
@@ -179,11 +178,11 @@ def test_a_damaged_night_that_is_named_is_asked_again(
     DAMAGE[damage](run)
     nights.night("n3", nights.job(reuse=str(run)))
     assert are_right(nights, "n3", SECOND) and asked(nights) == sorted(SECOND)
-    assert f"the answers of {run} are not taken over" in caplog.text
+    assert f"the answers of {run} are not reused" in caplog.text
 
 
 def test_a_damaged_retry_is_passed_over_alone(nights: Nights) -> None:
-    from prefect_raybatch.runs.retry import plan_retry
+    from prefect_raybatch.api.retry import plan_retry
 
     nights.write("a", "bad", "b")
     nights.refuses = lambda prompt: words(prompt) == "bad"
@@ -331,7 +330,7 @@ def test_a_repair_writes_a_lost_record_of_answers_again(nights: Nights, damage: 
 
 
 def test_a_repair_says_why_the_answers_are_lost(nights: Nights) -> None:
-    """Damaged is not the same as kept no longer."""
+    """Damaged is not the same as have been deleted."""
     run = two_nights(nights)
     (part,) = (run / "data").glob("*.parquet")
     rot(part)
@@ -345,7 +344,7 @@ def test_a_repair_says_why_the_answers_are_lost(nights: Nights) -> None:
     reap(open_store(str(run)), older_than=-1.0)
     assert is_proved(run)
     rot(next((run / "data").glob("*.parquet")))
-    with pytest.raises(ConfigError, match="kept no longer"):
+    with pytest.raises(ConfigError, match="have been deleted"):
         repair_run(str(run))
 
 
@@ -399,7 +398,7 @@ def test_latest_is_the_newest_night_and_not_the_last_key_or_plan(nights: Nights)
 
 
 def test_a_repaired_night_keeps_the_answers_of_its_retries(nights: Nights) -> None:
-    from prefect_raybatch.runs.retry import plan_retry
+    from prefect_raybatch.api.retry import plan_retry
 
     nights.write("a", "bad", "b")
     nights.refuses = lambda prompt: words(prompt) == "bad"

@@ -21,6 +21,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 
 from prefect_raybatch import BatchJob, batch_inference
+from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.cli.commands import exit_status
 from prefect_raybatch.driver.driver import Driver, Progress
 from prefect_raybatch.errors import ConfigError, RunDrained
@@ -31,9 +32,6 @@ from prefect_raybatch.ledger.drains import Draining, put_drain
 from prefect_raybatch.remote import follower
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.drain import drain_run
-from prefect_raybatch.runs.finalize_run import finalize_run
-from prefect_raybatch.runs.infer_run import infer_run
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.status import status
 from prefect_raybatch.stages.block import passes_by, units_of
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from helpers.nights import Killed, Nights, words
 
+from prefect_raybatch.api import dry_run, plan_run, publish_run
+from prefect_raybatch.api.retry import Retry, plan_retry
 from prefect_raybatch.cluster import side_by_side
 from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.driver.driver import Progress
@@ -25,10 +27,6 @@ from prefect_raybatch.plan import prefix_order, row_keys
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs import answers_by_row
-from prefect_raybatch.runs.dry_run import dry_run
-from prefect_raybatch.runs.plan_run import plan_run
-from prefect_raybatch.runs.publish_run import publish_run
-from prefect_raybatch.runs.retry import Retry, plan_retry
 from prefect_raybatch.runs.status import report_of, status
 from prefect_raybatch.storage import open_store
 
@@ -162,7 +160,7 @@ def test_an_automatic_length_stays_while_prompts_fit(nights: Nights) -> None:
     nights.write("b", "c", "a")
     told = dry_run(job, "n2")
     assert told.tokens is not None and told.tokens.max_model_len == length("n1")
-    assert "answers are taken over" in told.tokens.why
+    assert "the reused answers" in told.tokens.why
     assert told.reuse is not None and told.reuse.counts.reused == 2 and not told.reuse.differs
     report = nights.night("n2", job)
     assert asked(nights) == ["c"] and length("n2") == length("n1") and report.good == 3
@@ -216,7 +214,7 @@ def test_a_retry_of_failed_rows_gives_its_answers_to_the_next_night(nights: Nigh
     nights.refuses = lambda prompt: words(prompt) == "bad"
     nights.night("n1")
     nights.refuses = lambda prompt: False
-    with pytest.raises(ConfigError, match="retry the failed rows of the run itself"):
+    with pytest.raises(ConfigError, match="Retry the failed rows of the run itself"):
         plan_retry(f"{run_dir(nights, 'n1')}/_raybatch/asks")
     retry = plan_retry(run_dir(nights, "n1"))
     assert isinstance(retry, Retry)
@@ -558,7 +556,7 @@ def test_answers_stay_where_they_are_without_room_for_another_order(
     monkeypatch.setattr(answers_by_row, "DISK_TIMES", 1 << 60)
     nights.write(*"bacd")
     nights.night("n1", ordered(nights))
-    assert "too few to put the answers in the order of the rows" in caplog.text
+    assert "too little to sort the answers by row" in caplog.text
     assert answers(nights, "n1") == right(*"bacd")
 
 
@@ -568,7 +566,7 @@ def test_more_rows_than_can_be_sorted_are_asked_as_they_stand(
     monkeypatch.setattr("prefect_raybatch.runs.new_plan.MOST_ORDERED", 3)
     nights.write("b", "a", "b", "a")
     assert Ledger(open_store(plan_run(ordered(nights), "n1").uri)).load_plan().increment is None
-    assert "engine.order: run is left out: 4 rows are more than 3" in caplog.text
+    assert "engine.order: run is ignored: the input has 4 rows, and at most 3" in caplog.text
 
 
 def test_the_report_repeats_what_would_let_prompts_share_more(

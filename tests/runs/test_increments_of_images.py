@@ -10,11 +10,10 @@ import pytest
 from helpers import albums
 from helpers.albums import Album, photo
 
+from prefect_raybatch.api import dry_run, plan_run
 from prefect_raybatch.errors import StoreUnavailable
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.plan import row_keys
-from prefect_raybatch.runs.dry_run import dry_run
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.stages.images.http import ImageUnavailable
 from prefect_raybatch.stages.images.places import ImagePlaces
 

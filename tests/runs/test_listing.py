@@ -15,6 +15,7 @@ from helpers.retries import FAILED, first_run, retried
 from s3server import S3Server
 
 from prefect_raybatch import open_run
+from prefect_raybatch.api import default_run_key, finalize_whole
 from prefect_raybatch.cli.commands import main
 from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.errors import (
@@ -31,10 +32,8 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify_chain import verify_chain
 from prefect_raybatch.runs.listing import latest_complete, list_runs
-from prefect_raybatch.runs.partial_run import finalize_whole
 from prefect_raybatch.runs.prune import prune_runs
 from prefect_raybatch.runs.repair import repair_run
-from prefect_raybatch.runs.run import default_run_key
 from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.spec.run import Identity
 from prefect_raybatch.storage import open_store
@@ -187,7 +186,7 @@ def test_renamed_and_copied_runs_are_named_never_removed_and_count_for_nothing(o
     by_key = {line.run_key: line for line in list_runs(str(out))}
     for key, made in (("copy", "three"), ("a-copy", "one"), ("renamed", "two")):
         assert by_key[key].state == "not readable"
-        assert f"was made as run {made!r}" in by_key[key].trouble
+        assert f"is the directory of run {made!r}" in by_key[key].trouble
     found = prune_runs(str(out), 1)
     assert set(found.removed) == {"one", "one.r1"}
     assert "made as run 'two'" in found.kept["renamed"]

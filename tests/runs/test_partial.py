@@ -17,6 +17,7 @@ from helpers.small import SmallRun, small_run
 from s3server import S3Server
 
 from prefect_raybatch import finalize_partial, open_run
+from prefect_raybatch.api.retry import Retry, plan_retry
 from prefect_raybatch.errors import ConfigError, CorruptRun, IncompleteRun, NoSuchRun
 from prefect_raybatch.ledger.partials import RANGES_TOLD, MissingRows, PartialResult
 from prefect_raybatch.ledger.plan_tables import Shards
@@ -26,7 +27,6 @@ from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.listing import latest_complete, list_runs
 from prefect_raybatch.runs.prune import prune_runs
-from prefect_raybatch.runs.retry import Retry, plan_retry
 from prefect_raybatch.runs.status import status
 from prefect_raybatch.storage import Store, open_store
 
@@ -252,7 +252,7 @@ def test_the_command_line_says_partial_and_ends_with_a_status_of_its_own(tmp_pat
     for shard in (1, 3):
         made.commit(shard)
     code, _, told = called(capsys, "finalize", "--partial", made.store.uri)
-    assert code == 2 and "without --partial writes the whole result" in told
+    assert code == 2 and "raybatch finalize, without --partial" in told
     code, said, _ = called(capsys, "finalize", made.store.uri)
     assert code == 0 and f"result  {made.store.uri}/data/" in said and verify(made.store).ok
     code, _, told = called(capsys, "finalize", "--partial", made.store.uri)

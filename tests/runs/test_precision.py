@@ -15,6 +15,8 @@ from helpers.engines import Fp8Engine, Fp8Vectors
 from helpers.nights import Nights
 from helpers.small import input_rows, job_dict, make_job
 
+from prefect_raybatch.api import dry_run, plan_run
+from prefect_raybatch.api.retry import Retry, plan_retry
 from prefect_raybatch.cluster import connect, trial_actor
 from prefect_raybatch.cluster.sharing import User
 from prefect_raybatch.compile.fingerprint import fingerprint
@@ -30,10 +32,7 @@ from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.report.html import html
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import markdown
-from prefect_raybatch.runs.dry_run import dry_run
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.precision import decided_precision, drawn_rows, said
-from prefect_raybatch.runs.retry import Retry, plan_retry
 from prefect_raybatch.runs.run import load_run
 from prefect_raybatch.sizing.sizes import Capacity
 from prefect_raybatch.stages.trial import TrialEngine, compared, pooled_answers
@@ -119,7 +118,7 @@ def test_answers_that_agree_are_asked_in_fp8(planned):
     job = run.decide()
     assert job == {"quantization": "fp8"}
     assert run.engines == ["- -", "fp8 -"]
-    about = "a sample of the rows is asked first, to decide on the precision ({})".format
+    about = "asking a sample of the rows first, to decide on the precision ({})".format
     as_stored = about("the model as it is stored")
     assert run.said == [as_stored, "", about("quantization: fp8"), ""]
     note = read_precision(run.store)
@@ -185,7 +184,7 @@ def test_a_decision_is_made_once_and_taken_by_all_who_come_later(planned):
 def test_commits_without_a_decision_are_a_fault(planned):
     run = planned()
     run.store.put("_raybatch/commits/00000000.json", b"{}")
-    with pytest.raises(CorruptRun, match=r"precision\.json\) is missing"):
+    with pytest.raises(CorruptRun, match=r"precision\.json.* is missing"):
         run.decide()
     run.store.put(PRECISION, b'{"decided":{"quantization":3}}')
     with pytest.raises(CorruptRun, match=r"precision\.json"):
@@ -334,8 +333,7 @@ def test_a_job_without_it_is_as_before():
 
 @pytest.mark.whole
 def test_with_ray_the_run_is_asked_as_was_decided(local_ray, tmp_path):
-    from prefect_raybatch.runs.finalize_run import finalize_run
-    from prefect_raybatch.runs.infer_run import infer_run
+    from prefect_raybatch.api import finalize_run, infer_run
 
     pq.write_table(input_rows(0, ROWS), tmp_path / "in.parquet")
     env = {Fp8Engine.NOTES: str(tmp_path / "notes"), Fp8Engine.EVERY: "4"}

@@ -10,6 +10,7 @@ import pyarrow.csv
 import pytest
 from helpers.engines import FakeEngine
 
+from prefect_raybatch.api import preview_rows
 from prefect_raybatch.errors import (
     ConfigError,
     EngineFailure,
@@ -19,7 +20,6 @@ from prefect_raybatch.errors import (
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.ledger.failures import Loss
-from prefect_raybatch.runs.preview import preview_rows
 from prefect_raybatch.stages.block import lost_all
 
 

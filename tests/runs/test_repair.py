@@ -15,6 +15,7 @@ from helpers.nights import Killed, Nights, words
 from helpers.small import Passes, SmallRun, input_rows, make_job, small_run, success_of
 from s3server import S3Server
 
+from prefect_raybatch.api import plan_run
 from prefect_raybatch.driver.driver import Driver
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
@@ -37,7 +38,6 @@ from prefect_raybatch.report.records import put_report, read_report
 from prefect_raybatch.result.finalize import finalize
 from prefect_raybatch.result.reap import orphans
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.repair import Repaired, repair_run
 from prefect_raybatch.storage import Store, open_store
 

@@ -17,14 +17,12 @@ from helpers.small import job_dict
 from prefect.logging import disable_run_logger
 
 from prefect_raybatch import demo
+from prefect_raybatch.api import infer_run, plan_run, retry
+from prefect_raybatch.api.tune import tune
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cluster import connect
 from prefect_raybatch.flow import tasks
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.runs import retry
-from prefect_raybatch.runs.infer_run import infer_run
-from prefect_raybatch.runs.plan_run import plan_run
-from prefect_raybatch.runs.tune import tune
 from prefect_raybatch.storage.local import LocalStore
 
 WEIGHTS = "model.safetensors"

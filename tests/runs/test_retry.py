@@ -22,6 +22,14 @@ from helpers.retries import commit, end, first_run, numbers, retried, work
 from helpers.small import job_dict, make_job, read_json, small_run
 from helpers.specs import new_plan_of
 
+from prefect_raybatch.api import finalize_run, infer_run, plan_run, publish_run
+from prefect_raybatch.api.retry import (
+    Retry,
+    RetryRequest,
+    plan_retry,
+    planned_targets,
+    retry_request,
+)
 from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
@@ -33,18 +41,8 @@ from prefect_raybatch.ledger.row_numbers import RowNumbers, name_rows, numbers_t
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.result.verify_chain import ChainVerdict, verify_chain
-from prefect_raybatch.runs.finalize_run import finalize_run, load_report
-from prefect_raybatch.runs.infer_run import infer_run
-from prefect_raybatch.runs.plan_run import plan_run
-from prefect_raybatch.runs.publish_run import publish_run
-from prefect_raybatch.runs.retry import (
-    Nothing,
-    Retry,
-    RetryRequest,
-    plan_retry,
-    planned_targets,
-    retry_request,
-)
+from prefect_raybatch.runs.finalize_run import load_report
+from prefect_raybatch.runs.retry import Nothing
 from prefect_raybatch.runs.run import run_of
 from prefect_raybatch.runs.status import status
 from prefect_raybatch.storage import open_store
@@ -184,7 +182,7 @@ def test_an_unknown_class_is_no_success_when_all_rows_are_retried_already(tmp_pa
     with pytest.raises(ConfigError, match=r"failed with Timeout; .* ValueError \(2\)"):
         plan_retry(run.store.uri, ["Timeout"])
     nothing = plan_retry(run.store.uri, ["ValueError"])
-    assert isinstance(nothing, Nothing) and "none is left that failed" in nothing.message
+    assert isinstance(nothing, Nothing) and "none failed again" in nothing.message
 
 
 def test_a_class_is_known_also_where_the_report_is_too_short_for_it(tmp_path):
@@ -214,7 +212,7 @@ def test_failed_again_are_retried_by_a_child_of_the_child(tmp_path):
     three = retried(two)
     assert numbers(three) == [18] and chain(one).data == 20
     nothing = plan_retry(run.store.uri)
-    assert isinstance(nothing, Nothing) and "none is left that failed" in nothing.message
+    assert isinstance(nothing, Nothing) and "none failed again" in nothing.message
 
 
 def test_a_run_without_failed_rows_has_nothing_to_retry(tmp_path):
@@ -226,7 +224,7 @@ def test_a_run_without_failed_rows_has_nothing_to_retry(tmp_path):
 
 def test_an_unfinished_run_is_to_be_finished_first(tmp_path):
     run = first_run(tmp_path, finish=False)
-    with pytest.raises(ConfigError, match="finish it first"):
+    with pytest.raises(ConfigError, match="Finish it first"):
         plan_retry(run.store.uri)
 
 
@@ -632,7 +630,7 @@ def test_the_whole_way_on_the_command_line(tmp_path, call):
     assert code == 0 and "key.r3/data/" in out
     for arguments in (["retry-failed", uri], ["retry-failed", uri, "--json"]):
         code, out, _ = call(*arguments)
-        assert code == 0 and "none is left that failed" in out
+        assert code == 0 and "none failed again" in out
     assert json.loads(out)["message"]
     for command in ("status", "verify"):
         assert call(command, f"{uri}.r2")[0] == 0
@@ -675,7 +673,7 @@ def test_what_is_wrong_is_said_before_prefect_starts(tmp_path, call, monkeypatch
     code, out, _ = call("retry-failed", tmp_path / "good")
     assert code == 0 and "no row of good failed" in out and "nothing was started" in out
     code, _, err = call("retry-failed", tmp_path / "half")
-    assert code == 2 and "finish it first" in err
+    assert code == 2 and "Finish it first" in err
     code, _, err = call("retry-failed", tmp_path / "none")
     assert code == 2 and "there is no run there" in err and "beside it are runs: good, half" in err
     code, _, err = call("retry-failed", uri, "--set", "source.limit=3")

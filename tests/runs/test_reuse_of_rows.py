@@ -12,10 +12,10 @@ import pytest
 from helpers import engines
 from helpers.nights import Nights, words
 
+from prefect_raybatch.api import plan_run
+from prefect_raybatch.api.retry import Retry, plan_retry
 from prefect_raybatch.ledger.increments import read_answers
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.repair import repair_run
-from prefect_raybatch.runs.retry import Retry, plan_retry
 from prefect_raybatch.storage import open_store
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/reuse-answers.md"

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 from helpers.small import make_job
 
+from prefect_raybatch.api import dry_run, plan_run, resolve_run
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.flow import flows
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.run_words import date_of, date_of_key, run_words, with_run_words
-from prefect_raybatch.runs.dry_run import dry_run
-from prefect_raybatch.runs.plan_run import plan_run
-from prefect_raybatch.runs.run import begun
 
 NIGHT = date(2026, 7, 1)
 
@@ -80,9 +78,9 @@ def test_a_run_that_is_continued_on_another_day_publishes_to_its_own(tmp_path):
     job = nightly(tmp_path, uri=f"{tmp_path}/2026-07-01/*.csv")
     output = {"uri": f"{tmp_path}/out", "publish": [{"format": "jsonl", "uri": "p/{run_date}"}]}
     job = BatchJob.from_dict({**job.to_dict(), "output": output})
-    first, key = begun(job, None, datetime(2026, 7, 1, 23, 50, tzinfo=UTC))
+    first, key = resolve_run(job, None, datetime(2026, 7, 1, 23, 50, tzinfo=UTC))
     plan_run(first, key)
-    again, same = begun(job, None, None)
+    again, same = resolve_run(job, None, None)
     assert same == key
     assert again.output.publish[0].uri == first.output.publish[0].uri == "p/2026-07-01"
 
@@ -98,22 +96,22 @@ def test_the_date_is_that_of_the_key_unless_it_is_given(tmp_path):
     job = nightly(tmp_path)
     assert date_of_key("job-20260702T013000Z") == date(2026, 7, 2)
     assert date_of_key("job-20269902T013000Z") is None is date_of_key("night")
-    found, key = begun(job, None, datetime(2026, 7, 1, 23, 30, tzinfo=UTC))
+    found, key = resolve_run(job, None, datetime(2026, 7, 1, 23, 30, tzinfo=UTC))
     assert key == f"{job.name}-20260701T233000Z" and "2026-07-01" in str(found.source.uri)
     with pytest.raises(ConfigError, match="contains no date; set --run-date"):
-        begun(job, "night", None)
+        resolve_run(job, "night", None)
     with pytest.raises(ConfigError, match="2026-07-01"):
         date_of("yesterday")
     # A date alone makes the key, so the same command finds the same run.
-    assert begun(job, None, None, NIGHT)[1] == f"{job.name}-20260701T000000Z"
-    assert begun(job, "night", None, NIGHT)[1] == "night"
+    assert resolve_run(job, None, None, NIGHT)[1] == f"{job.name}-20260701T000000Z"
+    assert resolve_run(job, "night", None, NIGHT)[1] == "night"
 
 
 def test_a_run_of_a_date_is_planned_and_continued(tmp_path):
     job = nightly(tmp_path)
-    one, two = (begun(job, None, None, date(2026, 7, day)) for day in (1, 2))
+    one, two = (resolve_run(job, None, None, date(2026, 7, day)) for day in (1, 2))
     assert (dry_run(one[0]).rows, dry_run(two[0]).rows) == (3, 5)
-    first, again = plan_run(*one), plan_run(*begun(job, one[1], None))
+    first, again = plan_run(*one), plan_run(*resolve_run(job, one[1], None))
     assert first.rows == 3 and again.plan_hash == first.plan_hash
     assert first.uri == f"{tmp_path}/out/2026/07/{one[1]}"
     assert plan_run(*two).rows == 5
@@ -121,11 +119,11 @@ def test_a_run_of_a_date_is_planned_and_continued(tmp_path):
 
 def test_today_without_a_schedule(tmp_path):
     job = nightly(tmp_path)
-    found, key = begun(job, None, None)
+    found, key = resolve_run(job, None, None)
     assert date_of_key(key) is not None
     assert f"{date_of_key(key):%Y-%m-%d}" in str(found.source.uri)
     keyed = make_job(source={"uri": "in/{run_key}"})
-    found, key = begun(keyed, None, None)
+    found, key = resolve_run(keyed, None, None)
     assert found.source.uri == f"in/{key}"
 
 

@@ -18,6 +18,8 @@ from helpers.small import input_rows, make_job
 from rich.console import Console
 from typer.testing import CliRunner
 
+from prefect_raybatch.api import default_run_key
+from prefect_raybatch.api import tune as api_tune
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cli import show
 from prefect_raybatch.compile.job import compile_job
@@ -30,7 +32,6 @@ from prefect_raybatch.ledger.records import Receipt
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.model.memory import experts_of
 from prefect_raybatch.runs import alterations, tune
-from prefect_raybatch.runs.run import default_run_key
 from prefect_raybatch.runs.tune import (
     Trial,
     Tuned,
@@ -159,7 +160,7 @@ def test_a_deadline_says_how_many_engines():
     met = tune.tuned_of(trials, trials[1], 1_000_000, 9000.0)
     assert met.needs is None and "is met" in "\n".join(conclusion(met))
     never = tune.tuned_of(trials, trials[1], 1_000_000, 15.0)
-    assert never.needs is None and "no number of them helps" in "\n".join(conclusion(never))
+    assert never.needs is None and "no number meets" in "\n".join(conclusion(never))
 
 
 def agreed(agreed: int, rows: int = 400, error: str = "") -> PrecisionTry:
@@ -306,12 +307,12 @@ def job(tmp_path: Path) -> BatchJob:
 
 @pytest.mark.whole
 def test_trials_on_the_real_path_leave_nothing_behind(job, tmp_path, local_ray, monkeypatch):
-    monkeypatch.setattr(tune, "axes", lambda job, have: {tune.MAX_NUM_SEQS: lambda v: [256]})
+    monkeypatch.setattr(api_tune, "axes", lambda job, have: {tune.MAX_NUM_SEQS: lambda v: [256]})
     fp8 = {"engine.quantization": "fp8"}
     monkeypatch.setattr(tune, "alterations", lambda job, have, experts: [fp8])
     monkeypatch.setattr(tune, "BETTER", 0.0)  # so that answers are compared at any speed
     seen: list[Trial] = []
-    found = tune.tune(job, 30.0, 1.5, 36000.0, seen.append, engine=Slow)
+    found = api_tune.tune(job, 30.0, 1.5, 36000.0, seen.append, engine=Slow)
     assert [t.changes for t in found.trials] == [t.changes for t in seen] and len(seen) == 3, seen
     assert not any(trial.error for trial in seen)
     first, second, third = found.trials
@@ -337,7 +338,7 @@ def test_nothing_that_works_is_an_error(job, tmp_path, local_ray, monkeypatch):
             return lost_all(table, Loss("ValueError", "no such thing", fatal=True))
 
     with pytest.raises(ConfigError, match=r"no setting worked.*no such thing"):
-        tune.tune(job, 0.1, 1.0, engine=Broken)
+        api_tune.tune(job, 0.1, 1.0, engine=Broken)
     assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
 
 

@@ -20,6 +20,7 @@ from helpers.small import (
 )
 from helpers.specs import check_columns
 
+from prefect_raybatch.api import dry_run
 from prefect_raybatch.cli import show
 from prefect_raybatch.compile.job import compile_planned
 from prefect_raybatch.compile.public_job import public_job
@@ -28,7 +29,6 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.result.finalize import finalize
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs.dry_run import dry_run
 from prefect_raybatch.stages.block import tag
 from prefect_raybatch.storage import open_store
 

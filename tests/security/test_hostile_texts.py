@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 import prefect_raybatch
+from prefect_raybatch.api.first_job import SeenColumn, SeenTable, job_text
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cli import ending, show, terminal
 from prefect_raybatch.flow import artifacts
@@ -38,7 +39,6 @@ from prefect_raybatch.report.html import history_html, html
 from prefect_raybatch.report.report import markdown, table_lines
 from prefect_raybatch.report.run_history import history_markdown
 from prefect_raybatch.result.verify import Verdict
-from prefect_raybatch.runs.first_job import SeenColumn, SeenTable, job_text
 from prefect_raybatch.stages.vllm.phases import START_PHASES
 from prefect_raybatch.words import change_texts
 

@@ -13,12 +13,12 @@ import pytest
 from helpers.small import small_run
 from typer.testing import CliRunner
 
+from prefect_raybatch.api import finalize_run, recorded_attempt
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.remote.records import sendable
 from prefect_raybatch.runs import tune
-from prefect_raybatch.runs.attempts import INFERENCE, recorded_attempt
-from prefect_raybatch.runs.finalize_run import finalize_run
+from prefect_raybatch.runs.attempts import INFERENCE
 from prefect_raybatch.runs.run import run_of
 from prefect_raybatch.stages.vllm import note
 from prefect_raybatch.storage.private import write_private

@@ -36,6 +36,7 @@ from pydantic.fields import FieldInfo
 from pyiceberg.catalog import load_catalog
 
 import prefect_raybatch
+from prefect_raybatch.api import dry_run, finalize_run, infer_run, plan_run, publish_run
 from prefect_raybatch.cluster import connect, side_by_side, trial_actor
 from prefect_raybatch.cluster.pipeline import Pipeline, warm_kind_of
 from prefect_raybatch.cluster.sharing import User
@@ -49,12 +50,8 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.plan.row_keys import RowKeys
 from prefect_raybatch.report.report import failure_table, markdown, stage_table
-from prefect_raybatch.runs.dry_run import dry_run
-from prefect_raybatch.runs.finalize_run import finalize_run, load_report
-from prefect_raybatch.runs.infer_run import infer_run
-from prefect_raybatch.runs.plan_run import plan_run
+from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.precision import decided_precision
-from prefect_raybatch.runs.publish_run import publish_run
 from prefect_raybatch.runs.run import Run, load_run
 from prefect_raybatch.runs.status import status
 from prefect_raybatch.source import cuts, side_copies

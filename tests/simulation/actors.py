@@ -14,6 +14,8 @@ from helpers.engines import with_answers
 from helpers.small import MODEL, receipts
 from helpers.specs import finish_stage
 
+from prefect_raybatch.api import finalize_partial, finalize_run
+from prefect_raybatch.api.retry import plan_retry
 from prefect_raybatch.driver.driver import Driver, Progress
 from prefect_raybatch.errors import (
     ConfigError,
@@ -27,10 +29,8 @@ from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan, Receipt, Unit
 from prefect_raybatch.result.reap import reap
-from prefect_raybatch.runs.finalize_run import finalize_run
-from prefect_raybatch.runs.partial_run import finalize_partial
 from prefect_raybatch.runs.repair import repair_run
-from prefect_raybatch.runs.retry import Nothing, plan_retry
+from prefect_raybatch.runs.retry import Nothing
 from prefect_raybatch.runs.run import run_of
 from prefect_raybatch.stages.block import POSITION, Failure, tag
 
@@ -143,7 +143,7 @@ def retry(world: World, key: str = KEY, calm: bool = False) -> None:
         try:
             made = plan_retry(f"{world.root}/{key}")
         except ConfigError as error:
-            if calm and "failed again; retry those" not in str(error):
+            if calm and "failed again. Retry those" not in str(error):
                 raise
             return  # others have taken these rows, or the run is not finished
         except PlanMismatch:

@@ -296,12 +296,12 @@ MUTANTS = (
         "a retry takes rows that another one has taken",
         (
             Edit(
-                "runs.retry:_FailedRows.tables",
+                "runs.retry:FailedRows.tables",
                 "mask &= ~among(self.all_taken, numbers)",
                 "pass",
             ),
             Edit(
-                "runs.retry:retry_request",
+                "api.retry:retry_request",
                 "if going is None and family.is_taken(parent):",
                 "if False:",
             ),
@@ -401,9 +401,9 @@ MUTANTS = (
         "a repair deletes the pieces of the run that it has taken over",
         (
             Edit(
-                "runs.repair:repair_run",
-                "supersede(old, made.run_key)",
-                "supersede(old, made.run_key)\n"
+                "runs.repair:_fork",
+                "supersede(old, fork.run_key)",
+                "supersede(old, fork.run_key)\n"
                 "    old.store.delete(i.path for i in list(old.store.list('_raybatch/pieces')))",
             ),
         ),

@@ -26,12 +26,11 @@ from helpers.table_sources import (
 )
 from s3server import S3Server
 
+from prefect_raybatch.api import dry_run, plan_run
 from prefect_raybatch.cli.show import show_plan
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import decode_schema
-from prefect_raybatch.runs.dry_run import dry_run
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.source import detect_format, heads, needs_snapshot, peek
 from prefect_raybatch.storage import open_store
 

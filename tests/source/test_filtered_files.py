@@ -15,10 +15,9 @@ from helpers.small import make_job
 from helpers.specs import reads
 from helpers.table_sources import copied, refused
 
+from prefect_raybatch.api import dry_run, plan_run
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.runs.dry_run import dry_run
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.source import detect_format, heads, needs_snapshot, peek, streams
 from prefect_raybatch.storage import open_store
 

@@ -25,11 +25,10 @@ from helpers.specs import reads
 from helpers.table_sources import companies, copied, refused
 from PIL import Image
 
+from prefect_raybatch.api import dry_run, plan_run
 from prefect_raybatch.cli.show import show_plan
 from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.runs.dry_run import dry_run
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.source import detect_format, needs_snapshot, peek
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.tables.registry import open_table

@@ -14,10 +14,9 @@ from helpers.specs import reads
 from helpers.table_sources import companies, copied, refused, without_keys
 from s3server import S3Server
 
+from prefect_raybatch.api import dry_run, plan_run
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.runs.dry_run import dry_run
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.source import detect_format
 from prefect_raybatch.storage import open_store
 

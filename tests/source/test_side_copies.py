@@ -12,9 +12,9 @@ import pytest
 from helpers.small import make_job
 from helpers.specs import reads
 
+from prefect_raybatch.api import plan_run
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.source import (
     csv_text,
     cuts,

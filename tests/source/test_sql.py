@@ -18,10 +18,9 @@ from helpers.postgresql import PASSWORD, postgresql
 from helpers.small import make_job
 from helpers.specs import reads
 
+from prefect_raybatch.api import dry_run, plan_run
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError, StoreUnavailable
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.runs.dry_run import dry_run
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.source import Inventory, needs_snapshot, peek, snapshot
 from prefect_raybatch.source.tables import sql
 from prefect_raybatch.stages.cell_text import cell_texts

@@ -23,15 +23,13 @@ from helpers import fake_vllm
 from helpers.fake_vllm import SLOW, SLOW_S, STOPS
 from helpers.small import input_rows, make_job
 
+from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.cluster.pipeline import Pipeline
 from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.compile.sizes import size_spec
 from prefect_raybatch.errors import EngineStartError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs.finalize_run import finalize_run
-from prefect_raybatch.runs.infer_run import infer_run
-from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.sizing.sizes import Capacity, sizes_of
 from prefect_raybatch.stages.block import passes_by
 from prefect_raybatch.stages.engine import EngineStage, engine_launch

@@ -406,9 +406,7 @@ def test_figures_arrive_from_ray_and_survive_in_the_commits(local_ray, tmp_path)
     import pyarrow.parquet as pq
     from helpers.small import make_job
 
-    from prefect_raybatch.runs.finalize_run import finalize_run
-    from prefect_raybatch.runs.infer_run import infer_run
-    from prefect_raybatch.runs.plan_run import plan_run
+    from prefect_raybatch.api import finalize_run, infer_run, plan_run
 
     pq.write_table(input_rows(0, 40), tmp_path / "in.parquet")
     job = make_job(

@@ -137,12 +137,12 @@ class BatchInferenceJob(JobBlock[RunReport]):
         return self._start(run_key)
 
     def _start(self, run_key: str | None) -> BatchInferenceRun:
+        from prefect_raybatch.api import resolve_run
         from prefect_raybatch.flow.flows import batch_inference, scheduled_start
         from prefect_raybatch.flow.tasks import with_blocks
-        from prefect_raybatch.runs.run import begun
 
         job = self.batch_job()
-        key = run_key or begun(with_blocks(job), None, scheduled_start())[1]
+        key = run_key or resolve_run(with_blocks(job), None, scheduled_start())[1]
         parameters: dict[str, Any] = {"job": job, "run_key": check_run_key(key)}
         with get_client(sync_client=True) as client:
             made = client.create_flow_run(batch_inference, parameters=parameters, state=Pending())

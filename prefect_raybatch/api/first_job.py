@@ -42,8 +42,11 @@ class SeenColumn:
 
 @dataclass(frozen=True)
 class SeenTable:
-    """What was seen of a table: its columns, the fields that `source.csv` needs for it, and whether
-    the encoding among them is a guess."""
+    """A table as its first rows show it.
+
+    `csv` are the fields that `source.csv` needs for it, `guessed` whether the encoding among them
+    is a guess.
+    """
 
     columns: list[SeenColumn]
     csv: dict[str, Any]
@@ -51,8 +54,10 @@ class SeenTable:
 
 
 def seen_table(uri: str, options: dict[str, Any] | None = None) -> SeenTable:
-    """Return a table as its first rows show it. Raises like `raybatch plan` for unreadable
-    input."""
+    """Return a table as its first rows show it.
+
+    Raises like `raybatch plan` for unreadable input.
+    """
     from prefect_raybatch import source
 
     job = BatchJob.from_dict(_fields("first", uri, "-", "demo", "out"))
@@ -97,8 +102,7 @@ def name_of(uri: str) -> str:
 
 
 def default_template(columns: list[SeenColumn]) -> str:
-    """Return a question about the column with the longest text, or about the first if none has
-    any."""
+    """Return a question about the column with the longest text, or about the first column."""
     plain = [column for column in columns if not _MARKUP.search(column.name)] or columns
     chosen = max(plain, key=lambda column: column.length or 0.0)  # the first of equal ones
     return f"What is this? {{{chosen.name}}}"
@@ -145,8 +149,7 @@ def job_text(
 
 
 def _csv_lines(table: SeenTable) -> list[str]:
-    """Return the line `csv: {...}` for the job file if the detected CSV dialect or encoding is not
-    the default, else no line."""
+    """Return the line `csv: {...}` of the job file, if it differs from the defaults."""
     if not table.csv:
         return []
     shown = {name: "tab" if value == "\t" else value for name, value in table.csv.items()}
@@ -179,8 +182,11 @@ def _scalar(text: str) -> str:
 
 
 def write_example(folder: Path, replace_files: bool = False) -> list[Path]:
-    """Write a table of companies and a job that infers their industries with the bundled model;
-    return both paths. Raises `ConfigError` if one of them exists, unless it may be replaced."""
+    """Write a table of companies and a job that infers their industries; return both paths.
+
+    The job uses the bundled model. Raises `ConfigError` if one of the files exists, unless it may
+    be replaced.
+    """
     from prefect_raybatch.demo.customers import write_customers
 
     paths = [folder / EXAMPLE_TABLE, folder / EXAMPLE_JOB]

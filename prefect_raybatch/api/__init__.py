@@ -1,0 +1,395 @@
+"""The verbs of a run for a job: each compiles the job and calls the verb in `runs`.
+
+The main path is `plan_run` -> `infer_run` -> `finalize_run`. Each can be called again after a crash
+and continues where the records end.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, date, datetime, time
+from typing import TYPE_CHECKING, Any
+
+from prefect_raybatch.compile.job import (
+    cluster_spec,
+    compile_planned,
+    planned_job,
+    read_spec,
+)
+from prefect_raybatch.compile.resolved import Resolved, resolve
+from prefect_raybatch.compile.sizes import size_spec
+from prefect_raybatch.driver import metrics
+from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.cluster import LOCAL
+from prefect_raybatch.job.edits import edited
+from prefect_raybatch.job.precision import with_precision
+from prefect_raybatch.job.run_words import (
+    date_of_key,
+    filled_uri,
+    run_words,
+    today,
+    with_dated_targets,
+    with_places,
+    with_run_words,
+)
+from prefect_raybatch.job.secrets import is_masked
+from prefect_raybatch.job.trust import check_trust
+from prefect_raybatch.job.trusted_places import check_reach, check_run_place
+from prefect_raybatch.ledger.family import without_link
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.policy.in_force import policy_in_force
+from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.runs import attempts
+from prefect_raybatch.runs.dry_run import DryRun, dry_run_resolved
+from prefect_raybatch.runs.finalize_run import finalize_spec
+from prefect_raybatch.runs.infer_run import infer_spec
+from prefect_raybatch.runs.plan_run import (
+    adopt_plan,
+    begin_run,
+    check_places,
+    precheck_resolved,
+)
+from prefect_raybatch.runs.run import Run, latest_unfinished, load_run, run_of, run_store
+from prefect_raybatch.sizing.sizes import Capacity
+from prefect_raybatch.storage import Store, open_store
+
+if TYPE_CHECKING:
+    import ray.data
+
+    from prefect_raybatch.driver.driver import Progress
+    from prefect_raybatch.runs.preview import Preview
+
+SHORTEST_SECRET = 4  # characters: shorter texts also occur in ordinary words
+
+
+# --- the name of a run --------------------------------------------------------------------------
+
+
+def default_run_key(job: BatchJob | Resolved, scheduled: datetime | None = None) -> str:
+    """Return the job's name with the scheduled start.
+
+    Without one, return the newest unfinished run of this job, so that running again after a crash
+    resumes it, else a new key of this second.
+    """
+    if scheduled is not None:
+        name = job.name if isinstance(job, BatchJob) else job.job.name
+        return attempts.key_for_start(name, scheduled)
+    resolved = resolve(job)
+    job = resolved.job
+    root = open_store(job.output.uri, job.output.options or None)
+    unfinished = latest_unfinished(root, resolved.identity.fingerprint)
+    return attempts.key_for_start(job.name) if unfinished is None else unfinished
+
+
+def resolve_run(
+    job: BatchJob,
+    run_key: str | None,
+    scheduled: datetime | None,
+    run_date: date | None = None,
+) -> tuple[BatchJob, str]:
+    """Return the job with {run_date} and {run_key} filled in, and the run's key.
+
+    The date is `run_date`, else that of the run key, else of the scheduled start, else today's, all
+    in UTC.
+    """
+    if run_date is not None and run_key is None:  # so that the same date finds the same run
+        scheduled = datetime.combine(run_date, time(), UTC)
+    words = run_words(job)
+    if not words:
+        return job, run_key or default_run_key(job, scheduled)
+    if run_key is None and scheduled is None and "run_key" not in words:
+        placed = with_places(job, "", today())
+        key = default_run_key(placed)  # perhaps of a run that began on another day
+        return with_dated_targets(placed, key, date_of_key(key) or today()), key
+    key = run_key or default_run_key(job, scheduled or datetime.now(UTC))
+    when = run_date or date_of_key(key)
+    if when is None and scheduled is not None:
+        when = scheduled.astimezone(UTC).date()
+    return with_run_words(job, key, when), key
+
+
+# --- records of attempts ------------------------------------------------------------------------
+
+
+@contextmanager
+def recorded_attempt(
+    store: Store, job: BatchJob, run_key: str, phase: str, begin: bool = True
+) -> Iterator[None]:
+    """Record an attempt at the run in `store` when the block begins, and its end if it raises.
+
+    `begin=False` records only the end of a block that raises. A run that is complete keeps the
+    record it has.
+    """
+    with attempts.recorded_end(store, job.name, run_key, phase, secrets_of(job), begin):
+        yield
+
+
+def record_unplanned(
+    job: BatchJob, run_key: str | None, error: BaseException
+) -> tuple[Store, str] | None:
+    """Record an attempt that failed before its run directory was known; return directory and key.
+
+    Without a run key it is named as a run of this second would be.
+    """
+    key = run_key or attempts.key_for_start(job.name)
+    try:
+        check_reach(job, policy_in_force())  # a refused job writes nothing, not even this record
+        uri = filled_uri(job.output.uri, key, date_of_key(key) or today())
+        return attempts.record_without_plan(
+            *(uri, job.output.options or None, job.source.uris, job.name, key, error),
+            secrets_of(job),
+        )
+    except RayBatchError as fault:
+        attempts.log.warning("%s: the failed attempt could not be recorded: %s", key, fault)
+        return None
+
+
+def secrets_of(job: BatchJob) -> list[str]:
+    """Return the secret texts in a job, the longest first."""
+    secrets: set[str] = set()
+    _collect(job.to_dict(), job.model_dump(mode="json", by_alias=True), secrets)
+    return sorted(secrets, key=len, reverse=True)
+
+
+def _collect(clear: object, shown: object, secrets: set[str]) -> None:
+    """Add to `secrets` every text of `clear` that is masked in `shown`."""
+    if isinstance(clear, Mapping):
+        for name, inner in clear.items():
+            _collect(inner, shown.get(name) if isinstance(shown, Mapping) else shown, secrets)
+    elif isinstance(clear, list):
+        pairs = shown if isinstance(shown, list) else [shown] * len(clear)
+        for inner, shown_inner in zip(clear, pairs, strict=False):
+            _collect(inner, shown_inner, secrets)
+    elif is_masked(shown) and isinstance(clear, str) and len(clear) >= SHORTEST_SECRET:
+        secrets.add(clear)
+
+
+# --- plan, infer, finalize ----------------------------------------------------------------------
+
+
+def plan_run(
+    job: BatchJob | Resolved,
+    run_key: str,
+    dataset: ray.data.Dataset | None = None,
+    accept: Sequence[str] = (),
+) -> Run:
+    """Make the run's plan, or adopt the existing one; return the run.
+
+    `dataset` replaces the job's source files. `accept` names fields in which the job may differ
+    from the run's plan, which the user accepts and the run records. Raises `ConfigError`,
+    `SourceError`, `PlanMismatch` or `UnsafeStore`; only an unreachable store is worth a retry.
+    """
+    resolved = resolve(job)
+    job = resolved.job
+    check_places(read_spec(job.source), job.output.uri)
+    ledger = Ledger(run_store(job.output, run_key))
+    plan = ledger.load_plan()
+    with recorded_attempt(ledger.store, job, run_key, attempts.PLANNING, begin=plan is None):
+        if plan is not None:
+            return adopt_plan(plan, resolved, ledger, accept)
+        return begin_run(resolved, run_key, ledger, dataset)
+
+
+def precheck(job: BatchJob | Resolved, store: Store, accept: Sequence[str] = ()) -> Resolved:
+    """Check everything about a job that can be checked within a second; return it resolved.
+
+    So a wrong job fails before anything starts. Reads the plan in the run directory `store` if
+    there is one, otherwise a sample of the input.
+    """
+    return precheck_resolved(resolve(job), store, accept)
+
+
+def dry_run(
+    job: BatchJob | Resolved,
+    run_key: str | None = None,
+    what_if: Capacity | None = None,
+    sample: int = 0,
+) -> DryRun:
+    """Return what a run would do, without writing and without Ray.
+
+    If the job names a cluster, its capacity is queried; `what_if` replaces it. `problems` is empty
+    if the run can start and keeps its engines busy. `sample` rows are made into prompts to measure
+    their length (0: none, unless max_model_len is auto).
+    """
+    return dry_run_resolved(resolve(job), run_key, what_if, sample)
+
+
+def infer_run(
+    job: BatchJob,
+    run: Run,
+    observe: Callable[[Progress], None] = lambda progress: None,
+    engine: type | None = None,
+) -> Progress:
+    """Read, infer and commit every pending shard; return the progress at the end.
+
+    Starts no engine if nothing is pending. An observer that is a `heartbeat.Listener` also receives
+    heartbeats. `engine` replaces the engine stage in tests.
+    """
+    check_trust(job)
+    check_run_place(run.uri)
+    ledger = Ledger(open_store(run.uri, job.output.options or None))
+    plan, shards = load_run(ledger, run)
+    begin = ledger.finished(plan) is None
+    with recorded_attempt(ledger.store, job, run.run_key, attempts.INFERENCE, begin):
+        return infer_spec(compile_planned(job, plan), run, ledger, plan, shards, observe, engine)
+
+
+def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
+    """Write the result and _SUCCESS; return the report. A finished run returns its report again.
+
+    Raises `IncompleteRun` while shards are missing, `CorruptRun` if the coverage is wrong.
+    """
+    ledger = Ledger(open_store(run.uri, job.output.options or None))
+    plan, shards = load_run(ledger, run)
+    report = finalize_spec(compile_planned(job, plan), ledger, plan, shards, progress)
+    metrics.completed(report.job, run.run_key)
+    return report
+
+
+def finalize_whole(run_dir: str, job: BatchJob | None = None) -> RunReport:
+    """Write result, report and `_SUCCESS` of a run with all shards committed; publish nothing.
+
+    Returns the report, also of a run that is complete already. `job` says how to reach the store
+    and on which cluster a large result is written, by default the run's own. Raises `IncompleteRun`
+    while shards are missing, and like `finalize_run`.
+    """
+    check_run_place(run_dir)
+    store = open_store(without_link(run_dir), (job.output.options if job else None) or None)
+    ledger = Ledger(store)
+    plan = need_plan(ledger)
+    try:
+        return finalize_run(job or planned_job(plan), run_of(store, plan, ledger))
+    except IncompleteRun as error:
+        raise IncompleteRun(
+            f"{error}, or write the committed rows now: raybatch finalize --partial {store.uri}"
+        ) from None
+
+
+def finalize_partial(
+    run_dir: str, options: Mapping[str, Any] | None = None, job: BatchJob | None = None
+) -> RunReport:
+    """Write the committed rows of an incomplete run to a folder in `run_dir`; return its report.
+
+    The folder is `partial/_UUID`, with `data` and `_quarantine`; the report's state is "partial"
+    and its `run` is that folder. The run is not changed: it stays unfinished, is resumed and
+    finished as before, and nothing is deleted. Reads only commits and the pieces that they name, so
+    it may run while a driver is active. `options` are s3fs's, as in `output.options`; `job` says on
+    which cluster a large result is written, by default the run's own.
+
+    Raises `ConfigError` for a run with all shards committed, or one that is completed meanwhile,
+    `IncompleteRun` while nothing is committed, `NoSuchRun`, `CorruptRun` and the store's errors.
+    """
+    from prefect_raybatch.runs.partial_run import write_partial
+
+    return write_partial(run_dir, options, None if job is None else cluster_spec(job))
+
+
+# --- publish ------------------------------------------------------------------------------------
+
+
+def publish_run(
+    job: BatchJob | None,
+    uri: str,
+    observe: Callable[[str], None] = lambda step: None,
+    run_date: date | None = None,
+    targets_from_plan: bool = False,
+) -> RunReport:
+    """Publish the finished run at `uri` to the targets of the job, each once; return the report.
+
+    Targets in a run directory are not trusted, because anyone who can write to it could name a
+    place of their own. So `job` None is rejected if the run's plan names targets, unless
+    `targets_from_plan` says that these were reviewed. `run_date` is the value of {run_date} in a
+    target, by default the date in the run key. Raises `IncompleteRun` while the run is not
+    finished, `ConfigError` for what cannot be published, `PublishFailed` (worth a retry).
+    """
+    from prefect_raybatch.runs.publish_run import finished_member, publish_member, targets_text
+
+    check_run_place(uri)
+    if job is not None:
+        check_trust(job)  # its options name the host that is asked for the run
+    options = job.output.options if job is not None else {}
+    member = finished_member(open_store(uri, options or None))
+    if job is None:
+        job = planned_job(member.plan)
+        if job.output.publish and not targets_from_plan:
+            raise ConfigError(
+                f"{member.ledger.store.uri}: name the job with the targets: --job JOB. The run "
+                f"directory itself names these:\n{targets_text(job.output.publish, member.key)}\n"
+                "To publish to them, check each of them and add --targets-from-plan"
+            )
+    job = with_dated_targets(job, member.key, run_date)
+    check_trust(job)
+    return publish_member(member, job.output.publish, options, observe)
+
+
+def other_targets(job: BatchJob, uri: str, run_date: date | None = None) -> tuple[str, str] | None:
+    """Return (targets of the job, targets of the run's plan) as lines; None if they are equal.
+
+    If they differ, the user may have chosen the wrong job or the wrong run.
+    """
+    from prefect_raybatch.runs.publish_run import targets_text
+
+    plan = need_plan(Ledger(open_store(uri, job.output.options or None)))
+    of_job, of_plan = (
+        targets_text(with_dated_targets(j, plan.run_key, run_date).output.publish, plan.run_key)
+        for j in (job, planned_job(plan))
+    )
+    return None if of_job == of_plan else (of_job, of_plan)
+
+
+# --- preview ------------------------------------------------------------------------------------
+
+
+def preview_rows(
+    job: BatchJob, rows: int = 5, answers: bool = True, engine: type | None = None
+) -> Preview:
+    """Send the first `rows` rows through every stage of the job, in this process, on one engine.
+
+    Nothing is kept, published, or reused from earlier runs. Raises like `plan_run` for a job that
+    cannot run, `InsufficientResources` if this machine has no GPU for its engine,
+    `EngineStartError` or `EngineFailure` if the engine does not start or dies. `engine` replaces
+    the engine stage in tests.
+    """
+    from prefect_raybatch.cluster import connect as cluster
+    from prefect_raybatch.runs.preview import PREVIEW_KEY, PhaseClock, check_gpus_here, preview_spec
+
+    if rows < 1:
+        raise ConfigError(f"rows {rows}: at least one row is shown")
+    with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
+        clock = PhaseClock()
+        small = _first_rows_of(job, rows, folder)
+        capacity = cluster.this_machine(cluster_spec(small))
+        if answers:
+            check_gpus_here(size_spec(small), capacity)
+        run = plan_run(small, PREVIEW_KEY)
+        ledger = Ledger(run_store(small.output, PREVIEW_KEY))
+        plan, shards = load_run(ledger, run)
+        spec = compile_planned(small, plan)
+        return preview_spec(spec, ledger, plan, shards, capacity, clock, answers, engine)
+
+
+def _first_rows_of(job: BatchJob, rows: int, folder: str) -> BatchJob:
+    """Return the job restricted to its first rows, on one local engine.
+
+    Without quantization trials, and with its result in `folder`.
+    """
+    limit = min(rows, job.source.limit or rows)
+    changes: dict[str, Any] = {
+        "source.limit": limit,
+        "source.rows_per_shard": limit,
+        "engine.replicas": 1,
+        "engine.engines_per_gpu": 1,
+        "engine.order": "input" if job.engine.order == "input" else "auto",
+        "output.uri": folder,
+        "output.options": {},
+        "output.publish": [],
+        "output.keep_answers": None,
+        "limits.max_cost": None,
+        "cluster": {"address": LOCAL},
+        "reuse": None,
+    }
+    return with_precision(edited(job, changes, "the job of a preview"), {})

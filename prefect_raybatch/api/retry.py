@@ -1,0 +1,217 @@
+"""Retries the failed rows of a finished run: writes the job of the child run that does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prefect_raybatch.compile.job import compile_job
+from prefect_raybatch.compile.public_job import public_job
+from prefect_raybatch.compile.resolved import Resolved, resolve
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.edits import edited
+from prefect_raybatch.job.job_file import with_fields
+from prefect_raybatch.job.limits import FAILED_LIMITS
+from prefect_raybatch.job.run_words import with_dated_targets
+from prefect_raybatch.job.secrets import hide_path
+from prefect_raybatch.job.trusted_places import check_store_options
+from prefect_raybatch.ledger.family import Family, Member, place
+from prefect_raybatch.ledger.layout import QUARANTINE_FOLDER
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.ledger.plan_tables import decode_schema
+from prefect_raybatch.plan import plan as planning
+from prefect_raybatch.publish.planned import check_targets_of
+from prefect_raybatch.runs.plan_run import check_schema_names
+from prefect_raybatch.runs.retry import (
+    Nothing,
+    all_taken,
+    check_classes,
+    copy_output_types,
+    new_child,
+    operator_fields,
+    retried_run,
+    unfinished_retry,
+)
+from prefect_raybatch.runs.run import Run, run_of
+from prefect_raybatch.storage import open_store
+
+Keys = Callable[[BatchJob], BatchJob]  # puts keys from credentials blocks into store options
+FIXED_BY_PARENT = "the rows come from the run's quarantine, and the retry is written beside the run"
+
+
+@dataclass(frozen=True)
+class Retry:
+    """A planned child run: infer and finalize take its `job` and `run`."""
+
+    job: BatchJob
+    run: Run
+    parent: str
+
+
+@dataclass(frozen=True)
+class RetryRequest:
+    """A retry that can begin.
+
+    `job` is the child's, `going` the unfinished run that it continues, and `selection` ({parent,
+    errors}) its rows. `limited`: a limit on failed rows is among the given fields. `known` is the
+    job with credentials, resolved.
+    """
+
+    family: Family
+    parent: Member
+    job: BatchJob
+    known: Resolved
+    selection: Mapping[str, Any]
+    going: Member | None
+    limited: bool
+
+
+def plan_retry(
+    run_dir: str,
+    errors: Sequence[str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    job: BatchJob | None = None,
+    keys: Keys = lambda job: job,
+) -> Retry | Nothing:
+    """Plan the child run that retries failed rows of `run_dir`, or resume it.
+
+    `errors` are error classes; by default all failed rows that no other child has taken. The job is
+    the run's own or `job`, with the fields in `overrides` ({"sampling.max_tokens": 99}) replaced.
+    Without `job`, the fields of `FROM_OPERATOR` come only from `overrides`. All rows of the child
+    may fail again, unless `overrides` limits failed rows: they already count against the limit of
+    their own run. Raises like `retry_request`, and `PlanMismatch` if another retry of these rows
+    began at the same moment.
+    """
+    asked = retry_request(run_dir, errors, overrides, job, keys)
+    return asked if isinstance(asked, Nothing) else begin(asked)
+
+
+def begin(asked: RetryRequest) -> Retry | Nothing:
+    """Create the child run of a request, or resume it; see `plan_retry`."""
+    if asked.going is not None:
+        ledger, plan = asked.going.ledger, asked.going.plan
+    else:
+        created = new_child(asked.family, asked.parent, asked.known, asked.selection)
+        if isinstance(created, Nothing):
+            return created
+        ledger, plan = created
+    copy_output_types(asked.parent, asked.known.job.output, ledger)
+    run = run_of(ledger.store, plan, ledger, probed=asked.going is None)
+    job = asked.job
+    if not asked.limited:
+        unlimited = {f"limits.{name}": None for name in FAILED_LIMITS}
+        job = edited(job, {**unlimited, "limits.max_failed_rows": plan.rows}, "the retry's job")
+    return Retry(job, run, asked.parent.key)
+
+
+def retry_request(
+    run_dir: str,
+    errors: Sequence[str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    job: BatchJob | None = None,
+    keys: Keys = lambda job: job,
+) -> RetryRequest | Nothing:
+    """Return what a retry would be, from the records alone: writes nothing and reads no row.
+
+    Raises `ConfigError` for an unfinished run, an invalid job, a class in `errors` that no failed
+    row has, and rows that another retry has taken and not answered; `CorruptRun` if runs related to
+    this one are unreadable.
+    """
+    overrides = dict(overrides or {})
+    root, key = place(run_dir, _options(run_dir, overrides, job, keys))
+    family, parent = retried_run(root, key)
+    selection = {"parent": key, "errors": sorted(set(errors)) if errors else None}
+    if not parent.failed:
+        where = parent.ledger.store.uri
+        return Nothing(where, f"no row of {key} failed, so there is nothing to retry")
+    if errors:
+        check_classes(parent, errors)
+    child = _job(parent, root.uri, overrides, job)
+    known = resolve(keys(child), selection)
+    going = unfinished_retry(family, key, known.identity.fingerprint)
+    if going is None and family.is_taken(parent):
+        return all_taken(family, parent, family.children(key))
+    if job is None:
+        _check_operators(parent, overrides)
+    check_schema_names(known.job.output.output_schema)
+    schema = decode_schema(parent.plan.input_schema)
+    spec = compile_job(known.job, schema.names)
+    planning.check_against_schema(spec, schema)
+    check_targets_of(spec, schema, family.next_key, later=True)
+    limited = {"limits", *(f"limits.{name}" for name in FAILED_LIMITS)} & set(overrides)
+    return RetryRequest(family, parent, child, known, selection, going, bool(limited))
+
+
+def planned_targets(
+    run_dir: str, overrides: Mapping[str, Any], keys: Keys = lambda job: job
+) -> list[dict[str, Any]]:
+    """Return output.publish as in the plan of a run, for a user who has reviewed it."""
+    store = open_store(run_dir, _options(run_dir, overrides, None, keys))
+    return list(need_plan(Ledger(store)).job.get("output", {}).get("publish", ()))
+
+
+def _check_operators(parent: Member, overrides: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for targets and clusters that only the plan of the run names."""
+    lines = [
+        f"  {field}: {hide_path(value)}"
+        for field, value in operator_fields(parent.plan).items()
+        if not {field, field.partition(".")[0]} & set(overrides)
+    ]
+    if lines:
+        raise ConfigError(
+            f"{parent.ledger.store.uri}: name the job with --job JOB. A run directory does not "
+            "decide where rows and credentials are sent, and this one names:\n"
+            + "\n".join(lines)
+            + "\nTo use these, check each and pass it with --set FIELD=VALUE; targets also with "
+            "--targets-from-plan"
+        )
+
+
+def _options(
+    run_dir: str, overrides: Mapping[str, Any], job: BatchJob | None, keys: Keys
+) -> dict[str, Any] | None:
+    """Return the store options to reach the run with: those that the caller gives for `output`.
+
+    The run's own job is not read yet, and holds no credentials.
+    """
+    value = job.to_dict().get("output", {}) if job is not None else {}
+    given = {name: v for name, v in overrides.items() if name.partition(".")[0] == "output"}
+    output = with_fields({"output": value}, given)["output"]
+    if not isinstance(output, dict):
+        raise ConfigError(f"output: {output!r} must be a mapping of fields")
+    reach = {name: output[name] for name in ("options", "credentials_block") if name in output}
+    stub = {"name": "retry", "source": {"uri": "-"}, "prompt": {"template": "-"}}
+    whole = BatchJob.from_dict({**stub, "output": {**reach, "uri": run_dir}}, "the job's output")
+    options = keys(whole).output.options
+    check_store_options("output.options", options)
+    return options or None
+
+
+def _job(parent: Member, root: str, overrides: Mapping[str, Any], job: BatchJob | None) -> BatchJob:
+    """Return the child's job.
+
+    Store options come only from the caller: a plan holds none, and one planted there must not
+    decide where this machine's credentials are sent.
+    """
+    for name in overrides:
+        if name in ("source", "output", "output.uri") or (
+            name.startswith("source.") and name != "source.rows_per_shard"
+        ):
+            raise ConfigError(f"{name} cannot be set for a retry: {FIXED_BY_PARENT}")
+    where = f"the job of {parent.key}" if job is None else "the job given"
+    if job is None:
+        value = public_job(BatchJob.from_dict(parent.plan.job, where))
+    else:
+        value = job.to_dict()
+    edited_job = BatchJob.from_dict(with_fields(value, overrides), where)
+    source = {
+        "uri": f"{parent.ledger.store.uri}/{QUARANTINE_FOLDER}",
+        "format": "parquet",
+        "rows_per_shard": edited_job.source.rows_per_shard,
+    }
+    changed = edited_job.to_dict() | {"source": source}
+    changed["output"] = {**changed["output"], "uri": root}
+    return with_dated_targets(BatchJob.from_dict(changed, where), parent.key)

@@ -1,0 +1,112 @@
+"""Tunes the engine of a job: tries settings on a sample of its rows, and finds the best."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from prefect_raybatch.api import dry_run, plan_run
+from prefect_raybatch.compile.job import compile_job, compile_planned, read_spec
+from prefect_raybatch.compile.resolved import Resolved, resolve
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.edits import edited
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.model import pinned as models
+from prefect_raybatch.model.memory import experts_of
+from prefect_raybatch.runs.alterations import alterations
+from prefect_raybatch.runs.run import load_run
+from prefect_raybatch.runs.tune import (
+    COPIED_ROWS,
+    FOLDER,
+    Bench,
+    Trial,
+    Tuned,
+    axes,
+    outcome,
+    remove_trials,
+    tried,
+)
+from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.storage import join, open_store
+
+log = logging.getLogger(__name__)
+
+
+def tune(
+    job: BatchJob,
+    minutes: float = 5.0,
+    trial_seconds: float = 30.0,
+    deadline: float | None = None,
+    observe: Callable[[Trial], None] = lambda trial: None,
+    engine: type | None = None,
+) -> Tuned:
+    """Try settings for about `minutes`, each for `trial_seconds` after its first shard.
+
+    The minutes begin with the unchanged job's first row in an engine: the first start, which may
+    compile kernels, does not count. Later ones do, so few settings are tried with a large model.
+    `deadline`: seconds for the whole input. `engine` replaces the engine stage in tests. Raises
+    `ConfigError` if nothing worked, and errors of planning.
+    """
+    from prefect_raybatch.cluster import connect as cluster
+    from prefect_raybatch.cluster.sharing import User
+
+    resolved = resolve(job).pinned()
+    rows = dry_run(resolved).rows
+    sample, key = _sampled(resolved.job), uuid.uuid4().hex[:12]
+    run = plan_run(Resolved.of(sample, resolved.known), key)
+    store = open_store(run.uri, job.output.options or None)
+    try:
+        plan, shards = load_run(Ledger(store), run)
+        changed = partial(_changed, sample, plan)
+        user = User(f"tuning of {job.name}")
+        spec = compile_job(resolved.job)
+        # The whole cluster: beside another run a trial would measure that one as well.
+        with cluster.connected(spec.cluster, user) as capacity:
+            with cluster.admitted(spec.sizes, capacity, None, user):
+                bench = Bench(changed, plan, shards, store, capacity, trial_seconds, engine)
+                options = alterations(spec, capacity, _experts(resolved))
+                trials = tried(bench, axes(spec.sizes, capacity), options, 60 * minutes, observe)
+            trials = bench.compared(trials, user)
+    finally:
+        remove_trials(open_store(job.output.uri, job.output.options or None), f"{FOLDER}/{key}")
+    return outcome(trials, options, job.limits.min_agreement, rows, deadline)
+
+
+def _changed(sample: BatchJob, plan: Plan, changes: Mapping[str, Any]) -> RunSpec:
+    """Return what the sample's run does with fields such as engine.max_num_seqs changed.
+
+    Without the job's quantization trials, because those may change answers.
+    """
+    return compile_planned(edited(sample, changes, "the tuned job"), plan).decide(precision={})
+
+
+def _experts(resolved: Resolved) -> int:
+    """Return the number of experts in a layer of the model; 0 for a dense or unknown one."""
+    try:
+        return experts_of(models.read_config(resolved.model)[0])
+    except ConfigError as error:  # the check of the model reports a missing config.json
+        log.info("the number of experts is unknown: %s", error)
+        return 0
+
+
+def _sampled(job: BatchJob) -> BatchJob:
+    """Return the job of the trials: small shards, in a folder separate from runs."""
+    from prefect_raybatch import source
+
+    rows = job.source.rows_per_shard or job.engine.batch_size
+    changes: dict[str, Any] = {
+        "source.rows_per_shard": min(rows, job.engine.batch_size),
+        # Rows are asked in input order: nothing is reused, kept or reordered.
+        "engine.order": "input" if job.engine.order == "input" else "auto",
+        "output.uri": join(job.output.uri, FOLDER),
+        "output.keep_answers": None,
+        "reuse": None,
+    }
+    if source.needs_snapshot(read_spec(job.source)):
+        changes["source.limit"] = min(job.source.limit or COPIED_ROWS, COPIED_ROWS)
+    return edited(job, changes, "the job of a trial")
