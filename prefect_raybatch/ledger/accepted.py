@@ -65,7 +65,7 @@ def all_accepted(ledger: Ledger) -> tuple[Accepted, ...]:
         try:
             noted = accepted_in(ledger.read_attempt(name), f"attempt {name}")
         except (CorruptRun, FileNotFoundError) as fault:
-            log.warning("what attempt %s accepted is not known: %s", name, fault)
+            log.warning("Cannot read which differences attempt %s accepted: %s", name, fault)
             continue
         for one in noted:
             key = one.field, one.old, one.new

@@ -108,7 +108,7 @@ class Folder:
         try:
             put_record(self.store, f"{CHECKPOINTS}/{uuid.uuid4().hex}.gz", data)
         except RayBatchError as error:
-            log.warning("commits were not folded, so a resume takes longer: %s", error)
+            log.warning("No checkpoint was written, so a resume takes longer: %s", error)
 
 
 class Copies:
@@ -147,7 +147,11 @@ class Copies:
         try:
             body = os.pread(self._file.fileno(), size, start)
         except OSError as error:
-            log.warning("%s: folded commits cannot be read: %s", tempfile.gettempdir(), error)
+            log.warning(
+                "%s: cannot read checkpointed commits, so the store is read: %s",
+                tempfile.gettempdir(),
+                error,
+            )
             return None
         return body if self._confirmed(shard, body) else None
 
@@ -165,7 +169,11 @@ class Copies:
                 done = os.pwrite(self._file.fileno(), left, at)
                 left, at = left[done:], at + done
         except OSError as error:
-            log.warning("%s: folded commits stay in memory: %s", tempfile.gettempdir(), error)
+            log.warning(
+                "%s: cannot write checkpointed commits, so they stay in memory: %s",
+                tempfile.gettempdir(),
+                error,
+            )
             self._full = True
             return False
         for shard, body in records.items():
@@ -206,7 +214,7 @@ def _lines(store: Store, plan_hash: str, name: str) -> list[tuple[int, bytes]]:
         if len(text) <= MAX_BYTES:
             return list(_split(text, plan_hash))
     except (FileNotFoundError, CorruptRun, OSError, EOFError, zlib.error, ValueError) as error:
-        log.warning("%s is not used: %s", name, error)
+        log.warning("Ignoring checkpoint %s: %s", name, error)
     return []
 
 

@@ -82,7 +82,7 @@ class Draining:
         try:
             found = read_drain(self.store)
         except RayBatchError as error:
-            log.info("whether the run is to be drained cannot be told: %s", error)
+            log.info("Cannot read whether a drain was requested: %s", error)
             return False
         self._known = found is not None and self.attempt in found.attempts
         return self._known

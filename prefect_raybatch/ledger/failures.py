@@ -63,9 +63,7 @@ class Loss:
         return self.kind in (ENGINE_DIED, BLOCK_HUNG)
 
 
-NODE_LOST = Loss(
-    "NodeLost", "a node of the cluster was lost, with what it was working on or had kept"
-)
+NODE_LOST = Loss("NodeLost", "a cluster node was lost, with the tasks and objects on it")
 
 
 @dataclass(frozen=True)

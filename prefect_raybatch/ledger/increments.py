@@ -200,7 +200,9 @@ def increment_of(plan: Plan) -> Increment | None:
         return None
     found = read_json(_INCREMENT, dump(plan.increment), "plan.json: increment")
     if found.ledger not in (OF_ROWS, OF_ASKS):
-        raise CorruptRun(f"plan.json: increment: {found.ledger!r} is no ledger of ours")
+        raise CorruptRun(
+            f"plan.json: increment.ledger is {found.ledger!r}, not {OF_ROWS} or {OF_ASKS}"
+        )
     return found
 
 
@@ -211,10 +213,14 @@ def read_answers(store: Store) -> Answers | None:
     except FileNotFoundError:
         return None
     if load(data, ANSWERS_RECORD).get("format") != 1:
-        raise CorruptRun(f"{store.uri}/{ANSWERS_RECORD} is of a newer version; update this one")
+        raise CorruptRun(
+            f"{store.uri}/{ANSWERS_RECORD} was written by a newer version. Upgrade prefect-raybatch"
+        )
     found = read_json(_ANSWERS, data, ANSWERS_RECORD)
     if found.checksum is not None and found.to_bytes() != data:
-        raise CorruptRun(f"{store.uri}/{ANSWERS_RECORD} is not what was written")
+        raise CorruptRun(
+            f"{store.uri}/{ANSWERS_RECORD} does not match its checksum. Restore the file"
+        )
     return found
 
 
@@ -226,7 +232,7 @@ def read_answers_by_row(store: Store, plan: Plan) -> AnswersByRow | None:
         return None
     found = read_json(_BY_ROW, data, BY_ROW_RECORD)
     if found.plan != plan.hash or found.format != 1:
-        raise CorruptRun(f"{store.uri}/{BY_ROW_RECORD} is not of this plan, or of a newer version")
+        raise CorruptRun(f"{store.uri}/{BY_ROW_RECORD} was written for another plan or version")
     return found
 
 
@@ -244,8 +250,8 @@ def begin_asks(store: Store, increment: Increment) -> tuple[Ledger, Plan] | None
     there = ledger.load_plan() or ledger.create_plan(plan, {})
     if there.hash != plan.hash:
         raise CorruptRun(
-            f"{ledger.store.uri} is not the run that {store.uri}/_raybatch/plan.json names; move "
-            "it away and run the same command again"
+            f"{ledger.store.uri} holds another run than {store.uri}/_raybatch/plan.json names. "
+            "Move it away and run the same command again"
         )
     return ledger, plan
 
@@ -284,7 +290,10 @@ def waiting_rows(ledger: Ledger, increment: Increment, shards: Shards) -> Waitin
     table = from_parquet(ledger.table(increment.weights), "table of weights", ["rows"])
     weights = table["rows"].to_numpy()
     if weights.dtype != np.int64 or len(weights) != shards.starts[-1]:
-        raise CorruptRun(f"{increment.weights} does not fit the plan")
+        raise CorruptRun(
+            f"{increment.weights} does not match the plan: it has {len(weights):,} values of type "
+            f"{weights.dtype}, not {shards.starts[-1]:,} of int64"
+        )
     return Waiting(increment.rows, shards.starts, weights)
 
 

@@ -62,7 +62,7 @@ class LastAttempt:
         try:
             put_record(not_waiting(store), LAST_ATTEMPT, dump(asdict(self)))
         except RayBatchError as error:
-            log.warning("the attempt is not recorded in %s: %s", store.uri, error)
+            log.warning("Cannot record this attempt in %s: %s", store.uri, error)
 
 
 _ATTEMPT = TypeAdapter(LastAttempt)
@@ -95,5 +95,5 @@ def last_attempt_of(store: Store) -> LastAttempt | None:
     try:
         return read_last_attempt(store)
     except CorruptRun as error:
-        log.warning("%s: %s", store.uri, error)
+        log.warning("Ignoring the record of the last attempt in %s: %s", store.uri, error)
         return None

@@ -88,14 +88,17 @@ class Ledger:
             return plan
         winner = self.load_plan()
         if winner is None:
-            raise CorruptRun(f"{self.store.uri}: plan.json exists and cannot be read")
+            raise CorruptRun(f"{self.store.uri}: plan.json exists, but cannot be read")
         check_same(winner, Identity(plan.fingerprint, plan.parts), self.store.uri)
         return winner
 
     def shards(self, plan: Plan) -> Shards:
         shards = read_shards(self.table(plan.shards_table))
         if len(shards) != plan.shards or int(shards.starts[-1]) != plan.rows:
-            raise CorruptRun(f"{plan.shards_table} does not fit the plan ({plan.shards} shards)")
+            raise CorruptRun(
+                f"{plan.shards_table} does not match the plan: it has {len(shards):,} shards of "
+                f"{int(shards.starts[-1]):,} rows, the plan {plan.shards:,} of {plan.rows:,}"
+            )
         return shards
 
     def files(self, plan: Plan) -> tuple[InputFile, ...]:
@@ -133,7 +136,9 @@ class Ledger:
                 found.stray(info.path)
                 continue
             if int(match[1]) >= plan.shards:
-                raise CorruptRun(f"{info.path} is no commit of this plan")
+                raise CorruptRun(
+                    f"{info.path} is beyond the last shard of the plan ({plan.shards - 1})"
+                )
             found.note(int(match[1]), info)
         return found
 
@@ -205,7 +210,7 @@ class Ledger:
         try:
             return _commit_of(plan, shard, read_record(self.store, path))
         except FileNotFoundError:
-            raise CorruptRun(f"{path} does not exist, though its shard was committed") from None
+            raise CorruptRun(f"{path} is missing, although its shard was committed") from None
 
     def commit(self, plan: Plan, rows: int, receipts: list[Receipt]) -> Commit | None:
         """Commit a shard of `rows` rows by one put-if-absent. Return None if another driver won.
@@ -256,8 +261,8 @@ class Ledger:
         except FileNotFoundError:
             return
         raise CorruptRun(
-            f"{self.store.uri}/{SUCCESS} is there, and no {PLAN} that it could belong to. Nothing "
-            "was deleted. Put the plan back, or choose another run key"
+            f"{self.store.uri} has {SUCCESS}, but no {PLAN}. Nothing was deleted. Restore {PLAN}, "
+            "or choose another run key"
         )
 
     def succeed(self, success: Success) -> None:
@@ -328,7 +333,7 @@ def _commit_of(plan: Plan, shard: int, body: bytes) -> Commit:
     path = commit_path(shard)
     commit = Commit.from_bytes(body, path)
     if commit.shard != shard:
-        raise CorruptRun(f"{path} is the commit of shard {commit.shard}")
+        raise CorruptRun(f"{path} holds the commit of shard {commit.shard}")
     # A commit under another plan's hash may count other rows: never mix the two.
     if commit.plan_hash != plan.hash:
         raise CorruptRun(f"{path} was written for another plan ({commit.plan_hash[:12]})")

@@ -115,6 +115,6 @@ def local_disk() -> Iterator[None]:
         yield
     except OSError as error:
         raise StoreError(
-            f"{tempfile.gettempdir()}: a Parquet file cannot be written there "
-            f"({error.strerror or error}); make room, or set TMPDIR to another folder"
+            f"{tempfile.gettempdir()}: cannot write a Parquet file ({error.strerror or error}). "
+            "Free some space, or set TMPDIR to another folder"
         ) from error

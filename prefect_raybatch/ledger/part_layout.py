@@ -146,10 +146,12 @@ def check_spans(spans: Sequence[PartSpan], sums: ShardSums) -> None:
         for index, span in enumerate(of_kind):
             held = int(sums.rows[kind][max(0, span.start) : span.stop].sum())
             if span.index != index or not reached <= span.start < span.stop or held != span.rows:
-                raise CorruptRun(f"{LAYOUT}: file {span.index} of {kind} does not fit the commits")
+                raise CorruptRun(
+                    f"{LAYOUT}: file {span.index} of {kind} does not match the commits"
+                )
             reached, total = span.stop, total + held
         if total != int(sums.rows[kind].sum()):
-            raise CorruptRun(f"{LAYOUT} leaves rows of {kind} out that are committed")
+            raise CorruptRun(f"{LAYOUT} leaves out committed rows of {kind}")
 
 
 _LAYOUT = TypeAdapter(PartLayout)

@@ -113,7 +113,7 @@ class PartialResult:
     def line(self) -> str:
         """Return what it holds, as a sentence without a full stop."""
         held = self.data + self.quarantine + self.skipped
-        return f"{held:,} of {counted(self.rows, 'row')}; missing are {self.missing.text()}"
+        return f"{held:,} of {counted(self.rows, 'row')}; missing: {self.missing.text()}"
 
     def put(self, store: Store) -> None:
         """Write the record, after everything else: a folder without it is not a partial result."""
@@ -147,8 +147,8 @@ def read_partial(store: Store, plan: Plan, name: str) -> PartialResult:
     except FileNotFoundError:
         there = ", ".join(sorted(partial_names(store))) or "none"
         raise NoSuchRun(
-            f"{store.uri} has no partial result {name}; it has: {there}. raybatch finalize "
-            "--partial writes one"
+            f"{store.uri} has no partial result {name} (it has: {there}). Write one with raybatch "
+            "finalize --partial"
         ) from None
     if found.plan != plan.hash or found.name != name:
         raise CorruptRun(f"{store.uri}/{path} was written for another plan ({found.plan[:12]})")

@@ -32,7 +32,7 @@ class Shards:
         if starts.ndim != 1 or len(starts) < 2 or starts[0] != 0 or (np.diff(starts) <= 0).any():
             raise CorruptRun("the shard table is not a partition of the input rows")
         if work is not None and work.shape != (len(starts) - 1,):
-            raise CorruptRun("the shard table does not tell the work of each shard")
+            raise CorruptRun("the shard table must give the work of each shard")
         self.starts, self.work = starts, work
 
     def __len__(self) -> int:
@@ -65,10 +65,10 @@ def read_shards(data: bytes) -> Shards:
     start = table["start"].to_numpy()
     rows = table["rows"].to_numpy()
     if len(start) == 0 or start.dtype.kind != "i" or rows.dtype.kind != "i":
-        raise CorruptRun("the shard table is empty or not of whole numbers")
+        raise CorruptRun("the shard table is empty, or its columns are not integers")
     work = table["work"].to_numpy() if "work" in table.column_names else None
     if work is not None and (work.dtype.kind != "i" or (work < 0).any()):
-        raise CorruptRun("the shard table's work is not of whole numbers from 0 on")
+        raise CorruptRun("column work of the shard table must hold integers of at least 0")
     shards = Shards(np.append(start, start[-1] + rows[-1]).astype(np.int64), work)
     if not np.array_equal(np.diff(shards.starts), rows):
         raise CorruptRun("the shard table's rows do not match its starts")
@@ -112,7 +112,7 @@ def _path_values(text: str | None) -> tuple[tuple[str, str | None], ...]:
             return pairs
     except (ValueError, TypeError, RecursionError):
         pass
-    raise CorruptRun(f"the file table holds {text[:80]!r} for the columns of a path")
+    raise CorruptRun(f"the file table has {text[:80]!r} as path columns, not [name, value] pairs")
 
 
 def encode_schema(schema: pa.Schema) -> str:
@@ -126,7 +126,7 @@ def decode_schema(text: str) -> pa.Schema:
     try:
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text, validate=True)))
     except (ValueError, pa.ArrowException, OSError) as error:
-        raise CorruptRun(f"a recorded schema is not readable: {error}") from None
+        raise CorruptRun(f"a recorded Arrow schema cannot be read: {error}") from None
     check_types(schema, "plan.json")
     return schema
 
@@ -157,4 +157,4 @@ def from_parquet(
         table.validate(full=True)  # text that is no UTF-8 would be found only when it is used
         return table
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:  # names may be no UTF-8
-        raise CorruptRun(f"the {what} is not readable: {error}") from None
+        raise CorruptRun(f"the {what} cannot be read: {error}") from None

@@ -41,7 +41,9 @@ class Positions:
             return cls()
         most = int(numbers.max())
         if int(numbers.min()) < 0 or most >= MOST_POSITIONS:
-            raise ValueError(f"positions {numbers.min()} to {most} are not those of a shard")
+            raise ValueError(
+                f"positions {numbers.min()} to {most} exceed 0 to {MOST_POSITIONS - 1}"
+            )
         flags = np.zeros(most + 1, bool)
         flags[numbers] = True
         if np.count_nonzero(flags) != len(numbers):
@@ -56,11 +58,13 @@ class Positions:
             try:
                 return cls._of_many(np.array(ranges, dtype=np.int64))
             except OverflowError as error:
-                raise ValueError(f"no position of a shard: {error}") from None
+                raise ValueError(f"position out of range: {error}") from None
         bits = reached = 0
         for start, stop in ranges:
             if not reached <= start < stop <= MOST_POSITIONS:
-                raise ValueError(f"{start} to {stop} is no range after {reached}")
+                raise ValueError(
+                    f"range [{start}, {stop}) is not within [{reached}, {MOST_POSITIONS})"
+                )
             bits |= (1 << stop) - (1 << start)
             reached = stop
         return cls(bits)
@@ -70,7 +74,7 @@ class Positions:
         edges = ranges.reshape(-1)
         ascending = (np.diff(edges) >= 0).all() and (ranges[:, 0] < ranges[:, 1]).all()
         if not ascending or edges[0] < 0 or edges[-1] > MOST_POSITIONS:
-            raise ValueError("the ranges are not ascending, or not those of a shard")
+            raise ValueError(f"the ranges are not ascending, or not within [0, {MOST_POSITIONS})")
         steps = np.zeros(int(edges[-1]) + 1, np.int8)  # neighbours that touch add up to 0
         np.add.at(steps, ranges[:, 0], 1)
         np.add.at(steps, ranges[:, 1], -1)
@@ -172,9 +176,9 @@ def _unpacked(text: str, rows: int) -> bytes:
     try:
         data = unzip.decompress(base64.b64decode(text, validate=True), most + 1)
     except (ValueError, binascii.Error, zlib.error) as error:
-        raise ValueError(f"no bitmap: {error}") from None
+        raise ValueError(f"not a bitmap: {error}") from None
     if not unzip.eof or unzip.unused_data or len(data) > most:
-        raise ValueError(f"no bitmap of {rows} rows")
+        raise ValueError(f"not a bitmap of {rows} rows")
     return data
 
 

@@ -96,5 +96,5 @@ def note_precision(store: Store, note: PrecisionNote) -> PrecisionNote:
         return note
     found = read_precision(store)
     if found is None:
-        raise CorruptRun(f"{store.uri}/{PRECISION} exists and cannot be read")
+        raise CorruptRun(f"{store.uri}/{PRECISION} exists, but cannot be read")
     return found

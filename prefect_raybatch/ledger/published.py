@@ -65,7 +65,7 @@ def note_published(store: Store, record: Published) -> Published:
         return record
     found = read_published(store, record.target)
     if found is None or found.plan != record.plan:
-        raise CorruptRun(f"{store.uri}/{published_path(record.target)} is another plan's")
+        raise CorruptRun(f"{store.uri}/{published_path(record.target)} is for another plan")
     return found
 
 

@@ -23,7 +23,7 @@ PieceKind = Literal["data", "quarantine"]
 
 def _piece_name(name: str) -> str:
     if "/" in name:
-        raise PydanticCustomError("piece_name", "not one of ours")
+        raise PydanticCustomError("piece_name", "not a file name")
     return name
 
 

@@ -39,7 +39,7 @@ QUARANTINE = ("stage", "error", "message", "attempts", "input")
 
 def _table_name(name: str) -> str:
     if "/" in name or not name.endswith(".parquet"):
-        raise PydanticCustomError("table_name", "not a table name")
+        raise PydanticCustomError("table_name", "not the name of a .parquet file")
     return name
 
 
@@ -52,20 +52,22 @@ def _run_key(key: str) -> str:
 def _context(value: Mapping[str, Any]) -> Mapping[str, Any]:
     length = value.get("max_model_len")
     if type(length) is not int or length <= 0:
-        raise PydanticCustomError("context", "not a length")
+        raise PydanticCustomError("context", "max_model_len is not a positive integer")
     return value
 
 
 def _table(value: Mapping[str, Any]) -> Mapping[str, Any]:
     wrong = {"format", "uri", "id", "version"} - value.keys()
     if wrong or not all(isinstance(text, str) for text in value.values()):
-        raise PydanticCustomError("table", "not a table at a version")
+        raise PydanticCustomError(
+            "table", "not an object of texts with format, uri, id and version"
+        )
     return value
 
 
 def _forked_from(value: Mapping[str, Any]) -> Mapping[str, Any]:
     if set(value) != {"run_key", "plan"} or not all(isinstance(v, str) for v in value.values()):
-        raise PydanticCustomError("forked_from", "not a run and its plan")
+        raise PydanticCustomError("forked_from", "not an object of texts with run_key and plan")
     _run_key(value["run_key"])
     return value
 
@@ -89,7 +91,7 @@ def load(data: bytes, what: str) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise CorruptRun(f"{what} is not readable JSON: {error}") from None
+        raise CorruptRun(f"{what} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise CorruptRun(f"{what} holds {type(value).__name__}, not an object")
     return value
@@ -115,7 +117,7 @@ def without_checksum(data: bytes, what: str) -> bytes:
     end = len(_CHECKSUM) + _DIGITS
     record = b"{" + data[end + 2 :]
     if not data.startswith(_CHECKSUM) or digest(record).encode() != data[len(_CHECKSUM) : end]:
-        raise CorruptRun(f"{what} is not what was written")
+        raise CorruptRun(f"{what} does not match its checksum. Restore the file")
     return record
 
 
@@ -253,11 +255,11 @@ class Plan:
         if found != FORMAT:  # said first: of another format the fields may be others, too
             raise CorruptRun(
                 f"plan.json has format {found!r}; this version reads {FORMAT}. "
-                "Finish the run with the version that began it, or start a new run key."
+                "Finish the run with the version that planned it, or choose a new run key."
             )
         plan = read_json(_PLAN, data, "plan.json")
         if (plan.parent is None) != (plan.numbers_table is None):
-            raise CorruptRun("plan.json: parent and numbers_table go together; one is missing")
+            raise CorruptRun("plan.json: parent and numbers_table must be set together")
         return plan
 
 

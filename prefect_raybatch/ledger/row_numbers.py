@@ -78,7 +78,7 @@ def read_numbers(data: bytes, rows: int) -> RowNumbers:
 
     column = from_parquet(data, "table of row numbers", ["row"])["row"]
     if column.type != pa.int64() or column.null_count or len(column) != rows:
-        raise CorruptRun(f"the table of row numbers does not hold {rows} whole numbers")
+        raise CorruptRun(f"the table of row numbers must hold {rows} values of int64")
     table = column.to_numpy()
     if rows and (table[0] < 0 or (np.diff(table) <= 0).any()):
         raise CorruptRun("the table of row numbers is not ascending")

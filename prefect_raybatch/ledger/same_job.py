@@ -50,11 +50,11 @@ def check_same(
         return
     if not lines:  # then it is what both hide
         fields = ", ".join(masked(own.parts.get("engine", {}), "engine")) or "a field"
-        lines = [f"{fields}: hidden, and another value than before"]
+        lines = [f"{fields}: changed (value hidden)"]
     raise PlanMismatch(
-        f"{where} was made by a job that gives other answers, so it cannot be continued:\n  "
+        f"{where} was planned by a job that differs from this one, so it cannot be continued:\n  "
         + "\n  ".join(lines)
-        + "\nRun under another --run-key, or put the job back as it was."
+        + "\nUse another --run-key, or undo these changes."
     )
 
 

@@ -54,7 +54,7 @@ def _refuse_strangers(adapter: TypeAdapter[Any], text: bytes, what: str) -> None
     ours = _fields(adapter)
     strange = sum(found[1] not in ours for found in _KEY.finditer(text))
     if strange > MOST_KEYS:
-        raise CorruptRun(f"{what} is malformed: it has {strange:,} keys that are no fields of it")
+        raise CorruptRun(f"{what} is malformed: it has {strange:,} unknown keys")
 
 
 @cache
@@ -84,7 +84,7 @@ def _refuse_constants(text: bytes, what: str) -> None:
     try:
         from_json(text, allow_inf_nan=False)
     except ValueError as error:
-        raise CorruptRun(f"{what} is not readable JSON: {error}") from None
+        raise CorruptRun(f"{what} is not valid JSON: {error}") from None
 
 
 def _said(error: ValidationError, what: str) -> str:
@@ -95,7 +95,7 @@ def _said(error: ValidationError, what: str) -> str:
     first = found[0]
     place, value = _place(first["loc"]), first["input"]
     if first["type"] == "json_invalid":
-        return f"{what} is not readable JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
+        return f"{what} is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
     if not place:
         return f"{what} holds {type(value).__name__}, not an object"
     if first["type"] == "missing":

@@ -92,14 +92,14 @@ def check_adapters_fit(
         said = _config(field, adapter)
         for wrong in ("use_dora", "modules_to_save"):
             if said.get(wrong):
-                raise ConfigError(f"{field}: {adapter['source']} has {wrong}, which vLLM lacks")
+                raise ConfigError(f"{field}: {adapter['source']} has {wrong}, unsupported by vLLM")
         if said.get("bias") not in (None, "none"):
-            raise ConfigError(f"{field}: {adapter['source']} trains biases, which vLLM lacks")
+            raise ConfigError(f"{field}: {adapter['source']} trains biases, unsupported by vLLM")
         _check_tensors(field, request.name, adapter, text)
         base = str(said.get("base_model_name_or_path") or "")
         if base and Path(base).name != Path(request.name).name:
             log.warning(
-                "%s: %s was made for %s, and engine.model is %s; its tensors fit",
+                "%s: %s was made for %s, but engine.model is %s. Its tensors fit",
                 field,
                 adapter["source"],
                 base,
@@ -127,8 +127,8 @@ def adapter_path(adapter: Mapping[str, Any]) -> str:
         listing = _listing("engine.adapters", source)
         if digest(listing) != identity:
             raise ConfigError(
-                f"the adapter {source} is another one than when the run was planned; put it "
-                "back, or begin another run"
+                f"the adapter {source} changed after the run was planned. Restore it, or choose "
+                "a new run key"
             )
         return listing
 
@@ -163,13 +163,13 @@ def _listing(field: str, source: str) -> bytes:
 
 def _store(field: str, source: str) -> Store:
     if not is_remote(source) and not Path(source).is_dir():
-        raise ConfigError(f"{field}: {source!r} is no folder here and no Hugging Face name")
+        raise ConfigError(f"{field}: {source!r} is neither a local folder nor a Hugging Face name")
     store = open_store(source)
     there = {file.path for file in store.list()}
     missing = [name for name in ADAPTER_FILES if name not in there]
     if missing:
         raise ConfigError(
-            f"{field}: {source} holds no {missing[0]}, so it is no LoRA adapter as peft writes it"
+            f"{field}: {source} has no {missing[0]}, so it is not a LoRA adapter of peft"
         )
     return store
 
@@ -186,10 +186,10 @@ def _config(field: str, adapter: Mapping[str, Any]) -> dict[str, Any]:
             value = json.loads(_store(field, source).read(ADAPTER_CONFIG, models.MAX_CONFIG_BYTES))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{field}: {ADAPTER_CONFIG} of {source} is not readable: {error}"
+            f"{field}: {ADAPTER_CONFIG} of {source} cannot be read: {error}"
         ) from None
     if not isinstance(value, dict) or value.get("peft_type", "LORA") != "LORA":
-        raise ConfigError(f"{field}: {ADAPTER_CONFIG} of {source} is of no LoRA adapter")
+        raise ConfigError(f"{field}: {ADAPTER_CONFIG} of {source} does not describe a LoRA adapter")
     return value
 
 
@@ -197,7 +197,7 @@ def _rank(field: str, config: Mapping[str, Any]) -> int:
     found = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
     ranks = [rank for rank in found if isinstance(rank, int) and 0 < rank <= RANKS[-1]]
     if len(ranks) < len(found):
-        raise ConfigError(f"{field}: its rank r must be a whole number from 1 to {RANKS[-1]}")
+        raise ConfigError(f"{field}: its rank r must be an integer from 1 to {RANKS[-1]}")
     return max(ranks)
 
 
@@ -209,7 +209,7 @@ def _check_tensors(
         wrong = _misfit(name, shape, config)
         if wrong:
             raise ConfigError(
-                f"{field}: {adapter['source']} was made for another model than {model}: {wrong}"
+                f"{field}: {adapter['source']} does not fit the model {model}: {wrong}"
             )
 
 
@@ -233,11 +233,10 @@ def _shapes(field: str, adapter: Mapping[str, Any]) -> dict[str, list[int]]:
     except OSError as error:
         if getattr(getattr(error, "response", None), "status_code", None) == 404:
             raise ConfigError(
-                f"{field}: {source} holds no {ADAPTER_WEIGHTS}, so it is no LoRA adapter as peft "
-                "writes it"
+                f"{field}: {source} has no {ADAPTER_WEIGHTS}, so it is not a LoRA adapter of peft"
             ) from None
         raise ConfigError(
-            f"{field}: {ADAPTER_WEIGHTS} of {source} is not readable: {error}"
+            f"{field}: {ADAPTER_WEIGHTS} of {source} cannot be read: {error}"
         ) from None
     return {name: list(tensor.shape) for name, tensor in found.tensors.items()}
 
@@ -252,7 +251,9 @@ def _header(field: str, source: str, stream: BinaryIO) -> dict[str, list[int]]:
 
 
 def _no_tensors(field: str, source: str) -> ConfigError:
-    return ConfigError(f"{field}: {source}/{ADAPTER_WEIGHTS} is no safetensors file; copy it again")
+    return ConfigError(
+        f"{field}: {source}/{ADAPTER_WEIGHTS} is not a safetensors file. Copy it again"
+    )
 
 
 def _misfit(name: str, shape: list[int], config: Mapping[str, Any]) -> str:
@@ -260,7 +261,7 @@ def _misfit(name: str, shape: list[int], config: Mapping[str, Any]) -> str:
     layers = config.get("num_hidden_layers")
     layer = re.search(r"\.layers\.(\d+)\.", name)
     if layer and isinstance(layers, int) and int(layer[1]) >= layers:
-        return f"it changes layer {layer[1]}, and the model has {layers}"
+        return f"it changes layer {layer[1]}, but the model has {layers} layers"
     sides = {
         **{(part, "lora_A"): "hidden_size" for part in FROM_HIDDEN},
         ("down_proj", "lora_A"): "intermediate_size",
@@ -273,5 +274,5 @@ def _misfit(name: str, shape: list[int], config: Mapping[str, Any]) -> str:
         if f".{part}.{side}." in name and "expert" not in name:
             size, found = config.get(said), shape[1 if side == "lora_A" else 0]
             if isinstance(size, int) and found != size:
-                return f"{name} is for {said} {found}, and the model's is {size}"
+                return f"{name} needs {said} {found}, but the model has {size}"
     return ""

@@ -67,8 +67,8 @@ def _check_room(request: ModelRequest, max_tokens: int, config: Mapping[str, Any
         return
     if max_tokens >= context:
         raise ConfigError(
-            f"sampling.max_tokens: {max_tokens:,} leave no room for a prompt, as prompt "
-            f"and answer together have {context:,} tokens ({said}); lower it"
+            f"sampling.max_tokens: {max_tokens:,} leaves no room for a prompt, since prompt "
+            f"and answer together have {context:,} tokens ({said}). Lower it"
         )
 
 
@@ -85,8 +85,8 @@ def _check_vocabulary(
         outside = [token for token in ids if not 0 <= token < tokens]
         if outside:
             raise ConfigError(
-                f"sampling.{name}: the model has no token {outside[0]:,}; its ids go from 0 to "
-                f"{tokens - 1:,} (vocab_size of its config.json)"
+                f"sampling.{name}: the model has no token {outside[0]:,}. Its ids go from 0 to "
+                f"{tokens - 1:,} (vocab_size in config.json)"
             )
 
 
@@ -99,7 +99,7 @@ def _check_length(request: ModelRequest, config: Mapping[str, Any]) -> None:
     if longest is not None and request.context > longest and allowed in ("", "0"):
         raise ConfigError(
             f"engine.max_model_len: {request.context:,} is more than the {longest:,} tokens that "
-            "the model takes by its config.json; lower it, or leave it out for all that it takes"
+            "the model supports (config.json). Lower it, or remove it to use the model's maximum"
         )
 
 
@@ -110,8 +110,8 @@ def _check_files(request: ModelRequest, source: str, store: Store) -> None:
     if extra.get("load_format") in FROM_FILES:
         if not weights:
             raise ConfigError(
-                f"engine.model: {source} holds no weights (no file ends in "
-                f"{', '.join(models.WEIGHTS)}); copy them there, or name another model"
+                f"engine.model: {source} has no weights (no file ends in "
+                f"{', '.join(models.WEIGHTS)}). Copy them there, or name another model"
             )
         _check_index(source, store, sizes)
         for name in sorted(weights):
@@ -121,7 +121,7 @@ def _check_files(request: ModelRequest, source: str, store: Store) -> None:
     gguf = any(name.endswith(".gguf") for name in weights)  # holds its tokenizer itself
     if own and not gguf and not any(_is_tokenizer(name) for name in sizes):
         raise ConfigError(
-            f"engine.model: {source} holds no tokenizer ({', '.join(TOKENIZER)}); copy it there, "
+            f"engine.model: {source} has no tokenizer ({', '.join(TOKENIZER)}). Copy it there, "
             "or name one in engine.tokenizer"
         )
 
@@ -137,14 +137,12 @@ def _check_index(source: str, store: Store, sizes: Mapping[str, int]) -> None:
         index = json.loads(store.read(INDEX, MAX_INDEX_BYTES))
         files = sorted({str(file) for file in index["weight_map"].values()})
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise ConfigError(
-            f"engine.model: {source}/{INDEX} is not readable; copy it again"
-        ) from None
+        raise ConfigError(f"engine.model: {source}/{INDEX} cannot be read. Copy it again") from None
     missing = [file for file in files if file not in sizes]
     if missing:
         raise ConfigError(
             f"engine.model: {source} lacks {len(missing)} of the {len(files)} weight files that "
-            f"{INDEX} names, the first {missing[0]}; copy the model again"
+            f"{INDEX} names, such as {missing[0]}. Copy the model again"
         )
 
 
@@ -154,13 +152,13 @@ def _check_safetensors(where: str, store: Store, name: str, size: int) -> None:
         said = _safetensors_bytes(stream)
     if said is None:
         raise ConfigError(
-            f"engine.model: {where} is no safetensors file (perhaps a pointer of Git LFS, or cut "
-            "off); copy it again"
+            f"engine.model: {where} is not a safetensors file (it may be a Git LFS pointer, or "
+            "truncated). Copy it again"
         )
     if said != size:
         raise ConfigError(
-            f"engine.model: {where} has {size:,} bytes where its header says {said:,}: it was cut "
-            "off or changed; copy it again"
+            f"engine.model: {where} has {size:,} bytes, but its header says {said:,}: it was "
+            "truncated or changed. Copy it again"
         )
 
 

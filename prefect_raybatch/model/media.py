@@ -18,22 +18,22 @@ def check_takes(
     """Raise `ConfigError` for a model that takes only text, or fewer images per request than a row
     may have. Accepts a model that the installed vLLM does not know."""
     names = architectures(overridden(request, config))
-    shown = f"engine.model: {source} is {', '.join(names)}, which takes"
+    shown = f"engine.model: {source} is {', '.join(names)}, which accepts"
     if any(name in (vllm_fields.text_models() or ()) for name in names):
         raise ConfigError(
-            f"{shown} text alone, and prompt.images asks about images; name a model that takes "
-            "them, such as Qwen2.5-VL, or leave prompt.images out"
+            f"{shown} only text, but prompt.images sends images. Name a model that accepts them, "
+            "such as Qwen2.5-VL, or remove prompt.images"
         )
     limits = vllm_fields.media_limits(names[0]) if names else None
     if limits is None:
         return
     if "image" not in limits:
         raise ConfigError(
-            f"{shown} {' and '.join(sorted(limits)) or 'no media'} and no images; name another"
+            f"{shown} {' and '.join(sorted(limits)) or 'no media'}, but no images. Name another"
         )
     most = limits["image"]
     if most is not None and images.most > most:
         raise ConfigError(
-            f"{shown} {most} image{'s' if most > 1 else ''} a request, and prompt.images.per_row "
-            f"is {images.most}; lower it, or name a model that takes several"
+            f"{shown} {most} image{'s' if most > 1 else ''} a request, but prompt.images.per_row "
+            f"is {images.most}. Lower it, or name a model that accepts more"
         )

@@ -115,7 +115,7 @@ def describe(
     if missing:
         raise ConfigError(
             f"engine.model: config.json has no {', '.join(missing)}, so its memory cannot be "
-            "estimated; set engine.kv_cache_memory_bytes"
+            "estimated. Set engine.kv_cache_memory_bytes"
         )
     heads = text["num_attention_heads"]
     layers, embeddings, active = _parameters(text)
@@ -164,8 +164,8 @@ def share(model: Model, arguments: EngineArguments, gpu_bytes: int, engines: int
         room = f", {gib(adapters)} for adapters" if adapters else ""
         raise ConfigError(
             f"engine.engines_per_gpu: {engines} engines do not fit on a GPU of {gib(gpu_bytes)}: "
-            f"each takes {gib(model.weights)} of weights{room} and {gib(working)} to work with, of "
-            f"its share of {gib(own)}; lower engine.engines_per_gpu or "
+            f"each needs {gib(model.weights)} for weights{room} and {gib(working)} of working "
+            f"memory, but its share is {gib(own)}. Lower engine.engines_per_gpu or "
             "engine.max_num_batched_tokens"
         )
     return Estimate(model.weights, working, left)

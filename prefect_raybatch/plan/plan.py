@@ -80,13 +80,13 @@ def _check_writable(spec: RunSpec) -> None:
     file_mb = spec.output.layout.file_bytes >> 20
     if file_mb > MOST_FILE_MB:
         raise ConfigError(
-            f"output.file_mb: {file_mb} is more than {MOST_FILE_MB}: a file of the "
-            "result is written in one request, and stores take no larger ones; lower it"
+            f"output.file_mb: {file_mb} is more than {MOST_FILE_MB}. Result files are written in "
+            "one request, which stores limit. Lower it"
         )
     for name in UNWRITTEN:
         if spec.sampling.fields.get(name):
             raise ConfigError(
-                f"sampling.{name} is not supported: only the answer's text is written; remove it"
+                f"sampling.{name} is not supported: only the answer's text is written. Remove it"
             )
 
 
@@ -125,26 +125,26 @@ def _check_result_columns(spec: RunSpec, names: list[str]) -> None:
     remedy = f"{', '.join(['output.column', *parsed, 'output.row_number'])} or output.schema"
     for name in finish.columns or ():
         if kept.count(name) > 1:
-            raise ConfigError(f"output.columns: {name!r} stands there twice; remove one")
+            raise ConfigError(f"output.columns: duplicate column {name!r}. Remove one")
     if finish.row_number in QUARANTINE:
         raise ConfigError(
-            f"output.row_number: the quarantine's files have a column {finish.row_number!r} of "
-            f"their own (as {', '.join(QUARANTINE)} are there); choose another name"
+            f"output.row_number: {finish.row_number!r} is a column of the quarantine files (they "
+            f"have {', '.join(QUARANTINE)}). Choose another name"
         )
     for name in added:
         if name.startswith(RESERVED):
             raise ConfigError(
                 f"output: column {name!r} cannot be written: names that begin with {RESERVED} are "
-                "ours; rename it with output.row_number or output.schema"
+                "reserved. Rename it with output.row_number or output.schema"
             )
         if added.count(name) > 1:
             raise ConfigError(
-                f"output: column {name!r} would be written twice; rename it with {remedy}"
+                f"output: column {name!r} would be written twice. Rename it with {remedy}"
             )
         if name in kept:
             raise ConfigError(
-                f"output: column {name!r} is already an input column; rename it with {remedy}, "
-                "or leave the input's out with output.columns"
+                f"output: column {name!r} is also an input column. Rename it with {remedy}, "
+                "or leave the input column out with output.columns"
             )
 
 
@@ -153,10 +153,11 @@ def _check_asked(spec: RunSpec, names: Sequence[str]) -> None:
     if not spec.prompt.alike or _drawn_apart(spec):
         return
     twice = [name for name in names if f"{{{{{name}}}}}" in (spec.prompt.template or "")]
-    how = f"{{{{{twice[0]}}}}} is that text in braces, and " if twice else ""
+    literal = f"{{{{{twice[0]}}}}} is literal text. " if twice else ""
     raise ConfigError(
-        f"prompt.template: has no {{Column}}, so all rows ask the same and get the same answer; "
-        f"{how}{{{(twice or names)[0]}}} is the value of a row (columns: {', '.join(names)})"
+        "prompt.template: no {Column}, so all rows make the same request and get the same answer. "
+        f"{literal}Write {{{(twice or names)[0]}}} for the value of a row (columns: "
+        f"{', '.join(names)})"
     )
 
 
@@ -166,8 +167,8 @@ def alike_note(spec: RunSpec) -> str | None:
     if not spec.prompt.alike or not _drawn_apart(spec):
         return None
     return (
-        "prompt.template has no {Column}: all rows ask the same, and their answers differ by "
-        "chance alone (sampling.temperature)"
+        "prompt.template has no {Column}, so all rows make the same request, and their answers "
+        "differ only by chance (sampling.temperature)"
     )
 
 
@@ -189,7 +190,7 @@ def _check_image_column(column: pa.Field) -> None:
     named = {kind.field(i).name for i in range(kind.num_fields)} if pa.types.is_struct(kind) else ()
     if not (text or data or "bytes" in named or "path" in named):
         raise ConfigError(
-            f"prompt.images.columns: column {column.name!r} is of type {column.type}; images are "
+            f"prompt.images.columns: column {column.name!r} is of type {column.type}. Images are "
             "binary, a struct of bytes and path, text (a path or URL), or a list of these"
         )
 
@@ -211,16 +212,16 @@ def check_chat_columns(prompt: PromptSpec, schema: pa.Schema) -> None:
         if _is_text(kind) or (texts and inner is not None and _is_text(inner)):
             continue
         if inner is None or not (pa.types.is_struct(inner) or pa.types.is_map(inner)):
-            what = "{title, text} or of texts" if texts else "{role, content}"
+            what = "{title, text} or texts" if texts else "{role, content}"
             raise ConfigError(
-                f"{field}: column {name!r} is of type {schema.field(name).type}; it must hold "
+                f"{field}: column {name!r} is of type {schema.field(name).type}, but must hold "
                 f"lists of {what}, or JSON text of such a list"
             )
         if pa.types.is_struct(inner) and not texts and inner.get_field_index("role") < 0:
             fields = ", ".join(inner.field(i).name for i in range(inner.num_fields))
             raise ConfigError(
-                f"{field}: the messages of column {name!r} have no field role (but {fields}); "
-                "rename who speaks to role and what is said to content"
+                f"{field}: the messages in column {name!r} have no field role (fields: {fields}). "
+                "Rename the speaker to role and the text to content"
             )
 
 

@@ -202,7 +202,7 @@ def measure(
         first = f": {seen.failures[0].kind}: {seen.failures[0].message}" if seen.failures else ""
         raise ConfigError(
             f"none of {counted(len(seen.failures), 'sampled row')} made a prompt, so their "
-            f"length cannot be told{first}"
+            f"length cannot be measured{first}"
         )
     made = _summary(spec, pinned, seen, time.monotonic() - began)
     tokens = sum(seen.sizes) / len(seen.sizes)
@@ -227,7 +227,7 @@ def _look(
     try:
         requests, tokens = prepare.prompts(table)
     except NoChild as error:
-        raise ConfigError(f"no prompts of sampled rows: {error}") from None
+        raise ConfigError(f"cannot make prompts of the sampled rows: {error}") from None
     for i, (request, ids) in enumerate(zip(requests, tokens, strict=True)):
         if isinstance(ids, Failure):
             seen.failures.append(ids)
@@ -258,8 +258,8 @@ def _summary(spec: RunSpec, model: dict[str, Any], seen: _Seen, seconds: float) 
     notes = []
     if most > FAR * p99:
         notes.append(
-            f"the longest prompt sampled has {most:,} tokens, over {FAR} times the 99th percentile "
-            f"({p99:,}); prompts of engine.max_model_len tokens or more are "
+            f"the longest sampled prompt has {most:,} tokens, over {FAR} times the 99th percentile "
+            f"({p99:,}). Prompts of engine.max_model_len tokens or more are "
             f"{'quarantined' if spec.prompt.on_too_long == 'quarantine' else 'cut'} "
             "(prompt.on_too_long)"
         )

@@ -144,7 +144,7 @@ class RowKeys:
         at_work = workers_for(cluster, self.rows * effort, "plan of what is reused")
         with nullcontext(0) if alone else at_work as workers:
             if workers > 1 and len(starts) > 1:
-                log.info("keys of rows are made on %s", counted(workers, "CPU"))
+                log.info("Computing request keys on %s", counted(workers, "CPU"))
                 made = side_by_side(self, iter(starts), KEY_TASKS_A_CPU * workers)
             else:
                 made = map(self, starts)
@@ -213,11 +213,11 @@ class RowKeys:
         try:
             return self.prepare.keyed_requests(table)
         except NoChild as error:
-            raise ConfigError(f"no requests of the rows: {error}") from None
+            raise ConfigError(f"cannot make the requests of the rows: {error}") from None
         except TooManyAway as error:
             raise StoreUnavailable(
-                f"images of many of the rows {start} to {start + table.num_rows} cannot be had for "
-                f"now: {error}"
+                f"many images of the rows {start} to {start + table.num_rows - 1} cannot be "
+                f"fetched now: {error}"
             ) from None
 
     def _tables(self, spans: list[tuple[int, int]]) -> Iterator[tuple[int, pa.Table]]:

@@ -46,8 +46,8 @@ def _check_step(sizes: SizeSpec) -> None:
     sequences, step = sizes.max_num_seqs, sizes.max_num_batched_tokens
     if step is not None and sequences is not None and sequences > step:
         raise ConfigError(
-            f"engine.max_num_batched_tokens: a step of {step:,} tokens has none for some of "
-            f"{sequences:,} sequences (engine.max_num_seqs); raise it, or lower that"
+            f"engine.max_num_batched_tokens ({step:,}) must be at least engine.max_num_seqs "
+            f"({sequences:,}). Raise the one, or lower the other"
         )
 
 
@@ -58,6 +58,6 @@ def _check_thinking(parsing: ParsingSpec | None, engine: Mapping[str, Any]) -> N
             parsers += [told.get("reasoning_parser"), told.get("reasoning_start_str")]
     if not any(parsers):
         raise ConfigError(
-            "sampling.thinking_token_budget: vLLM must be told how the model thinks; name its "
-            "parser in output.reasoning_parser, or leave it out"
+            "sampling.thinking_token_budget needs a reasoning parser. Name one in "
+            "output.reasoning_parser, or remove thinking_token_budget"
         )

@@ -21,8 +21,8 @@ from prefect_raybatch.storage.library_errors import failure_in
 PUBLISH_TRIES = 20  # of one publishing: each lost to another writer of the table
 PROPERTY = "raybatch."  # what our marks in a table's log begin with
 ERROR_SHOWN = 400  # characters of a library's error
-KEYS_REFUSED = "access is denied, so give it a user and keys that may read and write there"
-NO_BUCKET = "there is no such bucket, so create it or correct its name"
+KEYS_REFUSED = "access denied, so set a user and keys that may read and write there"
+NO_BUCKET = "no such bucket, so create it or correct its name"
 
 # Called with the name of each step as it is reached; what it raises ends the publishing there.
 Observe = Callable[[str], None]
@@ -80,7 +80,7 @@ class Sink(ABC):
         """Raise `ConfigError` if the target's library is not installed."""
         if find_spec(self.module) is None:
             raise ConfigError(
-                f"{self.what}: needs {self.module}, which is not installed; "
+                f"{self.what}: {self.module} is not installed. Run: "
                 f'pip install "prefect-raybatch[{self.extra}]"'
             )
 
@@ -105,8 +105,7 @@ class Sink(ABC):
         if self.planned:
             with self.plainly():
                 self.rehearse(wanted, there)
-        made = "is made when it is published to"
-        return made if there is None else "is there, and its columns fit"
+        return "is created by publishing" if there is None else "exists, and its columns fit"
 
     def check_place(self) -> None:  # noqa: B027 - a catalog or a server has no place to look at
         """Raise `ConfigError` if a local folder is not writable."""
@@ -128,10 +127,9 @@ class Sink(ABC):
             other = columns.setdefault(folded(name), name)
             if other is not name and list(names).index(other) != list(names).index(name):
                 raise ConfigError(
-                    f"{self.what}: columns {other!r} and {name!r} are the same to "
-                    f"{self.system}, which takes upper and lower case for one. Rename one: "
-                    "output.column and output.schema name those of answers, and source.columns "
-                    "leaves out those of the input"
+                    f"{self.what}: columns {other!r} and {name!r} differ only in case, which "
+                    f"{self.system} does not allow. Rename one with output.column or "
+                    "output.schema, or leave an input column out with source.columns"
                 )
 
     @abstractmethod
@@ -146,11 +144,11 @@ class Sink(ABC):
         while made and not os.path.lexists(above) and os.path.dirname(above) != above:
             above = os.path.dirname(above)
         if not os.path.isdir(above):
-            fault = "is no folder" if os.path.lexists(above) else "does not exist"
+            fault = "is not a folder" if os.path.lexists(above) else "does not exist"
             raise ConfigError(f"{self.what}: {above!r} {fault}. Create the folder, or correct uri")
         if not os.access(above, os.W_OK | os.X_OK):
             raise ConfigError(
-                f"{self.what}: the folder {above!r} is not writable for this user. Change its "
+                f"{self.what}: this user cannot write to the folder {above!r}. Change its "
                 "permissions, or correct uri"
             )
 
@@ -190,17 +188,17 @@ class Sink(ABC):
                 raise rows.faults.pop() from None
             if (remedy := self.hopeless(error)) is not None:
                 rest = (
-                    "Nothing was asked yet"
+                    "No row was processed yet"
                     if self.planned
-                    else "What is in data/ stays as it is; once this is mended, a finished run "
-                    "goes on with raybatch publish RUN_DIR --job JOB"
+                    else "The result in data/ is complete. Fix this, then run raybatch publish "
+                    "RUN_DIR --job JOB"
                 )
                 raise ConfigError(f"{self.what}: {remedy}: {self.scrub(error)}. {rest}") from error
             after = (
-                "Mend the cause and run the same command again"
+                "Fix the cause and run the same command again"
                 if self.planned
-                else "The result in data/ is whole; mend the cause and publish again: raybatch "
-                "publish RUN_DIR --job JOB"
+                else "The result in data/ is complete. Fix the cause, then run raybatch publish "
+                "RUN_DIR --job JOB"
             )
             raise PublishFailed(
                 f"{self.what}: {type(error).__name__}: {self.scrub(error)}. {after}"
@@ -221,8 +219,8 @@ class Sink(ABC):
 
     def lost(self) -> PublishFailed:
         return PublishFailed(
-            f"{self.what}: {PUBLISH_TRIES} commits in a row lost to other writers of the table; "
-            "publish again when it is quieter: raybatch publish RUN_DIR --job JOB"
+            f"{self.what}: {PUBLISH_TRIES} commits in a row lost the race to other writers of the "
+            "table. When it is less busy, run raybatch publish RUN_DIR --job JOB"
         )
 
     def scrub(self, error: object) -> str:

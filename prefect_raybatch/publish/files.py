@@ -52,16 +52,16 @@ class FilesSink(Sink):
             kind = wanted.field(name).type if name in wanted.names else pa.string()
             if not any(test(kind) for test in PARTITION_TYPES):
                 raise ConfigError(
-                    f"{self.what}: partition_by: column {name!r} is of type {kind}; partitions are "
-                    "texts, whole numbers, dates, or yes and no"
+                    f"{self.what}: partition_by: column {name!r} is of type {kind}. Partition "
+                    "by texts, integers, dates or booleans"
                 )
         if whole and len(wanted) == len(self.target.partition_by):
-            raise ConfigError(f"{self.what}: partition_by: leaves no column for the files")
+            raise ConfigError(f"{self.what}: partition_by names all columns. Leave one out")
         if whole and not self.target.partition_by:
             self.check_names(wanted.names)
         if self.planned:
             self.check_place()
-        return "gets files of its own"
+        return "gets new files"
 
     def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
         """Do nothing: this package writes the files, and rejects what `check` rejects."""
@@ -173,7 +173,7 @@ class _Partitions:
             if len(self._open) >= MOST_PARTITIONS:
                 raise ConfigError(
                     f"output.publish: partition_by {', '.join(self._by)} makes over "
-                    f"{MOST_PARTITIONS:,} partitions; choose columns with fewer values"
+                    f"{MOST_PARTITIONS:,} partitions. Choose columns with fewer values"
                 )
             self._made += 1
             path = f"{self._folder}/{self._made}"

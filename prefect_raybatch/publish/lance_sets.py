@@ -32,9 +32,9 @@ class LanceSink(FolderSink):
         for name in self.target.key:
             if name in there.names and PRIMARY_KEY not in (there.field(name).metadata or {}):
                 raise ConfigError(
-                    f"{self.what}: column {name!r} of the data set is no primary key, so two "
-                    f"merges at once may both add a row: set {PRIMARY_KEY.decode()} on the field, "
-                    "or name a data set that is not there, which is made with it"
+                    f"{self.what}: column {name!r} of the dataset is not a primary key, so two "
+                    f"concurrent merges may both add a row. Set {PRIMARY_KEY.decode()} on the "
+                    "field, or name a new dataset, which is created with it"
                 )
         return super().fit(wanted, there, whole)
 
@@ -44,7 +44,7 @@ class LanceSink(FolderSink):
 
     def refused(self, error: Exception) -> str | None:
         refused = isinstance(error, (ValueError, TypeError)) or _REFUSED.search(str(error))
-        return "the data set does not take the rows" if refused else None
+        return "the dataset rejects the rows" if refused else None
 
     def holds(self, plan: str, recorded: str) -> bool:
         with self.plainly():
@@ -116,7 +116,7 @@ class LanceSink(FolderSink):
         """Return the version of a dataset that must be this run's."""
         if _plan(found) != rows.plan:
             raise ConfigError(
-                f"{self.what}: {self.uri} is there and not of this run; name another place with "
+                f"{self.what}: {self.uri} exists, but holds another run. Use a uri with "
                 "{run_key} in it"
             )
         return str(found.version)

@@ -77,7 +77,7 @@ class _InputColumns:
             if not self._later and target.format in ("delta", "iceberg"):
                 for name in strict:
                     if self._given.field(name).nullable:
-                        raise _may_be_null(target, name, "the column of the input may be")
+                        raise _may_be_null(target, name, "the input column is nullable")
             return
         strict = [name for name in strict if self._given.field(name).nullable]
         if not strict and not key:
@@ -88,7 +88,7 @@ class _InputColumns:
         values = pa.concat_tables(tables)
         for name in strict:
             if nulls := values[name].null_count:
-                raise _may_be_null(target, name, f"{nulls:,} rows of the input are")
+                raise _may_be_null(target, name, f"it is null in {nulls:,} rows of the input")
         if key:
             check_unique(target, values.select(key), "the input")
 
@@ -96,7 +96,7 @@ class _InputColumns:
         form = self._spec.finish.schema
         for name, shape in (columns_of(form) if form is not None else {}).items():
             if name in never_null and shape.nullable:
-                raise _may_be_null(target, name, "the schema of the answers lets it be")
+                raise _may_be_null(target, name, "output.schema allows null")
 
     def _read(self, found: Inventory, names: Sequence[str]) -> Iterator[pa.Table]:
         from prefect_raybatch.stages.block import is_lost, losses
@@ -115,6 +115,6 @@ class _InputColumns:
 
 def _may_be_null(target: PublishTarget, name: str, why: str) -> ConfigError:
     return ConfigError(
-        f"output.publish: {target.label}: column {name!r} is never null in the table there, and "
-        f"{why}. Let the table take null, or fill or leave out those rows"
+        f"output.publish: {target.label}: the existing table does not allow null in column "
+        f"{name!r}, but {why}. Allow null in the table, or fill or leave out those rows"
     )

@@ -89,15 +89,14 @@ def _check_apart(sinks: Sequence[Sink]) -> None:
                 continue
             folders = kind == other_kind == "folder"
             if one == other and kind == other_kind:
-                fault = "write the same place"
+                fault = "write to the same place"
             elif folders and (contains(one[0], other[0]) or contains(other[0], one[0])):
-                fault = "write to a folder and to one below it"
+                fault = "write to a folder and to one inside it"
             else:
                 continue
             raise ConfigError(
                 f"output.publish: the targets {first.target.label!r} and {second.target.label!r} "
-                f"{fault}: {second.target.place('{run_key}')}. Give one of them another place, or "
-                "remove it"
+                f"{fault}: {second.target.place('{run_key}')}. Move or remove one of them"
             )
 
 
@@ -126,7 +125,7 @@ def publish(
                 done.append(record)
                 continue
             log.warning(
-                "%s: the target no longer has the rows of run %s, which is published again",
+                "%s: the target no longer has the rows of run %s. Publishing them again",
                 target.label,
                 plan.run_key,
             )
@@ -175,11 +174,13 @@ def _check_record(
     record: Published, target: PublishTarget, plan: str, run_key: str, where: str
 ) -> None:
     if record.plan != plan:
-        raise CorruptRun(f"{where}: the record of target {target.label!r} is of another plan")
+        raise CorruptRun(
+            f"{where}: the record of target {target.label!r} was written for another plan"
+        )
     if (record.format, record.place) != (target.format, target.place(run_key)):
         raise ConfigError(
-            f"output.publish: {target.label}: this run was published under that name to "
-            f"{record.format} {record.place}; give the other target a name of its own"
+            f"output.publish: {target.label}: this run was published under this name to "
+            f"{record.format} {record.place}. Set another name for the new target"
         )
 
 
@@ -197,7 +198,7 @@ def check_unique(target: PublishTarget, keys: pa.Table, where: str) -> None:
         if nulls := keys[name].null_count:
             raise ConfigError(
                 f"output.publish: {target.label}: key column {name!r} is null in {nulls:,} rows of "
-                f"{where}; merge by a column that never is, or fill it in postprocess"
+                f"{where}. Merge by a column without nulls, or fill it in output.postprocess"
             )
     counted = keys.append_column("__n", pa.array([1] * len(keys), pa.int8()))
     found = counted.group_by(target.key, use_threads=False).aggregate([("__n", "count")])
@@ -207,6 +208,6 @@ def check_unique(target: PublishTarget, keys: pa.Table, where: str) -> None:
         named = "; ".join(", ".join(f"{k}={v!r}" for k, v in row.items()) for row in shown)
         raise ConfigError(
             f"output.publish: {target.label}: the key {', '.join(target.key)} is not unique in "
-            f"{where}: {len(twice):,} values stand there more than once ({named}); merge by "
-            "columns that are, such as the input's own id"
+            f"{where}: {len(twice):,} values occur more than once ({named}). Merge by unique "
+            "columns, such as the input's own id"
         )

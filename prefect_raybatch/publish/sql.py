@@ -113,12 +113,14 @@ class SqlSink(Sink):
         told += [("table", name) for name in self._names if name]
         for kind, name in told:
             if not name or "\0" in name:
-                raise ConfigError(f"{self.what}: {kind} {name!r} is no name that a database takes")
+                raise ConfigError(
+                    f"{self.what}: the name of {kind} {name!r} is empty or contains NUL. Rename it"
+                )
             size = len(name.encode()) if unit == "bytes" else len(name)
             if most and size > most:
                 raise ConfigError(
-                    f"{self.what}: the name of {kind} {name!r} has {size} {unit}, and {dialect} "
-                    f"takes {most}. Give it a shorter name"
+                    f"{self.what}: the name of {kind} {name!r} has {size} {unit}, but {dialect} "
+                    f"allows {most}. Choose a shorter name"
                 )
 
     def fit(self, wanted: pa.Schema, there: pa.Schema, whole: bool = True) -> pa.Schema:
@@ -197,10 +199,10 @@ class SqlSink(Sink):
                         if (where := _first_nul(rows)) is None:
                             raise
                         raise ConfigError(
-                            f"{self.what}: {where} holds a NUL character, which the database does "
-                            "not keep. What is in data/ stays as it is: take the character out in "
-                            "a postprocess and run the job under another run key, where reuse "
-                            "keeps the answers"
+                            f"{self.what}: {where} contains a NUL character, which the database "
+                            "cannot store. The result in data/ is complete. Remove the character "
+                            "in output.postprocess and run the job under another run key, where "
+                            "reuse keeps the answers"
                         ) from error
                     except OperationalError as error:
                         # Locked, or the connection broke: look again.
@@ -208,7 +210,7 @@ class SqlSink(Sink):
                             raise
         finally:
             engine.dispose()
-        raise PublishFailed(f"{self.what}: the database did not take the rows")
+        raise PublishFailed(f"{self.what}: the database did not accept the rows. Publish again")
 
     def _attempt(self, engine: Any, rows: AnsweredRows, observe: Observe) -> bool:
         """Return whether the rows are there; False if another publisher was faster, so that the
@@ -326,9 +328,9 @@ class SqlSink(Sink):
         names = {column["name"].lower() for column in there or ()}
         if there is not None and not {"plan", "target", "run_key", "rows", "published_at"} <= names:
             raise ConfigError(
-                f"{self.what}: the table {OURS} there has the columns {', '.join(sorted(names))}, "
-                "not those of this version. Rename or drop it; runs that it names are then "
-                "published again if they are asked to"
+                f"{self.what}: the existing table {OURS} has the columns "
+                f"{', '.join(sorted(names))}, not those of this version. Rename or drop it. "
+                "Publishing one of its runs again then writes the rows again"
             )
 
     def _defined(self, engine: Any, wanted: pa.Schema) -> tuple[Any, Any]:
@@ -395,7 +397,7 @@ class SqlSink(Sink):
         from sqlalchemy import exc
 
         if NO_PLACE.search(str(error)):
-            return "there is no such database, so create it or correct uri"
+            return "no such database, so create it or correct uri"
         if (denied := super().hopeless(error)) is not None:
             return denied
         if isinstance(error, (exc.TimeoutError, exc.DisconnectionError)):
@@ -403,7 +405,7 @@ class SqlSink(Sink):
         if isinstance(error, exc.DBAPIError) and _passes(error):
             return None
         if isinstance(error, (exc.SQLAlchemyError, ValueError, TypeError, OverflowError)):
-            return f"the database refuses {'the table' if self.planned else 'the rows'}"
+            return f"the database rejects {'the table' if self.planned else 'the rows'}"
         return None
 
     def _url(self) -> Any:
@@ -431,8 +433,8 @@ class SqlSink(Sink):
             raise ConfigError(f"{self.what}: uri: {self.scrub(error)}") from None
         if engine.dialect.is_async:
             raise ConfigError(
-                f"{self.what}: uri: the driver {engine.dialect.driver} is asynchronous; name "
-                f"another one, or none: {engine.dialect.name}://..."
+                f"{self.what}: uri: the driver {engine.dialect.driver} is asynchronous. Name "
+                f"another driver, or none: {engine.dialect.name}://..."
             )
         return engine
 
@@ -446,7 +448,7 @@ class SqlSink(Sink):
             return None
         if url.database in (None, "", ":memory:"):
             raise ConfigError(
-                f"{self.what}: uri: a database in memory is gone with the process; name a file, "
+                f"{self.what}: uri: an in-memory database is lost with the process. Name a file, "
                 f"such as {url.get_backend_name()}:////data/answers.db"
             )
         return str(url.database)
@@ -599,7 +601,7 @@ def _first_nul(rows: AnsweredRows) -> str | None:
             for name, value in row.items():
                 kept = storable_in(value)
                 if kept is not value and kept != value:
-                    return f"row {number:,} of the result (the first is 0), column '{name}',"
+                    return f"row {number:,} of the result (counted from 0), column '{name}',"
             number += 1
     return None
 

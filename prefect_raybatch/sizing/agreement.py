@@ -77,9 +77,8 @@ def trial_rows(tries: Sequence[Mapping[str, str]], least: float, rows: int) -> i
         shown = lower_bound(rows, rows, confidence)
         field = next(iter(tries[0]))
         raise ConfigError(
-            f"limits.min_agreement: {least} cannot be shown by {counted(rows, 'row')}: if all "
-            f"answers were alike, that would show {shown:.4f}, and {least} takes {need:,} rows. "
-            f"Lower limits.min_agreement, or write engine.{field}: fp8 in place of {TRY_FP8}, or "
-            "leave it out"
+            f"limits.min_agreement: {counted(rows, 'row')} cannot show {least}: if all answers "
+            f"agreed, they would show {shown:.4f}, and {least} needs {need:,} rows. Lower "
+            f"limits.min_agreement, set engine.{field} to fp8 instead of {TRY_FP8}, or remove it"
         )
     return min(rows, sample_size(least, confidence))

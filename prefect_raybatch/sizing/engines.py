@@ -37,15 +37,15 @@ def choose_engines_per_gpu(
     that does not generate; `sequences` are the values of max_num_seqs that may be chosen."""
     parts = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
     if parts > 1:
-        return 1, f"an engine takes {parts} GPUs"
+        return 1, f"an engine spans {parts} GPUs"
     if row.out is None:
         return 1, row.why
     if row.out > SHORT:
-        return 1, f"answers of up to {row.out} tokens ({row.why}) are long: over {SHORT}"
+        return 1, f"answers of up to {row.out} tokens ({row.why}), more than {SHORT}"
     if model is None:
-        return 1, "the size of the model is not known"
+        return 1, "the size of the model is unknown"
     if gpu.card is None:
-        return 1, "the GPU's memory and speed are not known"
+        return 1, "the GPU's memory and speed are unknown"
     card = gpu.card
     fit = Fit(model, arguments, gpu.memory, length or 0).asking(max_num_seqs=sequences[0])
     numbers = range(1, MOST_ENGINES + 1)
@@ -58,10 +58,10 @@ def choose_engines_per_gpu(
     seconds = gpu_seconds(model, card, row, seqs[best])
     times = (
         f"{1000 * HOST_SECONDS:.2f} ms of Python a row, {1000 * seconds:.2f} ms of {card.name} "
-        f"for about {row.own} tokens that are not cached and {row.out} out"
+        f"for about {row.own} uncached and {row.out} output tokens"
     )
     if best == 1:
-        return 1, f"one keeps the GPU busy: {times}"
+        return 1, f"one engine keeps the GPU busy: {times}"
     room = max((n for n in numbers[1:] if holds_rows(fit, n, row)), default=1)
     cores = max(1, math.floor(cpus_a_gpu / max(CORES, cpus_an_engine)))
     most = MOST_POOLING if pools else MOST_ENGINES
@@ -71,9 +71,11 @@ def choose_engines_per_gpu(
     if room < best:
         bounds.append(f"{room} fit in {gib(gpu.memory)}")
     if cores < best:
-        bounds.append(f"{cpus_a_gpu:g} CPUs a GPU allow {cores}")
+        bounds.append(f"{cpus_a_gpu:g} CPUs per GPU allow {cores}")
     if pools and best > most:
-        bounds.append(f"{most} at most where no tokens are drawn")
+        bounds.append(f"at most {most} for pooling tasks")
     elif found == best == MOST_ENGINES:
-        bounds.append(f"{MOST_ENGINES} at most")
-    return found, f"{best} keep the GPU busy: {times}" + "".join(f"; {text}" for text in bounds)
+        bounds.append(f"at most {MOST_ENGINES}")
+    return found, f"{best} engines keep the GPU busy: {times}" + "".join(
+        f"; {text}" for text in bounds
+    )

@@ -107,15 +107,15 @@ def check_memory(fit: Fit, name: str, kind: str) -> None:
     if fit.least <= fit.room:
         return
     tokens = fit.length
-    share = f"a share of 1/{fit.parts} of {name}" if fit.parts > 1 else name
+    share = f"1/{fit.parts} of {name}" if fit.parts > 1 else name
     weights, cache = fit.model.weights / fit.parts, fit.kv_bytes(tokens)
     adapters = f"{gib(fit.adapters)} for adapters, " if fit.adapters else ""
     raise InsufficientResources(
-        f"engine.model: {share} does not fit on {kind} of {gib(fit.gpu_bytes)}: weights "
-        f"{gib(weights)}, {adapters}{gib(cache)} of KV cache for one sequence of {tokens:,} "
-        f"tokens, {gib(fit.least - weights - fit.adapters - cache)} to work; {gib(fit.room)} may "
-        "be taken. "
-        f"It would fit with {' or with '.join(_remedies(fit))}"
+        f"engine.model: {share} does not fit on {kind} of {gib(fit.gpu_bytes)}: "
+        f"{gib(weights)} for weights, {adapters}{gib(cache)} of KV cache for one sequence of "
+        f"{tokens:,} tokens and {gib(fit.least - weights - fit.adapters - cache)} of working "
+        f"memory exceed the usable {gib(fit.room)}. It would fit with "
+        f"{' or with '.join(_remedies(fit))}"
     )
 
 
@@ -175,9 +175,9 @@ def cramped(fit: Fit, row: Tokens) -> list[str]:
     if held >= seqs:
         return []
     return [
-        f"the KV cache is likely to have room for {held} rows of about {row.typical} tokens, not "
-        f"for max_num_seqs {seqs}: rows will wait or be computed twice; lower "
-        "engine.max_num_seqs or engine.max_num_batched_tokens, or give the model more memory"
+        f"the KV cache probably holds {held} rows of about {row.typical} tokens, fewer than "
+        f"max_num_seqs {seqs}, so rows wait or are computed twice. Lower engine.max_num_seqs or "
+        "engine.max_num_batched_tokens, or give the model more memory"
     ]
 
 
@@ -186,9 +186,9 @@ def over_pcie(tensor: int, kind: str) -> list[str]:
     if tensor == 1 or not kind or not without_nvlink(kind):
         return []
     return [
-        f"tensor_parallel_size {tensor} on {kind}: these cards talk over PCIe alone, which costs "
-        "far more in each layer than the cards bring; set engine.pipeline_parallel_size instead, "
-        "or take a quantized model that fits on one"
+        f"tensor_parallel_size {tensor} on {kind}: these cards only communicate over PCIe, which "
+        "costs more time than the cards save. Set engine.pipeline_parallel_size instead, or use "
+        "a quantized model that fits on one card"
     ]
 
 
@@ -198,6 +198,6 @@ def over_network(tensor: int, on_a_node: float) -> list[str]:
         return []
     return [
         f"tensor_parallel_size {tensor} over nodes of {on_a_node:g} GPUs: each layer waits for the "
-        f"network; set tensor_parallel_size {on_a_node:g} and pipeline_parallel_size "
-        f"{tensor / on_a_node:g} or more, so that only whole stages are apart"
+        f"network. Set tensor_parallel_size {on_a_node:g} and pipeline_parallel_size "
+        f"{tensor / on_a_node:g} or more"
     ]

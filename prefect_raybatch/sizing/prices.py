@@ -28,11 +28,11 @@ def gpu_price(cluster: ClusterSpec, have: Capacity) -> GpuPrice:
     if not kinds:
         if prices.hour is not None:
             return GpuPrice(prices.hour)
-        return GpuPrice(None, "the cluster does not say what cards it has")
+        return GpuPrice(None, "the cluster does not report its GPU models")
     by_kind = {kind: _of_card(prices, kind) for kind in kinds}
     unknown = [kind for kind, price in by_kind.items() if price is None]
     if unknown:
-        return GpuPrice(None, f"cluster.price_by_card has no price of {' and '.join(unknown)}")
+        return GpuPrice(None, f"cluster.price_by_card has no price for {' and '.join(unknown)}")
     return GpuPrice(max(price for price in by_kind.values() if price is not None))
 
 

@@ -80,7 +80,7 @@ def choose_max_num_seqs(
         return asked, "engine.max_num_seqs"
     seqs, why = _chosen(fit, card, row, longest, engines_per_gpu)
     if step is not None and step < seqs:
-        return step, "engine.max_num_batched_tokens, as each has a token in a step"
+        return step, "engine.max_num_batched_tokens, since each takes a token of a step"
     return seqs, why
 
 
@@ -88,7 +88,7 @@ def _chosen(
     fit: Fit | None, card: Card | None, row: Tokens, longest: int, engines_per_gpu: int
 ) -> tuple[int, str]:
     if fit is None or card is None:
-        return SEQUENCES, "unless engine.max_num_seqs says more"
+        return SEQUENCES, "default of engine.max_num_seqs"
     row = replace(row, out=row.out if row.out is not None else longest)
     found = best_sequences(fit, card, row, engines_per_gpu)
     each = f" in each of {engines_per_gpu} engines on a GPU" if engines_per_gpu > 1 else ""
@@ -106,6 +106,6 @@ def _chosen(
         what = f"{TRIED[-1]} would bring about {gain(TRIED[-1]):.0%}"
         return SEQUENCES, f"{what}: answers of {row.out} tokens{each}"
     if engines_per_gpu > 1:
-        return SEQUENCES, f"{more} rows have no room in the KV cache{each}"
+        return SEQUENCES, f"{more} rows do not fit into the KV cache{each}"
     held = fit.asking(max_num_seqs=more).rows_held(row)
-    return SEQUENCES, f"the KV cache has room for {held} rows of about {row.typical} tokens"
+    return SEQUENCES, f"the KV cache holds {held} rows of about {row.typical} tokens"

@@ -50,13 +50,13 @@ def choose_rows_per_shard(
     tokens = row_tokens(spec.row, row_bytes)
     enough = max(LEAST_ROWS, math.ceil(LEAST_TOKENS / max(tokens, 1.0)))
     if enough < spec.batch_size:
-        least, least_why = enough, f"{enough} of about {tokens:,.0f} tokens"
+        least, least_why = enough, f"{enough} rows of about {tokens:,.0f} tokens"
     most_bytes = IMAGE_BYTES if spec.row.images else MOST_BYTES
     by_bytes = max(1, int(most_bytes / max(row_bytes, 1.0)))
     chosen = min(max(wanted, least), MOST_ROWS, by_bytes, max(rows, 1))
     why = f"{counted(rows, 'row')} / ({counted(engines, 'engine')} * {counted(each, 'shard')})"
     if chosen == by_bytes:
-        why = f"{most_bytes >> 20} MiB / {row_bytes:,.0f} bytes a row"
+        why = f"{most_bytes >> 20} MiB / {row_bytes:,.0f} bytes per row"
     elif chosen == MOST_ROWS:
         why += f", at most {MOST_ROWS:,}"
     elif chosen == rows < least:
@@ -102,19 +102,19 @@ def problems(
     if min(rows_per_shard, max(rows, 1)) * concurrent < min(seqs, rows):
         need = math.ceil(seqs / rows_per_shard)
         found.append(
-            f"engines starve: {counted(rows_per_shard, 'row')} * {counted(concurrent, 'shard')} at "
-            f"once is under max_num_seqs {seqs}; set engine.max_concurrent_batches to {need}"
+            f"engines starve: {counted(rows_per_shard, 'row')} * {counted(concurrent, 'shard')} in "
+            f"flight is under max_num_seqs {seqs}. Set engine.max_concurrent_batches to {need}"
         )
     shards = math.ceil(rows / rows_per_shard)
     fit = max(1, math.ceil(rows / (4 * engines)))
     if rows < engines:
         found.append(
-            f"{counted(rows, 'row')} for {counted(engines, 'engine')} leave most idle; "
-            "set engine.replicas to 1"
+            f"{counted(rows, 'row')} for {counted(engines, 'engine')} leave most idle. "
+            "Set engine.replicas to 1"
         )
     elif engines > 1 and shards < 2 * engines and fit < rows_per_shard:
         found.append(
-            f"{counted(shards, 'shard')} for {counted(engines, 'engine')} leave some idle; "
-            f"set source.rows_per_shard to {fit:,}"
+            f"{counted(shards, 'shard')} for {counted(engines, 'engine')} leave some idle. "
+            f"Set source.rows_per_shard to {fit:,}"
         )
     return found

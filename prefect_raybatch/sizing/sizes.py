@@ -175,7 +175,7 @@ def imagined(kind: str | None, gpus: int | None, cpus: int | None) -> Capacity:
     nodes = [float(ASSUMED_GPUS)] * full + ([float(rest)] if rest else [])
     kinds = (kind,) if kind and count else ()
     each = cpus / count if count else 0.0
-    return Capacity(cpus, count, len(nodes) or 1, "nowhere: what if", tuple(nodes), kinds, each)
+    return Capacity(cpus, count, len(nodes) or 1, "what if", tuple(nodes), kinds, each)
 
 
 def assumed(spec: SizeSpec) -> Capacity:
@@ -184,7 +184,7 @@ def assumed(spec: SizeSpec) -> Capacity:
     gpus = 0.0 if spec.device == "cpu" else float(ASSUMED_GPUS)
     nodes = (gpus,) if gpus else ()
     return Capacity(
-        ASSUMED_CPUS * (gpus or 1), gpus, 1, "not asked", nodes, kinds, ASSUMED_CPUS, assumed=True
+        ASSUMED_CPUS * (gpus or 1), gpus, 1, "not queried", nodes, kinds, ASSUMED_CPUS, assumed=True
     )
 
 
@@ -198,7 +198,7 @@ def to_be_made(groups: Sequence[PodGroup], accelerator: str | None) -> Capacity:
         sum(pod.cpus for pod in pods),
         float(sum(pod.gpus for pod in pods)),
         len(pods),
-        "made by cluster.kubernetes",
+        "created by cluster.kubernetes",
         tuple(float(pod.gpus) for pod in with_gpus),
         kinds if with_gpus else (),
         min((pod.cpus / pod.gpus for pod in with_gpus), default=0.0),
@@ -292,13 +292,13 @@ def pool_for(spec: SizeSpec, have: Capacity) -> Pool:
 def _replicas(spec: SizeSpec, have: Capacity, device: str) -> tuple[tuple[int, int], str]:
     if spec.replicas is not None:
         fewest, most = spec.replicas
-        why = "" if fewest == most else ": as many as the cluster gives room for"
+        why = "" if fewest == most else ": as many as fit on the cluster"
         return spec.replicas, f"engine.replicas{why}"
     if device == "cpu":
-        return (1, 1), "one engine on a CPU, unless engine.replicas says more"
+        return (1, 1), "one engine on a CPU; engine.replicas sets more"
     each = spec.gpus_per_replica
     count = max(1, rooms(spec, have))
-    return (count, count), f"all {have.gpus:g} GPUs / {each} GPUs a replica"
+    return (count, count), f"all {have.gpus:g} GPUs / {each} GPUs per replica"
 
 
 def rooms(spec: SizeSpec, have: Capacity) -> int:
