@@ -43,8 +43,10 @@ class Member:
 
 @dataclass
 class Family:
-    """The key of the root run, the runs by key (the root first, children by number), and one
-    sentence for each run directory that does not belong (`strays`)."""
+    """A root run and its retries, by key: the root first, then children by number.
+
+    `base` is the root's key. `strays` has one sentence for each run directory that does not belong.
+    """
 
     root: Store
     base: str
@@ -62,8 +64,9 @@ class Family:
 
 
 def place(run_dir: str, options: dict[str, Any] | None = None) -> tuple[Store, str]:
-    """Return (store of the output root, run key) of a run directory. Raises `ConfigError` for a
-    name that no run can have.
+    """Return (store of the output root, run key) of a run directory.
+
+    Raises `ConfigError` for a name that no run can have.
 
     A link is resolved, so that child runs are written beside the run that it points to.
     """
@@ -112,8 +115,10 @@ def load_family(root: Store, key: str) -> Family:
 
 
 def _try(root: Store, key: str, family: Family) -> Plan | CorruptRun | None:
-    """Read the run directory `key` and add its run to the family if it belongs there. Return its
-    plan, or the error."""
+    """Read the run directory `key` and add its run to the family if it belongs there.
+
+    Return its plan, or the error.
+    """
     try:
         member = _member(root, key)
     except CorruptRun as fault:

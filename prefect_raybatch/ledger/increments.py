@@ -48,7 +48,9 @@ class RowCounts:
 @dataclass(frozen=True)
 class AnswerPart:
     """A file of raw answers: its path in the run directory, and what proves that it is intact.
-    `origin` is the run that asked, None where the file names it for each row."""
+
+    `origin` is the run that asked, None where the file names it for each row.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -72,8 +74,10 @@ class TakenPrecision:
 
 @dataclass(frozen=True)
 class RowAnswers:
-    """A file of raw answers in the order of the run's rows. Its column `_row` has the row numbers,
-    from `first` on."""
+    """A file of raw answers in the order of the run's rows.
+
+    Its column `_row` has the row numbers, from `first` on.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -95,8 +99,10 @@ class AnswersByRow:
     format: int = 1
 
     def put(self, store: Store) -> None:
-        """Write the record. Two concurrent writers write equally valid records, and one of them
-        stays."""
+        """Write the record.
+
+        Two concurrent writers write equally valid records, and one of them stays.
+        """
         put_record_if_absent(store, BY_ROW_RECORD, dump(asdict(self)))
 
 
@@ -170,8 +176,10 @@ class Answers:
         return self.until is not None and time.time() >= self.until
 
     def usable(self, part: AnswerPart) -> np.ndarray:
-        """Return bool for each answer in one of the files: whether it may be taken over. Raise
-        `CorruptRun` if what was rejected is not readable."""
+        """Return bool for each answer in one of the files: whether it may be taken over.
+
+        Raise `CorruptRun` if what was rejected is not readable.
+        """
         usable = np.ones(part.rows, bool)
         text = self.rejected.get(part.path)
         if text is not None:
@@ -182,8 +190,10 @@ class Answers:
         return usable
 
     def put(self, store: Store) -> None:
-        """Write the record once. A second writer finds the first one's record, which says the
-        same."""
+        """Write the record once.
+
+        A second writer finds the first one's record, which says the same.
+        """
         put_record_if_absent(store, ANSWERS_RECORD, self.to_bytes())
 
     def to_bytes(self) -> bytes:
@@ -242,8 +252,11 @@ def asks_ledger(store: Store) -> Ledger:
 
 
 def begin_asks(store: Store, increment: Increment) -> tuple[Ledger, Plan] | None:
-    """Return ledger and plan of the asks of a run; None if it has none. The plan is written unless
-    it is there: every caller writes the same bytes, which the run's own plan holds."""
+    """Return ledger and plan of the asks of a run; None if it has none.
+
+    The plan is written unless it is there: every caller writes the same bytes, which the run's own
+    plan holds.
+    """
     if increment.asks is None:
         return None
     ledger, plan = asks_ledger(store), Plan.from_bytes(dump(increment.asks))
@@ -257,8 +270,7 @@ def begin_asks(store: Store, increment: Increment) -> tuple[Ledger, Plan] | None
 
 
 def answer_files(plan: Plan, increment: Increment, store: Store) -> tuple[AnswerPart, ...]:
-    """Return the files of raw answers of the run at `store`: those taken over, then those of its
-    finished asks."""
+    """Return the files of raw answers of the run at `store`: reused ones, then its asks' own."""
     begun = begin_asks(store, increment)
     success = begun[0].finished(begun[1]) if begun is not None else None
     asked = [
@@ -270,8 +282,10 @@ def answer_files(plan: Plan, increment: Increment, store: Store) -> tuple[Answer
 
 @dataclass(frozen=True)
 class Waiting:
-    """The number of rows that wait for each ask of a run. A failed ask fails all of them, so limits
-    on failed rows count them all."""
+    """The number of rows that wait for each ask of a run.
+
+    A failed ask fails all of them, so limits on failed rows count them all.
+    """
 
     rows: int
     starts: np.ndarray

@@ -67,16 +67,19 @@ class Ledger:
     # --- plan -------------------------------------------------------------------------------
 
     def load_plan(self) -> Plan | None:
-        """Return the plan, or None if the run has none yet. Raises `CorruptRun` for a file that is
-        not a plan."""
+        """Return the plan, or None if the run has none yet.
+
+        Raises `CorruptRun` for a file that is not a plan.
+        """
         try:
             return Plan.from_bytes(read_record(self.store, PLAN))
         except FileNotFoundError:
             return None
 
     def create_plan(self, plan: Plan, tables: Mapping[str, bytes]) -> Plan:
-        """Write plan and tables. Return the plan that counts: this one, or that of an earlier
-        writer.
+        """Write plan and tables.
+
+        Return the plan that counts: this one, or that of an earlier writer.
 
         Tables are written first, under names with their hash, so that plan.json never names a table
         that is missing or another's. A writer that loses the race adopts the winner's plan if it is
@@ -158,8 +161,7 @@ class Ledger:
         on_fault: Callable[[CorruptRun], None] | None = None,
         copies: bool = True,
     ) -> Iterator[Commit]:
-        """Yield the commits that `listing` shows, by shard: from checkpoints, and the rest one by
-        one.
+        """Yield the commits that `listing` shows, by shard, from checkpoints where possible.
 
         With `exact`, checkpoints need proof by checksum. Without `copies` every record is read from
         the store, since a record can be damaged while the listing still shows its first checksum.
@@ -204,8 +206,10 @@ class Ledger:
             return fault
 
     def read_commit(self, plan: Plan, shard: int) -> Commit:
-        """Return one commit, checked against the plan. Raises `CorruptRun` with what does not
-        fit."""
+        """Return one commit, checked against the plan.
+
+        Raises `CorruptRun` with what does not fit.
+        """
         path = commit_path(shard)
         try:
             return _commit_of(plan, shard, read_record(self.store, path))
@@ -270,8 +274,10 @@ class Ledger:
         put_success(self.store, success)
 
     def note_attempt(self, attempt: str, info: Mapping[str, Any]) -> None:
-        """Record who drives the run, since when and from where. It is for people; correctness does
-        not depend on it."""
+        """Record who drives the run, since when and from where.
+
+        It is for people; correctness does not depend on it.
+        """
         put_record(self.store, attempt_path(attempt), dump(dict(info)))
 
     def attempts(self) -> list[str]:
@@ -280,8 +286,10 @@ class Ledger:
         return [match[1] for match in found if match]
 
     def read_attempt(self, attempt: str) -> dict[str, Any]:
-        """Return what `note_attempt` wrote. Raises `CorruptRun`, or `FileNotFoundError` if it is
-        gone."""
+        """Return what `note_attempt` wrote.
+
+        Raises `CorruptRun`, or `FileNotFoundError` if it is gone.
+        """
         path = attempt_path(attempt)
         return load(read_record(self.store, path), path)
 
@@ -348,8 +356,10 @@ def _try(plan: Plan, shard: int, body: bytes) -> Commit | CorruptRun:
 
 
 def _commonest(failures: Failures) -> Failures:
-    """Return the FAILURES most frequent failures, and the others by class alone: a text that
-    differs from row to row would make the record as large as the rows."""
+    """Return the FAILURES most frequent failures, and the others by class alone.
+
+    A text that differs from row to row would make the record as large as the rows.
+    """
     ordered = sorted(failures.items(), key=lambda item: -item[1])
     kept = dict(ordered[:FAILURES])
     for key, rows in ordered[FAILURES:]:

@@ -56,8 +56,11 @@ class PartSpan:
 
 @dataclass(frozen=True)
 class PartLayout:
-    """`_raybatch/layout.json`. `schemas` are the columns of each kind without the row number, as
-    Arrow IPC in base64. `table` names the table of the spans, with its hash."""
+    """`_raybatch/layout.json`.
+
+    `schemas` are the columns of each kind without the row number, as Arrow IPC in base64. `table`
+    names the table of the spans, with its hash.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 

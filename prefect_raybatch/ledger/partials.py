@@ -39,9 +39,11 @@ _PLACE = re.compile(rf"(?P<run>.+)/{PARTIAL_FOLDER}/(?P<name>_[0-9a-f]{{32}})/*\
 
 @dataclass(frozen=True)
 class MissingRows:
-    """Rows that are in no file because they were not committed: how many, in how many shards, and
-    the first `RANGES_TOLD` ranges of row numbers (first, last). `more` counts the ranges not
-    listed."""
+    """Rows that are in no file because they were not committed.
+
+    Counts rows and shards, and lists the first `RANGES_TOLD` ranges of row numbers (first, last).
+    `more` counts the ranges not listed.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -82,8 +84,10 @@ def _spans(pending: np.ndarray, shards: Shards, numbers: RowNumbers) -> Iterator
 
 @dataclass(frozen=True)
 class PartialResult:
-    """`partial/_UUID/_PARTIAL.json`: what a partial result holds and what it lacks. `at` is when
-    its commits were listed, in seconds since 1970; `by` is user@host."""
+    """`partial/_UUID/_PARTIAL.json`: what a partial result holds and what it lacks.
+
+    `at` is when its commits were listed, in seconds since 1970; `by` is user@host.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 

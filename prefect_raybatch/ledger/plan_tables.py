@@ -1,5 +1,7 @@
-"""The tables that a plan names, and its schema, as bytes: shards, input files, columns. Does no
-I/O."""
+"""The tables that a plan names, and its schema, as bytes: shards, input files, columns.
+
+Does no I/O.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,11 @@ FILES_SAY = ("uri", "size", "etag", "mtime_ns", "rows", "ctime_ns", "inode", "fo
 
 
 class Shards:
-    """The shard table. `starts` is int64[count + 1]; indexing gives a `Shard`. `work` is
-    int64[count], the relative work of each shard; None if all are alike or it is unknown."""
+    """The shard table.
+
+    `starts` is int64[count + 1]; indexing gives a `Shard`. `work` is int64[count], the relative
+    work of each shard; None if all are alike or it is unknown.
+    """
 
     def __init__(self, starts: np.ndarray, work: np.ndarray | None = None):
         if starts.ndim != 1 or len(starts) < 2 or starts[0] != 0 or (np.diff(starts) <= 0).any():
@@ -46,8 +51,10 @@ class Shards:
 
 
 def shards_table(starts: np.ndarray, work: np.ndarray | None = None) -> bytes:
-    """Return the shard table as Parquet bytes: columns shard int32, start int64, rows int32, and
-    work int64 if given."""
+    """Return the shard table as Parquet bytes.
+
+    Columns: shard int32, start int64, rows int32, and work int64 if given.
+    """
     import pyarrow as pa
 
     columns = {

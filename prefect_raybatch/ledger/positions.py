@@ -35,8 +35,10 @@ class Positions:
 
     @classmethod
     def of(cls, numbers: np.ndarray) -> Positions:
-        """Return the set of integers in any order. Raises ValueError for a repeated one, or one
-        that no shard can have."""
+        """Return the set of integers in any order.
+
+        Raises ValueError for a repeated one, or one that no shard can have.
+        """
         if not len(numbers):
             return cls()
         most = int(numbers.max())
@@ -52,8 +54,10 @@ class Positions:
 
     @classmethod
     def spans(cls, *ranges: Range) -> Positions:
-        """Return the set of half-open ranges in ascending order. Raises ValueError for other
-        ranges."""
+        """Return the set of half-open ranges in ascending order.
+
+        Raises ValueError for other ranges.
+        """
         if len(ranges) > FEW_RANGES:
             try:
                 return cls._of_many(np.array(ranges, dtype=np.int64))
@@ -153,8 +157,9 @@ class Positions:
 
     @classmethod
     def from_text(cls, text: PositionsText, rows: int) -> Positions:
-        """Return the positions below `rows` that `to_text` encoded. Raises ValueError saying what
-        is wrong.
+        """Return the positions below `rows` that `to_text` encoded.
+
+        Raises ValueError saying what is wrong.
 
         A longer text is refused before it is unpacked further than such a set can be.
         """

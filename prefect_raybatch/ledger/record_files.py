@@ -15,8 +15,10 @@ from prefect_raybatch.storage import Store, put_proved, put_same_proved
 
 
 class Kind(NamedTuple):
-    """Records whose path begins with `prefix`: at most `limit` bytes. `change` is the remedy for a
-    larger record."""
+    """Records whose path begins with `prefix`: at most `limit` bytes.
+
+    `change` is the remedy for a larger record.
+    """
 
     prefix: str
     limit: int
@@ -62,8 +64,10 @@ def limit_of(path: str) -> int:
 
 
 def read_record(store: Store, path: str) -> bytes:
-    """Return the bytes of a record. Raises `FileNotFoundError`, and `CorruptRun` if it is larger
-    than any record may be."""
+    """Return the bytes of a record.
+
+    Raises `FileNotFoundError`, and `CorruptRun` if it is larger than any record may be.
+    """
     return store.read(path, limit_of(path))
 
 
@@ -84,8 +88,10 @@ def hash_in_name(name: str) -> str:
 
 
 def put_record(store: Store, path: str, data: bytes) -> None:
-    """Write a record over what is there. Raises `ConfigError`, and writes nothing, if the record is
-    too large to be read."""
+    """Write a record over what is there.
+
+    Raises `ConfigError`, and writes nothing, if the record is too large to be read.
+    """
     _check(store, path, data)
     store.put(path, data)
 
@@ -104,8 +110,10 @@ def put_table(store: Store, name: str, data: bytes) -> None:
 
 
 def put_record_if_absent(store: Store, path: str, data: bytes) -> bool:
-    """Write a record as `put_record` does, unless one exists. Return what `Store.put_if_absent`
-    does."""
+    """Write a record as `put_record` does, unless one exists.
+
+    Return what `Store.put_if_absent` does.
+    """
     _check(store, path, data)
     return store.put_if_absent(path, data)
 

@@ -31,8 +31,7 @@ PieceName = Annotated[str, AfterValidator(_piece_name)]
 
 
 class _RangesOrBitmap:
-    """Validator of `PositionsText` that stops at the first malformed range, of which there may be
-    millions."""
+    """Validator of `PositionsText` that stops at the first malformed range: there may be many."""
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler

@@ -80,14 +80,15 @@ InputTable = Annotated[Mapping[str, Any], AfterValidator(_table)]
 
 
 def dump(value: Any) -> bytes:
-    """Return canonical JSON: sorted keys and no spaces, so that equal values have equal bytes and
-    hashes."""
+    """Return canonical JSON (sorted keys, no spaces): equal values have equal bytes and hashes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def load(data: bytes, what: str) -> dict[str, Any]:
-    """Return the JSON object in an untrusted record. Raises `CorruptRun` naming `what` if it is not
-    one."""
+    """Return the JSON object in an untrusted record.
+
+    Raises `CorruptRun` naming `what` if it is not one.
+    """
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -112,8 +113,10 @@ def with_checksum(record: bytes) -> bytes:
 
 
 def without_checksum(data: bytes, what: str) -> bytes:
-    """Return the record that `with_checksum` was given. Raise `CorruptRun`, which names `what`, if
-    it was changed since."""
+    """Return the record that `with_checksum` was given.
+
+    Raise `CorruptRun`, which names `what`, if it was changed since.
+    """
     end = len(_CHECKSUM) + _DIGITS
     record = b"{" + data[end + 2 :]
     if not data.startswith(_CHECKSUM) or digest(record).encode() != data[len(_CHECKSUM) : end]:
@@ -123,8 +126,9 @@ def without_checksum(data: bytes, what: str) -> bytes:
 
 @dataclass(frozen=True)
 class InputFile:
-    """An input file as the plan saw it. `uri` is complete; `rows` counts the rows that the run
-    reads of it.
+    """An input file as the plan saw it.
+
+    `uri` is complete; `rows` counts the rows that the run reads of it.
 
     `ctime_ns`, `inode` and `footer` are set for a local Parquet file that is read in place. The
     first two change whenever it is written, and at other times too; `footer` (a hash) then tells
@@ -145,8 +149,7 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Shard:
-    """The unit of reading, inference and commits: rows [start, start + rows) of the input in its
-    recorded order."""
+    """Input rows [start, start + rows), the unit of reading, inference and commits."""
 
     id: int
     start: int
@@ -243,8 +246,10 @@ class Plan:
         return digest(self.to_bytes())
 
     def with_model(self, model: Mapping[str, Any]) -> Plan:
-        """Return the plan for an attempt at which a person accepted another model. It keeps the
-        hash of its record, which commits name."""
+        """Return the plan for an attempt at which a person accepted another model.
+
+        It keeps the hash of its record, which commits name.
+        """
         made = replace(self, model=model)
         made.__dict__["hash"] = self.hash
         return made
@@ -302,8 +307,7 @@ class Receipt:
 
     @property
     def unit(self) -> Unit:
-        """Return what the receipt is about, from the first position that it holds, or that was
-        lost, to the last."""
+        """Return the unit from the first to the last position that is held or was lost."""
         if self.lost is not None:
             return Unit(self.shard, *(self.part or (0, MOST_POSITIONS)))
         held = self.good | self.failed | self.skipped
@@ -371,8 +375,11 @@ class Commit:
 
     @cached_property
     def body(self) -> bytes:
-        """Return the stored bytes. For a commit that was read these are the bytes that were read,
-        since the same positions can be written in more than one way."""
+        """Return the stored bytes.
+
+        For a commit that was read these are the bytes that were read, since the same positions can
+        be written in more than one way.
+        """
         return self.to_bytes()
 
     @classmethod
@@ -420,8 +427,10 @@ def _shallow(record: Receipt | Commit) -> dict[str, Any]:
 
 
 def _take_positions(value: dict[str, Any], rows: int | None, what: str) -> None:
-    """Unpack the positions of a record of `rows` rows. A record with `rows` None names the good
-    ones itself."""
+    """Unpack the positions of a record of `rows` rows.
+
+    A record with `rows` None names the good ones itself.
+    """
     most = MOST_POSITIONS if rows is None else rows
     for name in KINDS_OF_ROWS:
         if name in value:

@@ -13,8 +13,7 @@ from prefect_raybatch.spec.identity import Identity
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return one line for each differing field: `field: old -> new`; groups are split into their
-    fields."""
+    """Return a line `field: old -> new` for each differing field, also of nested groups."""
     return [f"{key}: {before} -> {after}" for key, (before, after) in differing(old, new).items()]
 
 
@@ -35,8 +34,10 @@ def check_same(
     where: str,
     left_out: Collection[str] = (),
 ) -> None:
-    """Raise `PlanMismatch` with the differences if the run belongs to another job. A person has
-    accepted the differences in the fields `left_out`."""
+    """Raise `PlanMismatch` with the differences if the run belongs to another job.
+
+    A person has accepted the differences in the fields `left_out`.
+    """
     if plan.fingerprint == own.fingerprint:
         return
     differences = differing(plan.parts, own.parts)

@@ -50,12 +50,12 @@ INLINE_PARTS = 1000  # files that stand in the record itself
 
 @dataclass(frozen=True)
 class Success:
-    """The end of a run: rows by outcome, the files of the result in order, and the time in seconds
-    since 1970. `plan` is the plan's hash.
+    """The end of a run: rows by outcome, result files in order, and the time it finished.
 
-    `layout` names the table of the layout that the files follow; `manifest` that of the pieces if
-    these are the result. Very many files are in `parts_table`. `accepted` are the differences from
-    the plan's job that a person accepted at some attempt.
+    `plan` is the plan's hash, `finished` in seconds since 1970. `layout` names the table of the
+    layout that the files follow; `manifest` that of the pieces if these are the result. Very many
+    files are in `parts_table`. `accepted` are the differences from the plan's job that a person
+    accepted at some attempt.
     """
 
     __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
@@ -81,8 +81,9 @@ class Success:
     def from_bytes(
         cls, data: bytes, plan: Plan, where: str, table: Callable[[str], bytes] | None = None
     ) -> Success:
-        """Return the record of `plan`, found in run directory `where`. `table` reads a table that
-        it names.
+        """Return the record of `plan`, found in run directory `where`.
+
+        `table` reads a table that it names.
 
         Raises `CorruptRun`, with what to do, for a file that is not such a record, or that is
         another plan's.
@@ -198,8 +199,10 @@ def check_parts(store: Store, parts: Iterable[Part]) -> None:
 
 
 def _same(store: Store, part: Part) -> bool:
-    """Compare the contents of a part whose ETag differs: a copied bucket gives other ETags to the
-    same contents."""
+    """Return whether a part whose ETag differs has the recorded contents.
+
+    A copied bucket gives other ETags to the same contents.
+    """
     with store.open(part.path) as stream:
         return sha256_of(stream) == part.sha256
 
@@ -210,8 +213,10 @@ def _listed(store: Store, folders: Iterable[str]) -> dict[str, FileInfo]:
 
 
 def strays(paths: Iterable[str], named: Iterable[str]) -> list[str]:
-    """Return those of `paths` that are not `named` and that readers of a folder take for its data:
-    readers skip names that begin with a dot or an underscore."""
+    """Return those of `paths` that are not `named`, but that readers of a folder would include.
+
+    Readers skip names that begin with a dot or an underscore.
+    """
     known = set(named)
     return sorted(
         path

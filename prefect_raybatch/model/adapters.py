@@ -1,5 +1,4 @@
-"""LoRA adapters: pinned by content, checked against the model, and copied to where nothing changes
-them."""
+"""LoRA adapters: pinned by content, checked against the model, and cached on each node."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ def named(request: ModelRequest) -> dict[str, str]:
 
 
 def identities(request: ModelRequest) -> dict[str, str]:
-    """Return what the fingerprint counts of each: its content, or its Hugging Face name as
-    written."""
+    """Return each adapter's identity in the fingerprint: its content, or its Hugging Face name."""
     return {
         name: source if _is_name(source) else _identity(_field(name), source)
         for name, source in named(request).items()
@@ -49,8 +47,7 @@ def identities(request: ModelRequest) -> dict[str, str]:
 
 
 def pin_adapters(request: ModelRequest) -> dict[str, dict[str, Any]]:
-    """Return {name: {source, revision, identity, rank}} of the job's adapters, as a plan keeps
-    it."""
+    """Return {name: {source, revision, identity, rank}} of the job's adapters, for the plan."""
     made = {}
     for name, source in named(request).items():
         revision = None
@@ -67,8 +64,7 @@ def pin_adapters(request: ModelRequest) -> dict[str, dict[str, Any]]:
 
 
 def arguments(pinned: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return vLLM's engine arguments that reserve room for the adapters; arguments in the job
-    win."""
+    """Return vLLM's engine arguments for adapters; arguments in the job win."""
     if not pinned:
         return {}
     rank = max(int(adapter["rank"]) for adapter in pinned.values())
@@ -84,8 +80,10 @@ def arguments(pinned: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any])
 def check_adapters_fit(
     request: ModelRequest, pinned: Mapping[str, Any], config: Mapping[str, Any]
 ) -> None:
-    """Raise `ConfigError` for an adapter whose tensors do not match the model, or that vLLM does
-    not load. Warn if only the name of its base model differs."""
+    """Raise `ConfigError` for an adapter that does not fit the model or that vLLM cannot load.
+
+    Warn if only the name of its base model differs.
+    """
     text = text_part(config)
     for name, adapter in pinned.items():
         field = _field(name)
@@ -108,8 +106,11 @@ def check_adapters_fit(
 
 
 def adapter_path(adapter: Mapping[str, Any]) -> str:
-    """Return a folder on this node with the adapter as it was pinned, whatever happens to the job's
-    folder later. Raises `ConfigError` if that changed before it was copied."""
+    """Return a folder on this node with the adapter as it was pinned.
+
+    Later changes to the job's folder do not matter. Raises `ConfigError` if it changed before it
+    was copied.
+    """
     source, identity = str(adapter["source"]), str(adapter["identity"])
     if adapter.get("revision") is not None:
         from huggingface_hub import snapshot_download
@@ -152,8 +153,10 @@ def _identity(field: str, source: str) -> str:
 
 
 def _listing(field: str, source: str) -> bytes:
-    """Return the listing of an adapter's two files: with the SHA-256 of each for a local folder,
-    with size and ETag on S3."""
+    """Return the listing of an adapter's two files.
+
+    With the SHA-256 of each for a local folder, with size and ETag on S3.
+    """
     store = _store(field, source)
     if is_remote(source):
         files = [[f.path, f.size, f.etag] for f in store.list() if f.path in ADAPTER_FILES]

@@ -1,5 +1,4 @@
-"""Reads a job's chat template at planning time, and checks whether it, or the model's own, supports
-what the job asks for."""
+"""Check at planning time that the chat template supports what the job passes to it."""
 
 from __future__ import annotations
 
@@ -37,9 +36,11 @@ def template_text(given: str) -> str:
 
 
 def check_template(prompt: PromptSpec, request: ModelRequest, model: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if the chat template, the job's or the model's, does not support what the
-    job passes to it. `model` is the result of `pinned.pin`; of a model that is not in a folder,
-    nothing is known here."""
+    """Raise `ConfigError` if the chat template does not support what the job passes to it.
+
+    The template is the job's or the model's. `model` is the result of `pinned.pin`; of a model that
+    is not in a folder, nothing is known here.
+    """
     fields = needing(prompt)
     where = "prompt.chat_template"
     text = prompt.chat_template
@@ -146,8 +147,7 @@ def _read(name: str) -> str:
 
 
 def _of_model(prompt: PromptSpec, request: ModelRequest, model: Mapping[str, Any]) -> str | None:
-    """Return the model's own chat template; "" if its files have none, None if they are not
-    here."""
+    """Return the model's chat template; "" if it has none, None if its files are elsewhere."""
     extra, source = request.given, str(model["source"])
     if extra.get("tokenizer"):
         if is_remote(extra["tokenizer"]) or not Path(extra["tokenizer"]).is_dir():
@@ -163,8 +163,7 @@ def _of_model(prompt: PromptSpec, request: ModelRequest, model: Mapping[str, Any
 
 
 def _of_processor(store: Store) -> str | None:
-    """Return the chat template that a model's image processor has in addition to its
-    tokenizer's."""
+    """Return the chat template of a model's image processor, which is not its tokenizer's."""
     try:
         value = json.loads(store.read("chat_template.json", MAX_TEMPLATE_BYTES))
         text = value["chat_template"]
@@ -226,8 +225,7 @@ class TemplateTooLarge(Exception):
 
 
 def _bounded_operation(operator: str, left: Any, right: Any) -> None:
-    """Raise `TemplateTooLarge` before a power or a repetition that no time limit could
-    interrupt."""
+    """Raise `TemplateTooLarge` before a power or repetition that no timeout could interrupt."""
     if operator == "**":
         too_large = isinstance(right, (int, float)) and abs(right) > MOST_EXPONENT
     else:
@@ -243,8 +241,11 @@ def _bounded_operation(operator: str, left: Any, right: Any) -> None:
 
 
 def _environment(checked: bool = False) -> jinja2.Environment:
-    """Return an environment that renders as transformers does: sandboxed, with loop controls and
-    its generation tag. `checked`: operations that make large values raise `TemplateTooLarge`."""
+    """Return an environment that renders as transformers does.
+
+    It is sandboxed, with loop controls and the generation tag. `checked`: operations that make
+    large values raise `TemplateTooLarge`.
+    """
     from jinja2 import nodes, parser
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -33,12 +33,12 @@ TOKENIZER = (
 
 
 def check(spec: RunSpec, model: Mapping[str, Any], files: bool = True) -> None:
-    """Raise `ConfigError` for a model that cannot do the run's task, does not take its images,
-    lacks weights or tokenizer, has truncated files, has no room for the answer in its context, or
-    lacks the token ids of sampling fields.
+    """Raise `ConfigError` for a model that cannot do what the run asks of it.
 
-    `model` is the result of `pinned.pin`. For a Hugging Face name, and for any model without
-    `files` (as for an imagined cluster), only config.json is checked.
+    It must do the task, take the images, have weights, tokenizer and complete files, room for the
+    answer in its context, and the token ids of sampling fields. `model` is the result of
+    `pinned.pin`. For a Hugging Face name, and for any model without `files` (as for an imagined
+    cluster), only config.json is checked.
     """
     request, source = spec.engine.model, str(model["source"])
     config, _ = models.read_config(model)
@@ -75,8 +75,7 @@ def _check_room(request: ModelRequest, max_tokens: int, config: Mapping[str, Any
 def _check_vocabulary(
     request: ModelRequest, sampling: SamplingSpec, config: Mapping[str, Any]
 ) -> None:
-    """Raise `ConfigError` for token ids outside the vocabulary, with which vLLM rejects every
-    row."""
+    """Raise `ConfigError` for token ids outside the vocabulary: vLLM would reject every row."""
     tokens = text_part(config).get("vocab_size")
     if not isinstance(tokens, int) or "hf_overrides" in request.given:
         return

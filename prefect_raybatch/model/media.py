@@ -15,8 +15,10 @@ from prefect_raybatch.spec.prompt import ImageSpec
 def check_takes(
     request: ModelRequest, images: ImageSpec, source: str, config: Mapping[str, Any]
 ) -> None:
-    """Raise `ConfigError` for a model that takes only text, or fewer images per request than a row
-    may have. Accepts a model that the installed vLLM does not know."""
+    """Raise `ConfigError` for a model that accepts no images, or fewer than a row may have.
+
+    Passes a model that the installed vLLM does not know.
+    """
     names = architectures(overridden(request, config))
     shown = f"engine.model: {source} is {', '.join(names)}, which accepts"
     if any(name in (vllm_fields.text_models() or ()) for name in names):

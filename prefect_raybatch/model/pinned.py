@@ -53,15 +53,13 @@ def pin(request: ModelRequest) -> dict[str, Any]:
 
 
 def cpu_dtype(request: ModelRequest) -> str | None:
-    """Return the dtype for computing on a CPU; None to leave it to vLLM, which takes the stored
-    dtype."""
+    """Return the dtype on a CPU; None if vLLM is to take the stored one."""
     said = request.given.get("dtype")
     return said or (demo.CPU_DTYPE if request.name == DEMO else None)
 
 
 def local_path(model: dict[str, Any]) -> str:
-    """Return what to pass to vLLM and transformers on this node; an s3:// model is downloaded here
-    once."""
+    """Return what vLLM and transformers load on this node; downloads an s3:// model once."""
     source = str(model["source"])
     if source == DEMO:
         return demo.demo_model_path()
@@ -90,8 +88,7 @@ def with_tokenizer(model: Mapping[str, Any], request: ModelRequest) -> dict[str,
 
 
 def read_config(model: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
-    """Return (config.json, bytes of the weight files or None) of a model, without downloading its
-    weights.
+    """Return (config.json, bytes of the weight files or None) without downloading weights.
 
     Raises `ConfigError` if its config.json is not available from here.
     """
@@ -151,8 +148,7 @@ def _hub_config(name: str, revision: str | None) -> tuple[dict[str, Any], int | 
 
 
 def context_length(path: str) -> int | None:
-    """Return the context length of the model at a local path; None if its config.json does not
-    tell."""
+    """Return the context length of the model at a local path; None if it is not recorded."""
     try:
         config = json.loads(read_regular_file(Path(path) / "config.json", MAX_CONFIG_BYTES))
     except (OSError, ValueError):
@@ -161,8 +157,10 @@ def context_length(path: str) -> int | None:
 
 
 def own_length(model: Mapping[str, Any]) -> int | None:
-    """Return the default context length of a pinned model, without downloading its weights; None if
-    its config.json is not available from here or does not tell."""
+    """Return the default context length of a pinned model; None if it is unknown here.
+
+    Does not download the weights.
+    """
     try:
         return own_context(read_config(model)[0])
     except ConfigError as error:
@@ -233,15 +231,20 @@ def hub_commit(
 
 
 def _is_network(error: BaseException) -> bool:
-    """Return whether the error says that nobody answers. The hub's HTTP client raises its own
-    errors, which are no OSErrors, and is another library in other versions."""
+    """Return whether the error says that nobody answers.
+
+    The hub's HTTP client raises its own errors, which are no OSErrors, and is another library in
+    other versions.
+    """
     own = (kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("http"))
     return isinstance(error, OSError) or "TransportError" in own
 
 
 def _fetch(source: str, identity: str) -> str:
-    """Return the folder on this node with the files of an s3:// model. Raise `ConfigError` if they
-    differ from those that the plan pins."""
+    """Return the folder on this node with the files of an s3:// model.
+
+    Raise `ConfigError` if they differ from those that the plan pins.
+    """
 
     def fetch(folder: Path) -> bytes:
         store = open_store(source)

@@ -35,18 +35,22 @@ def architectures(config: Mapping[str, Any]) -> list[str]:
 
 
 def asked(request: ModelRequest, config: Mapping[str, Any]) -> PoolingTask:
-    """Return vLLM's task for a pooling job: a score comes from a classifier of pairs, or is the
-    cosine of two vectors."""
+    """Return vLLM's task for a pooling job.
+
+    A score comes from a classifier of pairs, or is the cosine of two vectors.
+    """
     if request.task != "score":
         return "classify" if request.task == "classify" else "embed"
     return "classify" if _classifies(request, overridden(request, config)) else "embed"
 
 
 def labels(request: ModelRequest, config: Mapping[str, Any]) -> list[str]:
-    """Return the names of the model's labels in the order of their ids. As in transformers, unnamed
-    labels are LABEL_0 and so on, and there are two if nothing is said. For a generating model that
-    `classifier_from_token` makes a classifier, they are these tokens; of two of them vLLM makes one
-    score."""
+    """Return the names of the model's labels in the order of their ids.
+
+    As in transformers, unnamed labels are LABEL_0 and so on, and there are two if nothing is said.
+    For a generating model that `classifier_from_token` makes a classifier, they are these tokens;
+    of two of them vLLM makes one score.
+    """
     config = overridden(request, config)
     tokens, method = config.get("classifier_from_token"), config.get("method")
     if isinstance(tokens, list) and (config.get("is_original_qwen3_reranker") or method):
@@ -66,8 +70,10 @@ def labels(request: ModelRequest, config: Mapping[str, Any]) -> list[str]:
 def check_can(
     request: ModelRequest, source: str, config: Mapping[str, Any], paired: bool = True
 ) -> None:
-    """Raise `ConfigError` for a model that cannot do the job's task; `paired`: a row gives two
-    texts."""
+    """Raise `ConfigError` for a model that cannot do the job's task.
+
+    `paired`: a row gives two texts.
+    """
     config = overridden(request, config)
     if request.task == "generate":
         _check_generates(request, source, config)

@@ -1,5 +1,4 @@
-"""Differences between a job and its run's plan: which ones a user may accept, and which nobody
-may."""
+"""Decide which differences between a job and its run's plan a user may accept."""
 
 from __future__ import annotations
 
@@ -44,11 +43,10 @@ def check_acceptable(
     fields: Sequence[str],
     by: str,
 ) -> tuple[Accepted, ...]:
-    """Like `check_same`, but accept the differences in `fields` (names as in its message) on behalf
-    of `by`; return the accepted differences.
+    """Accept differences in `fields` on behalf of `by`, and return them.
 
-    Raises `ConfigError` for a name that is no field and for a difference that nobody may accept,
-    and `PlanMismatch` for the remaining differences.
+    `fields` are named as in the message of `check_same`. Raises `ConfigError` for an unknown field
+    and for a difference that nobody may accept, and `PlanMismatch` for the remaining differences.
     """
     differences = differing(plan.parts, own.parts)
     known = {*FINGERPRINTED, *differing({}, plan.parts), *differing({}, own.parts)}

@@ -23,8 +23,7 @@ def row_bytes(
     store: Store | None = None,
     read: bool = True,
 ) -> float:
-    """Return the uncompressed bytes of an input row; with images, at least the bytes of the
-    prepared images.
+    """Return the uncompressed bytes of an input row, at least those of its prepared images.
 
     `store` is the run's store if the files are its snapshot. If `read` is false, no row is read.
     """

@@ -1,5 +1,7 @@
-"""Makes a plan, with shards and fingerprint, from an inventory and a compiled job. Pure; imports
-neither Ray nor Prefect."""
+"""Makes a plan, with shards and fingerprint, from an inventory and a compiled job.
+
+Pure; imports neither Ray nor Prefect.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,11 @@ def shard_starts(rows: int, rows_per_shard: int) -> np.ndarray:
 
 
 def shard_work(starts: np.ndarray, weights: Weights) -> np.ndarray | None:
-    """Return int64[shards], the bytes of each shard's rows, from `weights`, the (rows, bytes) of
-    all rows in order; None if they are unknown, or if no shard is larger than another by a
-    quarter."""
+    """Return the bytes of each shard's rows (int64[shards]).
+
+    `weights` are the (rows, bytes) of all rows in order. None if they are unknown, or if no shard
+    is larger than another by a quarter.
+    """
     if not weights or len(starts) < 3:
         return None
     rows, sizes = np.cumsum(np.array([(0, 0), *weights], np.int64), axis=0).T
@@ -57,8 +61,10 @@ def shard_work(starts: np.ndarray, weights: Weights) -> np.ndarray | None:
 
 
 def check_against_schema(spec: RunSpec, schema: pa.Schema) -> None:
-    """Raise `ConfigError`, with field and remedy, if template or output do not fit the input's
-    columns; `spec` must be compiled for them."""
+    """Raise `ConfigError` if template or output do not fit the input's columns.
+
+    The message names field and remedy. `spec` must be compiled for these columns.
+    """
     names = list(schema.names)
     _check_writable(spec)
     check_taken_by_vllm(spec)
@@ -75,8 +81,7 @@ def check_against_schema(spec: RunSpec, schema: pa.Schema) -> None:
 
 
 def _check_writable(spec: RunSpec) -> None:
-    """Raise `ConfigError` for result files that no store takes, and for sampling fields whose
-    outcome is not written."""
+    """Raise `ConfigError` for too large result files and for sampling fields without output."""
     file_mb = spec.output.layout.file_bytes >> 20
     if file_mb > MOST_FILE_MB:
         raise ConfigError(
@@ -103,8 +108,7 @@ def _check_known(name: str, field: str, names: Sequence[str]) -> None:
 
 
 def _added_columns(spec: RunSpec) -> list[str]:
-    """Return the columns that the result has in addition to the input's; a name may be there
-    twice."""
+    """Return the columns that the result adds to the input's; a name may occur twice."""
     finish, sampling = spec.finish, spec.sampling
     added = [finish.row_number]
     if finish.postprocess is None:
@@ -162,8 +166,10 @@ def _check_asked(spec: RunSpec, names: Sequence[str]) -> None:
 
 
 def alike_note(spec: RunSpec) -> str | None:
-    """Return the warning for a run whose rows all ask the same but may get different answers; None
-    otherwise."""
+    """Return the warning for a run whose rows make the same request but draw other answers.
+
+    None for any other run.
+    """
     if not spec.prompt.alike or not _drawn_apart(spec):
         return None
     return (
@@ -178,8 +184,7 @@ def _drawn_apart(spec: RunSpec) -> bool:
 
 
 def _check_image_column(column: pa.Field) -> None:
-    """Raise `ConfigError` for a column whose type cannot hold images; its values are checked row by
-    row."""
+    """Raise `ConfigError` for a column type that cannot hold images; rows are checked later."""
     import pyarrow as pa
 
     kind = column.type
@@ -259,15 +264,15 @@ def make_plan(
     increment: Mapping[str, Any] | None = None,
     weights: Weights = (),
 ) -> tuple[Plan, dict[str, bytes]]:
-    """Return the plan and the tables that it names, {table name: Parquet bytes}, to be stored
-    before it.
+    """Return the plan and the tables that it names, {table name: Parquet bytes}.
 
-    `model` is the pinned model with its adapters, `job` the job as records keep it (`public_job`).
-    `numbers` is the table of row numbers of a run that retries failed rows. Shards are cut for
-    `engines`, by default for the cluster that the job describes. `context` is what max_model_len:
-    auto resolved to (`Plan.context`). `row_bytes` is the size of a row in memory, with its images
-    prepared. `increment` names the answers to reuse, `table` the table and version that was copied.
-    `weights` are the bytes of rows by which shards are ordered (`Inventory.weights`).
+    The tables must be stored before the plan. `model` is the pinned model with its adapters, `job`
+    the job as records keep it (`public_job`). `numbers` is the table of row numbers of a run that
+    retries failed rows. Shards are cut for `engines`, by default for the cluster that the job
+    describes. `context` is what max_model_len: auto resolved to (`Plan.context`). `row_bytes` is
+    the size of a row in memory, with its images prepared. `increment` names the answers to reuse,
+    `table` the table and version that was copied. `weights` are the bytes of rows by which shards
+    are ordered (`Inventory.weights`).
     """
     rows, retry = sum(file.rows for file in files), identity.retry
     engines = engines or expected_engines(spec.sizes, None)
@@ -308,8 +313,7 @@ def _plan_tables(
     numbers: bytes | None,
     uris: Any,
 ) -> dict[str, bytes]:
-    """Return the tables of a plan, {kind: Parquet bytes}; those of `numbers` and `uris` only if the
-    run has such."""
+    """Return the tables of a plan, {kind: Parquet bytes}; `numbers` and `uris` only if needed."""
     made = {
         "shards": shards_table(starts, shard_work(starts, weights)),
         "files": files_table(files),

@@ -1,5 +1,7 @@
-"""Measures the prompt lengths of an input from a bounded sample of rows, made into prompts by the
-real prepare stage, for `raybatch plan --tokens` and max_model_len: auto."""
+"""Measure prompt lengths from a bounded sample of rows.
+
+The real prepare stage makes the prompts, for `raybatch plan --tokens` and max_model_len: auto.
+"""
 
 from __future__ import annotations
 
@@ -91,9 +93,11 @@ def of_files(
     store: Store | None = None,
     sample: int = SAMPLE_ROWS,
 ) -> PromptLengths:
-    """Measure Parquet files with a sample spread over all their rows. `store` is the run's store if
-    they are its snapshot. Raises `SourceError` for unreadable files and `ConfigError` if no row
-    makes a prompt."""
+    """Measure Parquet files with a sample spread over all their rows.
+
+    `store` is the run's store if they are its snapshot. Raises `SourceError` for unreadable files
+    and `ConfigError` if no row makes a prompt.
+    """
     rows = sum(file.rows for file in found.files)
     return measure(spec, model, _spread(spec, found, store, sample), sample, rows=rows)
 
@@ -133,8 +137,7 @@ def _spread(spec: RunSpec, found: Inventory, store: Store | None, sample: int) -
 
 
 def places(rows: int, sample: int) -> list[tuple[int, int]]:
-    """Return (first row, rows) of spans that are spread evenly over `rows` and hold `sample` rows
-    in all."""
+    """Return (first row, rows) of spans spread evenly over `rows`, `sample` rows in all."""
     if rows <= sample:
         return [(start, min(NEIGHBOURS, rows - start)) for start in range(0, rows, NEIGHBOURS)]
     size = min(NEIGHBOURS, sample)
@@ -171,7 +174,9 @@ def measure(
     rows: int | None = None,
 ) -> PromptLengths:
     """Measure `blocks` until `sample` rows are reached, or until `seconds` after the first block.
-    `rows` is the number of rows of the whole input, if known."""
+
+    `rows` is the number of rows of the whole input, if known.
+    """
     from prefect_raybatch.stages.calls.calling import Calls
     from prefect_raybatch.stages.pooling import Pooling
     from prefect_raybatch.stages.texts import prepare_of
@@ -295,8 +300,10 @@ def _examples(model: dict[str, Any], seen: _Seen) -> tuple[PromptExample, ...]:
 
 
 def choose_max_model_len(share: float, needs: list[int], own: int | None) -> tuple[int, str]:
-    """Return (context length, reason) that holds that share of the rows, which need `needs` tokens
-    with their answers; at most `own`, the model's own length."""
+    """Return (context length, reason) that fits the given share of the rows.
+
+    Rows need `needs` tokens with their answers. At most `own`, the model's own length.
+    """
     import numpy as np
 
     if share < 1:
@@ -312,8 +319,7 @@ def choose_max_model_len(share: float, needs: list[int], own: int | None) -> tup
 
 
 def histogram(sizes: list[int], p99: int) -> tuple[tuple[int, int, int], ...]:
-    """Return (from, to, rows) of bars of equal width up to the 99th percentile, and one bar for all
-    above."""
+    """Return (from, to, rows) of equal bars up to the 99th percentile, and one bar above it."""
     import numpy as np
 
     least, most = min(sizes), max(sizes)
@@ -336,8 +342,7 @@ def _shared(keys: list[bytes]) -> float:
 
 
 def _models_own(model: dict[str, Any]) -> int | None:
-    """Return the model's context length from its config.json, or for a model name from its
-    tokenizer."""
+    """Return the model's context length by config.json or its tokenizer."""
     own = models.context_length(models.local_path(model))
     if own is None:
         from prefect_raybatch.stages.block import load_tokenizer

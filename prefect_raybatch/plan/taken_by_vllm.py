@@ -19,8 +19,7 @@ from prefect_raybatch.spec.sizes import SizeSpec
 
 
 def check_taken_by_vllm(spec: RunSpec) -> None:
-    """Raise `ConfigError` for settings with which every engine would die at its start, or every row
-    fail."""
+    """Raise `ConfigError` for settings that fail every engine at its start, or every row."""
     engine, sampling = spec.engine.model.given, spec.sampling
     if (wrong := wrong_values(engine)) is not None:
         raise ConfigError(wrong)

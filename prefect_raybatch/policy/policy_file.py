@@ -23,8 +23,11 @@ FIELDS = (*LISTS, "allow_private", "kubernetes")
 
 
 def read_policy(path: str) -> JobPolicy:
-    """Return the policy that a file holds. Raises `ConfigError` naming file and field for what is
-    no policy: a policy that says less than it seems to would be worse than none."""
+    """Return the policy that a file holds.
+
+    Raises `ConfigError` naming file and field for what is no policy: a policy that says less than
+    it seems to would be worse than none.
+    """
     try:
         data = read_regular_file(path, MAX_POLICY_BYTES + 1)
         if len(data) > MAX_POLICY_BYTES:

@@ -1,5 +1,4 @@
-"""The common part of all targets: the rows, the steps at which a test may stop, and plain
-errors."""
+"""The common part of all targets: rows, the steps that tests observe, and plain errors."""
 
 from __future__ import annotations
 
@@ -30,8 +29,11 @@ Observe = Callable[[str], None]
 
 @dataclass(frozen=True)
 class AnsweredRows:
-    """The answered rows of a run. `plan` is the key under which a target knows them; `read` yields
-    them in input order, anew at each call."""
+    """The answered rows of a run.
+
+    `plan` is the key under which a target knows them; `read` yields them in input order, anew at
+    each call.
+    """
 
     plan: str
     run_key: str
@@ -60,8 +62,10 @@ class AnsweredRows:
 
 
 class Sink(ABC):
-    """A target, opened anew for each publication. `planned`: it is opened for planning, before
-    there is a result."""
+    """A target, opened anew for each publication.
+
+    `planned`: it is opened for planning, before there is a result.
+    """
 
     module = "pyarrow"  # what must be importable
     never_null: tuple[str, ...] = ()  # columns of the result to which the table takes no null
@@ -85,11 +89,10 @@ class Sink(ABC):
             )
 
     def check(self, schema: pa.Schema, whole: bool = True) -> str:
-        """Check that columns of these types can be published there; return a line that says to
-        what. `whole`: they are all columns of the result.
+        """Check that columns of these types can be published; return a line about the target.
 
-        Writes nothing. Raises `ConfigError` that names column and remedy; `PublishFailed` if the
-        target does not answer.
+        `whole`: they are all columns of the result. Writes nothing. Raises `ConfigError` that names
+        column and remedy; `PublishFailed` if the target does not answer.
         """
         wanted = converted_schema(schema, self.target, whole)
         self.check_names(wanted.names)
@@ -120,8 +123,10 @@ class Sink(ABC):
         self.refuse_alike(names, lambda name: name)
 
     def refuse_alike(self, names: Sequence[str], folded: Callable[[str], str]) -> None:
-        """Raise `ConfigError` for two columns that are the same to the target. `folded` returns a
-        name as the target compares it."""
+        """Raise `ConfigError` for two columns that are the same to the target.
+
+        `folded` returns a name as the target compares it.
+        """
         columns: dict[str, str] = {}
         for name in names:
             other = columns.setdefault(folded(name), name)
@@ -134,12 +139,16 @@ class Sink(ABC):
 
     @abstractmethod
     def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
-        """Find out what else the target would reject, and leave nothing there. What it raises is
-        reported as an error of the target."""
+        """Find out what else the target would reject, and leave nothing there.
+
+        What it raises is reported as an error of the target.
+        """
 
     def need_writable(self, folder: str, made: bool = True) -> None:
-        """Raise `ConfigError` unless files can be written to a local folder or, with `made`, the
-        folder can be created."""
+        """Raise `ConfigError` unless this user can write to a local folder.
+
+        With `made`, the folder may be missing if it can be created.
+        """
         above = folder
         while made and not os.path.lexists(above) and os.path.dirname(above) != above:
             above = os.path.dirname(above)
@@ -162,23 +171,32 @@ class Sink(ABC):
 
     @abstractmethod
     def place(self) -> tuple[str, ...]:
-        """Return what identifies this table or folder, however the job writes it. A target in a
-        folder returns ("folder", its absolute path or URI)."""
+        """Return what identifies this table or folder, however the job writes it.
+
+        A target in a folder returns ("folder", its absolute path or URI).
+        """
 
     @abstractmethod
     def holds(self, plan: str, recorded: str) -> bool:
-        """Return whether the target still has the rows of `plan`, published before as version
-        `recorded`. If the target cannot tell, the record counts."""
+        """Return whether the target still has the rows of `plan`.
+
+        They were published before as version `recorded`. If the target cannot tell, the record
+        counts.
+        """
 
     @abstractmethod
     def publish(self, rows: AnsweredRows, observe: Observe) -> str:
-        """Write the rows unless they are there; return the version that has them, "" if there are
-        none. Safe to call concurrently and again after any crash."""
+        """Write the rows unless they exist; return their version, "" if there are no versions.
+
+        Safe to call concurrently and again after any crash.
+        """
 
     @contextmanager
     def plainly(self, rows: AnsweredRows | None = None) -> Iterator[None]:
-        """Convert errors of the target's library to one line without credentials; errors of `rows`
-        propagate."""
+        """Convert the library's errors to one line without credentials.
+
+        Errors of `rows` propagate.
+        """
         try:
             yield
         except (RayBatchError, KeyboardInterrupt):
@@ -213,8 +231,7 @@ class Sink(ABC):
         return None if failure == "away" else self.refused(error)
 
     def refused(self, error: Exception) -> str | None:
-        """Return what the target's library always rejects, such as a column or a value; None for a
-        transient error."""
+        """Return why the library always rejects this, such as a value; None if transient."""
         return None
 
     def lost(self) -> PublishFailed:
@@ -224,8 +241,10 @@ class Sink(ABC):
         )
 
     def scrub(self, error: object) -> str:
-        """Return the first line of an error, without values of options, catalog and URL that may be
-        credentials."""
+        """Return the first line of an error, with values that may be credentials masked.
+
+        These are values of options, catalog and URL.
+        """
         from prefect_raybatch.job.secrets import hide_users
 
         line = next((line for line in str(error).splitlines() if line.strip()), "")

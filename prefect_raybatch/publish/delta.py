@@ -206,8 +206,7 @@ def _empties(handle: Any, commit: Mapping[str, Any]) -> bool:
 
 
 def _restored_version(commit: Mapping[str, Any], commits: Mapping[int, Any]) -> int | None:
-    """Return the version that a RESTORE restored: a named one, or the last one at a time; None if
-    the log does not tell."""
+    """Return the version that a RESTORE restored, named by number or time; None if unknown."""
     given = commit.get("operationParameters") or {}
     version, at = str(given.get("version")), given.get("datetime") or given.get("timestamp")
     if version.isdigit():

@@ -111,8 +111,10 @@ class FilesSink(Sink):
             return self._whole(open_store(self.target.uri or "", self.options), plan)
 
     def _mark(self, plan: str) -> str:
-        """Return the file that is written last. It names the format: two targets may share a
-        folder."""
+        """Return the file that is written last.
+
+        It names the format: two targets may share a folder.
+        """
         return f"_{PROPERTY}{plan[:16]}.{self.target.format}.json"
 
     def _whole(self, store: Store, plan: str) -> bool:
@@ -212,8 +214,11 @@ class _File:
 
 
 def _quoted(value: Any) -> str:
-    """Return a name or value of a partition as part of a folder's name: an empty text as nothing, a
-    null as Hive writes it, and the text that Hive uses for null with an encoded character."""
+    """Return a partition's name or value as part of a folder's name.
+
+    An empty text is empty, a null as Hive writes it, and the text that Hive uses for null has an
+    encoded character.
+    """
     if value is None:
         return NULL_FOLDER
     text = str(value).lower() if isinstance(value, bool) else str(value)

@@ -31,8 +31,10 @@ MOST_GROUPS = 1000  # of keys of several columns: the library looks at each for 
 
 
 class IcebergSink(Sink):
-    """Appends to, or merges by key into, a table of a catalog; it is created, without partitions,
-    if missing."""
+    """Appends to, or merges by key into, a table of a catalog.
+
+    A missing table is created without partitions.
+    """
 
     module, extra = "pyiceberg", "iceberg"
 
@@ -185,8 +187,10 @@ class IcebergSink(Sink):
             return None
 
     def _need_namespace(self, catalog: Any) -> None:
-        """Raise `ConfigError` if a table cannot be created; credentials without permission to check
-        are no error."""
+        """Raise `ConfigError` if the namespace of a new table is missing.
+
+        Credentials without permission to check are no error.
+        """
         from pyiceberg.exceptions import ForbiddenError, NoSuchNamespaceError
 
         try:

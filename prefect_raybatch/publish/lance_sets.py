@@ -1,5 +1,7 @@
-"""A Lance dataset: a new one per run, or a merge by key. An append cannot be fenced there: of two
-with the same rows, both are accepted."""
+"""A Lance dataset: a new one per run, or a merge by key.
+
+An append cannot be fenced there: of two with the same rows, both are accepted.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ class LanceSink(FolderSink):
         self, rows: AnsweredRows, observe: Observe, mode: Literal["create", "overwrite"] = "create"
     ) -> str | None:
         """Return the version of the dataset created; None if another writer created one meanwhile.
-        Several that overwrite an emptied one write the same rows."""
+
+        Several that overwrite an emptied one write the same rows.
+        """
         import lance
 
         fields = [
@@ -143,8 +147,10 @@ def _plan(found: Any) -> str | None:
 
 
 def _has_version(found: Any, recorded: str) -> bool:
-    """Return whether version `recorded` is in the present history of a dataset, which a restore
-    leaves out. True if its transactions were cleaned up."""
+    """Return whether a dataset's present history has version `recorded`.
+
+    A restore leaves later versions out. True if its transactions were cleaned up.
+    """
     if not recorded.isdigit():
         return True
     version, wanted = int(found.version), int(recorded)

@@ -63,8 +63,7 @@ class _InputColumns:
         self._kept = {name for name in spec.finish.kept(given.names) if name in given.names}
 
     def check(self, target: PublishTarget, never_null: Sequence[str]) -> None:
-        """Raise `ConfigError` for a null where the table accepts none, and for a key that is not
-        unique.
+        """Raise `ConfigError` for nulls that the table rejects, and for a key that is not unique.
 
         Postprocess may leave out the rows concerned, so with it this is only checked at the end.
         """

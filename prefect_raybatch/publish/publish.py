@@ -45,8 +45,10 @@ KEYS_NAMED = 3  # keys that stand there twice, named in an error
 def open_sink(
     target: PublishTarget, run_key: str, options: Mapping[str, Any], planned: bool = False
 ) -> Sink:
-    """Return the target with all placeholders filled in; `planned`: opened for planning. Raises
-    `ConfigError` for a missing library or variable."""
+    """Return the target with all placeholders filled in; `planned`: opened for planning.
+
+    Raises `ConfigError` for a missing library or variable.
+    """
     filled = target.filled(run_key)
     sink = SINKS[target.format](filled, filled.options or dict(options), planned)
     sink.need_library()
@@ -61,12 +63,11 @@ def check_publish(
     whole: bool = True,
     look: Callable[[PublishTarget, Sequence[str]], None] = lambda target, never_null: None,
 ) -> list[str]:
-    """Return a line per target about what publishing columns of these types would find; `whole`:
-    they are all columns of the result. Leaves nothing there. `look` is called with each target and
-    the columns in which its table accepts no null.
+    """Return a line per target about what publishing columns of these types would find.
 
-    Raises `ConfigError` for what cannot be published, `PublishFailed` for a target that does not
-    answer.
+    `whole`: they are all columns of the result. Writes nothing. `look` is called with each target
+    and the columns in which its table accepts no null. Raises `ConfigError` for what cannot be
+    published, `PublishFailed` for a target that does not answer.
     """
     sinks = [open_sink(target, run_key, options, planned=True) for target in targets]
     _check_apart(sinks)
@@ -78,9 +79,11 @@ def check_publish(
 
 
 def _check_apart(sinks: Sequence[Sink]) -> None:
-    """Raise `ConfigError` for two targets that write the same table or folder, or files of one
-    format in a folder and below it: readers would see the rows twice. Parquet and JSON Lines may
-    share a folder."""
+    """Raise `ConfigError` for two targets that write to the same table or folder.
+
+    Also for files of one format in a folder and below it: readers would see the rows twice. Parquet
+    and JSON Lines may share a folder.
+    """
     for at, first in enumerate(sinks):
         for second in sinks[at + 1 :]:
             (kind, *one), (other_kind, *other) = first.place(), second.place()
@@ -192,8 +195,10 @@ def _check_keys(target: PublishTarget, rows: AnsweredRows) -> None:
 
 
 def check_unique(target: PublishTarget, keys: pa.Table, where: str) -> None:
-    """Raise `ConfigError` unless the columns of the target's key are unique and never null in
-    `keys`, rows of `where`."""
+    """Raise `ConfigError` unless the target's key is unique and never null in `keys`.
+
+    `where` names the rows.
+    """
     for name in target.key:
         if nulls := keys[name].null_count:
             raise ConfigError(

@@ -124,8 +124,7 @@ class SqlSink(Sink):
                 )
 
     def fit(self, wanted: pa.Schema, there: pa.Schema, whole: bool = True) -> pa.Schema:
-        """Return the schema by name, nullability and kind: widths differ between databases, which
-        convert them."""
+        """Return the schema by name, nullability and kind; databases convert widths."""
         named = {field.name: field.type for field in wanted}
         shown = []
         for field in there:
@@ -135,8 +134,10 @@ class SqlSink(Sink):
         return super().fit(wanted, pa.schema(shown), whole)
 
     def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
-        """Create what is missing and write no row, in a transaction that is rolled back. It shows
-        missing permissions, and which table or column the database rejects."""
+        """Create what is missing and write no row, in a transaction that is rolled back.
+
+        It shows missing permissions, and which table or column the database rejects.
+        """
         from sqlalchemy import create_engine, false, null, select
 
         engine = self._engine()
@@ -213,8 +214,10 @@ class SqlSink(Sink):
         raise PublishFailed(f"{self.what}: the database did not accept the rows. Publish again")
 
     def _attempt(self, engine: Any, rows: AnsweredRows, observe: Observe) -> bool:
-        """Return whether the rows are there; False if another publisher was faster, so that the
-        table must be checked again."""
+        """Return whether the rows are there; False if another publisher was faster.
+
+        The table must then be checked again.
+        """
         wanted = converted_schema(rows.schema, self.target)
         table, marks = self._tables(engine, wanted)
         self.fit(wanted, _columns(table))  # else SQLAlchemy leaves out what is not there
@@ -273,9 +276,11 @@ class SqlSink(Sink):
     def _published(
         self, engine: Any, table: Any, marks: Any
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Return (plans whose rows are in the table, plans whose rows it lost), each with the time
-        in its mark. Marks are read first, so a publisher that adds rows after that is not among
-        them."""
+        """Return (plans whose rows are in the table, plans whose rows it lost).
+
+        Each with the time in its mark. Marks are read first, so a publisher that adds rows after
+        that is not among them.
+        """
         from sqlalchemy import literal, select
         from sqlalchemy.exc import DBAPIError
 
@@ -348,8 +353,10 @@ class SqlSink(Sink):
         return table, self._marks()
 
     def _tables(self, engine: Any, wanted: pa.Schema) -> tuple[Any, Any]:
-        """Return (the table, the marks), created if missing. In separate transactions, because many
-        databases end one at such a statement."""
+        """Return (the table, the marks), created if missing.
+
+        In separate transactions, because many databases end one at such a statement.
+        """
         from sqlalchemy.exc import IntegrityError
 
         table, marks = self._defined(engine, wanted)
@@ -376,8 +383,7 @@ class SqlSink(Sink):
             return None
 
     def _reflected(self, engine: Any) -> Any:
-        """Return the existing table with its columns only: DuckDB's dialect cannot reflect keys and
-        indexes."""
+        """Return the existing table, columns only: DuckDB's dialect cannot reflect keys."""
         from sqlalchemy import Column, MetaData, Table, Uuid
 
         schema, name = self._names
@@ -439,8 +445,7 @@ class SqlSink(Sink):
         return engine
 
     def _file(self) -> str | None:
-        """Return the database's file; None for a server's, and for one that SQLite opens by a
-        URI."""
+        """Return the database's file; None for a server, or a file that SQLite opens by URI."""
         url = self._url()
         if url.get_backend_name() not in FILE_DATABASES or str(url.database).startswith(
             ("file:", "md:")
@@ -465,8 +470,11 @@ class SqlSink(Sink):
 
 
 def _quoted(name: str, engine: Any) -> Any:
-    """Return a name that is quoted if necessary. DuckDB's dialect knows only PostgreSQL's reserved
-    words ("at" is one of DuckDB's), so there each name is quoted."""
+    """Return a name that is quoted if necessary.
+
+    DuckDB's dialect knows only PostgreSQL's reserved words ("at" is one of DuckDB's), so there each
+    name is quoted.
+    """
     from sqlalchemy.sql import quoted_name
 
     return quoted_name(name, True) if engine.dialect.name == "duckdb" else name
@@ -484,8 +492,10 @@ def _folded(name: str, dialect: str) -> str:
 
 
 def _passes(error: Any) -> bool:
-    """Return whether an error of a database is transient, by the SQLSTATE, MySQL's number, or its
-    text. An unknown OperationalError may be, but not one of a database in a file."""
+    """Return whether a database error is transient, by SQLSTATE, MySQL's number, or its text.
+
+    An unknown OperationalError may be, but not one of a database in a file.
+    """
     from sqlalchemy import exc
 
     original, text = error.orig, str(error.orig)
@@ -572,8 +582,11 @@ def _values(
     dialect: str,
     unpacked: dict[str, Callable[[Any], Any]],
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield rows as a database's driver takes them: nested values as JSON text unless `unpacked`
-    names their column; in SQLite, decimals as text too."""
+    """Yield rows as a database's driver takes them.
+
+    Nested values become JSON text unless `unpacked` names their column; in SQLite, decimals become
+    text too.
+    """
     change: dict[str, Callable[[Any], Any]] = {}
     for given, kept in zip(rows.schema, wanted, strict=True):
         if kinds.is_nested(given.type):
@@ -593,8 +606,10 @@ def _values(
 
 
 def _first_nul(rows: AnsweredRows) -> str | None:
-    """Return the first row and column whose text, or a nested text, contains NUL: PostgreSQL
-    rejects it without saying where."""
+    """Return the first row and column whose text contains NUL.
+
+    PostgreSQL rejects it, also in nested texts, without saying where.
+    """
     number = 0
     for batch in rows.read():
         for row in batch.to_pylist():

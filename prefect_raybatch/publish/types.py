@@ -23,8 +23,9 @@ class Unfit(ValueError):
 
 
 def converted_schema(schema: pa.Schema, target: PublishTarget, whole: bool = True) -> pa.Schema:
-    """Return the columns as `target` stores them. Raises `ConfigError` that names one it cannot
-    hold.
+    """Return the columns as `target` stores them.
+
+    Raises `ConfigError` that names one it cannot hold.
 
     `whole`: these are all columns of the result.
     """
@@ -118,9 +119,11 @@ def _timestamp(kind: Any, where: str) -> pa.DataType:
 
 
 def fitted(wanted: pa.Schema, there: pa.Schema, what: str, whole: bool = True) -> pa.Schema:
-    """Return the schema of an existing table into which rows of `wanted` go. Raises `ConfigError`
-    for a column that is missing, has another type, or is null where the table accepts none.
-    `whole`: `wanted` are all columns of the result."""
+    """Return the schema of an existing table into which rows of `wanted` go.
+
+    Raises `ConfigError` for a column that is missing, has another type, or is null where the table
+    accepts none. `whole`: `wanted` are all columns of the result.
+    """
     for field in wanted:
         if field.name not in there.names:
             raise ConfigError(

@@ -23,8 +23,10 @@ MOST_SAMPLE = 4000  # unless fewer cannot show it
 
 
 def lower_bound(agreed: int, rows: int, confidence: float) -> float:
-    """Return the lower confidence limit (0 to 1) for the share of rows that agree, where `agreed`
-    of `rows` rows drawn at random did."""
+    """Return the lower confidence limit (0 to 1) for the share of rows that agree.
+
+    `agreed` of `rows` rows drawn at random did.
+    """
     if not 0 < agreed <= rows:
         return 0.0
     differ = np.arange(rows - agreed + 1)
@@ -53,8 +55,7 @@ def least_sample(least: float, confidence: float) -> int:
 
 
 def sample_size(least: float, confidence: float) -> int:
-    """Return the sample that shows an agreement of `least` even if half of the allowed
-    disagreements occur."""
+    """Return the sample that shows `least` with half of the allowed disagreements."""
     must = least_sample(least, confidence)
     for differ in range(1, 100):
         rows = math.ceil(2 * differ / (1 - least))

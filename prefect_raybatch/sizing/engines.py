@@ -32,9 +32,12 @@ def choose_engines_per_gpu(
     pools: bool = False,
     sequences: Sequence[int] = TRIED,
 ) -> tuple[int, str]:
-    """Return (engines per GPU, reason) for `engine.engines_per_gpu: auto`; 1 if too little is known
-    about the GPU. `length` is the context length in tokens, if known; `pools` is true for a task
-    that does not generate; `sequences` are the values of max_num_seqs that may be chosen."""
+    """Return (engines per GPU, reason) for `engine.engines_per_gpu: auto`.
+
+    1 if too little is known about the GPU. `length` is the context length in tokens, if known;
+    `pools` is true for a task that does not generate; `sequences` are the values of max_num_seqs
+    that may be chosen.
+    """
     parts = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
     if parts > 1:
         return 1, f"an engine spans {parts} GPUs"

@@ -17,8 +17,10 @@ SHARES = (2, 4, 8)  # GPUs of one node that may share a model
 
 @dataclass(frozen=True)
 class Fit:
-    """Memory that a model takes on each GPU of an engine that is alone on its GPUs. A GPU has
-    `gpu_bytes` bytes; `length` is the context length in tokens, 0 if unknown."""
+    """Memory that a model takes on each GPU of an engine that is alone on its GPUs.
+
+    A GPU has `gpu_bytes` bytes; `length` is the context length in tokens, 0 if unknown.
+    """
 
     model: Model
     arguments: EngineArguments
@@ -37,8 +39,7 @@ class Fit:
 
     @property
     def weights(self) -> float:
-        """Return the bytes of a GPU's part of the weights, without those offloaded to host
-        memory."""
+        """Return the bytes of a GPU's part of the weights, without those in host memory."""
         return max(0.0, self.model.weights / self.parts - self.arguments.offloaded)
 
     @property
@@ -68,8 +69,11 @@ class Fit:
 
     @property
     def least(self) -> int:
-        """Return the bytes without which the engine cannot start: weights, the activations of a
-        step, and KV cache for one sequence. This is less than the engine really takes."""
+        """Return the bytes without which the engine cannot start.
+
+        Weights, the activations of a step, and KV cache for one sequence. This is less than the
+        engine really takes.
+        """
         arguments = self.arguments
         working = self.model.working(
             min(arguments.max_num_batched_tokens, 2048),
@@ -102,8 +106,10 @@ class Fit:
 
 
 def check_memory(fit: Fit, name: str, kind: str) -> None:
-    """Raise `InsufficientResources` if an engine cannot start on GPUs of that `kind`. The message
-    gives the figures and the changes that would make the model `name` fit."""
+    """Raise `InsufficientResources` if an engine cannot start on GPUs of that `kind`.
+
+    The message gives the figures and the changes that would make the model `name` fit.
+    """
     if fit.least <= fit.room:
         return
     tokens = fit.length
@@ -148,17 +154,18 @@ def _remedies(fit: Fit) -> list[str]:
 
 
 def _length(fit: Fit) -> int:
-    """Return the longest sequence, in steps of 256 tokens, for which the cache is likely to have
-    room."""
+    """Return the longest sequence that the cache probably holds, in steps of 256 tokens."""
     far = 1 << 20  # context from which layers with a sliding window no longer count
     one = fit.kv_bytes(far) / far
     return int(fit.left / one) // 256 * 256 if one else 0
 
 
 def step_tokens(fit: Fit, row: Tokens, steps: tuple[int, ...]) -> int:
-    """Return the largest of `steps` (tokens per engine step, descending) that leaves room in the KV
-    cache for `max_num_seqs` rows like `row` that share nothing, or whose activations are too small
-    a part of the GPU to matter; the smallest if none does."""
+    """Return the largest of `steps` (tokens per engine step, descending) that fits.
+
+    It fits if it leaves room in the KV cache for `max_num_seqs` rows like `row` that share nothing,
+    or if its activations are too small a part of the GPU to matter. The smallest if none does.
+    """
     for tokens in steps:
         asked = fit.asking(max_num_batched_tokens=tokens)
         if asked.cache >= fit.arguments.max_num_seqs * asked.kv_bytes(row.typical):

@@ -11,16 +11,18 @@ from prefect_raybatch.spec.cluster import ClusterSpec, Prices
 
 @dataclass(frozen=True)
 class GpuPrice:
-    """The price of a GPU-hour; None if the job gives none for its cards, with the reason in
-    `why`."""
+    """The price of a GPU-hour; None if the job gives none for its cards (`why`)."""
 
     hour: float | None
     why: str = ""
 
 
 def gpu_price(cluster: ClusterSpec, have: Capacity) -> GpuPrice:
-    """Return the price of the cards that engines may run on. Of several kinds, take the dearest, so
-    that a limit on costs holds wherever Ray places the engines."""
+    """Return the price of the cards that engines may run on.
+
+    Of several kinds, take the dearest, so that a limit on costs holds wherever Ray places the
+    engines.
+    """
     prices = cluster.prices
     if not prices:
         return GpuPrice(None)

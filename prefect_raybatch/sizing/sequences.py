@@ -22,10 +22,12 @@ SEQUENCE_GAIN = 0.005
 
 
 def holds_rows(fit: Fit, engines: int, row: Tokens) -> bool:
-    """Return whether the KV cache of each of `engines` on a GPU is likely to hold `max_num_seqs`
-    typical rows, whose shared prefix it keeps once. Engines that share a GPU have a fixed part of
-    its memory each, so their cache must hold rows of twice that length, and at least one row of the
-    context length."""
+    """Return whether the KV cache of each of `engines` probably holds `max_num_seqs` rows.
+
+    Rows are typical ones, whose shared prefix it keeps once. Engines that share a GPU have a fixed
+    part of its memory each, so their cache must hold rows of twice that length, and at least one
+    row of the context length.
+    """
     arguments, model = fit.arguments, fit.model
     if engines == 1:
         return fit.rows_held(row) >= arguments.max_num_seqs
@@ -47,8 +49,10 @@ def fewest(tried: Sequence[int], rate: Callable[[int], float], gain: float) -> i
 def best_sequences(
     fit: Fit, card: Card, row: Tokens, engines: int, tried: Sequence[int] = TRIED
 ) -> int:
-    """Return the best value of `tried` for each of `engines` on a GPU; the first value if the KV
-    cache holds none."""
+    """Return the best value of `tried` for each of `engines` on a GPU.
+
+    The first value if the KV cache holds none.
+    """
     room = [n for n in tried[1:] if holds_rows(fit.asking(max_num_seqs=n), engines, row)]
 
     def rate(seqs: int) -> float:
@@ -67,9 +71,10 @@ def choose_max_num_seqs(
     engines_per_gpu: int,
     step: int | None = None,
 ) -> tuple[int, str]:
-    """Return max_num_seqs and the reason: the value that was `asked` for, or by default 256, or 512
-    or 1,024 if that brings at least 0.5 % by the cost model and the KV cache is likely to hold that
-    many typical rows.
+    """Return max_num_seqs and the reason.
+
+    The value that was `asked` for, or by default 256, or 512 or 1,024 if that brings at least 0.5 %
+    by the cost model and the KV cache is likely to hold that many typical rows.
 
     `fit` and `card` are None on a CPU and where the model or the GPU is unknown. `longest` is the
     number of tokens of an answer about which nothing else is known. `step` is the number of tokens

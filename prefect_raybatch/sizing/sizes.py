@@ -1,4 +1,5 @@
 """Computes every size of a run, each with its reason, from the job, the cluster and the model.
+
 Pure.
 
 `raybatch plan` prints this `Sizing`, and the pipeline and the engines are given the same one.
@@ -64,9 +65,12 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Pool:
-    """The engines of a run. `replicas` is the fewest and the most copies of the model that its GPUs
-    hold (equal if the number is fixed); each copy has `gpus_a_replica` GPUs and `engines_per_gpu`
-    engines. `kind` is the GPU's name and `gpu_bytes` its memory, if known."""
+    """The engines of a run.
+
+    `replicas` is the fewest and the most copies of the model that its GPUs hold (equal if the
+    number is fixed); each copy has `gpus_a_replica` GPUs and `engines_per_gpu` engines. `kind` is
+    the GPU's name and `gpu_bytes` its memory, if known.
+    """
 
     device: str
     replicas: tuple[int, int]
@@ -88,9 +92,11 @@ class Pool:
         return self.replicas[1] * self.engines_per_gpu
 
     def engines_for(self, shards: int) -> tuple[int, int]:
-        """Return the fewest and the most engines of a pass over `shards` shards. No engine is
-        started without a shard: after an engine's death few shards are left, and each start takes a
-        minute."""
+        """Return the fewest and the most engines of a pass over `shards` shards.
+
+        No engine is started without a shard: after an engine's death few shards are left, and each
+        start takes a minute.
+        """
         return min(self.fewest, shards), min(self.engines, shards)
 
     @property
@@ -100,11 +106,14 @@ class Pool:
 
 @dataclass(frozen=True)
 class Sizing:
-    """The sizes of a run. `arguments` are the engine's, and `share` those that keep it to its share
-    of a GPU. `length` is the context length in tokens, if known. `problems` cost speed, each with
-    the change that fixes it; `warnings` may be intended. `work` is the engine's work per token,
-    None if the model or the GPU is unknown. `rate` is the rows per second on one GPU by the cost
-    model, 0 if it is unknown or the KV cache is unlikely to hold the rows at once."""
+    """The sizes of a run.
+
+    `arguments` are the engine's, and `share` those that keep it to its share of a GPU. `length` is
+    the context length in tokens, if known. `problems` cost speed, each with the change that fixes
+    it; `warnings` may be intended. `work` is the engine's work per token, None if the model or the
+    GPU is unknown. `rate` is the rows per second on one GPU by the cost model, 0 if it is unknown
+    or the KV cache is unlikely to hold the rows at once.
+    """
 
     pool: Pool
     rows_per_shard: int
@@ -126,8 +135,7 @@ class Sizing:
 
     @property
     def uncommitted(self) -> int:
-        """Return the shards that may be in engines, or answered but not committed; a crash loses
-        them.
+        """Return the shards in engines, or answered but not committed; a crash loses them.
 
         Twice what engines and their queues hold, so that engines need not wait for the stage after
         them.
@@ -146,8 +154,10 @@ class Sizing:
 
 
 def expected_engines(spec: SizeSpec, have: Capacity | None) -> int:
-    """Return the number of engines to cut shards for before the cluster is up, or if nothing is
-    known of it (None)."""
+    """Return the number of engines to cut shards for before the cluster is up.
+
+    `have` is None if nothing is known of the cluster.
+    """
     gpus = have.gpus if have else ASSUMED_GPUS
     gpu = spec.device_for(gpus) == "gpu"
     each = 1
@@ -167,8 +177,10 @@ def certain_engines(spec: SizeSpec) -> int:
 
 
 def imagined(kind: str | None, gpus: int | None, cpus: int | None) -> Capacity:
-    """Return a cluster of `gpus` GPUs of that kind (1 if only the kind is given), up to 8 on a
-    node."""
+    """Return a cluster of `gpus` GPUs of that kind, up to 8 on a node.
+
+    `gpus` defaults to 1 if `kind` is given, else to 0.
+    """
     count = gpus if gpus is not None else 1 if kind else 0
     cpus = cpus or ASSUMED_CPUS * max(1, count)
     full, rest = divmod(count, ASSUMED_GPUS)
@@ -189,8 +201,10 @@ def assumed(spec: SizeSpec) -> Capacity:
 
 
 def to_be_made(groups: Sequence[PodGroup], accelerator: str | None) -> Capacity:
-    """Return the capacity of the pods that a run creates for itself. Only the job can tell which
-    GPUs they have."""
+    """Return the capacity of the pods that a run creates for itself.
+
+    Only the job can tell which GPUs they have.
+    """
     kinds = (accelerator,) if accelerator else ()
     pods = [group for group in groups for _ in range(group.pods)]
     with_gpus = [pod for pod in pods if pod.gpus]
@@ -311,8 +325,7 @@ def rooms(spec: SizeSpec, have: Capacity) -> int:
 
 
 def _asked(spec: SizeSpec, device: str) -> EngineArguments:
-    """Return the engine arguments that the job sets, with the defaults that follow from a GPU's
-    memory."""
+    """Return the job's engine arguments, with defaults that follow from a GPU's memory."""
     return EngineArguments(
         tensor_parallel_size=spec.tensor,
         pipeline_parallel_size=spec.pipeline,
