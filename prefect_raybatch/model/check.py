@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.model import adapters, media, tasks
+from prefect_raybatch.job import vllm_fields
+from prefect_raybatch.model import adapters, tasks
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.context import longest_context, own_context, text_part
 from prefect_raybatch.spec.model import ModelRequest
+from prefect_raybatch.spec.prompt import ImageSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sampling import SamplingSpec
 from prefect_raybatch.storage import Store, is_remote
@@ -44,7 +46,7 @@ def check(spec: RunSpec, model: Mapping[str, Any], files: bool = True) -> None:
     config, _ = models.read_config(model)
     tasks.check_can(request, source, config, spec.prompt.paired)
     if spec.prompt.images is not None:
-        media.check_takes(request, spec.prompt.images, source, config)
+        check_images(request, spec.prompt.images, source, config)
     _check_length(request, config)
     if not request.pools:
         _check_room(request, spec.sampling.max_tokens, config)
@@ -55,6 +57,35 @@ def check(spec: RunSpec, model: Mapping[str, Any], files: bool = True) -> None:
         return
     if source == models.DEMO or is_remote(source) or Path(source).is_dir():
         _check_files(request, source, models.store_of(model))
+
+
+def check_images(
+    request: ModelRequest, images: ImageSpec, source: str, config: Mapping[str, Any]
+) -> None:
+    """Raise `ConfigError` for a model that accepts no images, or fewer than a row may have.
+
+    Passes a model that the installed vLLM does not know.
+    """
+    names = tasks.architectures(tasks.overridden(request, config))
+    shown = f"engine.model: {source} is {', '.join(names)}, which accepts"
+    if any(name in (vllm_fields.text_models() or ()) for name in names):
+        raise ConfigError(
+            f"{shown} only text, but prompt.images sends images. Name a model that accepts them, "
+            "such as Qwen2.5-VL, or remove prompt.images"
+        )
+    limits = vllm_fields.media_limits(names[0]) if names else None
+    if limits is None:
+        return
+    if "image" not in limits:
+        raise ConfigError(
+            f"{shown} {' and '.join(sorted(limits)) or 'no media'}, but no images. Name another"
+        )
+    most = limits["image"]
+    if most is not None and images.most > most:
+        raise ConfigError(
+            f"{shown} {most} image{'s' if most > 1 else ''} a request, but prompt.images.per_row "
+            f"is {images.most}. Lower it, or name a model that accepts more"
+        )
 
 
 def _check_room(request: ModelRequest, max_tokens: int, config: Mapping[str, Any]) -> None:

@@ -15,17 +15,25 @@ import numpy as np
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.answer_types import columns_of
 from prefect_raybatch.job.checks import RESERVED
+from prefect_raybatch.job.engine_values import wrong_values
 from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES
 from prefect_raybatch.job.sampling import UNWRITTEN
+from prefect_raybatch.job.structured_outputs import (
+    check_backend,
+    check_form_parses,
+    check_form_shape,
+    check_labels_held,
+)
 from prefect_raybatch.ledger.many_uris import bounded_job, bounded_parts, too_many, uris_table
 from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shards_table
 from prefect_raybatch.ledger.records import QUARANTINE, InputFile, Plan, digest
-from prefect_raybatch.plan.taken_by_vllm import check_taken_by_vllm
 from prefect_raybatch.sizing.shards import choose_rows_per_shard
 from prefect_raybatch.sizing.sizes import expected_engines
+from prefect_raybatch.spec.finish import ParsingSpec
 from prefect_raybatch.spec.identity import Identity
 from prefect_raybatch.spec.prompt import PromptSpec
 from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.stages.result_columns import answer_columns
 
 if TYPE_CHECKING:
@@ -93,6 +101,50 @@ def _check_writable(spec: RunSpec) -> None:
             raise ConfigError(
                 f"sampling.{name} is not supported: only the answer's text is written. Remove it"
             )
+
+
+def check_taken_by_vllm(spec: RunSpec) -> None:
+    """Raise `ConfigError` for settings that fail every engine at its start, or every row."""
+    engine, sampling = spec.engine.model.given, spec.sampling
+    if (wrong := wrong_values(engine)) is not None:
+        raise ConfigError(wrong)
+    if not spec.engine.model.pools:
+        _check_step(spec.sizes)
+    if sampling.fields.get("thinking_token_budget") is not None:
+        _check_thinking(spec.finish.parsing, engine)
+    form, forms = sampling.form, engine.get("structured_outputs_config")
+    try:
+        check_backend(forms)
+    except ValueError as error:
+        raise ConfigError(f"engine.{error}") from None
+    try:
+        check_form_shape(form)
+        check_form_parses(form, forms)
+        where = "choice" if sampling.fields.get("choice") else "structured_outputs.choice"
+        check_labels_held(sampling.choices, where, forms)
+    except ValueError as error:
+        raise ConfigError(f"sampling.{error}") from None
+
+
+def _check_step(sizes: SizeSpec) -> None:
+    sequences, step = sizes.max_num_seqs, sizes.max_num_batched_tokens
+    if step is not None and sequences is not None and sequences > step:
+        raise ConfigError(
+            f"engine.max_num_batched_tokens ({step:,}) must be at least engine.max_num_seqs "
+            f"({sequences:,}). Raise the one, or lower the other"
+        )
+
+
+def _check_thinking(parsing: ParsingSpec | None, engine: Mapping[str, Any]) -> None:
+    parsers = [parsing and parsing.reasoning]
+    for told in (engine, engine.get("reasoning_config"), engine.get("structured_outputs_config")):
+        if isinstance(told, Mapping):
+            parsers += [told.get("reasoning_parser"), told.get("reasoning_start_str")]
+    if not any(parsers):
+        raise ConfigError(
+            "sampling.thinking_token_budget needs a reasoning parser. Name one in "
+            "output.reasoning_parser, or remove thinking_token_budget"
+        )
 
 
 def _check_known(name: str, field: str, names: Sequence[str]) -> None:

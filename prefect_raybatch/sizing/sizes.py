@@ -16,7 +16,7 @@ from prefect_raybatch.job.ray_cluster import PodGroup
 from prefect_raybatch.job.secrets import hide_argument
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, packed
-from prefect_raybatch.sizing import cost, sequences
+from prefect_raybatch.sizing import cost
 from prefect_raybatch.sizing import engines as packing
 from prefect_raybatch.sizing.cards import Card, EngineGpu, card
 from prefect_raybatch.sizing.cost import Tokens
@@ -271,7 +271,7 @@ def choose_pool(
             row=row,
             length=length,
             pools=spec.pools,
-            sequences=(spec.max_num_seqs,) if spec.max_num_seqs else sequences.TRIED,
+            sequences=(spec.max_num_seqs,) if spec.max_num_seqs else packing.TRIED,
         )
         if model is None and unknown:
             packed_why = f"{packed_why} ({unknown})"
@@ -439,7 +439,7 @@ def _engine_sizes(
     arguments, fit = _asked(spec, pool.device), None
     if pool.device == "gpu" and model and pool.gpu_bytes:
         fit = Fit(model, arguments, pool.gpu_bytes, length or 0)
-    seqs, why = sequences.choose_max_num_seqs(
+    seqs, why = packing.choose_max_num_seqs(
         asked=spec.max_num_seqs,
         fit=fit,
         card=gpu.card,
@@ -472,7 +472,7 @@ def _sizes_in_memory(
 
 
 def _rate(fit: Fit, kind: Card | None, row: Tokens, engines: int, longest: int) -> float:
-    if kind is None or not sequences.holds_rows(fit, engines, row):
+    if kind is None or not packing.holds_rows(fit, engines, row):
         return 0.0
     row = replace(row, out=row.out if row.out is not None else longest)
     return cost.rows_per_second(fit.model, kind, row, engines, fit.arguments.max_num_seqs)

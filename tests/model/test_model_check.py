@@ -89,7 +89,7 @@ def test_a_weight_file_of_several_is_missing(folder: Path) -> None:
     said = refused(folder)
     assert "lacks 1 of the 2 weight files" in said and "model-00002.safetensors" in said
     (folder / model_check.INDEX).write_text("[]")
-    assert f"{model_check.INDEX} is not readable" in refused(folder)
+    assert f"{model_check.INDEX} cannot be read" in refused(folder)
 
 
 def test_no_tokenizer(folder: Path, tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ from PIL import Image
 from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.images import Images
-from prefect_raybatch.model.image_bytes import made_pixels, processor_of
-from prefect_raybatch.plan.image_bytes import row_bytes
+from prefect_raybatch.plan.image_bytes import made_pixels, processor_of, row_bytes
 from prefect_raybatch.runs.dry_run import dry_run
 from prefect_raybatch.source import inventory
 
