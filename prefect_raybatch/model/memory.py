@@ -112,17 +112,7 @@ def describe(
     files. Raises `ConfigError` for a config that lacks them.
     """
     text = text_part(config)
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    missing = [name for name in names if not text.get(name)]
-    if not (text.get("intermediate_size") or text.get("moe_intermediate_size")):
-        missing.append("intermediate_size")
-    if any(name.startswith(("mamba_", "ssm_")) for name in text):
-        missing.append("plain attention layers")
-    if missing:
-        raise ConfigError(
-            f"engine.model: config.json has no {', '.join(missing)}, so its memory cannot be "
-            "estimated. Set engine.kv_cache_memory_bytes"
-        )
+    _check_sizes(text)
     heads = text["num_attention_heads"]
     layers, embeddings, active = _parameters(text)
     precision = Precision.of(arguments)
@@ -154,6 +144,21 @@ def describe(
         looked_up=0 if tied else int(embeddings / 2 * _loaded_bytes(text, precision)),
         fp8="fp8" in (precision.quantization.split("_")[0], stored_as),
     )
+
+
+def _check_sizes(text: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a config from which no memory can be estimated."""
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    missing = [name for name in names if not text.get(name)]
+    if not (text.get("intermediate_size") or text.get("moe_intermediate_size")):
+        missing.append("intermediate_size")
+    if any(name.startswith(("mamba_", "ssm_")) for name in text):
+        missing.append("plain attention layers")
+    if missing:
+        raise ConfigError(
+            f"engine.model: config.json has no {', '.join(missing)}, so its memory cannot be "
+            "estimated. Set engine.kv_cache_memory_bytes"
+        )
 
 
 def share(model: Model, arguments: EngineArguments, gpu_bytes: int, engines: int) -> Estimate:

@@ -29,10 +29,12 @@ from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shar
 from prefect_raybatch.ledger.records import QUARANTINE, InputFile, Plan, digest
 from prefect_raybatch.sizing.shards import choose_rows_per_shard
 from prefect_raybatch.sizing.sizes import expected_engines
-from prefect_raybatch.spec.finish import ParsingSpec
+from prefect_raybatch.spec.finish import FinishSpec, ParsingSpec
 from prefect_raybatch.spec.identity import Identity
+from prefect_raybatch.spec.model import ModelRequest
 from prefect_raybatch.spec.prompt import PromptSpec
 from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.sampling import SamplingSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.stages.result_columns import answer_columns
 
@@ -74,30 +76,31 @@ def check_against_schema(spec: RunSpec, schema: pa.Schema) -> None:
     The message names field and remedy. `spec` must be compiled for these columns.
     """
     names = list(schema.names)
-    _check_writable(spec)
+    _check_writable(spec.output.layout.file_bytes, spec.sampling)
     check_taken_by_vllm(spec)
     for name, field in spec.prompt.columns.items():
         _check_known(name, field, names)
-    _check_asked(spec, names)
+    if not _drawn_apart(spec.sampling, spec.engine.model):
+        _check_fields_used(spec.prompt, names)
     check_chat_columns(spec.prompt, schema)
     for name in spec.prompt.image_columns:
         _check_known(name, "prompt.images.columns", names)
         _check_image_column(schema.field(name))
     for name in spec.finish.columns or ():
         _check_known(name, "output.columns", names)
-    _check_result_columns(spec, names)
+    _check_result_columns(spec.finish, names, _added_columns(spec))
 
 
-def _check_writable(spec: RunSpec) -> None:
+def _check_writable(file_bytes: int, sampling: SamplingSpec) -> None:
     """Raise `ConfigError` for too large result files and for sampling fields without output."""
-    file_mb = spec.output.layout.file_bytes >> 20
+    file_mb = file_bytes >> 20
     if file_mb > MOST_FILE_MB:
         raise ConfigError(
             f"output.file_mb: {file_mb} is more than {MOST_FILE_MB}. Result files are written in "
             "one request, which stores limit. Lower it"
         )
     for name in UNWRITTEN:
-        if spec.sampling.fields.get(name):
+        if sampling.fields.get(name):
             raise ConfigError(
                 f"sampling.{name} is not supported: only the answer's text is written. Remove it"
             )
@@ -174,9 +177,9 @@ def _added_columns(spec: RunSpec) -> list[str]:
     return added
 
 
-def _check_result_columns(spec: RunSpec, names: list[str]) -> None:
+def _check_result_columns(finish: FinishSpec, names: list[str], added: Sequence[str]) -> None:
     """Raise `ConfigError` if the result would have a column twice, or one with a reserved name."""
-    finish, kept, added = spec.finish, spec.finish.kept(names), _added_columns(spec)
+    kept = finish.kept(names)
     parsed = () if finish.parsing is None else finish.parsing.columns
     remedy = f"{', '.join(['output.column', *parsed, 'output.row_number'])} or output.schema"
     for name in finish.columns or ():
@@ -204,11 +207,11 @@ def _check_result_columns(spec: RunSpec, names: list[str]) -> None:
             )
 
 
-def _check_asked(spec: RunSpec, names: Sequence[str]) -> None:
-    """Raise `ConfigError` if all rows ask the same and get the same answer."""
-    if not spec.prompt.alike or _drawn_apart(spec):
+def _check_fields_used(prompt: PromptSpec, names: Sequence[str]) -> None:
+    """Raise `ConfigError` if all rows make the same request."""
+    if not prompt.alike:
         return
-    twice = [name for name in names if f"{{{{{name}}}}}" in (spec.prompt.template or "")]
+    twice = [name for name in names if f"{{{{{name}}}}}" in (prompt.template or "")]
     literal = f"{{{{{twice[0]}}}}} is literal text. " if twice else ""
     raise ConfigError(
         "prompt.template: no {Column}, so all rows make the same request and get the same answer. "
@@ -222,7 +225,7 @@ def alike_note(spec: RunSpec) -> str | None:
 
     None for any other run.
     """
-    if not spec.prompt.alike or not _drawn_apart(spec):
+    if not spec.prompt.alike or not _drawn_apart(spec.sampling, spec.engine.model):
         return None
     return (
         "prompt.template has no {Column}, so all rows make the same request, and their answers "
@@ -230,9 +233,9 @@ def alike_note(spec: RunSpec) -> str | None:
     )
 
 
-def _drawn_apart(spec: RunSpec) -> bool:
+def _drawn_apart(sampling: SamplingSpec, request: ModelRequest) -> bool:
     """Return whether equal requests may get different answers."""
-    return spec.sampling.drawn_apart and not spec.engine.model.pools
+    return sampling.drawn_apart and not request.pools
 
 
 def _check_image_column(column: pa.Field) -> None:
@@ -299,6 +302,15 @@ def _is_text(kind: Any) -> bool:
     return any(test(kind) for test in (*tests, pa.types.is_null))
 
 
+def _cut(
+    sizes: SizeSpec, rows: int, row_bytes: float, engines: int | None
+) -> tuple[int, np.ndarray]:
+    """Return (rows per shard, `shard_starts`) for `engines`, by default as the job expects."""
+    engines = engines or expected_engines(sizes, None)
+    size, _ = choose_rows_per_shard(sizes, rows=rows, row_bytes=row_bytes, engines=engines)
+    return size, shard_starts(rows, size)
+
+
 def make_plan(
     spec: RunSpec,
     identity: Identity,
@@ -319,19 +331,12 @@ def make_plan(
     """Return the plan and the tables that it names, {table name: Parquet bytes}.
 
     The tables must be stored before the plan. `model` is the pinned model with its adapters, `job`
-    the job as records keep it (`public_job`). `numbers` is the table of row numbers of a run that
-    retries failed rows. Shards are cut for `engines`, by default for the cluster that the job
-    describes. `context` is what max_model_len: auto resolved to (`Plan.context`). `row_bytes` is
-    the size of a row in memory, with its images prepared. `increment` names the answers to reuse,
-    `table` the table and version that was copied. `weights` are the bytes of rows by which shards
-    are ordered (`Inventory.weights`).
+    the job as records keep it, `numbers` the table of row numbers of a retry. `row_bytes` is the
+    size of a row in memory; shards are ordered by `weights` (`Inventory.weights`).
     """
     rows, retry = sum(file.rows for file in files), identity.retry
-    engines = engines or expected_engines(spec.sizes, None)
-    size, _ = choose_rows_per_shard(spec.sizes, rows=rows, row_bytes=row_bytes, engines=engines)
-    starts = shard_starts(rows, size)
-    made = _plan_tables(starts, weights, files, numbers, job["source"]["uri"])
-    names = {kind: f"{kind}-{digest(data)[:16]}.parquet" for kind, data in made.items()}
+    size, starts = _cut(spec.sizes, rows, row_bytes, engines)
+    names, tables = _plan_tables(starts, weights, files, numbers, job["source"]["uri"])
     plan = Plan(
         run_key=run_key,
         job_name=spec.name,
@@ -355,7 +360,7 @@ def make_plan(
         table=table,
         increment=increment,
     )
-    return plan, {names[kind]: data for kind, data in made.items()}
+    return plan, tables
 
 
 def _plan_tables(
@@ -364,12 +369,13 @@ def _plan_tables(
     files: Sequence[InputFile],
     numbers: bytes | None,
     uris: Any,
-) -> dict[str, bytes]:
-    """Return the tables of a plan, {kind: Parquet bytes}; `numbers` and `uris` only if needed."""
-    made = {
+) -> tuple[dict[str, str], dict[str, bytes]]:
+    """Return {kind: table name} and {table name: Parquet bytes} of a plan's tables."""
+    data = {
         "shards": shards_table(starts, shard_work(starts, weights)),
         "files": files_table(files),
     }
-    made |= {} if numbers is None else {"numbers": numbers}
-    made |= {"uris": uris_table(uris)} if too_many(uris) else {}
-    return made
+    data |= {} if numbers is None else {"numbers": numbers}
+    data |= {"uris": uris_table(uris)} if too_many(uris) else {}
+    names = {kind: f"{kind}-{digest(table)[:16]}.parquet" for kind, table in data.items()}
+    return names, {names[kind]: table for kind, table in data.items()}

@@ -17,6 +17,8 @@ from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.memory import CACHE_BLOCK
 from prefect_raybatch.plan.prefix_hints import prefix_hints
+from prefect_raybatch.spec.prompt import PromptSpec
+from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
@@ -99,7 +101,8 @@ def of_files(
     and `ConfigError` if no row makes a prompt.
     """
     rows = sum(file.rows for file in found.files)
-    return measure(spec, model, _spread(spec, found, store, sample), sample, rows=rows)
+    blocks = _spread(spec.prompt, spec.read, found, store, sample)
+    return measure(spec, model, blocks, sample, rows=rows)
 
 
 def of_heads(spec: RunSpec, model: Mapping[str, Any], sample: int = SAMPLE_ROWS) -> PromptLengths:
@@ -111,17 +114,19 @@ def of_heads(spec: RunSpec, model: Mapping[str, Any], sample: int = SAMPLE_ROWS)
     return measure(spec, model, (b for head in heads for b in _thinned(*head, each)), sample)
 
 
-def _spread(spec: RunSpec, found: Inventory, store: Store | None, sample: int) -> Iterator[Block]:
+def _spread(
+    prompt: PromptSpec, read: ReadSpec, found: Inventory, store: Store | None, sample: int
+) -> Iterator[Block]:
     import numpy as np
 
     from prefect_raybatch.stages.block import is_lost, losses
     from prefect_raybatch.stages.read import ShardReader
 
     schema = found.schema
-    if not spec.prompt.function:  # no other columns are needed
-        wanted = set(spec.prompt.columns) or {schema.names[0]}
+    if not prompt.function:  # no other columns are needed
+        wanted = set(prompt.columns) or {schema.names[0]}
         schema = schema.empty_table().select([n for n in schema.names if n in wanted]).schema
-    reader = ShardReader(found.files, schema, store, dict(spec.read.options))
+    reader = ShardReader(found.files, schema, store, dict(read.options))
     starts = np.cumsum([0, *(file.rows for file in found.files)])
     units = [(Unit(i, 0, n), at) for i, (at, n) in enumerate(places(reader.rows, sample))]
     # In no order, so that a sample that is cut short is spread over the input as well.
@@ -209,9 +214,10 @@ def measure(
             f"none of {counted(len(seen.failures), 'sampled row')} made a prompt, so their "
             f"length cannot be measured{first}"
         )
-    made = _summary(spec, pinned, seen, time.monotonic() - began)
+    share, quarantines = spec.engine.model.context_share, spec.prompt.on_too_long == "quarantine"
+    lengths = _summary(share, quarantines, pinned, seen, time.monotonic() - began)
     tokens = sum(seen.sizes) / len(seen.sizes)
-    return replace(made, hints=prefix_hints(spec, rows or len(seen.sizes), seen.values, tokens))
+    return replace(lengths, hints=prefix_hints(spec, rows or len(seen.sizes), seen.values, tokens))
 
 
 def _look(
@@ -251,13 +257,14 @@ def _look(
         seen.values += table.select(fields).to_pylist()
 
 
-def _summary(spec: RunSpec, model: dict[str, Any], seen: _Seen, seconds: float) -> PromptLengths:
+def _summary(
+    share: float, quarantines: bool, model: dict[str, Any], seen: _Seen, seconds: float
+) -> PromptLengths:
     import numpy as np
 
     sizes = np.array(seen.sizes)
     median, p90, p99 = (int(np.quantile(sizes, q, method="inverted_cdf")) for q in (0.5, 0.9, 0.99))
     most = int(sizes.max())
-    share = spec.engine.model.context_share
     length, why = choose_max_model_len(share, seen.needs, _models_own(model))
     over = float((sizes >= length).mean())
     notes = []
@@ -265,7 +272,7 @@ def _summary(spec: RunSpec, model: dict[str, Any], seen: _Seen, seconds: float) 
         notes.append(
             f"the longest sampled prompt has {most:,} tokens, over {FAR} times the 99th percentile "
             f"({p99:,}). Prompts of engine.max_model_len tokens or more are "
-            f"{'quarantined' if spec.prompt.on_too_long == 'quarantine' else 'cut'} "
+            f"{'quarantined' if quarantines else 'cut'} "
             "(prompt.on_too_long)"
         )
     return PromptLengths(

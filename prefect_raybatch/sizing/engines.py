@@ -70,6 +70,25 @@ def best_sequences(
     return fewest([tried[0], *room], rate, SEQUENCE_GAIN)
 
 
+def _unshared(arguments: EngineArguments, row: Tokens) -> str | None:
+    """Return why engines do not share a GPU whatever the model is; None if they may."""
+    parts = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
+    if parts > 1:
+        return f"an engine spans {parts} GPUs"
+    if row.out is None:
+        return row.why
+    if row.out > SHORT:
+        return f"answers of up to {row.out} tokens ({row.why}), more than {SHORT}"
+    return None
+
+
+def _row_times(seconds: float, card: Card, row: Tokens) -> str:
+    return (
+        f"{1000 * HOST_SECONDS:.2f} ms of Python a row, {1000 * seconds:.2f} ms of {card.name} "
+        f"for about {row.own} uncached and {row.out} output tokens"
+    )
+
+
 def choose_engines_per_gpu(
     *,
     model: Model | None,
@@ -85,16 +104,10 @@ def choose_engines_per_gpu(
     """Return (engines per GPU, reason) for `engine.engines_per_gpu: auto`.
 
     1 if too little is known about the GPU. `length` is the context length in tokens, if known;
-    `pools` is true for a task that does not generate; `sequences` are the values of max_num_seqs
-    that may be chosen.
+    `pools`: the task does not generate; `sequences` are the possible values of max_num_seqs.
     """
-    parts = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
-    if parts > 1:
-        return 1, f"an engine spans {parts} GPUs"
-    if row.out is None:
-        return 1, row.why
-    if row.out > SHORT:
-        return 1, f"answers of up to {row.out} tokens ({row.why}), more than {SHORT}"
+    if (reason := _unshared(arguments, row)) is not None:
+        return 1, reason
     if model is None:
         return 1, "the size of the model is unknown"
     if gpu.card is None:
@@ -108,30 +121,24 @@ def choose_engines_per_gpu(
         return rows_per_second(model, card, row, n, seqs[n])
 
     best = fewest(numbers, rate, ENGINE_GAIN)
-    seconds = gpu_seconds(model, card, row, seqs[best])
-    times = (
-        f"{1000 * HOST_SECONDS:.2f} ms of Python a row, {1000 * seconds:.2f} ms of {card.name} "
-        f"for about {row.own} uncached and {row.out} output tokens"
-    )
+    times = _row_times(gpu_seconds(model, card, row, seqs[best]), card, row)
     if best == 1:
         return 1, f"one engine keeps the GPU busy: {times}"
     room = max((n for n in numbers[1:] if holds_rows(fit, n, row)), default=1)
     cores = max(1, math.floor(cpus_a_gpu / max(CORES, cpus_an_engine)))
     most = MOST_POOLING if pools else MOST_ENGINES
     bound = min(room, cores, most)
-    found = best if best <= bound else fewest(range(1, bound + 1), rate, ENGINE_GAIN)
-    bounds = []
+    chosen = best if best <= bound else fewest(range(1, bound + 1), rate, ENGINE_GAIN)
+    reasons = [f"{best} engines keep the GPU busy: {times}"]
     if room < best:
-        bounds.append(f"{room} fit in {gib(gpu.memory)}")
+        reasons.append(f"{room} fit in {gib(gpu.memory)}")
     if cores < best:
-        bounds.append(f"{cpus_a_gpu:g} CPUs per GPU allow {cores}")
+        reasons.append(f"{cpus_a_gpu:g} CPUs per GPU allow {cores}")
     if pools and best > most:
-        bounds.append(f"at most {most} for pooling tasks")
-    elif found == best == MOST_ENGINES:
-        bounds.append(f"at most {MOST_ENGINES}")
-    return found, f"{best} engines keep the GPU busy: {times}" + "".join(
-        f"; {text}" for text in bounds
-    )
+        reasons.append(f"at most {most} for pooling tasks")
+    elif chosen == best == MOST_ENGINES:
+        reasons.append(f"at most {MOST_ENGINES}")
+    return chosen, "; ".join(reasons)
 
 
 def choose_max_num_seqs(
@@ -168,7 +175,7 @@ def _chosen(
     if fit is None or card is None:
         return SEQUENCES, "default of engine.max_num_seqs"
     row = replace(row, out=row.out if row.out is not None else longest)
-    found = best_sequences(fit, card, row, engines_per_gpu)
+    best = best_sequences(fit, card, row, engines_per_gpu)
     each = f" in each of {engines_per_gpu} engines on a GPU" if engines_per_gpu > 1 else ""
 
     def gain(seqs: int) -> float:
@@ -176,9 +183,9 @@ def _chosen(
         usual = rows_per_second(model, card, row, engines_per_gpu, SEQUENCES)
         return rows_per_second(model, card, row, engines_per_gpu, seqs) / usual - 1
 
-    if found > SEQUENCES:
-        what = f"about {gain(found):.0%} faster than {SEQUENCES}"
-        return found, f"{what}: answers of {row.out} tokens{each}"
+    if best > SEQUENCES:
+        what = f"about {gain(best):.0%} faster than {SEQUENCES}"
+        return best, f"{what}: answers of {row.out} tokens{each}"
     more = next((n for n in TRIED[1:] if gain(n) > SEQUENCE_GAIN), None)
     if more is None:
         what = f"{TRIED[-1]} would bring about {gain(TRIED[-1]):.0%}"

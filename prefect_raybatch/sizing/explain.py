@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prefect_raybatch.job.precision import TRY_FP8
@@ -12,6 +12,7 @@ from prefect_raybatch.sizing.agreement import CONFIDENCE, confidence_of_each, sa
 from prefect_raybatch.sizing.fit import Fit
 from prefect_raybatch.sizing.sizes import BATCHED, Capacity, Sizing
 from prefect_raybatch.spec.cluster import ClusterSpec
+from prefect_raybatch.spec.model import ModelRequest
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.words import counted
@@ -29,31 +30,30 @@ class Figure:
 def figures(spec: RunSpec, have: Capacity, size: Sizing, model: Model | None) -> list[Figure]:
     """Return all sizes, each after those that it follows from."""
     return [
-        *_engine_figures(spec, have, size, model),
-        *_precision(spec),
+        *_engine_figures(spec.sizes, spec.engine.model, have, size, model),
+        *_precision(spec.engine.tries, spec.limits.min_agreement),
         Figure("rows a shard", f"{size.rows_per_shard:,}", size.rows_why),
         *_stage_figures(spec.sizes, spec.cluster, have, size),
     ]
 
 
-def _precision(spec: RunSpec) -> list[Figure]:
+def _precision(tries: Sequence[Mapping[str, str]], least: float) -> list[Figure]:
     """Return what a trial will decide; empty if the job leaves nothing to a trial."""
-    tries, limits = spec.engine.tries, spec.limits
     if not tries:
         return []
-    rows = sample_size(limits.min_agreement, confidence_of_each(len(tries)))
+    rows = sample_size(least, confidence_of_each(len(tries)))
     why = (
         f"{TRY_FP8}: before the first commit, up to {rows:,} sampled rows are answered as stored "
-        f"and in fp8, which is used if {limits.min_agreement:.4g} of the answers agree, with "
+        f"and in fp8, which is used if {least:.4g} of the answers agree, with "
         f"{CONFIDENCE:.0%} confidence (limits.min_agreement). Sizes are without fp8"
     )
     return [Figure("precision", f"fp8 {' and '.join(tries[0])}, or as stored", why)]
 
 
 def _engine_figures(
-    spec: RunSpec, have: Capacity, size: Sizing, model: Model | None
+    asked: SizeSpec, request: ModelRequest, have: Capacity, size: Sizing, model: Model | None
 ) -> list[Figure]:
-    asked, pool, arguments = spec.sizes, size.pool, size.arguments
+    pool, arguments = size.pool, size.arguments
     gpu = pool.device == "gpu"
     where = f"the cluster has {counted(have.gpus, 'GPU')}"
     found = [
@@ -80,10 +80,10 @@ def _engine_figures(
             "max_model_len",
             str(size.length or "the model's"),
             "engine.max_model_len"
-            if asked.context or spec.engine.model.context_auto
+            if asked.context or request.context_auto
             else "the model's config.json",
         ),
-        _kv_figure(spec.engine.model.env, size, model),
+        _kv_figure(request.env, size, model),
     ]
     return found
 

@@ -238,36 +238,25 @@ def choose_pool(
     *,
     model: Model | None,
     unknown: str,
-    gpu: EngineGpu,
-    arguments: EngineArguments,
     row: Tokens,
     length: int | None,
 ) -> Pool:
     """Choose device, replicas and engines per GPU for a cluster with the capacity `have`.
 
     `model` is None if the model's size is unknown; `unknown` is the reason, for the plan's text.
-    `gpu` is one engine's GPU, `row` the expected tokens of a row, `length` the context length.
+    `row` are the expected tokens of a row, `length` is the context length.
     """
-    device = spec.device_for(have.gpus)
+    device, gpu = spec.device_for(have.gpus), gpu_of(spec.accelerator, have)
     replicas, why = _replicas(spec, have, device)
     if device == "cpu":
-        return Pool(
-            device=device,
-            replicas=replicas,
-            gpus_a_replica=0,
-            engines_per_gpu=1,
-            kind="",
-            gpu_bytes=0,
-            replicas_why=why,
-            packing_why="on a CPU replicas count engines",
-        )
+        return Pool(device, replicas, 0, 1, "", 0, why, "on a CPU, a replica is an engine")
     if spec.engines_per_gpu is None:
         each, packed_why = packing.choose_engines_per_gpu(
             model=model,
             gpu=gpu,
             cpus_a_gpu=have.cpus_a_gpu,
             cpus_an_engine=spec.cpus,
-            arguments=arguments,
+            arguments=_asked(spec, device),
             row=row,
             length=length,
             pools=spec.pools,
@@ -291,16 +280,8 @@ def choose_pool(
 
 def pool_for(spec: SizeSpec, have: Capacity) -> Pool:
     """Return the engines of a run whose model and rows are not known yet."""
-    return choose_pool(
-        spec,
-        have,
-        model=None,
-        unknown="",
-        gpu=gpu_of(spec.accelerator, have),
-        arguments=_asked(spec, spec.device_for(have.gpus)),
-        row=Tokens.of(spec.row, 0),
-        length=None,
-    )
+    row = Tokens.of(spec.row, 0)
+    return choose_pool(spec, have, model=None, unknown="", row=row, length=None)
 
 
 def _replicas(spec: SizeSpec, have: Capacity, device: str) -> tuple[tuple[int, int], str]:
@@ -358,16 +339,7 @@ def sizes_of(
     gpu = gpu_of(spec.accelerator, have)
     row = Tokens.of(spec.row, row_bytes)
     length = spec.context or (model.context if model else None)
-    pool = choose_pool(
-        spec,
-        have,
-        model=model,
-        unknown=unknown,
-        gpu=gpu,
-        arguments=_asked(spec, spec.device_for(have.gpus)),
-        row=row,
-        length=length,
-    )
+    pool = choose_pool(spec, have, model=model, unknown=unknown, row=row, length=length)
     engine = _engine_sizes(spec, model, gpu, row, length, pool)
     seqs = engine.arguments.max_num_seqs
     chosen, why = _rows_per_shard(spec, rows, row_bytes, expected or pool.engines, planned)
