@@ -629,9 +629,8 @@ def choice(args: argparse.Namespace, model: Any, row: Any) -> Arrangement:
     """What the package takes for such rows by itself."""
     from prefect_raybatch.model.arguments import EngineArguments
     from prefect_raybatch.sizing.cards import EngineGpu
-    from prefect_raybatch.sizing.engines import choose_engines_per_gpu
+    from prefect_raybatch.sizing.engines import choose_engines_per_gpu, choose_max_num_seqs
     from prefect_raybatch.sizing.fit import Fit
-    from prefect_raybatch.sizing.sequences import choose_max_num_seqs
 
     length, card = args.max_model_len, args.card
     arguments = EngineArguments(

@@ -1,5 +1,4 @@
-"""Differences between a job and the plan of its run that a person accepted: the field, both values,
-who and when.
+"""Differences between a job and its run's plan that a person accepted, with both values.
 
 Not all rows of such a run were made in the same way, so its report says so.
 """
@@ -25,8 +24,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Accepted:
-    """One fingerprint field that differs, with both values as text cut to 120 characters. `by` is
-    user@host, `at` seconds since 1970."""
+    """One fingerprint field that differs, with both values as text cut to 120 characters.
+
+    `by` is user@host, `at` seconds since 1970.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -58,14 +59,16 @@ def accepted_in(note: Mapping[str, Any], what: str) -> tuple[Accepted, ...]:
 
 
 def all_accepted(ledger: Ledger) -> tuple[Accepted, ...]:
-    """Return the accepted differences of all attempts at a run, each once, oldest first. A damaged
-    note is logged and left out."""
+    """Return the accepted differences of all attempts at a run, each once, oldest first.
+
+    A damaged note is logged and left out.
+    """
     found: dict[tuple[str, str, str], Accepted] = {}
     for name in ledger.attempts():
         try:
             noted = accepted_in(ledger.read_attempt(name), f"attempt {name}")
         except (CorruptRun, FileNotFoundError) as fault:
-            log.warning("what attempt %s accepted is not known: %s", name, fault)
+            log.warning("Cannot read which differences attempt %s accepted: %s", name, fault)
             continue
         for one in noted:
             key = one.field, one.old, one.new

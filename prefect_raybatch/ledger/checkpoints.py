@@ -76,8 +76,10 @@ class Listing:
         return self.md5[shard] == hashlib.md5(body, usedforsecurity=False).digest()
 
     def fits(self, shard: int, body: bytes) -> bool:
-        """Return whether `body` can be the stored record: by checksum, or by size where the store
-        has no checksum, since records never change."""
+        """Return whether `body` can be the stored record.
+
+        Decided by checksum, or by size where the store has no checksum, since records never change.
+        """
         if self.md5[shard]:
             return self.proves(shard, body)
         return bool(self.done[shard]) and int(self.sizes[shard]) == len(body)
@@ -98,8 +100,10 @@ class Folder:
             self.flush(1)
 
     def flush(self, least: int = LEAST_COMMITS) -> None:
-        """Write what is collected if there are at least `least` records. A failure is only
-        logged."""
+        """Write what is collected if there are at least `least` records.
+
+        A failure is only logged.
+        """
         if len(self._lines) < least:
             return
         data = gzip.compress(b"".join([self.plan_hash.encode() + b"\n", *self._lines]), 3, mtime=0)
@@ -108,12 +112,13 @@ class Folder:
         try:
             put_record(self.store, f"{CHECKPOINTS}/{uuid.uuid4().hex}.gz", data)
         except RayBatchError as error:
-            log.warning("commits were not folded, so a resume takes longer: %s", error)
+            log.warning("No checkpoint was written, so a resume takes longer: %s", error)
 
 
 class Copies:
-    """Commit records from checkpoints by shard, each taken once. `confirmed` tells whether bytes
-    are the stored record.
+    """Commit records from checkpoints by shard, each taken once.
+
+    `confirmed` tells whether bytes are the stored record.
 
     The first HELD_BYTES are held in memory and the others on the local disk (TMPDIR) as far as it
     has room, so memory grows by only 12 bytes a shard.
@@ -138,8 +143,10 @@ class Copies:
             self._held_bytes += size
 
     def take(self, shard: int) -> bytes | None:
-        """Return the record of a shard, or None if there is none or the local disk cannot return
-        it; the caller then reads the store's own."""
+        """Return the record of a shard; if None, the caller reads the store's own.
+
+        None if there is no copy, or the local disk cannot return it.
+        """
         body = self._held.pop(shard, None)
         if body is not None or self._file is None:
             return body
@@ -147,7 +154,11 @@ class Copies:
         try:
             body = os.pread(self._file.fileno(), size, start)
         except OSError as error:
-            log.warning("%s: folded commits cannot be read: %s", tempfile.gettempdir(), error)
+            log.warning(
+                "%s: cannot read checkpointed commits, so the store is read: %s",
+                tempfile.gettempdir(),
+                error,
+            )
             return None
         return body if self._confirmed(shard, body) else None
 
@@ -165,7 +176,11 @@ class Copies:
                 done = os.pwrite(self._file.fileno(), left, at)
                 left, at = left[done:], at + done
         except OSError as error:
-            log.warning("%s: folded commits stay in memory: %s", tempfile.gettempdir(), error)
+            log.warning(
+                "%s: cannot write checkpointed commits, so they stay in memory: %s",
+                tempfile.gettempdir(),
+                error,
+            )
             self._full = True
             return False
         for shard, body in records.items():
@@ -206,7 +221,7 @@ def _lines(store: Store, plan_hash: str, name: str) -> list[tuple[int, bytes]]:
         if len(text) <= MAX_BYTES:
             return list(_split(text, plan_hash))
     except (FileNotFoundError, CorruptRun, OSError, EOFError, zlib.error, ValueError) as error:
-        log.warning("%s is not used: %s", name, error)
+        log.warning("Ignoring checkpoint %s: %s", name, error)
     return []
 
 

@@ -29,8 +29,10 @@ DRAIN_LOOK = 2.0  # seconds between two looks of one process
 
 @dataclass(frozen=True)
 class Drain:
-    """`_raybatch/drain.json`: the attempts that are to stop. `by` is user@host, `at` seconds since
-    1970."""
+    """`_raybatch/drain.json`: the attempts that are to stop.
+
+    `by` is user@host, `at` seconds since 1970.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -58,8 +60,11 @@ def read_drain(store: Store) -> Drain | None:
 
 
 class Draining:
-    """Tell whether an attempt is to stop. Reads the run directory at most every DRAIN_LOOK seconds;
-    a copy in another process reads for itself. An unreachable store counts as no request."""
+    """Tell whether an attempt is to stop.
+
+    Reads the run directory at most every DRAIN_LOOK seconds; a copy in another process reads for
+    itself. An unreachable store counts as no request.
+    """
 
     def __init__(self, store: Store, attempt: str) -> None:
         self.store, self.attempt = store, attempt
@@ -74,15 +79,18 @@ class Draining:
         return self._known
 
     def look(self) -> bool:
-        """Read the request now. A driver must: its engines may have seen the request a moment ago
-        and skipped shards because of it, which the driver would take for engine deaths."""
+        """Read the request now.
+
+        A driver must: its engines may have seen the request a moment ago and skipped shards because
+        of it, which the driver would take for engine deaths.
+        """
         if self._known:
             return True
         self._looked = time.monotonic()
         try:
             found = read_drain(self.store)
         except RayBatchError as error:
-            log.info("whether the run is to be drained cannot be told: %s", error)
+            log.info("Cannot read whether a drain was requested: %s", error)
             return False
         self._known = found is not None and self.attempt in found.attempts
         return self._known

@@ -28,9 +28,12 @@ FEW_ALONE = 16  # units that a pass surely tries one at a time before engines ar
 
 @dataclass(frozen=True)
 class Loss:
-    """Why positions did not get through the stages. `kind` is an error class, "" without one.
-    `fatal`: it would happen again, so the run stops. `counted`: the engine death behind it was
-    counted already, with another lost block or at the end of an actor's process."""
+    """Why positions did not get through the stages.
+
+    `kind` is an error class, "" without one. `fatal`: it would happen again, so the run stops.
+    `counted`: the engine death behind it was counted already, with another lost block or at the end
+    of an actor's process.
+    """
 
     kind: str
     message: str
@@ -53,8 +56,7 @@ class Loss:
 
     @property
     def is_death(self) -> bool:
-        """Return whether the positions were lost because their engine died, not because of the
-        store or the input."""
+        """Return whether an engine death lost the positions, not the store or the input."""
         return self.kind == ENGINE_DIED
 
     @property
@@ -63,9 +65,7 @@ class Loss:
         return self.kind in (ENGINE_DIED, BLOCK_HUNG)
 
 
-NODE_LOST = Loss(
-    "NodeLost", "a node of the cluster was lost, with what it was working on or had kept"
-)
+NODE_LOST = Loss("NodeLost", "a cluster node was lost, with the tasks and objects on it")
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,10 @@ def add_failures(parts: Iterable[Failures]) -> Counter[FailureKey]:
 
 
 def alike(failures: Failures) -> Counter[FailureKey]:
-    """Return failure counts in which messages that differ only in numbers are one, with `N` in
-    place of each number that differs."""
+    """Return failure counts, merging messages that differ only in numbers.
+
+    Each number that differs becomes `N`.
+    """
     groups: dict[tuple[str, str, str], list[FailureKey]] = {}
     for key in failures:
         pattern = _NUMBER.sub("N", key.message)

@@ -35,14 +35,18 @@ class Member:
     def failed(self) -> int:
         """Return the number of quarantined rows of a finished run."""
         if self.summary is None:
-            raise CorruptRun(f"{self.ledger.store.uri} is not finished: it has no _SUCCESS")
+            raise CorruptRun(
+                f"{self.ledger.store.uri} is not finished: it has no _SUCCESS. Finish it first"
+            )
         return self.summary.quarantine
 
 
 @dataclass
 class Family:
-    """The key of the root run, the runs by key (the root first, children by number), and one
-    sentence for each run directory that does not belong (`strays`)."""
+    """A root run and its retries, by key: the root first, then children by number.
+
+    `base` is the root's key. `strays` has one sentence for each run directory that does not belong.
+    """
 
     root: Store
     base: str
@@ -60,15 +64,19 @@ class Family:
 
 
 def place(run_dir: str, options: dict[str, Any] | None = None) -> tuple[Store, str]:
-    """Return (store of the output root, run key) of a run directory. Raises `ConfigError` for a
-    name that no run can have.
+    """Return (store of the output root, run key) of a run directory.
+
+    Raises `ConfigError` for a name that no run can have.
 
     A link is resolved, so that child runs are written beside the run that it points to.
     """
     uri = without_link(run_dir)
     root, _, key = uri.rpartition("/")
     if not root or root.endswith(":/"):
-        raise ConfigError(f"{run_dir!r} is no run directory: it has no folder around it")
+        raise ConfigError(
+            f"{run_dir!r} is not a run directory: it has no parent folder. Name a folder below "
+            "output.uri"
+        )
     return open_store(root, options), check_run_key(key)
 
 
@@ -107,8 +115,10 @@ def load_family(root: Store, key: str) -> Family:
 
 
 def _try(root: Store, key: str, family: Family) -> Plan | CorruptRun | None:
-    """Read the run directory `key` and add its run to the family if it belongs there. Return its
-    plan, or the error."""
+    """Read the run directory `key` and add its run to the family if it belongs there.
+
+    Return its plan, or the error.
+    """
     try:
         member = _member(root, key)
     except CorruptRun as fault:
@@ -120,7 +130,7 @@ def _try(root: Store, key: str, family: Family) -> Plan | CorruptRun | None:
     if parent in family.members:  # a parent's number is lower: it was finished before
         family.members[key] = member
     elif parent is not None:
-        family.strays.append(f"{key} retries rows of {parent}, which is not there")
+        family.strays.append(f"{key} retries rows of {parent}, which does not exist")
     return member.plan
 
 
@@ -132,10 +142,11 @@ def _first(root: Store, member: Member) -> Member:
         try:
             above = None if parent in seen else _member(root, check_run_key(parent))
         except ConfigError as error:
-            raise CorruptRun(f"{member.ledger.store.uri}: its parent: {error}") from None
+            raise CorruptRun(f"{member.ledger.store.uri}: run key of the parent: {error}") from None
         if above is None:
             raise CorruptRun(
-                f"{member.key} retries rows of {parent}, which is not there: {root.uri}/{parent}"
+                f"{member.key} retries rows of {parent}, but {root.uri}/{parent} does not exist. "
+                "Restore that run directory"
             )
         seen.add(parent)
         member = above
@@ -155,8 +166,8 @@ def check_named(ledger: Ledger, plan: Plan) -> None:
     """Raise `CorruptRun` unless the run directory is named by its run key."""
     if plan.run_key != ledger.store.uri.rpartition("/")[2]:
         raise CorruptRun(
-            f"{ledger.store.uri} was made as run {plan.run_key!r}; rename the folder back, since "
-            "runs that belong together find each other by their names"
+            f"{ledger.store.uri} holds run {plan.run_key!r}, and retries find a run by the name of "
+            "its folder. Rename the folder back"
         )
 
 

@@ -48,7 +48,9 @@ class RowCounts:
 @dataclass(frozen=True)
 class AnswerPart:
     """A file of raw answers: its path in the run directory, and what proves that it is intact.
-    `origin` is the run that asked, None where the file names it for each row."""
+
+    `origin` is the run that asked, None where the file names it for each row.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -72,8 +74,10 @@ class TakenPrecision:
 
 @dataclass(frozen=True)
 class RowAnswers:
-    """A file of raw answers in the order of the run's rows. Its column `_row` has the row numbers,
-    from `first` on."""
+    """A file of raw answers in the order of the run's rows.
+
+    Its column `_row` has the row numbers, from `first` on.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -95,8 +99,10 @@ class AnswersByRow:
     format: int = 1
 
     def put(self, store: Store) -> None:
-        """Write the record. Two concurrent writers write equally valid records, and one of them
-        stays."""
+        """Write the record.
+
+        Two concurrent writers write equally valid records, and one of them stays.
+        """
         put_record_if_absent(store, BY_ROW_RECORD, dump(asdict(self)))
 
 
@@ -170,8 +176,10 @@ class Answers:
         return self.until is not None and time.time() >= self.until
 
     def usable(self, part: AnswerPart) -> np.ndarray:
-        """Return bool for each answer in one of the files: whether it may be taken over. Raise
-        `CorruptRun` if what was rejected is not readable."""
+        """Return bool for each answer in one of the files: whether it may be taken over.
+
+        Raise `CorruptRun` if what was rejected is not readable.
+        """
         usable = np.ones(part.rows, bool)
         text = self.rejected.get(part.path)
         if text is not None:
@@ -182,8 +190,10 @@ class Answers:
         return usable
 
     def put(self, store: Store) -> None:
-        """Write the record once. A second writer finds the first one's record, which says the
-        same."""
+        """Write the record once.
+
+        A second writer finds the first one's record, which says the same.
+        """
         put_record_if_absent(store, ANSWERS_RECORD, self.to_bytes())
 
     def to_bytes(self) -> bytes:
@@ -200,7 +210,9 @@ def increment_of(plan: Plan) -> Increment | None:
         return None
     found = read_json(_INCREMENT, dump(plan.increment), "plan.json: increment")
     if found.ledger not in (OF_ROWS, OF_ASKS):
-        raise CorruptRun(f"plan.json: increment: {found.ledger!r} is no ledger of ours")
+        raise CorruptRun(
+            f"plan.json: increment.ledger is {found.ledger!r}, not {OF_ROWS} or {OF_ASKS}"
+        )
     return found
 
 
@@ -211,10 +223,14 @@ def read_answers(store: Store) -> Answers | None:
     except FileNotFoundError:
         return None
     if load(data, ANSWERS_RECORD).get("format") != 1:
-        raise CorruptRun(f"{store.uri}/{ANSWERS_RECORD} is of a newer version; update this one")
+        raise CorruptRun(
+            f"{store.uri}/{ANSWERS_RECORD} was written by a newer version. Upgrade prefect-raybatch"
+        )
     found = read_json(_ANSWERS, data, ANSWERS_RECORD)
     if found.checksum is not None and found.to_bytes() != data:
-        raise CorruptRun(f"{store.uri}/{ANSWERS_RECORD} is not what was written")
+        raise CorruptRun(
+            f"{store.uri}/{ANSWERS_RECORD} does not match its checksum. Restore the file"
+        )
     return found
 
 
@@ -226,7 +242,7 @@ def read_answers_by_row(store: Store, plan: Plan) -> AnswersByRow | None:
         return None
     found = read_json(_BY_ROW, data, BY_ROW_RECORD)
     if found.plan != plan.hash or found.format != 1:
-        raise CorruptRun(f"{store.uri}/{BY_ROW_RECORD} is not of this plan, or of a newer version")
+        raise CorruptRun(f"{store.uri}/{BY_ROW_RECORD} was written for another plan or version")
     return found
 
 
@@ -236,23 +252,25 @@ def asks_ledger(store: Store) -> Ledger:
 
 
 def begin_asks(store: Store, increment: Increment) -> tuple[Ledger, Plan] | None:
-    """Return ledger and plan of the asks of a run; None if it has none. The plan is written unless
-    it is there: every caller writes the same bytes, which the run's own plan holds."""
+    """Return ledger and plan of the asks of a run; None if it has none.
+
+    The plan is written unless it is there: every caller writes the same bytes, which the run's own
+    plan holds.
+    """
     if increment.asks is None:
         return None
     ledger, plan = asks_ledger(store), Plan.from_bytes(dump(increment.asks))
     there = ledger.load_plan() or ledger.create_plan(plan, {})
     if there.hash != plan.hash:
         raise CorruptRun(
-            f"{ledger.store.uri} is not the run that {store.uri}/_raybatch/plan.json names; move "
-            "it away and run the same command again"
+            f"{ledger.store.uri} holds another run than {store.uri}/_raybatch/plan.json names. "
+            "Move it away and run the same command again"
         )
     return ledger, plan
 
 
 def answer_files(plan: Plan, increment: Increment, store: Store) -> tuple[AnswerPart, ...]:
-    """Return the files of raw answers of the run at `store`: those taken over, then those of its
-    finished asks."""
+    """Return the files of raw answers of the run at `store`: reused ones, then its asks' own."""
     begun = begin_asks(store, increment)
     success = begun[0].finished(begun[1]) if begun is not None else None
     asked = [
@@ -264,8 +282,10 @@ def answer_files(plan: Plan, increment: Increment, store: Store) -> tuple[Answer
 
 @dataclass(frozen=True)
 class Waiting:
-    """The number of rows that wait for each ask of a run. A failed ask fails all of them, so limits
-    on failed rows count them all."""
+    """The number of rows that wait for each ask of a run.
+
+    A failed ask fails all of them, so limits on failed rows count them all.
+    """
 
     rows: int
     starts: np.ndarray
@@ -284,7 +304,10 @@ def waiting_rows(ledger: Ledger, increment: Increment, shards: Shards) -> Waitin
     table = from_parquet(ledger.table(increment.weights), "table of weights", ["rows"])
     weights = table["rows"].to_numpy()
     if weights.dtype != np.int64 or len(weights) != shards.starts[-1]:
-        raise CorruptRun(f"{increment.weights} does not fit the plan")
+        raise CorruptRun(
+            f"{increment.weights} does not match the plan: it has {len(weights):,} values of type "
+            f"{weights.dtype}, not {shards.starts[-1]:,} of int64"
+        )
     return Waiting(increment.rows, shards.starts, weights)
 
 

@@ -1,5 +1,8 @@
-"""The record of the last attempt at a run, from before its plan to its end. It is for people;
-correctness does not depend on it. A directory with this record and no plan is not a run."""
+"""The record of the last attempt at a run, from before its plan to its end.
+
+It is for people; correctness does not depend on it. A directory with this record and no plan is not
+a run.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,11 @@ RECORD_SECONDS = 5.0  # the longest that a remote store is asked to take the rec
 
 @dataclass(frozen=True)
 class LastAttempt:
-    """An attempt at run `run_key` of `job`. `phase` is planning, inference or finalizing. `started`
-    and `ended` are seconds since 1970; `ended` is None while it works or if it was killed.
-    `command` runs it again."""
+    """An attempt at run `run_key` of `job`.
+
+    `phase` is planning, inference or finalizing. `started` and `ended` are seconds since 1970;
+    `ended` is None while it works or if it was killed. `command` runs it again.
+    """
 
     __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
 
@@ -57,12 +62,14 @@ class LastAttempt:
         return f"{self.phase}: {self.error}: {self.message}"
 
     def put(self, store: Store) -> None:
-        """Write the record over that of an earlier attempt. A store that refuses it is logged: the
-        attempt's own error matters more."""
+        """Write the record over that of an earlier attempt.
+
+        A store that refuses it is logged: the attempt's own error matters more.
+        """
         try:
             put_record(not_waiting(store), LAST_ATTEMPT, dump(asdict(self)))
         except RayBatchError as error:
-            log.warning("the attempt is not recorded in %s: %s", store.uri, error)
+            log.warning("Cannot record this attempt in %s: %s", store.uri, error)
 
 
 _ATTEMPT = TypeAdapter(LastAttempt)
@@ -90,10 +97,12 @@ def read_last_attempt(store: Store) -> LastAttempt | None:
 
 
 def last_attempt_of(store: Store) -> LastAttempt | None:
-    """Return the last attempt at a run that has a plan. A malformed record is logged and counts as
-    none."""
+    """Return the last attempt at a run that has a plan.
+
+    A malformed record is logged and counts as none.
+    """
     try:
         return read_last_attempt(store)
     except CorruptRun as error:
-        log.warning("%s: %s", store.uri, error)
+        log.warning("Ignoring the record of the last attempt in %s: %s", store.uri, error)
         return None

@@ -67,16 +67,19 @@ class Ledger:
     # --- plan -------------------------------------------------------------------------------
 
     def load_plan(self) -> Plan | None:
-        """Return the plan, or None if the run has none yet. Raises `CorruptRun` for a file that is
-        not a plan."""
+        """Return the plan, or None if the run has none yet.
+
+        Raises `CorruptRun` for a file that is not a plan.
+        """
         try:
             return Plan.from_bytes(read_record(self.store, PLAN))
         except FileNotFoundError:
             return None
 
     def create_plan(self, plan: Plan, tables: Mapping[str, bytes]) -> Plan:
-        """Write plan and tables. Return the plan that counts: this one, or that of an earlier
-        writer.
+        """Write plan and tables.
+
+        Return the plan that counts: this one, or that of an earlier writer.
 
         Tables are written first, under names with their hash, so that plan.json never names a table
         that is missing or another's. A writer that loses the race adopts the winner's plan if it is
@@ -88,14 +91,17 @@ class Ledger:
             return plan
         winner = self.load_plan()
         if winner is None:
-            raise CorruptRun(f"{self.store.uri}: plan.json exists and cannot be read")
+            raise CorruptRun(f"{self.store.uri}: plan.json exists, but cannot be read")
         check_same(winner, Identity(plan.fingerprint, plan.parts), self.store.uri)
         return winner
 
     def shards(self, plan: Plan) -> Shards:
         shards = read_shards(self.table(plan.shards_table))
         if len(shards) != plan.shards or int(shards.starts[-1]) != plan.rows:
-            raise CorruptRun(f"{plan.shards_table} does not fit the plan ({plan.shards} shards)")
+            raise CorruptRun(
+                f"{plan.shards_table} does not match the plan: it has {len(shards):,} shards of "
+                f"{int(shards.starts[-1]):,} rows, the plan {plan.shards:,} of {plan.rows:,}"
+            )
         return shards
 
     def files(self, plan: Plan) -> tuple[InputFile, ...]:
@@ -133,7 +139,9 @@ class Ledger:
                 found.stray(info.path)
                 continue
             if int(match[1]) >= plan.shards:
-                raise CorruptRun(f"{info.path} is no commit of this plan")
+                raise CorruptRun(
+                    f"{info.path} is beyond the last shard of the plan ({plan.shards - 1})"
+                )
             found.note(int(match[1]), info)
         return found
 
@@ -153,8 +161,7 @@ class Ledger:
         on_fault: Callable[[CorruptRun], None] | None = None,
         copies: bool = True,
     ) -> Iterator[Commit]:
-        """Yield the commits that `listing` shows, by shard: from checkpoints, and the rest one by
-        one.
+        """Yield the commits that `listing` shows, by shard, from checkpoints where possible.
 
         With `exact`, checkpoints need proof by checksum. Without `copies` every record is read from
         the store, since a record can be damaged while the listing still shows its first checksum.
@@ -199,13 +206,15 @@ class Ledger:
             return fault
 
     def read_commit(self, plan: Plan, shard: int) -> Commit:
-        """Return one commit, checked against the plan. Raises `CorruptRun` with what does not
-        fit."""
+        """Return one commit, checked against the plan.
+
+        Raises `CorruptRun` with what does not fit.
+        """
         path = commit_path(shard)
         try:
             return _commit_of(plan, shard, read_record(self.store, path))
         except FileNotFoundError:
-            raise CorruptRun(f"{path} does not exist, though its shard was committed") from None
+            raise CorruptRun(f"{path} is missing, although its shard was committed") from None
 
     def commit(self, plan: Plan, rows: int, receipts: list[Receipt]) -> Commit | None:
         """Commit a shard of `rows` rows by one put-if-absent. Return None if another driver won.
@@ -256,8 +265,8 @@ class Ledger:
         except FileNotFoundError:
             return
         raise CorruptRun(
-            f"{self.store.uri}/{SUCCESS} is there, and no {PLAN} that it could belong to. Nothing "
-            "was deleted. Put the plan back, or choose another run key"
+            f"{self.store.uri} has {SUCCESS}, but no {PLAN}. Nothing was deleted. Restore {PLAN}, "
+            "or choose another run key"
         )
 
     def succeed(self, success: Success) -> None:
@@ -265,8 +274,10 @@ class Ledger:
         put_success(self.store, success)
 
     def note_attempt(self, attempt: str, info: Mapping[str, Any]) -> None:
-        """Record who drives the run, since when and from where. It is for people; correctness does
-        not depend on it."""
+        """Record who drives the run, since when and from where.
+
+        It is for people; correctness does not depend on it.
+        """
         put_record(self.store, attempt_path(attempt), dump(dict(info)))
 
     def attempts(self) -> list[str]:
@@ -275,8 +286,10 @@ class Ledger:
         return [match[1] for match in found if match]
 
     def read_attempt(self, attempt: str) -> dict[str, Any]:
-        """Return what `note_attempt` wrote. Raises `CorruptRun`, or `FileNotFoundError` if it is
-        gone."""
+        """Return what `note_attempt` wrote.
+
+        Raises `CorruptRun`, or `FileNotFoundError` if it is gone.
+        """
         path = attempt_path(attempt)
         return load(read_record(self.store, path), path)
 
@@ -328,7 +341,7 @@ def _commit_of(plan: Plan, shard: int, body: bytes) -> Commit:
     path = commit_path(shard)
     commit = Commit.from_bytes(body, path)
     if commit.shard != shard:
-        raise CorruptRun(f"{path} is the commit of shard {commit.shard}")
+        raise CorruptRun(f"{path} holds the commit of shard {commit.shard}")
     # A commit under another plan's hash may count other rows: never mix the two.
     if commit.plan_hash != plan.hash:
         raise CorruptRun(f"{path} was written for another plan ({commit.plan_hash[:12]})")
@@ -343,8 +356,10 @@ def _try(plan: Plan, shard: int, body: bytes) -> Commit | CorruptRun:
 
 
 def _commonest(failures: Failures) -> Failures:
-    """Return the FAILURES most frequent failures, and the others by class alone: a text that
-    differs from row to row would make the record as large as the rows."""
+    """Return the FAILURES most frequent failures, and the others by class alone.
+
+    A text that differs from row to row would make the record as large as the rows.
+    """
     ordered = sorted(failures.items(), key=lambda item: -item[1])
     kept = dict(ordered[:FAILURES])
     for key, rows in ordered[FAILURES:]:

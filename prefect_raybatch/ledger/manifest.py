@@ -55,15 +55,15 @@ def pieces_named(store: Store, success: Success) -> set[str]:
     """
     name = success.manifest
     if name is None:
-        raise CorruptRun(f"{store.uri}/{SUCCESS} names no manifest. Nothing was deleted")
+        raise CorruptRun(f"{store.uri}/{SUCCESS} has no manifest. Nothing was deleted")
     table = from_parquet(read_table(store, name, SUCCESS), name, ["kind", "piece", "rows"])
     held = {"data": 0, "quarantine": 0}
     for kind, rows in zip(table["kind"].to_pylist(), table["rows"].to_pylist(), strict=True):
         held[kind] = held.get(kind, 0) + rows
     if held != {"data": success.data, "quarantine": success.quarantine}:
         raise CorruptRun(
-            f"{store.uri}: {name} names pieces of {held['data']:,} rows and "
-            f"{held['quarantine']:,} failed ones, _SUCCESS {success.data:,} and "
+            f"{store.uri}: the pieces in {name} hold {held['data']:,} rows and "
+            f"{held['quarantine']:,} failed rows, but _SUCCESS says {success.data:,} and "
             f"{success.quarantine:,}. Nothing was deleted"
         )
     return set(table["piece"].to_pylist())

@@ -38,32 +38,32 @@ def need_plan(ledger: Ledger) -> Plan:
 def no_run(store: Store) -> RayBatchError:
     """Return the error for a `store` without a plan."""
     if next(iter(store.list(COMMITS)), None) is not None:
-        return CorruptRun(f"{store.uri} has commits and no {PLAN}: restore that file")
+        return CorruptRun(f"{store.uri} has commits, but no {PLAN}. Restore that file")
     attempt = read_last_attempt(store)
     if attempt is not None:
-        ended = attempt.failure or attempt.outcome or "its planning has not ended"
+        ended = attempt.failure or attempt.outcome or "planning has not finished"
         return NoSuchRun(
-            f"{store.uri}: there is no run there yet: the last attempt came to no plan ({ended}); "
-            "run it again under this key"
+            f"{store.uri}: no run yet, since the last attempt wrote no plan ({ended}). Run the "
+            "same command again"
         )
     run, name = split_partial(store.uri)
     if name is not None:
         return NoSuchRun(
-            f"{store.uri} is a partial result of the run in {run}, and no run: nothing is proved, "
-            "published or retried of it. Read its rows with open_run, or name the run"
+            f"{store.uri} is a partial result of the run in {run}. It cannot be verified, "
+            "published or retried. Read its rows with open_run, or name the run"
         )
     try:
         hint = _hint(store)
     except RayBatchError as error:  # a store that lists nothing takes nothing from what is wrong
-        log.info("runs near %s cannot be listed: %s", store.uri, error)
+        log.info("Cannot list the runs near %s: %s", store.uri, error)
         hint = ""
-    return NoSuchRun(f"{store.uri}: there is no run there: it has no {PLAN}{hint}")
+    return NoSuchRun(f"{store.uri} is not a run directory: it has no {PLAN}{hint}")
 
 
 def _hint(store: Store) -> str:
     inside = _runs(store, list(islice(store.folders(), LOOKED_AT)))
     if inside:
-        return f"; it holds runs: {', '.join(inside)}; name one of them"
+        return f"; it contains the runs {', '.join(inside)}. Name one of them"
     above = store.above()
     if above is None:
         return ""
@@ -73,7 +73,7 @@ def _hint(store: Store) -> str:
     if near:
         return f"; did you mean {' or '.join(near)}?"
     beside = _runs(above, names)
-    return f"; beside it are runs: {', '.join(beside)}" if beside else ""
+    return f"; runs in the same folder: {', '.join(beside)}" if beside else ""
 
 
 def _runs(root: Store, names: list[str]) -> list[str]:

@@ -17,8 +17,9 @@ REPEATS_ROWS = 4096  # rows that tell whether a column's values repeat
 
 
 class PartFiles:
-    """FOLDER/part-00000.parquet ... of `store`, numbered from `first` on. `rows` counts those of
-    the part being written.
+    """FOLDER/part-00000.parquet ... of `store`, numbered from `first` on.
+
+    `rows` counts those of the part being written.
 
     A part appears complete when it is finished, and is then checked against what was written.
     Raises StoreError if the local disk (TMPDIR) is full, and the store's errors; `discard` cleans
@@ -47,8 +48,7 @@ class PartFiles:
         self.rows += table.num_rows
 
     def _begun(self, begin: Callable[[str], Any]) -> Any:
-        """Return the writer of the current part; `begin` makes one for a local path if there is
-        none."""
+        """Return the writer of the current part; `begin` opens one if there is none."""
         if self._local is None:
             self._local = tempfile.TemporaryDirectory(prefix="raybatch-")
             self._writer = begin(self._path)
@@ -74,8 +74,10 @@ class PartFiles:
         return part, info
 
     def _land(self, path: str, local_path: str, sums: Sums) -> tuple[str, FileInfo]:
-        """Store a local file with these checksums. Return the SHA-256 of the stored file and its
-        info."""
+        """Store a local file with these checksums.
+
+        Return the SHA-256 of the stored file and its info.
+        """
         return sums.sha256, put_file_proved(self._store, path, local_path, sums)
 
     def discard(self) -> None:
@@ -90,8 +92,10 @@ class PartFiles:
 
 
 def dictionary_columns(table: pa.Table) -> bool | list[str]:
-    """Return the columns to write with a dictionary, judged by the first row group; True for all. A
-    dictionary of values that hardly repeat costs a quarter of the writing time, and space."""
+    """Return the columns to write with a dictionary, judged by the first row group; True for all.
+
+    A dictionary of values that hardly repeat costs a quarter of the writing time, and space.
+    """
     import pyarrow.compute as pc
 
     if any(pa.types.is_nested(field.type) for field in table.schema):
@@ -115,6 +119,6 @@ def local_disk() -> Iterator[None]:
         yield
     except OSError as error:
         raise StoreError(
-            f"{tempfile.gettempdir()}: a Parquet file cannot be written there "
-            f"({error.strerror or error}); make room, or set TMPDIR to another folder"
+            f"{tempfile.gettempdir()}: cannot write a Parquet file ({error.strerror or error}). "
+            "Free some space, or set TMPDIR to another folder"
         ) from error

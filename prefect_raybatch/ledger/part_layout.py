@@ -56,8 +56,11 @@ class PartSpan:
 
 @dataclass(frozen=True)
 class PartLayout:
-    """`_raybatch/layout.json`. `schemas` are the columns of each kind without the row number, as
-    Arrow IPC in base64. `table` names the table of the spans, with its hash."""
+    """`_raybatch/layout.json`.
+
+    `schemas` are the columns of each kind without the row number, as Arrow IPC in base64. `table`
+    names the table of the spans, with its hash.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -146,10 +149,12 @@ def check_spans(spans: Sequence[PartSpan], sums: ShardSums) -> None:
         for index, span in enumerate(of_kind):
             held = int(sums.rows[kind][max(0, span.start) : span.stop].sum())
             if span.index != index or not reached <= span.start < span.stop or held != span.rows:
-                raise CorruptRun(f"{LAYOUT}: file {span.index} of {kind} does not fit the commits")
+                raise CorruptRun(
+                    f"{LAYOUT}: file {span.index} of {kind} does not match the commits"
+                )
             reached, total = span.stop, total + held
         if total != int(sums.rows[kind].sum()):
-            raise CorruptRun(f"{LAYOUT} leaves rows of {kind} out that are committed")
+            raise CorruptRun(f"{LAYOUT} leaves out committed rows of {kind}")
 
 
 _LAYOUT = TypeAdapter(PartLayout)

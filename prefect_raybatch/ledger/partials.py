@@ -39,9 +39,11 @@ _PLACE = re.compile(rf"(?P<run>.+)/{PARTIAL_FOLDER}/(?P<name>_[0-9a-f]{{32}})/*\
 
 @dataclass(frozen=True)
 class MissingRows:
-    """Rows that are in no file because they were not committed: how many, in how many shards, and
-    the first `RANGES_TOLD` ranges of row numbers (first, last). `more` counts the ranges not
-    listed."""
+    """Rows that are in no file because they were not committed.
+
+    Counts rows and shards, and lists the first `RANGES_TOLD` ranges of row numbers (first, last).
+    `more` counts the ranges not listed.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -82,8 +84,10 @@ def _spans(pending: np.ndarray, shards: Shards, numbers: RowNumbers) -> Iterator
 
 @dataclass(frozen=True)
 class PartialResult:
-    """`partial/_UUID/_PARTIAL.json`: what a partial result holds and what it lacks. `at` is when
-    its commits were listed, in seconds since 1970; `by` is user@host."""
+    """`partial/_UUID/_PARTIAL.json`: what a partial result holds and what it lacks.
+
+    `at` is when its commits were listed, in seconds since 1970; `by` is user@host.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -113,7 +117,7 @@ class PartialResult:
     def line(self) -> str:
         """Return what it holds, as a sentence without a full stop."""
         held = self.data + self.quarantine + self.skipped
-        return f"{held:,} of {counted(self.rows, 'row')}; missing are {self.missing.text()}"
+        return f"{held:,} of {counted(self.rows, 'row')}; missing: {self.missing.text()}"
 
     def put(self, store: Store) -> None:
         """Write the record, after everything else: a folder without it is not a partial result."""
@@ -147,8 +151,8 @@ def read_partial(store: Store, plan: Plan, name: str) -> PartialResult:
     except FileNotFoundError:
         there = ", ".join(sorted(partial_names(store))) or "none"
         raise NoSuchRun(
-            f"{store.uri} has no partial result {name}; it has: {there}. raybatch finalize "
-            "--partial writes one"
+            f"{store.uri} has no partial result {name} (it has: {there}). Write one with raybatch "
+            "finalize --partial"
         ) from None
     if found.plan != plan.hash or found.name != name:
         raise CorruptRun(f"{store.uri}/{path} was written for another plan ({found.plan[:12]})")

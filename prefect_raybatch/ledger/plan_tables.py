@@ -1,5 +1,7 @@
-"""The tables that a plan names, and its schema, as bytes: shards, input files, columns. Does no
-I/O."""
+"""The tables that a plan names, and its schema, as bytes: shards, input files, columns.
+
+Does no I/O.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,17 @@ FILES_SAY = ("uri", "size", "etag", "mtime_ns", "rows", "ctime_ns", "inode", "fo
 
 
 class Shards:
-    """The shard table. `starts` is int64[count + 1]; indexing gives a `Shard`. `work` is
-    int64[count], the relative work of each shard; None if all are alike or it is unknown."""
+    """The shard table.
+
+    `starts` is int64[count + 1]; indexing gives a `Shard`. `work` is int64[count], the relative
+    work of each shard; None if all are alike or it is unknown.
+    """
 
     def __init__(self, starts: np.ndarray, work: np.ndarray | None = None):
         if starts.ndim != 1 or len(starts) < 2 or starts[0] != 0 or (np.diff(starts) <= 0).any():
             raise CorruptRun("the shard table is not a partition of the input rows")
         if work is not None and work.shape != (len(starts) - 1,):
-            raise CorruptRun("the shard table does not tell the work of each shard")
+            raise CorruptRun("the shard table must give the work of each shard")
         self.starts, self.work = starts, work
 
     def __len__(self) -> int:
@@ -46,8 +51,10 @@ class Shards:
 
 
 def shards_table(starts: np.ndarray, work: np.ndarray | None = None) -> bytes:
-    """Return the shard table as Parquet bytes: columns shard int32, start int64, rows int32, and
-    work int64 if given."""
+    """Return the shard table as Parquet bytes.
+
+    Columns: shard int32, start int64, rows int32, and work int64 if given.
+    """
     import pyarrow as pa
 
     columns = {
@@ -65,10 +72,10 @@ def read_shards(data: bytes) -> Shards:
     start = table["start"].to_numpy()
     rows = table["rows"].to_numpy()
     if len(start) == 0 or start.dtype.kind != "i" or rows.dtype.kind != "i":
-        raise CorruptRun("the shard table is empty or not of whole numbers")
+        raise CorruptRun("the shard table is empty, or its columns are not integers")
     work = table["work"].to_numpy() if "work" in table.column_names else None
     if work is not None and (work.dtype.kind != "i" or (work < 0).any()):
-        raise CorruptRun("the shard table's work is not of whole numbers from 0 on")
+        raise CorruptRun("column work of the shard table must hold integers of at least 0")
     shards = Shards(np.append(start, start[-1] + rows[-1]).astype(np.int64), work)
     if not np.array_equal(np.diff(shards.starts), rows):
         raise CorruptRun("the shard table's rows do not match its starts")
@@ -112,7 +119,7 @@ def _path_values(text: str | None) -> tuple[tuple[str, str | None], ...]:
             return pairs
     except (ValueError, TypeError, RecursionError):
         pass
-    raise CorruptRun(f"the file table holds {text[:80]!r} for the columns of a path")
+    raise CorruptRun(f"the file table has {text[:80]!r} as path columns, not [name, value] pairs")
 
 
 def encode_schema(schema: pa.Schema) -> str:
@@ -126,7 +133,7 @@ def decode_schema(text: str) -> pa.Schema:
     try:
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text, validate=True)))
     except (ValueError, pa.ArrowException, OSError) as error:
-        raise CorruptRun(f"a recorded schema is not readable: {error}") from None
+        raise CorruptRun(f"a recorded Arrow schema cannot be read: {error}") from None
     check_types(schema, "plan.json")
     return schema
 
@@ -157,4 +164,4 @@ def from_parquet(
         table.validate(full=True)  # text that is no UTF-8 would be found only when it is used
         return table
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:  # names may be no UTF-8
-        raise CorruptRun(f"the {what} is not readable: {error}") from None
+        raise CorruptRun(f"the {what} cannot be read: {error}") from None

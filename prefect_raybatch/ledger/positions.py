@@ -35,13 +35,17 @@ class Positions:
 
     @classmethod
     def of(cls, numbers: np.ndarray) -> Positions:
-        """Return the set of integers in any order. Raises ValueError for a repeated one, or one
-        that no shard can have."""
+        """Return the set of integers in any order.
+
+        Raises ValueError for a repeated one, or one that no shard can have.
+        """
         if not len(numbers):
             return cls()
         most = int(numbers.max())
         if int(numbers.min()) < 0 or most >= MOST_POSITIONS:
-            raise ValueError(f"positions {numbers.min()} to {most} are not those of a shard")
+            raise ValueError(
+                f"positions {numbers.min()} to {most} exceed 0 to {MOST_POSITIONS - 1}"
+            )
         flags = np.zeros(most + 1, bool)
         flags[numbers] = True
         if np.count_nonzero(flags) != len(numbers):
@@ -50,17 +54,21 @@ class Positions:
 
     @classmethod
     def spans(cls, *ranges: Range) -> Positions:
-        """Return the set of half-open ranges in ascending order. Raises ValueError for other
-        ranges."""
+        """Return the set of half-open ranges in ascending order.
+
+        Raises ValueError for other ranges.
+        """
         if len(ranges) > FEW_RANGES:
             try:
                 return cls._of_many(np.array(ranges, dtype=np.int64))
             except OverflowError as error:
-                raise ValueError(f"no position of a shard: {error}") from None
+                raise ValueError(f"position out of range: {error}") from None
         bits = reached = 0
         for start, stop in ranges:
             if not reached <= start < stop <= MOST_POSITIONS:
-                raise ValueError(f"{start} to {stop} is no range after {reached}")
+                raise ValueError(
+                    f"range [{start}, {stop}) is not within [{reached}, {MOST_POSITIONS})"
+                )
             bits |= (1 << stop) - (1 << start)
             reached = stop
         return cls(bits)
@@ -70,7 +78,7 @@ class Positions:
         edges = ranges.reshape(-1)
         ascending = (np.diff(edges) >= 0).all() and (ranges[:, 0] < ranges[:, 1]).all()
         if not ascending or edges[0] < 0 or edges[-1] > MOST_POSITIONS:
-            raise ValueError("the ranges are not ascending, or not those of a shard")
+            raise ValueError(f"the ranges are not ascending, or not within [0, {MOST_POSITIONS})")
         steps = np.zeros(int(edges[-1]) + 1, np.int8)  # neighbours that touch add up to 0
         np.add.at(steps, ranges[:, 0], 1)
         np.add.at(steps, ranges[:, 1], -1)
@@ -149,8 +157,9 @@ class Positions:
 
     @classmethod
     def from_text(cls, text: PositionsText, rows: int) -> Positions:
-        """Return the positions below `rows` that `to_text` encoded. Raises ValueError saying what
-        is wrong.
+        """Return the positions below `rows` that `to_text` encoded.
+
+        Raises ValueError saying what is wrong.
 
         A longer text is refused before it is unpacked further than such a set can be.
         """
@@ -172,9 +181,9 @@ def _unpacked(text: str, rows: int) -> bytes:
     try:
         data = unzip.decompress(base64.b64decode(text, validate=True), most + 1)
     except (ValueError, binascii.Error, zlib.error) as error:
-        raise ValueError(f"no bitmap: {error}") from None
+        raise ValueError(f"not a bitmap: {error}") from None
     if not unzip.eof or unzip.unused_data or len(data) > most:
-        raise ValueError(f"no bitmap of {rows} rows")
+        raise ValueError(f"not a bitmap of {rows} rows")
     return data
 
 

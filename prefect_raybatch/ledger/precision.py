@@ -32,10 +32,12 @@ class Disagreement:
 
 @dataclass(frozen=True)
 class PrecisionTry:
-    """The outcome of trying engine arguments `tried`: `agreed` of the `rows` rows asked both ways
-    got the same answer, which shows with `confidence` that at least the share `bound` agrees.
-    `disagreeing` are some of the others. `error` says why nothing could be compared. `seconds`
-    includes the engine's start."""
+    """The outcome of trying the engine arguments `tried`.
+
+    `agreed` of the `rows` rows asked both ways got the same answer, which shows with `confidence`
+    that at least the share `bound` agrees. `disagreeing` are some of the others. `error` says why
+    nothing could be compared. `seconds` includes the engine's start.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -56,12 +58,11 @@ class PrecisionTry:
 
 @dataclass(frozen=True)
 class PrecisionNote:
-    """The engine arguments that were `decided` ({}: the model as stored) by `tries` against
-    `min_agreement`.
+    """The engine arguments that a run `decided` on; {} for the model as stored.
 
-    `itself` is the share of the sample in which the stored model gave the same answer when asked
-    again in another order. `seconds` is the time of the whole trial. `by` is the attempt that
-    decided, or the run whose decision was taken over.
+    `tries` were measured against `min_agreement`. `itself` is the share of the sample in which the
+    stored model gave the same answer when asked again in another order. `seconds` is the time of
+    the whole trial. `by` is the attempt that decided, or the run whose decision was reused.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -81,8 +82,10 @@ _NOTE = TypeAdapter(PrecisionNote)
 
 
 def read_precision(store: Store) -> PrecisionNote | None:
-    """Return the decision of a run; None without one. Raises `CorruptRun` for a malformed
-    record."""
+    """Return the decision of a run; None without one.
+
+    Raises `CorruptRun` for a malformed record.
+    """
     try:
         data = read_record(store, PRECISION)
     except FileNotFoundError:
@@ -96,5 +99,5 @@ def note_precision(store: Store, note: PrecisionNote) -> PrecisionNote:
         return note
     found = read_precision(store)
     if found is None:
-        raise CorruptRun(f"{store.uri}/{PRECISION} exists and cannot be read")
+        raise CorruptRun(f"{store.uri}/{PRECISION} exists, but cannot be read")
     return found

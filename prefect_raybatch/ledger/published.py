@@ -21,8 +21,11 @@ from prefect_raybatch.storage import Store
 
 @dataclass(frozen=True)
 class Published:
-    """A target that has the rows of the run with this plan. `version` is the table's, in the terms
-    of its format; "" if it has none. `at` is in seconds since 1970."""
+    """A target that has the rows of the run with this plan.
+
+    `version` is the table's, in the terms of its format; "" if it has none. `at` is in seconds
+    since 1970.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -59,13 +62,15 @@ def all_published(store: Store) -> tuple[Published, ...]:
 
 
 def note_published(store: Store, record: Published) -> Published:
-    """Write the record of a target once. Return the one that counts. Raises `CorruptRun` for a
-    record of another plan."""
+    """Write the record of a target once.
+
+    Return the one that counts. Raises `CorruptRun` for a record of another plan.
+    """
     if put_record_if_absent(store, published_path(record.target), record.to_bytes()):
         return record
     found = read_published(store, record.target)
     if found is None or found.plan != record.plan:
-        raise CorruptRun(f"{store.uri}/{published_path(record.target)} is another plan's")
+        raise CorruptRun(f"{store.uri}/{published_path(record.target)} is for another plan")
     return found
 
 

@@ -15,43 +15,46 @@ from prefect_raybatch.storage import Store, put_proved, put_same_proved
 
 
 class Kind(NamedTuple):
-    """Records whose path begins with `prefix`: at most `limit` bytes. `change` says what to change
-    in a job whose record would be larger."""
+    """Records whose path begins with `prefix`: at most `limit` bytes.
+
+    `change` is the remedy for a larger record.
+    """
 
     prefix: str
     limit: int
     change: str
 
 
-_URIS = "source.uri names very many files one by one: name their folder or a glob"
-_PARTS = "the result would have very many files: raise output.file_mb, under a new run key"
+_URIS = "source.uri lists too many files. Name their folder or a glob"
+_PARTS = "The result has too many files. Raise output.file_mb under a new run key"
+_NAMES = "Shorten the names of this host and user"
 RECORD_KINDS = (
     Kind(layout.PLAN, 64 << 20, _URIS),
     # A commit of 1,000,000 rows, the most a shard may have, needs 0.7 MB and 160 bytes for each
     # piece beyond the fourth.
-    Kind(f"{layout.COMMITS}/", 8 << 20, "lower source.rows_per_shard, under a new run key"),
-    Kind(layout.LAYOUT, 4 << 20, "let postprocess return fewer columns"),
-    Kind(f"{layout.PART_NOTES}/", 1 << 16, "nothing, a resume only takes longer"),
+    Kind(f"{layout.COMMITS}/", 8 << 20, "Lower source.rows_per_shard under a new run key"),
+    Kind(layout.LAYOUT, 4 << 20, "Return fewer columns from output.postprocess"),
+    Kind(f"{layout.PART_NOTES}/", 1 << 16, "No action needed: a resume takes longer"),
     Kind(layout.SUCCESS, 64 << 20, _PARTS),
     Kind(layout.REPORT, 64 << 20, _PARTS),
     Kind(layout.ANSWERS_RECORD, 64 << 20, _PARTS),
     Kind(layout.BY_ROW_RECORD, 64 << 20, _PARTS),
     Kind(f"{layout.JOBS}/", 64 << 20, _URIS),
-    Kind(layout.PRECISION, 1 << 20, "leave try-fp8 out"),
+    Kind(layout.PRECISION, 1 << 20, "Remove try-fp8"),
     Kind(f"{layout.PARTIAL_FOLDER}/", 64 << 20, _PARTS),
-    Kind(f"{layout.COPIED}/", 64 << 20, "the columns of source.columns, which are too many"),
-    Kind(layout.DRAIN, 1 << 20, "the run key, which has had too many attempts"),
-    Kind(layout.SUPERSEDED_BY, 1 << 16, "the run key, which is too long"),
-    Kind(f"{layout.PUBLISHED}/", 1 << 16, "shorten the uri in output.publish"),
-    Kind(f"{layout.CHECKPOINTS}/", 64 << 20, "nothing, a resume only takes longer"),
-    Kind(f"{layout.ATTEMPTS}/", 1 << 20, "the names of this host and user"),
-    Kind(layout.LAST_ATTEMPT, 1 << 16, "the names of this host and user"),
-    Kind(layout.PLANNED_BY, 1 << 16, "the names of this host and user"),
-    Kind(f"{layout.HEARTBEATS}/", 1 << 16, "nothing, the run goes on without it"),
-    Kind(layout.OUTPUT_SCHEMA, 1 << 20, "let postprocess return fewer columns"),
+    Kind(f"{layout.COPIED}/", 64 << 20, "Name fewer columns in source.columns"),
+    Kind(layout.DRAIN, 1 << 20, "This run has too many attempts. Choose a new run key"),
+    Kind(layout.SUPERSEDED_BY, 1 << 16, "Choose a shorter run key"),
+    Kind(f"{layout.PUBLISHED}/", 1 << 16, "Shorten the uri in output.publish"),
+    Kind(f"{layout.CHECKPOINTS}/", 64 << 20, "No action needed: a resume takes longer"),
+    Kind(f"{layout.ATTEMPTS}/", 1 << 20, _NAMES),
+    Kind(layout.LAST_ATTEMPT, 1 << 16, _NAMES),
+    Kind(layout.PLANNED_BY, 1 << 16, _NAMES),
+    Kind(f"{layout.HEARTBEATS}/", 1 << 16, "No action needed: the run continues without it"),
+    Kind(layout.OUTPUT_SCHEMA, 1 << 20, "Return fewer columns from output.postprocess"),
 )
 TABLE = Kind(
-    f"{layout.TABLES}/", 1 << 30, "the input has very many files or rows: take it in several runs"
+    f"{layout.TABLES}/", 1 << 30, "The input has too many files or rows. Split it over several runs"
 )
 
 
@@ -61,8 +64,10 @@ def limit_of(path: str) -> int:
 
 
 def read_record(store: Store, path: str) -> bytes:
-    """Return the bytes of a record. Raises `FileNotFoundError`, and `CorruptRun` if it is larger
-    than any record may be."""
+    """Return the bytes of a record.
+
+    Raises `FileNotFoundError`, and `CorruptRun` if it is larger than any record may be.
+    """
     return store.read(path, limit_of(path))
 
 
@@ -71,9 +76,9 @@ def read_table(store: Store, name: str, by: str = "plan.json") -> bytes:
     try:
         data = read_record(store, layout.table_path(name))
     except FileNotFoundError:
-        raise CorruptRun(f"{by} names {name}, which does not exist") from None
+        raise CorruptRun(f"{by} names {name}, which does not exist. Restore the file") from None
     if hashlib.sha256(data).hexdigest()[:16] not in name:
-        raise CorruptRun(f"{name} does not have the hash its name says")
+        raise CorruptRun(f"{name} does not match the hash in its name. Restore the file")
     return data
 
 
@@ -83,8 +88,10 @@ def hash_in_name(name: str) -> str:
 
 
 def put_record(store: Store, path: str, data: bytes) -> None:
-    """Write a record over what is there. Raises `ConfigError`, and writes nothing, if the record is
-    too large to be read."""
+    """Write a record over what is there.
+
+    Raises `ConfigError`, and writes nothing, if the record is too large to be read.
+    """
     _check(store, path, data)
     store.put(path, data)
 
@@ -103,8 +110,10 @@ def put_table(store: Store, name: str, data: bytes) -> None:
 
 
 def put_record_if_absent(store: Store, path: str, data: bytes) -> bool:
-    """Write a record as `put_record` does, unless one exists. Return what `Store.put_if_absent`
-    does."""
+    """Write a record as `put_record` does, unless one exists.
+
+    Return what `Store.put_if_absent` does.
+    """
     _check(store, path, data)
     return store.put_if_absent(path, data)
 
@@ -113,8 +122,8 @@ def _check(store: Store, path: str, data: bytes) -> None:
     kind = _kind(path)
     if len(data) > kind.limit:
         raise ConfigError(
-            f"{store.uri}/{path} would have {len(data):,} bytes and is not written: readers take "
-            f"at most {kind.limit:,}. What to change: {kind.change}"
+            f"{store.uri}/{path} was not written: it has {len(data):,} bytes, and readers accept "
+            f"at most {kind.limit:,}. {kind.change}"
         )
 
 
@@ -124,4 +133,4 @@ def _kind(path: str) -> Kind:
             return kind
     if path.startswith(TABLE.prefix) and path.endswith(".parquet"):
         return TABLE
-    raise ValueError(f"{path!r} is no record of a run directory")
+    raise ValueError(f"{path!r} is not a record of a run directory")

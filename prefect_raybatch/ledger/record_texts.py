@@ -23,7 +23,7 @@ PieceKind = Literal["data", "quarantine"]
 
 def _piece_name(name: str) -> str:
     if "/" in name:
-        raise PydanticCustomError("piece_name", "not one of ours")
+        raise PydanticCustomError("piece_name", "not a file name")
     return name
 
 
@@ -31,8 +31,7 @@ PieceName = Annotated[str, AfterValidator(_piece_name)]
 
 
 class _RangesOrBitmap:
-    """Validator of `PositionsText` that stops at the first malformed range, of which there may be
-    millions."""
+    """Validator of `PositionsText` that stops at the first malformed range: there may be many."""
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler

@@ -39,7 +39,7 @@ QUARANTINE = ("stage", "error", "message", "attempts", "input")
 
 def _table_name(name: str) -> str:
     if "/" in name or not name.endswith(".parquet"):
-        raise PydanticCustomError("table_name", "not a table name")
+        raise PydanticCustomError("table_name", "not the name of a .parquet file")
     return name
 
 
@@ -52,20 +52,22 @@ def _run_key(key: str) -> str:
 def _context(value: Mapping[str, Any]) -> Mapping[str, Any]:
     length = value.get("max_model_len")
     if type(length) is not int or length <= 0:
-        raise PydanticCustomError("context", "not a length")
+        raise PydanticCustomError("context", "max_model_len is not a positive integer")
     return value
 
 
 def _table(value: Mapping[str, Any]) -> Mapping[str, Any]:
     wrong = {"format", "uri", "id", "version"} - value.keys()
     if wrong or not all(isinstance(text, str) for text in value.values()):
-        raise PydanticCustomError("table", "not a table at a version")
+        raise PydanticCustomError(
+            "table", "not an object of texts with format, uri, id and version"
+        )
     return value
 
 
 def _forked_from(value: Mapping[str, Any]) -> Mapping[str, Any]:
     if set(value) != {"run_key", "plan"} or not all(isinstance(v, str) for v in value.values()):
-        raise PydanticCustomError("forked_from", "not a run and its plan")
+        raise PydanticCustomError("forked_from", "not an object of texts with run_key and plan")
     _run_key(value["run_key"])
     return value
 
@@ -78,18 +80,19 @@ InputTable = Annotated[Mapping[str, Any], AfterValidator(_table)]
 
 
 def dump(value: Any) -> bytes:
-    """Return canonical JSON: sorted keys and no spaces, so that equal values have equal bytes and
-    hashes."""
+    """Return canonical JSON (sorted keys, no spaces): equal values have equal bytes and hashes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def load(data: bytes, what: str) -> dict[str, Any]:
-    """Return the JSON object in an untrusted record. Raises `CorruptRun` naming `what` if it is not
-    one."""
+    """Return the JSON object in an untrusted record.
+
+    Raises `CorruptRun` naming `what` if it is not one.
+    """
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise CorruptRun(f"{what} is not readable JSON: {error}") from None
+        raise CorruptRun(f"{what} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise CorruptRun(f"{what} holds {type(value).__name__}, not an object")
     return value
@@ -110,19 +113,22 @@ def with_checksum(record: bytes) -> bytes:
 
 
 def without_checksum(data: bytes, what: str) -> bytes:
-    """Return the record that `with_checksum` was given. Raise `CorruptRun`, which names `what`, if
-    it was changed since."""
+    """Return the record that `with_checksum` was given.
+
+    Raise `CorruptRun`, which names `what`, if it was changed since.
+    """
     end = len(_CHECKSUM) + _DIGITS
     record = b"{" + data[end + 2 :]
     if not data.startswith(_CHECKSUM) or digest(record).encode() != data[len(_CHECKSUM) : end]:
-        raise CorruptRun(f"{what} is not what was written")
+        raise CorruptRun(f"{what} does not match its checksum. Restore the file")
     return record
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """An input file as the plan saw it. `uri` is complete; `rows` counts the rows that the run
-    reads of it.
+    """An input file as the plan saw it.
+
+    `uri` is complete; `rows` counts the rows that the run reads of it.
 
     `ctime_ns`, `inode` and `footer` are set for a local Parquet file that is read in place. The
     first two change whenever it is written, and at other times too; `footer` (a hash) then tells
@@ -143,8 +149,7 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Shard:
-    """The unit of reading, inference and commits: rows [start, start + rows) of the input in its
-    recorded order."""
+    """Input rows [start, start + rows), the unit of reading, inference and commits."""
 
     id: int
     start: int
@@ -241,8 +246,10 @@ class Plan:
         return digest(self.to_bytes())
 
     def with_model(self, model: Mapping[str, Any]) -> Plan:
-        """Return the plan for an attempt at which a person accepted another model. It keeps the
-        hash of its record, which commits name."""
+        """Return the plan for an attempt at which a person accepted another model.
+
+        It keeps the hash of its record, which commits name.
+        """
         made = replace(self, model=model)
         made.__dict__["hash"] = self.hash
         return made
@@ -253,11 +260,11 @@ class Plan:
         if found != FORMAT:  # said first: of another format the fields may be others, too
             raise CorruptRun(
                 f"plan.json has format {found!r}; this version reads {FORMAT}. "
-                "Finish the run with the version that began it, or start a new run key."
+                "Finish the run with the version that planned it, or choose a new run key."
             )
         plan = read_json(_PLAN, data, "plan.json")
         if (plan.parent is None) != (plan.numbers_table is None):
-            raise CorruptRun("plan.json: parent and numbers_table go together; one is missing")
+            raise CorruptRun("plan.json: parent and numbers_table must be set together")
         return plan
 
 
@@ -300,8 +307,7 @@ class Receipt:
 
     @property
     def unit(self) -> Unit:
-        """Return what the receipt is about, from the first position that it holds, or that was
-        lost, to the last."""
+        """Return the unit from the first to the last position that is held or was lost."""
         if self.lost is not None:
             return Unit(self.shard, *(self.part or (0, MOST_POSITIONS)))
         held = self.good | self.failed | self.skipped
@@ -369,8 +375,11 @@ class Commit:
 
     @cached_property
     def body(self) -> bytes:
-        """Return the stored bytes. For a commit that was read these are the bytes that were read,
-        since the same positions can be written in more than one way."""
+        """Return the stored bytes.
+
+        For a commit that was read these are the bytes that were read, since the same positions can
+        be written in more than one way.
+        """
         return self.to_bytes()
 
     @classmethod
@@ -418,8 +427,10 @@ def _shallow(record: Receipt | Commit) -> dict[str, Any]:
 
 
 def _take_positions(value: dict[str, Any], rows: int | None, what: str) -> None:
-    """Unpack the positions of a record of `rows` rows. A record with `rows` None names the good
-    ones itself."""
+    """Unpack the positions of a record of `rows` rows.
+
+    A record with `rows` None names the good ones itself.
+    """
     most = MOST_POSITIONS if rows is None else rows
     for name in KINDS_OF_ROWS:
         if name in value:

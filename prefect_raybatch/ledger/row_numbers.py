@@ -16,8 +16,11 @@ ROWS_NAMED = 5  # rows named one by one where they are not neighbours
 
 
 class RowNumbers:
-    """Row numbers of a run of `rows` rows. `table` (int64, ascending) is the plan's; without one a
-    row's number is its position in the run's input."""
+    """Row numbers of a run of `rows` rows.
+
+    `table` (int64, ascending) is the plan's; without one a row's number is its position in the
+    run's input.
+    """
 
     def __init__(self, rows: int, table: np.ndarray | None = None):
         self.rows, self.table = rows, table
@@ -31,8 +34,7 @@ class RowNumbers:
         return np.arange(self.rows, dtype=np.int64) if self.table is None else self.table
 
     def positions(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (positions of the `numbers` that the run has, the numbers that it does not
-        have)."""
+        """Return (positions of the `numbers` in the run, the numbers that are not in it)."""
         if self.table is None:
             return numbers, numbers[:0]
         known = among(self.table, numbers)
@@ -72,13 +74,15 @@ def numbers_table(numbers: np.ndarray) -> bytes:
 
 
 def read_numbers(data: bytes, rows: int) -> RowNumbers:
-    """Return the table of a plan over `rows` rows. Raises `CorruptRun` unless it holds that many,
-    ascending."""
+    """Return the table of a plan over `rows` rows.
+
+    Raises `CorruptRun` unless it holds that many, ascending.
+    """
     import pyarrow as pa
 
     column = from_parquet(data, "table of row numbers", ["row"])["row"]
     if column.type != pa.int64() or column.null_count or len(column) != rows:
-        raise CorruptRun(f"the table of row numbers does not hold {rows} whole numbers")
+        raise CorruptRun(f"the table of row numbers must hold {rows} values of int64")
     table = column.to_numpy()
     if rows and (table[0] < 0 or (np.diff(table) <= 0).any()):
         raise CorruptRun("the table of row numbers is not ascending")

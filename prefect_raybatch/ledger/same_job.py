@@ -13,8 +13,7 @@ from prefect_raybatch.spec.run import Identity
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return one line for each differing field: `field: old -> new`; groups are split into their
-    fields."""
+    """Return a line `field: old -> new` for each differing field, also of nested groups."""
     return [f"{key}: {before} -> {after}" for key, (before, after) in differing(old, new).items()]
 
 
@@ -35,8 +34,10 @@ def check_same(
     where: str,
     left_out: Collection[str] = (),
 ) -> None:
-    """Raise `PlanMismatch` with the differences if the run belongs to another job. A person has
-    accepted the differences in the fields `left_out`."""
+    """Raise `PlanMismatch` with the differences if the run belongs to another job.
+
+    A person has accepted the differences in the fields `left_out`.
+    """
     if plan.fingerprint == own.fingerprint:
         return
     differences = differing(plan.parts, own.parts)
@@ -50,11 +51,11 @@ def check_same(
         return
     if not lines:  # then it is what both hide
         fields = ", ".join(masked(own.parts.get("engine", {}), "engine")) or "a field"
-        lines = [f"{fields}: hidden, and another value than before"]
+        lines = [f"{fields}: changed (value hidden)"]
     raise PlanMismatch(
-        f"{where} was made by a job that gives other answers, so it cannot be continued:\n  "
+        f"{where} was planned by a job that differs from this one, so it cannot be continued:\n  "
         + "\n  ".join(lines)
-        + "\nRun under another --run-key, or put the job back as it was."
+        + "\nUse another --run-key, or undo these changes."
     )
 
 

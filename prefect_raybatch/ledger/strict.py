@@ -1,5 +1,4 @@
-"""Read records from untrusted JSON: pydantic checks them strictly, and anything else raises a
-`CorruptRun` that names the field."""
+"""Read records from untrusted JSON: strict checks, and a `CorruptRun` that names the field."""
 
 from __future__ import annotations
 
@@ -47,14 +46,16 @@ def read_json(adapter: TypeAdapter[Checked], data: bytes | str, what: str) -> Ch
 
 
 def _refuse_strangers(adapter: TypeAdapter[Any], text: bytes, what: str) -> None:
-    """Refuse unknown keys early: pydantic would collect an error for each of millions of them,
-    several GB."""
+    """Reject too many unknown keys, for each of which pydantic would collect an error.
+
+    Errors for millions of keys would take several GB.
+    """
     if text.count(b":") <= MOST_KEYS:
         return
     ours = _fields(adapter)
     strange = sum(found[1] not in ours for found in _KEY.finditer(text))
     if strange > MOST_KEYS:
-        raise CorruptRun(f"{what} is malformed: it has {strange:,} keys that are no fields of it")
+        raise CorruptRun(f"{what} is malformed: it has {strange:,} unknown keys")
 
 
 @cache
@@ -77,14 +78,13 @@ def _note_fields(schema: Any, found: set[bytes]) -> None:
 
 
 def _refuse_constants(text: bytes, what: str) -> None:
-    """Refuse NaN and Infinity, which are not JSON, but which pydantic accepts in a field of free
-    JSON."""
+    """Reject NaN and Infinity, which JSON lacks but pydantic accepts in fields of free JSON."""
     if b"NaN" not in text and b"Infinity" not in text:
         return
     try:
         from_json(text, allow_inf_nan=False)
     except ValueError as error:
-        raise CorruptRun(f"{what} is not readable JSON: {error}") from None
+        raise CorruptRun(f"{what} is not valid JSON: {error}") from None
 
 
 def _said(error: ValidationError, what: str) -> str:
@@ -95,7 +95,7 @@ def _said(error: ValidationError, what: str) -> str:
     first = found[0]
     place, value = _place(first["loc"]), first["input"]
     if first["type"] == "json_invalid":
-        return f"{what} is not readable JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
+        return f"{what} is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
     if not place:
         return f"{what} holds {type(value).__name__}, not an object"
     if first["type"] == "missing":
@@ -104,8 +104,7 @@ def _said(error: ValidationError, what: str) -> str:
 
 
 def _place(location: Sequence[Any]) -> str:
-    """Return a location as `pieces.0.path`, without the names of the types that a value was tried
-    as."""
+    """Return a location as `pieces.0.path`, without the types that a value was tried as."""
     parts = location[:-1] if location and location[-1] in _BRANCHES else location
     parts = [part for part in parts if part not in (AS_RANGES, AS_BITMAP)]
     return ".".join(str(part)[:40] for part in parts)

@@ -39,7 +39,7 @@ def _of_result(part: Part) -> Part:
     folder, _, name = part.path.partition("/")
     if folder not in RESULT_FOLDERS.values() or not name or "/" in name or name.startswith("."):
         raise PydanticCustomError(
-            "part_path", "{path} is no file of the result", {"path": repr(part.path)}
+            "part_path", "{path} is not a file of the result", {"path": repr(part.path)}
         )
     return part
 
@@ -50,12 +50,12 @@ INLINE_PARTS = 1000  # files that stand in the record itself
 
 @dataclass(frozen=True)
 class Success:
-    """The end of a run: rows by outcome, the files of the result in order, and the time in seconds
-    since 1970. `plan` is the plan's hash.
+    """The end of a run: rows by outcome, result files in order, and the time it finished.
 
-    `layout` names the table of the layout that the files follow; `manifest` that of the pieces if
-    these are the result. Very many files are in `parts_table`. `accepted` are the differences from
-    the plan's job that a person accepted at some attempt.
+    `plan` is the plan's hash, `finished` in seconds since 1970. `layout` names the table of the
+    layout that the files follow; `manifest` that of the pieces if these are the result. Very many
+    files are in `parts_table`. `accepted` are the differences from the plan's job that a person
+    accepted at some attempt.
     """
 
     __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
@@ -81,8 +81,9 @@ class Success:
     def from_bytes(
         cls, data: bytes, plan: Plan, where: str, table: Callable[[str], bytes] | None = None
     ) -> Success:
-        """Return the record of `plan`, found in run directory `where`. `table` reads a table that
-        it names.
+        """Return the record of `plan`, found in run directory `where`.
+
+        `table` reads a table that it names.
 
         Raises `CorruptRun`, with what to do, for a file that is not such a record, or that is
         another plan's.
@@ -104,9 +105,10 @@ class Success:
             wanted = dict.fromkeys(KINDS, 0)
         if {found.rows, counted} != {plan.rows} or kept != wanted:
             raise CorruptRun(
-                f"{path} does not add up: {found.rows:,} rows, of them {found.data:,} in data, "
-                f"{found.quarantine:,} in quarantine, {found.skipped:,} left out, with files of "
-                f"{kept['data']:,} and {kept['quarantine']:,}; the plan has {plan.rows:,} rows. "
+                f"{path} does not add up: {found.rows:,} rows, of which {found.data:,} in data, "
+                f"{found.quarantine:,} in quarantine and {found.skipped:,} left out; its files "
+                f"hold {kept['data']:,} and {kept['quarantine']:,}; the plan has {plan.rows:,} "
+                "rows. "
                 f"{_not_of(found.plan, plan)}"
             )
         return found
@@ -133,10 +135,9 @@ _PARTS = TypeAdapter(Parts)
 def _not_of(theirs: str | None, plan: Plan) -> str:
     named = f"plan {theirs[:12]}" if theirs else "no plan"
     return (
-        f"It names {named}, _raybatch/plan.json here is plan {plan.hash[:12]}. Nothing was "
-        "deleted. If the file is not this run's, move it away and run the same command again, "
-        "which writes the result from what is committed; if plan.json was replaced, put the former "
-        "one back"
+        f"It names {named}, but _raybatch/plan.json is plan {plan.hash[:12]}. Nothing was deleted. "
+        "If plan.json was replaced, restore it. Otherwise move _SUCCESS away and run the same "
+        "command again: it writes the result from the commits"
     )
 
 
@@ -185,21 +186,23 @@ def check_parts(store: Store, parts: Iterable[Part]) -> None:
         if info is None:
             said = "is missing"
         elif info.size != part.bytes:
-            said = f"has {info.size:,} bytes, not {part.bytes:,}"
+            said = f"has {info.size:,} bytes instead of {part.bytes:,}"
         elif part.etag is not None and info.etag != part.etag and not _same(store, part):
-            said = "has other contents"
+            said = "has different contents"
         else:
             continue
         raise CorruptRun(
             f"{store.uri}/{part.path}, a file of the result ({part.rows:,} rows), {said}. "
-            "Nothing was deleted. Put the file back; or, while _raybatch/pieces is there, move "
-            "_SUCCESS away and run the same command again, which writes the result anew"
+            "Nothing was deleted. Restore the file. Or, if _raybatch/pieces still exists, move "
+            "_SUCCESS away and run the same command again: it writes the result anew"
         )
 
 
 def _same(store: Store, part: Part) -> bool:
-    """Compare the contents of a part whose ETag differs: a copied bucket gives other ETags to the
-    same contents."""
+    """Return whether a part whose ETag differs has the recorded contents.
+
+    A copied bucket gives other ETags to the same contents.
+    """
     with store.open(part.path) as stream:
         return sha256_of(stream) == part.sha256
 
@@ -210,8 +213,10 @@ def _listed(store: Store, folders: Iterable[str]) -> dict[str, FileInfo]:
 
 
 def strays(paths: Iterable[str], named: Iterable[str]) -> list[str]:
-    """Return those of `paths` that are not `named` and that readers of a folder take for its data:
-    readers skip names that begin with a dot or an underscore."""
+    """Return those of `paths` that are not `named`, but that readers of a folder would include.
+
+    Readers skip names that begin with a dot or an underscore.
+    """
     known = set(named)
     return sorted(
         path
@@ -226,7 +231,7 @@ def check_no_strays(store: Store, parts: Iterable[Part]) -> None:
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise CorruptRun(
-            f"{store.uri}/{found[0]}{more} is no file of this result, and whoever reads the folder "
-            "would take it for one. Nothing was deleted and _SUCCESS is not written: move it "
+            f"{store.uri}/{found[0]}{more} is not a file of this result, but readers of the folder "
+            "would include it. Nothing was deleted, and _SUCCESS was not written. Move the file "
             "elsewhere, then run the same command again"
         )

@@ -1,5 +1,4 @@
-"""LoRA adapters: pinned by content, checked against the model, and copied to where nothing changes
-them."""
+"""LoRA adapters: pinned by content, checked against the model, and cached on each node."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ def named(request: ModelRequest) -> dict[str, str]:
 
 
 def identities(request: ModelRequest) -> dict[str, str]:
-    """Return what the fingerprint counts of each: its content, or its Hugging Face name as
-    written."""
+    """Return each adapter's identity in the fingerprint: its content, or its Hugging Face name."""
     return {
         name: source if _is_name(source) else _identity(_field(name), source)
         for name, source in named(request).items()
@@ -49,8 +47,7 @@ def identities(request: ModelRequest) -> dict[str, str]:
 
 
 def pin_adapters(request: ModelRequest) -> dict[str, dict[str, Any]]:
-    """Return {name: {source, revision, identity, rank}} of the job's adapters, as a plan keeps
-    it."""
+    """Return {name: {source, revision, identity, rank}} of the job's adapters, for the plan."""
     made = {}
     for name, source in named(request).items():
         revision = None
@@ -67,8 +64,7 @@ def pin_adapters(request: ModelRequest) -> dict[str, dict[str, Any]]:
 
 
 def arguments(pinned: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return vLLM's engine arguments that reserve room for the adapters; arguments in the job
-    win."""
+    """Return vLLM's engine arguments for adapters; arguments in the job win."""
     if not pinned:
         return {}
     rank = max(int(adapter["rank"]) for adapter in pinned.values())
@@ -84,22 +80,24 @@ def arguments(pinned: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any])
 def check_adapters_fit(
     request: ModelRequest, pinned: Mapping[str, Any], config: Mapping[str, Any]
 ) -> None:
-    """Raise `ConfigError` for an adapter whose tensors do not match the model, or that vLLM does
-    not load. Warn if only the name of its base model differs."""
+    """Raise `ConfigError` for an adapter that does not fit the model or that vLLM cannot load.
+
+    Warn if only the name of its base model differs.
+    """
     text = text_part(config)
     for name, adapter in pinned.items():
         field = _field(name)
         said = _config(field, adapter)
         for wrong in ("use_dora", "modules_to_save"):
             if said.get(wrong):
-                raise ConfigError(f"{field}: {adapter['source']} has {wrong}, which vLLM lacks")
+                raise ConfigError(f"{field}: {adapter['source']} has {wrong}, unsupported by vLLM")
         if said.get("bias") not in (None, "none"):
-            raise ConfigError(f"{field}: {adapter['source']} trains biases, which vLLM lacks")
+            raise ConfigError(f"{field}: {adapter['source']} trains biases, unsupported by vLLM")
         _check_tensors(field, request.name, adapter, text)
         base = str(said.get("base_model_name_or_path") or "")
         if base and Path(base).name != Path(request.name).name:
             log.warning(
-                "%s: %s was made for %s, and engine.model is %s; its tensors fit",
+                "%s: %s was made for %s, but engine.model is %s. Its tensors fit",
                 field,
                 adapter["source"],
                 base,
@@ -108,8 +106,11 @@ def check_adapters_fit(
 
 
 def adapter_path(adapter: Mapping[str, Any]) -> str:
-    """Return a folder on this node with the adapter as it was pinned, whatever happens to the job's
-    folder later. Raises `ConfigError` if that changed before it was copied."""
+    """Return a folder on this node with the adapter as it was pinned.
+
+    Later changes to the job's folder do not matter. Raises `ConfigError` if it changed before it
+    was copied.
+    """
     source, identity = str(adapter["source"]), str(adapter["identity"])
     if adapter.get("revision") is not None:
         from huggingface_hub import snapshot_download
@@ -127,8 +128,8 @@ def adapter_path(adapter: Mapping[str, Any]) -> str:
         listing = _listing("engine.adapters", source)
         if digest(listing) != identity:
             raise ConfigError(
-                f"the adapter {source} is another one than when the run was planned; put it "
-                "back, or begin another run"
+                f"the adapter {source} changed after the run was planned. Restore it, or choose "
+                "a new run key"
             )
         return listing
 
@@ -152,8 +153,10 @@ def _identity(field: str, source: str) -> str:
 
 
 def _listing(field: str, source: str) -> bytes:
-    """Return the listing of an adapter's two files: with the SHA-256 of each for a local folder,
-    with size and ETag on S3."""
+    """Return the listing of an adapter's two files.
+
+    With the SHA-256 of each for a local folder, with size and ETag on S3.
+    """
     store = _store(field, source)
     if is_remote(source):
         files = [[f.path, f.size, f.etag] for f in store.list() if f.path in ADAPTER_FILES]
@@ -163,13 +166,13 @@ def _listing(field: str, source: str) -> bytes:
 
 def _store(field: str, source: str) -> Store:
     if not is_remote(source) and not Path(source).is_dir():
-        raise ConfigError(f"{field}: {source!r} is no folder here and no Hugging Face name")
+        raise ConfigError(f"{field}: {source!r} is neither a local folder nor a Hugging Face name")
     store = open_store(source)
     there = {file.path for file in store.list()}
     missing = [name for name in ADAPTER_FILES if name not in there]
     if missing:
         raise ConfigError(
-            f"{field}: {source} holds no {missing[0]}, so it is no LoRA adapter as peft writes it"
+            f"{field}: {source} has no {missing[0]}, so it is not a LoRA adapter of peft"
         )
     return store
 
@@ -186,10 +189,10 @@ def _config(field: str, adapter: Mapping[str, Any]) -> dict[str, Any]:
             value = json.loads(_store(field, source).read(ADAPTER_CONFIG, models.MAX_CONFIG_BYTES))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{field}: {ADAPTER_CONFIG} of {source} is not readable: {error}"
+            f"{field}: {ADAPTER_CONFIG} of {source} cannot be read: {error}"
         ) from None
     if not isinstance(value, dict) or value.get("peft_type", "LORA") != "LORA":
-        raise ConfigError(f"{field}: {ADAPTER_CONFIG} of {source} is of no LoRA adapter")
+        raise ConfigError(f"{field}: {ADAPTER_CONFIG} of {source} does not describe a LoRA adapter")
     return value
 
 
@@ -197,7 +200,7 @@ def _rank(field: str, config: Mapping[str, Any]) -> int:
     found = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
     ranks = [rank for rank in found if isinstance(rank, int) and 0 < rank <= RANKS[-1]]
     if len(ranks) < len(found):
-        raise ConfigError(f"{field}: its rank r must be a whole number from 1 to {RANKS[-1]}")
+        raise ConfigError(f"{field}: its rank r must be an integer from 1 to {RANKS[-1]}")
     return max(ranks)
 
 
@@ -209,7 +212,7 @@ def _check_tensors(
         wrong = _misfit(name, shape, config)
         if wrong:
             raise ConfigError(
-                f"{field}: {adapter['source']} was made for another model than {model}: {wrong}"
+                f"{field}: {adapter['source']} does not fit the model {model}: {wrong}"
             )
 
 
@@ -233,11 +236,10 @@ def _shapes(field: str, adapter: Mapping[str, Any]) -> dict[str, list[int]]:
     except OSError as error:
         if getattr(getattr(error, "response", None), "status_code", None) == 404:
             raise ConfigError(
-                f"{field}: {source} holds no {ADAPTER_WEIGHTS}, so it is no LoRA adapter as peft "
-                "writes it"
+                f"{field}: {source} has no {ADAPTER_WEIGHTS}, so it is not a LoRA adapter of peft"
             ) from None
         raise ConfigError(
-            f"{field}: {ADAPTER_WEIGHTS} of {source} is not readable: {error}"
+            f"{field}: {ADAPTER_WEIGHTS} of {source} cannot be read: {error}"
         ) from None
     return {name: list(tensor.shape) for name, tensor in found.tensors.items()}
 
@@ -252,7 +254,9 @@ def _header(field: str, source: str, stream: BinaryIO) -> dict[str, list[int]]:
 
 
 def _no_tensors(field: str, source: str) -> ConfigError:
-    return ConfigError(f"{field}: {source}/{ADAPTER_WEIGHTS} is no safetensors file; copy it again")
+    return ConfigError(
+        f"{field}: {source}/{ADAPTER_WEIGHTS} is not a safetensors file. Copy it again"
+    )
 
 
 def _misfit(name: str, shape: list[int], config: Mapping[str, Any]) -> str:
@@ -260,7 +264,7 @@ def _misfit(name: str, shape: list[int], config: Mapping[str, Any]) -> str:
     layers = config.get("num_hidden_layers")
     layer = re.search(r"\.layers\.(\d+)\.", name)
     if layer and isinstance(layers, int) and int(layer[1]) >= layers:
-        return f"it changes layer {layer[1]}, and the model has {layers}"
+        return f"it changes layer {layer[1]}, but the model has {layers} layers"
     sides = {
         **{(part, "lora_A"): "hidden_size" for part in FROM_HIDDEN},
         ("down_proj", "lora_A"): "intermediate_size",
@@ -273,5 +277,5 @@ def _misfit(name: str, shape: list[int], config: Mapping[str, Any]) -> str:
         if f".{part}.{side}." in name and "expert" not in name:
             size, found = config.get(said), shape[1 if side == "lora_A" else 0]
             if isinstance(size, int) and found != size:
-                return f"{name} is for {said} {found}, and the model's is {size}"
+                return f"{name} needs {said} {found}, but the model has {size}"
     return ""

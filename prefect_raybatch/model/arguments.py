@@ -11,8 +11,9 @@ USABLE = 0.92  # of a GPU, for its engines together; the rest is the driver's an
 
 @dataclass(frozen=True, kw_only=True)
 class EngineArguments:
-    """All arguments of an engine except its model. `max_model_len` is None for the model's own
-    length.
+    """All arguments of an engine except its model.
+
+    `max_model_len` is None for the model's own length.
 
     `more` are arguments that this package does not choose: the job's, as written.
     """

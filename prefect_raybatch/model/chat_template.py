@@ -1,5 +1,4 @@
-"""Reads a job's chat template at planning time, and checks whether it, or the model's own, supports
-what the job asks for."""
+"""Check at planning time that the chat template supports what the job passes to it."""
 
 from __future__ import annotations
 
@@ -37,9 +36,11 @@ def template_text(given: str) -> str:
 
 
 def check_template(prompt: PromptSpec, request: ModelRequest, model: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if the chat template, the job's or the model's, does not support what the
-    job passes to it. `model` is the result of `pinned.pin`; of a model that is not in a folder,
-    nothing is known here."""
+    """Raise `ConfigError` if the chat template does not support what the job passes to it.
+
+    The template is the job's or the model's. `model` is the result of `pinned.pin`; of a model that
+    is not in a folder, nothing is known here.
+    """
     fields = needing(prompt)
     where = "prompt.chat_template"
     text = prompt.chat_template
@@ -59,13 +60,14 @@ def check_template(prompt: PromptSpec, request: ModelRequest, model: Mapping[str
     for name in prompt.chat_template_kwargs:
         if name not in names:
             raise ConfigError(
-                f"prompt.chat_template_kwargs: {where} knows no {name!r}{nearest(name, names)}"
+                f"prompt.chat_template_kwargs: {where} has no variable {name!r}"
+                f"{nearest(name, names)}"
             )
     for name, given in (("tools", prompt.tools), ("documents", prompt.documents)):
         if given and name not in names:
             raise ConfigError(
-                f"prompt.{name}: {where} takes no {name}, so they would be lost; set "
-                "prompt.chat_template to one that does, or another model"
+                f"prompt.{name}: {where} ignores {name}. Set prompt.chat_template to one that "
+                "uses them, or choose another model"
             )
 
 
@@ -91,11 +93,11 @@ def _check_ends(text: str, where: str, prompt: PromptSpec) -> None:
         within(TEMPLATE_SECONDS, render, stop=True)
     except TimeoutError:
         raise ConfigError(
-            f"{where}: a prompt of two short messages takes it over {TEMPLATE_SECONDS:g} s; a chat "
-            "template loops over messages alone: remove the other loops"
+            f"{where}: two short messages take over {TEMPLATE_SECONDS:g} s to render. Remove all "
+            "loops except those over messages"
         ) from None
     except TemplateTooLarge as error:
-        raise ConfigError(f"{where}: {error}; a chat template makes a short text") from None
+        raise ConfigError(f"{where}: {error}. A chat template must make a short text") from None
     except (jinja2.TemplateError, ArithmeticError, TypeError, ValueError, LookupError, MemoryError):
         return  # a row's own fault, or a function of transformers that is not here
     except (AttributeError, RecursionError):
@@ -117,8 +119,8 @@ def needing(prompt: PromptSpec) -> tuple[str, ...]:
 def no_template(fields: tuple[str, ...], model: str) -> str:
     """Return the message for a model without a chat template that `fields` need."""
     return (
-        f"{fields[0]}: {model} has no chat template, which alone says how messages become a "
-        "prompt; set prompt.chat_template to a Jinja file or text"
+        f"{fields[0]}: {model} has no chat template, which this field needs. Set "
+        "prompt.chat_template to a Jinja file or text"
     )
 
 
@@ -131,23 +133,21 @@ def _read(name: str) -> str:
             data = read_regular_file(join(name), MAX_TEMPLATE_BYTES + 1)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"prompt.chat_template: {name!r} cannot be read ({error}); name a Jinja file, or write "
+            f"prompt.chat_template: {name!r} cannot be read ({error}). Name a Jinja file, or write "
             "the template's text"
         ) from None
     if len(data) > MAX_TEMPLATE_BYTES:
         raise ConfigError(
-            f"prompt.chat_template: {name!r} has more than {MAX_TEMPLATE_BYTES:,} bytes; a chat "
-            "template is a short text"
+            f"prompt.chat_template: {name!r} has more than {MAX_TEMPLATE_BYTES:,} bytes. Shorten it"
         )
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"prompt.chat_template: {name!r} is no text: {error}") from None
+        raise ConfigError(f"prompt.chat_template: {name!r} is not UTF-8 text: {error}") from None
 
 
 def _of_model(prompt: PromptSpec, request: ModelRequest, model: Mapping[str, Any]) -> str | None:
-    """Return the model's own chat template; "" if its files have none, None if they are not
-    here."""
+    """Return the model's chat template; "" if it has none, None if its files are elsewhere."""
     extra, source = request.given, str(model["source"])
     if extra.get("tokenizer"):
         if is_remote(extra["tokenizer"]) or not Path(extra["tokenizer"]).is_dir():
@@ -163,8 +163,7 @@ def _of_model(prompt: PromptSpec, request: ModelRequest, model: Mapping[str, Any
 
 
 def _of_processor(store: Store) -> str | None:
-    """Return the chat template that a model's image processor has in addition to its
-    tokenizer's."""
+    """Return the chat template of a model's image processor, which is not its tokenizer's."""
     try:
         value = json.loads(store.read("chat_template.json", MAX_TEMPLATE_BYTES))
         text = value["chat_template"]
@@ -217,8 +216,7 @@ def _parsed(text: str, where: str) -> jinja2.nodes.Template:
         return _environment().parse(text)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
-            f"{where}: no chat template: line {error.lineno}: {error.message}; it is written in "
-            "Jinja, as those of models are"
+            f"{where}: not a valid Jinja template: line {error.lineno}: {error.message}"
         ) from None
 
 
@@ -227,8 +225,7 @@ class TemplateTooLarge(Exception):
 
 
 def _bounded_operation(operator: str, left: Any, right: Any) -> None:
-    """Raise `TemplateTooLarge` before a power or a repetition that no time limit could
-    interrupt."""
+    """Raise `TemplateTooLarge` before a power or repetition that no timeout could interrupt."""
     if operator == "**":
         too_large = isinstance(right, (int, float)) and abs(right) > MOST_EXPONENT
     else:
@@ -240,12 +237,15 @@ def _bounded_operation(operator: str, left: Any, right: Any) -> None:
             for value, times in pairs
         )
     if too_large:
-        raise TemplateTooLarge(f"its operation {operator} makes too large a value")
+        raise TemplateTooLarge(f"the operation {operator} makes too large a value")
 
 
 def _environment(checked: bool = False) -> jinja2.Environment:
-    """Return an environment that renders as transformers does: sandboxed, with loop controls and
-    its generation tag. `checked`: operations that make large values raise `TemplateTooLarge`."""
+    """Return an environment that renders as transformers does.
+
+    It is sandboxed, with loop controls and the generation tag. `checked`: operations that make
+    large values raise `TemplateTooLarge`.
+    """
     from jinja2 import nodes, parser
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment

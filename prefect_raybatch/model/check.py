@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.model import adapters, media, tasks
+from prefect_raybatch.job.vllm import fields as vllm_fields
+from prefect_raybatch.model import adapters, tasks
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.context import longest_context, own_context, text_part
 from prefect_raybatch.spec.engine import ModelRequest
-from prefect_raybatch.spec.request import SamplingSpec
+from prefect_raybatch.spec.request import ImageSpec, SamplingSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.storage import Store, is_remote
 
@@ -33,18 +34,18 @@ TOKENIZER = (
 
 
 def check(spec: RunSpec, model: Mapping[str, Any], files: bool = True) -> None:
-    """Raise `ConfigError` for a model that cannot do the run's task, does not take its images,
-    lacks weights or tokenizer, has truncated files, has no room for the answer in its context, or
-    lacks the token ids of sampling fields.
+    """Raise `ConfigError` for a model that cannot do what the run asks of it.
 
-    `model` is the result of `pinned.pin`. For a Hugging Face name, and for any model without
-    `files` (as for an imagined cluster), only config.json is checked.
+    It must do the task, take the images, have weights, tokenizer and complete files, room for the
+    answer in its context, and the token ids of sampling fields. `model` is the result of
+    `pinned.pin`. For a Hugging Face name, and for any model without `files` (as for an imagined
+    cluster), only config.json is checked.
     """
     request, source = spec.engine.model, str(model["source"])
     config, _ = models.read_config(model)
     tasks.check_can(request, source, config, spec.prompt.paired)
     if spec.prompt.images is not None:
-        media.check_takes(request, spec.prompt.images, source, config)
+        check_images(request, spec.prompt.images, source, config)
     _check_length(request, config)
     if not request.pools:
         _check_room(request, spec.sampling.max_tokens, config)
@@ -57,6 +58,35 @@ def check(spec: RunSpec, model: Mapping[str, Any], files: bool = True) -> None:
         _check_files(request, source, models.store_of(model))
 
 
+def check_images(
+    request: ModelRequest, images: ImageSpec, source: str, config: Mapping[str, Any]
+) -> None:
+    """Raise `ConfigError` for a model that accepts no images, or fewer than a row may have.
+
+    Passes a model that the installed vLLM does not know.
+    """
+    names = tasks.architectures(tasks.overridden(request, config))
+    shown = f"engine.model: {source} is {', '.join(names)}, which accepts"
+    if any(name in (vllm_fields.text_models() or ()) for name in names):
+        raise ConfigError(
+            f"{shown} only text, but prompt.images sends images. Name a model that accepts them, "
+            "such as Qwen2.5-VL, or remove prompt.images"
+        )
+    limits = vllm_fields.media_limits(names[0]) if names else None
+    if limits is None:
+        return
+    if "image" not in limits:
+        raise ConfigError(
+            f"{shown} {' and '.join(sorted(limits)) or 'no media'}, but no images. Name another"
+        )
+    most = limits["image"]
+    if most is not None and images.most > most:
+        raise ConfigError(
+            f"{shown} {most} image{'s' if most > 1 else ''} a request, but prompt.images.per_row "
+            f"is {images.most}. Lower it, or name a model that accepts more"
+        )
+
+
 def _check_room(request: ModelRequest, max_tokens: int, config: Mapping[str, Any]) -> None:
     if request.context_auto:  # follows from the rows and leaves room for the answer
         return
@@ -67,16 +97,15 @@ def _check_room(request: ModelRequest, max_tokens: int, config: Mapping[str, Any
         return
     if max_tokens >= context:
         raise ConfigError(
-            f"sampling.max_tokens: {max_tokens:,} leave no room for a prompt, as prompt "
-            f"and answer together have {context:,} tokens ({said}); lower it"
+            f"sampling.max_tokens: {max_tokens:,} leaves no room for a prompt, since prompt "
+            f"and answer together have {context:,} tokens ({said}). Lower it"
         )
 
 
 def _check_vocabulary(
     request: ModelRequest, sampling: SamplingSpec, config: Mapping[str, Any]
 ) -> None:
-    """Raise `ConfigError` for token ids outside the vocabulary, with which vLLM rejects every
-    row."""
+    """Raise `ConfigError` for token ids outside the vocabulary: vLLM would reject every row."""
     tokens = text_part(config).get("vocab_size")
     if not isinstance(tokens, int) or "hf_overrides" in request.given:
         return
@@ -85,8 +114,8 @@ def _check_vocabulary(
         outside = [token for token in ids if not 0 <= token < tokens]
         if outside:
             raise ConfigError(
-                f"sampling.{name}: the model has no token {outside[0]:,}; its ids go from 0 to "
-                f"{tokens - 1:,} (vocab_size of its config.json)"
+                f"sampling.{name}: the model has no token {outside[0]:,}. Its ids go from 0 to "
+                f"{tokens - 1:,} (vocab_size in config.json)"
             )
 
 
@@ -99,7 +128,7 @@ def _check_length(request: ModelRequest, config: Mapping[str, Any]) -> None:
     if longest is not None and request.context > longest and allowed in ("", "0"):
         raise ConfigError(
             f"engine.max_model_len: {request.context:,} is more than the {longest:,} tokens that "
-            "the model takes by its config.json; lower it, or leave it out for all that it takes"
+            "the model supports (config.json). Lower it, or remove it to use the model's maximum"
         )
 
 
@@ -110,8 +139,8 @@ def _check_files(request: ModelRequest, source: str, store: Store) -> None:
     if extra.get("load_format") in FROM_FILES:
         if not weights:
             raise ConfigError(
-                f"engine.model: {source} holds no weights (no file ends in "
-                f"{', '.join(models.WEIGHTS)}); copy them there, or name another model"
+                f"engine.model: {source} has no weights (no file ends in "
+                f"{', '.join(models.WEIGHTS)}). Copy them there, or name another model"
             )
         _check_index(source, store, sizes)
         for name in sorted(weights):
@@ -121,7 +150,7 @@ def _check_files(request: ModelRequest, source: str, store: Store) -> None:
     gguf = any(name.endswith(".gguf") for name in weights)  # holds its tokenizer itself
     if own and not gguf and not any(_is_tokenizer(name) for name in sizes):
         raise ConfigError(
-            f"engine.model: {source} holds no tokenizer ({', '.join(TOKENIZER)}); copy it there, "
+            f"engine.model: {source} has no tokenizer ({', '.join(TOKENIZER)}). Copy it there, "
             "or name one in engine.tokenizer"
         )
 
@@ -137,14 +166,12 @@ def _check_index(source: str, store: Store, sizes: Mapping[str, int]) -> None:
         index = json.loads(store.read(INDEX, MAX_INDEX_BYTES))
         files = sorted({str(file) for file in index["weight_map"].values()})
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise ConfigError(
-            f"engine.model: {source}/{INDEX} is not readable; copy it again"
-        ) from None
+        raise ConfigError(f"engine.model: {source}/{INDEX} cannot be read. Copy it again") from None
     missing = [file for file in files if file not in sizes]
     if missing:
         raise ConfigError(
             f"engine.model: {source} lacks {len(missing)} of the {len(files)} weight files that "
-            f"{INDEX} names, the first {missing[0]}; copy the model again"
+            f"{INDEX} names, such as {missing[0]}. Copy the model again"
         )
 
 
@@ -154,13 +181,13 @@ def _check_safetensors(where: str, store: Store, name: str, size: int) -> None:
         said = _safetensors_bytes(stream)
     if said is None:
         raise ConfigError(
-            f"engine.model: {where} is no safetensors file (perhaps a pointer of Git LFS, or cut "
-            "off); copy it again"
+            f"engine.model: {where} is not a safetensors file (it may be a Git LFS pointer, or "
+            "truncated). Copy it again"
         )
     if said != size:
         raise ConfigError(
-            f"engine.model: {where} has {size:,} bytes where its header says {said:,}: it was cut "
-            "off or changed; copy it again"
+            f"engine.model: {where} has {size:,} bytes, but its header says {said:,}: it was "
+            "truncated or changed. Copy it again"
         )
 
 

@@ -20,8 +20,7 @@ ORIGINAL = "original_max_position_embeddings"
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the text model, which multimodal models nest in theirs; that of a text
-    model as it is."""
+    """Return the config of the text model, which multimodal models nest in theirs."""
     nested = config.get("text_config")
     return {**config, **nested} if isinstance(nested, Mapping) else config
 
@@ -37,8 +36,7 @@ def own_context(config: Mapping[str, Any]) -> int | None:
 
 
 def longest_context(config: Mapping[str, Any]) -> int | None:
-    """Return the longest context, in tokens, that an engine accepts; None if config.json does not
-    tell."""
+    """Return the longest context (tokens) an engine accepts; None if config.json has none."""
     text = text_part(config)
     whole = text.get(ALONE_COUNTS)
     known = [whole] if _is_length(whole) else [text.get(name) for name in LENGTHS]

@@ -27,13 +27,16 @@ _METHODS = {"fp8": 8, "modelopt": 8, "mxfp4": 4.25, "awq": 4.2, "gptq": 4.2, "bi
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a model. Parameters in all, and those that a token passes through; bytes of weights
-    as loaded; bytes of KV cache per token (`kv_full` in layers that keep all tokens, `kv_window` in
-    layers that keep the last `window`); the quantities that activations follow from; bytes that
-    vLLM reserves for LoRA adapters (`adapters_whole` on each GPU of a stage, `adapters_split` over
-    them). `attention`: FLOPs of a token for each token that it attends to, in layers that keep all
+    """Sizes of a model.
+
+    Parameters in all, and those that a token passes through; bytes of weights as loaded; bytes of
+    KV cache per token (`kv_full` in layers that keep all tokens, `kv_window` in layers that keep
+    the last `window`); the quantities that activations follow from; bytes that vLLM reserves for
+    LoRA adapters (`adapters_whole` on each GPU of a stage, `adapters_split` over them).
+    `attention`: FLOPs of a token for each token that it attends to, in layers that keep all
     (`attention_window`: in the others). `looked_up`: bytes of embeddings, of which a step reads one
-    row per token. `fp8`: weights and activations are multiplied as fp8."""
+    row per token. `fp8`: weights and activations are multiplied as fp8.
+    """
 
     params: float
     active: float
@@ -64,8 +67,11 @@ class Model:
         return math.ceil(whole / min(tensor, self.kv_heads) / pipeline)
 
     def working(self, batched: int, seqs: int, fixed: int = FIXED, tensor: int = 1) -> int:
-        """Return the bytes of a step on one of `tensor` GPUs: activations of `batched` tokens,
-        logits of `seqs` rows in float32 (three copies while sampling), and the fixed part."""
+        """Return the bytes of a step on one of `tensor` GPUs.
+
+        Activations of `batched` tokens, logits of `seqs` rows in float32 (three copies while
+        sampling), and the fixed part.
+        """
         width = 4 * self.hidden + 3 * self.intermediate / tensor
         return int(batched * width * 2 + 3 * 4 * seqs * self.vocab / tensor + fixed)
 
@@ -100,23 +106,13 @@ class Precision:
 def describe(
     config: Mapping[str, Any], arguments: Mapping[str, Any], stored: int | None = None
 ) -> Model:
-    """Return the sizes of a model from its config.json, the engine's arguments (of which its
-    `Precision` counts) and the bytes of its weight files, if there are any.
+    """Return the sizes of a model from its config.json.
 
-    Raises `ConfigError` for a config that lacks them.
+    `arguments` are the engine's, of which the `Precision` counts; `stored` the bytes of the weight
+    files. Raises `ConfigError` for a config that lacks them.
     """
     text = text_part(config)
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    missing = [name for name in names if not text.get(name)]
-    if not (text.get("intermediate_size") or text.get("moe_intermediate_size")):
-        missing.append("intermediate_size")
-    if any(name.startswith(("mamba_", "ssm_")) for name in text):
-        missing.append("plain attention layers")
-    if missing:
-        raise ConfigError(
-            f"engine.model: config.json has no {', '.join(missing)}, so its memory cannot be "
-            "estimated; set engine.kv_cache_memory_bytes"
-        )
+    _check_sizes(text)
     heads = text["num_attention_heads"]
     layers, embeddings, active = _parameters(text)
     precision = Precision.of(arguments)
@@ -150,9 +146,23 @@ def describe(
     )
 
 
+def _check_sizes(text: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a config from which no memory can be estimated."""
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    missing = [name for name in names if not text.get(name)]
+    if not (text.get("intermediate_size") or text.get("moe_intermediate_size")):
+        missing.append("intermediate_size")
+    if any(name.startswith(("mamba_", "ssm_")) for name in text):
+        missing.append("plain attention layers")
+    if missing:
+        raise ConfigError(
+            f"engine.model: config.json has no {', '.join(missing)}, so its memory cannot be "
+            "estimated. Set engine.kv_cache_memory_bytes"
+        )
+
+
 def share(model: Model, arguments: EngineArguments, gpu_bytes: int, engines: int) -> Estimate:
-    """Return what each of `engines` takes on a GPU of `gpu_bytes`; raise `ConfigError` if it does
-    not fit.
+    """Return the memory of each of `engines` on a GPU; raise `ConfigError` if it does not fit.
 
     `gpu_memory_utilization` is the share of the GPU that they take together.
     """
@@ -164,8 +174,8 @@ def share(model: Model, arguments: EngineArguments, gpu_bytes: int, engines: int
         room = f", {gib(adapters)} for adapters" if adapters else ""
         raise ConfigError(
             f"engine.engines_per_gpu: {engines} engines do not fit on a GPU of {gib(gpu_bytes)}: "
-            f"each takes {gib(model.weights)} of weights{room} and {gib(working)} to work with, of "
-            f"its share of {gib(own)}; lower engine.engines_per_gpu or "
+            f"each needs {gib(model.weights)} for weights{room} and {gib(working)} of working "
+            f"memory, but its share is {gib(own)}. Lower engine.engines_per_gpu or "
             "engine.max_num_batched_tokens"
         )
     return Estimate(model.weights, working, left)
@@ -174,8 +184,10 @@ def share(model: Model, arguments: EngineArguments, gpu_bytes: int, engines: int
 def packed(
     model: Model, arguments: EngineArguments, gpu_bytes: int, engines: int
 ) -> dict[str, Any]:
-    """Return the engine arguments that keep each of `engines` to its share of a GPU. A
-    `kv_cache_memory_bytes` in the job is per engine, and wins."""
+    """Return the engine arguments that keep each of `engines` to its share of a GPU.
+
+    A `kv_cache_memory_bytes` in the job is per engine, and wins.
+    """
     cache = arguments.kv_cache_bytes or share(model, arguments, gpu_bytes, engines).kv_cache
     return {
         # vLLM refuses to start with less than this free, also when the others are there already.
@@ -223,9 +235,11 @@ def _parameters(text: Mapping[str, Any]) -> tuple[float, float, float]:
 
 
 def _adapters(text: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the bytes that vLLM reserves for LoRA adapters when it starts (on each GPU that shares
-    a layer, split over those GPUs): for `max_loras` adapters, both matrices of every linear layer
-    and of the embeddings at `max_lora_rank`, whatever an adapter really has."""
+    """Return the bytes for LoRA adapters (on each GPU of a layer, split over those GPUs).
+
+    vLLM reserves them when it starts: for `max_loras` adapters, both matrices of every linear layer
+    and of the embeddings at `max_lora_rank`, whatever an adapter really has.
+    """
     if not arguments.get("enable_lora"):
         return 0, 0
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
@@ -258,8 +272,7 @@ def _attention(text: Mapping[str, Any]) -> float:
 
 
 def _layers(text: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the KV cache values per token in layers that keep all tokens, and in those with a
-    window."""
+    """Return the KV cache values per token in layers that keep all tokens, and with a window."""
     heads = text["num_attention_heads"]
     size = text.get("head_dim") or text["hidden_size"] // heads
     one = 2 * (text.get("num_key_value_heads") or heads) * size
@@ -277,9 +290,11 @@ def _kinds(text: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _attended(text: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the multiplications of a token for each token that it attends to (queries with keys,
-    weights with values, over all heads) in layers that keep all tokens, and in those with a
-    window."""
+    """Return the multiplications of a token for each token that it attends to.
+
+    Queries with keys and weights with values, over all heads, in layers that keep all tokens, and
+    in those with a window.
+    """
     heads = text["num_attention_heads"]
     size = text.get("head_dim") or text["hidden_size"] // heads
     one = 2 * heads * size
@@ -329,8 +344,7 @@ def _dtype(text: Mapping[str, Any]) -> str:
 
 
 def _loaded_bytes(text: Mapping[str, Any], precision: Precision) -> int:
-    """Return the bytes per weight as vLLM loads it: float32 is halved unless the job asks for
-    it."""
+    """Return the bytes per weight as vLLM loads it; float32 is halved unless the job sets it."""
     if precision.dtype != "auto":
         return _BYTES.get(precision.dtype, 2)
     return min(_BYTES.get(_dtype(text), 2), 2)

@@ -41,26 +41,25 @@ def pin(request: ModelRequest) -> dict[str, Any]:
     if Path(source).exists():
         path = Path(source).resolve()
         if not (path / "config.json").exists():
-            raise ConfigError(f"engine.model: {source} holds no config.json, so it is no model")
+            raise ConfigError(f"engine.model: {source} has no config.json, so it is not a model")
         return {"source": str(path), "revision": None, "identity": _folder(path)}
     if source.startswith((".", "/", "~")) or source.count("/") != 1:
         raise ConfigError(
-            f"engine.model: {source!r} is no folder here and no Hugging Face name (owner/name)"
+            f"engine.model: {source!r} is neither a local folder nor a Hugging Face name "
+            "(owner/name)"
         )
     revision = hub_commit(source, request.revision)
     return {"source": source, "revision": revision, "identity": f"{source}@{revision}"}
 
 
 def cpu_dtype(request: ModelRequest) -> str | None:
-    """Return the dtype for computing on a CPU; None to leave it to vLLM, which takes the stored
-    dtype."""
+    """Return the dtype on a CPU; None if vLLM is to take the stored one."""
     said = request.given.get("dtype")
     return said or (demo.CPU_DTYPE if request.name == DEMO else None)
 
 
 def local_path(model: dict[str, Any]) -> str:
-    """Return what to pass to vLLM and transformers on this node; an s3:// model is downloaded here
-    once."""
+    """Return what vLLM and transformers load on this node; downloads an s3:// model once."""
     source = str(model["source"])
     if source == DEMO:
         return demo.demo_model_path()
@@ -89,8 +88,7 @@ def with_tokenizer(model: Mapping[str, Any], request: ModelRequest) -> dict[str,
 
 
 def read_config(model: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
-    """Return (config.json, bytes of the weight files or None) of a model, without downloading its
-    weights.
+    """Return (config.json, bytes of the weight files or None) without downloading weights.
 
     Raises `ConfigError` if its config.json is not available from here.
     """
@@ -108,7 +106,7 @@ def read_config(model: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
         return _object(data), _weight_bytes(sizes)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"engine.model: config.json of {source} is not readable: {error}"
+            f"engine.model: config.json of {source} cannot be read: {error}"
         ) from None
 
 
@@ -150,8 +148,7 @@ def _hub_config(name: str, revision: str | None) -> tuple[dict[str, Any], int | 
 
 
 def context_length(path: str) -> int | None:
-    """Return the context length of the model at a local path; None if its config.json does not
-    tell."""
+    """Return the context length of the model at a local path; None if it is not recorded."""
     try:
         config = json.loads(read_regular_file(Path(path) / "config.json", MAX_CONFIG_BYTES))
     except (OSError, ValueError):
@@ -160,12 +157,14 @@ def context_length(path: str) -> int | None:
 
 
 def own_length(model: Mapping[str, Any]) -> int | None:
-    """Return the default context length of a pinned model, without downloading its weights; None if
-    its config.json is not available from here or does not tell."""
+    """Return the default context length of a pinned model; None if it is unknown here.
+
+    Does not download the weights.
+    """
     try:
         return own_context(read_config(model)[0])
     except ConfigError as error:
-        log.info("how many tokens %s takes is not known: %s", model["source"], error)
+        log.info("The context length of %s is unknown: %s", model["source"], error)
         return None
 
 
@@ -183,7 +182,7 @@ def _folder(path: Path) -> str:
 def _remote(source: str) -> str:
     files = list(open_store(source).list())
     if not any(file.path == "config.json" for file in files):
-        raise ConfigError(f"engine.model: {source} holds no config.json, so it is no model")
+        raise ConfigError(f"engine.model: {source} has no config.json, so it is not a model")
     return digest(_listing(files))
 
 
@@ -205,7 +204,7 @@ def hub_commit(
             if isinstance(error, HfHubHTTPError) and status in (401, 403, 404):
                 raise ConfigError(
                     f"{field}: Hugging Face answers {status} for {name!r}"
-                    f"{f' at revision {revision!r}' if revision else ''}; check the name, the "
+                    f"{f' at revision {revision!r}' if revision else ''}. Check the name, the "
                     "revision and HF_TOKEN"
                 ) from None
             if not _is_network(error):
@@ -215,14 +214,14 @@ def hub_commit(
         cached = hf_hub_download(name, file, revision=revision, local_files_only=True)
     except (LocalEntryNotFoundError, OSError):
         raise ConfigError(
-            f"{field}: {name!r} cannot be reached at Hugging Face ({trouble}) and is not in "
-            "the local cache; check the network, or give a local folder or an s3:// one"
+            f"{field}: Hugging Face cannot be reached for {name!r} ({trouble}), which is not in "
+            "the local cache. Check the network, or name a local or s3:// folder"
         ) from None
     commit = Path(cached).parent.name
     if not HF_HUB_OFFLINE:
         log.warning(
-            "%s: Hugging Face cannot be reached (%s); %s is taken from the local cache, "
-            "at revision %s",
+            "%s: Hugging Face cannot be reached (%s). Using %s from the local cache, at "
+            "revision %s",
             field,
             trouble,
             name,
@@ -232,15 +231,20 @@ def hub_commit(
 
 
 def _is_network(error: BaseException) -> bool:
-    """Return whether the error says that nobody answers. The hub's HTTP client raises its own
-    errors, which are no OSErrors, and is another library in other versions."""
+    """Return whether the error says that nobody answers.
+
+    The hub's HTTP client raises its own errors, which are no OSErrors, and is another library in
+    other versions.
+    """
     own = (kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("http"))
     return isinstance(error, OSError) or "TransportError" in own
 
 
 def _fetch(source: str, identity: str) -> str:
-    """Return the folder on this node with the files of an s3:// model. Raise `ConfigError` if they
-    differ from those that the plan pins."""
+    """Return the folder on this node with the files of an s3:// model.
+
+    Raise `ConfigError` if they differ from those that the plan pins.
+    """
 
     def fetch(folder: Path) -> bytes:
         store = open_store(source)
@@ -248,8 +252,8 @@ def _fetch(source: str, identity: str) -> str:
         listing = _listing(files)
         if digest(listing) != identity:
             raise ConfigError(
-                f"engine.model: {source} has other files than when the run was planned; put them "
-                "back, or start a new run key"
+                f"engine.model: the files of {source} changed after the run was planned. Restore "
+                "them, or choose a new run key"
             )
         _download(store, files, folder)
         return listing
@@ -265,7 +269,7 @@ def _download(store: Store, files: Iterable[FileInfo], folder: Path) -> None:
     for info in files:
         path = folder / info.path
         if ".." in path.parts or not path.is_relative_to(folder):
-            raise ConfigError(f"engine.model: {store.uri} holds a file {info.path!r}; rename it")
+            raise ConfigError(f"engine.model: {store.uri} has a file {info.path!r}. Rename it")
         path.parent.mkdir(parents=True, exist_ok=True)
         with store.open(info.path) as stream, path.open("wb") as out:
             while chunk := stream.read(16 << 20):

@@ -35,18 +35,22 @@ def architectures(config: Mapping[str, Any]) -> list[str]:
 
 
 def asked(request: ModelRequest, config: Mapping[str, Any]) -> PoolingTask:
-    """Return vLLM's task for a pooling job: a score comes from a classifier of pairs, or is the
-    cosine of two vectors."""
+    """Return vLLM's task for a pooling job.
+
+    A score comes from a classifier of pairs, or is the cosine of two vectors.
+    """
     if request.task != "score":
         return "classify" if request.task == "classify" else "embed"
     return "classify" if _classifies(request, overridden(request, config)) else "embed"
 
 
 def labels(request: ModelRequest, config: Mapping[str, Any]) -> list[str]:
-    """Return the names of the model's labels in the order of their ids. As in transformers, unnamed
-    labels are LABEL_0 and so on, and there are two if nothing is said. For a generating model that
-    `classifier_from_token` makes a classifier, they are these tokens; of two of them vLLM makes one
-    score."""
+    """Return the names of the model's labels in the order of their ids.
+
+    As in transformers, unnamed labels are LABEL_0 and so on, and there are two if nothing is said.
+    For a generating model that `classifier_from_token` makes a classifier, they are these tokens;
+    of two of them vLLM makes one score.
+    """
     config = overridden(request, config)
     tokens, method = config.get("classifier_from_token"), config.get("method")
     if isinstance(tokens, list) and (config.get("is_original_qwen3_reranker") or method):
@@ -66,8 +70,10 @@ def labels(request: ModelRequest, config: Mapping[str, Any]) -> list[str]:
 def check_can(
     request: ModelRequest, source: str, config: Mapping[str, Any], paired: bool = True
 ) -> None:
-    """Raise `ConfigError` for a model that cannot do the job's task; `paired`: a row gives two
-    texts."""
+    """Raise `ConfigError` for a model that cannot do the job's task.
+
+    `paired`: a row gives two texts.
+    """
     config = overridden(request, config)
     if request.task == "generate":
         _check_generates(request, source, config)
@@ -75,28 +81,28 @@ def check_can(
     names = architectures(config)
     shown = f"engine.model: {source} is {', '.join(names)}, which"
     if any(name in (vllm_fields.late_models() or ()) for name in names):
-        raise ConfigError(f"{shown} gives a vector for each token; only one a row can be written")
+        raise ConfigError(f"{shown} returns a vector for each token, not one per row")
     if any(name.endswith(NOT_A_TEXT) for name in names):
         raise ConfigError(
-            f"{shown} gives a value for each token or is not asked in text; name a model that "
+            f"{shown} returns a value for each token or does not take text. Name a model that "
             f"can {request.task}"
         )
     classifies = _classifies(request, config)
     if request.task == "embed" and classifies:
         raise ConfigError(
-            f"{shown} classifies; set engine.task to classify, or to score for pairs, or name a "
+            f"{shown} classifies. Set engine.task to classify, or to score for pairs, or name a "
             "model that embeds"
         )
     if request.task == "classify":
         _check_labels(request, shown, source, config, classifies)
     if request.task == "score" and classifies and len(labels(request, config)) != 1:
         raise ConfigError(
-            f"{shown} has {len(labels(request, config))} labels, and a score is of one; set "
-            "engine.task to classify"
+            f"{shown} has {len(labels(request, config))} labels, but a score needs exactly one. "
+            "Set engine.task to classify"
         )
     if request.task == "score" and not classifies and not paired:
         raise ConfigError(
-            f"{shown} embeds, so that a score is the cosine of two texts; write the other one into "
+            f"{shown} embeds, so a score is the cosine of two texts. Write the second text into "
             "prompt.second"
         )
 
@@ -105,7 +111,7 @@ def _check_generates(request: ModelRequest, source: str, config: Mapping[str, An
     extra = request.given
     if extra.get("runner") not in (None, "auto", "generate"):
         raise ConfigError(
-            f"engine.runner: {extra['runner']!r} gives no text; leave it out, and set engine.task "
+            f"engine.runner: {extra['runner']!r} generates no text. Remove it, and set engine.task "
             "to embed, classify or score"
         )
     names = architectures(config)
@@ -117,7 +123,7 @@ def _check_generates(request: ModelRequest, source: str, config: Mapping[str, An
     ):
         raise ConfigError(
             f"engine.model: {source} is {', '.join(names)}, which embeds or classifies and "
-            "generates no text; set engine.task to what it does, or name a model that generates, "
+            "generates no text. Set engine.task to what it does, or name a model that generates, "
             "such as one ending in ForCausalLM"
         )
 
@@ -135,7 +141,7 @@ def _check_labels(
 ) -> None:
     if not classifies:
         raise ConfigError(
-            f"{shown} does not classify; name a model whose architecture ends in "
+            f"{shown} does not classify. Name a model whose architecture ends in "
             "ForSequenceClassification, or set engine.task to embed"
         )
     names = labels(request, config)
@@ -143,5 +149,5 @@ def _check_labels(
     if twice:
         raise ConfigError(
             f"engine.model: id2label in config.json of {source} has {twice[0]!r} for several "
-            "labels; name each differently there, or in engine.hf_overrides"
+            "labels. Give each its own name there, or in engine.hf_overrides"
         )

@@ -1,5 +1,4 @@
-"""Differences between a job and its run's plan: which ones a user may accept, and which nobody
-may."""
+"""Decide which differences between a job and its run's plan a user may accept."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.same_job import check_same, differing
 from prefect_raybatch.spec.run import Identity
 
-_ROWS = "it decides which rows the run has, which its plan has fixed"
-_COLUMNS = "it decides the columns of the result, which is one table"
-_KEPT = "the run goes on with what its plan holds, whatever the job says"
+_ROWS = "it decides the rows of the run, which are fixed by its plan"
+_COLUMNS = "it decides the columns of the result, which must be the same for all rows"
+_KEPT = "the run keeps the value in its plan"
 # By the beginning of a field's name; the first that fits.
 ACCEPTABLE_OUTPUT = ("output.postprocess", "output.normalize", "output.on_cut_off")
 NEVER_ACCEPTED = {
-    "name": "it is whose run this is",
+    "name": "it says which job the run belongs to",
     "source.": _ROWS,
     "retry": _ROWS,
     "output.": _COLUMNS,
@@ -44,17 +43,16 @@ def check_acceptable(
     fields: Sequence[str],
     by: str,
 ) -> tuple[Accepted, ...]:
-    """Like `check_same`, but accept the differences in `fields` (names as in its message) on behalf
-    of `by`; return the accepted differences.
+    """Accept differences in `fields` on behalf of `by`, and return them.
 
-    Raises `ConfigError` for a name that is no field and for a difference that nobody may accept,
-    and `PlanMismatch` for the remaining differences.
+    `fields` are named as in the message of `check_same`. Raises `ConfigError` for an unknown field
+    and for a difference that nobody may accept, and `PlanMismatch` for the remaining differences.
     """
     differences = differing(plan.parts, own.parts)
     known = {*FINGERPRINTED, *differing({}, plan.parts), *differing({}, own.parts)}
     for name in fields:
         if name not in known:
-            raise ConfigError(f"accept: no field is called {name!r}{nearest(name, known)}")
+            raise ConfigError(f"accept: unknown field {name!r}{nearest(name, known)}")
         if name in differences:
             _check_field(plan, name, differences[name])
     if not fields or plan.fingerprint == own.fingerprint:
@@ -70,7 +68,7 @@ def _check_field(plan: Plan, name: str, values: tuple[str, str]) -> None:
     if plan.increment is not None:
         raise ConfigError(
             f"accept: {name} cannot be accepted in a run that reuses or keeps answers: later runs "
-            "would take over answers that were made in another way. Run under another --run-key"
+            "would reuse answers made with other settings. Use another --run-key"
         )
     reason = None
     if not name.startswith(ACCEPTABLE_OUTPUT):
@@ -82,8 +80,8 @@ def _check_field(plan: Plan, name: str, values: tuple[str, str]) -> None:
         reason = _KEPT
     if reason is not None:
         raise ConfigError(
-            f"accept: {name} ({' -> '.join(values)}) cannot be accepted: {reason}. Put it back as "
-            "it was, or run under another --run-key"
+            f"accept: {name} ({' -> '.join(values)}) cannot be accepted: {reason}. Change it "
+            "back, or use another --run-key"
         )
 
 

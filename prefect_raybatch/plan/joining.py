@@ -52,8 +52,10 @@ class KeyBuckets:
             self._stack = stack.pop_all()
 
     def add(self, keys: list[bytes] | bytes, numbers: np.ndarray, exact: np.ndarray) -> None:
-        """Add 16-byte keys, the numbers of their rows or answers, and whether equal keys share one
-        answer."""
+        """Add 16-byte keys with the numbers of their rows or answers.
+
+        `exact`: equal keys share one answer.
+        """
         if not keys:
             return
         joined = keys if isinstance(keys, bytes) else b"".join(keys)
@@ -80,8 +82,9 @@ class KeyBuckets:
 
 @dataclass
 class Join:
-    """The result of a join, in the files of a folder. Use it as a context manager, which removes
-    them.
+    """The result of a join, in the files of a folder.
+
+    Use it as a context manager, which removes them.
 
     After `run`, `places` yields (kind, at) of the rows, `asks` the rows that are asked, `weights`
     how many rows wait for each of them, and `needed` which earlier answers are reused; `keys` are
@@ -123,8 +126,10 @@ class Join:
             return np.memmap(self.folder / name, kind, "w+", shape=(max(1, rows),))[:rows]
 
     def add_rows(self, start: int, keys: np.ndarray, well: np.ndarray, exact: np.ndarray) -> None:
-        """Add the keys (`PACKED_KEY`) of the rows from `start` on; rows that are not `well` make no
-        request."""
+        """Add the keys (`PACKED_KEY`) of the rows from `start` on.
+
+        Rows that are not `well` make no request.
+        """
         self.keys[start : start + len(keys)] = keys
         self.ours.add(keys[well].tobytes(), start + np.flatnonzero(well), exact[well])
 
@@ -135,8 +140,10 @@ class Join:
         self._digests.add(start)
 
     def kept_digests(self, start: int, stop: int) -> pa.ChunkedArray | None:
-        """Return the image digests of rows [start, stop), which must be whole additions; None if
-        there are none."""
+        """Return the image digests of rows [start, stop), or None without images.
+
+        The range must consist of whole additions.
+        """
         if not self._digests:
             return None
         with local_disk():
@@ -212,10 +219,11 @@ class Join:
 
 
 def joined(ours: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (row, kind, at) of the keys in `ours`: `at` is the number of the answer in `theirs`
-    that the row takes, or else the row that is asked on its behalf.
+    """Return (row, kind, at) of the keys in `ours`.
 
-    Equal keys share one answer if they are exact; otherwise the k-th row takes the k-th answer.
+    `at` is the number of the answer in `theirs` that the row takes, or else the row that is asked
+    on its behalf. Equal keys share one answer if they are exact; otherwise the k-th row takes the
+    k-th answer.
     """
     every = np.concatenate([theirs, ours])
     is_ours = np.arange(len(every)) >= len(theirs)
@@ -238,8 +246,7 @@ def joined(ours: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _numbers(flags: np.ndarray, wanted: int, out: np.ndarray) -> np.ndarray:
-    """Write to `out` the number of each flag equal to `wanted`: how many such flags come before
-    it."""
+    """Write to `out` how many flags equal to `wanted` come before each flag."""
     before = 0
     for a, b in _steps(len(flags)):
         hits = flags[a:b] == wanted

@@ -16,8 +16,10 @@ KEY_VERSION = 1  # of what a key is made of
 
 
 def keying_of(spec: RunSpec, model: Mapping[str, Any]) -> tuple[Keying, dict[str, Any]]:
-    """Return (keying, context): what makes the keys of requests, and what their context holds,
-    without secrets. `model` is the pinned model."""
+    """Return (keying, context) for requests to the pinned `model`.
+
+    The context holds what all request keys depend on, without secrets.
+    """
     parts = _context(spec, model)
     keying = Keying.under(
         context_of(parts),

@@ -1,5 +1,7 @@
-"""Makes a plan, with shards and fingerprint, from an inventory and a compiled job. Pure; imports
-neither Ray nor Prefect."""
+"""Makes a plan, with shards and fingerprint, from an inventory and a compiled job.
+
+Pure; imports neither Ray nor Prefect.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,23 @@ from prefect_raybatch.job.answer_types import columns_of
 from prefect_raybatch.job.checks import RESERVED
 from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES
 from prefect_raybatch.job.sampling import UNWRITTEN
+from prefect_raybatch.job.vllm.engine_values import wrong_values
+from prefect_raybatch.job.vllm.structured_outputs import (
+    check_backend,
+    check_form_parses,
+    check_form_shape,
+    check_labels_held,
+)
 from prefect_raybatch.ledger.many_uris import bounded_job, bounded_parts, too_many, uris_table
 from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shards_table
 from prefect_raybatch.ledger.records import QUARANTINE, InputFile, Plan, digest
-from prefect_raybatch.plan.taken_by_vllm import check_taken_by_vllm
 from prefect_raybatch.sizing.shards import choose_rows_per_shard
 from prefect_raybatch.sizing.sizes import expected_engines
-from prefect_raybatch.spec.request import PromptSpec
+from prefect_raybatch.spec.engine import ModelRequest
+from prefect_raybatch.spec.request import PromptSpec, SamplingSpec
+from prefect_raybatch.spec.result import FinishSpec, ParsingSpec
 from prefect_raybatch.spec.run import Identity, RunSpec
+from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.stages.result_columns import answer_columns
 
 if TYPE_CHECKING:
@@ -42,9 +53,11 @@ def shard_starts(rows: int, rows_per_shard: int) -> np.ndarray:
 
 
 def shard_work(starts: np.ndarray, weights: Weights) -> np.ndarray | None:
-    """Return int64[shards], the bytes of each shard's rows, from `weights`, the (rows, bytes) of
-    all rows in order; None if they are unknown, or if no shard is larger than another by a
-    quarter."""
+    """Return the bytes of each shard's rows (int64[shards]).
+
+    `weights` are the (rows, bytes) of all rows in order. None if they are unknown, or if no shard
+    is larger than another by a quarter.
+    """
     if not weights or len(starts) < 3:
         return None
     rows, sizes = np.cumsum(np.array([(0, 0), *weights], np.int64), axis=0).T
@@ -56,37 +69,83 @@ def shard_work(starts: np.ndarray, weights: Weights) -> np.ndarray | None:
 
 
 def check_against_schema(spec: RunSpec, schema: pa.Schema) -> None:
-    """Raise `ConfigError`, with field and remedy, if template or output do not fit the input's
-    columns; `spec` must be compiled for them."""
+    """Raise `ConfigError` if template or output do not fit the input's columns.
+
+    The message names field and remedy. `spec` must be compiled for these columns.
+    """
     names = list(schema.names)
-    _check_writable(spec)
+    _check_writable(spec.output.layout.file_bytes, spec.sampling)
     check_taken_by_vllm(spec)
     for name, field in spec.prompt.columns.items():
         _check_known(name, field, names)
-    _check_asked(spec, names)
+    if not _drawn_apart(spec.sampling, spec.engine.model):
+        _check_fields_used(spec.prompt, names)
     check_chat_columns(spec.prompt, schema)
     for name in spec.prompt.image_columns:
         _check_known(name, "prompt.images.columns", names)
         _check_image_column(schema.field(name))
     for name in spec.finish.columns or ():
         _check_known(name, "output.columns", names)
-    _check_result_columns(spec, names)
+    _check_result_columns(spec.finish, names, _added_columns(spec))
 
 
-def _check_writable(spec: RunSpec) -> None:
-    """Raise `ConfigError` for result files that no store takes, and for sampling fields whose
-    outcome is not written."""
-    file_mb = spec.output.layout.file_bytes >> 20
+def _check_writable(file_bytes: int, sampling: SamplingSpec) -> None:
+    """Raise `ConfigError` for too large result files and for sampling fields without output."""
+    file_mb = file_bytes >> 20
     if file_mb > MOST_FILE_MB:
         raise ConfigError(
-            f"output.file_mb: {file_mb} is more than {MOST_FILE_MB}: a file of the "
-            "result is written in one request, and stores take no larger ones; lower it"
+            f"output.file_mb: {file_mb} is more than {MOST_FILE_MB}. Result files are written in "
+            "one request, which stores limit. Lower it"
         )
     for name in UNWRITTEN:
-        if spec.sampling.fields.get(name):
+        if sampling.fields.get(name):
             raise ConfigError(
-                f"sampling.{name} is not supported: only the answer's text is written; remove it"
+                f"sampling.{name} is not supported: only the answer's text is written. Remove it"
             )
+
+
+def check_taken_by_vllm(spec: RunSpec) -> None:
+    """Raise `ConfigError` for settings that fail every engine at its start, or every row."""
+    engine, sampling = spec.engine.model.given, spec.sampling
+    if (wrong := wrong_values(engine)) is not None:
+        raise ConfigError(wrong)
+    if not spec.engine.model.pools:
+        _check_step(spec.sizes)
+    if sampling.fields.get("thinking_token_budget") is not None:
+        _check_thinking(spec.finish.parsing, engine)
+    form, forms = sampling.form, engine.get("structured_outputs_config")
+    try:
+        check_backend(forms)
+    except ValueError as error:
+        raise ConfigError(f"engine.{error}") from None
+    try:
+        check_form_shape(form)
+        check_form_parses(form, forms)
+        where = "choice" if sampling.fields.get("choice") else "structured_outputs.choice"
+        check_labels_held(sampling.choices, where, forms)
+    except ValueError as error:
+        raise ConfigError(f"sampling.{error}") from None
+
+
+def _check_step(sizes: SizeSpec) -> None:
+    sequences, step = sizes.max_num_seqs, sizes.max_num_batched_tokens
+    if step is not None and sequences is not None and sequences > step:
+        raise ConfigError(
+            f"engine.max_num_batched_tokens ({step:,}) must be at least engine.max_num_seqs "
+            f"({sequences:,}). Raise the one, or lower the other"
+        )
+
+
+def _check_thinking(parsing: ParsingSpec | None, engine: Mapping[str, Any]) -> None:
+    parsers = [parsing and parsing.reasoning]
+    for told in (engine, engine.get("reasoning_config"), engine.get("structured_outputs_config")):
+        if isinstance(told, Mapping):
+            parsers += [told.get("reasoning_parser"), told.get("reasoning_start_str")]
+    if not any(parsers):
+        raise ConfigError(
+            "sampling.thinking_token_budget needs a reasoning parser. Name one in "
+            "output.reasoning_parser, or remove thinking_token_budget"
+        )
 
 
 def _check_known(name: str, field: str, names: Sequence[str]) -> None:
@@ -102,8 +161,7 @@ def _check_known(name: str, field: str, names: Sequence[str]) -> None:
 
 
 def _added_columns(spec: RunSpec) -> list[str]:
-    """Return the columns that the result has in addition to the input's; a name may be there
-    twice."""
+    """Return the columns that the result adds to the input's; a name may occur twice."""
     finish, sampling = spec.finish, spec.sampling
     added = [finish.row_number]
     if finish.postprocess is None:
@@ -117,67 +175,69 @@ def _added_columns(spec: RunSpec) -> list[str]:
     return added
 
 
-def _check_result_columns(spec: RunSpec, names: list[str]) -> None:
+def _check_result_columns(finish: FinishSpec, names: list[str], added: Sequence[str]) -> None:
     """Raise `ConfigError` if the result would have a column twice, or one with a reserved name."""
-    finish, kept, added = spec.finish, spec.finish.kept(names), _added_columns(spec)
+    kept = finish.kept(names)
     parsed = () if finish.parsing is None else finish.parsing.columns
     remedy = f"{', '.join(['output.column', *parsed, 'output.row_number'])} or output.schema"
     for name in finish.columns or ():
         if kept.count(name) > 1:
-            raise ConfigError(f"output.columns: {name!r} stands there twice; remove one")
+            raise ConfigError(f"output.columns: duplicate column {name!r}. Remove one")
     if finish.row_number in QUARANTINE:
         raise ConfigError(
-            f"output.row_number: the quarantine's files have a column {finish.row_number!r} of "
-            f"their own (as {', '.join(QUARANTINE)} are there); choose another name"
+            f"output.row_number: {finish.row_number!r} is a column of the quarantine files (they "
+            f"have {', '.join(QUARANTINE)}). Choose another name"
         )
     for name in added:
         if name.startswith(RESERVED):
             raise ConfigError(
                 f"output: column {name!r} cannot be written: names that begin with {RESERVED} are "
-                "ours; rename it with output.row_number or output.schema"
+                "reserved. Rename it with output.row_number or output.schema"
             )
         if added.count(name) > 1:
             raise ConfigError(
-                f"output: column {name!r} would be written twice; rename it with {remedy}"
+                f"output: column {name!r} would be written twice. Rename it with {remedy}"
             )
         if name in kept:
             raise ConfigError(
-                f"output: column {name!r} is already an input column; rename it with {remedy}, "
-                "or leave the input's out with output.columns"
+                f"output: column {name!r} is also an input column. Rename it with {remedy}, "
+                "or leave the input column out with output.columns"
             )
 
 
-def _check_asked(spec: RunSpec, names: Sequence[str]) -> None:
-    """Raise `ConfigError` if all rows ask the same and get the same answer."""
-    if not spec.prompt.alike or _drawn_apart(spec):
+def _check_fields_used(prompt: PromptSpec, names: Sequence[str]) -> None:
+    """Raise `ConfigError` if all rows make the same request."""
+    if not prompt.alike:
         return
-    twice = [name for name in names if f"{{{{{name}}}}}" in (spec.prompt.template or "")]
-    how = f"{{{{{twice[0]}}}}} is that text in braces, and " if twice else ""
+    twice = [name for name in names if f"{{{{{name}}}}}" in (prompt.template or "")]
+    literal = f"{{{{{twice[0]}}}}} is literal text. " if twice else ""
     raise ConfigError(
-        f"prompt.template: has no {{Column}}, so all rows ask the same and get the same answer; "
-        f"{how}{{{(twice or names)[0]}}} is the value of a row (columns: {', '.join(names)})"
+        "prompt.template: no {Column}, so all rows make the same request and get the same answer. "
+        f"{literal}Write {{{(twice or names)[0]}}} for the value of a row (columns: "
+        f"{', '.join(names)})"
     )
 
 
 def alike_note(spec: RunSpec) -> str | None:
-    """Return the warning for a run whose rows all ask the same but may get different answers; None
-    otherwise."""
-    if not spec.prompt.alike or not _drawn_apart(spec):
+    """Return the warning for a run whose rows make the same request but draw other answers.
+
+    None for any other run.
+    """
+    if not spec.prompt.alike or not _drawn_apart(spec.sampling, spec.engine.model):
         return None
     return (
-        "prompt.template has no {Column}: all rows ask the same, and their answers differ by "
-        "chance alone (sampling.temperature)"
+        "prompt.template has no {Column}, so all rows make the same request, and their answers "
+        "differ only by chance (sampling.temperature)"
     )
 
 
-def _drawn_apart(spec: RunSpec) -> bool:
+def _drawn_apart(sampling: SamplingSpec, request: ModelRequest) -> bool:
     """Return whether equal requests may get different answers."""
-    return spec.sampling.drawn_apart and not spec.engine.model.pools
+    return sampling.drawn_apart and not request.pools
 
 
 def _check_image_column(column: pa.Field) -> None:
-    """Raise `ConfigError` for a column whose type cannot hold images; its values are checked row by
-    row."""
+    """Raise `ConfigError` for a column type that cannot hold images; rows are checked later."""
     import pyarrow as pa
 
     kind = column.type
@@ -188,7 +248,7 @@ def _check_image_column(column: pa.Field) -> None:
     named = {kind.field(i).name for i in range(kind.num_fields)} if pa.types.is_struct(kind) else ()
     if not (text or data or "bytes" in named or "path" in named):
         raise ConfigError(
-            f"prompt.images.columns: column {column.name!r} is of type {column.type}; images are "
+            f"prompt.images.columns: column {column.name!r} is of type {column.type}. Images are "
             "binary, a struct of bytes and path, text (a path or URL), or a list of these"
         )
 
@@ -210,16 +270,16 @@ def check_chat_columns(prompt: PromptSpec, schema: pa.Schema) -> None:
         if _is_text(kind) or (texts and inner is not None and _is_text(inner)):
             continue
         if inner is None or not (pa.types.is_struct(inner) or pa.types.is_map(inner)):
-            what = "{title, text} or of texts" if texts else "{role, content}"
+            what = "{title, text} or texts" if texts else "{role, content}"
             raise ConfigError(
-                f"{field}: column {name!r} is of type {schema.field(name).type}; it must hold "
+                f"{field}: column {name!r} is of type {schema.field(name).type}, but must hold "
                 f"lists of {what}, or JSON text of such a list"
             )
         if pa.types.is_struct(inner) and not texts and inner.get_field_index("role") < 0:
             fields = ", ".join(inner.field(i).name for i in range(inner.num_fields))
             raise ConfigError(
-                f"{field}: the messages of column {name!r} have no field role (but {fields}); "
-                "rename who speaks to role and what is said to content"
+                f"{field}: the messages in column {name!r} have no field role (fields: {fields}). "
+                "Rename the speaker to role and the text to content"
             )
 
 
@@ -240,6 +300,15 @@ def _is_text(kind: Any) -> bool:
     return any(test(kind) for test in (*tests, pa.types.is_null))
 
 
+def _cut(
+    sizes: SizeSpec, rows: int, row_bytes: float, engines: int | None
+) -> tuple[int, np.ndarray]:
+    """Return (rows per shard, `shard_starts`) for `engines`, by default as the job expects."""
+    engines = engines or expected_engines(sizes, None)
+    size, _ = choose_rows_per_shard(sizes, rows=rows, row_bytes=row_bytes, engines=engines)
+    return size, shard_starts(rows, size)
+
+
 def make_plan(
     spec: RunSpec,
     identity: Identity,
@@ -257,22 +326,15 @@ def make_plan(
     increment: Mapping[str, Any] | None = None,
     weights: Weights = (),
 ) -> tuple[Plan, dict[str, bytes]]:
-    """Return the plan and the tables that it names, {table name: Parquet bytes}, to be stored
-    before it.
+    """Return the plan and the tables that it names, {table name: Parquet bytes}.
 
-    `model` is the pinned model with its adapters, `job` the job as records keep it (`public_job`).
-    `numbers` is the table of row numbers of a run that retries failed rows. Shards are cut for
-    `engines`, by default for the cluster that the job describes. `context` is what max_model_len:
-    auto resolved to (`Plan.context`). `row_bytes` is the size of a row in memory, with its images
-    prepared. `increment` names the answers to reuse, `table` the table and version that was copied.
-    `weights` are the bytes of rows by which shards are ordered (`Inventory.weights`).
+    The tables must be stored before the plan. `model` is the pinned model with its adapters, `job`
+    the job as records keep it, `numbers` the table of row numbers of a retry. `row_bytes` is the
+    size of a row in memory; shards are ordered by `weights` (`Inventory.weights`).
     """
     rows, retry = sum(file.rows for file in files), identity.retry
-    engines = engines or expected_engines(spec.sizes, None)
-    size, _ = choose_rows_per_shard(spec.sizes, rows=rows, row_bytes=row_bytes, engines=engines)
-    starts = shard_starts(rows, size)
-    made = _plan_tables(starts, weights, files, numbers, job["source"]["uri"])
-    names = {kind: f"{kind}-{digest(data)[:16]}.parquet" for kind, data in made.items()}
+    size, starts = _cut(spec.sizes, rows, row_bytes, engines)
+    names, tables = _plan_tables(starts, weights, files, numbers, job["source"]["uri"])
     plan = Plan(
         run_key=run_key,
         job_name=spec.name,
@@ -296,7 +358,7 @@ def make_plan(
         table=table,
         increment=increment,
     )
-    return plan, {names[kind]: data for kind, data in made.items()}
+    return plan, tables
 
 
 def _plan_tables(
@@ -305,13 +367,13 @@ def _plan_tables(
     files: Sequence[InputFile],
     numbers: bytes | None,
     uris: Any,
-) -> dict[str, bytes]:
-    """Return the tables of a plan, {kind: Parquet bytes}; those of `numbers` and `uris` only if the
-    run has such."""
-    made = {
+) -> tuple[dict[str, str], dict[str, bytes]]:
+    """Return {kind: table name} and {table name: Parquet bytes} of a plan's tables."""
+    data = {
         "shards": shards_table(starts, shard_work(starts, weights)),
         "files": files_table(files),
     }
-    made |= {} if numbers is None else {"numbers": numbers}
-    made |= {"uris": uris_table(uris)} if too_many(uris) else {}
-    return made
+    data |= {} if numbers is None else {"numbers": numbers}
+    data |= {"uris": uris_table(uris)} if too_many(uris) else {}
+    names = {kind: f"{kind}-{digest(table)[:16]}.parquet" for kind, table in data.items()}
+    return names, {names[kind]: table for kind, table in data.items()}

@@ -30,8 +30,11 @@ TWICE = 5  # beginnings seen twice that an extrapolation takes; with fewer, all 
 
 @dataclass(frozen=True)
 class TemplateCells:
-    """The fields of a template: mean characters of each with the text before it, of the text around
-    them, and the values of the sampled rows."""
+    """The fields of a template and their values in the sampled rows.
+
+    `sizes` are the mean characters of each field with the text before it, `around` those of the
+    text before the first and after the last.
+    """
 
     fields: tuple[str, ...]
     sizes: tuple[float, ...]
@@ -40,8 +43,7 @@ class TemplateCells:
 
     @classmethod
     def of(cls, prompt: PromptSpec, rows: Sequence[dict[str, Any]]) -> TemplateCells | None:
-        """Return the cells; None if prompts are not made from a template's fields, or begin with
-        images."""
+        """Return the cells, or None if a prompt is not made of distinct fields and text only."""
         if prompt.template is None or prompt.images is not None or len(rows) < LEAST_SAMPLED:
             return None
         parts = list(string.Formatter().parse(prompt.template))
@@ -56,8 +58,10 @@ class TemplateCells:
         return cls(fields, sizes, (float(len(prompt.system or "")), float(tail)), values)
 
     def shared(self, rows: int) -> tuple[float, float, tuple[str, ...]]:
-        """Return, for `rows` random rows, the share of prompt text already computed for another
-        row: with the fields in their present order, in the best order, and that order."""
+        """Return (share now, best share, best order of fields) for `rows` random rows.
+
+        A share is the part of prompt text that was already computed for another row.
+        """
         count = len(self.fields)
         distinct = [self._distinct(held, rows) for held in range(1 << count)]
         best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
@@ -79,8 +83,7 @@ class TemplateCells:
         return 1 - (now + rest) / whole, 1 - (best[-1][0] + rest) / whole, order
 
     def _distinct(self, held: int, rows: int) -> float:
-        """Return how many distinct values the fields of the set `held` have together in `rows`
-        rows."""
+        """Return the number of distinct values of the field set `held` in `rows` rows."""
         chosen = [f for f in range(len(self.fields)) if held >> f & 1]
         if not chosen:
             return 1.0
@@ -104,8 +107,10 @@ def distinct_of(seen: Counter[Any], rows: int) -> float:
 def prefix_hints(
     spec: RunSpec, rows: int, sampled: Sequence[dict[str, Any]], tokens: float
 ) -> tuple[str, ...]:
-    """Return a line for each change that would share more, for an input of `rows` rows; `tokens` is
-    the length of a mean prompt."""
+    """Return a line for each change that would let prompts share more.
+
+    `rows` is the number of input rows, `tokens` the mean prompt length.
+    """
     if spec.engine.model.pools or not spec.engine.sort:
         return ()
     cells = TemplateCells.of(spec.prompt, sampled)

@@ -38,9 +38,11 @@ RANK = "__rb_rank"
 
 
 def sort_text(request: ChatRequest | Failure, adapter: str | None = None) -> bytes:
-    """Return the beginning of a prompt, as far as it is known without a chat template and a
-    tokenizer: the adapter, documents, then messages. Images are left out; b"" for a row without a
-    request."""
+    """Return the beginning of a prompt as bytes to sort by: adapter, documents, messages.
+
+    Chat template and tokenizer are not applied, and images are left out. b"" for a row without a
+    request.
+    """
     if isinstance(request, Failure):
         return b""
     parts = [(adapter or "").encode()]
@@ -66,8 +68,10 @@ def _text(content: object) -> bytes:
 
 
 def compared_text(text: bytes, reference: bytes) -> bytes:
-    """Return the sort key of a prompt: the length of its common prefix with `reference`, then the
-    text after it. Texts that share a longer prefix stay together under this order as well."""
+    """Return the sort key of a prompt: its common prefix length with `reference`, then the rest.
+
+    Texts that share a longer prefix stay together under this order as well.
+    """
     common = _common(text, reference)
     return common.to_bytes(4, "big") + text[common : common + COMPARED]
 
@@ -124,8 +128,10 @@ class PrefixOrder:
             out.write_table(table, max_chunksize=MERGED_ROWS)
 
     def rows(self) -> Iterator[np.ndarray]:
-        """Yield all row numbers (int64) in batches; rows with a common prefix are adjacent, and
-        equal ones keep their order."""
+        """Yield all row numbers (int64) in batches, rows with a common prefix together.
+
+        Equal rows keep their order.
+        """
         self._sort()
         if not self._runs:
             return
@@ -186,10 +192,12 @@ def dealt_out(
     ranks: int | None = None,
     keep: bool = False,
 ) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (description, rows) of all tables, in the order of their column RANK, which is dropped
-    unless `keep`. RANK holds numbers below `ranks`, by default each of 0 to `rows` - 1 once; `rows`
-    is about the number of rows. Memory: a bucket of about BUCKET_BYTES if ranks repeat evenly;
-    local disk: all rows, in `folder`."""
+    """Yield (description, rows) of all tables, sorted by their column RANK.
+
+    RANK is dropped unless `keep`. It holds numbers below `ranks`, by default each of 0 to `rows` -
+    1 once; `rows` is about the number of rows. Memory: a bucket of about BUCKET_BYTES if ranks
+    repeat evenly; local disk: all rows, in `folder`.
+    """
     first = next(tables, None)
     if first is None:
         return

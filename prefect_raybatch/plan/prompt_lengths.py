@@ -1,5 +1,7 @@
-"""Measures the prompt lengths of an input from a bounded sample of rows, made into prompts by the
-real prepare stage, for `raybatch plan --tokens` and max_model_len: auto."""
+"""Measure prompt lengths from a bounded sample of rows.
+
+The real prepare stage makes the prompts, for `raybatch plan --tokens` and max_model_len: auto.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,8 @@ from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.memory import CACHE_BLOCK
 from prefect_raybatch.plan.prefix_hints import prefix_hints
+from prefect_raybatch.spec.read import ReadSpec
+from prefect_raybatch.spec.request import PromptSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
@@ -91,11 +95,14 @@ def of_files(
     store: Store | None = None,
     sample: int = SAMPLE_ROWS,
 ) -> PromptLengths:
-    """Measure Parquet files with a sample spread over all their rows. `store` is the run's store if
-    they are its snapshot. Raises `SourceError` for unreadable files and `ConfigError` if no row
-    makes a prompt."""
+    """Measure Parquet files with a sample spread over all their rows.
+
+    `store` is the run's store if they are its snapshot. Raises `SourceError` for unreadable files
+    and `ConfigError` if no row makes a prompt.
+    """
     rows = sum(file.rows for file in found.files)
-    return measure(spec, model, _spread(spec, found, store, sample), sample, rows=rows)
+    blocks = _spread(spec.prompt, spec.read, found, store, sample)
+    return measure(spec, model, blocks, sample, rows=rows)
 
 
 def of_heads(spec: RunSpec, model: Mapping[str, Any], sample: int = SAMPLE_ROWS) -> PromptLengths:
@@ -107,17 +114,19 @@ def of_heads(spec: RunSpec, model: Mapping[str, Any], sample: int = SAMPLE_ROWS)
     return measure(spec, model, (b for head in heads for b in _thinned(*head, each)), sample)
 
 
-def _spread(spec: RunSpec, found: Inventory, store: Store | None, sample: int) -> Iterator[Block]:
+def _spread(
+    prompt: PromptSpec, read: ReadSpec, found: Inventory, store: Store | None, sample: int
+) -> Iterator[Block]:
     import numpy as np
 
     from prefect_raybatch.stages.block import is_lost, losses
     from prefect_raybatch.stages.read import ShardReader
 
     schema = found.schema
-    if not spec.prompt.function:  # no other columns are needed
-        wanted = set(spec.prompt.columns) or {schema.names[0]}
+    if not prompt.function:  # no other columns are needed
+        wanted = set(prompt.columns) or {schema.names[0]}
         schema = schema.empty_table().select([n for n in schema.names if n in wanted]).schema
-    reader = ShardReader(found.files, schema, store, dict(spec.read.options))
+    reader = ShardReader(found.files, schema, store, dict(read.options))
     starts = np.cumsum([0, *(file.rows for file in found.files)])
     units = [(Unit(i, 0, n), at) for i, (at, n) in enumerate(places(reader.rows, sample))]
     # In no order, so that a sample that is cut short is spread over the input as well.
@@ -133,8 +142,7 @@ def _spread(spec: RunSpec, found: Inventory, store: Store | None, sample: int) -
 
 
 def places(rows: int, sample: int) -> list[tuple[int, int]]:
-    """Return (first row, rows) of spans that are spread evenly over `rows` and hold `sample` rows
-    in all."""
+    """Return (first row, rows) of spans spread evenly over `rows`, `sample` rows in all."""
     if rows <= sample:
         return [(start, min(NEIGHBOURS, rows - start)) for start in range(0, rows, NEIGHBOURS)]
     size = min(NEIGHBOURS, sample)
@@ -171,7 +179,9 @@ def measure(
     rows: int | None = None,
 ) -> PromptLengths:
     """Measure `blocks` until `sample` rows are reached, or until `seconds` after the first block.
-    `rows` is the number of rows of the whole input, if known."""
+
+    `rows` is the number of rows of the whole input, if known.
+    """
     from prefect_raybatch.stages.calls.calling import Calls
     from prefect_raybatch.stages.pooling import Pooling
     from prefect_raybatch.stages.texts import prepare_of
@@ -202,11 +212,12 @@ def measure(
         first = f": {seen.failures[0].kind}: {seen.failures[0].message}" if seen.failures else ""
         raise ConfigError(
             f"none of {counted(len(seen.failures), 'sampled row')} made a prompt, so their "
-            f"length cannot be told{first}"
+            f"length cannot be measured{first}"
         )
-    made = _summary(spec, pinned, seen, time.monotonic() - began)
+    share, quarantines = spec.engine.model.context_share, spec.prompt.on_too_long == "quarantine"
+    lengths = _summary(share, quarantines, pinned, seen, time.monotonic() - began)
     tokens = sum(seen.sizes) / len(seen.sizes)
-    return replace(made, hints=prefix_hints(spec, rows or len(seen.sizes), seen.values, tokens))
+    return replace(lengths, hints=prefix_hints(spec, rows or len(seen.sizes), seen.values, tokens))
 
 
 def _look(
@@ -227,7 +238,7 @@ def _look(
     try:
         requests, tokens = prepare.prompts(table)
     except NoChild as error:
-        raise ConfigError(f"no prompts of sampled rows: {error}") from None
+        raise ConfigError(f"cannot make prompts of the sampled rows: {error}") from None
     for i, (request, ids) in enumerate(zip(requests, tokens, strict=True)):
         if isinstance(ids, Failure):
             seen.failures.append(ids)
@@ -246,21 +257,22 @@ def _look(
         seen.values += table.select(fields).to_pylist()
 
 
-def _summary(spec: RunSpec, model: dict[str, Any], seen: _Seen, seconds: float) -> PromptLengths:
+def _summary(
+    share: float, quarantines: bool, model: dict[str, Any], seen: _Seen, seconds: float
+) -> PromptLengths:
     import numpy as np
 
     sizes = np.array(seen.sizes)
     median, p90, p99 = (int(np.quantile(sizes, q, method="inverted_cdf")) for q in (0.5, 0.9, 0.99))
     most = int(sizes.max())
-    share = spec.engine.model.context_share
     length, why = choose_max_model_len(share, seen.needs, _models_own(model))
     over = float((sizes >= length).mean())
     notes = []
     if most > FAR * p99:
         notes.append(
-            f"the longest prompt sampled has {most:,} tokens, over {FAR} times the 99th percentile "
-            f"({p99:,}); prompts of engine.max_model_len tokens or more are "
-            f"{'quarantined' if spec.prompt.on_too_long == 'quarantine' else 'cut'} "
+            f"the longest sampled prompt has {most:,} tokens, over {FAR} times the 99th percentile "
+            f"({p99:,}). Prompts of engine.max_model_len tokens or more are "
+            f"{'quarantined' if quarantines else 'cut'} "
             "(prompt.on_too_long)"
         )
     return PromptLengths(
@@ -295,8 +307,10 @@ def _examples(model: dict[str, Any], seen: _Seen) -> tuple[PromptExample, ...]:
 
 
 def choose_max_model_len(share: float, needs: list[int], own: int | None) -> tuple[int, str]:
-    """Return (context length, reason) that holds that share of the rows, which need `needs` tokens
-    with their answers; at most `own`, the model's own length."""
+    """Return (context length, reason) that fits the given share of the rows.
+
+    Rows need `needs` tokens with their answers. At most `own`, the model's own length.
+    """
     import numpy as np
 
     if share < 1:
@@ -312,8 +326,7 @@ def choose_max_model_len(share: float, needs: list[int], own: int | None) -> tup
 
 
 def histogram(sizes: list[int], p99: int) -> tuple[tuple[int, int, int], ...]:
-    """Return (from, to, rows) of bars of equal width up to the 99th percentile, and one bar for all
-    above."""
+    """Return (from, to, rows) of equal bars up to the 99th percentile, and one bar above it."""
     import numpy as np
 
     least, most = min(sizes), max(sizes)
@@ -336,8 +349,7 @@ def _shared(keys: list[bytes]) -> float:
 
 
 def _models_own(model: dict[str, Any]) -> int | None:
-    """Return the model's context length from its config.json, or for a model name from its
-    tokenizer."""
+    """Return the model's context length by config.json or its tokenizer."""
     own = models.context_length(models.local_path(model))
     if own is None:
         from prefect_raybatch.stages.block import load_tokenizer

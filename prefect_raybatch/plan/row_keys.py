@@ -1,5 +1,4 @@
-"""Computes the request keys of all rows of an input, in this process or on workers of the job's
-cluster."""
+"""Compute the request keys of all input rows, in this process or on the job's cluster."""
 
 from __future__ import annotations
 
@@ -55,9 +54,11 @@ NO_KEY = bytes(KEY_BYTES)
 
 @dataclass(frozen=True)
 class Keyed:
-    """Keys of the rows from `start` on: `keys` (`PACKED_KEY`), `well` (makes a request), `exact`
-    (equal requests have one answer), the digests of their images, and the texts by which they are
-    ordered."""
+    """Keys of the rows from `start` on (`PACKED_KEY`).
+
+    `well` rows make a request; equal requests of `exact` rows have one answer. `digests` are of
+    their images, `texts` what they are ordered by.
+    """
 
     start: int
     keys: np.ndarray
@@ -69,8 +70,10 @@ class Keyed:
 
 @dataclass(frozen=True)
 class RowKeys:
-    """The rows of the input, read as far as their requests need. Made on the driver; called on any
-    worker with a row number, it computes the keys of the `rows_a_task` rows from there on.
+    """The rows of the input, read as far as their requests need.
+
+    Made on the driver; called on any worker with a row number, it computes the keys of the
+    `rows_a_task` rows from there on.
 
     It is sent to workers, so it holds only what they need; of storage credentials, only those by
     which the input is read.
@@ -93,8 +96,11 @@ class RowKeys:
         keying: Keying,
         ordered: bool = False,
     ) -> RowKeys:
-        """Build it. `model` is the pinned model; `store` holds the files if they are a snapshot.
-        With `ordered`, requests are asked in the order of their prompts."""
+        """Build it.
+
+        `model` is the pinned model; `store` holds the files if they are a snapshot. With `ordered`,
+        requests are asked in the order of their prompts.
+        """
         from prefect_raybatch.stages.read import ShardReader
 
         schema, prompt = found.schema, spec.prompt
@@ -131,8 +137,9 @@ class RowKeys:
         return isinstance(self.prepare, PrepareTexts)
 
     def add_to(self, join: Join, cluster: ClusterSpec, alone: bool = False) -> None:
-        """Compute all keys, on the workers of `cluster` if there are enough rows. With `alone`,
-        compute them in this process, because only it has the files.
+        """Compute all keys, on the workers of `cluster` if there are enough rows.
+
+        With `alone`, compute them in this process, because only it has the files.
 
         Raises `SourceError` for unreadable rows, `ConfigError` for a function that cannot be called
         and `StoreUnavailable` while many images cannot be fetched.
@@ -144,7 +151,7 @@ class RowKeys:
         at_work = workers_for(cluster, self.rows * effort, "plan of what is reused")
         with nullcontext(0) if alone else at_work as workers:
             if workers > 1 and len(starts) > 1:
-                log.info("keys of rows are made on %s", counted(workers, "CPU"))
+                log.info("Computing request keys on %s", counted(workers, "CPU"))
                 made = side_by_side(self, iter(starts), KEY_TASKS_A_CPU * workers)
             else:
                 made = map(self, starts)
@@ -184,8 +191,7 @@ class RowKeys:
         return [sort_text(*pair) for pair in zip(requests, adapters, strict=True)]
 
     def asked(self, join: Join) -> Iterator[tuple[str, pa.Table]]:
-        """Yield (description, rows) of the rows that are asked, in the order of their numbers, with
-        their request keys."""
+        """Yield (description, rows) of the asked rows with their request keys, by ask number."""
         tables = self._asked(join)
         if join.prompts is None:
             return ((what, table.drop_columns([RANK])) for what, table in tables)
@@ -213,11 +219,11 @@ class RowKeys:
         try:
             return self.prepare.keyed_requests(table)
         except NoChild as error:
-            raise ConfigError(f"no requests of the rows: {error}") from None
+            raise ConfigError(f"cannot make the requests of the rows: {error}") from None
         except TooManyAway as error:
             raise StoreUnavailable(
-                f"images of many of the rows {start} to {start + table.num_rows} cannot be had for "
-                f"now: {error}"
+                f"many images of the rows {start} to {start + table.num_rows - 1} cannot be "
+                f"fetched now: {error}"
             ) from None
 
     def _tables(self, spans: list[tuple[int, int]]) -> Iterator[tuple[int, pa.Table]]:

@@ -26,7 +26,9 @@ _from_elsewhere: list[Callable[[], bool]] = []
 
 def operator_policy() -> JobPolicy:
     """Return the policy of the file that `RAYBATCH_POLICY` names, without one the strict default.
-    Raises `ConfigError` for a file that cannot be used."""
+
+    Raises `ConfigError` for a file that cannot be used.
+    """
     path = os.environ.get(POLICY_FILE, "").strip()
     if not path:
         return STRICT_POLICY

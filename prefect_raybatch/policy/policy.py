@@ -40,8 +40,11 @@ class KubernetesLimits:
 
 @dataclass(frozen=True)
 class JobPolicy:
-    """What a job may reach. `read` and `write` hold folders, local or s3://; `hosts` hold names,
-    with a port or without. `"*"` stands for any. `limited`: the job comes from elsewhere."""
+    """What a job may reach.
+
+    `read` and `write` hold folders, local or s3://; `hosts` hold names, with a port or without.
+    `"*"` stands for any. `limited`: the job comes from elsewhere.
+    """
 
     title: str
     limited: bool = True
@@ -91,8 +94,7 @@ class JobPolicy:
         return matches_any(name, (*ENGINE_VARIABLES, *self.engine_variables))
 
     def may_set_argument(self, name: str) -> bool:
-        """Return whether this engine argument, or the mapping that it stands in, is allowed
-        whatever its value."""
+        """Return whether this engine argument, or its mapping, is allowed whatever its value."""
         parts = name.split(".")
         above = (".".join(parts[: n + 1]) for n in range(len(parts)))
         return any(matches_any(one, self.engine_arguments) for one in above)
@@ -102,8 +104,11 @@ STRICT_POLICY = JobPolicy("the built-in policy, which allows no folder and no ho
 
 
 def owner_policy_of(operator: JobPolicy) -> JobPolicy:
-    """Return the policy of a job's owner: own files, hosts, functions and secrets, and of what runs
-    code from elsewhere only what the operator allows."""
+    """Return the policy of a job's owner.
+
+    Allows own files, hosts, functions and secrets, and of what runs code from elsewhere only what
+    the operator allows.
+    """
     limits = operator.kubernetes
     return JobPolicy(
         title="the policy of a job's owner",
@@ -136,9 +141,11 @@ def matches_any(name: str, patterns: Iterable[str]) -> bool:
 
 
 def canonical_place(uri: str) -> str | None:
-    """Return the one form of a local path, file:// or s3:// URI, links and `..` resolved; of a glob
-    that of the folder it begins in. None for anything else, such as `simplecache::file://`, and for
-    a path that does not mean the same to all that may open it."""
+    """Return the one form of a path, file:// or s3:// URI, with links and `..` resolved.
+
+    For a glob, that of the folder it begins in. None for anything else, such as
+    `simplecache::file://`, and for a path that does not mean the same to all that may open it.
+    """
     if not uri or "\0" in uri or "::" in uri.partition("/")[0]:
         return None
     scheme, separator, rest = uri.partition("://")
@@ -177,8 +184,10 @@ def _canonical_key(rest: str) -> str | None:
 
 
 def _unquoted(text: str) -> str:
-    """Return a text with all its percent escapes decoded, also those of a `%`: readers of tables
-    make a URL of a path or a key, in which `%2e%2e` is the folder above."""
+    """Return a text with all its percent escapes decoded, also those of a `%`.
+
+    Readers of tables make a URL of a path or a key, in which `%2e%2e` is the parent folder.
+    """
     while (plain := unquote(text)) != text:
         text = plain
     return text

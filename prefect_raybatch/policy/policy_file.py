@@ -23,20 +23,23 @@ FIELDS = (*LISTS, "allow_private", "kubernetes")
 
 
 def read_policy(path: str) -> JobPolicy:
-    """Return the policy that a file holds. Raises `ConfigError` naming file and field for what is
-    no policy: a policy that says less than it seems to would be worse than none."""
+    """Return the policy that a file holds.
+
+    Raises `ConfigError` naming file and field for what is no policy: a policy that says less than
+    it seems to would be worse than none.
+    """
     try:
         data = read_regular_file(path, MAX_POLICY_BYTES + 1)
         if len(data) > MAX_POLICY_BYTES:
-            raise ConfigError(f"{path}: is too large to be a policy (over 1 MiB)")
+            raise ConfigError(f"{path}: too large for a policy (over 1 MiB)")
         value = yaml.safe_load(data.decode())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{path}: the policy cannot be read: {error}; correct RAYBATCH_POLICY, or unset it for "
+            f"{path}: the policy cannot be read: {error}. Correct RAYBATCH_POLICY, or unset it for "
             "the strict default"
         ) from None
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())[:300]}") from None
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())[:300]}") from None
     given = _mapping({} if value is None else value, path, FIELDS)
     folder = os.path.dirname(os.path.abspath(path))
     lists: dict[str, Any] = {
@@ -63,7 +66,7 @@ def _kubernetes(value: object, where: str) -> KubernetesLimits:
             made[name] = _boolean(item, f"{where}.{name}")
         elif name == "max_workers":
             if type(item) is not int or not 0 <= item <= MOST_WORKERS:
-                raise ConfigError(f"{where}.{name}: write a whole number from 0 to {MOST_WORKERS}")
+                raise ConfigError(f"{where}.{name}: must be an integer from 0 to {MOST_WORKERS}")
             made[name] = item
         else:
             made[name] = _texts(item, f"{where}.{name}")
@@ -72,11 +75,11 @@ def _kubernetes(value: object, where: str) -> KubernetesLimits:
 
 def _mapping(value: object, where: str, known: tuple[str, ...]) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{where}: must be a mapping with fields of {', '.join(known)}")
+        raise ConfigError(f"{where}: must be a mapping with the fields {', '.join(known)}")
     for name in value:
         if name not in known:
             raise ConfigError(
-                f"{where}: unknown field {str(name)!r}; the fields are {', '.join(known)}"
+                f"{where}: unknown field {str(name)!r}. The fields are {', '.join(known)}"
             )
     return value
 
@@ -100,8 +103,8 @@ def _place(text: str, folder: str, where: str) -> str:
     scheme = text.partition("://")[0].lower() if "://" in text else ""
     if scheme not in ("", "file", "s3", "s3a") or "*" in text:
         raise ConfigError(
-            f"{where}: {text!r} is no folder; write a local folder or s3://bucket/prefix, without "
-            "wildcards, or * for any"
+            f"{where}: {text!r} is not a folder. Write a local folder or s3://bucket/prefix "
+            "without wildcards, or * for any"
         )
     if scheme:
         return text

@@ -1,2 +1,1 @@
-"""Publishes a finished result to tables and files of other systems, exactly once despite
-crashes."""
+"""Publish a finished result to other systems, exactly once despite crashes."""

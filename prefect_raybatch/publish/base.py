@@ -1,5 +1,4 @@
-"""The common part of all targets: the rows, the steps at which a test may stop, and plain
-errors."""
+"""The common part of all targets: rows, the steps that tests observe, and plain errors."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from prefect_raybatch.storage.library_errors import failure_in
 PUBLISH_TRIES = 20  # of one publishing: each lost to another writer of the table
 PROPERTY = "raybatch."  # what our marks in a table's log begin with
 ERROR_SHOWN = 400  # characters of a library's error
-KEYS_REFUSED = "access is denied, so give it a user and keys that may read and write there"
-NO_BUCKET = "there is no such bucket, so create it or correct its name"
+KEYS_REFUSED = "access denied, so set a user and keys that may read and write there"
+NO_BUCKET = "no such bucket, so create it or correct its name"
 
 # Called with the name of each step as it is reached; what it raises ends the publishing there.
 Observe = Callable[[str], None]
@@ -30,8 +29,11 @@ Observe = Callable[[str], None]
 
 @dataclass(frozen=True)
 class AnsweredRows:
-    """The answered rows of a run. `plan` is the key under which a target knows them; `read` yields
-    them in input order, anew at each call."""
+    """The answered rows of a run.
+
+    `plan` is the key under which a target knows them; `read` yields them in input order, anew at
+    each call.
+    """
 
     plan: str
     run_key: str
@@ -60,8 +62,10 @@ class AnsweredRows:
 
 
 class Sink(ABC):
-    """A target, opened anew for each publication. `planned`: it is opened for planning, before
-    there is a result."""
+    """A target, opened anew for each publication.
+
+    `planned`: it is opened for planning, before there is a result.
+    """
 
     module = "pyarrow"  # what must be importable
     never_null: tuple[str, ...] = ()  # columns of the result to which the table takes no null
@@ -80,16 +84,15 @@ class Sink(ABC):
         """Raise `ConfigError` if the target's library is not installed."""
         if find_spec(self.module) is None:
             raise ConfigError(
-                f"{self.what}: needs {self.module}, which is not installed; "
+                f"{self.what}: {self.module} is not installed. Run: "
                 f'pip install "prefect-raybatch[{self.extra}]"'
             )
 
     def check(self, schema: pa.Schema, whole: bool = True) -> str:
-        """Check that columns of these types can be published there; return a line that says to
-        what. `whole`: they are all columns of the result.
+        """Check that columns of these types can be published; return a line about the target.
 
-        Writes nothing. Raises `ConfigError` that names column and remedy; `PublishFailed` if the
-        target does not answer.
+        `whole`: they are all columns of the result. Writes nothing. Raises `ConfigError` that names
+        column and remedy; `PublishFailed` if the target does not answer.
         """
         wanted = converted_schema(schema, self.target, whole)
         self.check_names(wanted.names)
@@ -105,8 +108,7 @@ class Sink(ABC):
         if self.planned:
             with self.plainly():
                 self.rehearse(wanted, there)
-        made = "is made when it is published to"
-        return made if there is None else "is there, and its columns fit"
+        return "is created by publishing" if there is None else "exists, and its columns fit"
 
     def check_place(self) -> None:  # noqa: B027 - a catalog or a server has no place to look at
         """Raise `ConfigError` if a local folder is not writable."""
@@ -121,36 +123,41 @@ class Sink(ABC):
         self.refuse_alike(names, lambda name: name)
 
     def refuse_alike(self, names: Sequence[str], folded: Callable[[str], str]) -> None:
-        """Raise `ConfigError` for two columns that are the same to the target. `folded` returns a
-        name as the target compares it."""
+        """Raise `ConfigError` for two columns that are the same to the target.
+
+        `folded` returns a name as the target compares it.
+        """
         columns: dict[str, str] = {}
         for name in names:
             other = columns.setdefault(folded(name), name)
             if other is not name and list(names).index(other) != list(names).index(name):
                 raise ConfigError(
-                    f"{self.what}: columns {other!r} and {name!r} are the same to "
-                    f"{self.system}, which takes upper and lower case for one. Rename one: "
-                    "output.column and output.schema name those of answers, and source.columns "
-                    "leaves out those of the input"
+                    f"{self.what}: columns {other!r} and {name!r} differ only in case, which "
+                    f"{self.system} does not allow. Rename one with output.column or "
+                    "output.schema, or leave an input column out with source.columns"
                 )
 
     @abstractmethod
     def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
-        """Find out what else the target would reject, and leave nothing there. What it raises is
-        reported as an error of the target."""
+        """Find out what else the target would reject, and leave nothing there.
+
+        What it raises is reported as an error of the target.
+        """
 
     def need_writable(self, folder: str, made: bool = True) -> None:
-        """Raise `ConfigError` unless files can be written to a local folder or, with `made`, the
-        folder can be created."""
+        """Raise `ConfigError` unless this user can write to a local folder.
+
+        With `made`, the folder may be missing if it can be created.
+        """
         above = folder
         while made and not os.path.lexists(above) and os.path.dirname(above) != above:
             above = os.path.dirname(above)
         if not os.path.isdir(above):
-            fault = "is no folder" if os.path.lexists(above) else "does not exist"
+            fault = "is not a folder" if os.path.lexists(above) else "does not exist"
             raise ConfigError(f"{self.what}: {above!r} {fault}. Create the folder, or correct uri")
         if not os.access(above, os.W_OK | os.X_OK):
             raise ConfigError(
-                f"{self.what}: the folder {above!r} is not writable for this user. Change its "
+                f"{self.what}: this user cannot write to the folder {above!r}. Change its "
                 "permissions, or correct uri"
             )
 
@@ -164,23 +171,32 @@ class Sink(ABC):
 
     @abstractmethod
     def place(self) -> tuple[str, ...]:
-        """Return what identifies this table or folder, however the job writes it. A target in a
-        folder returns ("folder", its absolute path or URI)."""
+        """Return what identifies this table or folder, however the job writes it.
+
+        A target in a folder returns ("folder", its absolute path or URI).
+        """
 
     @abstractmethod
     def holds(self, plan: str, recorded: str) -> bool:
-        """Return whether the target still has the rows of `plan`, published before as version
-        `recorded`. If the target cannot tell, the record counts."""
+        """Return whether the target still has the rows of `plan`.
+
+        They were published before as version `recorded`. If the target cannot tell, the record
+        counts.
+        """
 
     @abstractmethod
     def publish(self, rows: AnsweredRows, observe: Observe) -> str:
-        """Write the rows unless they are there; return the version that has them, "" if there are
-        none. Safe to call concurrently and again after any crash."""
+        """Write the rows unless they exist; return their version, "" if there are no versions.
+
+        Safe to call concurrently and again after any crash.
+        """
 
     @contextmanager
     def plainly(self, rows: AnsweredRows | None = None) -> Iterator[None]:
-        """Convert errors of the target's library to one line without credentials; errors of `rows`
-        propagate."""
+        """Convert the library's errors to one line without credentials.
+
+        Errors of `rows` propagate.
+        """
         try:
             yield
         except (RayBatchError, KeyboardInterrupt):
@@ -190,17 +206,17 @@ class Sink(ABC):
                 raise rows.faults.pop() from None
             if (remedy := self.hopeless(error)) is not None:
                 rest = (
-                    "Nothing was asked yet"
+                    "No row was processed yet"
                     if self.planned
-                    else "What is in data/ stays as it is; once this is mended, a finished run "
-                    "goes on with raybatch publish RUN_DIR --job JOB"
+                    else "The result in data/ is complete. Fix this, then run raybatch publish "
+                    "RUN_DIR --job JOB"
                 )
                 raise ConfigError(f"{self.what}: {remedy}: {self.scrub(error)}. {rest}") from error
             after = (
-                "Mend the cause and run the same command again"
+                "Fix the cause and run the same command again"
                 if self.planned
-                else "The result in data/ is whole; mend the cause and publish again: raybatch "
-                "publish RUN_DIR --job JOB"
+                else "The result in data/ is complete. Fix the cause, then run raybatch publish "
+                "RUN_DIR --job JOB"
             )
             raise PublishFailed(
                 f"{self.what}: {type(error).__name__}: {self.scrub(error)}. {after}"
@@ -215,19 +231,20 @@ class Sink(ABC):
         return None if failure == "away" else self.refused(error)
 
     def refused(self, error: Exception) -> str | None:
-        """Return what the target's library always rejects, such as a column or a value; None for a
-        transient error."""
+        """Return why the library always rejects this, such as a value; None if transient."""
         return None
 
     def lost(self) -> PublishFailed:
         return PublishFailed(
-            f"{self.what}: {PUBLISH_TRIES} commits in a row lost to other writers of the table; "
-            "publish again when it is quieter: raybatch publish RUN_DIR --job JOB"
+            f"{self.what}: {PUBLISH_TRIES} commits in a row lost the race to other writers of the "
+            "table. When it is less busy, run raybatch publish RUN_DIR --job JOB"
         )
 
     def scrub(self, error: object) -> str:
-        """Return the first line of an error, without values of options, catalog and URL that may be
-        credentials."""
+        """Return the first line of an error, with values that may be credentials masked.
+
+        These are values of options, catalog and URL.
+        """
         from prefect_raybatch.job.secrets import hide_users
 
         line = next((line for line in str(error).splitlines() if line.strip()), "")

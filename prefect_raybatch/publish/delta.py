@@ -39,15 +39,15 @@ class DeltaSink(FolderSink):
         by = list(table.metadata().partition_columns)
         if self.target.partition_by and by != self.target.partition_by:
             raise ConfigError(
-                f"{self.what}: partition_by is {', '.join(self.target.partition_by)}, and the "
-                f"table there is partitioned by {', '.join(by) or 'no column'}. Remove "
-                "partition_by, which is for a table that is made anew"
+                f"{self.what}: partition_by is {', '.join(self.target.partition_by)}, but the "
+                f"existing table is partitioned by {', '.join(by) or 'no column'}. Remove "
+                "partition_by, which only applies to a new table"
             )
         append_only = table.metadata().configuration.get("delta.appendOnly", "")
         if self.target.key and append_only.lower() == "true":
             raise ConfigError(
-                f"{self.what}: the table there takes appends alone (delta.appendOnly), and a merge "
-                "replaces rows. Set mode to append, or unset the property"
+                f"{self.what}: the existing table only allows appends (delta.appendOnly), but a "
+                "merge replaces rows. Set mode to append, or unset the property"
             )
         return pa.schema(table.schema().to_arrow())
 
@@ -85,7 +85,7 @@ class DeltaSink(FolderSink):
 
         final = (SchemaMismatchError, DeltaProtocolError, ValueError, TypeError)
         refused = isinstance(error, final) or _REFUSED.search(str(error)) is not None
-        return "the table does not take the rows" if refused else None
+        return "the table rejects the rows" if refused else None
 
     def holds(self, plan: str, recorded: str) -> bool:
         with self.plainly():
@@ -206,8 +206,7 @@ def _empties(handle: Any, commit: Mapping[str, Any]) -> bool:
 
 
 def _restored_version(commit: Mapping[str, Any], commits: Mapping[int, Any]) -> int | None:
-    """Return the version that a RESTORE restored: a named one, or the last one at a time; None if
-    the log does not tell."""
+    """Return the version that a RESTORE restored, named by number or time; None if unknown."""
     given = commit.get("operationParameters") or {}
     version, at = str(given.get("version")), given.get("datetime") or given.get("timestamp")
     if version.isdigit():

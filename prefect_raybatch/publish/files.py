@@ -52,16 +52,16 @@ class FilesSink(Sink):
             kind = wanted.field(name).type if name in wanted.names else pa.string()
             if not any(test(kind) for test in PARTITION_TYPES):
                 raise ConfigError(
-                    f"{self.what}: partition_by: column {name!r} is of type {kind}; partitions are "
-                    "texts, whole numbers, dates, or yes and no"
+                    f"{self.what}: partition_by: column {name!r} is of type {kind}. Partition "
+                    "by texts, integers, dates or booleans"
                 )
         if whole and len(wanted) == len(self.target.partition_by):
-            raise ConfigError(f"{self.what}: partition_by: leaves no column for the files")
+            raise ConfigError(f"{self.what}: partition_by names all columns. Leave one out")
         if whole and not self.target.partition_by:
             self.check_names(wanted.names)
         if self.planned:
             self.check_place()
-        return "gets files of its own"
+        return "gets new files"
 
     def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
         """Do nothing: this package writes the files, and rejects what `check` rejects."""
@@ -111,8 +111,10 @@ class FilesSink(Sink):
             return self._whole(open_store(self.target.uri or "", self.options), plan)
 
     def _mark(self, plan: str) -> str:
-        """Return the file that is written last. It names the format: two targets may share a
-        folder."""
+        """Return the file that is written last.
+
+        It names the format: two targets may share a folder.
+        """
         return f"_{PROPERTY}{plan[:16]}.{self.target.format}.json"
 
     def _whole(self, store: Store, plan: str) -> bool:
@@ -173,7 +175,7 @@ class _Partitions:
             if len(self._open) >= MOST_PARTITIONS:
                 raise ConfigError(
                     f"output.publish: partition_by {', '.join(self._by)} makes over "
-                    f"{MOST_PARTITIONS:,} partitions; choose columns with fewer values"
+                    f"{MOST_PARTITIONS:,} partitions. Choose columns with fewer values"
                 )
             self._made += 1
             path = f"{self._folder}/{self._made}"
@@ -212,8 +214,11 @@ class _File:
 
 
 def _quoted(value: Any) -> str:
-    """Return a name or value of a partition as part of a folder's name: an empty text as nothing, a
-    null as Hive writes it, and the text that Hive uses for null with an encoded character."""
+    """Return a partition's name or value as part of a folder's name.
+
+    An empty text is empty, a null as Hive writes it, and the text that Hive uses for null has an
+    encoded character.
+    """
     if value is None:
         return NULL_FOLDER
     text = str(value).lower() if isinstance(value, bool) else str(value)

@@ -31,8 +31,10 @@ MOST_GROUPS = 1000  # of keys of several columns: the library looks at each for 
 
 
 class IcebergSink(Sink):
-    """Appends to, or merges by key into, a table of a catalog; it is created, without partitions,
-    if missing."""
+    """Appends to, or merges by key into, a table of a catalog.
+
+    A missing table is created without partitions.
+    """
 
     module, extra = "pyiceberg", "iceberg"
 
@@ -69,7 +71,7 @@ class IcebergSink(Sink):
     def check_names(self, names: Sequence[str]) -> None:
         super().check_names(names)
         if "" in names:
-            raise ConfigError(f"{self.what}: Iceberg takes no column without a name. Give it one")
+            raise ConfigError(f"{self.what}: Iceberg needs a name for each column. Name it")
 
     def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
         """Create the table in an in-memory catalog, with files in a temporary folder."""
@@ -78,7 +80,7 @@ class IcebergSink(Sink):
         if there is not None:
             return
         if any(_has_unnamed_field(field.type) for field in wanted):
-            raise ConfigError(f"{self.what}: Iceberg takes no field without a name. Give it one")
+            raise ConfigError(f"{self.what}: Iceberg needs a name for each field. Name it")
         with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
             catalog = InMemoryCatalog("rehearsal", warehouse=f"file://{folder}")
             try:
@@ -92,7 +94,7 @@ class IcebergSink(Sink):
         from pyiceberg import exceptions
 
         final = (exceptions.ValidationError, exceptions.BadRequestError, ValueError, TypeError)
-        return "the table does not take the rows" if isinstance(error, final) else None
+        return "the table rejects the rows" if isinstance(error, final) else None
 
     def place(self) -> tuple[str, ...]:
         return ("iceberg", json.dumps(self.target.catalog, sort_keys=True), str(self.target.table))
@@ -136,14 +138,14 @@ class IcebergSink(Sink):
         told = snapshot.summary.additional_properties if snapshot and snapshot.summary else {}
         if int(told.get("total-equality-deletes", 0)):
             raise ConfigError(
-                f"{self.what}: the table there has equality deletes, which pyiceberg cannot apply; "
-                "append, or compact the table"
+                f"{self.what}: the existing table has equality deletes, which pyiceberg cannot "
+                "apply. Set mode to append, or compact the table"
             )
         if not table.spec().is_unpartitioned():
             raise ConfigError(
-                f"{self.what}: the table there is partitioned, where pyiceberg's merges are "
-                "reported to leave rows twice (apache/iceberg-python#3758); append, or merge into "
-                "a table without partitions"
+                f"{self.what}: the existing table is partitioned, and pyiceberg's merges may "
+                "duplicate rows there (apache/iceberg-python#3758). Set mode to append, or merge "
+                "into a table without partitions"
             )
 
     def _same_keys(self, rows: AnsweredRows, there: pa.Schema) -> Any:
@@ -162,8 +164,8 @@ class IcebergSink(Sink):
         if len(groups) > MOST_GROUPS:
             raise ConfigError(
                 f"{self.what}: the key {', '.join(self.target.key)} makes {len(groups):,} groups "
-                f"by {', '.join(names)}, of which a merge takes {MOST_GROUPS:,}; merge by one "
-                "column that is unique, or choose another format"
+                f"by {', '.join(names)}, but a merge allows {MOST_GROUPS:,}. Merge by one unique "
+                "column, or choose another format"
             )
         found = []
         for group in groups:
@@ -185,8 +187,10 @@ class IcebergSink(Sink):
             return None
 
     def _need_namespace(self, catalog: Any) -> None:
-        """Raise `ConfigError` if a table cannot be created; credentials without permission to check
-        are no error."""
+        """Raise `ConfigError` if the namespace of a new table is missing.
+
+        Credentials without permission to check are no error.
+        """
         from pyiceberg.exceptions import ForbiddenError, NoSuchNamespaceError
 
         try:
@@ -198,7 +202,7 @@ class IcebergSink(Sink):
 
     def _without_namespace(self) -> ConfigError:
         return ConfigError(
-            f"{self.what}: the catalog has no namespace for {self.target.table!r}; create it, or "
+            f"{self.what}: the catalog has no namespace for {self.target.table!r}. Create it, or "
             "correct table (namespace.table)"
         )
 

@@ -1,5 +1,7 @@
-"""A Lance dataset: a new one per run, or a merge by key. An append cannot be fenced there: of two
-with the same rows, both are accepted."""
+"""A Lance dataset: a new one per run, or a merge by key.
+
+An append cannot be fenced there: of two with the same rows, both are accepted.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,9 @@ class LanceSink(FolderSink):
         for name in self.target.key:
             if name in there.names and PRIMARY_KEY not in (there.field(name).metadata or {}):
                 raise ConfigError(
-                    f"{self.what}: column {name!r} of the data set is no primary key, so two "
-                    f"merges at once may both add a row: set {PRIMARY_KEY.decode()} on the field, "
-                    "or name a data set that is not there, which is made with it"
+                    f"{self.what}: column {name!r} of the dataset is not a primary key, so two "
+                    f"concurrent merges may both add a row. Set {PRIMARY_KEY.decode()} on the "
+                    "field, or name a new dataset, which is created with it"
                 )
         return super().fit(wanted, there, whole)
 
@@ -44,7 +46,7 @@ class LanceSink(FolderSink):
 
     def refused(self, error: Exception) -> str | None:
         refused = isinstance(error, (ValueError, TypeError)) or _REFUSED.search(str(error))
-        return "the data set does not take the rows" if refused else None
+        return "the dataset rejects the rows" if refused else None
 
     def holds(self, plan: str, recorded: str) -> bool:
         with self.plainly():
@@ -87,7 +89,9 @@ class LanceSink(FolderSink):
         self, rows: AnsweredRows, observe: Observe, mode: Literal["create", "overwrite"] = "create"
     ) -> str | None:
         """Return the version of the dataset created; None if another writer created one meanwhile.
-        Several that overwrite an emptied one write the same rows."""
+
+        Several that overwrite an emptied one write the same rows.
+        """
         import lance
 
         fields = [
@@ -116,7 +120,7 @@ class LanceSink(FolderSink):
         """Return the version of a dataset that must be this run's."""
         if _plan(found) != rows.plan:
             raise ConfigError(
-                f"{self.what}: {self.uri} is there and not of this run; name another place with "
+                f"{self.what}: {self.uri} exists, but holds another run. Use a uri with "
                 "{run_key} in it"
             )
         return str(found.version)
@@ -143,8 +147,10 @@ def _plan(found: Any) -> str | None:
 
 
 def _has_version(found: Any, recorded: str) -> bool:
-    """Return whether version `recorded` is in the present history of a dataset, which a restore
-    leaves out. True if its transactions were cleaned up."""
+    """Return whether a dataset's present history has version `recorded`.
+
+    A restore leaves later versions out. True if its transactions were cleaned up.
+    """
     if not recorded.isdigit():
         return True
     version, wanted = int(found.version), int(recorded)

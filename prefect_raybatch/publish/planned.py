@@ -12,6 +12,8 @@ from prefect_raybatch.job.answer_types import columns_of
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.publish.publish import check_publish, check_unique
+from prefect_raybatch.spec.read import ReadSpec
+from prefect_raybatch.spec.result import FinishSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.result_columns import result_types
 from prefect_raybatch.storage import Store
@@ -43,7 +45,7 @@ def check_targets_of(
     if not targets:
         return ()
     known, whole = result_types(spec, given)
-    columns = _InputColumns(spec, given, found, store, later)
+    columns = _InputColumns(spec.finish, spec.read, given, found, store, later)
     return tuple(check_publish(targets, run_key, keys, known, whole, columns.check))
 
 
@@ -52,23 +54,23 @@ class _InputColumns:
 
     def __init__(
         self,
-        spec: RunSpec,
+        finish: FinishSpec,
+        read: ReadSpec,
         given: pa.Schema,
         found: Inventory | None,
         store: Store | None,
         later: bool,
     ) -> None:
-        self._spec, self._given, self._found, self._store = spec, given, found, store
-        self._later = later
-        self._kept = {name for name in spec.finish.kept(given.names) if name in given.names}
+        self._finish, self._options = finish, dict(read.options)
+        self._given, self._found, self._store, self._later = given, found, store, later
+        self._kept = {name for name in finish.kept(given.names) if name in given.names}
 
     def check(self, target: PublishTarget, never_null: Sequence[str]) -> None:
-        """Raise `ConfigError` for a null where the table accepts none, and for a key that is not
-        unique.
+        """Raise `ConfigError` for nulls that the table rejects, and for a key that is not unique.
 
         Postprocess may leave out the rows concerned, so with it this is only checked at the end.
         """
-        if self._spec.finish.postprocess is not None:
+        if self._finish.postprocess is not None:
             return
         self._check_answers(target, never_null)
         strict = [n for n in never_null if n in self._kept and n not in target.key]
@@ -77,7 +79,7 @@ class _InputColumns:
             if not self._later and target.format in ("delta", "iceberg"):
                 for name in strict:
                     if self._given.field(name).nullable:
-                        raise _may_be_null(target, name, "the column of the input may be")
+                        raise _may_be_null(target, name, "the input column is nullable")
             return
         strict = [name for name in strict if self._given.field(name).nullable]
         if not strict and not key:
@@ -88,22 +90,22 @@ class _InputColumns:
         values = pa.concat_tables(tables)
         for name in strict:
             if nulls := values[name].null_count:
-                raise _may_be_null(target, name, f"{nulls:,} rows of the input are")
+                raise _may_be_null(target, name, f"it is null in {nulls:,} rows of the input")
         if key:
             check_unique(target, values.select(key), "the input")
 
     def _check_answers(self, target: PublishTarget, never_null: Sequence[str]) -> None:
-        form = self._spec.finish.schema
+        form = self._finish.schema
         for name, shape in (columns_of(form) if form is not None else {}).items():
             if name in never_null and shape.nullable:
-                raise _may_be_null(target, name, "the schema of the answers lets it be")
+                raise _may_be_null(target, name, "output.schema allows null")
 
     def _read(self, found: Inventory, names: Sequence[str]) -> Iterator[pa.Table]:
         from prefect_raybatch.stages.block import is_lost, losses
         from prefect_raybatch.stages.read import ShardReader
 
         schema = pa.schema([self._given.field(name) for name in dict.fromkeys(names)])
-        reader = ShardReader(found.files, schema, self._store, dict(self._spec.read.options))
+        reader = ShardReader(found.files, schema, self._store, self._options)
         starts = range(0, reader.rows, READ_ROWS)
         units = [(Unit(i, 0, min(READ_ROWS, reader.rows - at)), at) for i, at in enumerate(starts)]
         for task in reader.tasks(units, 1):
@@ -115,6 +117,6 @@ class _InputColumns:
 
 def _may_be_null(target: PublishTarget, name: str, why: str) -> ConfigError:
     return ConfigError(
-        f"output.publish: {target.label}: column {name!r} is never null in the table there, and "
-        f"{why}. Let the table take null, or fill or leave out those rows"
+        f"output.publish: {target.label}: the existing table does not allow null in column "
+        f"{name!r}, but {why}. Allow null in the table, or fill or leave out those rows"
     )

@@ -45,8 +45,10 @@ KEYS_NAMED = 3  # keys that stand there twice, named in an error
 def open_sink(
     target: PublishTarget, run_key: str, options: Mapping[str, Any], planned: bool = False
 ) -> Sink:
-    """Return the target with all placeholders filled in; `planned`: opened for planning. Raises
-    `ConfigError` for a missing library or variable."""
+    """Return the target with all placeholders filled in; `planned`: opened for planning.
+
+    Raises `ConfigError` for a missing library or variable.
+    """
     filled = target.filled(run_key)
     sink = SINKS[target.format](filled, filled.options or dict(options), planned)
     sink.need_library()
@@ -61,12 +63,11 @@ def check_publish(
     whole: bool = True,
     look: Callable[[PublishTarget, Sequence[str]], None] = lambda target, never_null: None,
 ) -> list[str]:
-    """Return a line per target about what publishing columns of these types would find; `whole`:
-    they are all columns of the result. Leaves nothing there. `look` is called with each target and
-    the columns in which its table accepts no null.
+    """Return a line per target about what publishing columns of these types would find.
 
-    Raises `ConfigError` for what cannot be published, `PublishFailed` for a target that does not
-    answer.
+    `whole`: they are all columns of the result. Writes nothing. `look` is called with each target
+    and the columns in which its table accepts no null. Raises `ConfigError` for what cannot be
+    published, `PublishFailed` for a target that does not answer.
     """
     sinks = [open_sink(target, run_key, options, planned=True) for target in targets]
     _check_apart(sinks)
@@ -78,9 +79,11 @@ def check_publish(
 
 
 def _check_apart(sinks: Sequence[Sink]) -> None:
-    """Raise `ConfigError` for two targets that write the same table or folder, or files of one
-    format in a folder and below it: readers would see the rows twice. Parquet and JSON Lines may
-    share a folder."""
+    """Raise `ConfigError` for two targets that write to the same table or folder.
+
+    Also for files of one format in a folder and below it: readers would see the rows twice. Parquet
+    and JSON Lines may share a folder.
+    """
     for at, first in enumerate(sinks):
         for second in sinks[at + 1 :]:
             (kind, *one), (other_kind, *other) = first.place(), second.place()
@@ -89,15 +92,14 @@ def _check_apart(sinks: Sequence[Sink]) -> None:
                 continue
             folders = kind == other_kind == "folder"
             if one == other and kind == other_kind:
-                fault = "write the same place"
+                fault = "write to the same place"
             elif folders and (contains(one[0], other[0]) or contains(other[0], one[0])):
-                fault = "write to a folder and to one below it"
+                fault = "write to a folder and to one inside it"
             else:
                 continue
             raise ConfigError(
                 f"output.publish: the targets {first.target.label!r} and {second.target.label!r} "
-                f"{fault}: {second.target.place('{run_key}')}. Give one of them another place, or "
-                "remove it"
+                f"{fault}: {second.target.place('{run_key}')}. Move or remove one of them"
             )
 
 
@@ -126,7 +128,7 @@ def publish(
                 done.append(record)
                 continue
             log.warning(
-                "%s: the target no longer has the rows of run %s, which is published again",
+                "%s: the target no longer has the rows of run %s. Publishing them again",
                 target.label,
                 plan.run_key,
             )
@@ -175,11 +177,13 @@ def _check_record(
     record: Published, target: PublishTarget, plan: str, run_key: str, where: str
 ) -> None:
     if record.plan != plan:
-        raise CorruptRun(f"{where}: the record of target {target.label!r} is of another plan")
+        raise CorruptRun(
+            f"{where}: the record of target {target.label!r} was written for another plan"
+        )
     if (record.format, record.place) != (target.format, target.place(run_key)):
         raise ConfigError(
-            f"output.publish: {target.label}: this run was published under that name to "
-            f"{record.format} {record.place}; give the other target a name of its own"
+            f"output.publish: {target.label}: this run was published under this name to "
+            f"{record.format} {record.place}. Set another name for the new target"
         )
 
 
@@ -191,13 +195,15 @@ def _check_keys(target: PublishTarget, rows: AnsweredRows) -> None:
 
 
 def check_unique(target: PublishTarget, keys: pa.Table, where: str) -> None:
-    """Raise `ConfigError` unless the columns of the target's key are unique and never null in
-    `keys`, rows of `where`."""
+    """Raise `ConfigError` unless the target's key is unique and never null in `keys`.
+
+    `where` names the rows.
+    """
     for name in target.key:
         if nulls := keys[name].null_count:
             raise ConfigError(
                 f"output.publish: {target.label}: key column {name!r} is null in {nulls:,} rows of "
-                f"{where}; merge by a column that never is, or fill it in postprocess"
+                f"{where}. Merge by a column without nulls, or fill it in output.postprocess"
             )
     counted = keys.append_column("__n", pa.array([1] * len(keys), pa.int8()))
     found = counted.group_by(target.key, use_threads=False).aggregate([("__n", "count")])
@@ -207,6 +213,6 @@ def check_unique(target: PublishTarget, keys: pa.Table, where: str) -> None:
         named = "; ".join(", ".join(f"{k}={v!r}" for k, v in row.items()) for row in shown)
         raise ConfigError(
             f"output.publish: {target.label}: the key {', '.join(target.key)} is not unique in "
-            f"{where}: {len(twice):,} values stand there more than once ({named}); merge by "
-            "columns that are, such as the input's own id"
+            f"{where}: {len(twice):,} values occur more than once ({named}). Merge by unique "
+            "columns, such as the input's own id"
         )

@@ -113,17 +113,18 @@ class SqlSink(Sink):
         told += [("table", name) for name in self._names if name]
         for kind, name in told:
             if not name or "\0" in name:
-                raise ConfigError(f"{self.what}: {kind} {name!r} is no name that a database takes")
+                raise ConfigError(
+                    f"{self.what}: the name of {kind} {name!r} is empty or contains NUL. Rename it"
+                )
             size = len(name.encode()) if unit == "bytes" else len(name)
             if most and size > most:
                 raise ConfigError(
-                    f"{self.what}: the name of {kind} {name!r} has {size} {unit}, and {dialect} "
-                    f"takes {most}. Give it a shorter name"
+                    f"{self.what}: the name of {kind} {name!r} has {size} {unit}, but {dialect} "
+                    f"allows {most}. Choose a shorter name"
                 )
 
     def fit(self, wanted: pa.Schema, there: pa.Schema, whole: bool = True) -> pa.Schema:
-        """Return the schema by name, nullability and kind: widths differ between databases, which
-        convert them."""
+        """Return the schema by name, nullability and kind; databases convert widths."""
         named = {field.name: field.type for field in wanted}
         shown = []
         for field in there:
@@ -133,8 +134,10 @@ class SqlSink(Sink):
         return super().fit(wanted, pa.schema(shown), whole)
 
     def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
-        """Create what is missing and write no row, in a transaction that is rolled back. It shows
-        missing permissions, and which table or column the database rejects."""
+        """Create what is missing and write no row, in a transaction that is rolled back.
+
+        It shows missing permissions, and which table or column the database rejects.
+        """
         from sqlalchemy import create_engine, false, null, select
 
         engine = self._engine()
@@ -197,10 +200,10 @@ class SqlSink(Sink):
                         if (where := _first_nul(rows)) is None:
                             raise
                         raise ConfigError(
-                            f"{self.what}: {where} holds a NUL character, which the database does "
-                            "not keep. What is in data/ stays as it is: take the character out in "
-                            "a postprocess and run the job under another run key, where reuse "
-                            "keeps the answers"
+                            f"{self.what}: {where} contains a NUL character, which the database "
+                            "cannot store. The result in data/ is complete. Remove the character "
+                            "in output.postprocess and run the job under another run key, where "
+                            "reuse keeps the answers"
                         ) from error
                     except OperationalError as error:
                         # Locked, or the connection broke: look again.
@@ -208,11 +211,13 @@ class SqlSink(Sink):
                             raise
         finally:
             engine.dispose()
-        raise PublishFailed(f"{self.what}: the database did not take the rows")
+        raise PublishFailed(f"{self.what}: the database did not accept the rows. Publish again")
 
     def _attempt(self, engine: Any, rows: AnsweredRows, observe: Observe) -> bool:
-        """Return whether the rows are there; False if another publisher was faster, so that the
-        table must be checked again."""
+        """Return whether the rows are there; False if another publisher was faster.
+
+        The table must then be checked again.
+        """
         wanted = converted_schema(rows.schema, self.target)
         table, marks = self._tables(engine, wanted)
         self.fit(wanted, _columns(table))  # else SQLAlchemy leaves out what is not there
@@ -271,9 +276,11 @@ class SqlSink(Sink):
     def _published(
         self, engine: Any, table: Any, marks: Any
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Return (plans whose rows are in the table, plans whose rows it lost), each with the time
-        in its mark. Marks are read first, so a publisher that adds rows after that is not among
-        them."""
+        """Return (plans whose rows are in the table, plans whose rows it lost).
+
+        Each with the time in its mark. Marks are read first, so a publisher that adds rows after
+        that is not among them.
+        """
         from sqlalchemy import literal, select
         from sqlalchemy.exc import DBAPIError
 
@@ -326,9 +333,9 @@ class SqlSink(Sink):
         names = {column["name"].lower() for column in there or ()}
         if there is not None and not {"plan", "target", "run_key", "rows", "published_at"} <= names:
             raise ConfigError(
-                f"{self.what}: the table {OURS} there has the columns {', '.join(sorted(names))}, "
-                "not those of this version. Rename or drop it; runs that it names are then "
-                "published again if they are asked to"
+                f"{self.what}: the existing table {OURS} has the columns "
+                f"{', '.join(sorted(names))}, not those of this version. Rename or drop it. "
+                "Publishing one of its runs again then writes the rows again"
             )
 
     def _defined(self, engine: Any, wanted: pa.Schema) -> tuple[Any, Any]:
@@ -346,8 +353,10 @@ class SqlSink(Sink):
         return table, self._marks()
 
     def _tables(self, engine: Any, wanted: pa.Schema) -> tuple[Any, Any]:
-        """Return (the table, the marks), created if missing. In separate transactions, because many
-        databases end one at such a statement."""
+        """Return (the table, the marks), created if missing.
+
+        In separate transactions, because many databases end one at such a statement.
+        """
         from sqlalchemy.exc import IntegrityError
 
         table, marks = self._defined(engine, wanted)
@@ -374,8 +383,7 @@ class SqlSink(Sink):
             return None
 
     def _reflected(self, engine: Any) -> Any:
-        """Return the existing table with its columns only: DuckDB's dialect cannot reflect keys and
-        indexes."""
+        """Return the existing table, columns only: DuckDB's dialect cannot reflect keys."""
         from sqlalchemy import Column, MetaData, Table, Uuid
 
         schema, name = self._names
@@ -395,7 +403,7 @@ class SqlSink(Sink):
         from sqlalchemy import exc
 
         if NO_PLACE.search(str(error)):
-            return "there is no such database, so create it or correct uri"
+            return "no such database, so create it or correct uri"
         if (denied := super().hopeless(error)) is not None:
             return denied
         if isinstance(error, (exc.TimeoutError, exc.DisconnectionError)):
@@ -403,7 +411,7 @@ class SqlSink(Sink):
         if isinstance(error, exc.DBAPIError) and _passes(error):
             return None
         if isinstance(error, (exc.SQLAlchemyError, ValueError, TypeError, OverflowError)):
-            return f"the database refuses {'the table' if self.planned else 'the rows'}"
+            return f"the database rejects {'the table' if self.planned else 'the rows'}"
         return None
 
     def _url(self) -> Any:
@@ -431,14 +439,13 @@ class SqlSink(Sink):
             raise ConfigError(f"{self.what}: uri: {self.scrub(error)}") from None
         if engine.dialect.is_async:
             raise ConfigError(
-                f"{self.what}: uri: the driver {engine.dialect.driver} is asynchronous; name "
-                f"another one, or none: {engine.dialect.name}://..."
+                f"{self.what}: uri: the driver {engine.dialect.driver} is asynchronous. Name "
+                f"another driver, or none: {engine.dialect.name}://..."
             )
         return engine
 
     def _file(self) -> str | None:
-        """Return the database's file; None for a server's, and for one that SQLite opens by a
-        URI."""
+        """Return the database's file; None for a server, or a file that SQLite opens by URI."""
         url = self._url()
         if url.get_backend_name() not in FILE_DATABASES or str(url.database).startswith(
             ("file:", "md:")
@@ -446,7 +453,7 @@ class SqlSink(Sink):
             return None
         if url.database in (None, "", ":memory:"):
             raise ConfigError(
-                f"{self.what}: uri: a database in memory is gone with the process; name a file, "
+                f"{self.what}: uri: an in-memory database is lost with the process. Name a file, "
                 f"such as {url.get_backend_name()}:////data/answers.db"
             )
         return str(url.database)
@@ -463,8 +470,11 @@ class SqlSink(Sink):
 
 
 def _quoted(name: str, engine: Any) -> Any:
-    """Return a name that is quoted if necessary. DuckDB's dialect knows only PostgreSQL's reserved
-    words ("at" is one of DuckDB's), so there each name is quoted."""
+    """Return a name that is quoted if necessary.
+
+    DuckDB's dialect knows only PostgreSQL's reserved words ("at" is one of DuckDB's), so there each
+    name is quoted.
+    """
     from sqlalchemy.sql import quoted_name
 
     return quoted_name(name, True) if engine.dialect.name == "duckdb" else name
@@ -482,8 +492,10 @@ def _folded(name: str, dialect: str) -> str:
 
 
 def _passes(error: Any) -> bool:
-    """Return whether an error of a database is transient, by the SQLSTATE, MySQL's number, or its
-    text. An unknown OperationalError may be, but not one of a database in a file."""
+    """Return whether a database error is transient, by SQLSTATE, MySQL's number, or its text.
+
+    An unknown OperationalError may be, but not one of a database in a file.
+    """
     from sqlalchemy import exc
 
     original, text = error.orig, str(error.orig)
@@ -570,8 +582,11 @@ def _values(
     dialect: str,
     unpacked: dict[str, Callable[[Any], Any]],
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield rows as a database's driver takes them: nested values as JSON text unless `unpacked`
-    names their column; in SQLite, decimals as text too."""
+    """Yield rows as a database's driver takes them.
+
+    Nested values become JSON text unless `unpacked` names their column; in SQLite, decimals become
+    text too.
+    """
     change: dict[str, Callable[[Any], Any]] = {}
     for given, kept in zip(rows.schema, wanted, strict=True):
         if kinds.is_nested(given.type):
@@ -591,15 +606,17 @@ def _values(
 
 
 def _first_nul(rows: AnsweredRows) -> str | None:
-    """Return the first row and column whose text, or a nested text, contains NUL: PostgreSQL
-    rejects it without saying where."""
+    """Return the first row and column whose text contains NUL.
+
+    PostgreSQL rejects it, also in nested texts, without saying where.
+    """
     number = 0
     for batch in rows.read():
         for row in batch.to_pylist():
             for name, value in row.items():
                 kept = storable_in(value)
                 if kept is not value and kept != value:
-                    return f"row {number:,} of the result (the first is 0), column '{name}',"
+                    return f"row {number:,} of the result (counted from 0), column '{name}',"
             number += 1
     return None
 

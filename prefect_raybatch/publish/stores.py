@@ -33,8 +33,7 @@ class FolderSink(Sink):
             self.need_writable(self.uri)
 
     def rehearse_in_folder(self, wanted: pa.Schema) -> None:
-        """Create the table without rows in a temporary folder, which shows names and types that its
-        library rejects."""
+        """Create the empty table in a temporary folder, which shows rejected names and types."""
         with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
             changed: dict[str, Any] = {"uri": f"{folder}/table", "options": {}}
             for names in ("key", "partition_by"):  # of a result whose columns are not all known

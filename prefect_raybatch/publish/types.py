@@ -23,8 +23,9 @@ class Unfit(ValueError):
 
 
 def converted_schema(schema: pa.Schema, target: PublishTarget, whole: bool = True) -> pa.Schema:
-    """Return the columns as `target` stores them. Raises `ConfigError` that names one it cannot
-    hold.
+    """Return the columns as `target` stores them.
+
+    Raises `ConfigError` that names one it cannot hold.
 
     `whole`: these are all columns of the result.
     """
@@ -41,7 +42,7 @@ def converted_schema(schema: pa.Schema, target: PublishTarget, whole: bool = Tru
         except Unfit as error:
             raise ConfigError(
                 f"output.publish: {target.label}: column {field.name!r} is of type {field.type}, "
-                f"which {target.format} cannot keep; {error}, or leave it out of the result"
+                f"which {target.format} cannot store. {error}, or leave it out of the result"
             ) from None
     return pa.schema(fields)
 
@@ -60,7 +61,7 @@ def converted(kind: pa.DataType, target: PublishTarget) -> pa.DataType:
         return pa.string() if flat else inner
     if target.format == "jsonl":
         if kinds.is_duration(kind) or kinds.is_interval(kind):
-            raise Unfit("cast it to seconds in postprocess")
+            raise Unfit("Cast it to seconds in output.postprocess")
         return kind
     return _plain(kind, target)
 
@@ -72,7 +73,7 @@ def _nested(kind: Any, target: PublishTarget) -> pa.DataType:
     if kinds.is_map(kind):
         return pa.map_(converted(kind.key_type, target), converted(kind.item_type, target))
     if kinds.is_union(kind) or not hasattr(kind, "value_type"):
-        raise Unfit("write it as JSON text in postprocess")
+        raise Unfit("Write it as JSON text in output.postprocess")
     return pa.list_(converted(kind.value_type, target))
 
 
@@ -90,7 +91,7 @@ def _plain(kind: Any, target: PublishTarget) -> pa.DataType:
         return pa.int32() if where == "iceberg" and kind.bit_width < 32 else kind
     if kinds.is_float16(kind):
         if where == "delta":
-            raise Unfit("set output.vector_type to float32, or cast it in postprocess")
+            raise Unfit("Set output.vector_type to float32, cast it in output.postprocess")
         return pa.float32()
     if kinds.is_timestamp(kind):
         return _timestamp(kind, where)
@@ -98,46 +99,48 @@ def _plain(kind: Any, target: PublishTarget) -> pa.DataType:
         return pa.date32()
     if kinds.is_time(kind):
         if where == "delta" or kind == pa.time64("ns"):
-            raise Unfit("write it as text or a number in postprocess")
+            raise Unfit("Write it as text or a number in output.postprocess")
         return pa.time64("us")
     if kinds.is_decimal(kind):
         if kind.precision > 38:
-            raise Unfit("cast it to at most 38 digits")
+            raise Unfit("Cast it to at most 38 digits")
         return pa.decimal128(kind.precision, kind.scale)
     if kinds.is_boolean(kind) or kinds.is_floating(kind):
         return kind
-    raise Unfit("cast it in postprocess (output.schema declares the types)")
+    raise Unfit("Cast it in output.postprocess (output.schema declares the types)")
 
 
 def _timestamp(kind: Any, where: str) -> pa.DataType:
     if kind.unit == "ns":
-        raise Unfit("cast it to timestamp[us] in the input or in postprocess")
+        raise Unfit("Cast it to timestamp[us] in the input or in output.postprocess")
     if where == "iceberg" and kind.tz not in (None, "UTC", "Etc/UTC", "Z", "+00:00"):
-        raise Unfit(f"its zone is {kind.tz}: cast it to UTC")
+        raise Unfit(f"Cast it from {kind.tz} to UTC")
     return pa.timestamp("us", kind.tz and "UTC")
 
 
 def fitted(wanted: pa.Schema, there: pa.Schema, what: str, whole: bool = True) -> pa.Schema:
-    """Return the schema of an existing table into which rows of `wanted` go. Raises `ConfigError`
-    for a column that is missing, has another type, or is null where the table accepts none.
-    `whole`: `wanted` are all columns of the result."""
+    """Return the schema of an existing table into which rows of `wanted` go.
+
+    Raises `ConfigError` for a column that is missing, has another type, or is null where the table
+    accepts none. `whole`: `wanted` are all columns of the result.
+    """
     for field in wanted:
         if field.name not in there.names:
             raise ConfigError(
-                f"{what}: the table there has no column {field.name!r} (columns: "
-                f"{', '.join(there.names)}); add it as {field.type}, or leave it out of the result"
+                f"{what}: the existing table has no column {field.name!r} (columns: "
+                f"{', '.join(there.names)}). Add it as {field.type}, or leave it out of the result"
             )
         kept = there.field(field.name)
         if not _takes(kept.type, field.type):
             raise ConfigError(
-                f"{what}: column {field.name!r} is {kept.type} in the table there and {field.type} "
-                "in the result; cast one of them, or publish to another table"
+                f"{what}: column {field.name!r} is {kept.type} in the existing table, but "
+                f"{field.type} in the result. Cast one of them, or publish to another table"
             )
     for field in there:
         if whole and field.name not in wanted.names and not field.nullable:
             raise ConfigError(
-                f"{what}: the table there has a column {field.name!r} that is never null, and the "
-                "result has none; let it be null, or give the result such a column"
+                f"{what}: the existing table does not allow null in column {field.name!r}, which "
+                "the result lacks. Allow null, or add the column to the result"
             )
     return there
 
@@ -188,8 +191,9 @@ def to_schema(batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> Iterator[
 def _cast(column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
     if not field.nullable and column.null_count:
         raise ConfigError(
-            f"column {field.name!r} is never null in the target, and {column.null_count:,} rows of "
-            "the result are; let the target take null, or fill them in postprocess"
+            f"the target does not allow null in column {field.name!r}, which is null in "
+            f"{column.null_count:,} rows of the result. Allow null, or fill it in "
+            "output.postprocess"
         )
     if isinstance(column.type, pa.BaseExtensionType):
         column = pa.chunked_array([chunk.storage for chunk in column.chunks])

@@ -19,7 +19,7 @@ from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.listing import COMPLETED, line_of
 from prefect_raybatch.spec.cluster import ClusterSpec
-from prefect_raybatch.spec.identity import Identity
+from prefect_raybatch.spec.run import Identity
 from prefect_raybatch.storage import Store
 
 log = logging.getLogger(__name__)

@@ -23,8 +23,10 @@ MOST_SAMPLE = 4000  # unless fewer cannot show it
 
 
 def lower_bound(agreed: int, rows: int, confidence: float) -> float:
-    """Return the lower confidence limit (0 to 1) for the share of rows that agree, where `agreed`
-    of `rows` rows drawn at random did."""
+    """Return the lower confidence limit (0 to 1) for the share of rows that agree.
+
+    `agreed` of `rows` rows drawn at random did.
+    """
     if not 0 < agreed <= rows:
         return 0.0
     differ = np.arange(rows - agreed + 1)
@@ -53,8 +55,7 @@ def least_sample(least: float, confidence: float) -> int:
 
 
 def sample_size(least: float, confidence: float) -> int:
-    """Return the sample that shows an agreement of `least` even if half of the allowed
-    disagreements occur."""
+    """Return the sample that shows `least` with half of the allowed disagreements."""
     must = least_sample(least, confidence)
     for differ in range(1, 100):
         rows = math.ceil(2 * differ / (1 - least))
@@ -77,9 +78,8 @@ def trial_rows(tries: Sequence[Mapping[str, str]], least: float, rows: int) -> i
         shown = lower_bound(rows, rows, confidence)
         field = next(iter(tries[0]))
         raise ConfigError(
-            f"limits.min_agreement: {least} cannot be shown by {counted(rows, 'row')}: if all "
-            f"answers were alike, that would show {shown:.4f}, and {least} takes {need:,} rows. "
-            f"Lower limits.min_agreement, or write engine.{field}: fp8 in place of {TRY_FP8}, or "
-            "leave it out"
+            f"limits.min_agreement: {counted(rows, 'row')} cannot show {least}: if all answers "
+            f"agreed, they would show {shown:.4f}, and {least} needs {need:,} rows. Lower "
+            f"limits.min_agreement, set engine.{field} to fp8 instead of {TRY_FP8}, or remove it"
         )
     return min(rows, sample_size(least, confidence))

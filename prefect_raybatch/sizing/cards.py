@@ -16,8 +16,10 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU model: bytes of memory, bytes per second, FLOPs per second, whether its servers connect
-    GPUs by NVLink, and whether its tensor cores multiply fp8."""
+    """A GPU model: bytes of memory, bytes per second and FLOPs per second.
+
+    `nvlink`: its servers connect GPUs by NVLink. `fp8`: its tensor cores multiply fp8.
+    """
 
     name: str
     memory: int
@@ -57,9 +59,11 @@ CARDS = {
 
 @dataclass(frozen=True)
 class EngineGpu:
-    """The GPU that engines run on, as far as it is known. `card` is None if the model is unknown or
-    there are several. `memory` is in bytes, 0 if unknown. `most` is the memory of the largest card
-    of that name, or 0 if `memory` was measured."""
+    """The GPU that engines run on, as far as it is known.
+
+    `card` is None if the model is unknown or there are several. `memory` is in bytes, 0 if unknown.
+    `most` is the memory of the largest card of that name, or 0 if `memory` was measured.
+    """
 
     name: str
     card: Card | None
@@ -68,8 +72,10 @@ class EngineGpu:
 
 
 def card(name: str) -> Card | None:
-    """Return the card for a name that Ray or the driver uses, such as `L4` or `NVIDIA H100 80GB
-    HBM3`; None if there is no such card."""
+    """Return the card for a name that Ray or the driver uses; None if there is no such card.
+
+    Names are such as `L4` or `NVIDIA H100 80GB HBM3`.
+    """
     if name in CARDS:
         return CARDS[name]
     words = set(re.split(r"[^A-Z0-9]+", name.upper()))

@@ -35,9 +35,11 @@ MARKUP = 8  # tokens that a chat template adds to a row
 
 @dataclass(frozen=True)
 class Tokens:
-    """Estimated tokens of a row: those of the prefix that all prompts share, those of the rest of
-    the prompt, and the most that an answer has (None if unknown), with the reason. `form` is true
-    if the answer must have a form, such as one of several choices."""
+    """Estimated tokens of a row: shared prefix, rest of the prompt, and longest answer.
+
+    `out` is None if unknown, with the reason in `why`. `form`: the answer must have a form, such as
+    one of several choices.
+    """
 
     shared: int
     own: int
@@ -47,8 +49,7 @@ class Tokens:
 
     @classmethod
     def of(cls, row: RowSpec, row_bytes: float) -> Tokens:
-        """Estimate the tokens of a row with `row_bytes` bytes of input columns, or of prepared
-        images."""
+        """Estimate the tokens of a row with `row_bytes` of input columns or prepared images."""
         shared = row.shared_characters / CHARACTERS
         own = row_bytes / (IMAGE_TOKEN_BYTES if row.images else CHARACTERS)
         own += row.own_characters / CHARACTERS + MARKUP
@@ -62,20 +63,24 @@ class Tokens:
 
     @property
     def kept_once(self) -> int:
-        """Return how many of the shared tokens a KV cache keeps once for all rows: those in whole
-        blocks."""
+        """Return the shared tokens that a KV cache keeps once for all rows: whole blocks."""
         return self.shared // CACHE_BLOCK * CACHE_BLOCK
 
     def kept_each(self, times: int = 1) -> int:
-        """Return the tokens of KV cache that each row takes in addition, for a row whose own part
-        is `times` as long; the shared prefix has one length."""
+        """Return the tokens of KV cache that each row takes in addition.
+
+        Its own part is `times` as long; the shared prefix has one length.
+        """
         own = self.shared - self.kept_once + times * (self.own + (self.out or 0))
         return -(-own // CACHE_BLOCK) * CACHE_BLOCK
 
 
 def gpu_seconds(model: Model, card: Card, row: Tokens, seqs: int) -> float:
-    """Return the seconds that a row takes of the GPU: FLOPs and bytes of its tokens that are not
-    cached, and for each token of its answer the weights, shared by `seqs` sequences."""
+    """Return the seconds that a row takes of the GPU.
+
+    FLOPs and bytes of its tokens that are not cached, and for each token of its answer the weights,
+    shared by `seqs` sequences.
+    """
     out = row.out or 0
     work = work_of(model, card)
     flops, read = work.of_answer(row.shared + row.own, row.shared, (out,))
@@ -85,8 +90,10 @@ def gpu_seconds(model: Model, card: Card, row: Tokens, seqs: int) -> float:
 
 
 def busy(engines: int, host: float, gpu: float) -> float:
-    """Return the share of time (0 to 1) for which the GPU works when `engines` take turns at it,
-    each spending `host` seconds away from it and then `gpu` seconds on it."""
+    """Return the share of time (0 to 1) for which the GPU works for `engines` engines.
+
+    Each spends `host` seconds away from it and then `gpu` seconds on it, in turns.
+    """
     waiting = rate = 0.0
     for n in range(1, engines + 1):
         answer = gpu * (1 + waiting)

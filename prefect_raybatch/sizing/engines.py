@@ -1,16 +1,22 @@
-"""How many engines share a GPU: when that pays by the cost model, and what bounds it. Pure."""
+"""Choose how many engines share a GPU, and how many rows each computes at once. Pure.
+
+Engines share a GPU if that pays by the cost model. A decoding step reads all weights whatever the
+number of rows, so more rows share that cost.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model.arguments import EngineArguments
-from prefect_raybatch.model.memory import Model, gib
-from prefect_raybatch.sizing.cards import EngineGpu
+from prefect_raybatch.model.memory import Model, gib, share
+from prefect_raybatch.sizing.cards import Card, EngineGpu
 from prefect_raybatch.sizing.cost import HOST_SECONDS, Tokens, gpu_seconds, rows_per_second
 from prefect_raybatch.sizing.fit import Fit
-from prefect_raybatch.sizing.sequences import TRIED, best_sequences, fewest, holds_rows
+from prefect_raybatch.sizing.shards import SEQUENCES
 
 SHORT = 32  # tokens out: what Python costs of longer answers is not measured, and packing lost
 CORES = 3  # CPU cores a packed engine: its actor, its core process, its part of the CPU stages
@@ -18,6 +24,69 @@ MOST_ENGINES = 6
 ENGINE_GAIN = 0.03  # the least for which more of them are taken: runs differ by 1 to 3 %
 # Of tasks that pool: HOST_SECONDS is of drawing tokens, and what a vector takes of Python is less.
 MOST_POOLING = 2
+TRIED = (SEQUENCES, 512, 1024)  # more of them are not measured
+# The least gain for which more sequences are taken: they cost nothing where the KV cache holds
+# them, and 1,024 in place of 512 were measured to bring more than the model says.
+SEQUENCE_GAIN = 0.005
+
+
+def holds_rows(fit: Fit, engines: int, row: Tokens) -> bool:
+    """Return whether the KV cache of each of `engines` probably holds `max_num_seqs` rows.
+
+    Rows are typical ones, whose shared prefix it keeps once. Engines that share a GPU have a fixed
+    part of its memory each, so their cache must hold rows of twice that length, and at least one
+    row of the context length.
+    """
+    arguments, model = fit.arguments, fit.model
+    if engines == 1:
+        return fit.rows_held(row) >= arguments.max_num_seqs
+    try:
+        cache = share(model, arguments, fit.gpu_bytes, engines).kv_cache
+    except ConfigError:
+        return False
+    each = model.kv_bytes(row.kept_each(times=2))
+    rows = model.kv_bytes(row.kept_once) + arguments.max_num_seqs * each
+    return cache >= (arguments.kv_cache_bytes or max(rows, model.kv_bytes(fit.length)))
+
+
+def fewest(tried: Sequence[int], rate: Callable[[int], float], gain: float) -> int:
+    """Return the smallest value of `tried` whose rate is within `gain` of the best rate."""
+    best = max(map(rate, tried))
+    return next(number for number in tried if rate(number) * (1 + gain) >= best)
+
+
+def best_sequences(
+    fit: Fit, card: Card, row: Tokens, engines: int, tried: Sequence[int] = TRIED
+) -> int:
+    """Return the best value of `tried` for each of `engines` on a GPU.
+
+    The first value if the KV cache holds none.
+    """
+    room = [n for n in tried[1:] if holds_rows(fit.asking(max_num_seqs=n), engines, row)]
+
+    def rate(seqs: int) -> float:
+        return rows_per_second(fit.model, card, row, engines, seqs)
+
+    return fewest([tried[0], *room], rate, SEQUENCE_GAIN)
+
+
+def _unshared(arguments: EngineArguments, row: Tokens) -> str | None:
+    """Return why engines do not share a GPU whatever the model is; None if they may."""
+    parts = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
+    if parts > 1:
+        return f"an engine spans {parts} GPUs"
+    if row.out is None:
+        return row.why
+    if row.out > SHORT:
+        return f"answers of up to {row.out} tokens ({row.why}), more than {SHORT}"
+    return None
+
+
+def _row_times(seconds: float, card: Card, row: Tokens) -> str:
+    return (
+        f"{1000 * HOST_SECONDS:.2f} ms of Python a row, {1000 * seconds:.2f} ms of {card.name} "
+        f"for about {row.own} uncached and {row.out} output tokens"
+    )
 
 
 def choose_engines_per_gpu(
@@ -32,20 +101,17 @@ def choose_engines_per_gpu(
     pools: bool = False,
     sequences: Sequence[int] = TRIED,
 ) -> tuple[int, str]:
-    """Return (engines per GPU, reason) for `engine.engines_per_gpu: auto`; 1 if too little is known
-    about the GPU. `length` is the context length in tokens, if known; `pools` is true for a task
-    that does not generate; `sequences` are the values of max_num_seqs that may be chosen."""
-    parts = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
-    if parts > 1:
-        return 1, f"an engine takes {parts} GPUs"
-    if row.out is None:
-        return 1, row.why
-    if row.out > SHORT:
-        return 1, f"answers of up to {row.out} tokens ({row.why}) are long: over {SHORT}"
+    """Return (engines per GPU, reason) for `engine.engines_per_gpu: auto`.
+
+    1 if too little is known about the GPU. `length` is the context length in tokens, if known;
+    `pools`: the task does not generate; `sequences` are the possible values of max_num_seqs.
+    """
+    if (reason := _unshared(arguments, row)) is not None:
+        return 1, reason
     if model is None:
-        return 1, "the size of the model is not known"
+        return 1, "the size of the model is unknown"
     if gpu.card is None:
-        return 1, "the GPU's memory and speed are not known"
+        return 1, "the GPU's memory and speed are unknown"
     card = gpu.card
     fit = Fit(model, arguments, gpu.memory, length or 0).asking(max_num_seqs=sequences[0])
     numbers = range(1, MOST_ENGINES + 1)
@@ -55,25 +121,76 @@ def choose_engines_per_gpu(
         return rows_per_second(model, card, row, n, seqs[n])
 
     best = fewest(numbers, rate, ENGINE_GAIN)
-    seconds = gpu_seconds(model, card, row, seqs[best])
-    times = (
-        f"{1000 * HOST_SECONDS:.2f} ms of Python a row, {1000 * seconds:.2f} ms of {card.name} "
-        f"for about {row.own} tokens that are not cached and {row.out} out"
-    )
+    times = _row_times(gpu_seconds(model, card, row, seqs[best]), card, row)
     if best == 1:
-        return 1, f"one keeps the GPU busy: {times}"
+        return 1, f"one engine keeps the GPU busy: {times}"
     room = max((n for n in numbers[1:] if holds_rows(fit, n, row)), default=1)
     cores = max(1, math.floor(cpus_a_gpu / max(CORES, cpus_an_engine)))
     most = MOST_POOLING if pools else MOST_ENGINES
     bound = min(room, cores, most)
-    found = best if best <= bound else fewest(range(1, bound + 1), rate, ENGINE_GAIN)
-    bounds = []
+    chosen = best if best <= bound else fewest(range(1, bound + 1), rate, ENGINE_GAIN)
+    reasons = [f"{best} engines keep the GPU busy: {times}"]
     if room < best:
-        bounds.append(f"{room} fit in {gib(gpu.memory)}")
+        reasons.append(f"{room} fit in {gib(gpu.memory)}")
     if cores < best:
-        bounds.append(f"{cpus_a_gpu:g} CPUs a GPU allow {cores}")
+        reasons.append(f"{cpus_a_gpu:g} CPUs per GPU allow {cores}")
     if pools and best > most:
-        bounds.append(f"{most} at most where no tokens are drawn")
-    elif found == best == MOST_ENGINES:
-        bounds.append(f"{MOST_ENGINES} at most")
-    return found, f"{best} keep the GPU busy: {times}" + "".join(f"; {text}" for text in bounds)
+        reasons.append(f"at most {most} for pooling tasks")
+    elif chosen == best == MOST_ENGINES:
+        reasons.append(f"at most {MOST_ENGINES}")
+    return chosen, "; ".join(reasons)
+
+
+def choose_max_num_seqs(
+    *,
+    asked: int | None,
+    fit: Fit | None,
+    card: Card | None,
+    row: Tokens,
+    longest: int,
+    engines_per_gpu: int,
+    step: int | None = None,
+) -> tuple[int, str]:
+    """Return max_num_seqs and the reason.
+
+    The value that was `asked` for, or by default 256, or 512 or 1,024 if that brings at least 0.5 %
+    by the cost model and the KV cache is likely to hold that many typical rows.
+
+    `fit` and `card` are None on a CPU and where the model or the GPU is unknown. `longest` is the
+    number of tokens of an answer about which nothing else is known. `step` is the number of tokens
+    of an engine step, if the job sets it; vLLM allows no more sequences than that, because each has
+    a token in it.
+    """
+    if asked is not None:
+        return asked, "engine.max_num_seqs"
+    seqs, why = _chosen(fit, card, row, longest, engines_per_gpu)
+    if step is not None and step < seqs:
+        return step, "engine.max_num_batched_tokens, since each takes a token of a step"
+    return seqs, why
+
+
+def _chosen(
+    fit: Fit | None, card: Card | None, row: Tokens, longest: int, engines_per_gpu: int
+) -> tuple[int, str]:
+    if fit is None or card is None:
+        return SEQUENCES, "default of engine.max_num_seqs"
+    row = replace(row, out=row.out if row.out is not None else longest)
+    best = best_sequences(fit, card, row, engines_per_gpu)
+    each = f" in each of {engines_per_gpu} engines on a GPU" if engines_per_gpu > 1 else ""
+
+    def gain(seqs: int) -> float:
+        model = fit.model
+        usual = rows_per_second(model, card, row, engines_per_gpu, SEQUENCES)
+        return rows_per_second(model, card, row, engines_per_gpu, seqs) / usual - 1
+
+    if best > SEQUENCES:
+        what = f"about {gain(best):.0%} faster than {SEQUENCES}"
+        return best, f"{what}: answers of {row.out} tokens{each}"
+    more = next((n for n in TRIED[1:] if gain(n) > SEQUENCE_GAIN), None)
+    if more is None:
+        what = f"{TRIED[-1]} would bring about {gain(TRIED[-1]):.0%}"
+        return SEQUENCES, f"{what}: answers of {row.out} tokens{each}"
+    if engines_per_gpu > 1:
+        return SEQUENCES, f"{more} rows do not fit into the KV cache{each}"
+    held = fit.asking(max_num_seqs=more).rows_held(row)
+    return SEQUENCES, f"the KV cache holds {held} rows of about {row.typical} tokens"

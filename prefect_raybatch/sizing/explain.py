@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prefect_raybatch.job.precision import TRY_FP8
@@ -12,6 +12,7 @@ from prefect_raybatch.sizing.agreement import CONFIDENCE, confidence_of_each, sa
 from prefect_raybatch.sizing.fit import Fit
 from prefect_raybatch.sizing.sizes import BATCHED, Capacity, Sizing
 from prefect_raybatch.spec.cluster import ClusterSpec
+from prefect_raybatch.spec.engine import ModelRequest
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.words import counted
@@ -29,31 +30,30 @@ class Figure:
 def figures(spec: RunSpec, have: Capacity, size: Sizing, model: Model | None) -> list[Figure]:
     """Return all sizes, each after those that it follows from."""
     return [
-        *_engine_figures(spec, have, size, model),
-        *_precision(spec),
+        *_engine_figures(spec.sizes, spec.engine.model, have, size, model),
+        *_precision(spec.engine.tries, spec.limits.min_agreement),
         Figure("rows a shard", f"{size.rows_per_shard:,}", size.rows_why),
         *_stage_figures(spec.sizes, spec.cluster, have, size),
     ]
 
 
-def _precision(spec: RunSpec) -> list[Figure]:
+def _precision(tries: Sequence[Mapping[str, str]], least: float) -> list[Figure]:
     """Return what a trial will decide; empty if the job leaves nothing to a trial."""
-    tries, limits = spec.engine.tries, spec.limits
     if not tries:
         return []
-    rows = sample_size(limits.min_agreement, confidence_of_each(len(tries)))
+    rows = sample_size(least, confidence_of_each(len(tries)))
     why = (
-        f"{TRY_FP8}: before the first commit up to {rows:,} sampled rows are asked as the model is "
-        f"stored and in fp8, which is taken if {limits.min_agreement:.4g} of the answers are the "
-        f"same, with {CONFIDENCE:.0%} confidence (limits.min_agreement). Sizes are without fp8"
+        f"{TRY_FP8}: before the first commit, up to {rows:,} sampled rows are answered as stored "
+        f"and in fp8, which is used if {least:.4g} of the answers agree, with "
+        f"{CONFIDENCE:.0%} confidence (limits.min_agreement). Sizes are without fp8"
     )
     return [Figure("precision", f"fp8 {' and '.join(tries[0])}, or as stored", why)]
 
 
 def _engine_figures(
-    spec: RunSpec, have: Capacity, size: Sizing, model: Model | None
+    asked: SizeSpec, request: ModelRequest, have: Capacity, size: Sizing, model: Model | None
 ) -> list[Figure]:
-    asked, pool, arguments = spec.sizes, size.pool, size.arguments
+    pool, arguments = size.pool, size.arguments
     gpu = pool.device == "gpu"
     where = f"the cluster has {counted(have.gpus, 'GPU')}"
     found = [
@@ -69,7 +69,7 @@ def _engine_figures(
     batched, seqs = arguments.max_num_batched_tokens, arguments.max_num_seqs
     step = f"{BATCHED[pool.device][0]} on a {pool.device.upper()}"
     if batched != BATCHED[pool.device][0]:
-        step += ", fewer where that would take too much of the KV cache"
+        step += ", fewer if they would leave too little KV cache"
     if asked.max_num_batched_tokens:
         step = "engine.max_num_batched_tokens"
     found += [
@@ -80,10 +80,10 @@ def _engine_figures(
             "max_model_len",
             str(size.length or "the model's"),
             "engine.max_model_len"
-            if asked.context or spec.engine.model.context_auto
+            if asked.context or request.context_auto
             else "the model's config.json",
         ),
-        _kv_figure(spec.engine.model.env, size, model),
+        _kv_figure(request.env, size, model),
     ]
     return found
 
@@ -97,13 +97,13 @@ def _kv_figure(env: Mapping[str, str], size: Sizing, model: Model | None) -> Fig
     if model is None or not pool.gpu_bytes:
         if given.kv_cache_bytes:
             return Figure(name, gib(given.kv_cache_bytes), "engine.kv_cache_memory_bytes")
-        why = "the engine measures what is free; the size of the model or of the GPU is not known"
-        return Figure(name, "not known yet", why)
+        why = "vLLM measures free memory; the size of the model or of the GPU is unknown"
+        return Figure(name, "unknown", why)
     fit = Fit(model, given, pool.gpu_bytes)
     adapters = f"{gib(fit.adapters)} for LoRA adapters - " if fit.adapters else ""
     why = (
         f"{gib(fit.room)} of {pool.kind} - weights {gib(fit.weights)} - {adapters}"
-        f"{gib(fit.working)} to work: about {fit.tokens_held:,} tokens"
+        f"{gib(fit.working)} working memory: about {fit.tokens_held:,} tokens"
     )
     return Figure(name, gib(fit.cache), why if given.kv_cache_bytes else f"{why}; vLLM measures it")
 
@@ -117,25 +117,25 @@ def _stage_figures(
     engines = counted(size.pool.engines, "engine")
     free = max(0.0, have.cpus - taken)
     found = [
-        Figure("batch_size", str(asked.batch_size), "engine.batch_size: least rows a shard"),
+        Figure("batch_size", str(asked.batch_size), "engine.batch_size: minimum rows per shard"),
         Figure(
             "max_concurrent_batches",
             str(calls),
             "engine.max_concurrent_batches" if asked.max_concurrent_batches else rule,
         ),
-        Figure("tasks in flight an engine", str(calls + 1), "one more waits at its door"),
+        Figure("tasks in flight an engine", str(calls + 1), "one more waits in its queue"),
         Figure(
             "uncommitted shards",
             str(size.uncommitted),
-            f"2 * {engines} * {calls + 1}, at most: what a crash costs",
+            f"2 * {engines} * {calls + 1}, at most: lost if the run crashes",
         ),
     ]
     for name in ("prepare", "finish"):
         stage = getattr(cluster, name)
         width = max(1, int(free // stage.num_cpus))
         why = (
-            f"({have.cpus:g} CPUs - {taken:g} of engines) / cluster.{name}.num_cpus "
-            f"{stage.num_cpus:g}, shared with the other stage; Ray takes what it needs"
+            f"({have.cpus:g} CPUs - {taken:g} for engines) / cluster.{name}.num_cpus "
+            f"{stage.num_cpus:g}, shared with the other stage; Ray uses what it needs"
         )
         if stage.concurrency and stage.concurrency <= width:
             width, why = stage.concurrency, f"cluster.{name}.concurrency"

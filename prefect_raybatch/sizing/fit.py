@@ -17,8 +17,10 @@ SHARES = (2, 4, 8)  # GPUs of one node that may share a model
 
 @dataclass(frozen=True)
 class Fit:
-    """Memory that a model takes on each GPU of an engine that is alone on its GPUs. A GPU has
-    `gpu_bytes` bytes; `length` is the context length in tokens, 0 if unknown."""
+    """Memory that a model takes on each GPU of an engine that is alone on its GPUs.
+
+    A GPU has `gpu_bytes` bytes; `length` is the context length in tokens, 0 if unknown.
+    """
 
     model: Model
     arguments: EngineArguments
@@ -37,8 +39,7 @@ class Fit:
 
     @property
     def weights(self) -> float:
-        """Return the bytes of a GPU's part of the weights, without those offloaded to host
-        memory."""
+        """Return the bytes of a GPU's part of the weights, without those in host memory."""
         return max(0.0, self.model.weights / self.parts - self.arguments.offloaded)
 
     @property
@@ -68,8 +69,11 @@ class Fit:
 
     @property
     def least(self) -> int:
-        """Return the bytes without which the engine cannot start: weights, the activations of a
-        step, and KV cache for one sequence. This is less than the engine really takes."""
+        """Return the bytes without which the engine cannot start.
+
+        Weights, the activations of a step, and KV cache for one sequence. This is less than the
+        engine really takes.
+        """
         arguments = self.arguments
         working = self.model.working(
             min(arguments.max_num_batched_tokens, 2048),
@@ -102,20 +106,22 @@ class Fit:
 
 
 def check_memory(fit: Fit, name: str, kind: str) -> None:
-    """Raise `InsufficientResources` if an engine cannot start on GPUs of that `kind`. The message
-    gives the figures and the changes that would make the model `name` fit."""
+    """Raise `InsufficientResources` if an engine cannot start on GPUs of that `kind`.
+
+    The message gives the figures and the changes that would make the model `name` fit.
+    """
     if fit.least <= fit.room:
         return
     tokens = fit.length
-    share = f"a share of 1/{fit.parts} of {name}" if fit.parts > 1 else name
+    share = f"1/{fit.parts} of {name}" if fit.parts > 1 else name
     weights, cache = fit.model.weights / fit.parts, fit.kv_bytes(tokens)
     adapters = f"{gib(fit.adapters)} for adapters, " if fit.adapters else ""
     raise InsufficientResources(
-        f"engine.model: {share} does not fit on {kind} of {gib(fit.gpu_bytes)}: weights "
-        f"{gib(weights)}, {adapters}{gib(cache)} of KV cache for one sequence of {tokens:,} "
-        f"tokens, {gib(fit.least - weights - fit.adapters - cache)} to work; {gib(fit.room)} may "
-        "be taken. "
-        f"It would fit with {' or with '.join(_remedies(fit))}"
+        f"engine.model: {share} does not fit on {kind} of {gib(fit.gpu_bytes)}: "
+        f"{gib(weights)} for weights, {adapters}{gib(cache)} of KV cache for one sequence of "
+        f"{tokens:,} tokens and {gib(fit.least - weights - fit.adapters - cache)} of working "
+        f"memory exceed the usable {gib(fit.room)}. It would fit with "
+        f"{' or with '.join(_remedies(fit))}"
     )
 
 
@@ -148,17 +154,18 @@ def _remedies(fit: Fit) -> list[str]:
 
 
 def _length(fit: Fit) -> int:
-    """Return the longest sequence, in steps of 256 tokens, for which the cache is likely to have
-    room."""
+    """Return the longest sequence that the cache probably holds, in steps of 256 tokens."""
     far = 1 << 20  # context from which layers with a sliding window no longer count
     one = fit.kv_bytes(far) / far
     return int(fit.left / one) // 256 * 256 if one else 0
 
 
 def step_tokens(fit: Fit, row: Tokens, steps: tuple[int, ...]) -> int:
-    """Return the largest of `steps` (tokens per engine step, descending) that leaves room in the KV
-    cache for `max_num_seqs` rows like `row` that share nothing, or whose activations are too small
-    a part of the GPU to matter; the smallest if none does."""
+    """Return the largest of `steps` (tokens per engine step, descending) that fits.
+
+    It fits if it leaves room in the KV cache for `max_num_seqs` rows like `row` that share nothing,
+    or if its activations are too small a part of the GPU to matter. The smallest if none does.
+    """
     for tokens in steps:
         asked = fit.asking(max_num_batched_tokens=tokens)
         if asked.cache >= fit.arguments.max_num_seqs * asked.kv_bytes(row.typical):
@@ -175,9 +182,9 @@ def cramped(fit: Fit, row: Tokens) -> list[str]:
     if held >= seqs:
         return []
     return [
-        f"the KV cache is likely to have room for {held} rows of about {row.typical} tokens, not "
-        f"for max_num_seqs {seqs}: rows will wait or be computed twice; lower "
-        "engine.max_num_seqs or engine.max_num_batched_tokens, or give the model more memory"
+        f"the KV cache probably holds {held} rows of about {row.typical} tokens, fewer than "
+        f"max_num_seqs {seqs}, so rows wait or are computed twice. Lower engine.max_num_seqs or "
+        "engine.max_num_batched_tokens, or give the model more memory"
     ]
 
 
@@ -186,9 +193,9 @@ def over_pcie(tensor: int, kind: str) -> list[str]:
     if tensor == 1 or not kind or not without_nvlink(kind):
         return []
     return [
-        f"tensor_parallel_size {tensor} on {kind}: these cards talk over PCIe alone, which costs "
-        "far more in each layer than the cards bring; set engine.pipeline_parallel_size instead, "
-        "or take a quantized model that fits on one"
+        f"tensor_parallel_size {tensor} on {kind}: these cards only communicate over PCIe, which "
+        "costs more time than the cards save. Set engine.pipeline_parallel_size instead, or use "
+        "a quantized model that fits on one card"
     ]
 
 
@@ -198,6 +205,6 @@ def over_network(tensor: int, on_a_node: float) -> list[str]:
         return []
     return [
         f"tensor_parallel_size {tensor} over nodes of {on_a_node:g} GPUs: each layer waits for the "
-        f"network; set tensor_parallel_size {on_a_node:g} and pipeline_parallel_size "
-        f"{tensor / on_a_node:g} or more, so that only whole stages are apart"
+        f"network. Set tensor_parallel_size {on_a_node:g} and pipeline_parallel_size "
+        f"{tensor / on_a_node:g} or more"
     ]

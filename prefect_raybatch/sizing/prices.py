@@ -11,16 +11,18 @@ from prefect_raybatch.spec.cluster import ClusterSpec, Prices
 
 @dataclass(frozen=True)
 class GpuPrice:
-    """The price of a GPU-hour; None if the job gives none for its cards, with the reason in
-    `why`."""
+    """The price of a GPU-hour; None if the job gives none for its cards (`why`)."""
 
     hour: float | None
     why: str = ""
 
 
 def gpu_price(cluster: ClusterSpec, have: Capacity) -> GpuPrice:
-    """Return the price of the cards that engines may run on. Of several kinds, take the dearest, so
-    that a limit on costs holds wherever Ray places the engines."""
+    """Return the price of the cards that engines may run on.
+
+    Of several kinds, take the dearest, so that a limit on costs holds wherever Ray places the
+    engines.
+    """
     prices = cluster.prices
     if not prices:
         return GpuPrice(None)
@@ -28,11 +30,11 @@ def gpu_price(cluster: ClusterSpec, have: Capacity) -> GpuPrice:
     if not kinds:
         if prices.hour is not None:
             return GpuPrice(prices.hour)
-        return GpuPrice(None, "the cluster does not say what cards it has")
+        return GpuPrice(None, "the cluster does not report its GPU models")
     by_kind = {kind: _of_card(prices, kind) for kind in kinds}
     unknown = [kind for kind, price in by_kind.items() if price is None]
     if unknown:
-        return GpuPrice(None, f"cluster.price_by_card has no price of {' and '.join(unknown)}")
+        return GpuPrice(None, f"cluster.price_by_card has no price for {' and '.join(unknown)}")
     return GpuPrice(max(price for price in by_kind.values() if price is not None))
 
 

@@ -25,11 +25,13 @@ from prefect_raybatch.sizing.cards import Card
 
 @dataclass(frozen=True)
 class Work:
-    """Work of an engine per token. FLOPs: `layers` for each computed token, `head` for each sampled
-    token, `attention` for each token attended to (`attention_window` in layers that see the last
-    `window` tokens). Bytes: `weights` for each step, `kv` for each token of KV cache (`kv_window`
-    likewise). `peak_flops` and `peak_bytes` are the peak per second of the engine's share of its
-    GPUs."""
+    """Work of an engine per token.
+
+    FLOPs: `layers` for each computed token, `head` for each sampled token, `attention` for each
+    token attended to (`attention_window` in layers that see the last `window` tokens). Bytes:
+    `weights` for each step, `kv` for each token of KV cache (`kv_window` likewise). `peak_flops`
+    and `peak_bytes` are the peak per second of the engine's share of its GPUs.
+    """
 
     layers: float
     head: float
@@ -43,8 +45,10 @@ class Work:
     peak_bytes: float
 
     def of_answer(self, prompt: int, cached: int, answers: tuple[int, ...]) -> tuple[float, float]:
-        """Return (FLOPs, bytes without weights) of a prompt of `prompt` tokens, `cached` of them in
-        the prefix cache, and of its answers with that many tokens each."""
+        """Return (FLOPs, bytes without weights) of a prompt and its answers.
+
+        `cached` of the `prompt` tokens are in the prefix cache; `answers` are lengths in tokens.
+        """
         fresh = max(0, prompt - cached)
         # A prompt's last token gives the first of each answer, whose own last one is computed by
         # none.
@@ -67,8 +71,10 @@ class Work:
 
 
 def _attended(first: int, last: int, window: int = 0) -> float:
-    """Return how many tokens the tokens `first` (0-based) to `last` (exclusive) attend to in all:
-    each attends to itself and all before it, to at most `window` tokens (0: any number)."""
+    """Return how many tokens the tokens `first` (0-based) to `last` (exclusive) attend to.
+
+    Each attends to itself and all before it, to at most `window` tokens (0: any number).
+    """
     if window and last > window:
         inside = _attended(first, window) if first < window else 0.0
         return inside + (last - max(first, window)) * window
@@ -77,7 +83,9 @@ def _attended(first: int, last: int, window: int = 0) -> float:
 
 def work_of(model: Model, card: Card, gpus: int = 1, engines_per_gpu: int = 1) -> Work:
     """Return the work of an engine on `gpus` of these cards, shared by `engines_per_gpu` engines.
-    Weights in fp8 use the fp8 peak if the card has one."""
+
+    Weights in fp8 use the fp8 peak if the card has one.
+    """
     share = gpus / engines_per_gpu
     head = 2.0 * model.vocab * model.hidden
     return Work(

@@ -24,8 +24,10 @@ IMAGE_BYTES = 256 << 20  # the same of rows whose images are prepared: mostly th
 
 
 def row_tokens(row: RowSpec, row_bytes: float) -> float:
-    """Return the tokens for which a row of `row_bytes` bytes keeps an engine busy: the tokens of
-    its prompt that are not cached, plus twice those of its answer."""
+    """Return the tokens for which a row of `row_bytes` bytes keeps an engine busy.
+
+    The tokens of its prompt that are not cached, plus twice those of its answer.
+    """
     tokens = Tokens.of(row, row_bytes)
     return tokens.own + OUT_WEIGHT * (row.longest if row.out is None else row.out)
 
@@ -50,13 +52,13 @@ def choose_rows_per_shard(
     tokens = row_tokens(spec.row, row_bytes)
     enough = max(LEAST_ROWS, math.ceil(LEAST_TOKENS / max(tokens, 1.0)))
     if enough < spec.batch_size:
-        least, least_why = enough, f"{enough} of about {tokens:,.0f} tokens"
+        least, least_why = enough, f"{enough} rows of about {tokens:,.0f} tokens"
     most_bytes = IMAGE_BYTES if spec.row.images else MOST_BYTES
     by_bytes = max(1, int(most_bytes / max(row_bytes, 1.0)))
     chosen = min(max(wanted, least), MOST_ROWS, by_bytes, max(rows, 1))
     why = f"{counted(rows, 'row')} / ({counted(engines, 'engine')} * {counted(each, 'shard')})"
     if chosen == by_bytes:
-        why = f"{most_bytes >> 20} MiB / {row_bytes:,.0f} bytes a row"
+        why = f"{most_bytes >> 20} MiB / {row_bytes:,.0f} bytes per row"
     elif chosen == MOST_ROWS:
         why += f", at most {MOST_ROWS:,}"
     elif chosen == rows < least:
@@ -67,15 +69,16 @@ def choose_rows_per_shard(
 
 
 def longest_first(works: Sequence[float]) -> list[int]:
-    """Return the order in which to take pieces of work so that no long piece is an engine's last:
-    by size in steps of a quarter, keeping the given order within a step."""
+    """Return the order of pieces of work in which no long one is an engine's last.
+
+    By size in steps of a quarter, keeping the given order within a step.
+    """
     steps = [round(math.log(max(work, 1.0)) / math.log(1.25)) for work in works]
     return sorted(range(len(works)), key=lambda number: -steps[number])
 
 
 def sequences_seen(asked: int | None, figures: Mapping[str, float]) -> int | None:
-    """Return max_num_seqs as it was `asked` for, or as engines reported it in a run's figures; None
-    if unknown."""
+    """Return max_num_seqs as `asked` for or as engines reported it; None if unknown."""
     if asked is not None:
         return asked
     return round(figures.get("sequences", 0.0)) or None
@@ -84,10 +87,12 @@ def sequences_seen(asked: int | None, figures: Mapping[str, float]) -> int | Non
 def concurrent_batches(
     asked: int | None, rows_per_shard: int, seqs: int, uneven: bool = False
 ) -> int:
-    """Return the shards in flight in an engine: as `asked`, or enough that rows in flight cover
-    `seqs` (max_num_seqs) in addition to the shard being filled, at least 2 (the tail of one
-    overlaps the head of the next). Twice that if answers have `uneven` lengths, because its longest
-    answer holds up a shard."""
+    """Return the shards in flight in an engine.
+
+    As `asked`, or enough that rows in flight cover `seqs` (max_num_seqs) in addition to the shard
+    being filled, at least 2 (the tail of one overlaps the head of the next). Twice that if answers
+    have `uneven` lengths, because its longest answer holds up a shard.
+    """
     if asked:
         return asked
     return max(2, math.ceil((2 if uneven else 1) * seqs / rows_per_shard) + 1)
@@ -102,19 +107,19 @@ def problems(
     if min(rows_per_shard, max(rows, 1)) * concurrent < min(seqs, rows):
         need = math.ceil(seqs / rows_per_shard)
         found.append(
-            f"engines starve: {counted(rows_per_shard, 'row')} * {counted(concurrent, 'shard')} at "
-            f"once is under max_num_seqs {seqs}; set engine.max_concurrent_batches to {need}"
+            f"engines starve: {counted(rows_per_shard, 'row')} * {counted(concurrent, 'shard')} in "
+            f"flight is under max_num_seqs {seqs}. Set engine.max_concurrent_batches to {need}"
         )
     shards = math.ceil(rows / rows_per_shard)
     fit = max(1, math.ceil(rows / (4 * engines)))
     if rows < engines:
         found.append(
-            f"{counted(rows, 'row')} for {counted(engines, 'engine')} leave most idle; "
-            "set engine.replicas to 1"
+            f"{counted(rows, 'row')} for {counted(engines, 'engine')} leave most idle. "
+            "Set engine.replicas to 1"
         )
     elif engines > 1 and shards < 2 * engines and fit < rows_per_shard:
         found.append(
-            f"{counted(shards, 'shard')} for {counted(engines, 'engine')} leave some idle; "
-            f"set source.rows_per_shard to {fit:,}"
+            f"{counted(shards, 'shard')} for {counted(engines, 'engine')} leave some idle. "
+            f"Set source.rows_per_shard to {fit:,}"
         )
     return found

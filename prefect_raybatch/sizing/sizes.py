@@ -1,4 +1,5 @@
 """Computes every size of a run, each with its reason, from the job, the cluster and the model.
+
 Pure.
 
 `raybatch plan` prints this `Sizing`, and the pipeline and the engines are given the same one.
@@ -15,7 +16,7 @@ from prefect_raybatch.job.ray_cluster import PodGroup
 from prefect_raybatch.job.secrets import hide_argument
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, packed
-from prefect_raybatch.sizing import cost, sequences
+from prefect_raybatch.sizing import cost
 from prefect_raybatch.sizing import engines as packing
 from prefect_raybatch.sizing.cards import Card, EngineGpu, card
 from prefect_raybatch.sizing.cost import Tokens
@@ -64,9 +65,12 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Pool:
-    """The engines of a run. `replicas` is the fewest and the most copies of the model that its GPUs
-    hold (equal if the number is fixed); each copy has `gpus_a_replica` GPUs and `engines_per_gpu`
-    engines. `kind` is the GPU's name and `gpu_bytes` its memory, if known."""
+    """The engines of a run.
+
+    `replicas` is the fewest and the most copies of the model that its GPUs hold (equal if the
+    number is fixed); each copy has `gpus_a_replica` GPUs and `engines_per_gpu` engines. `kind` is
+    the GPU's name and `gpu_bytes` its memory, if known.
+    """
 
     device: str
     replicas: tuple[int, int]
@@ -88,9 +92,11 @@ class Pool:
         return self.replicas[1] * self.engines_per_gpu
 
     def engines_for(self, shards: int) -> tuple[int, int]:
-        """Return the fewest and the most engines of a pass over `shards` shards. No engine is
-        started without a shard: after an engine's death few shards are left, and each start takes a
-        minute."""
+        """Return the fewest and the most engines of a pass over `shards` shards.
+
+        No engine is started without a shard: after an engine's death few shards are left, and each
+        start takes a minute.
+        """
         return min(self.fewest, shards), min(self.engines, shards)
 
     @property
@@ -100,11 +106,14 @@ class Pool:
 
 @dataclass(frozen=True)
 class Sizing:
-    """The sizes of a run. `arguments` are the engine's, and `share` those that keep it to its share
-    of a GPU. `length` is the context length in tokens, if known. `problems` cost speed, each with
-    the change that fixes it; `warnings` may be intended. `work` is the engine's work per token,
-    None if the model or the GPU is unknown. `rate` is the rows per second on one GPU by the cost
-    model, 0 if it is unknown or the KV cache is unlikely to hold the rows at once."""
+    """The sizes of a run.
+
+    `arguments` are the engine's, and `share` those that keep it to its share of a GPU. `length` is
+    the context length in tokens, if known. `problems` cost speed, each with the change that fixes
+    it; `warnings` may be intended. `work` is the engine's work per token, None if the model or the
+    GPU is unknown. `rate` is the rows per second on one GPU by the cost model, 0 if it is unknown
+    or the KV cache is unlikely to hold the rows at once.
+    """
 
     pool: Pool
     rows_per_shard: int
@@ -126,8 +135,7 @@ class Sizing:
 
     @property
     def uncommitted(self) -> int:
-        """Return the shards that may be in engines, or answered but not committed; a crash loses
-        them.
+        """Return the shards in engines, or answered but not committed; a crash loses them.
 
         Twice what engines and their queues hold, so that engines need not wait for the stage after
         them.
@@ -146,8 +154,10 @@ class Sizing:
 
 
 def expected_engines(spec: SizeSpec, have: Capacity | None) -> int:
-    """Return the number of engines to cut shards for before the cluster is up, or if nothing is
-    known of it (None)."""
+    """Return the number of engines to cut shards for before the cluster is up.
+
+    `have` is None if nothing is known of the cluster.
+    """
     gpus = have.gpus if have else ASSUMED_GPUS
     gpu = spec.device_for(gpus) == "gpu"
     each = 1
@@ -167,15 +177,17 @@ def certain_engines(spec: SizeSpec) -> int:
 
 
 def imagined(kind: str | None, gpus: int | None, cpus: int | None) -> Capacity:
-    """Return a cluster of `gpus` GPUs of that kind (1 if only the kind is given), up to 8 on a
-    node."""
+    """Return a cluster of `gpus` GPUs of that kind, up to 8 on a node.
+
+    `gpus` defaults to 1 if `kind` is given, else to 0.
+    """
     count = gpus if gpus is not None else 1 if kind else 0
     cpus = cpus or ASSUMED_CPUS * max(1, count)
     full, rest = divmod(count, ASSUMED_GPUS)
     nodes = [float(ASSUMED_GPUS)] * full + ([float(rest)] if rest else [])
     kinds = (kind,) if kind and count else ()
     each = cpus / count if count else 0.0
-    return Capacity(cpus, count, len(nodes) or 1, "nowhere: what if", tuple(nodes), kinds, each)
+    return Capacity(cpus, count, len(nodes) or 1, "what if", tuple(nodes), kinds, each)
 
 
 def assumed(spec: SizeSpec) -> Capacity:
@@ -184,13 +196,15 @@ def assumed(spec: SizeSpec) -> Capacity:
     gpus = 0.0 if spec.device == "cpu" else float(ASSUMED_GPUS)
     nodes = (gpus,) if gpus else ()
     return Capacity(
-        ASSUMED_CPUS * (gpus or 1), gpus, 1, "not asked", nodes, kinds, ASSUMED_CPUS, assumed=True
+        ASSUMED_CPUS * (gpus or 1), gpus, 1, "not queried", nodes, kinds, ASSUMED_CPUS, assumed=True
     )
 
 
 def to_be_made(groups: Sequence[PodGroup], accelerator: str | None) -> Capacity:
-    """Return the capacity of the pods that a run creates for itself. Only the job can tell which
-    GPUs they have."""
+    """Return the capacity of the pods that a run creates for itself.
+
+    Only the job can tell which GPUs they have.
+    """
     kinds = (accelerator,) if accelerator else ()
     pods = [group for group in groups for _ in range(group.pods)]
     with_gpus = [pod for pod in pods if pod.gpus]
@@ -198,7 +212,7 @@ def to_be_made(groups: Sequence[PodGroup], accelerator: str | None) -> Capacity:
         sum(pod.cpus for pod in pods),
         float(sum(pod.gpus for pod in pods)),
         len(pods),
-        "made by cluster.kubernetes",
+        "created by cluster.kubernetes",
         tuple(float(pod.gpus) for pod in with_gpus),
         kinds if with_gpus else (),
         min((pod.cpus / pod.gpus for pod in with_gpus), default=0.0),
@@ -224,40 +238,29 @@ def choose_pool(
     *,
     model: Model | None,
     unknown: str,
-    gpu: EngineGpu,
-    arguments: EngineArguments,
     row: Tokens,
     length: int | None,
 ) -> Pool:
     """Choose device, replicas and engines per GPU for a cluster with the capacity `have`.
 
     `model` is None if the model's size is unknown; `unknown` is the reason, for the plan's text.
-    `gpu` is one engine's GPU, `row` the expected tokens of a row, `length` the context length.
+    `row` are the expected tokens of a row, `length` is the context length.
     """
-    device = spec.device_for(have.gpus)
+    device, gpu = spec.device_for(have.gpus), gpu_of(spec.accelerator, have)
     replicas, why = _replicas(spec, have, device)
     if device == "cpu":
-        return Pool(
-            device=device,
-            replicas=replicas,
-            gpus_a_replica=0,
-            engines_per_gpu=1,
-            kind="",
-            gpu_bytes=0,
-            replicas_why=why,
-            packing_why="on a CPU replicas count engines",
-        )
+        return Pool(device, replicas, 0, 1, "", 0, why, "on a CPU, a replica is an engine")
     if spec.engines_per_gpu is None:
         each, packed_why = packing.choose_engines_per_gpu(
             model=model,
             gpu=gpu,
             cpus_a_gpu=have.cpus_a_gpu,
             cpus_an_engine=spec.cpus,
-            arguments=arguments,
+            arguments=_asked(spec, device),
             row=row,
             length=length,
             pools=spec.pools,
-            sequences=(spec.max_num_seqs,) if spec.max_num_seqs else sequences.TRIED,
+            sequences=(spec.max_num_seqs,) if spec.max_num_seqs else packing.TRIED,
         )
         if model is None and unknown:
             packed_why = f"{packed_why} ({unknown})"
@@ -277,28 +280,20 @@ def choose_pool(
 
 def pool_for(spec: SizeSpec, have: Capacity) -> Pool:
     """Return the engines of a run whose model and rows are not known yet."""
-    return choose_pool(
-        spec,
-        have,
-        model=None,
-        unknown="",
-        gpu=gpu_of(spec.accelerator, have),
-        arguments=_asked(spec, spec.device_for(have.gpus)),
-        row=Tokens.of(spec.row, 0),
-        length=None,
-    )
+    row = Tokens.of(spec.row, 0)
+    return choose_pool(spec, have, model=None, unknown="", row=row, length=None)
 
 
 def _replicas(spec: SizeSpec, have: Capacity, device: str) -> tuple[tuple[int, int], str]:
     if spec.replicas is not None:
         fewest, most = spec.replicas
-        why = "" if fewest == most else ": as many as the cluster gives room for"
+        why = "" if fewest == most else ": as many as fit on the cluster"
         return spec.replicas, f"engine.replicas{why}"
     if device == "cpu":
-        return (1, 1), "one engine on a CPU, unless engine.replicas says more"
+        return (1, 1), "one engine on a CPU; engine.replicas sets more"
     each = spec.gpus_per_replica
     count = max(1, rooms(spec, have))
-    return (count, count), f"all {have.gpus:g} GPUs / {each} GPUs a replica"
+    return (count, count), f"all {have.gpus:g} GPUs / {each} GPUs per replica"
 
 
 def rooms(spec: SizeSpec, have: Capacity) -> int:
@@ -311,8 +306,7 @@ def rooms(spec: SizeSpec, have: Capacity) -> int:
 
 
 def _asked(spec: SizeSpec, device: str) -> EngineArguments:
-    """Return the engine arguments that the job sets, with the defaults that follow from a GPU's
-    memory."""
+    """Return the job's engine arguments, with defaults that follow from a GPU's memory."""
     return EngineArguments(
         tensor_parallel_size=spec.tensor,
         pipeline_parallel_size=spec.pipeline,
@@ -345,16 +339,7 @@ def sizes_of(
     gpu = gpu_of(spec.accelerator, have)
     row = Tokens.of(spec.row, row_bytes)
     length = spec.context or (model.context if model else None)
-    pool = choose_pool(
-        spec,
-        have,
-        model=model,
-        unknown=unknown,
-        gpu=gpu,
-        arguments=_asked(spec, spec.device_for(have.gpus)),
-        row=row,
-        length=length,
-    )
+    pool = choose_pool(spec, have, model=model, unknown=unknown, row=row, length=length)
     engine = _engine_sizes(spec, model, gpu, row, length, pool)
     seqs = engine.arguments.max_num_seqs
     chosen, why = _rows_per_shard(spec, rows, row_bytes, expected or pool.engines, planned)
@@ -426,7 +411,7 @@ def _engine_sizes(
     arguments, fit = _asked(spec, pool.device), None
     if pool.device == "gpu" and model and pool.gpu_bytes:
         fit = Fit(model, arguments, pool.gpu_bytes, length or 0)
-    seqs, why = sequences.choose_max_num_seqs(
+    seqs, why = packing.choose_max_num_seqs(
         asked=spec.max_num_seqs,
         fit=fit,
         card=gpu.card,
@@ -459,7 +444,7 @@ def _sizes_in_memory(
 
 
 def _rate(fit: Fit, kind: Card | None, row: Tokens, engines: int, longest: int) -> float:
-    if kind is None or not sequences.holds_rows(fit, engines, row):
+    if kind is None or not packing.holds_rows(fit, engines, row):
         return 0.0
     row = replace(row, out=row.out if row.out is not None else longest)
     return cost.rows_per_second(fit.model, kind, row, engines, fit.arguments.max_num_seqs)

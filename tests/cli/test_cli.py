@@ -368,7 +368,7 @@ def test_publish_brings_a_finished_run_to_its_targets(made, call, tmp_path):
     assert len(jsonl_rows(tmp_path)) == ROWS - 1
     assert "Published: lines" in call("report", copy)[1]
     code, out, _ = call("plan", path)
-    assert "lines:" in out and "gets files of its own" in out
+    assert "lines:" in out and "gets new files" in out
 
 
 def test_verify_fails_when_a_file_is_gone(made, call, tmp_path):
@@ -387,7 +387,7 @@ def test_a_folder_that_is_no_run_is_one_clear_line(tmp_path, call, command):
     for folder in (tmp_path, tmp_path / "nowhere"):
         code, out, err = call(command, folder)
         assert code == 2 and out == ""
-        assert err.startswith("NoSuchRun: ") and "there is no run there" in err
+        assert err.startswith("NoSuchRun: ") and "not a run directory" in err
     assert not (tmp_path / "nowhere").exists()
 
 

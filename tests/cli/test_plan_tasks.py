@@ -79,13 +79,13 @@ def test_a_causal_model_has_no_labels(plan):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"hidden_size": 64, "head_dim": 16}, "hidden_size 64, and the model's is 256"),
+        ({"hidden_size": 64, "head_dim": 16}, "hidden_size 64, but the model has 256"),
         ({"num_hidden_layers": 99}, "it changes layer"),
     ],
 )
 def test_an_adapter_of_another_model_is_told(plan, tmp_path, change, said):
     code, _, err = plan(engine={"adapter": lora(tmp_path / "other", **change)})
-    assert code == 2 and "was made for another model than demo" in err and said in err
+    assert code == 2 and "does not fit the model demo" in err and said in err
     code, _, err = plan(engine={"adapter": lora(tmp_path / "own")})
     assert code == 0, err
 
@@ -94,7 +94,7 @@ def test_an_adapter_that_is_not_there_is_told_by_its_name(plan, tmp_path):
     adapters = {"de": lora(tmp_path / "de"), "fr": str(tmp_path / "fr")}
     prompt = {"template": "{Company}", "adapter_column": "Company"}
     code, _, err = plan(engine={"adapters": adapters}, prompt=prompt)
-    assert code == 2 and "engine.adapters.fr: " in err and "is no folder here" in err
+    assert code == 2 and "engine.adapters.fr: " in err and "neither a local folder" in err
 
 
 @pytest.mark.parametrize(

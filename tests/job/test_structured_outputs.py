@@ -26,7 +26,7 @@ from prefect_raybatch.job.vllm.structured_outputs import (
     check_labels_held,
     label_form,
 )
-from prefect_raybatch.plan.taken_by_vllm import check_taken_by_vllm
+from prefect_raybatch.plan.plan import check_taken_by_vllm
 from prefect_raybatch.stages.answer_forms import by_llguidance, by_xgrammar
 from prefect_raybatch.stages.row_sampling import check_own
 from prefect_raybatch.stages.vllm.stepper import plain_fields

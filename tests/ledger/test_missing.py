@@ -41,7 +41,7 @@ def said(root: Path, path: str) -> str:
 )
 def test_a_run_that_is_not_there_is_called_so_by_everyone(tmp_path, look: Any):
     small_run(tmp_path / "monday", key="monday")
-    with pytest.raises(NoSuchRun, match=r"gone: there is no run there: .*_raybatch/plan\.json"):
+    with pytest.raises(NoSuchRun, match=r"gone is not a run directory: .*_raybatch/plan\.json"):
         look(str(tmp_path / "gone"))
 
 
@@ -52,13 +52,13 @@ def test_the_nearest_runs_are_named(tmp_path):
     text = said(tmp_path, "demo-2026112")
     assert "did you mean" in text and "demo-20261120" in text and "demo-20261121" in text
     assert "demo-20261122" not in text and "other" not in text
-    assert "beside it are runs: demo-20261120, demo-20261121, other" in said(tmp_path, "qqqq")
+    assert "runs in the same folder: demo-20261120, demo-20261121, other" in said(tmp_path, "qqqq")
 
 
 def test_a_folder_of_runs_is_known_for_one(tmp_path):
     small_run(tmp_path / "out/monday", key="monday")
     text = said(tmp_path, "out")
-    assert "it holds runs: monday" in text and "name one" in text
+    assert "contains the runs monday" in text and "Name one" in text
 
 
 def test_where_nothing_is_there_is_nothing_to_propose(tmp_path):
@@ -92,7 +92,7 @@ def test_a_store_that_does_not_list_takes_nothing_from_the_message(tmp_path, mon
         raise RayBatchError("away")
 
     monkeypatch.setattr(type(store), "folders", away)
-    assert "there is no run there" in said(tmp_path, "gone")
+    assert "not a run directory" in said(tmp_path, "gone")
 
 
 def test_the_command_line_says_that_the_command_is_wrong(tmp_path, capsys):

@@ -242,7 +242,7 @@ def test_without_a_manifest_no_piece_of_an_uncompacted_result_goes(tmp_path):
     value = read_json(tmp_path / "_SUCCESS")
     (tmp_path / "_SUCCESS").write_text(json.dumps(value | {"manifest": None}))
     before = pieces_of(run)
-    with pytest.raises(CorruptRun, match="_SUCCESS names no manifest"):
+    with pytest.raises(CorruptRun, match="_SUCCESS has no manifest"):
         reap(run.store, NOW)
     assert pieces_of(run) == before
 

@@ -135,16 +135,18 @@ def test_a_record_has_one_limit_for_who_writes_and_who_reads(tmp_path, path, mon
     assert read_record(store, path) == b"x" * 100 and limit_of(path) == 100
     with pytest.raises(ConfigError) as caught:
         put_record(store, path, b"y" * 101)
-    assert f"{path} would have 101 bytes" in str(caught.value) and "at most 100" in str(
+    assert f"{path} was not written: it has 101 bytes" in str(
         caught.value
-    )
+    ) and "at most 100" in str(caught.value)
     assert read_record(store, path) == b"x" * 100
 
 
 def test_a_plan_that_nobody_could_read_is_refused_and_nothing_is_planned(tmp_path, monkeypatch):
     smaller(monkeypatch, 20_000)
     uris = [f"data/{i:0200d}.parquet" for i in range(200)]
-    with pytest.raises(ConfigError, match=r"plan\.json would have .* name their folder or a glob"):
+    with pytest.raises(
+        ConfigError, match=r"plan\.json was not written: .* Name their folder or a glob"
+    ):
         small_run(tmp_path, source={"uri": uris, "rows_per_shard": 5})
     assert not (tmp_path / PLAN).exists()
 
@@ -153,10 +155,10 @@ def test_a_commit_that_nobody_could_read_is_refused_and_the_others_hold(tmp_path
     run = small_run(tmp_path, rows=4_000, per_shard=2_000)
     run.commit(0)
     smaller(monkeypatch, 1_000)
-    with pytest.raises(ConfigError, match=r"lower source\.rows_per_shard, under a new run key"):
+    with pytest.raises(ConfigError, match=r"Lower source\.rows_per_shard under a new run key"):
         run.commit(1, failed=np.flatnonzero(np.random.default_rng(0).random(2_000) < 0.5).tolist())
     assert run.ledger.committed(run.plan).tolist() == [True, False]
-    with pytest.raises(ConfigError, match=r"raise output\.file_mb"):
+    with pytest.raises(ConfigError, match=r"Raise output\.file_mb"):
         run.ledger.succeed(replace(success_of(run), row_number="x" * 3_000))
     assert run.ledger.finished(run.plan) is None
 

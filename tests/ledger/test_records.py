@@ -206,7 +206,7 @@ def test_unknown_and_missing_fields_are_a_corrupt_run(kind):
 def test_a_constant_that_json_has_not_is_refused_where_anything_may_stand(constant):
     plan = json.loads(READERS["plan"][1])
     free = {**plan, "job": {**plan["job"], "name": "X"}}
-    with pytest.raises(CorruptRun, match="not readable JSON"):
+    with pytest.raises(CorruptRun, match="not valid JSON"):
         Plan.from_bytes(dump(free).replace(b'"X"', constant.encode()))
     named = {**plan, "job": {**plan["job"], "name": constant}}  # as text it is fine
     assert Plan.from_bytes(dump(named)).job["name"] == constant
@@ -219,7 +219,7 @@ def test_a_plan_of_another_format_is_refused_whatever_its_fields_are(other):
         Plan.from_bytes(dump(value))
     assert str(refused.value) == (
         f"plan.json has format {other!r}; this version reads {FORMAT}. Finish the run with the "
-        "version that began it, or start a new run key."
+        "version that planned it, or choose a new run key."
     )
 
 
@@ -255,7 +255,7 @@ def test_a_plan_with_wrong_values_is_corrupt(name, value):
 def test_a_piece_cannot_name_a_file_outside(path):
     value = json.loads(COMMIT.to_bytes())
     value["pieces"][0]["path"] = path
-    with pytest.raises(CorruptRun, match="not one of ours"):
+    with pytest.raises(CorruptRun, match="not a file name"):
         Commit.from_bytes(dump(value))
 
 
@@ -320,7 +320,7 @@ def test_a_truncated_or_flipped_record_is_read_or_corrupt(kind, cut, flip, byte)
 
 
 def test_load_names_what_is_broken():
-    with pytest.raises(CorruptRun, match="_SUCCESS is not readable JSON"):
+    with pytest.raises(CorruptRun, match="_SUCCESS is not valid JSON"):
         load(b"{", "_SUCCESS")
 
 

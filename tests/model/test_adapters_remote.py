@@ -48,7 +48,7 @@ def test_an_adapter_on_s3_is_pinned_by_what_lies_there(s3, folder, tmp_path, mon
     engine = make_job(engine={"adapter": upload(s3, folder)}).engine
     pinned = adapters.pin_adapters(model_request(engine))
     adapters.check_adapters_fit(model_request(engine), pinned, CONFIG)
-    with pytest.raises(ConfigError, match="was made for another model than demo"):
+    with pytest.raises(ConfigError, match="does not fit the model demo"):
         adapters.check_adapters_fit(model_request(engine), pinned, {**CONFIG, "hidden_size": 8})
     here = Path(adapters.adapter_path(pinned[""]))
     for name in adapters.ADAPTER_FILES:
@@ -58,7 +58,7 @@ def test_an_adapter_on_s3_is_pinned_by_what_lies_there(s3, folder, tmp_path, mon
     assert adapters.identities(model_request(engine)) != {"": pinned[""]["identity"]}
     assert Path(adapters.adapter_path(pinned[""])) == here  # this node has what was pinned
     monkeypatch.setenv("RAYBATCH_CACHE", str(tmp_path / "another"))
-    with pytest.raises(ConfigError, match="another one than when the run was planned"):
+    with pytest.raises(ConfigError, match="changed after the run was planned"):
         adapters.adapter_path(pinned[""])
 
 
@@ -104,7 +104,7 @@ def test_an_adapter_on_hugging_face_is_pinned_to_a_commit_and_told_by_its_header
         (broken,) = fetched(url, tmp_path / "c", CONFIG, "team/polite")
         (folder / adapters.ADAPTER_WEIGHTS).unlink()
         (without,) = fetched(url, tmp_path / "d", CONFIG, "team/polite")
-    assert "engine.adapter: team/polite was made for another model than demo" in refused[0]
+    assert "engine.adapter: team/polite does not fit the model demo" in refused[0]
     plain, named, tagged, unknown, nobody = found
     assert (
         plain[0]
@@ -120,5 +120,5 @@ def test_an_adapter_on_hugging_face_is_pinned_to_a_commit_and_told_by_its_header
     assert sorted(p.name for p in Path(plain[1]).iterdir()) == sorted(adapters.ADAPTER_FILES)
     assert "Hugging Face answers 404 for 'team/polite' at revision 'v2'" in unknown
     assert "engine.adapter: Hugging Face answers 404 for 'team/rude'" in nobody
-    assert "is no safetensors file" in broken
+    assert "not a safetensors file" in broken
     assert "holds no adapter_model.safetensors" in without

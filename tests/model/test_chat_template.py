@@ -114,7 +114,7 @@ def test_a_misspelt_argument_is_named_with_the_nearest(tmp_path):
 def test_a_model_without_chat_template_is_told_by_the_field_that_helps(tmp_path):
     model = folder(tmp_path / "m", tokenizer_config__json={})
     said = refused({"messages": "chat"}, model)
-    assert "prompt.messages" in said and "set prompt.chat_template" in said
+    assert "prompt.messages" in said and "Set prompt.chat_template" in said
     check_template_of(make_job(), model)  # a plain prompt goes without, as ever
     check_template_of(make_job(prompt={"messages": "c", "chat_template": TEMPLATE}), model)
 

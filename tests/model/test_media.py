@@ -14,7 +14,6 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.vllm import fields as vllm_fields
 from prefect_raybatch.model import check as model_check
-from prefect_raybatch.model import media
 
 MANY, ONE = "Qwen2_5_VLForConditionalGeneration", "PaliGemmaForConditionalGeneration"
 INHERITED = "SmolVLMForConditionalGeneration"  # from the class of another module
@@ -27,7 +26,7 @@ def job(per_row: int = 1, **engine: Any) -> BatchJob:
 
 def refused(name: str, asked: BatchJob) -> str:
     with pytest.raises(ConfigError) as error:
-        media.check_takes(
+        model_check.check_images(
             model_request(asked.engine),
             images_of(asked.prompt.images),
             "m",
@@ -69,14 +68,18 @@ def test_a_model_of_sounds_is_refused():
 def test_models_that_take_them_pass(name, count):
     asked = job(count)
     config = {"architectures": [name]} if name else {}
-    media.check_takes(model_request(asked.engine), images_of(asked.prompt.images), "m", config)
+    model_check.check_images(
+        model_request(asked.engine), images_of(asked.prompt.images), "m", config
+    )
 
 
 def test_the_class_that_overrides_the_models_own_counts():
     overrides = {"architectures": [MANY]}
     asked = job(2, hf_overrides=overrides)
     config = {"architectures": ["LlamaForCausalLM"]}
-    media.check_takes(model_request(asked.engine), images_of(asked.prompt.images), "m", config)
+    model_check.check_images(
+        model_request(asked.engine), images_of(asked.prompt.images), "m", config
+    )
 
 
 def test_it_is_told_when_the_model_is_checked(tmp_path):

@@ -64,7 +64,7 @@ def test_the_bundled_model_passes_in_a_folder_of_its_own(folder: Path) -> None:
 
 def test_no_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    assert "holds no weights" in refused(folder)
+    assert "has no weights" in refused(folder)
     job = BatchJob.from_dict(job_dict(engine={"model": str(folder), "load_format": "dummy"}))
     model_check.check(compile_job(job), models.pin(model_request(job.engine)))  # needs none
 
@@ -73,13 +73,13 @@ def test_weights_cut_off(folder: Path) -> None:
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1])
-    assert f"has {len(whole) - 1:,} bytes where its header says {len(whole):,}" in refused(folder)
+    assert f"has {len(whole) - 1:,} bytes, but its header says {len(whole):,}" in refused(folder)
     weights.write_bytes(whole[:1000])
-    assert "no safetensors file" in refused(folder)
+    assert "not a safetensors file" in refused(folder)
     weights.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     assert "Git LFS" in refused(folder)
     weights.write_bytes(b"")
-    assert "no safetensors file" in refused(folder)
+    assert "not a safetensors file" in refused(folder)
 
 
 def test_a_weight_file_of_several_is_missing(folder: Path) -> None:
@@ -88,12 +88,12 @@ def test_a_weight_file_of_several_is_missing(folder: Path) -> None:
     said = refused(folder)
     assert "lacks 1 of the 2 weight files" in said and "model-00002.safetensors" in said
     (folder / model_check.INDEX).write_text("[]")
-    assert f"{model_check.INDEX} is not readable" in refused(folder)
+    assert f"{model_check.INDEX} cannot be read" in refused(folder)
 
 
 def test_no_tokenizer(folder: Path, tmp_path: Path) -> None:
     (folder / "tokenizer.json").rename(tmp_path / "tokenizer.json")
-    assert "holds no tokenizer" in refused(folder) and "engine.tokenizer" in refused(folder)
+    assert "has no tokenizer" in refused(folder) and "engine.tokenizer" in refused(folder)
     other = {"model": str(folder), "tokenizer": demo.demo_model_path()}
     job = BatchJob.from_dict(job_dict(engine=other))
     model_check.check(compile_job(job), models.pin(model_request(job.engine)))
@@ -138,9 +138,9 @@ def test_token_ids_that_the_model_has_not(folder: Path, given: dict[str, Any]) -
     (name,) = given
     edit(folder, vocab_size=900)
     said = refused(folder, sampling=given)
-    assert f"sampling.{name}: the model has no token 900; its ids go from 0 to 899" in said
+    assert f"sampling.{name}: the model has no token 900. Its ids go from 0 to 899" in said
     edit(folder, vocab_size=None, text_config={"vocab_size": 800})
-    assert "no token 900; its ids go from 0 to 799" in refused(folder, sampling=given)
+    assert "no token 900. Its ids go from 0 to 799" in refused(folder, sampling=given)
 
 
 @pytest.mark.parametrize("below", ["", "/deeper/still"])

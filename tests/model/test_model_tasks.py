@@ -42,10 +42,10 @@ def test_a_model_that_can(task, config):
     ("task", "config", "said"),
     [
         ("generate", BERT, "m is BertModel, which embeds or classifies and generates no text"),
-        ("generate", CLASSIFIER, "set engine.task to what it does"),
+        ("generate", CLASSIFIER, "Set engine.task to what it does"),
         ("embed", CLASSIFIER, "which classifies; set engine.task to classify"),
-        ("embed", {"architectures": ["HF_ColBERT"]}, "gives a vector for each token"),
-        ("embed", {"architectures": ["Qwen2ForRewardModel"]}, "gives a value for each token"),
+        ("embed", {"architectures": ["HF_ColBERT"]}, "a vector for each token"),
+        ("embed", {"architectures": ["Qwen2ForRewardModel"]}, "a value for each token"),
         ("classify", {"architectures": ["BertForTokenClassification"]}, "a value for each token"),
         ("classify", LLAMA, "which does not classify; name a model"),
         ("classify", BERT, "which does not classify; name a model"),

@@ -234,5 +234,5 @@ def test_a_model_that_is_nowhere_is_one_line_within_seconds(
     tmp_path: Path, silent_port: int, closed: bool
 ) -> None:
     (line,), said, seconds = look_up(tmp_path, 1 if closed else silent_port)
-    assert "'owner/name' cannot be reached at Hugging Face" in line and "check the network" in line
+    assert "cannot be reached for 'owner/name'" in line and "Check the network" in line
     assert not said and seconds < 10

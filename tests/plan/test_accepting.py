@@ -59,12 +59,16 @@ def test_what_is_named_is_accepted_and_what_is_not_is_refused(plan):
     ("field", "groups", "said"),
     [
         ("sampling.max_tokns", {}, r"no field is called 'sampling.max_tokns'; did you mean "),
-        ("source.limit", {"source": {"uri": "data/in.parquet", "limit": 3}}, "which rows the run"),
-        ("source.uri", {"source": {"uri": "other.parquet"}}, "which rows the run has"),
+        (
+            "source.limit",
+            {"source": {"uri": "data/in.parquet", "limit": 3}},
+            "decides the rows of the run",
+        ),
+        ("source.uri", {"source": {"uri": "other.parquet"}}, "decides the rows of the run"),
         ("output.column", {"output": {"uri": "out", "column": "x"}}, "columns of the result"),
         ("sampling.n", {"sampling": {"n": 2, "temperature": 1}}, "columns of the result"),
-        ("name", {"name": "other"}, "whose run this is"),
-        ("engine.max_model_len", {"engine": {"max_model_len": "auto"}}, "what its plan holds"),
+        ("name", {"name": "other"}, "which job the run belongs to"),
+        ("engine.max_model_len", {"engine": {"max_model_len": "auto"}}, "the value in its plan"),
     ],
 )
 def test_rows_and_columns_of_a_run_are_not_to_be_changed(plan, field, groups, said):
@@ -118,7 +122,7 @@ def test_a_damaged_note_costs_what_it_said_alone(tmp_path, caplog):
     made.ledger.note_attempt("a", {**accepted_note([one]), "host": "x"})
     made.ledger.note_attempt("c", {"accepted": [{"field": 3}]})
     assert all_accepted(made.ledger) == (one,)
-    assert "what attempt c accepted is not known" in caplog.text
+    assert "attempt c accepted: accepted in attempt c" in caplog.text
     report = end(made.job, made.store.uri)
     assert report.accepted == (one,) and RunReport.from_bytes(report.to_bytes()) == report
     told = made.ledger.finished(made.plan)

@@ -80,7 +80,7 @@ def test_shards_that_are_alike_or_not_known_keep_the_order_of_the_input(weights)
 @pytest.mark.parametrize("work", [[1, -2], [1.5, 2.0], ["a", "b"]])
 def test_work_that_is_no_number_of_bytes_is_corrupt(work):
     data = table_bytes(shard=[0, 1], start=[0, 5], rows=[5, 5], work=work)
-    with pytest.raises(CorruptRun, match="work is not of whole numbers"):
+    with pytest.raises(CorruptRun, match="column work of the shard table must hold integers"):
         read_shards(data)
 
 
@@ -562,11 +562,11 @@ def test_secrets_stay_out_of_the_run_directory():
         ({"prompt": {"template": "{zzz}"}}, ["no column 'zzz' (columns: id, Company, Country)"]),
         (
             {"prompt": {"template": "Hi"}},
-            ["prompt.template", "no {Column}", "{id} is the value of a row (columns: id, Company"],
+            ["prompt.template", "no {Column}", "{id} for the value of a row (columns: id, Company"],
         ),
         (
             {"prompt": {"template": "Hi {{Company}}"}},
-            ["{{Company}} is that text in braces, and {Company} is the value of a row"],
+            ["{{Company}} is literal text. Write {Company} for the value of a row"],
         ),
         (
             {"prompt": {"template": "Hi"}, "sampling": {"temperature": 1, "seed": 7}},
@@ -638,7 +638,9 @@ def test_a_budget_of_thinking_needs_to_know_how_a_model_thinks():
 
 def test_a_step_that_holds_fewer_tokens_than_there_are_sequences():
     engine = {"max_num_seqs": 64, "max_num_batched_tokens": 63}
-    with pytest.raises(ConfigError, match=r"engine\.max_num_batched_tokens: a step of 63 tokens"):
+    with pytest.raises(
+        ConfigError, match=r"engine\.max_num_batched_tokens \(63\) must be at least"
+    ):
         check_columns(make_job(engine=engine), SCHEMA)
     check_columns(make_job(engine={**engine, "max_num_seqs": 63}), SCHEMA)
     check_columns(make_job(engine={**engine, "max_num_seqs": "auto"}), SCHEMA)

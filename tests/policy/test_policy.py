@@ -55,17 +55,17 @@ def test_each_field_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("reads: [a]", "unknown field 'reads'; the fields are read, write"),
+        ("reads: [a]", "unknown field 'reads'. The fields are read, write"),
         ("kubernetes: {max: 1}", "kubernetes: unknown field 'max'"),
         ("read: a", "read: must be a list of texts"),
         ("hosts: [1]", "hosts: must be a list of texts"),
-        ("read: ['/data/*']", "read: '/data/.' is no folder"),
-        ("read: ['http://a/b']", "is no folder"),
+        ("read: ['/data/*']", "read: '/data/.' is not a folder"),
+        ("read: ['http://a/b']", "is not a folder"),
         ("allow_private: 1", "allow_private: must be true or false"),
         ("kubernetes: {max_workers: true}", "max_workers: write a whole number"),
         ("kubernetes: {manifest: 'yes'}", "manifest: must be true or false"),
         ("[a]", "must be a mapping"),
-        ("a: [", "is not YAML"),
+        ("a: [", "not valid YAML"),
     ],
 )
 def test_a_wrong_file_is_an_error_and_no_policy(

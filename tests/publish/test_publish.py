@@ -255,7 +255,7 @@ def test_the_date_of_a_run_is_in_its_targets_and_in_those_of_its_retry(tmp_path)
 def test_one_target_that_fails_takes_nothing_from_the_others(run, tmp_path):
     (tmp_path / "file").write_text("in the way")
     broken = {"format": "delta", "uri": str(tmp_path / "file")}
-    with pytest.raises(PublishFailed, match=r"broken: .*data/ is whole.*raybatch publish"):
+    with pytest.raises(PublishFailed, match=r"broken: .*data/ is complete.*raybatch publish"):
         publish_run(
             job_of(run, TARGETS["jsonl"][0](tmp_path), {**broken, "name": "broken"}), str(run)
         )

@@ -293,12 +293,12 @@ def test_keys_that_are_wrong_end_it_at_once_and_are_not_shown(server, run, monke
     refused(job, "environment variable TEST_PG_PASSWORD is not set")
     monkeypatch.setenv("TEST_PG_PASSWORD", PASSWORD)
     nowhere = target(server.rpartition("/")[0] + "/none", "t")
-    refused(job_of(run, nowhere), "there is no such database", '"none" does not exist')
+    refused(job_of(run, nowhere), "no such database", '"none" does not exist')
     away = target("postgresql://127.0.0.1:1/x", "t")
     refused(job_of(run, away), "127.0.0.1", kind=PublishFailed)
-    with pytest.raises(PublishFailed, match=r"whole; mend .* again: raybatch publish"):
+    with pytest.raises(PublishFailed, match=r"data/ is complete\. .* run raybatch publish"):
         publish_run(job_of(run, away), str(run))
-    with pytest.raises(PublishFailed, match="Mend the cause and run the same command again"):
+    with pytest.raises(PublishFailed, match="Fix the cause and run the same command again"):
         check_targets_of(compile_job(job_of(run, away)), columns)  # there is no result yet
 
 
@@ -359,7 +359,7 @@ def test_a_table_of_the_databases_own_types_takes_what_they_mean(server, run):
     wrong = job_of(run, target(server, "wrong"))
     columns = pa.schema([("id", pa.int64()), ("Company", pa.string())])
     columns = columns.append(pa.field("tags", pa.list_(pa.string())))
-    said = "'response' is int64 in the table there and string in the result"
+    said = "'response' is int64 in the existing table, but string in the result"
     for work in (
         lambda: check_targets_of(compile_job(wrong), columns),
         lambda: publish_run(wrong, str(run)),
@@ -375,7 +375,7 @@ def test_a_table_of_the_databases_own_types_takes_what_they_mean(server, run):
         assert own.execute("SELECT * FROM keyed").fetchall() == [(id, day, 3)]
     for column, kind in (("at", pa.timestamp("us")), ("n", pa.float64()), ("n", pa.string())):
         schema = rows.schema.set(rows.schema.names.index(column), pa.field(column, kind))
-        with pytest.raises(ConfigError, match=f"column '{column}' is .* in the table there"):
+        with pytest.raises(ConfigError, match=f"column '{column}' is .* in the existing table"):
             sink.check(schema)
 
 

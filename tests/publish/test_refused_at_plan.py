@@ -72,7 +72,7 @@ def test_sqlite_tells_letters_beyond_ascii_apart_and_duckdb_too(tmp_path):
 
 def test_a_field_without_a_name_is_refused_by_iceberg(tmp_path):
     schema = pa.schema([("n", pa.list_(pa.struct([("", pa.string())])))])
-    with pytest.raises(ConfigError, match="no field without a name"):
+    with pytest.raises(ConfigError, match="a name for each field"):
         plan(schema, TARGETS["iceberg"][0](tmp_path))
 
 
@@ -81,9 +81,9 @@ def test_a_field_without_a_name_is_refused_by_iceberg(tmp_path):
     [
         ("lance", "a.b", r"cannot contain `\.`"),
         ("lance", "_rowid", "reserved name"),
-        ("iceberg", "", "no column without a name"),
-        ("sql", "", "no name that a database takes"),
-        ("sql", "a\0b", "no name that a database takes"),
+        ("iceberg", "", "a name for each column"),
+        ("sql", "", "is empty or contains NUL"),
+        ("sql", "a\0b", "is empty or contains NUL"),
     ],
 )
 def test_a_name_that_the_target_does_not_take_is_refused(format, name, said, tmp_path):
@@ -137,9 +137,11 @@ def test_a_null_that_a_delta_table_does_not_take_is_found_in_the_input(tmp_path)
             (line,) = check_targets_of(compile_job(job), found.schema, "key", found)
             assert "its columns fit" in line
             continue
-        with pytest.raises(ConfigError, match=r"'id' is never null in the table .* 1 rows of the"):
+        with pytest.raises(
+            ConfigError, match=r"null in column 'id', but it is null in 1 rows of the"
+        ):
             check_targets_of(compile_job(job), found.schema, "key", found)
-    with pytest.raises(ConfigError, match=r"'id' is never null .*the input may be"):
+    with pytest.raises(ConfigError, match=r"null in column 'id', but the input column is nullable"):
         check_targets_of(compile_job(job), found.schema)
 
 
@@ -160,7 +162,7 @@ def test_a_merge_into_a_delta_table_that_takes_appends_alone_is_refused(tmp_path
     table = pa.table({"_row": [1], "a": ["x"]})
     write_deltalake(str(tmp_path / "delta"), table, configuration={"delta.appendOnly": "true"})
     plan(table.schema, TARGETS["delta"][0](tmp_path))
-    with pytest.raises(ConfigError, match="takes appends alone"):
+    with pytest.raises(ConfigError, match="only allows appends"):
         plan(table.schema, TARGETS["delta"][0](tmp_path, mode="merge", key=["_row"]))
     with pytest.raises(ConfigError, match="partitioned by no column"):
         plan(table.schema, TARGETS["delta"][0](tmp_path, partition_by=["a"]))
@@ -190,7 +192,7 @@ def test_a_plan_makes_no_database_file_and_refuses_one_that_cannot_be_made(make,
 
 def test_a_database_in_memory_and_one_that_may_only_be_read_are_refused(tmp_path):
     memory = {"format": "sql", "uri": "sqlite://", "table": "t"}
-    with pytest.raises(ConfigError, match="in memory is gone with the process"):
+    with pytest.raises(ConfigError, match="lost with the process"):
         plan(texts("a"), memory)
     place = tmp_path / "rows.db"
     sqlite3.connect(place).close()
@@ -213,7 +215,7 @@ def test_a_database_in_memory_and_one_that_may_only_be_read_are_refused(tmp_path
         ("mssql://h/x", "needs pyodbc, .*pip install pyodbc"),
         ("oracle://h/x", r"needs cx_Oracle, .*oracle\+oracledb://"),
         ("postgresql+pg8000://h/x", "needs pg8000, .*pip install "),
-        ("postgresql+asyncpg://h/x", "asynchronous; name another one"),
+        ("postgresql+asyncpg://h/x", "asynchronous. Name another driver"),
         ("nonsense://h/x", "no dialect 'nonsense'"),
     ],
 )
@@ -293,7 +295,7 @@ def test_rows_that_a_delta_constraint_refuses_are_not_tried_again(tmp_path):
     target = TARGETS["delta"][0](tmp_path)
     publish(table, target)
     DeltaTable(target["uri"]).alter.add_constraint({"small": "_row < 2"})
-    with pytest.raises(ConfigError, match="the table does not take the rows"):
+    with pytest.raises(ConfigError, match="the table rejects the rows"):
         publish(pa.table({"_row": [3]}), target, "q" * 64)
 
 

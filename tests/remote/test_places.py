@@ -197,7 +197,7 @@ def test_what_needs_a_cluster_that_is_there_says_so(
     monkeypatch.setenv("RAY_ADDRESS", "10.1.2.3:6379")  # of whom the job does not speak
     job = world.job()
     have = glance(cluster_spec(job))  # of the pods that it asks for
-    assert have is not None and have.address == "made by cluster.kubernetes"
+    assert have is not None and have.address == "created by cluster.kubernetes"
     with (
         pytest.raises(ConfigError, match="creates a cluster only for a run"),
         connected(cluster_spec(job)),

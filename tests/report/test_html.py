@@ -145,7 +145,7 @@ def test_a_run_that_has_only_a_plan_has_one_too(tmp_path):
     found = report_of(str(tmp_path))
     assert (found.state, found.good) == ("planned", 0)
     Page(html(found))
-    with pytest.raises(NoSuchRun, match="there is no run there"):
+    with pytest.raises(NoSuchRun, match="not a run directory"):
         report_of(str(tmp_path / "other"))
 
 

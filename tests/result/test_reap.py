@@ -163,7 +163,7 @@ def test_files_that_only_look_like_ours_stay(tmp_path):
 def test_no_run_directory_is_touched_that_is_none(tmp_path):
     (tmp_path / "_probe-1").mkdir()
     (tmp_path / "_probe-1/x").write_bytes(b"")
-    with pytest.raises(NoSuchRun, match="there is no run there"):
+    with pytest.raises(NoSuchRun, match="not a run directory"):
         reap(open_store(str(tmp_path)), NOW)
     assert (tmp_path / "_probe-1/x").exists()
 

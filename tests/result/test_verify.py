@@ -158,7 +158,7 @@ def test_success_cannot_name_a_file_elsewhere(run, path):
     success = read_json(run.root / "_SUCCESS")
     success["parts"][0]["path"] = path
     (run.root / "_SUCCESS").write_text(json.dumps(success))
-    with pytest.raises(CorruptRun, match=r"is no file of the result|path is '7'"):
+    with pytest.raises(CorruptRun, match=r"not a file of the result|path is '7'"):
         look(run)
 
 

@@ -254,7 +254,7 @@ def test_a_prompt_that_comes_out_otherwise_fails_its_row(nights: Nights) -> None
 
 def test_a_named_run_must_be_there_finished_and_keep_answers(nights: Nights) -> None:
     nights.write("a")
-    with pytest.raises(ConfigError, match=r"reuse: .*there is no run there"):
+    with pytest.raises(ConfigError, match=r"reuse: .*not a run directory"):
         nights.night("n1", nights.job(reuse=run_dir(nights, "n0")))
     plain = nights.job(reuse=None)
     nights.night("plain", plain)

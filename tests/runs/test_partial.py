@@ -83,7 +83,7 @@ def test_the_readers_of_a_result_read_it(tmp_path):
         assert found.state == "partial"
     assert open_run(report.run).report == report
     assert len(report.to_pandas()) == len(THERE) and report.quarantine_folder == "_quarantine"
-    with pytest.raises(NoSuchRun, match=r"no partial result _0; it has: _[0-9a-f]{32}"):
+    with pytest.raises(NoSuchRun, match=r"no partial result _0 \(it has: _[0-9a-f]{32}"):
         open_run(made.store.uri, partial="_0")
     (Path(report.run) / "data/part-00000.parquet").unlink()
     with pytest.raises(CorruptRun, match="is missing"):
@@ -96,7 +96,7 @@ def test_nobody_takes_the_run_for_complete(tmp_path):
     found = status(made.store.uri)
     assert found.state == "unfinished" and found.pending == 2
     assert [one.line for one in found.partials] == [
-        "10 of 20 rows; missing are 10 rows (5 to 9, 15 to 19)"
+        "10 of 20 rows; missing: 10 rows (5 to 9, 15 to 19)"
     ]
     assert [line.state for line in list_runs(str(tmp_path))] == ["unfinished"]
     with pytest.raises(NoSuchRun):
@@ -108,7 +108,7 @@ def test_nobody_takes_the_run_for_complete(tmp_path):
         plan_retry(made.store.uri)
     assert not verify(made.store).finished
     for place in (report.run, f"{report.run}/"):
-        with pytest.raises(NoSuchRun, match=r"a partial result of the run in .*/key, and no run"):
+        with pytest.raises(NoSuchRun, match=r"a partial result of the run in .*/key\. .*open_run"):
             status(place)
 
 

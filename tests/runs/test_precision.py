@@ -214,7 +214,7 @@ def test_a_run_is_not_resumed_in_another_precision(planned):
 
 
 def test_too_few_rows_fail_the_plan_and_the_dry_run(planned, tmp_path):
-    with pytest.raises(ConfigError, match=r"0\.99 cannot be shown by 20 rows"):
+    with pytest.raises(ConfigError, match=r"20 rows cannot show 0\.99"):
         planned(rows=20)
     (problem,) = dry_run(job_of(tmp_path, {"quantization": "try-fp8"})).problems
     assert "cannot be shown" in problem

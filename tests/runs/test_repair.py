@@ -428,7 +428,7 @@ def test_the_command_says_what_is_lost_and_how_to_go_on(tmp_path, capsys):
     found = json.loads(out)
     assert (found["run_key"], found["taken"], found["lost"]) == ("key.m1", 2, [0, 2])
     code, _, err = called(capsys, "repair", tmp_path / "other")
-    assert code == 2 and "there is no run there" in err
+    assert code == 2 and "not a run directory" in err
 
 
 def test_the_fork_of_a_fork_has_the_next_number():

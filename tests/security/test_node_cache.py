@@ -125,7 +125,7 @@ def test_a_model_that_changed_since_the_plan_is_not_fetched(
     cache: Path, model: Fetch, tmp_path: Path
 ) -> None:
     (tmp_path / "store/config.json").write_text("{'a': 1}")
-    with pytest.raises(ConfigError, match="other files than when the run was planned"):
+    with pytest.raises(ConfigError, match="changed after the run was planned"):
         model()
 
 
@@ -147,6 +147,6 @@ def test_a_file_of_a_bucket_stays_below_its_folder(
 
     monkeypatch.setattr(models, "open_store", lambda _: Hostile())
     pinned = models.pin(model_request(Engine(model="s3://bucket/model")))
-    with pytest.raises(ConfigError, match=r"holds a file '\.\./\.\./x'"):
+    with pytest.raises(ConfigError, match=r"has a file '\.\./\.\./x'"):
         models.local_path(pinned)
     assert not (tmp_path / "cache/x").exists()

@@ -79,7 +79,7 @@ def sized(
         (300, 50, 1, {}, {}, 256, "at least engine.batch_size 256"),
         (100, 50, 1, {}, {}, 100, "all rows, fewer than engine.batch_size 256"),
         (1, 50, 8, {}, {}, 1, "all rows, fewer than engine.batch_size 256"),
-        (1_000_000, 1 << 20, 1, {}, {}, MOST_BYTES >> 20, "128 MiB / 1,048,576 bytes a row"),
+        (1_000_000, 1 << 20, 1, {}, {}, MOST_BYTES >> 20, "128 MiB / 1,048,576 bytes per row"),
         (1000, 1 << 40, 1, {}, {}, 1, "128 MiB"),
         (1_000_000, 50, 1, {}, {"rows_per_shard": 9000}, 9000, "source.rows_per_shard"),
         (10, 50, 1, {}, {"rows_per_shard": 9000}, 10, "source.rows_per_shard"),
@@ -158,7 +158,7 @@ def test_starving_and_idle_engines_are_told_with_the_remedy():
     assert (found.shards, found.pool.engines, found.shards_a_worker) == (10, 8, 1.25)
     assert not found.saturated
     text = "\n".join(found.problems)
-    assert "set engine.max_concurrent_batches to 3" in text
+    assert "Set engine.max_concurrent_batches to 3" in text
     assert "set source.rows_per_shard to 32" in text
     better = job.model_copy(
         update={"engine": job.engine.model_copy(update={"max_concurrent_batches": 3})}
@@ -178,9 +178,9 @@ def test_a_run_of_one_row_needs_no_advice(seqs, planned):
 @pytest.mark.parametrize(
     ("rows", "replicas", "per_shard", "advice"),
     [
-        (3, 8, None, "3 rows for 8 engines leave most idle; set engine.replicas to 1"),
-        (1, 2, None, "1 row for 2 engines leave most idle; set engine.replicas to 1"),
-        (100, 8, None, "1 shard for 8 engines leave some idle; set source.rows_per_shard to 4"),
+        (3, 8, None, "3 rows for 8 engines leave most idle. Set engine.replicas to 1"),
+        (1, 2, None, "1 row for 2 engines leave most idle. Set engine.replicas to 1"),
+        (100, 8, None, "1 shard for 8 engines leave some idle. Set source.rows_per_shard to 4"),
         (8, 8, 1, None),  # smaller shards there are not
         (200, 1, None, None),  # one engine has all there is
     ],
@@ -225,20 +225,25 @@ def test_a_pass_over_few_shards_starts_no_engine_that_would_have_none():
     ("config", "changes", "engines", "why"),
     [
         (LLAMA_8B, {}, 2, "2 keep the GPU busy"),
-        (LLAMA_05B, {}, 5, "16 CPUs a GPU allow 5"),
+        (LLAMA_05B, {}, 5, "16 CPUs per GPU allow 5"),
         (LLAMA_05B, {"have": imagined("H200", 1, 64)}, 6, "6 at most"),
-        (LLAMA_05B, {"have": imagined("H200", 1, 8)}, 2, "8 CPUs a GPU allow 2"),
-        (LLAMA_05B, {"have": imagined("H200", 1, 4)}, 1, "4 CPUs a GPU allow 1"),
-        (LLAMA_05B, {"have": imagined("H200", 8, 128)}, 5, "16 CPUs a GPU allow 5"),
+        (LLAMA_05B, {"have": imagined("H200", 1, 8)}, 2, "8 CPUs per GPU allow 2"),
+        (LLAMA_05B, {"have": imagined("H200", 1, 4)}, 1, "4 CPUs per GPU allow 1"),
+        (LLAMA_05B, {"have": imagined("H200", 8, 128)}, 5, "16 CPUs per GPU allow 5"),
         (LLAMA_05B, {"have": imagined("L4", 1, 16), "early_stop": "off"}, 3, "3 keep the GPU busy"),
         (LLAMA_05B, {"have": imagined("L4", 1, 16)}, 3, "3 keep the GPU busy"),  # one token decides
-        (LLAMA_05B, {"num_cpus": 8}, 2, "16 CPUs a GPU allow 2"),
+        (LLAMA_05B, {"num_cpus": 8}, 2, "16 CPUs per GPU allow 2"),
         (LLAMA_8B, {"have": imagined("H100", 1, 16)}, 2, "2 keep the GPU busy"),
         (LLAMA_8B, {"have": imagined("H100", 1, 16), "max_model_len": 262144}, 1, "1 fit in 74.5"),
-        (LLAMA_8B, {"have": imagined("L4", 1, 16)}, 1, "one keeps the GPU busy"),
-        (LLAMA_70B, {"quantization": "fp8"}, 1, "one keeps the GPU busy"),
+        (LLAMA_8B, {"have": imagined("L4", 1, 16)}, 1, "one engine keeps the GPU busy"),
+        (LLAMA_70B, {"quantization": "fp8"}, 1, "one engine keeps the GPU busy"),
         (LLAMA_8B, {"early_stop": "off"}, 2, "2 keep the GPU busy"),
-        (LLAMA_8B, {"sampling": {"max_tokens": 24}, "row_bytes": 240}, 1, "one keeps the GPU busy"),
+        (
+            LLAMA_8B,
+            {"sampling": {"max_tokens": 24}, "row_bytes": 240},
+            1,
+            "one engine keeps the GPU busy",
+        ),
         (LLAMA_8B, {"sampling": LONG}, 1, "answers of up to 512 tokens"),
         (LLAMA_05B, {"sampling": LONG}, 1, "answers of up to 512 tokens"),
         (LLAMA_05B, {"sampling": {"max_tokens": 33}}, 1, "sampling.max_tokens"),
@@ -284,7 +289,7 @@ def test_a_pass_over_few_shards_starts_no_engine_that_would_have_none():
             5,
             " 1 out",
         ),
-        (LLAMA_8B, {"row_bytes": 8000}, 1, "one keeps the GPU busy"),
+        (LLAMA_8B, {"row_bytes": 8000}, 1, "one engine keeps the GPU busy"),
         (LLAMA_8B, {"tensor_parallel_size": 2}, 1, "an engine takes 2 GPUs"),
         (LLAMA_8B, {"engines_per_gpu": 2}, 2, "engine.engines_per_gpu"),
         (LLAMA_8B, {"engines_per_gpu": 1}, 1, "engine.engines_per_gpu"),
@@ -292,7 +297,7 @@ def test_a_pass_over_few_shards_starts_no_engine_that_would_have_none():
         (LLAMA_8B, {"kv_cache_memory_bytes": 50 << 30}, 1, "1 fit in 131.3 GiB"),
         (LLAMA_8B, {"have": imagined("RTX-PRO-6000", 1, 16)}, 1, "are not known"),
         (LLAMA_8B, {"have": Capacity(16, 1, 1, "x", (1,), ("L4", "H200"), 16)}, 1, "not known"),
-        (None, {}, 1, "the size of the model is not known"),
+        (None, {}, 1, "the size of the model is unknown"),
     ],
 )
 def test_engines_on_a_gpu(config, changes, engines, why):
@@ -305,7 +310,7 @@ def test_a_small_model_that_embeds_is_not_packed_as_one_that_writes():
     embeds = {"prompt": {"template": "{Company}"}, "task": "embed", "sampling": {}}
     found = sized(LLAMA_05B, **embeds)
     assert found.pool.engines_per_gpu == packing.MOST_POOLING
-    assert "2 at most where no tokens are drawn" in found.pool.packing_why
+    assert "at most 2 for pooling tasks" in found.pool.packing_why
     assert sized(LLAMA_8B, **embeds, row_bytes=8000).pool.engines_per_gpu == 1
     job = make_job(engine={"task": "embed"}, prompt={"template": "{Company}"})
     assert expected_engines(size_spec(job), None) == 16
@@ -511,7 +516,7 @@ def test_what_needs_a_range_of_replicas_needs_its_fewest():
 def test_tensor_parallel_over_pcie_is_warned_of(kind, parallel, warned):
     found = sized(LLAMA_8B, imagined(kind, 4, 64), tensor_parallel_size=parallel)
     assert bool(found.warnings) == warned
-    assert not warned or f"on {kind}: these cards talk over PCIe" in found.warnings[0]
+    assert not warned or f"on {kind}: these cards only communicate over PCIe" in found.warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -537,7 +542,7 @@ def test_with_rays_backend_an_engine_may_span_nodes(engine, gpus_by_node, replic
 @pytest.mark.parametrize(
     ("config", "kind", "engine", "said"),
     [
-        (LLAMA_8B, "L4", {"max_num_seqs": 512}, "of about 103 tokens, not for max_num_seqs 512"),
+        (LLAMA_8B, "L4", {"max_num_seqs": 512}, "of about 103 tokens, fewer than max_num_seqs 512"),
         (LLAMA_8B, "L4", {"max_num_batched_tokens": 16384}, "for 156 rows"),
         (LLAMA_8B, "L4", {"enable_prefix_caching": False}, "for 134 rows"),
         (LLAMA_8B, "L4", {}, ""),
@@ -555,8 +560,8 @@ def test_a_kv_cache_that_is_too_small_for_the_rows_at_once_is_warned_of(config, 
     [
         (LLAMA_8B, "H200", LONG, {}, 1024, "24% faster than 256: answers of 512 tokens"),
         (LLAMA_8B, "H200", LONG, {"max_num_seqs": 300}, 300, "engine.max_num_seqs"),
-        (LLAMA_8B, "H200", LONG, {"max_num_batched_tokens": 90}, 90, "has a token in a step"),
-        (None, "H200", LONG, {"max_num_batched_tokens": 90}, 90, "has a token in a step"),
+        (LLAMA_8B, "H200", LONG, {"max_num_batched_tokens": 90}, 90, "takes a token of a step"),
+        (None, "H200", LONG, {"max_num_batched_tokens": 90}, 90, "takes a token of a step"),
         (None, "H200", LONG, {"max_num_batched_tokens": 256}, 256, "unless"),
         (LLAMA_8B, "H200", LONG, {"engines_per_gpu": 2}, 256, "512 rows have no room"),
         (LLAMA_8B, "H200", SHORT, {}, 1024, "answers of 1 tokens in each of 2 engines"),
@@ -578,13 +583,13 @@ def test_a_kv_cache_that_is_too_small_for_the_rows_at_once_is_warned_of(config, 
             1024,
             "2% faster than 256",
         ),
-        (LLAMA_8B, "A100-40G", LONG, {}, 256, "the KV cache has room for 208 rows"),
-        (LLAMA_8B, "L4", LONG, {}, 256, "the KV cache has room for"),
-        (LLAMA_8B, "RTX-PRO-6000", LONG, {}, 256, "unless engine.max_num_seqs says more"),
-        (None, "H200", LONG, {}, 256, "unless engine.max_num_seqs says more"),
-        (LLAMA_8B, "H200", LONG, {"device": "cpu"}, 256, "unless engine.max_num_seqs says more"),
+        (LLAMA_8B, "A100-40G", LONG, {}, 256, "the KV cache holds 208 rows"),
+        (LLAMA_8B, "L4", LONG, {}, 256, "the KV cache holds"),
+        (LLAMA_8B, "RTX-PRO-6000", LONG, {}, 256, "default of engine.max_num_seqs"),
+        (None, "H200", LONG, {}, 256, "default of engine.max_num_seqs"),
+        (LLAMA_8B, "H200", LONG, {"device": "cpu"}, 256, "default of engine.max_num_seqs"),
         (LLAMA_70B, "H200", LONG, {"tensor_parallel_size": 4}, 1024, "29% faster than 256"),
-        (LLAMA_70B, "H100", LONG, {"tensor_parallel_size": 2}, 256, "the KV cache has room for"),
+        (LLAMA_70B, "H100", LONG, {"tensor_parallel_size": 2}, 256, "the KV cache holds"),
     ],
 )
 def test_more_rows_at_once_where_they_pay_and_fit(config, kind, sampling, engine, seqs, why):

@@ -785,6 +785,6 @@ def test_a_run_whose_adapters_changed_is_refused_and_holds_no_engine(
     stage.take_over(replace(SPEC, adapted=changed))
     assert stage.ready() is None and factory.made[0].closed
     ((_, _, why, fatal),) = lost_rows(stage(block(Unit(0, 0, 1))))
-    assert fatal and "another one than when the run was planned" in why
+    assert fatal and "changed after the run was planned" in why
     stage.take_over(SPEC)
     assert stage.ready() is factory.made[1]

@@ -18,8 +18,7 @@ from prefect_raybatch.api import dry_run
 from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.images import Images
-from prefect_raybatch.model.image_bytes import made_pixels, processor_of
-from prefect_raybatch.plan.image_bytes import row_bytes
+from prefect_raybatch.plan.image_bytes import made_pixels, processor_of, row_bytes
 from prefect_raybatch.source import inventory
 
 QWEN = {"patch_size": 14, "merge_size": 2, "min_pixels": 3136, "max_pixels": 1_000_000}
