@@ -116,7 +116,7 @@ def test_rows_that_crossed_the_budget_are_shown_with_cause_and_command(
     state = batch_inference(job, run.run_key, return_state=True)
     text = str(state.message)
     assert state.is_failed()
-    assert "9 of 20 rows failed" in text and "What to do: Mend the cause, or raise" in text
+    assert "9 of 20 rows failed" in text and "What to do: Fix the cause, or raise the limit" in text
     command = text.rstrip().splitlines()[-1].strip()
     assert command.startswith("batch_inference(job=job, ") and "run_key='key'" in command
     assert "overrides={'limits.max_failed_fraction': 0.02}" in command
