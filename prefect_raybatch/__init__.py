@@ -1,10 +1,10 @@
 """Exactly-once LLM batch inference over tables: Prefect tasks and flows, Ray Data, vLLM.
 
-`from prefect_raybatch import BatchJob, batch_inference, retry_failed, backfill_job`, the tasks
-`plan_shards`,
-`infer_shards`, `finalize_run`, `publish_run`, the functions `open_run`, `finalize_partial`,
-`warm_engines`, `reconcile_jobs` and `restart_crashed` and the blocks `RayCluster`, `ObjectStore`
-and `BatchInferenceJob` are the whole of the Python interface; the rest may move.
+The public Python interface is `__all__`: jobs and flows (`BatchJob`, `batch_inference`,
+`retry_failed`, `backfill_job`, `tune_job`), tasks (`plan_shards`, `infer_shards`, `finalize_run`,
+`publish_run`), functions (`open_run`, `finalize_partial`, `warm_engines`, `reconcile_jobs`,
+`restart_crashed`) and blocks (`RayCluster`, `ObjectStore`, `BatchInferenceJob`). Other modules may
+change.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Names are fetched when asked for: `raybatch status` must not wait for Prefect to be imported.
-# `prefect block register -m prefect_raybatch` finds the blocks by `dir()`, and fetches them.
+# Names are imported on first use: `raybatch status` must not wait for Prefect to be imported.
+# `prefect block register -m prefect_raybatch` finds the blocks through `dir()`.
 _HOMES = {
     "BatchInferenceJob": "flow.blocks",
     "BatchJob": "job.batch_job",
@@ -84,7 +84,7 @@ __all__ = [
 ]
 
 
-# Whatever a script imports first: its Prefect server is started before code of a flow is run.
+# An import hook, because Prefect may start its server before a flow imports this package.
 register_post_import_hook(
     f"{__name__}.temporary_server:guard_temporary_server", "prefect.server.api.server"
 )

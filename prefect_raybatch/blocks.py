@@ -1,5 +1,4 @@
-"""Import path of the Prefect blocks, also for the entry point `prefect.collections`; defined in
-`flow/blocks/`."""
+"""Import path of the Prefect blocks, also for the entry point `prefect.collections`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Time limits for calls that may hang, such as a name lookup in an unreachable network, and for
-reading files that may be pipes."""
+"""Bound calls that may hang, such as name lookups, and reads of files that may be pipes."""
 
 from __future__ import annotations
 
@@ -10,26 +9,28 @@ import stat
 import threading
 from collections.abc import Callable
 from contextvars import copy_context
-from typing import Any, TypeVar
+from typing import TypeVar
 
-ANSWER = 5.0  # seconds that an answer of Ray's or the store's may take
+ANSWER = 5.0  # seconds to wait for an answer of Ray or the store
 
 Returned = TypeVar("Returned")
 
 
 class Question:
-    """A call that may hang and is repeated. While one hangs, no other is started, so it costs its
-    caller `seconds` once, and one thread."""
+    """Repeats a call that may hang.
+
+    While one call hangs, no other is started, so it costs its caller `seconds` once, and one
+    thread.
+    """
 
     def __init__(self, seconds: float):
         self.seconds = seconds
         self.under_way = False
 
     def __call__(self, work: Callable[[], Returned]) -> Returned:
-        """Call `work` as `within` does. Raise `TimeoutError` at once while an earlier call is
-        running."""
+        """Call `work` as `within` does; raise `TimeoutError` at once if one still runs."""
         if self.under_way:
-            raise TimeoutError("an earlier question is not answered yet")
+            raise TimeoutError("an earlier call has not returned yet")
         self.under_way = True
 
         def once() -> Returned:
@@ -42,29 +43,32 @@ class Question:
 
 
 def read_regular_file(path: str | os.PathLike[str], most_bytes: int) -> bytes:
-    """Return a file's content, or its first `most_bytes`. Raise `OSError` for a pipe or a device in
-    its place, which could block or never end."""
+    """Return up to `most_bytes` of a regular file.
+
+    Raises `OSError` for a pipe or a device, which could block or never end.
+    """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file; remove it", str(path))
+            raise OSError(errno.EINVAL, "not a regular file; remove it", str(path))
         return file.read(most_bytes)
 
 
 class _Stopped(BaseException):
-    """Ends a thread whose time is over; no handler of `Exception` catches it."""
+    """Ends a thread after its time limit; no handler of `Exception` catches it."""
 
 
 def within(seconds: float, work: Callable[[], Returned], stop: bool = False) -> Returned:
-    """Return what `work` returns, or raise what it raises. Raise `TimeoutError` when it takes
-    longer: then `work` goes on in a thread that does not keep the process from exiting. With `stop`
-    an exception is raised in that thread, which ends a loop in Python but not a call into a library
-    that does not return."""
-    found: list[Any] = []
+    """Return what `work` returns, or raise what it raises or `TimeoutError` after `seconds`.
+
+    After a timeout `work` continues in a daemon thread. With `stop` an exception is raised in that
+    thread, which ends a loop in Python but not a call into a library that does not return.
+    """
+    results: list[Returned] = []
     errors: list[BaseException] = []
 
     def call() -> None:
         try:
-            found.append(work())
+            results.append(work())
         except BaseException as error:  # raised below, in the caller's thread
             errors.append(error)
 
@@ -75,10 +79,9 @@ def within(seconds: float, work: Callable[[], Returned], stop: bool = False) -> 
     thread.join(seconds)
     if errors:
         raise errors[0]
-    if not found:
+    if not results:
         if stop and thread.ident is not None:
             ended_by = ctypes.py_object(_Stopped)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ended_by)
         raise TimeoutError(f"no answer within {seconds:g} s")
-    result: Returned = found[0]
-    return result
+    return results[0]

@@ -1,5 +1,4 @@
-"""All errors of this package, as one tree. Every error is either transient (worth a retry) or
-terminal.
+"""All errors of this package, each either transient (worth a retry) or terminal.
 
 Errors cross process boundaries (Ray workers, Prefect subprocesses), so each takes its message as
 its only argument and pickles without help.
@@ -11,153 +10,150 @@ from __future__ import annotations
 class RayBatchError(Exception):
     """Base of every error that this package raises on purpose.
 
-    `transient` says whether running the same thing again can help. Terminal errors are never
-    retried: the message says what to change. `remedy` says in a line what helps against errors of
-    the class. `plain` is the message alone, if what to do was added to it for a page.
+    `transient` says whether a retry can help. Terminal errors are never retried: the message says
+    what to change. `remedy` is the advice for the class, in one line. `plain` is the message alone,
+    if a page's version of it has advice appended.
     """
 
     transient = False
     plain: str | None = None
-    remedy = "Fix what the message names, then run it again. Committed shards are kept."
+    remedy = "Fix what the message names, then run the job again. Committed shards are kept."
 
 
 class ConfigError(RayBatchError):
     """The job cannot work as written: which field, which value, what to write instead."""
 
-    remedy = "Change the field that the message names, then run it again."
+    remedy = "Change the field that the message names, then run the job again."
 
 
 class SourceError(RayBatchError):
     """The input is missing, unreadable, of changing schema, or not what the plan recorded."""
 
-    remedy = "Fix the input that the message names, then run it again, or use a new run key."
+    remedy = "Fix the input that the message names, then run the job again, or use a new run key."
 
 
 class PlanMismatch(RayBatchError):
     """The run directory belongs to another job; the message lists the differing fields."""
 
-    remedy = "Use another run key, or restore the job."
+    remedy = "Use a new run key, or undo the changes that the message lists."
 
 
 class CorruptRun(RayBatchError):
     """A record or a piece in the run directory contradicts the plan; `raybatch verify` names it."""
 
     remedy = (
-        "Repair it with raybatch repair RUN_DIR. If that is refused, restore the file that verify "
-        "names, or use a new run key."
+        "Run raybatch repair RUN_DIR. If it refuses, restore the files that raybatch verify names, "
+        "or use a new run key."
     )
 
 
 class NoSuchRun(RayBatchError):
     """There is no run at that place; the message names similar runs."""
 
-    remedy = "Correct the path or the run key. raybatch runs OUTPUT lists the runs."
+    remedy = "Correct the path or the run key. List the runs with raybatch runs OUTPUT."
 
 
 class UnsafeStore(RayBatchError):
-    """The output store does not honour put-if-absent, so exactly-once cannot be kept on it."""
+    """The output store does not honour put-if-absent, so exactly-once is impossible on it."""
 
-    remedy = "Use another store in output.uri: this one cannot write each result exactly once."
+    remedy = "Set output.uri to another store: this one cannot guarantee exactly-once."
 
 
 class StoreError(RayBatchError):
-    """The store rejected a call or failed in a way that a retry may not fix (permission, full
-    disk)."""
+    """The store failed in a way that a retry may not fix (permission, full disk)."""
 
 
 class StoreUnavailable(StoreError):
     """The store did not answer, or answered 5xx, after the retries of a single call."""
 
-    remedy = "Check the store and its address, then run it again once it answers."
+    remedy = "Check the store and its address, then run the job again once it answers."
     transient = True
 
 
 class CredentialsUnusable(StoreError):
     """The store was called with expired credentials, or with none."""
 
-    remedy = "Renew the credentials where the message says they come from, then run it again."
+    remedy = "Renew the credentials that the message names, then run the job again."
 
 
 class BadUpload(StoreError):
-    """The store holds other bytes than it was sent; the local source of the upload is kept."""
+    """The store holds other bytes than were uploaded; the local file is kept."""
 
-    remedy = "Run it again. If it fails again, check the store and any proxy in front of it."
+    remedy = "Run the job again. If it fails again, check the store and any proxy in front of it."
     transient = True
 
 
 class InsufficientResources(RayBatchError):
-    """The cluster can never provide what the job asks for; the message says what is missing."""
+    """The cluster is too small for the job; the message says what is missing."""
 
-    remedy = "Give the job fewer or smaller engines, or add nodes to the cluster."
+    remedy = "Use fewer or smaller engines, or add nodes to the cluster."
 
 
 class ClusterUnavailable(InsufficientResources):
-    """No Ray cluster answers at the address: a head that is down or restarting, or a wrong one."""
+    """No Ray cluster answers: its head is down or restarting, or the address is wrong."""
 
-    remedy = "Check the Ray head, or correct cluster.address; then run it again."
+    remedy = "Check the Ray head, or correct cluster.address; then run the job again."
     transient = True
 
 
 class ClusterNotReady(InsufficientResources):
     """The Kubernetes cluster created for a run does not become ready; the message says why."""
 
-    remedy = "Fix what the message names (see kubectl describe raycluster), then run it again."
+    remedy = "Fix what the message names (see kubectl describe raycluster), then run the job again."
 
 
 class PrefectUnavailable(RayBatchError):
-    """Prefect's API does not answer at its URL: a server that is down, or a wrong URL."""
+    """Prefect's API does not answer: its server is down, or the URL is wrong."""
 
-    remedy = "Start the server, or correct PREFECT_API_URL; then run it again."
-
+    remedy = "Start the server, or correct PREFECT_API_URL. Then run the job again."
     transient = True
 
 
 class EngineStartError(RayBatchError):
-    """The inference engine did not start (a model that does not load, an argument that vLLM
-    rejects), or started and died whatever it was asked."""
+    """The engine did not start (a bad model or argument), or died on every request."""
 
-    remedy = "Change what the engine rejects. Its full log is in Ray's logs on the node."
+    remedy = "Change what the engine rejects. Ray's logs on the node have the full traceback."
 
 
 class EngineFailure(RayBatchError):
-    """Engines kept dying and no shard came through: the infrastructure is at fault, not the
-    rows."""
+    """Engines kept dying before any shard was done: nodes are at fault, not rows."""
 
-    remedy = "Check the nodes and their memory, then run it again."
+    remedy = "Check the nodes and their memory, then run the job again."
     transient = True
 
 
 class ErrorBudgetExceeded(RayBatchError):
     """More rows failed than the job's limits allow; committed shards are kept."""
 
-    remedy = "Fix the cause, or raise the limit; then run it again."
+    remedy = "Fix the cause, or raise the limit; then run the job again."
 
 
 class CostExceeded(RayBatchError):
-    """The run has cost as much as limits.max_cost allows; committed shards are kept."""
+    """The run has reached limits.max_cost; committed shards are kept."""
 
     remedy = "Raise limits.max_cost to continue from the committed shards."
 
 
 class IncompleteRun(RayBatchError):
-    """Some shards are still uncommitted; running the same command again continues."""
+    """Some shards are not committed yet."""
 
-    remedy = "Run it again to finish the missing shards."
+    remedy = "Run the job again to finish the missing shards."
     transient = True
 
 
 class JobServerUnavailable(RayBatchError):
-    """Ray's job server did not answer properly for minutes; a job that it runs continues."""
+    """Ray's job server gave no valid answer for minutes; the Ray job continues."""
 
-    remedy = "Check the Ray head, then run it again to follow the job."
+    remedy = "Check the Ray head, then run the job again to follow the job."
     transient = True
 
 
 class JobLost(RayBatchError):
-    """The Ray job of a run ended without a reason: its process or its node was lost."""
+    """The Ray job of a run ended without a reason: its process or node was lost."""
 
     remedy = (
-        "Check the Ray head and the job's node, then run it again to finish the missing shards."
+        "Check the Ray head and the node of the Ray job, then run the job again to finish the "
+        "missing shards."
     )
     transient = True
 
@@ -165,26 +161,26 @@ class JobLost(RayBatchError):
 class JobStopped(RayBatchError):
     """The process or the Ray job of a run was stopped; committed shards are kept."""
 
-    remedy = "Run it again to continue."
+    remedy = "Run the job again to continue."
 
 
 class RunDrained(RayBatchError):
-    """The run was drained: in-flight shards are committed, the others were not begun."""
+    """The run was drained: in-flight shards are committed, the others were not started."""
 
-    remedy = "Run it again to finish the missing shards."
+    remedy = "Run the job again to finish the missing shards."
 
 
 class PublishFailed(RayBatchError):
-    """A target of output.publish did not accept the rows; the result in data/ is complete and
-    stays."""
+    """A target of output.publish did not accept the rows; the result in data/ is complete."""
 
-    remedy = "Fix what the target reports, then run it again. The result is kept."
+    remedy = (
+        "Fix what the target reports, then publish again. Targets that have the rows are skipped."
+    )
     transient = True
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether a retry can help: our own errors say so, unknown ones (network, Ray) count as
-    transient."""
+    """Return whether a retry can help; unknown errors (network, Ray) count as transient."""
     if isinstance(error, RayBatchError):
         return error.transient
     return not isinstance(error, (TypeError, ValueError, NotImplementedError, KeyboardInterrupt))

@@ -19,23 +19,24 @@ if TYPE_CHECKING:
     import pandas
     import polars
     import pyarrow.dataset
+    import pyarrow.fs
     import ray.data
 
 Options = Mapping[str, Any] | None
 
 
 class FinishedRows:
-    """The files of a run's result, exactly those that its `_SUCCESS` names, as a table.
+    """The rows of a run's result: exactly the files that its `_SUCCESS` names.
 
-    `options` are s3fs's, as in `output.options`; without them, credentials come from the
-    environment. Each method raises `IncompleteRun` while the run is not finished, `CorruptRun` for
-    a file that is missing or has another size, and `ConfigError` if the run was not compacted. For
-    a partial result (RUN_DIR/partial/_UUID), the files that its own record names.
+    For a partial result (RUN_DIR/partial/_UUID), the files that its own record names. `options` are
+    s3fs's, as in `output.options`; without them, credentials come from the environment. Each method
+    raises `IncompleteRun` while the run is not finished, `CorruptRun` for a file that is missing or
+    has another size, and `ConfigError` if the run was not compacted.
     """
 
     @abstractmethod
     def _place(self) -> tuple[str, Options]:
-        """Return the run directory, and the options to open it with."""
+        """Return the run directory, and the store options to open it with."""
 
     def dataset(self, options: Options = None) -> pyarrow.dataset.Dataset:
         """Return the answered rows, in input order, read on demand."""
@@ -79,21 +80,22 @@ class FinishedRows:
         if success is None:
             done = int(ledger.committed(plan).sum())
             raise IncompleteRun(
-                f"{store.uri} is not finished ({done} of {plan.shards} shards are committed), so "
-                "not all of its rows are there: finish it with the command it was begun with "
-                f"(raybatch run JOB --run-key {plan.run_key}); raybatch status shows how far it is"
+                f"{store.uri} is not finished: {done} of {plan.shards} shards are committed. "
+                "Finish it with the command that started it (raybatch run JOB --run-key "
+                f"{plan.run_key}); raybatch status shows its progress"
             )
         if not success.compact:
             manifest = table_path(success.manifest or "")
             raise ConfigError(
-                f"{store.uri} was written with output.compact: false: its result are the files "
-                f"that {manifest} names, with row numbers by shard and position "
-                "(docs/reference/job.md)"
+                f"{store.uri} was written with output.compact: false, so it has no data/ to open. "
+                f"{manifest} lists its files; docs/reference/job.md explains how rows are numbered"
             )
         return store, success
 
 
-def _files(store: Store, success: Success | PartialResult, kind: str) -> tuple[list[str], Any]:
+def _files(
+    store: Store, success: Success | PartialResult, kind: str
+) -> tuple[list[str], pyarrow.fs.FileSystem]:
     check_parts(store, success.parts)
     filesystem, root = arrow_filesystem(store)
     return [f"{root}/{part.path}" for part in success.of(kind)], filesystem
@@ -108,11 +110,11 @@ def _dataset(store: Store, success: Success | PartialResult, kind: str) -> pyarr
     try:
         return pyarrow.dataset.dataset(names, filesystem=filesystem, format="parquet")
     except (OSError, ValueError) as error:
-        raise CorruptRun(f"{store.uri}: its files cannot be read: {error}") from None
+        raise CorruptRun(f"{store.uri}: cannot read its files: {error}") from None
 
 
-def _empty(success: Success | PartialResult, kind: str) -> Any:
-    """Return no rows: a run without answered rows has fixed no types."""
+def _empty(success: Success | PartialResult, kind: str) -> pyarrow.Table:
+    """Return a table without rows: a run without answered rows has no types."""
     import pyarrow as pa
 
     columns = {name: pa.array([], pa.string()) for name in QUARANTINE if kind == "quarantine"}

@@ -10,20 +10,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-# Control characters but for line ends and tabs, what sets the direction of text, line separators
-# that only some programs end a line at, halves of surrogate pairs, and what XML cannot hold.
+# Control characters except line ends and tabs, marks that set the direction of text, line
+# separators that only some programs know, halves of surrogate pairs, and characters XML forbids.
 _HIDDEN = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ufff9-\ufffb"
     r"\ud800-\udfff\ufffe\uffff]"
 )
-# What Markdown reads as more than text. `_` within a word, and `&` and `!` alone, are text.
+# Marks that are Markdown syntax. `_` within a word, and `&` and `!` alone, are plain text.
 _MARKS = re.compile(
     r"[\\`*\[\]|~]"
     r"|(?<=\])\(|!(?=\[)"
     r"|(?<![^\W_])_|_(?![^\W_])"
     r"|\A[-+](?= )|\A[-=](?=[-=])|\A#(?=#*(?: |\Z))|\A>|(?<=\A\d)[.)](?= )"
 )
-# What readers make a link of without brackets, some even where a mark in it is escaped.
+# Addresses that viewers turn into links, some even if a mark in them is escaped.
 _ADDRESS = re.compile(
     r"((?:(?:(?:https?|ftp)://|www\.|(?<![:/\w])//(?=\w))[^\s`<|\\]*|[-.\w+]+@[-.\w]+)+)",
     re.IGNORECASE,
@@ -44,35 +44,36 @@ def link(url: str) -> str:
 
 
 def visible(text: str) -> str:
-    r"""Return the text with hidden characters as escapes: `\x1b`, `\u202e`. Line ends and tabs
-    stay."""
+    r"""Return the text with hidden characters, except line ends and tabs, as escapes (`\x1b`)."""
     return text if text.isprintable() else _HIDDEN.sub(_as_escape, text)
 
 
 def clean(words: str) -> str:
-    """Return the text in one line, of characters that XML can hold and people can see."""
+    """Return the text in one line of visible characters that XML allows."""
     return visible(words).replace("\n", " ").replace("\t", " ")
 
 
 def markdown_text(text: object) -> str:
-    """Return one line of Markdown that shows the text verbatim anywhere in a page: no tag, link,
-    image or other mark in it takes effect. Addresses become code, which is not linked; a `PageLink`
-    stays one."""
+    """Return one line of Markdown that shows the text verbatim anywhere in a page.
+
+    No tag, link, image or other mark in it takes effect. Addresses become code, which viewers do
+    not link; a `PageLink` stays a link.
+    """
     if isinstance(text, PageLink):
         return text
     line = " ".join(visible(str(text)).split())
-    parts = enumerate(_ADDRESS.split(line))  # every second one is an address
+    parts = enumerate(_ADDRESS.split(line))  # every second part is an address
     return "".join(f"`{part}`" if at % 2 else _escaped(part) for at, part in parts)
 
 
 def code_span(text: str) -> str:
-    """Return the text as code within a line of Markdown; escaped if it could end the code."""
+    """Return the text as inline code of Markdown; as escaped text if it could end the code."""
     line = " ".join(visible(text).split())
     return f"`{line}`" if line and not {"`", "<"} & set(line) else markdown_text(line)
 
 
 def fenced(lines: Iterable[str]) -> list[str]:
-    """Return the lines as a Markdown code block, with fences that no line of it ends."""
+    """Return the lines as a Markdown code block, with fences longer than any in the lines."""
     shown = [part for line in lines for part in visible(line).split("\n")]
     longest = max((len(run) for line in shown for run in _FENCES.findall(line)), default=0)
     fence = "`" * max(3, longest + 1)

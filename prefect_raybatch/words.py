@@ -1,4 +1,4 @@
-"""Numbers in sentences, and text that databases can hold."""
+"""Formats numbers for sentences, and makes text storable in databases."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pydantic import ValidationError
 
 
 def counted(number: float, noun: str, plural: str | None = None) -> str:
-    """Return `1 row`, `1,234 rows`, `0.5 GPUs`; `plural` if it is not the noun with an s."""
+    """Return e.g. `1 row`, `1,234 rows`, `0.5 GPUs`; `plural` is for irregular nouns."""
     figure = f"{number:,.0f}" if number == int(number) else f"{number:,g}"
     return f"{figure} {noun if number == 1 else plural or noun + 's'}"
 
 
 def money(value: float) -> str:
-    """Return `1,234.50`, and small sums with their significant digits: `0.00123`."""
+    """Return e.g. `1,234.50`; sums below 1 with three significant digits: `0.00123`."""
     return f"{value:,.2f}" if value == 0 or abs(value) >= 1 else f"{value:.3g}"
 
 
@@ -25,21 +25,22 @@ def are(number: float) -> str:
 
 
 def storable(text: str) -> str:
-    """Return text that UTF-8 and PostgreSQL can hold: `␀` for NUL, `?` for half a surrogate pair.
-    Errors quote rows, and rows may hold anything."""
+    """Return text that UTF-8 and PostgreSQL can store: `␀` for NUL, `?` for half a surrogate pair.
+
+    Errors quote rows, which may contain anything.
+    """
     if text.isascii() and "\0" not in text:
         return text
     return text.replace("\0", "\N{SYMBOL FOR NULL}").encode("utf-8", "replace").decode()
 
 
 def storable_in(value: Any) -> Any:
-    """Return the same value with its texts made storable."""
+    """Return the value with all its texts made storable."""
     return change_texts(value, storable)
 
 
 def change_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return the same value with each text changed, also in mappings, their keys, lists and
-    tuples."""
+    """Return the value with each text changed, also in lists, tuples, and keys of mappings."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -54,8 +55,7 @@ def change_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def error_text(error: BaseException) -> str:
-    """Return an error's message; for Pydantic errors, which vLLM raises, what is wrong with which
-    field, without links and other input."""
+    """Return an error's message; of Pydantic errors only field and fault."""
     if not isinstance(error, ValidationError):
         return str(error)
     lines = []

@@ -29,12 +29,12 @@ def test_the_cards_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     ("cards", "error", "trouble"),
     [
         ((), ABSENT, ""),
-        ((), pynvml.NVML_SUCCESS, "NVIDIA's driver shows no GPU"),
-        ((), pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "NVIDIA's driver says: Driver Not Loaded"),
+        ((), pynvml.NVML_SUCCESS, "NVIDIA's driver lists no GPU"),
+        ((), pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "NVIDIA's driver reports: Driver Not Loaded"),
         (
             (Card(), Card(error=pynvml.NVML_ERROR_NO_PERMISSION)),  # cut into parts
             pynvml.NVML_SUCCESS,
-            "NVIDIA's driver says of GPU 1: Insufficient Permissions",
+            "NVIDIA's driver reports for GPU 1: Insufficient Permissions",
         ),
     ],
 )
@@ -55,7 +55,7 @@ def test_a_driver_that_hangs_is_waited_for_a_while(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(nvml, "DRIVER_SECONDS", 0.1)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", count)
-    assert nvml.gpus_here() == ([], "NVIDIA's driver does not answer within 0.1 s")
+    assert nvml.gpus_here() == ([], "NVIDIA's driver did not answer within 0.1 s")
     assert asked.wait(60)
     answers.set()
     wait_for(lambda: driver.open == 0)  # or its thread closes the driver of another test

@@ -9,8 +9,8 @@ from pathlib import Path
 #: Folder of the bundled model (Hugging Face layout: config, safetensors weights, tokenizer).
 DEMO_MODEL: Path = Path(__file__).resolve().parent / "model"
 
-#: What the bundled model is computed in on a CPU. One without AVX-512 takes six times as long in
-#: bfloat16, in which its weights are stored (26 rows/s for 155, AMD EPYC of 2021).
+#: Precision of the bundled model on a CPU. Its weights are stored in bfloat16, which a CPU without
+#: AVX-512 computes six times slower (26 instead of 155 rows/s on an AMD EPYC of 2021).
 CPU_DTYPE: str = "float32"
 
 #: The nine industries, in the order the prompt names them.
@@ -38,14 +38,13 @@ TEMPLATE: str = "What industry is this company in: {Company}"
 
 
 def demo_model_path() -> str:
-    """Return the bundled model's folder as a string, for engines that want one.
+    """Return the bundled model's folder.
 
-    Raises ``FileNotFoundError`` when the folder holds no model, which means the package was
-    installed without its data files.
+    Raises ``FileNotFoundError`` if the package was installed without its data files.
     """
     if not (DEMO_MODEL / "config.json").is_file():
         raise FileNotFoundError(
-            f"no model in {DEMO_MODEL}: reinstall the package, or build it with training/train.py"
+            f"no model in {DEMO_MODEL}: reinstall the package, or train it with training/train.py"
         )
     return str(DEMO_MODEL)
 

@@ -73,7 +73,7 @@ class _Word(NamedTuple):
 
 
 def _words_of(label: str) -> tuple[_Word, ...]:
-    """Every industry word of ``label``, with its kind."""
+    """Return every industry word of ``label``, with its kind."""
     kinds = {"after": lex.AFTER[label], "before": lex.BEFORE[label], "fused": lex.FUSED[label]}
     if label == "Other":
         kinds["plain"] = _PLAIN
@@ -98,7 +98,7 @@ class Company(NamedTuple):
 
 
 def _mix(value: int) -> int:
-    """The 64-bit finaliser of ``_hash`` for one Python integer, used to derive keys."""
+    """Apply the 64-bit finaliser of ``_hash`` to one integer; used to derive keys."""
     value &= _MASK
     value = ((value ^ (value >> 30)) * _MIX[0]) & _MASK
     value = ((value ^ (value >> 27)) * _MIX[1]) & _MASK
@@ -122,20 +122,20 @@ def _pick(seed: int, rows: np.ndarray, field: int, size: int | np.ndarray) -> li
 
 
 def is_heldout(stem: str, word: str) -> bool:
-    """Whether the combination of a name and an industry word is kept out of training.
+    """Return whether a combination of name and industry word is held out from training.
 
-    A stable hash decides, about one combination in eight, whatever the pattern, seed or row.
+    A stable hash holds out about one combination in eight, for any pattern, seed or row.
     """
     digest = blake2b(f"{stem}|{word}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % _HELDOUT_ONE_IN == 0
 
 
 def draw_companies(start: int, stop: int, seed: int = 7) -> list[Company]:
-    """Companies of rows ``start`` (included) to ``stop`` (excluded), counted from 0."""
+    """Return the companies of rows ``start`` (included) to ``stop`` (excluded), from 0."""
     rows = np.arange(start, stop, dtype=np.uint64)
     labels = _pick(seed, rows, 0, len(LABELS))
     words = _pick(seed, rows, 1, _WORD_COUNTS[labels])
-    # One wide draw per part, reduced below, because its range hangs on the word's kind.
+    # One wide draw per part, reduced below, because its range depends on the word's kind.
     stems = _pick(seed, rows, 2, 1 << 32)
     patterns = _pick(seed, rows, 3, 1 << 32)
     seconds = _pick(seed, rows, 4, len(lex.SURNAMES))
@@ -163,7 +163,7 @@ def draw_companies(start: int, stop: int, seed: int = 7) -> list[Company]:
 
 
 def _stream(seed: int) -> Iterator[Company]:
-    """Companies of row 0, 1, 2, ... without end."""
+    """Yield the companies of rows 0, 1, 2, ... without end."""
     start = 0
     while True:
         yield from draw_companies(start, start + _BLOCK, seed)
@@ -203,12 +203,12 @@ _PHONES = (
     "{0}{1}{2}",
     "001-{0}-{1}-{2}x{3}",
 )
-# Characters of a company name that cannot stand in a host name.
+# Characters of a company name that a host name cannot have.
 _NOT_HOST = {ord(mark): None for mark in " &,.'-"}
 
 
 def _customer_rows(start: int, stop: int, seed: int) -> Iterator[tuple[object, ...]]:
-    """CSV rows ``start`` to ``stop`` (0-based, end excluded), in the order of ``COLUMNS``."""
+    """Yield CSV rows ``start`` to ``stop`` (0-based, end excluded), with ``COLUMNS`` in order."""
     rows = np.arange(start, stop, dtype=np.uint64)
     ids = _hash(seed, rows, 10).tolist()
     firsts = _pick(seed, rows, 11, len(lex.FIRST_NAMES))
@@ -217,8 +217,7 @@ def _customer_rows(start: int, stop: int, seed: int) -> Iterator[tuple[object, .
     phones = _hash(seed, rows, 14).tolist()
     dates = _pick(seed, rows, 15, len(_DATES))
     domains = _pick(seed, rows, 16, len(_DOMAINS))
-    found = draw_companies(start, stop, seed)
-    for i, company in enumerate(found):
+    for i, company in enumerate(draw_companies(start, stop, seed)):
         first, last = lex.FIRST_NAMES[firsts[i]], lex.SURNAMES[lasts[i]]
         host = f"{company.name.lower().translate(_NOT_HOST)}.{_DOMAINS[domains[i]]}"
         number = phones[i]
@@ -243,20 +242,20 @@ def _customer_rows(start: int, stop: int, seed: int) -> Iterator[tuple[object, .
 
 
 def write_customers(path: str | os.PathLike[str], rows: int = 10_000, seed: int = 7) -> Path:
-    """Write a customers CSV with a header and ``rows`` data rows; return its path.
+    r"""Write a customers CSV with a header and ``rows`` data rows; return its path.
 
-    The bytes hang on ``(rows, seed)`` alone, and a longer file with the same seed starts with
-    the shorter one. Rows are streamed, so memory does not grow with ``rows``. The file appears
-    whole or not at all: it is written beside its place, then renamed over it. Missing parent
-    folders are made. UTF-8, ``\\n`` line ends, quotes only where a name holds a comma.
+    The bytes depend only on ``(rows, seed)``, and a longer file with the same seed starts with the
+    shorter one. Rows are streamed, so memory does not grow with ``rows``. The file appears whole or
+    not at all: it is written beside its place, then renamed over it. Missing parent folders are
+    created. UTF-8, ``\n`` line ends, quotes only if a name has a comma.
 
-    Raises ``ValueError`` for negative ``rows`` and ``OSError`` where the file cannot be written.
+    Raises ``ValueError`` for negative ``rows`` and ``OSError`` if the file cannot be written.
     """
     if rows < 0:
         raise ValueError(f"rows must not be negative, got {rows}")
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # The leading dot keeps a reader that lists the folder from taking up a half-written file.
+    # The leading dot hides a half-written file from readers that list the folder.
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
         with partial.open("x", encoding="utf-8", newline="", buffering=1 << 20) as file:

@@ -1,7 +1,6 @@
-"""Words the demo's companies and customers are made of. Data only.
+"""Words of the demo's companies and customers. Data only.
 
-Reordering or editing a list changes every generated file, and the demo model should then be
-trained again.
+Any change to a list changes every generated file; the demo model should then be retrained.
 """
 
 

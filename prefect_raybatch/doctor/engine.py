@@ -1,4 +1,4 @@
-"""Check that the engine computes on this machine."""
+"""Checks that the engine runs on this machine."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from importlib import metadata
 
 from prefect_raybatch import demo, nvml
 from prefect_raybatch.compile.job import model_request
-from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
+from prefect_raybatch.doctor.finding import CheckContext, Finding, failed, passed, warned
 from prefect_raybatch.exits import exit_text
 from prefect_raybatch.model import pinned as models
 
-ENGINE_SECONDS = 110.0  # an engine may take to start and answer; about 15 on a quiet machine
+ENGINE_SECONDS = 110.0  # for an engine to start and answer; about 15 on an idle machine
 FORWARD = [sys.executable, "-P", "-m", "prefect_raybatch.stages.vllm.forward"]
 # Short, small, and in the environment that an engine on a CPU has in a run.
 ARGUMENTS = {"enforce_eager": True, "max_model_len": 64, "max_num_seqs": 4}
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def check_engine(patient: Patient) -> Iterator[Finding]:
-    """Run a first step of the bundled model, with the job's dtype and environment, on the CPU.
+def check_engine(context: CheckContext) -> Iterator[Finding]:
+    """Run one step of the bundled model on the CPU, with the job's dtype and environment.
 
-    It runs in a process of its own, because a fault here may end it. Skipped if GPUs would compute,
-    or if there is no vLLM for CPUs.
+    It runs in its own process, which a fault in native code may end. Skipped if the job would use
+    GPUs, or if vLLM for CPUs is not installed.
     """
-    engine = patient.job.engine if patient.job else None
+    engine = context.job.engine if context.job else None
     if (engine and engine.device == "gpu") or not _on_cpu(engine.device if engine else "auto"):
         return
     arguments = {**ARGUMENTS, "model": demo.demo_model_path()}
@@ -46,8 +46,8 @@ def _late(command: str) -> Finding:
         f"{cpus} cores)"
     )
     if load > cpus:
-        return warned("engine", f"{text}; it may only be slow", f"try again alone: {command}")
-    return failed("engine", text, f"look for a file system that hangs; try it alone: {command}")
+        return warned("engine", f"{text}; it may only be slow", f"run it alone: {command}")
+    return failed("engine", text, f"check for a file system that hangs; run it alone: {command}")
 
 
 def _on_cpu(device: str) -> bool:
@@ -77,16 +77,16 @@ def _answer(arguments: dict[str, object], env: dict[str, str]) -> Finding:
         return _late(f"{' '.join(FORWARD)} '{json.dumps(arguments)}'")
     took = time.monotonic() - began
     if done.returncode == 0:
-        return passed("engine", f"the bundled model answers, {took:.0f} s after its start")
-    said = done.stderr.strip().splitlines() or [""]
+        return passed("engine", f"the bundled model answered {took:.0f} s after its start")
+    log_lines = done.stderr.strip().splitlines() or [""]
     if done.returncode < 0:
         return failed(
             "engine",
-            f"a first step of the bundled model ended with {exit_text(done.returncode)}",
-            "what the signal's meaning says; a run would end in the same way here",
+            f"the bundled model ended with {exit_text(done.returncode)} in its first step",
+            "do what the signal's explanation says; a run would end the same way here",
         )
     return failed(
         "engine",
-        f"the bundled model does not run: {said[-1][:400]} ({exit_text(done.returncode)})",
-        "pip install 'prefect-raybatch[cpu]' again, or correct engine.env and engine.dtype",
+        f"the bundled model does not run: {log_lines[-1][:400]} ({exit_text(done.returncode)})",
+        "reinstall (pip install 'prefect-raybatch[cpu]'), or correct engine.env and engine.dtype",
     )

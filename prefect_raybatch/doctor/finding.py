@@ -1,4 +1,4 @@
-"""The findings of a check, and its subject."""
+"""The findings of a check, and the job that it checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Mark = Literal["pass", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table. `remedy` is empty if nothing has to be done."""
+    """One line of the table: result and advice; `remedy` is empty if there is nothing to do."""
 
     check: str
     mark: Mark
@@ -34,8 +34,8 @@ def failed(check: str, found: str, remedy: str) -> Finding:
     return Finding(check, "fail", found, remedy)
 
 
-class Patient:
-    """The job that is checked; None if only the machine is."""
+class CheckContext:
+    """The job to check; None to check only the machine."""
 
     def __init__(self, job: BatchJob | None, with_keys: Callable[[BatchJob], BatchJob]) -> None:
         self.job = job

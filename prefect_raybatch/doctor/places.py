@@ -1,4 +1,4 @@
-"""Checks of what a job names: its output, source, model and functions."""
+"""Checks of a job's output, source, model and functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prefect_raybatch.compile.job import compile_job, model_request, read_spec
-from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
+from prefect_raybatch.doctor.finding import CheckContext, Finding, failed, passed, warned
 from prefect_raybatch.errors import ConfigError, StoreError, UnsafeStore
 from prefect_raybatch.job.functions import load_function
 from prefect_raybatch.model import pinned as models
@@ -21,14 +21,14 @@ from prefect_raybatch.storage import is_remote, open_store
 from prefect_raybatch.storage.uri import normalize
 from prefect_raybatch.words import counted
 
-STORE_PATIENCE = 10.0  # seconds a store may leave a call unanswered
+STORE_PATIENCE = 10.0  # seconds to wait for a store's answer
 DISK_LEAST, DISK_GOOD = 1 << 30, 10 << 30  # bytes free
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json")
 
 
-def check_output(patient: Patient) -> Iterator[Finding]:
-    """Write, list, read, race for put-if-absent, delete; and check the free space of a disk."""
-    job = patient.keyed()
+def check_output(context: CheckContext) -> Iterator[Finding]:
+    """Check writes, listing, reads, put-if-absent and deletes, and the free space of a disk."""
+    job = context.keyed()
     if job is None:
         return
     store = open_store(job.output.uri, job.output.options or None)
@@ -36,17 +36,17 @@ def check_output(patient: Patient) -> Iterator[Finding]:
     try:
         store.probe()
     except UnsafeStore as error:
-        yield failed("output", str(error), "another store: see docs/exactly-once.md")
+        yield failed("output", str(error), "use a store that docs/exactly-once.md lists")
         return
     except StoreError as error:
         yield failed(
             "output",
             str(error),
-            "mend what it names: endpoint, bucket, keys (write, list, read and delete are "
-            "needed), permission or free space",
+            "fix the endpoint, bucket, keys, permissions or free space that it names; a run has to "
+            "write, list, read and delete",
         )
         return
-    yield passed("output", f"{store.uri}: writes, lists, deletes, and one writer of several wins")
+    yield passed("output", f"{store.uri}: can write, list and delete; put-if-absent works")
     if not is_remote(job.output.uri):
         yield _disk(Path(normalize(job.output.uri)))
 
@@ -54,16 +54,18 @@ def check_output(patient: Patient) -> Iterator[Finding]:
 def _disk(folder: Path) -> Finding:
     there = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(there).free
-    text = f"{free / (1 << 30):.1f} GiB free below {there}"
+    text = f"{free / (1 << 30):.1f} GiB free in {there}"
     if free >= DISK_GOOD:
         return passed("disk", text)
     make = failed if free < DISK_LEAST else warned
-    return make("disk", text, "free space, or choose another output.uri: a full disk ends a run")
+    return make(
+        "disk", text, "free some space, or choose another output.uri: a full disk ends a run"
+    )
 
 
-def check_source(patient: Patient) -> Iterator[Finding]:
-    """Check that the input exists, is readable, and has the columns that the job names."""
-    job = patient.keyed()
+def check_source(context: CheckContext) -> Iterator[Finding]:
+    """Check that the input exists, is readable, and has the columns that the job uses."""
+    job = context.keyed()
     if job is None:
         return
     from prefect_raybatch import source
@@ -78,11 +80,11 @@ def check_source(patient: Patient) -> Iterator[Finding]:
     yield passed("source", f"{found.format}, columns {columns[:200]}")
 
 
-def check_model(patient: Patient) -> Iterator[Finding]:
+def check_model(context: CheckContext) -> Iterator[Finding]:
     """Check that the model exists and is complete, or can be downloaded."""
-    if patient.job is None:
+    if context.job is None:
         return
-    request = model_request(patient.job.engine)
+    request = model_request(context.job.engine)
     found = models.pin(request)  # raises ConfigError with what to do
     source = str(found["source"])
     if found["revision"]:
@@ -101,15 +103,15 @@ def check_model(patient: Patient) -> Iterator[Finding]:
     if missing:
         yield failed(
             "model",
-            f"{source} lacks {', '.join(missing)[:300]}",
-            "copy the whole folder again: an upload or a download was cut off",
+            f"{source} has no {', '.join(missing)[:300]}",
+            "copy the whole folder again: a copy was interrupted",
         )
     else:
-        yield passed("model", f"{source}: {counted(len(files), 'file')}, whole")
+        yield passed("model", f"{source}: {counted(len(files), 'file')}, complete")
 
 
 def _missing(files: set[str], index: bytes) -> list[str]:
-    """Return what a model folder lacks, by file names and the index of its weights."""
+    """Return the files that a model folder lacks, by file names and the index of its weights."""
     missing = sorted(set(json.loads(index).get("weight_map", {}).values()) - files)
     if not any(name.endswith(WEIGHTS) for name in files):
         missing.append("weights (*.safetensors)")
@@ -120,15 +122,15 @@ def _missing(files: set[str], index: bytes) -> list[str]:
     return missing
 
 
-def check_functions(patient: Patient) -> Iterator[Finding]:
+def check_functions(context: CheckContext) -> Iterator[Finding]:
     """Check that the user's functions can be imported here."""
-    if patient.job is None:
+    if context.job is None:
         return
-    named = {
-        "prompt.function": patient.job.prompt.function,
-        "output.postprocess": patient.job.output.postprocess,
+    functions = {
+        "prompt.function": context.job.prompt.function,
+        "output.postprocess": context.job.output.postprocess,
     }
-    for field, name in named.items():
+    for field, name in functions.items():
         if name is None:
             continue
         try:
@@ -137,7 +139,7 @@ def check_functions(patient: Patient) -> Iterator[Finding]:
             yield failed("functions", str(error), _where())
         except Exception as error:  # whatever their module does when it is imported
             text = f"{field}: importing {name} raises {type(error).__name__}: {error}"
-            yield failed("functions", text[:500], "mend the module, or import it where it is")
+            yield failed("functions", text[:500], "fix the module so that it can be imported here")
         else:
             yield passed("functions", f"{field}: {name}")
 
@@ -145,6 +147,6 @@ def check_functions(patient: Patient) -> Iterator[Finding]:
 def _where() -> str:
     path = os.environ.get("PYTHONPATH")
     return (
-        "pip install its package here and on every node, or add its folder to PYTHONPATH"
+        "install its package here and on every node, or add its folder to PYTHONPATH"
         f"{f' (now {path})' if path else ''}"
     )

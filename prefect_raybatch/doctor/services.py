@@ -1,4 +1,4 @@
-"""Checks of network services: Prefect's API, the Ray cluster, the clocks."""
+"""Checks of network services: Prefect's API, the Ray cluster, and their clocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prefect_raybatch.cluster.reach import silent, token_refusal
 from prefect_raybatch.cluster.tokens import token_missing, token_sent, token_wrong
 from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.compile.sizes import size_spec
-from prefect_raybatch.doctor.finding import Finding, Patient, failed, passed, warned
+from prefect_raybatch.doctor.finding import CheckContext, Finding, failed, passed, warned
 from prefect_raybatch.errors import PrefectUnavailable, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster_access import ClusterAccess
@@ -32,11 +32,11 @@ from prefect_raybatch.storage.redirects import open_without_redirects, redirect_
 from prefect_raybatch.words import counted
 
 REQUEST_SECONDS = 5.0  # seconds for one request
-API = 4.0  # the same for Prefect's API, the client's own tries included
-CLUSTER_SECONDS = 60.0  # for a process that joins: a busy machine takes half a minute to start it
-START_PREFECT = "prefect server start, or correct PREFECT_API_URL (prefect config view)"
+API = 4.0  # seconds for Prefect's API, including the client's retries
+CLUSTER_SECONDS = 60.0  # to start a process and join; a busy machine takes half a minute to start
+START_PREFECT = "run prefect server start, or correct PREFECT_API_URL (see prefect config view)"
 SKEW_WARN, SKEW_FAIL = 30.0, 300.0  # seconds; S3 refuses signatures from 900 s on
-# In a process of its own: joining a cluster can hang, and ends the process when versions differ.
+# In its own process: joining a cluster can hang, and ends the process if versions differ.
 JOIN_CLUSTER = """
 import json, sys
 from dataclasses import asdict
@@ -62,15 +62,15 @@ ANY_JOB = {
 # --- Prefect ------------------------------------------------------------------------------------
 
 
-def check_prefect(patient: Patient) -> Iterator[Finding]:
-    """Check that the API answers, which one it is, and whether its version fits."""
+def check_prefect(context: CheckContext) -> Iterator[Finding]:
+    """Check that the API answers, and that its version is compatible."""
     url = prefect_api()
     here = metadata.version("prefect")
     if url is None:
         yield warned(
             "Prefect API",
-            f"none set: {here} starts an embedded server for each run",
-            "for schedules and a page that stays: prefect server start, then prefect config set "
+            f"PREFECT_API_URL is not set: Prefect {here} starts a temporary server for each run",
+            "for schedules and a lasting page, run prefect server start and prefect config set "
             "PREFECT_API_URL=http://127.0.0.1:4200/api",
         )
         return
@@ -89,13 +89,15 @@ def check_prefect(patient: Patient) -> Iterator[Finding]:
 
 
 def check_api() -> None:
-    """Raise `PrefectUnavailable` within 5 s if Prefect's API is set and does not answer; a flow
-    would otherwise end with a long traceback."""
+    """Raise `PrefectUnavailable` within 5 s if Prefect's API is set and does not answer.
+
+    A flow would otherwise end with a long traceback.
+    """
     url = prefect_api()
     if url is not None and (trouble := _api_trouble()):
         raise PrefectUnavailable(
-            f"no Prefect API answers at {_bare(url)}: {trouble[:200]}; {START_PREFECT}, or "
-            "leave Prefect out with --no-prefect"
+            f"no Prefect API answers at {_bare(url)}: {trouble[:200]}; {START_PREFECT}, or use "
+            "--no-prefect"
         )
 
 
@@ -115,7 +117,7 @@ def _api_trouble() -> str:
 
 
 def prefect_api() -> str | None:
-    """Return the URL of Prefect's API by environment or profile; None if a flow starts its own."""
+    """Return Prefect's API URL from environment or profile; None if flows start a server."""
     from prefect.settings import get_current_settings
 
     return get_current_settings().api.url
@@ -124,10 +126,9 @@ def prefect_api() -> str | None:
 # --- Ray ----------------------------------------------------------------------------------------
 
 
-def check_cluster(patient: Patient) -> Iterator[Finding]:
-    """Check the cluster that a run would use: whether it answers, its capacity, and whether the job
-    fits."""
-    job = patient.keyed() or BatchJob.from_dict(ANY_JOB)
+def check_cluster(context: CheckContext) -> Iterator[Finding]:
+    """Check that the cluster of a run answers and is large enough for the job."""
+    job = context.keyed() or BatchJob.from_dict(ANY_JOB)
     access = job.cluster.access
     if access.kubernetes is not None:
         yield kubernetes(access.kubernetes)
@@ -137,11 +138,11 @@ def check_cluster(patient: Patient) -> Iterator[Finding]:
         return
     address = cluster.address_of(cluster_spec(job))
     if address is None:
-        yield _local(patient.job)
+        yield _local(context.job)
         return
     remedy = "start it (ray start --head), or correct cluster.address or RAY_ADDRESS"
     if trouble := silent(address):
-        yield failed("cluster", f"nobody answers at {address}: {trouble}", remedy)
+        yield failed("cluster", f"no Ray head answers at {address}: {trouble}", remedy)
         return
     if refused := token_refusal(address, access):
         yield failed("cluster", *refused.split(": ", 1))
@@ -149,27 +150,31 @@ def check_cluster(patient: Patient) -> Iterator[Finding]:
     found = _join(job)
     if "error" in found:
         # Ray's own text names both versions when they differ.
-        yield failed("cluster", str(found["error"])[:500], f"{remedy}; versions must be the same")
+        yield failed(
+            "cluster",
+            str(found["error"])[:500],
+            f"{remedy}; use the same versions of Ray and Python",
+        )
         return
     have = Capacity(**found["have"])
     kinds = ((have.nodes, "node"), (have.cpus, "CPU"), (have.gpus, "GPU"))
     text = f"{address}: {', '.join(counted(number, kind) for number, kind in kinds)}"
     yield passed("cluster", f"{text}; Ray {metadata.version('ray')} and Python as here")
-    if patient.job:
-        cluster.check_fit(size_spec(patient.job), have)
+    if context.job:
+        cluster.check_fit(size_spec(context.job), have)
 
 
 def _local(job: BatchJob | None) -> Finding:
     cpus = os.cpu_count() or 1
-    text = f"none named: a local one with {counted(cpus, 'CPU')} is started for each run"
+    text = f"cluster.address is not set: each run starts a local one with {counted(cpus, 'CPU')}"
     if job is None:
         return passed("cluster", text)
     if (need := _cpus_needed(job)) > cpus:
         return warned(
             "cluster",
-            f"{text}, where the job takes {need:g}",
-            "it runs, with CPUs shared; lower engine.replicas or engine.num_cpus, or name a "
-            "cluster in cluster.address",
+            f"{text}; the job asks for {need:g}",
+            "the job runs, but its tasks share CPUs: lower engine.replicas or engine.num_cpus, or "
+            "set cluster.address to a larger cluster",
         )
     return passed("cluster", text)
 
@@ -200,7 +205,9 @@ def _join(job: BatchJob) -> dict[str, Any]:
         return {"error": f"{address} listens but could not be joined within {CLUSTER_SECONDS:g} s"}
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
-        return {"error": done.stderr.strip()[-500:] or f"joining ended with {done.returncode}"}
+        return {
+            "error": done.stderr.strip()[-500:] or f"joining ended with exit code {done.returncode}"
+        }
     return dict(json.loads(lines[-1]))
 
 
@@ -226,13 +233,12 @@ def job_server(access: ClusterAccess) -> Finding:
         return failed("cluster", f"the job server {url} does not answer: {error}", remedy)
     here, text = metadata.version("ray"), f"job server {url}, Ray {there}"
     if there != here:
-        return failed("cluster", f"{text} where {here} is here", "install the same Ray on both")
+        return failed("cluster", f"{text}, but {here} here", "install the same Ray version on both")
     return passed("cluster", text)
 
 
 def kubernetes(made: Kubernetes) -> Finding:
-    """Check that a run may create its cluster there: the API server, KubeRay, and this user's
-    rights."""
+    """Check the API server, KubeRay, and this user's permission to create a cluster."""
     try:
         api = KubeApi(made)
         with api.briefly(REQUEST_SECONDS):
@@ -242,38 +248,38 @@ def kubernetes(made: Kubernetes) -> Finding:
         return failed("cluster", str(error), error.remedy)
     where = f"namespace {api.namespace} at {_bare(api.server)}"
     if lacking:
-        remedy = "kubectl apply -f deployments/kuberay-rbac.yaml, bound to the flow's user"
-        return failed("cluster", f"{where}: may not {', '.join(lacking)}", remedy)
-    return passed("cluster", f"{where}: a RayCluster is made there for each run")
+        remedy = "apply deployments/kuberay-rbac.yaml, with a role binding for the flow's user"
+        return failed("cluster", f"{where}: no permission to {', '.join(lacking)}", remedy)
+    return passed("cluster", f"{where}: each run creates a RayCluster")
 
 
 # --- clocks -------------------------------------------------------------------------------------
 
 
-def check_clock(patient: Patient) -> Iterator[Finding]:
+def check_clock(context: CheckContext) -> Iterator[Finding]:
     """Compare this machine's clock with those of the Prefect server and the object store."""
     compared = []
-    for name, url in _clocks(patient):
+    for name, url in _clocks(context):
         ahead = _ahead(url)
         if ahead is None:
             continue
-        compared.append(f"{ahead:+.0f} s against {name}")
+        compared.append(f"{ahead:+.0f} s from {name}")
         if abs(ahead) >= SKEW_WARN:
             make = failed if abs(ahead) >= SKEW_FAIL else warned
             yield make(
                 "clock",
                 compared[-1],
-                "set the clock (chronyc makestep, or timedatectl set-ntp true); schedules go "
-                "wrong, and S3 refuses requests from 15 minutes on",
+                "set the clock (chronyc makestep, or timedatectl set-ntp true): schedules run at "
+                "wrong times, and S3 refuses requests if it is off by 15 minutes",
             )
             return
     yield passed("clock", "; ".join(compared) or "no server to compare with")
 
 
-def _clocks(patient: Patient) -> Iterator[tuple[str, str]]:
+def _clocks(context: CheckContext) -> Iterator[tuple[str, str]]:
     if url := prefect_api():
         yield "Prefect's server", f"{url}/health"
-    job = patient.keyed()
+    job = context.keyed()
     if job and job.output.uri.startswith("s3"):
         options = job.output.options
         client = options.get("client_kwargs") or {}
@@ -288,7 +294,7 @@ def _clocks(patient: Patient) -> Iterator[tuple[str, str]]:
 
 
 def _ahead(url: str) -> float | None:
-    """Return by how many seconds this clock is ahead of the server's; None if it does not tell."""
+    """Return how many seconds this clock is ahead of the server's; None if unknown."""
     before = time.time()
     try:
         with open_without_redirects(url, REQUEST_SECONDS) as answer:
@@ -305,6 +311,6 @@ def _ahead(url: str) -> float | None:
 
 
 def _bare(url: str) -> str:
-    """Return scheme, host and path of a URL, because anything else may be a credential."""
+    """Return scheme, host and path of a URL; the other parts may be credentials."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.hostname}{f':{parts.port}' if parts.port else ''}{parts.path}"

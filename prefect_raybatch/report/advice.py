@@ -1,6 +1,6 @@
 """Advice from a run's own figures: the evidence, and the one change to make. Pure.
 
-Each rule looks at one cause. It gives no advice if a figure is unknown, or if the run was too short
+Each rule checks one cause. It gives no advice if a figure is unknown, or if the run was too short
 for its engines to be full most of the time.
 """
 
@@ -15,25 +15,26 @@ from prefect_raybatch.sizing.shards import SEQUENCES, sequences_seen
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.words import counted
 
-# Where each comes from, and which are chosen and not measured: docs/decisions/advice-thresholds.md.
-FULL = 0.7  # of max_num_seqs: an engine with fewer sequences running is not full
-BUSY_GPU = 0.8  # share of time; below that a full engine is held back by its host
-UNEVEN = 1.25  # the busiest engine over the mean one
-CUT_OFF_SHARE = 0.01  # of the answers
-FULL_CACHE = 0.9  # of the KV cache's blocks
-TOO_LONG = 0.001  # of the rows
-# Times max_num_seqs: filling and emptying take a round, so three of four are full, over FULL.
+# docs/decisions/advice-thresholds.md says which of these are measured and which are chosen.
+FULL = 0.7  # share of max_num_seqs: an engine with fewer running sequences is not full
+BUSY_GPU = 0.8  # share of time; below it the host slows a full engine down
+UNEVEN = 1.25  # rows of the busiest engine divided by the mean
+CUT_OFF_SHARE = 0.01  # share of the answers
+FULL_CACHE = 0.9  # share of the KV cache's blocks
+TOO_LONG = 0.001  # share of the rows
+# Rows per engine, in multiples of max_num_seqs: filling and emptying take one round, so the engine
+# is full in three of four, which is above FULL.
 FULL_ROUNDS = 4
 CPU_STAGES = ("read", "prepare", "finish")
 MEMORY_WORDS = ("out of memory", "outofmemory", "oom")
-USUAL_TOKENS = 16384  # engine.max_num_batched_tokens on a GPU where the job gives none
+USUAL_TOKENS = 16384  # default of engine.max_num_batched_tokens on a GPU
 DEADLINE_MISSED = "the deadline was missed"
-SPARE = 1.1  # of what a deadline needs
-# Of a card's data sheet: an 8B on an H200 reached 790 of 989 TFLOP/s in its largest multiplications
-# and, in all it does, three quarters of that.
+SPARE = 1.1  # factor on the engines that a deadline needs
+# Shares of the data sheet: an 8B on an H200 reached 790 of 989 TFLOP/s in its largest matrix
+# products, and three quarters of that overall.
 MOST_FLOPS = 0.55
 MOST_BANDWIDTH = 0.6
-LONG_TAIL = 0.1  # of the engines' time, in which some have no rows left
+LONG_TAIL = 0.1  # share of the engines' time in which they have no rows left
 
 
 def advise(report: RunReport, spec: RunSpec) -> tuple[Advice, ...]:
@@ -43,24 +44,22 @@ def advise(report: RunReport, spec: RunSpec) -> tuple[Advice, ...]:
 
 def memory(report: RunReport, spec: RunSpec) -> Advice | None:
     """Advise if engines ran out of memory."""
-    found = [
+    losses = [
         (reason, number)
         for reason, number in report.losses.items()
         if any(word in reason.lower() for word in MEMORY_WORDS)
     ]
-    if not found:
+    if not losses:
         return None
     tokens = spec.sizes.max_num_batched_tokens or USUAL_TOKENS
     change = f"engine.max_num_batched_tokens: {max(2048, tokens // 2)}"
     if tokens <= 2048:
         seqs = _most_sequences(report, spec) or SEQUENCES
         change = f"engine.max_num_seqs: {max(1, seqs // 2)}"
-    times = sum(number for _, number in found)
+    shards = sum(number for _, number in losses)
     return Advice(
         "engines ran out of memory",
-        f"{counted(times, 'shard')} {'was' if times == 1 else 'were'} lost with it and done again, "
-        "the last one said: "
-        f"{found[-1][0]}",
+        f"{counted(shards, 'shard')} had to be run again; the last error: {losses[-1][0]}",
         change,
     )
 
@@ -73,53 +72,52 @@ def deadline(report: RunReport, spec: RunSpec) -> Advice | None:
     taken = max(report.elapsed, report.seconds)
     if taken <= allowed:
         return None
-    engines, beside = _engines(report), taken - report.seconds
-    change = f"a limits.deadline above the {beside:,.0f} s that starts and waits take"
-    if beside < allowed:
-        need = math.ceil(engines * report.seconds / (allowed - beside) * SPARE)
-        change = f"{counted(need, 'engine')} instead of {engines} (engine.replicas in proportion)"
+    engines, waits = _engines(report), taken - report.seconds
+    change = f"limits.deadline above the {waits:,.0f} s of start-up and waits"
+    if waits < allowed:
+        need = math.ceil(engines * report.seconds / (allowed - waits) * SPARE)
+        change = f"{counted(need, 'engine')} instead of {engines} (raise engine.replicas)"
     return Advice(
         DEADLINE_MISSED,
-        f"it took {taken:,.0f} s where limits.deadline {spec.limits.deadline} allows "
-        f"{allowed:,.0f} s: {report.seconds:,.0f} s of work, with {counted(engines, 'engine')} at "
-        f"{report.rows_per_s / engines:,.1f} rows/s, and {beside:,.0f} s of starts and waits",
+        f"the run took {taken:,.0f} s, limits.deadline {spec.limits.deadline} allows "
+        f"{allowed:,.0f} s: {report.seconds:,.0f} s of work by {counted(engines, 'engine')} at "
+        f"{report.rows_per_s / engines:,.1f} rows/s each, and {waits:,.0f} s of start-up and waits",
         change,
     )
 
 
 def starved(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Advise if engines wait for rows: the CPU stages are too slow, or too few shards are in
-    flight."""
+    """Advise if engines wait for rows: slow CPU stages, or too few shards in flight."""
     running, waiting = report.figures.get("running"), report.figures.get("waiting")
     full = _most_sequences(report, spec)
     if running is None or waiting is None or not full or not _long_enough(report, full):
         return None
     if running >= FULL * full or waiting >= 1:
         return None
-    seen = f"an engine had {running:,.0f} of {full} sequences running and none waiting"
+    state = f"an engine had {running:,.0f} of {full} sequences running and none waiting"
     work = {s.name: s.seconds for s in report.stages if s.name in CPU_STAGES}
     slowest = max(work, key=lambda name: work[name], default=None)
     if slowest is None or work[slowest] < 0.5 * report.seconds:
         ahead = 2 * max(2, math.ceil(full * report.shards / report.rows))
         return Advice(
             "engines are not full",
-            f"{seen}; the CPU stages were idle most of the time, so too little is sent ahead",
+            f"{state}; the CPU stages were idle most of the time, so too few shards were in flight",
             f"engine.max_concurrent_batches: {ahead}",
         )
     at_once = work[slowest] / report.seconds
     group = "finish" if slowest == "finish" else "prepare"
     change = f"cluster.{group}.concurrency: {math.ceil(2 * at_once) + 1}"
     if spec.prompt.function and slowest == "prepare":
-        change += ", with CPUs for it; or a faster prompt.function"
+        change += ", with CPUs for them; or a faster prompt.function"
     return Advice(
         f"engines are starved by {slowest}",
-        f"{seen}; {slowest} worked {work[slowest]:,.0f} s in all, {at_once:.1f} tasks at once",
+        f"{state}; {slowest} took {work[slowest]:,.0f} s in total, {at_once:.1f} tasks at once",
         change,
     )
 
 
 def idle_gpu(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Advise if the GPU waits although its engine is full: Python on one core limits it."""
+    """Advise if the GPU is idle although its engine is full: Python on one core limits it."""
     gpu, running = report.figures.get("gpu"), report.figures.get("running")
     full = _most_sequences(report, spec)
     if gpu is None or running is None or not full or not _long_enough(report, full):
@@ -127,30 +125,30 @@ def idle_gpu(report: RunReport, spec: RunSpec) -> Advice | None:
     if gpu >= BUSY_GPU or running < FULL * full:
         return None
     return Advice(
-        "the GPU is not used enough",
+        "the GPU is underused",
         f"GPUs were busy {gpu:.0%} of the time while engines had {running:,.0f} of {full} "
-        "sequences running: the host holds them back",
-        "one more engine on each GPU (engine.engines_per_gpu), or a higher engine.max_num_seqs "
-        "where memory is short",
+        "sequences running: the host is the bottleneck",
+        "one more engine per GPU (engine.engines_per_gpu), or, if memory is short, a higher "
+        "engine.max_num_seqs",
     )
 
 
 def gpu_limit(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Say that the GPU is near its limit, so that no setting brings more."""
+    """Say that the GPU is near its limit, so that no setting helps."""
     mfu, mbu = report.roofline.get("mfu"), report.roofline.get("mbu")
     if mfu is None or mbu is None or (mfu < MOST_FLOPS and mbu < MOST_BANDWIDTH):
         return None
     bound = "arithmetic" if mfu >= MOST_FLOPS else "memory bandwidth"
-    less = ["shorter prompts", "more of them shared (the same text first)"]
+    less = ["shorter prompts", "longer shared prefixes (constant text first)"]
     if mbu >= MOST_BANDWIDTH or spec.sampling.max_tokens > 1:
         less.append("shorter answers")
     if not _quantized(spec):
-        less.append("fewer bits a weight (engine.quantization: try-fp8)")
+        less.append("smaller weights (engine.quantization: try-fp8)")
     return Advice(
         "the GPU is the limit",
-        f"{mfu:.0%} of its FLOPs and {mbu:.0%} of its memory bandwidth were used over the whole "
-        f"run, and {bound} is what no setting gives more of",
-        f"only less work helps: {', '.join(less)}, a smaller model; or more GPUs",
+        f"the run used {mfu:.0%} of its FLOPs and {mbu:.0%} of its memory bandwidth: it is bound "
+        f"by {bound}",
+        f"less work ({', '.join(less)}, a smaller model) or more GPUs; no other setting helps",
     )
 
 
@@ -161,8 +159,8 @@ def tail(report: RunReport, spec: RunSpec) -> Advice | None:
         return None
     rows = max(1, math.ceil(report.rows / _engines(report) / 32))
     return Advice(
-        "engines stood idle at the end",
-        f"{share:.0%} of their time: the last shards were in a few of them",
+        "engines were idle at the end",
+        f"for {share:.0%} of their time, only some of them had shards left",
         f"source.rows_per_shard: {rows} for the next run",
     )
 
@@ -180,15 +178,15 @@ def full_cache(report: RunReport, spec: RunSpec) -> Advice | None:
         return None
     return Advice(
         "the KV cache is full",
-        f"{cache:.0%} of it was in use on average, with {running:,.0f} of {full} sequences running "
+        f"{cache:.0%} of it was used on average, with {running:,.0f} of {full} sequences running "
         f"and {waiting:,.0f} waiting",
-        "fewer engines on a GPU (engine.engines_per_gpu), or more GPUs an engine "
+        "fewer engines per GPU (engine.engines_per_gpu), or more GPUs per engine "
         "(engine.tensor_parallel_size)",
     )
 
 
 def uneven(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Advise if some engines did much more than others."""
+    """Advise if some engines processed many more rows than others."""
     engine = next((s for s in report.stages if s.name == "engine"), None)
     if engine is None or engine.busiest is None or len(report.workers) < 2:
         return None
@@ -198,19 +196,19 @@ def uneven(report: RunReport, spec: RunSpec) -> Advice | None:
     shards = sum(worker.shards for worker in report.workers) / engines
     most, least = report.workers[0], report.workers[-1]
     evidence = (
-        f"engine {most.name} did {counted(most.rows, 'row')}, {engine.busiest:.2f} times the mean, "
-        f"{least.name} {least.rows:,}; {shards:.1f} shards an engine"
+        f"engine {most.name} processed {counted(most.rows, 'row')}, {engine.busiest:.2f} times the "
+        f"mean, {least.name} {least.rows:,}; {shards:.1f} shards per engine"
     )
     if shards >= 16:  # smaller shards would not help: the nodes differ
         return Advice(
-            "engines are uneven", evidence, f"look at the node of {least.name}: it is slower"
+            "engines are uneven", evidence, f"check the node of {least.name}: it is slower"
         )
     rows = max(1, math.ceil(report.rows / engines / 16))
     return Advice("engines are uneven", evidence, f"source.rows_per_shard: {rows} for the next run")
 
 
 def cut_off(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Advise if answers ended at max_tokens."""
+    """Advise if answers were cut off at max_tokens."""
     number = report.tokens.get("cut_off", 0.0)
     most = 2 * spec.sampling.max_tokens
     failed = report.failed_with("AnswerCutOff")
@@ -220,13 +218,14 @@ def cut_off(report: RunReport, spec: RunSpec) -> Advice | None:
         return None
     return Advice(
         "answers are cut off",
-        f"{number:,.0f} of {report.good:,} answers ended at sampling.max_tokens "
+        f"{number:,.0f} of {report.good:,} answers were cut off at sampling.max_tokens "
         f"{spec.sampling.max_tokens}",
         f"sampling.max_tokens: {most}",
     )
 
 
 def failed_answers(report: RunReport, failed: int, most: int) -> Advice:
+    """Advise a retry, with more tokens, of rows that failed because they were cut off."""
     return Advice(
         "answers are cut off",
         f"{failed:,} of {counted(report.rows, 'row')} failed with AnswerCutOff",
@@ -235,7 +234,7 @@ def failed_answers(report: RunReport, failed: int, most: int) -> Advice:
 
 
 def too_long(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Advise if rows did not fit the model's context as configured."""
+    """Advise if prompts did not fit into the context length."""
     number = report.failed_with("PromptTooLong")
     if not report.rows or number < max(1, TOO_LONG * report.rows):
         return None
@@ -243,7 +242,7 @@ def too_long(report: RunReport, spec: RunSpec) -> Advice | None:
         "prompts are too long",
         f"{number:,} of {report.rows:,} rows failed with PromptTooLong at engine.max_model_len "
         f"{spec.engine.model.context or 'of the model'}",
-        "a higher engine.max_model_len, then "
+        "a higher engine.max_model_len, then run "
         f"raybatch retry-failed {report.run} --error PromptTooLong",
     )
 
@@ -267,15 +266,13 @@ def _most_sequences(report: RunReport, spec: RunSpec) -> int | None:
 
 
 def _quantized(spec: RunSpec) -> bool:
-    """Return whether the weights have fewer bits than the stored model, or a trial decides on
-    that."""
+    """Return whether the weights are quantized, or a trial decides on that."""
     tried = any("quantization" in settings for settings in spec.engine.tries)
     return tried or bool(spec.engine.model.given.get("quantization"))
 
 
 def _engines(report: RunReport) -> int:
-    """Return the engines of the attempt that did most rows; an engine that died and its successor
-    count as two."""
+    """Return the number of engines of the attempt with most rows; restarted ones count twice."""
     known = report.engines or sum(node.engines for node in report.nodes)
     return max(1, known or len(report.workers))
 

@@ -1,4 +1,4 @@
-"""How the answers of a run are distributed, and whether that differs from another run. Pure."""
+"""Distributions of a run's answers, and whether they differ from another run's. Pure."""
 
 from __future__ import annotations
 
@@ -10,47 +10,55 @@ from prefect_raybatch.ledger.stats import ANSWER_ENDS, ANSWER_LABELS, ANSWER_LEN
 
 NO_LABEL = "none of the labels"
 KINDS_OF_COUNTS = {"labels": ANSWER_LABELS, "lengths": ANSWER_LENGTHS, "ends": ANSWER_ENDS}
-SAID_OF = {"labels": "the labels", "lengths": "the lengths of answers", "ends": "how answers end"}
+KIND_NAMES = {
+    "labels": "the labels",
+    "lengths": "the lengths of answers",
+    "ends": "how answers end",
+}
 
-# A shift is named where chance alone would bring it about once in a thousand nights, and where so
-# large a share of the answers is another than the night before: of a million rows, chance explains
-# next to nothing, and a person wants to hear of what matters.
+# A shift is reported if chance alone explains it once in a thousand runs, and if this share of the
+# answers moved: with a million rows even a tiny difference is beyond chance.
 CHANCE = 0.001
 LEAST_MOVED = 0.02
-LEAST_ANSWERS = 200  # of each night
-LEAST_EXPECTED = 5.0  # answers of a kind in each night; rarer kinds count together
+LEAST_ANSWERS = 200  # in each run
+LEAST_EXPECTED = 5.0  # answers of a kind in each run; rarer kinds are pooled
 CHANGES_NAMED = 3
-CHANGES_LEAST = 0.005  # of a night's answers
+CHANGES_LEAST = 0.005  # share of a run's answers
 
 
 def answer_counts(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return {labels, lengths, ends: {name: answers}} from the summed figures of a run's shards,
-    the most common labels and reasons first; kinds that are not counted are left out."""
-    made: dict[str, dict[str, float]] = {}
+    """Return {labels, lengths, ends: {name: answers}} from the summed figures of a run's shards.
+
+    The most common labels and reasons come first; kinds that are not counted are left out.
+    """
+    counts_by_kind: dict[str, dict[str, float]] = {}
     for kind, prefix in KINDS_OF_COUNTS.items():
-        found = {k.removeprefix(prefix): v for k, v in figures.items() if k.startswith(prefix)}
+        counts = {k.removeprefix(prefix): v for k, v in figures.items() if k.startswith(prefix)}
         if kind == "lengths":
-            numbers = sorted(int(name) for name in found if name.isdigit() and len(name) < 3)
-            found = {tokens_range(number): found[str(number)] for number in numbers}
+            numbers = sorted(int(name) for name in counts if name.isdigit() and len(name) < 3)
+            counts = {tokens_range(number): counts[str(number)] for number in numbers}
         else:
-            ordered = sorted(found.items(), key=lambda item: (-item[1], item[0]))
-            found = {name or NO_LABEL: number for name, number in ordered}
-        if found:
-            made[kind] = found
-    return made
+            ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+            counts = {name or NO_LABEL: number for name, number in ordered}
+        if counts:
+            counts_by_kind[kind] = counts
+    return counts_by_kind
 
 
 def tokens_range(bits: int) -> str:
-    """Return the lengths in tokens that have so many bits, e.g. `4-7`."""
+    """Return the range of lengths in tokens with this number of bits, e.g. `4-7`."""
     low, high = (1 << bits) >> 1, (1 << bits) - 1
     return f"{low:,}" if low == high else f"{low:,}-{high:,}"
 
 
 @dataclass(frozen=True)
 class Shift:
-    """A distribution of answers that differs from that of `before` (a run key) beyond chance: its
-    `kind` (labels, lengths, ends), the share of answers that `moved`, the `chance` of such a
-    difference, and the largest changes {name: (share before, share now)}."""
+    """A distribution of answers that differs from that of run `before` beyond chance.
+
+    `kind` is labels, lengths or ends; `moved` is the share of answers that moved, `chance` the
+    probability of such a difference by chance; `changes` are the largest, as {name: (share before,
+    share now)}.
+    """
 
     kind: str
     before: str
@@ -64,7 +72,7 @@ class Shift:
             f"{name} {before:.1%} -> {now:.1%}" for name, (before, now) in self.changes.items()
         )
         verb = "differs" if self.kind == "ends" else "differ"
-        what = SAID_OF[self.kind]
+        what = KIND_NAMES[self.kind]
         return f"{what} {verb} from {self.before} in {self.moved:.1%} of answers: {named}"
 
 
@@ -73,18 +81,18 @@ def shifts(
     before: Mapping[str, Mapping[str, float]],
     before_key: str,
 ) -> tuple[Shift, ...]:
-    """Return each kind of counts that both runs have and that differs beyond chance."""
-    found = (_shift(kind, now.get(kind, {}), before.get(kind, {}), before_key) for kind in SAID_OF)
-    return tuple(shift for shift in found if shift is not None)
+    """Return the distributions that both runs count and that differ beyond chance."""
+    each = (_shift(k, now.get(k, {}), before.get(k, {}), before_key) for k in KIND_NAMES)
+    return tuple(shift for shift in each if shift is not None)
 
 
 def comparable(
     now: Mapping[str, Mapping[str, float]], before: Mapping[str, Mapping[str, float]]
 ) -> bool:
-    """Return whether two runs count a kind of answers alike, and each has enough of them."""
+    """Return whether two runs count the same kind of answers, and each has enough of them."""
     return any(
         min(sum(now[kind].values()), sum(before[kind].values())) >= LEAST_ANSWERS
-        for kind in SAID_OF
+        for kind in KIND_NAMES
         if kind in now and kind in before
     )
 
@@ -107,9 +115,11 @@ def _shift(
 
 
 def chance_of(one: list[float], other: list[float]) -> float:
-    """Return the probability that two samples of the same distribution differ at least this much: a
-    G-test of the two rows of counts (Sokal and Rohlf, Biometry, 17.4). 1 if there is nothing to
-    compare."""
+    """Return the probability that two samples of one distribution differ at least this much.
+
+    It is a G-test of the two rows of counts (Sokal and Rohlf, Biometry, 17.4); 1 if there is
+    nothing to compare.
+    """
     total, sums = sum(one) + sum(other), (sum(one), sum(other))
     if not all(sums):
         return 1.0
@@ -131,8 +141,10 @@ def chance_of(one: list[float], other: list[float]) -> float:
 
 
 def chi_square_tail(value: float, freedom: int) -> float:
-    """Return the probability that a chi-square variable with `freedom` degrees of freedom is at
-    least `value`, by its finite sums (Abramowitz and Stegun, 26.4.4 and 26.4.5)."""
+    """Return P(X >= value) of a chi-square variable with `freedom` degrees of freedom.
+
+    Uses the finite sums of Abramowitz and Stegun, 26.4.4 and 26.4.5.
+    """
     if freedom < 1 or value <= 0:
         return 1.0
     half = value / 2

@@ -1,4 +1,4 @@
-"""Reduces commits to what plots show, of bounded size whatever the run's. Pure."""
+"""Reduces commits to the data of the plots, of bounded size for any run. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
 def charts(tally: Tally, shards: int) -> Charts:
-    """Return charts of a run of `shards` shards. The run may be active: commits that another thread
-    adds to the tally meanwhile are left out."""
+    """Return the charts of a run with `shards` shards.
+
+    The run may be active: commits that another thread adds to the tally meanwhile are left out.
+    """
     series = tally.series
     started, ended, _ = series.times()
     number = len(ended)
-    # Copies: an array that numpy looks into cannot grow.
+    # Copies: an array that numpy views cannot grow.
     rows, prompt, output, shard, failed = (
         np.array(values[:number], np.float64)
         for values in (series.rows, series.prompt, series.output, series.shard, series.failed)
@@ -55,17 +57,18 @@ def throughput_points(
 def _done(
     started: np.ndarray, ended: np.ndarray, amounts: np.ndarray, edges: np.ndarray
 ) -> np.ndarray:
-    """Return float[edges, kinds]: how much of each amount was done at each edge."""
+    """Return float[edges, kinds]: how much of each amount was done by each edge."""
     times = np.concatenate([started, ended])
     order = np.argsort(times)
     times = times[order]
-    found = []
+    done = []
     for amount in amounts:
         rate = amount / (ended - started)
         running = np.cumsum(np.concatenate([rate, -rate])[order])
         total = np.concatenate([[0.0], np.cumsum(running[:-1] * np.diff(times))])
-        found.append(np.interp(edges, times, total))
-    return np.maximum.accumulate(np.stack(found, axis=1), axis=0)  # sums of floats may dip
+        done.append(np.interp(edges, times, total))
+    # Rounding may make a sum of floats fall.
+    return np.maximum.accumulate(np.stack(done, axis=1), axis=0)
 
 
 def _worked(started: np.ndarray, ended: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -81,12 +84,12 @@ def _worked(started: np.ndarray, ended: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 def duration_quantiles(seconds: dict[str, np.ndarray]) -> dict[str, tuple[float, ...]]:
     """Return quantiles of each stage's task times in seconds; stages without any are left out."""
-    found = {}
+    quantiles = {}
     for stage, values in seconds.items():
         values = values[~np.isnan(values)]
         if values.size:
-            found[stage] = tuple(round(float(q), 4) for q in np.quantile(values, QUANTILES))
-    return found
+            quantiles[stage] = tuple(round(float(q), 4) for q in np.quantile(values, QUANTILES))
+    return quantiles
 
 
 def cells(

@@ -1,5 +1,4 @@
-"""Draws the plots of a run with matplotlib: throughput, task times, the shard map, balance between
-engines. Sizes are bounded as those of `Charts` are.
+"""Draws the plots of a run with matplotlib, in bounded size.
 
 Only this module imports matplotlib, which takes a second and 50 MB, so it is imported when plots
 are made. It does not use pyplot, whose state belongs to the user's own code in the same process.
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
@@ -28,20 +27,20 @@ from matplotlib.ticker import FuncFormatter
 from prefect_raybatch.harmless import clean
 from prefect_raybatch.report.records import WorkerStats
 
-# Okabe and Ito's colours, told apart with any colour vision.
+# Okabe and Ito's colours, distinguishable with any colour vision.
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, GREY, PALE, INK, WHITE = "#56B4E9", "#6B7280", "#E5E7EB", "#1F2937", "#FFFFFF"
 PURPLE = "#CC79A7"
 
 WIDTH = 760  # all lengths are in pixels
 LEFT, RIGHT = 64, WIDTH - 20
-GAP = 14  # between pictures that are stacked
-STAGES = ("read", "prepare", "engine", "finish")  # in their order; JSON keeps another
+GAP = 14  # between stacked plots
+STAGES = ("read", "prepare", "engine", "finish")  # order of the plot; JSON has another
 BARS = 24  # engines shown
-FEW_RUNS, RUN_NAME = 7, 16  # runs that a plot has room for at least; characters of a name
-CELL = 24.0  # of the shard map, at most
+FEW_RUNS, RUN_NAME = 7, 16  # least number of runs on the x axis; characters of a run's name
+CELL = 24.0  # largest side of a cell of the shard map
 MAP_STEP = 0.25  # coordinates of the shard map are multiples of it, which keeps them short
-MANY = 0.01  # failed rows of a cell's, from where it is shown as bad
+MANY = 0.01  # share of failed rows from which a cell is shown as bad
 COMMITTED, FEW, FAILED, WORK, PENDING = "committed", "few-failed", "many-failed", "work", "pending"
 COLOURS = {COMMITTED: BLUE, FEW: SKY, FAILED: RED, WORK: ORANGE, PENDING: PALE}
 
@@ -75,21 +74,21 @@ STYLE: dict[Any, Any] = {
     "path.simplify": False,
     "svg.fonttype": "none",  # text stays text: light, and found by a search
 }
+LegendPlace = Literal["upper left", "upper right"]
 Line = tuple[tuple[float, float], tuple[float, float]]
 _LOCK = threading.Lock()  # matplotlib's settings are the whole process's
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A plot's white background, `top` below the upper edge of the figure."""
+    """The area of one plot, `top` pixels below the upper edge of the figure."""
 
     figure: Figure
     top: float
     height: float
 
     def place(self, x: float, y: float) -> tuple[float, float]:
-        """Return a position, measured from the panel's upper left corner, as shares of the
-        figure."""
+        """Convert pixels from the panel's upper left corner to shares of the figure."""
         width, height = self.figure.get_size_inches() * self.figure.dpi
         return x / width, 1 - (self.top + y) / height
 
@@ -97,13 +96,15 @@ class Panel:
         (x, y), (x2, y2) = self.place(left, bottom), self.place(right, top)
         return self.figure.add_axes((x, y, x2 - x, y2 - y))
 
-    def text(self, x: float, y: float, words: str, **more: Any) -> None:
-        self.figure.text(*self.place(x, y), clean(words), **more)
+    def text(self, x: float, y: float, words: str, **style: Any) -> None:
+        self.figure.text(*self.place(x, y), clean(words), **style)
 
     def title(self, words: str) -> None:
         self.text(16, 26, words, size=15, color=INK)
 
-    def legend(self, x: float, y: float, entries: Sequence[tuple[str, str]], loc: Any) -> None:
+    def legend(
+        self, x: float, y: float, entries: Sequence[tuple[str, str]], loc: LegendPlace
+    ) -> None:
         """Draw coloured squares with their names in a row."""
         self.figure.legend(
             handles=[Patch(color=colour, label=words) for colour, words in entries],
@@ -131,7 +132,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Plot:
-    """What is drawn on a panel of this height."""
+    """A plot: the height of its panel, and the function that draws it."""
 
     height: float
     draw: Callable[[Panel], None]
@@ -140,9 +141,9 @@ class Plot:
 def svg(title: str, plots: Sequence[Plot]) -> str:
     """Return the plots, one below the other, as one SVG with reproducible bytes."""
     tall = sum(plot.height for plot in plots) + GAP * (len(plots) - 1)
-    # Whatever settings the user's own code made; a backend cannot be set anew.
+    # Ignore the settings of the user's own code; the backend cannot be changed.
     default = {k: v for k, v in matplotlib.rcParamsDefault.items() if not k.startswith("backend")}
-    # Names within the file follow from it alone, and differ from those of others in a page.
+    # Ids within the SVG are reproducible, and differ from those of other plots in a page.
     style = {**default, **STYLE, "svg.hashsalt": title}
     with _LOCK, matplotlib.rc_context(style):
         figure = Figure(figsize=(WIDTH / 72, tall / 72))
@@ -163,8 +164,8 @@ def _for_pages(text: str, title: str, tall: float) -> str:
     """Return the SVG as part of an HTML page: without the XML header, in pixels."""
     body = text[text.index("<svg") :].partition(">")[2]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
-    body = re.sub(r' id="[a-z0-9.]+_\d+"', "", body)  # nobody refers to the number of a part
-    # matplotlib names its own font and nine like it at each text; a page's font is named once.
+    body = re.sub(r' id="[a-z0-9.]+_\d+"', "", body)  # nothing refers to these ids
+    # matplotlib repeats a list of fonts for each text; the page sets the font once.
     body = re.sub(r"font-family: [^;\"]*; |font: [^;\"]*; ", "", body)
     body = re.sub(r' transform="rotate\(-0 [^"]*"', "", body)
     return (
@@ -175,7 +176,7 @@ def _for_pages(text: str, title: str, tall: float) -> str:
 
 
 def shorten(words: str, length: int) -> str:
-    """Return the text with its middle cut out, because both ends of a host name identify it."""
+    """Cut the middle out of a long text: both ends of a host name identify it."""
     if len(words) <= length:
         return words
     head = (length - 1) // 2
@@ -215,7 +216,7 @@ def throughput(title: str, points: Sequence[tuple[float, ...]]) -> Plot:
         _rates(upper, edges, points, {1: (BLUE, "rows/s")})
         _rates(lower, edges, points, kinds)
         upper.tick_params(bottom=False, labelbottom=False)
-        lower.set_xlabel(f"time of work, {name}")
+        lower.set_xlabel(f"working time, {name}")
         panel.text(LEFT - 8, 56, "rows/s")
         panel.text(LEFT - 8, 216, "tokens/s")
         panel.legend(RIGHT, 206, list(kinds.values()), "upper right")
@@ -229,7 +230,7 @@ def _rates(
     points: Sequence[tuple[float, ...]],
     kinds: Mapping[int, tuple[str, str]],
 ) -> None:
-    """Draw a line for each kind; a rate holds for the time up to its point."""
+    """Draw a line for each kind; a rate applies to the time up to its point."""
     for kind, (colour, words) in kinds.items():
         rates = [point[kind] for point in points]
         axes.stairs(
@@ -254,8 +255,7 @@ def _rates(
 
 
 def durations(title: str, stages: Mapping[str, tuple[float, ...]]) -> Plot:
-    """Plot a box for each stage: the middle half of its tasks, 5 % to 95 %, and the longest as a
-    dot.
+    """Plot a box per stage: 25-75 % of its tasks, a line for 5-95 %, and a dot for the longest.
 
     `stages`: seconds (p5, p25, median, p75, p95, longest).
     """
@@ -282,8 +282,8 @@ def durations(title: str, stages: Mapping[str, tuple[float, ...]]) -> Plot:
         axes.set_yticks(range(len(names)), [clean(name) for name in names], color=INK, size=12)
         axes.set_ylim(len(names) - 0.5 + 3 / 40, -0.5 - 3 / 40)
         axes.grid(axis="y", visible=False)
-        note = "seconds a task (log scale)" if wide else "seconds a task"
-        axes.set_xlabel(f"{note}: box 25-75 %, line 5-95 %, dot the longest")
+        note = "seconds per task (log scale)" if wide else "seconds per task"
+        axes.set_xlabel(f"{note}: box 25-75 %, line 5-95 %, dot maximum; right: median")
         for row, name in enumerate(names):
             panel.text(WIDTH - 88, 71 + 40 * row, f"{stages[name][2]:.3g} s")
 
@@ -291,19 +291,18 @@ def durations(title: str, stages: Mapping[str, tuple[float, ...]]) -> Plot:
 
 
 def _boxes(axes: Axes, quantiles: Sequence[Sequence[float]], least: float) -> None:
-    """Draw the boxes. Values below the least one of the axis, such as 0 on a log scale, are drawn
-    there.
+    """Draw the boxes; values below the axis, such as 0 on a log scale, are drawn at its start.
 
-    Not `Axes.bxp`, which reads every setting of matplotlib and so loads pyplot and a backend.
+    `Axes.bxp` is not used: it reads every setting of matplotlib, which loads pyplot and a backend.
     """
     p5, p25, median, p75, p95, longest = np.maximum(quantiles, least).T
     rows = np.arange(len(quantiles))
-    more: dict[str, Any] = {"linewidth": 2, "clip_on": False}
-    axes.hlines(rows, p5, p95, BLUE, **more)
+    style: dict[str, Any] = {"linewidth": 2, "clip_on": False}
+    axes.hlines(rows, p5, p95, BLUE, **style)
     boxes = axes.barh(rows, p75 - p25, 0.45, p25, color=BLUE, alpha=0.75)
     for row, box in enumerate(boxes):
         box.set(gid=f"box-{row}", clip_on=False)
-    axes.vlines(median, rows - 0.225, rows + 0.225, INK, **more)
+    axes.vlines(median, rows - 0.225, rows + 0.225, INK, **style)
     axes.plot(longest, rows, "o", markersize=7, color=RED, markeredgecolor="none", clip_on=False)
 
 
@@ -311,21 +310,21 @@ def _boxes(axes: Axes, quantiles: Sequence[Sequence[float]], least: float) -> No
 
 
 def shard_map(title: str, cells: Sequence[tuple[int, ...]], working: int = 0) -> Plot:
-    """Plot a cell for each run of neighbouring shards, filled from the left as they are committed.
+    """Plot a cell per group of neighbouring shards, filled from the left as they are committed.
 
     `cells`: (shards, committed, failed rows, committed rows). The first `working` shards that are
-    not committed are shown as in work, because engines take shards roughly in order.
+    not committed are shown as in progress: engines take shards roughly in order.
     """
     columns = min(len(cells), max(10, math.ceil(math.sqrt(len(cells) * 4))))
     size = min(CELL, (RIGHT - LEFT) / columns // MAP_STEP * MAP_STEP)
     rows = -(-len(cells) // columns)
     a_cell = cells[0][0]
-    what = f"a cell is {a_cell:,} shards" if a_cell > 1 else "a cell is a shard"
+    what = f"one cell is {a_cell:,} shards" if a_cell > 1 else "one cell per shard"
     names = {
         COMMITTED: "committed",
         FEW: "some rows failed",
         FAILED: f"{MANY:.0%} or more failed",
-        **({WORK: "in work, about"} if working else {}),
+        **({WORK: "in progress (estimate)"} if working else {}),
         PENDING: "pending",
     }
 
@@ -336,16 +335,16 @@ def shard_map(title: str, cells: Sequence[tuple[int, ...]], working: int = 0) ->
         axes = panel.axes(LEFT, 66, LEFT + columns * size, 66 + rows * size)
         axes.set(xlim=(0, columns * size), ylim=(rows * size, 0))
         axes.axis("off")
-        # A path of lines as thick as a cell: a rectangle each would take ten times the text. What
-        # is pending lies under the others.
+        # One path of lines as thick as a cell: rectangles would take ten times the text. Pending
+        # cells lie below the others.
         lines: dict[str, list[Line]] = {kind: [] for kind in (PENDING, *COLOURS)}
         for row in range(rows):
             last = min(columns, len(cells) - row * columns)
             lines[PENDING].append(_along(row, 0, last * size, size))
         for kind, row, start, end in _spans(cells, columns, size, working):
             lines[kind].append(_along(row, start, end, size))
-        for kind, found in lines.items():
-            _lines(axes, found, COLOURS[kind], size, kind)
+        for kind, kind_lines in lines.items():
+            _lines(axes, kind_lines, COLOURS[kind], size, kind)
         upright = [((c * size, 0.0), (c * size, rows * size)) for c in range(1, columns)]
         across = [((0.0, r * size), (columns * size, r * size)) for r in range(1, rows)]
         _lines(axes, upright + across, WHITE, 1.5 if size > 12 else 0.7, "grid")
@@ -383,8 +382,7 @@ def _lines(axes: Axes, lines: Sequence[Line], colour: str, width: float, name: s
 def _spans(
     cells: Sequence[tuple[int, ...]], columns: int, size: float, working: int
 ) -> Iterator[tuple[str, int, float, float]]:
-    """Yield (kind, row, from, to) in pixels of everything that is not pending, joining neighbours
-    of a kind."""
+    """Yield (kind, row, from, to) in pixels of all but pending cells, neighbours joined."""
     pieces: list[tuple[str, int, float, float]] = []
     for index, (shards, committed, failed, done) in enumerate(cells):
         row, column = divmod(index, columns)
@@ -410,15 +408,15 @@ def _spans(
 
 
 def engines(title: str, workers: Sequence[WorkerStats]) -> Plot:
-    """Plot a bar for each engine: rows that it answered, with the mean of all as a line."""
+    """Plot a bar per engine: its rows, with the mean of all engines as a line."""
     shown = sorted(workers, key=lambda worker: -worker.rows)[:BARS]
     mean = sum(worker.rows for worker in workers) / len(workers)
     right, bottom = WIDTH - 150, 48 + 22 * len(shown)
-    more = len(workers) - len(shown)
+    hidden = len(workers) - len(shown)
     names = [shorten(clean(worker.name), 30) for worker in shown]
 
     def draw(panel: Panel) -> None:
-        panel.title(title + (f" ({more} more not shown)" if more else ""))
+        panel.title(title + (f" ({hidden} more not shown)" if hidden else ""))
         axes = panel.axes(220, 40, right, bottom)
         bars = axes.barh(range(len(shown)), [worker.rows for worker in shown], 16 / 22, color=BLUE)
         for row, bar in enumerate(bars):
@@ -429,7 +427,7 @@ def engines(title: str, workers: Sequence[WorkerStats]) -> Plot:
         axes.grid(visible=False)
         axes.locator_params("x", nbins=5)
         axes.xaxis.set_major_formatter(FuncFormatter(short))
-        axes.set_xlabel("rows; the dashed line is the mean engine")
+        axes.set_xlabel("rows per engine; dashed line: mean")
         for row, worker in enumerate(shown):
             note = f"{short(worker.rows)} rows, {worker.shards:,} shards"
             panel.text(right + 10, 59 + 22 * row, note)
@@ -443,7 +441,7 @@ def engines(title: str, workers: Sequence[WorkerStats]) -> Plot:
 def run_bars(
     title: str, names: Sequence[str], parts: Mapping[str, Sequence[float]], share: bool
 ) -> Plot:
-    """Plot a stacked bar for each run, oldest first; `share`: its parts are shares of 1."""
+    """Plot a stacked bar per run, oldest first; with `share` its parts are shares of 1."""
     colours = [BLUE, ORANGE, GREEN, RED, SKY, PURPLE, INK, GREY]
     if not share:
         colours = [BLUE, RED]
@@ -464,7 +462,7 @@ def run_bars(
             for run, bar in enumerate(bars):
                 bar.set(gid=f"part-{number}-run-{run}")
             floor = floor + np.asarray(values)
-        # As wide for few runs as for many: a bar over the whole width says nothing more.
+        # Bars of a few runs are not wider than those of seven.
         axes.set_xlim(-0.6, max(len(names), FEW_RUNS) - 0.4)
         axes.set_ylim(0, 1 if share else max(1.0, float(floor.max()) * 1.05))
         axes.grid(axis="x", visible=False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
@@ -21,7 +20,7 @@ from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.run_history import HistoryPage
 from prefect_raybatch.words import are, counted, money
 
-FIGURE = re.compile(r"-|[\d.,]+%?\Z")
+FIGURE = re.compile(r"-\Z|[\d.,]+(%| s| min \d\d s| h \d\d min)?\Z")
 LONGEST_CELL = 500  # characters of a cell
 
 
@@ -37,7 +36,7 @@ def html(report: RunReport, made: str = "") -> str:
         failures=reports.failure_table(report.failures),
         result=reports.result_rows(report),
         stages=reports.stage_table(report),
-        precision=reports.precision_said(report),
+        precision=reports.precision_text(report),
         tries=reports.precision_table(report),
         disagreements=reports.disagreement_table(report),
         engines=[tuple(row.values()) for row in reports.engine_table(report)],
@@ -77,16 +76,15 @@ def _template(name: str = "report.html.j2") -> Template:
     return environment.get_template(name)
 
 
-def _text(value: Any) -> Any:
-    """Return the text of a value, before escaping; text that the page itself made is left as it
-    is."""
+def _text(value: object) -> str:
+    """Return the text of a value before escaping; markup of the page itself stays unchanged."""
     if isinstance(value, Markup):
         return value
-    words = str(value)
-    return clean(words if len(words) <= LONGEST_CELL else words[: LONGEST_CELL - 3] + "...")
+    text = str(value)
+    return clean(text if len(text) <= LONGEST_CELL else text[: LONGEST_CELL - 3] + "...")
 
 
-def _figures(rows: Sequence[Mapping[str, Any]]) -> set[str]:
+def _figures(rows: Sequence[Mapping[str, object]]) -> set[str]:
     """Return the numeric columns, which are right-aligned."""
     return {name for name in rows[0] if all(FIGURE.match(str(row[name])) for row in rows)}
 
@@ -97,23 +95,25 @@ def verdict(report: RunReport) -> str:
     quarantine = f"{report.failed:,} in quarantine" if report.failed else "none in quarantine"
     if done < report.rows:
         rows = counted(report.rows, "row")
-        return f"{done:,} of {rows} {are(done)} committed ({quarantine}); the rest is to do."
-    left = f", {report.skipped:,} left out by postprocess" if report.skipped else ""
+        return f"{done:,} of {rows} {are(done)} done ({quarantine}); {report.rows - done:,} remain."
+    left_out = f", {report.skipped:,} left out by postprocess" if report.skipped else ""
     all_rows = "The row is" if report.rows == 1 else f"All {report.rows:,} rows are"
-    return f"{all_rows} accounted for: {report.good:,} answered, {quarantine}{left}."
+    return f"{all_rows} accounted for: {report.good:,} answered, {quarantine}{left_out}."
 
 
 def _tiles(report: RunReport) -> dict[str, str]:
+    """Return {name: value} of the main figures, as far as they are known."""
     tokens = report.tokens.get("prompt_tokens", 0) + report.tokens.get("output_tokens", 0)
-    return {
+    tiles = {
         "rows answered": f"{report.good:,}",
-        "rows in quarantine": f"{report.failed:,}",
-        "time of work": reports.duration(report.seconds),
+        "in quarantine": f"{report.failed:,}",
+        "working time": reports.duration(report.seconds),
         "rows/s": reports.number(report.rows_per_s or None, 0),
         "tokens/s": reports.number(
             tokens / report.seconds if tokens and report.seconds else None, 0
         ),
         **({"cost": money(report.cost["total"])} if "total" in report.cost else {}),
         "GPU use": reports.percent(report.figures.get("gpu")),
-        "KV cache at most": reports.percent(report.figures.get("kv_cache_peak")),
+        "KV cache peak": reports.percent(report.figures.get("kv_cache_peak")),
     }
+    return {name: value for name, value in tiles.items() if value != reports.DASH}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.report.drawing import Plot
     from prefect_raybatch.report.run_history import HistoryLine
 
-NAMES_DRAWN = 7  # kinds of answers that have a colour of their own
+NAMES_DRAWN = 7  # kinds of answers with their own colour
 NAMES = {
     "throughput": "Throughput over time",
     "durations": "Task times",
@@ -25,14 +25,14 @@ NAMES = {
 
 
 def of_report(report: RunReport) -> dict[str, str]:
-    """Return {name: SVG} of the plots that a report has figures for, in the order of `NAMES`."""
+    """Return {name: SVG} of the plots of a report, in the order of `NAMES`."""
     return of_charts(report.charts, report.workers)
 
 
 def of_charts(
     charts: Charts, workers: Sequence[WorkerStats] = (), working: int = 0
 ) -> dict[str, str]:
-    """Return the plots of an active run; about `working` shards are in engines now."""
+    """Return {name: SVG} of the plots of a run; about `working` shards are in engines now."""
     return {n: picture_of([n], [plot]) for n, plot in _plots(charts, workers, working).items()}
 
 
@@ -58,44 +58,44 @@ def image_lines(report: RunReport) -> list[str]:
 
 def of_history(runs: Sequence[HistoryLine]) -> str | None:
     """Return rows and answers of the runs, newest first, as one SVG; None if none is known."""
-    told = [run for run in reversed(runs) if run.good is not None]
-    if not told:
+    counted_runs = [run for run in reversed(runs) if run.good is not None]
+    if not counted_runs:
         return None
     from prefect_raybatch.report import drawing
 
-    names = [run.run_key for run in told]
+    names = [run.run_key for run in counted_runs]
     rows = {
-        "answered": [float(run.good or 0) for run in told],
-        "in quarantine": [float(run.quarantined or 0) for run in told],
+        "answered": [float(run.good or 0) for run in counted_runs],
+        "in quarantine": [float(run.quarantined or 0) for run in counted_runs],
     }
-    made = [drawing.run_bars("Rows per run", names, rows, share=False)]
-    kind = "labels" if any("labels" in run.answers for run in told) else "lengths"
-    counted = [run for run in told if run.answers.get(kind)]
-    if counted:
+    bars = [drawing.run_bars("Rows per run", names, rows, share=False)]
+    kind = "labels" if any("labels" in run.answers for run in counted_runs) else "lengths"
+    runs_with_answers = [run for run in counted_runs if run.answers.get(kind)]
+    if runs_with_answers:
         titles = {"labels": "Answers by label", "lengths": "Answers by length in tokens"}
-        shares = _shares([run.answers[kind] for run in counted])
-        keys = [run.run_key for run in counted]
-        made.append(drawing.run_bars(titles[kind], keys, shares, share=True))
-    return drawing.svg("Runs", made)
+        shares = _shares([run.answers[kind] for run in runs_with_answers])
+        keys = [run.run_key for run in runs_with_answers]
+        bars.append(drawing.run_bars(titles[kind], keys, shares, share=True))
+    return drawing.svg("Runs", bars)
 
 
 def _shares(counts: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     """Return {name: its share in each run} of the most common names; the others are summed."""
     sums: dict[str, float] = {}
-    for one in counts:
-        for name, number in one.items():
+    for run_counts in counts:
+        for name, number in run_counts.items():
             sums[name] = sums.get(name, 0.0) + number
     common = sorted(sums, key=lambda name: -sums[name])
     shown = common[:NAMES_DRAWN]
-    totals = [sum(one.values()) or 1.0 for one in counts]
-    made = {
-        name: [one.get(name, 0.0) / total for one, total in zip(counts, totals, strict=True)]
+    totals = [sum(run_counts.values()) or 1.0 for run_counts in counts]
+    shares = {
+        name: [run.get(name, 0.0) / total for run, total in zip(counts, totals, strict=True)]
         for name in shown
     }
     if len(common) > len(shown):
-        rest = [1.0 - sum(values) for values in zip(*made.values(), strict=True)]
-        made["others"] = [max(0.0, value) for value in rest]
-    return made
+        others = [1.0 - sum(values) for values in zip(*shares.values(), strict=True)]
+        shares["others"] = [max(0.0, value) for value in others]
+    return shares
 
 
 def data_uri(picture: str) -> str:
@@ -108,16 +108,16 @@ def _plots(charts: Charts, workers: Sequence[WorkerStats], working: int = 0) -> 
         return {}
     from prefect_raybatch.report import drawing
 
-    made = {}
+    plots = {}
     if charts.throughput:
-        made["throughput"] = drawing.throughput(NAMES["throughput"], charts.throughput)
+        plots["throughput"] = drawing.throughput(NAMES["throughput"], charts.throughput)
     if charts.durations:
-        made["durations"] = drawing.durations(NAMES["durations"], charts.durations)
+        plots["durations"] = drawing.durations(NAMES["durations"], charts.durations)
     if charts.cells:
-        made["shards"] = drawing.shard_map(NAMES["shards"], charts.cells, working)
-    if workers:
-        made["engines"] = drawing.engines(NAMES["engines"], workers)
-    return made
+        plots["shards"] = drawing.shard_map(NAMES["shards"], charts.cells, working)
+    if len(workers) > 1:
+        plots["engines"] = drawing.engines(NAMES["engines"], workers)
+    return plots
 
 
 def _image(plots: dict[str, Plot]) -> str | None:

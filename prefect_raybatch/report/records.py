@@ -26,9 +26,12 @@ Cell = Annotated[tuple[int, ...], Field(min_length=4, max_length=4)]
 
 @dataclass(frozen=True)
 class StageStats:
-    """One stage over the whole run: `seconds` summed over its tasks; `balance` is the mean task
-    time divided by the longest (1 is even); `busiest` is the rows of the busiest worker (engine) or
-    node (finish) divided by their mean. Unknown values are None."""
+    """One stage over the whole run.
+
+    `seconds` are summed over its tasks; `balance` is the mean task time divided by the longest (1
+    is even); `busiest` is the rows of the busiest engine (or node, for finish) divided by the mean.
+    Unknown values are None.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -45,8 +48,10 @@ class StageStats:
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """An engine actor, HOST:PID, and its work; `seconds` are summed over concurrent shards. A
-    report lists those of the attempt that did most rows."""
+    """An engine actor (HOST:PID) and its work; `seconds` are summed over concurrent shards.
+
+    A report lists the engines of the attempt that processed most rows.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -59,7 +64,7 @@ class WorkerStats:
 
 @dataclass(frozen=True)
 class NodeStats:
-    """A node with engines: `figures` holds those of MEANS and PEAKS that are known."""
+    """A node with engines; `figures` holds the known ones of MEANS and PEAKS."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -72,7 +77,7 @@ class NodeStats:
 
 @dataclass(frozen=True)
 class Charts:
-    """The data of the plots, of bounded size whatever the run's.
+    """The data of the plots, of bounded size for any run.
 
     throughput: (seconds of work, rows/s, prompt tokens/s, output tokens/s) at the end of each of up
     to 120 equal spans. durations: {stage: (p5, p25, median, p75, p95, longest)} in seconds. cells:
@@ -90,8 +95,10 @@ class Charts:
 
 @dataclass(frozen=True)
 class StartTimes:
-    """How long an attempt took to its first commit: `seconds` of each phase in order; engine phases
-    are those of the slowest engine."""
+    """The `seconds` of each phase of an attempt up to its first commit, in order.
+
+    Phases of engines are those of the slowest engine.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -149,28 +156,27 @@ class RunReport(FinishedRows):
     other_engines: int = 0  # of other attempts
     losses: Mapping[str, int] = field(default_factory=dict)  # why shards were lost: how often
     advice: tuple[Advice, ...] = ()
-    # Told by records of their own, since the report is written before a run is published.
+    # Kept in their own records, since the report is written before a run is published.
     published: tuple[Published, ...] = ()
-    # rows reused, merged and asked, tokens and seconds saved; of a run that reuses answers
+    # rows reused, merged and asked, tokens and seconds saved; only with `reuse`
     reuse: Mapping[str, Number] = field(default_factory=dict)
     starts: tuple[StartTimes, ...] = ()  # of the latest attempts that started engines
-    # GPU-hours and, where the job gives a price, what they cost; of a run that had GPUs
+    # GPU-hours and, if the job gives a price, their cost; only with GPUs
     cost: Mapping[str, Number] = field(default_factory=dict)
     code: Mapping[str, int] = field(default_factory=dict)  # rows by the package's code on workers
-    # {labels, lengths, ends: {name: answers}}, as far as they are counted
+    # {labels, lengths, ends: {name: answers}}, if counted
     answers: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
-    # shares of what the GPUs could do, where they are known (`Tally.roofline`)
+    # shares of the GPUs' peak, if known (`Tally.roofline`)
     roofline: Mapping[str, Number] = field(default_factory=dict)
-    # of a run that tried fewer bits: what it decided, and by what
+    # the decision of a trial of quantization, and its evidence
     precision: PrecisionNote | None = None
-    # of all attempts from begin to end, starts and waits included
+    # seconds of all attempts, start-up and waits included
     elapsed: Number = 0.0
-    accepted: tuple[Accepted, ...] = ()  # differences that a person has taken on; also in the notes
+    accepted: tuple[Accepted, ...] = ()  # accepted differences from the plan; also in the notes
 
     @property
     def quarantine_folder(self) -> str | None:
-        """Return the folder with the files of failed rows, as named in the plan; None without
-        one."""
+        """Return the folder with the files of failed rows, or None."""
         folders = (part.path.partition("/")[0] for part in self.parts)
         return next((folder for folder in folders if folder != DATA_FOLDER), None)
 
@@ -183,10 +189,9 @@ class RunReport(FinishedRows):
         return sum(rows for key, rows in keys if key.error == error)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON of report.json; fields that only some runs have are left out
-        otherwise."""
+        """Return the JSON of report.json, without empty fields that only some runs have."""
         value = asdict(self)
-        some = (
+        optional = (
             "published",
             "reuse",
             "cost",
@@ -198,7 +203,7 @@ class RunReport(FinishedRows):
             "accepted",
             "starts",
         )
-        for name in some:
+        for name in optional:
             if not value[name]:
                 del value[name]
         return value
@@ -220,7 +225,6 @@ def put_report(store: Store, report: RunReport) -> None:
 
 
 def read_report(store: Store) -> RunReport:
-    """Read report.json. Raise FileNotFoundError if it is missing, and `CorruptRun` if it was
-    changed."""
+    """Read report.json; raise `CorruptRun` if it was changed."""
     data = read_record(store, REPORT)
     return RunReport.from_bytes(without_checksum(data, f"{store.uri}/{REPORT}"))

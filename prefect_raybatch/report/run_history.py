@@ -1,5 +1,4 @@
-"""The recent runs of a job on one page: the outcome of each, and whether its answers differ from
-the run before. Pure; memory is bounded by the runs shown."""
+"""The recent runs of a job on one page: outcomes, and whether answers have shifted. Pure."""
 
 from __future__ import annotations
 
@@ -13,15 +12,17 @@ from prefect_raybatch.report.plots import data_uri, of_history
 from prefect_raybatch.report.report import DASH, duration, number, table_lines
 from prefect_raybatch.words import counted, money
 
-LABELS_SHOWN = 8  # of the commonest, in the table of answers
+LABELS_SHOWN = 8  # most common labels in the table of answers
 
 
 @dataclass(frozen=True)
 class HistoryLine:
-    """A run of a job as the page shows it; `began` is in seconds since 1970. Unknown values, e.g.
-    of an incomplete run, are None. `shifts`: how its answers differ from the completed run before.
-    `trouble` says why a run cannot be read, `failure` why its last attempt failed, and `command`
-    runs it again."""
+    """A run of a job as the page shows it.
+
+    `began` is in seconds since 1970. Unknown values, e.g. of an incomplete run, are None. `shifts`
+    are the differences of its answers from the completed run before. `trouble` says why a run
+    cannot be read, `failure` why its last attempt failed, and `command` runs it again.
+    """
 
     run_key: str
     run: str
@@ -37,7 +38,7 @@ class HistoryLine:
     answers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     shifts: tuple[Shift, ...] = ()
     compared: bool = False  # with the completed run before it
-    is_first: bool = False  # no earlier run counts answers, so there is none to compare with
+    is_first: bool = False  # no earlier run counts answers
     trouble: str = ""
     failure: str = ""
     command: str = ""
@@ -45,8 +46,11 @@ class HistoryLine:
 
 @dataclass(frozen=True)
 class HistoryPage:
-    """The runs of one job, newest first. `unreadable` are run directories that cannot be read and
-    may belong to any job: {run key: reason}."""
+    """The runs of one job, newest first.
+
+    `unreadable` are run directories that cannot be read and may belong to any job, as {run key:
+    reason}.
+    """
 
     job: str
     runs: tuple[HistoryLine, ...]
@@ -71,6 +75,7 @@ def _row(run: HistoryLine, with_cost: bool) -> dict[str, str]:
         state = f"{state} {run.committed:.0%}"
     cost = {"cost": DASH if run.cost is None else money(run.cost)} if with_cost else {}
     return {
+        "run": run.run_key,
         "started (UTC)": began,
         "state": state,
         "rows": number(run.rows, 0),
@@ -78,13 +83,12 @@ def _row(run: HistoryLine, with_cost: bool) -> dict[str, str]:
         "rows/s": number(run.rate, 0),
         "time": duration(run.seconds) if run.seconds is not None else DASH,
         **cost,
-        "answers": _answers_said(run),
-        "run": run.run_key,
+        "answers": _shift_text(run),
     }
 
 
-def _answers_said(run: HistoryLine) -> str:
-    """Return the shifts from the run before, or whether they were looked for."""
+def _shift_text(run: HistoryLine) -> str:
+    """Return the shifts from the run before, or why there are none."""
     if run.shifts:
         return "; ".join(f"{shift.moved:.1%} of {shift.kind} differ" for shift in run.shifts)
     if not run.answers:
@@ -96,23 +100,24 @@ def _answers_said(run: HistoryLine) -> str:
 
 
 def answers_table(page: HistoryPage) -> list[dict[str, str]]:
-    """Return shares of answers, a column for each run, newest first: by label if labels are
-    counted, otherwise by length and by finish reason. Empty if no run counts answers."""
-    told = [run for run in page.runs if run.answers]
-    kinds = ("labels",) if any("labels" in n.answers for n in told) else ("lengths", "ends")
+    """Return shares of answers, a column per run, newest first; empty if no run counts answers.
+
+    By label if labels are counted, otherwise by length and by finish reason.
+    """
+    runs = [run for run in page.runs if run.answers]
+    kinds = ("labels",) if any("labels" in run.answers for run in runs) else ("lengths", "ends")
+    titles = {"labels": "{}", "lengths": "{} tokens", "ends": "finish reason {}"}
     rows = []
     for kind in kinds:
-        names = shown_names(told, kind)
-        prefix = {"lengths": " tokens", "ends": ""}.get(kind, "")
-        for name in names:
-            title = f"ended: {name}" if kind == "ends" else f"{name}{prefix}"
-            shares = {run.run_key: _share(run.answers.get(kind, {}), name) for run in told}
+        for name in shown_names(runs, kind):
+            title = "1 token" if (kind, name) == ("lengths", "1") else titles[kind].format(name)
+            shares = {run.run_key: _share(run.answers.get(kind, {}), name) for run in runs}
             rows.append({"": title, **shares})
     return rows
 
 
 def shown_names(runs: Sequence[HistoryLine], kind: str) -> list[str]:
-    """Return the most common names over all runs; lengths in their order."""
+    """Return the most common names over all runs; lengths in ascending order."""
     sums: dict[str, float] = {}
     for run in runs:
         for name, count in run.answers.get(kind, {}).items():
@@ -139,33 +144,36 @@ def history_markdown(page: HistoryPage, plots: bool = True) -> str:
         lines += ["", f"![Runs]({data_uri(picture)})"]
     if answers := answers_table(page):
         lines += ["", "## Answers", "", *table_lines(answers)]
-    for title, pairs in (("Failed", failures(page)), ("Not readable", unread(page))):
+    for title, pairs in (("Failed runs", failures(page)), ("Unreadable runs", unread(page))):
         notes = [f"- {markdown_text(f'{key}: {why}')}" for key, why in pairs]
         lines += ["", f"## {title}", "", *notes] if notes else []
     return "\n".join(lines) + "\n"
 
 
 def headlines(page: HistoryPage) -> list[str]:
-    """Return what to read first about the newest run."""
+    """Return the most important facts about the newest run."""
     run = page.latest
     if run is None:
         return []
-    found = [] if run.state == "completed" else [f"{run.run_key} is {run.state}"]
+    lines = [] if run.state == "completed" else [f"{run.run_key} is {run.state}"]
     if run.failure:
-        found = [f"{run.run_key} failed: {run.failure}"]
-    return found + [f"{run.run_key}: {shift.line()}" for shift in run.shifts]
+        lines = [f"{run.run_key} failed: {run.failure}"]
+    return lines + [f"{run.run_key}: {shift.line()}" for shift in run.shifts]
 
 
 def failures(page: HistoryPage) -> list[tuple[str, str]]:
-    """Return (run key, why its last attempt failed and the command that runs it again)."""
+    """Return (run key, why its last attempt failed, and the command that runs it again)."""
     return [
-        (run.run_key, f"{run.failure}; {run.command}" if run.command else run.failure)
+        (
+            run.run_key,
+            f"{run.failure}; continue with: {run.command}" if run.command else run.failure,
+        )
         for run in page.runs
         if run.failure
     ]
 
 
 def unread(page: HistoryPage) -> list[tuple[str, str]]:
-    """Return (run key, reason) of what cannot be read."""
-    own = [(run.run_key, run.trouble) for run in page.runs if run.trouble]
-    return own + list(page.unreadable.items())
+    """Return (run key, reason) of runs that cannot be read."""
+    damaged = [(run.run_key, run.trouble) for run in page.runs if run.trouble]
+    return damaged + list(page.unreadable.items())

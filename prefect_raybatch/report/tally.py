@@ -1,5 +1,7 @@
-"""Folds commits into counts, sums and stage statistics; memory grows by twelve numbers per
-shard."""
+"""Folds commits into counts, sums and stage statistics.
+
+Memory grows by twelve numbers per shard.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +20,23 @@ from prefect_raybatch.ledger.stats import ShardStats, StatsFold
 from prefect_raybatch.report.records import NodeStats, StageStats, WorkerStats
 
 STAGE_SECONDS = tuple((name, f"{name}_s") for name in ("read", "prepare", "engine", "finish"))
-WORKERS_SHOWN = 64  # engines and nodes that a report names; the rest are one line
-CODES = 16  # versions of the package's code that are told apart
-KNOWN = 4096  # names kept apart at most: records are untrusted
+WORKERS_SHOWN = 64  # engines and nodes that a report names; the others are one line
+CODES = 16  # versions of the package's code that are counted separately
+KNOWN = 4096  # names counted separately at most: records are untrusted
 OTHERS = "others"
-LARGEST_COUNT = 2**53  # a larger count is nobody's, and does not fit into a float
+LARGEST_COUNT = 2**53  # larger counts are wrong, and do not fit into a float
 
-
-Place = tuple[str, str]  # attempt and name: other attempts have other engines, and other nodes
+Place = tuple[str, str]  # attempt, and name of an engine or node
 
 
 @dataclass
 class Share:
-    """What an engine or a node did of the run."""
+    """The share of a run that an engine or a node processed."""
 
     shards: int = 0
     rows: int = 0
     fold: StatsFold = field(default_factory=StatsFold)
-    engines: set[Place] = field(default_factory=set)  # of a node
+    engines: set[Place] = field(default_factory=set)  # only of a node
 
     def add(self, rows: int, stats: ShardStats) -> None:
         self.shards += 1
@@ -49,7 +50,7 @@ class Share:
 
 @dataclass
 class Series:
-    """Numbers of each commit in the order of addition, for plots and rates: a few bytes per shard.
+    """Numbers of each commit in the order of addition, for plots and rates.
 
     Seconds of a stage that a commit does not record are NaN. `timed` are the rows that `started`
     and `ended` cover; these are 0 if a commit does not record them, and `ended` is added last.
@@ -82,8 +83,7 @@ class Series:
         self.ended.append(stats.ended or 0.0)
 
     def times(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return copies of (started, ended, timed), because an array viewed by numpy cannot
-        grow."""
+        """Return copies of (started, ended, timed): an array that numpy views cannot grow."""
         number = len(self.ended)
         started, ended, timed = (
             np.array(values[:number]) for values in (self.started, self.ended, self.timed)
@@ -128,7 +128,7 @@ class Tally:
         self.failures.update(commit.failures)
 
     def _place(self, commit: Commit, rows: int) -> None:
-        """Count a commit for the engine and the nodes that it went through, if they are known."""
+        """Count a commit for its engine and nodes, if they are known."""
         node, engine = commit.where.get("node"), commit.where.get("engine")
         if isinstance(node, str):
             place = _known((commit.attempt, node), self.finished_on)
@@ -158,8 +158,7 @@ class Tally:
 
     @property
     def steady_rate(self) -> float:
-        """Return rows per second between the ends of the first and the last shard, start-up
-        excluded.
+        """Return rows per second between the ends of the first and the last shard.
 
         With fewer than three shards there is no steady state, so it is the rate over all.
         """
@@ -167,16 +166,15 @@ class Tally:
         if len(ended) < 3 or ended.max() <= ended.min():
             return self.rows / self.busy_seconds if self.busy_seconds else 0.0
         earliest = int(np.lexsort((rows, ended))[0])
-        # From there on; time in which nothing ran, between attempts, is not.
+        # Time between attempts, in which nothing ran, does not count.
         first = ended[earliest]
         later = ended > first
-        # Where a clock was set back, shards end before they began, and no time is covered.
+        # If a clock was set back, shards end before they start, and cover no time.
         seconds = covered(np.maximum(started[later], first), ended[later])
         return float(rows.sum() - rows[earliest]) / seconds if seconds else 0.0
 
     def recent_rate(self, window: float = 120.0) -> float:
-        """Return rows per second over the shards that ended in the last `window` seconds; 0 for
-        none."""
+        """Return rows per second of the shards that ended in the last `window` seconds, or 0."""
         now = time.time()
         started, ended, rows = self.series.times()
         recent = now - ended < window
@@ -186,13 +184,13 @@ class Tally:
 
     def stages(self) -> tuple[StageStats, ...]:
         whole = self.stats
-        found = ((name, getattr(whole, key)) for name, key in STAGE_SECONDS)
-        return tuple(self._stage(name, seconds) for name, seconds in found if seconds is not None)
+        each = ((name, getattr(whole, key)) for name, key in STAGE_SECONDS)
+        return tuple(self._stage(name, seconds) for name, seconds in each if seconds is not None)
 
     def _stage(self, name: str, seconds: float) -> StageStats:
         longest = self.longest[name]
         mean = seconds / self.shards if self.shards else 0.0
-        engines = {place: one.rows for place, one in self.by_engine.items()}
+        engines = {place: share.rows for place, share in self.by_engine.items()}
         places: dict[Place, int] = {"engine": engines, "finish": self.finished_on}.get(name, {})
         shares = list(_main(places).values())
         return StageStats(
@@ -210,77 +208,88 @@ class Tally:
     @property
     def engines(self) -> int:
         """Return the number of engines of the attempt that processed most rows."""
-        return len(_main({place: one.rows for place, one in self.by_engine.items()}))
+        return len(_main({place: share.rows for place, share in self.by_engine.items()}))
 
     def roofline(self) -> dict[str, float]:
-        """Return shares of the peak of all engines' GPUs, from the first row in an engine to the
-        last shard's end; {} if unknown.
+        """Return the used and idle shares of the peak of all engines' GPUs; {} if unknown.
 
-        mfu, mbu: FLOPs and bytes of the computed tokens (`sizing/roofline.py`). idle_rows,
-        idle_tail, idle_host: time in which a GPU was idle because its engines had no rows yet, had
-        no more rows, or were busy in Python; idle_host only if the driver reports GPU utilization.
-        Engines that share a GPU each have their part of it, and one without rows leaves it to the
-        others.
+        The time is from the first row in an engine to the last shard's end. mfu, mbu: FLOPs and
+        bytes of the computed tokens (`sizing/roofline.py`). idle_rows, idle_tail, idle_host: time
+        in which a GPU was idle because its engines had no rows yet, had no rows left, or were busy
+        in Python; idle_host only if the driver reports GPU utilization. Engines that share a GPU
+        each have a part of it, and one without rows leaves it to the others.
         """
         whole = self.stats
-        up, peak, reached = whole.up_s, whole.peak_flops, whole.peak_bytes
-        if not up or not peak or not reached:
+        up, peak_flops, peak_bytes = whole.up_s, whole.peak_flops, whole.peak_bytes
+        if not up or not peak_flops or not peak_bytes:
             return {}
         head, tail = self._ends_of_engines()
         span = up + head + tail
         waits = whole.idle_s or 0.0
-        found = {
-            "mfu": (whole.flops or 0.0) / (peak * span / up),
-            "mbu": (whole.moved_bytes or 0.0) / (reached * span / up),
+        shares = {
+            "mfu": (whole.flops or 0.0) / (peak_flops * span / up),
+            "mbu": (whole.moved_bytes or 0.0) / (peak_bytes * span / up),
             "idle_tail": tail / span,
         }
         if whole.gpu is not None:
             idle = (1 - whole.gpu) * up
             waits = min(waits, idle)
-            found["idle_host"] = (idle - waits) / span
-        found["idle_rows"] = (waits + head) / span
-        return {name: round(value, 4) for name, value in found.items()}
+            shares["idle_host"] = (idle - waits) / span
+        shares["idle_rows"] = (waits + head) / span
+        return {name: round(value, 4) for name, value in shares.items()}
 
     def _ends_of_engines(self) -> tuple[float, float]:
-        """Return the seconds, summed over all engines, before the first shard of each and after the
-        last, while others of the same attempt had one."""
-        spans = {place: one.stats for place, one in self.by_engine.items()}
+        """Return the seconds without shards at the start and at the end, summed over all engines.
+
+        They count from the first start and to the last end in an engine of the same attempt.
+        """
+        by_attempt: dict[str, list[ShardStats]] = {}
+        for (attempt, _), share in self.by_engine.items():
+            by_attempt.setdefault(attempt, []).append(share.stats)
         head = tail = 0.0
-        for attempt in {attempt for attempt, _ in spans}:
-            own = [one for (its, _), one in spans.items() if its == attempt]
-            began = [one.started for one in own if one.started is not None]
-            ended = [one.ended for one in own if one.ended is not None]
-            head += sum(at - min(began) for at in began)
+        for engines in by_attempt.values():
+            started = [stats.started for stats in engines if stats.started is not None]
+            ended = [stats.ended for stats in engines if stats.ended is not None]
+            head += sum(at - min(started) for at in started)
             tail += sum(max(ended) - at for at in ended)
         return head, tail
 
     def workers(self) -> tuple[WorkerStats, ...]:
-        """Return the engines of the attempt that did most rows, busiest first: those of other
-        attempts say nothing about how even these were."""
-        shares = {place: one.rows for place, one in self.by_engine.items()}
-        main = {place[1]: self.by_engine[place] for place in _main(shares)}
-        found = [_worker(name, one) for name, one in main.items()]
-        found.sort(key=lambda worker: -worker.rows)
-        if len(found) > WORKERS_SHOWN:
-            rest = found[WORKERS_SHOWN - 1 :]
-            found[WORKERS_SHOWN - 1 :] = [
+        """Return the engines of the attempt that processed most rows, busiest first.
+
+        Engines of other attempts say nothing about the balance of these.
+        """
+        rows = {place: share.rows for place, share in self.by_engine.items()}
+        workers = [_worker(place[1], self.by_engine[place]) for place in _main(rows)]
+        workers.sort(key=lambda worker: -worker.rows)
+        if len(workers) > WORKERS_SHOWN:
+            others = workers[WORKERS_SHOWN - 1 :]
+            workers[WORKERS_SHOWN - 1 :] = [
                 WorkerStats(
-                    f"{len(rest)} {OTHERS}",
-                    sum(worker.shards for worker in rest),
-                    sum(worker.rows for worker in rest),
-                    sum(worker.tokens for worker in rest),
-                    sum(worker.seconds for worker in rest),
+                    f"{len(others)} {OTHERS}",
+                    sum(worker.shards for worker in others),
+                    sum(worker.rows for worker in others),
+                    sum(worker.tokens for worker in others),
+                    sum(worker.seconds for worker in others),
                 )
             ]
-        return tuple(found)
+        return tuple(workers)
 
     def nodes(self) -> tuple[NodeStats, ...]:
-        """Return the nodes that had engines, busiest first; at most 64. A node's engines are those
-        of the attempt with most engines there."""
+        """Return up to 64 nodes that had engines, busiest first.
+
+        A node's engines are those of the attempt with most engines there.
+        """
         ordered = sorted(self.by_node.items(), key=lambda item: -item[1].rows)
         return tuple(
-            NodeStats(name[:200], _at_once(one.engines), one.shards, one.rows, one.stats.figures())
-            for name, one in ordered[:WORKERS_SHOWN]
+            NodeStats(
+                name[:200],
+                _engines_at_once(share.engines),
+                share.shards,
+                share.rows,
+                share.stats.figures(),
+            )
+            for name, share in ordered[:WORKERS_SHOWN]
         )
 
 
@@ -292,8 +301,7 @@ def _worker(name: str, share: Share) -> WorkerStats:
 
 
 def busiest(shares: Iterable[float]) -> float | None:
-    """Return the largest share divided by the mean (1 is even); None if there is nothing to
-    divide."""
+    """Return the largest share divided by the mean (1 is even); None without shares."""
     values = list(shares)
     mean = sum(values) / len(values) if values else 0.0
     return round(max(values) / mean, 3) if mean > 0 else None
@@ -304,8 +312,7 @@ def _known(place: Place, places: Mapping[Place, object]) -> Place:
 
 
 def _main(rows: Mapping[Place, int]) -> dict[Place, int]:
-    """Return the rows per engine (or node) of the attempt that processed most rows. Keys are
-    (attempt, engine or node)."""
+    """Return the rows per engine or node of the attempt that processed most rows."""
     by_attempt: Counter[str] = Counter()
     for (attempt, _), number in rows.items():
         by_attempt[attempt] += number
@@ -313,7 +320,7 @@ def _main(rows: Mapping[Place, int]) -> dict[Place, int]:
     return {place: number for place, number in rows.items() if place[0] == main}
 
 
-def _at_once(engines: Iterable[Place]) -> int:
+def _engines_at_once(engines: Iterable[Place]) -> int:
     return max(Counter(attempt for attempt, _ in engines).values(), default=0)
 
 

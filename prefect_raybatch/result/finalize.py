@@ -1,4 +1,4 @@
-"""Writes the result from committed pieces, in input order, and checks coverage on the way.
+"""Writes the result from committed pieces, in input order, and checks coverage.
 
 Two passes over the commits. The first checks and counts them, which determines the rows of each
 file. The second writes the files, each by a function that needs nothing but its task. Plan and
@@ -34,13 +34,15 @@ from prefect_raybatch.result.survey import Survey, bare, chosen_layout, layout_o
 from prefect_raybatch.storage import Store
 
 PartWriters = Callable[[Callable[[PartTask], Part], Iterator[PartTask], int], Iterable[Part]]
-"""Does a function for each task, somewhere and in any order; the number is the bytes of all."""
+"""Runs a function for each task, anywhere and in any order; the integer is the total bytes."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The files that finalize wrote, and the tally of all commits. `layout` and `manifest` are the
-    tables that `_SUCCESS` must name."""
+    """The files that finalize wrote, and the tally of all commits.
+
+    `layout` and `manifest` are the tables that `_SUCCESS` must name.
+    """
 
     tally: Tally
     parts: list[Part]
@@ -65,8 +67,7 @@ def finalize(
     read_back: bool = False,
     writers: PartWriters = one_by_one,
 ) -> Result:
-    """Write data/ and the quarantine, or the manifest; check that each planned row is there exactly
-    once.
+    """Write data/ and the quarantine, or the manifest; check that they hold each row exactly once.
 
     `file_bytes` is the target size of a part, in bytes of its pieces. With `read_back`, a part's
     ETag is not accepted as proof of its content. `writers` writes the parts. Raises `IncompleteRun`
@@ -99,9 +100,10 @@ def finalize_committed(
     read_back: bool = False,
     writers: PartWriters = one_by_one,
 ) -> list[Part]:
-    """Write the shards in `found` of an incomplete run to the folder `below` in the run directory,
-    by the rules of `finalize`. Writes no record but the files, and leaves the run unchanged. The
-    caller must check that the files still exist once a record names them.
+    """Write the shards in `found` of an incomplete run to the folder `below` in its directory.
+
+    Follows the rules of `finalize`, but writes only files, no records, and leaves the run
+    unchanged. The caller must check that the files still exist once a record names them.
 
     Raises like `finalize`, and `CorruptRun` also if the run is completed meanwhile.
     """
@@ -112,8 +114,7 @@ def finalize_committed(
 
 @dataclass(frozen=True)
 class _Work:
-    """The second pass: the files of a layout, each written by some process, in the folder `below`
-    ("" is the run directory)."""
+    """The second pass: writes the files of a layout to the folder `below` ("": the run's)."""
 
     ledger: Ledger
     plan: Plan
@@ -126,7 +127,7 @@ class _Work:
 
     @property
     def noted_as(self) -> str | None:
-        """Return the layout that part notes belong to; None for files that are not the result."""
+        """Return the layout that part notes name; None for files outside the result."""
         return None if self.below else self.layout.table
 
     def path(self, span: PartSpan) -> str:
@@ -140,18 +141,20 @@ class _Work:
         todo = [span for span in self.spans if self.path(span) not in parts]
         sizes = self.found.sums.bytes
         size = sum(int(sizes[span.kind][span.start : span.stop].sum()) for span in todo)
-        wanted = {self.path(span): span.rows for span in todo}
+        unwritten = {self.path(span): span.rows for span in todo}
         write = partial(write_part, store)
         for part in writers(write, self.tasks(todo), size) if todo else ():
-            if wanted.pop(part.path, None) != part.rows:
-                raise CorruptRun(f"{part.path} was written with {part.rows} rows or not asked for")
+            if unwritten.pop(part.path, None) != part.rows:
+                raise CorruptRun(
+                    f"{part.path} was written with {part.rows} rows, or is not in the layout"
+                )
             parts[part.path] = part
-        if wanted:
-            raise CorruptRun(f"{next(iter(wanted))} was not written")
+        if unwritten:
+            raise CorruptRun(f"{next(iter(unwritten))} was not written")
         return [parts[self.path(span)] for span in self.spans]
 
     def tasks(self, spans: Collection[PartSpan]) -> Iterator[PartTask]:
-        """Yield the tasks that write these files, in the order in which their last shards come."""
+        """Yield the tasks that write these files, in the order of their last shards."""
         waiting = {kind: deque(s for s in spans if s.kind == kind) for kind in KINDS}
         held = {kind: list[Commit]() for kind in KINDS}
         for commit in self.ledger.commits(self.plan, self.found.listing):

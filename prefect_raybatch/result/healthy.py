@@ -1,5 +1,4 @@
-"""Finds the intact shards of a run, with their rows, from its pieces or from the files of its
-result.
+"""Reads the intact shards of a damaged run from its pieces or its result.
 
 A shard is lost if its commit, one of its pieces, or one of the result files with its rows is
 missing or changed. Nothing is repaired or written here.
@@ -27,14 +26,14 @@ from prefect_raybatch.result.pieces import check_commit, checked_piece
 from prefect_raybatch.result.rows import numbered_rows
 from prefect_raybatch.storage import read_ahead
 
-SHARDS_AT_ONCE = 4  # whose pieces are read side by side
+SHARDS_AT_ONCE = 4  # whose pieces are read concurrently
 
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class HeldRows:
-    """Rows of one kind as a piece holds them: bytes of a Parquet file with their positions."""
+    """Rows of one kind as in a piece: the bytes of a Parquet file, and the positions."""
 
     kind: PieceKind
     positions: Positions
@@ -54,7 +53,7 @@ def whole_shards(member: Member, fault: Tell) -> Iterator[WholeShard]:
     ledger, plan = member.ledger, member.plan
     shards = ledger.shards(plan)
     listing = ledger.listing(plan)
-    # The records themselves: finalize reads some, whatever copies there are.
+    # The records themselves, not their copies: finalize reads some of the records.
     commits = ledger.commits(plan, listing, on_fault=lambda e: fault(str(e)), copies=False)
     checked = _checked(commits, shards, fault)
     if member.summary is not None and member.summary.compact:
@@ -89,7 +88,7 @@ def _of_pieces(ledger: Ledger, commit: Commit) -> WholeShard:
     for piece in commit.pieces:
         data, table = checked_piece(ledger.store, commit.shard, piece)
         if not _are_at(table[POSITION].to_numpy(), piece.positions):
-            raise CorruptRun(f"{piece_path(piece.path)} holds other positions than its commit says")
+            raise CorruptRun(f"{piece_path(piece.path)} and its commit have different positions")
         held.append(HeldRows(piece.kind, piece.positions, data))
     return WholeShard(commit, tuple(held))
 
@@ -101,10 +100,10 @@ def _cut_out(
     rows = {kind: _Rows(numbered_rows(member, kind, fault)) for kind in KINDS}
     for commit in commits:
         shard = shards[commit.shard]
-        wanted = {"data": commit.good, "quarantine": commit.failed}
+        positions_by_kind = {"data": commit.good, "quarantine": commit.failed}
         found = {kind: rows[kind].take(shard.start, shard.start + shard.rows) for kind in KINDS}
         held, whole = [], True
-        for kind, positions in wanted.items():
+        for kind, positions in positions_by_kind.items():
             numbers, table = found[kind]
             if not _are_at(numbers - shard.start, positions):
                 whole = False
@@ -114,7 +113,7 @@ def _cut_out(
         if whole:
             yield WholeShard(commit, tuple(held))
         else:
-            fault(f"shard {commit.shard}: not all of its rows are in files that are whole")
+            fault(f"shard {commit.shard}: some of its rows are in damaged files")
 
 
 def _as_piece(kind: str, positions: Positions, at: np.ndarray, table: pa.Table) -> HeldRows:

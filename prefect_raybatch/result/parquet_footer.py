@@ -15,10 +15,10 @@ from typing import Any, BinaryIO
 MAGIC = b"PAR1"
 _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(1, 13)
 _INTEGERS = (_I16, _I32, _I64)
-_TOLD = {1: "old max", 2: "old min", 3: "nulls", 5: "max", 6: "min"}  # of Statistics
+_STATISTICS = {1: "old max", 2: "old min", 3: "nulls", 5: "max", 6: "min"}  # of Statistics
 
 ThriftFields = dict[int, Any]
-"""A struct: (kind, value) by the field's number; of a list the value is (kind of each, values)."""
+"""A struct: {field number: (kind, value)}; the value of a list is (kind of items, items)."""
 
 
 class FileField:
@@ -49,11 +49,10 @@ class ColumnField:
 
 
 def footer_of(data: bytes | memoryview) -> ThriftFields:
-    """Return the `FileMetaData` of a whole Parquet file. Raises ValueError or IndexError for
-    anything else."""
+    """Return the `FileMetaData` of a Parquet file; raise ValueError or IndexError otherwise."""
     size = int.from_bytes(data[-8:-4], "little")
     if bytes(data[-4:]) != MAGIC or size + 12 > len(data):
-        raise ValueError("no Parquet file with a footer that can be read")
+        raise ValueError("not a Parquet file with a readable footer")
     return _Reader(bytes(data[-8 - size : -8])).struct()
 
 
@@ -67,27 +66,25 @@ def footer_at_end(stream: BinaryIO) -> ThriftFields:
 
 @dataclass(frozen=True)
 class GroupFigures:
-    """Figures of a row group in the footer: `rows`, and of each column its values and, if present,
-    nulls and bounds."""
+    """The footer's figures of a row group: rows, and for each column values, nulls and bounds."""
 
     rows: int
     columns: tuple[dict[str, Any], ...]
 
 
 def footer_figures(footer: ThriftFields) -> list[GroupFigures]:
-    """Return the figures of all row groups. Raises KeyError, TypeError or ValueError if there are
-    none."""
-    found = []
+    """Return the figures of all row groups; raise KeyError, TypeError or ValueError without any."""
+    groups = []
     for group in listed(footer, FileField.GROUPS):
         columns = []
         for chunk in listed(group, GroupField.COLUMNS):
-            told = chunk[ChunkField.META][1]
+            metadata = chunk[ChunkField.META][1]
             at = ColumnField.STATISTICS
-            bounds = told[at][1] if at in told else {}
-            named = {name: bounds[n][1] for n, name in _TOLD.items() if n in bounds}
-            columns.append({"values": told[ColumnField.VALUES][1], **named})
-        found.append(GroupFigures(group[GroupField.ROWS][1], tuple(columns)))
-    return found
+            bounds = metadata[at][1] if at in metadata else {}
+            named = {name: bounds[n][1] for n, name in _STATISTICS.items() if n in bounds}
+            columns.append({"values": metadata[ColumnField.VALUES][1], **named})
+        groups.append(GroupFigures(group[GroupField.ROWS][1], tuple(columns)))
+    return groups
 
 
 def encoded(footer: ThriftFields) -> bytes:
@@ -145,7 +142,7 @@ class _Reader:
             return self._take(8)
         if kind in (_TRUE, _FALSE, _BYTE):  # in a list a bool is a byte
             return self._byte()
-        raise ValueError(f"a Parquet footer holds no Thrift type {kind}")
+        raise ValueError(f"unknown Thrift type {kind} in a Parquet footer")
 
     def _byte(self) -> int:
         self.at += 1
@@ -154,21 +151,21 @@ class _Reader:
     def _take(self, size: int) -> bytes:
         self.at += size
         if self.at > len(self.data):
-            raise ValueError("a Parquet footer ends too early")
+            raise ValueError("a Parquet footer is truncated")
         return self.data[self.at - size : self.at]
 
     def _count(self) -> int:
-        found = shift = 0
+        value = shift = 0
         while True:
             byte = self._byte()
-            found |= (byte & 127) << shift
+            value |= (byte & 127) << shift
             if byte < 128:
-                return found
+                return value
             shift += 7
 
     def _whole(self) -> int:
-        found = self._count()
-        return found >> 1 ^ -(found & 1)
+        value = self._count()
+        return value >> 1 ^ -(value & 1)
 
 
 def _put_struct(out: bytearray, fields: ThriftFields) -> None:
@@ -200,8 +197,8 @@ def _put(out: bytearray, kind: int, value: Any) -> None:
         out.append(min(len(values), 15) << 4 | each)
         if len(values) >= 15:
             _put_count(out, len(values))
-        for one in values:
-            _put(out, each, one)
+        for item in values:
+            _put(out, each, item)
     elif kind == _DOUBLE:
         out += value
     else:

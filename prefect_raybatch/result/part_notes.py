@@ -1,5 +1,4 @@
-"""Notes about written files, so that a finalizer that resumes after a crash need not write them
-again.
+"""Notes about written files, so that a finalizer that resumes after a crash can skip them.
 
 Notes are only a cache. A note is valid if the store lists the file as it was when it was verified,
 and if it belongs to the same layout; losing notes costs only time.
@@ -51,8 +50,11 @@ class FileSeen:
 
 @dataclass(frozen=True)
 class PartNote:
-    """Records that `part` was written and verified. `layout` is the table of its layout; `file` and
-    `sums` identify the file and its row sums as they were then."""
+    """Records that `part` was written and verified.
+
+    `layout` is the table of its layout; `file` and `sums` identify the file and its row checksums
+    as they were then.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -68,20 +70,20 @@ class PartNote:
         try:
             put_record(store, _path(self.kind, self.index), dump(asdict(self)))
         except RayBatchError as error:
-            log.info("%s is not noted: %s", self.part.path, error)
+            log.info("the note of %s was not written: %s", self.part.path, error)
 
 
 def noted(store: Store, layout: str, spans: tuple[PartSpan, ...]) -> dict[str, Part]:
-    """Return {path: part} of the files of this layout that are still as their notes say."""
+    """Return {path: part} of the files of this layout that are unchanged since their notes."""
     names = [info.path for info in store.list(PART_NOTES) if PART_NOTE_NAME.match(info.path)]
     if not names:
         return {}
     folders = [*RESULT_FOLDERS.values(), ROW_SUMS]
     there = {info.path: FileSeen.of(info) for folder in folders for info in store.list(folder)}
-    wanted = {(span.kind, span.index): span for span in spans}
+    spans_by_key = {(span.kind, span.index): span for span in spans}
     found = {}
     for note in _read(store, names):
-        span = wanted.get((note.kind, note.index))
+        span = spans_by_key.get((note.kind, note.index))
         if span is None or note.layout != layout:
             continue
         part = note.part
@@ -97,7 +99,7 @@ def _read(store: Store, names: list[str]) -> Iterator[PartNote]:
         try:
             return read_json(_NOTE, read_record(store, name), name)
         except (CorruptRun, FileNotFoundError) as error:
-            log.info("a note is left out: %s", error)
+            log.info("ignored an unreadable note: %s", error)
             return None
 
     yield from filter(None, read_ahead(one, names, READ_AT_ONCE, READ_AT_ONCE))

@@ -1,4 +1,4 @@
-"""Writes one file of a result, exactly once, by whichever process and however often it is tried.
+"""Writes one file of a result exactly once, from any process and with any number of tries.
 
 Two finalizers write the same rows under the same names, but another pyarrow version writes them as
 other bytes. So an existing file with the same rows is adopted as it is, and `_SUCCESS` names the
@@ -46,8 +46,8 @@ UNREADABLE = (
     *(pa.ArrowException, OSError, ValueError, LookupError, TypeError),
     RecursionError,
     *(CorruptRun, SourceError),
-)  # what reading a file that is none may raise
-LOOKS = 6  # at one file: each but the last may write it
+)  # errors of reading a file that is not valid Parquet
+LOOKS = 6  # checks of one file, each of which but the last may write it
 SHARDS_AHEAD = 4  # shards whose pieces are read while one is being written
 # Shards of fewer rows share a row group: each costs a reader 0.3 to 1 KB a column, whatever it
 # holds, and a thousandth of the rows in quarantine are 4 of a shard.
@@ -57,11 +57,13 @@ GATHERED = np.array([10_000, 16 << 20])  # rows or bytes at which such a group i
 
 @dataclass(frozen=True)
 class PartTask:
-    """Everything that writing one file takes. `commits` are those of its shards, with only the
-    pieces of its kind, and `starts` the shards' first rows. `numbers` (int64) are the row numbers
-    from the first start on, None if they equal the positions. `schema` leaves out the row number's
-    column. `layout` is the table of the layout that a note must name, None if no note is
-    written."""
+    """Everything that is needed to write one file.
+
+    `commits` are those of its shards, with only the pieces of its kind, and `starts` the shards'
+    first rows. `numbers` (int64) are the row numbers from the first start on, None if they equal
+    the positions. `schema` excludes the row number's column. `layout` is the table of the layout
+    that a note must name, None if no note is written.
+    """
 
     span: PartSpan
     path: str
@@ -78,7 +80,7 @@ class PartTask:
 
 
 def write_part(store: Store, task: PartTask) -> Part:
-    """Write the file, or adopt an existing one with the same rows; verify that it is there.
+    """Write the file, or adopt an existing one with the same rows; verify that it exists.
 
     Raises `CorruptRun` that names a missing or changed piece, or if the run has ended meanwhile;
     errors of the store; StoreError for a full local disk. Safe to call again after any of them, and
@@ -99,19 +101,19 @@ def write_part(store: Store, task: PartTask) -> Part:
 
 
 def _load(store: Store, item: tuple[int, Commit]) -> tuple[int, tuple[str, pa.Table, bytes | None]]:
-    (found,) = read_pieces(store, item[1])
-    return item[0], found
+    (piece,) = read_pieces(store, item[1])
+    return item[0], piece
 
 
 def check_unfinished(store: Store) -> None:
-    """Raise `CorruptRun` if the run has ended: nobody may write a file of its result then."""
+    """Raise `CorruptRun` if the run is finished: its result must not change any more."""
     with suppress(FileNotFoundError):
         store.stat(SUCCESS)
-        raise CorruptRun(f"{store.uri} is finished; nothing is written any more")
+        raise CorruptRun(f"{store.uri} is finished by another process; its result is complete")
 
 
 class _PartFile(PartFiles):
-    """The file of a task, made on the local disk."""
+    """The file of a task, written on the local disk first."""
 
     def __init__(self, store: Store, task: PartTask) -> None:
         super().__init__(store, task.path.rpartition("/")[0], task.span.index)
@@ -123,9 +125,11 @@ class _PartFile(PartFiles):
         self.pool = ThreadPoolExecutor(1)  # sums are made while Parquet is written
 
     def add(self, table: pa.Table, numbers: np.ndarray, piece: bytes | None) -> None:
-        """Add the rows of a shard, with their positions and row numbers (int64), as a row group of
-        their own or, if they are few, together with those of neighbouring shards. `piece` is the
-        Parquet file of the table, if there is one."""
+        """Add the rows of a shard, with their positions and row numbers (int64).
+
+        They become a row group of their own or, if they are few, share one with neighbouring
+        shards. `piece` is the Parquet file of the table, if there is one.
+        """
         schema = self._task.schema
         if table.column_names[0] != POSITION or not table.schema.remove(0).equals(schema):
             piece = None
@@ -167,7 +171,7 @@ class _PartFile(PartFiles):
 
     def _encode(self, file: RowGroupFile, table: pa.Table, numbered: Columns) -> None:
         if not file.append([encoded_columns(table), numbered]):
-            raise CorruptRun(f"{self._task.path}: rows are not of the types that it is to have")
+            raise CorruptRun(f"{self._task.path}: the types of its rows differ from the layout's")
 
     def end(self) -> Part:
         """Store the file and the sums of its rows, and write its note."""
@@ -175,7 +179,7 @@ class _PartFile(PartFiles):
         self._close_gathered()
         if self.rows != task.span.rows or (made := self.finish()) is None:
             raise CorruptRun(
-                f"{task.path} is to hold {task.span.rows} rows, its pieces hold {self.rows}"
+                f"{task.path} needs {task.span.rows} rows, but its pieces have {self.rows}"
             )
         checksum, sums = self._put_sums(made[0])
         first, last = int(self._rows[0][0]), int(self._rows[-1][-1])
@@ -193,7 +197,7 @@ class _PartFile(PartFiles):
         return _fenced(self._store, path, local_path, sums, self._same_rows, self._task.read_back)
 
     def _put_sums(self, part: Part) -> tuple[str, FileInfo]:
-        """Store the sums of the file's rows; return the SHA-256 and the info of what is there."""
+        """Store the row checksums of the file; return SHA-256 and info of the stored file."""
         made, path = self._made(), row_sums_path(part.path)
 
         def same(path: str, local_path: str) -> str | None:
@@ -206,7 +210,7 @@ class _PartFile(PartFiles):
                     misled = any(_misleads(one, rows) for one, rows in _groups(found, told))
                     return None if misled else digest(data)
             except UNREADABLE as error:
-                log.info("%s holds no row sums: %s", path, error)
+                log.info("%s does not hold row checksums: %s", path, error)
                 return None
 
         data = encode([made[0]], [made[1]])
@@ -214,8 +218,7 @@ class _PartFile(PartFiles):
             return _fenced(self._store, path, local_path, Sums.of(data), same)
 
     def _same_rows(self, path: str, local_path: str) -> str | None:
-        """Return the SHA-256 of the stored file if it has this file's rows and schema, else
-        None."""
+        """Return the SHA-256 of the stored file if it has this file's rows and schema."""
         try:
             with self._store.open(path) as stream:
                 checksum = sha256_of(stream)
@@ -227,7 +230,7 @@ class _PartFile(PartFiles):
                     told = footer_figures(footer_at_end(stream))
                     has_rows = _equal(self._made(), _numbers_and_sums(found, told, self._task))
         except UNREADABLE as error:
-            log.info("%s is no part of the result: %s", path, error)
+            log.info("%s is not a valid part of the result: %s", path, error)
             return None
         return checksum if has_rows else None
 
@@ -240,11 +243,10 @@ def _fenced(
     same: Callable[[str, str], str | None],
     read_back: bool = False,
 ) -> tuple[str, FileInfo]:
-    """Put a local file if `path` is free, keep a file with the same rows, and replace one with
-    other rows, tied to the version that was seen. Return the SHA-256 and the info of what is there
-    then.
+    """Put a local file at `path`; return SHA-256 and info of the file that is there then.
 
-    `same` returns the checksum of the existing file if it has the same rows.
+    An existing file with the same rows is kept; one with other rows is replaced, if it is still the
+    version that was read. `same` returns the checksum of the existing file if it has the same rows.
     """
     for _ in range(LOOKS):
         with suppress(FileNotFoundError):  # deleted since it was seen: look again
@@ -278,10 +280,10 @@ def _look(
     if store.stat(path) != seen:  # another writer replaced it while it was read
         return None
     if adopted is not None:
-        log.info("%s is there with the same rows, written in another way: kept", path)
+        log.info("%s already has the same rows in another encoding: kept", path)
         return adopted, seen
     check_unfinished(store)
-    log.warning("%s/%s has other rows than the pieces; replaced", store.uri, path)
+    log.warning("%s/%s had other rows than the pieces: replaced", store.uri, path)
     with _spare(local_path) as copy:
         store.replace_file(path, copy, seen)
     return None
@@ -300,18 +302,20 @@ def _groups(
 
 
 def _misleads(figures: GroupFigures, rows: pa.Table) -> bool:
-    """Return whether the footer gives other figures of a row group than its rows have, by which
-    readers would skip row groups. Other bytes do not matter, so all finalizers judge it alike,
-    whatever their pyarrow version and its row group sizes."""
-    anew = io.BytesIO()
-    pq.write_table(rows, anew, row_group_size=max(1, rows.num_rows))
-    (true,) = footer_figures(footer_of(anew.getbuffer()))
+    """Return whether the footer's figures of a row group contradict its rows.
+
+    Readers would skip row groups because of them. Other bytes do not matter, so that all finalizers
+    agree, whatever their pyarrow version and its row group sizes.
+    """
+    rewritten = io.BytesIO()
+    pq.write_table(rows, rewritten, row_group_size=max(1, rows.num_rows))
+    (true,) = footer_figures(footer_of(rewritten.getbuffer()))
     if figures.rows != true.rows or len(figures.columns) != len(true.columns):
         return True
     return any(
-        theirs[name] != own[name]  # one may know figures of types of which the other knows none
-        for theirs, own in zip(figures.columns, true.columns, strict=True)
-        for name in theirs.keys() & own.keys()
+        stated[name] != actual[name]  # each may lack figures that the other has
+        for stated, actual in zip(figures.columns, true.columns, strict=True)
+        for name in stated.keys() & actual.keys()
     )
 
 

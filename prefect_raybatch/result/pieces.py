@@ -20,21 +20,23 @@ def check_commit(commit: Commit, rows: int) -> None:
     """Raise `CorruptRun` that names the shard unless a commit's positions and pieces add up."""
     held = disjoint((commit.good, commit.failed, commit.skipped))
     if held != Positions.spans((0, rows)):
-        raise CorruptRun(f"the commit of shard {commit.shard} does not hold its {rows} rows once")
+        raise CorruptRun(
+            f"the commit of shard {commit.shard} does not have each of {rows} rows once"
+        )
     for kind, positions in (("data", commit.good), ("quarantine", commit.failed)):
         pieces = [piece for piece in commit.pieces if piece.kind == kind]
         named = disjoint(piece.positions for piece in pieces)
         if named != positions or sum(piece.rows for piece in pieces) != len(positions):
             raise CorruptRun(
-                f"the commit of shard {commit.shard} names {kind} pieces of other rows"
+                f"the commit of shard {commit.shard} names {kind} pieces with other rows"
             )
 
 
 def read_pieces(store: Store, commit: Commit) -> Iterator[tuple[str, pa.Table, bytes | None]]:
-    """Yield (kind, table sorted by position, the Parquet file that is exactly this table, if any)
-    of a commit's pieces; check size, hash and positions.
+    """Yield (kind, table sorted by position, its Parquet file if any) of a commit's pieces.
 
-    Raises `CorruptRun` that names the piece and, for a faulty row, its position.
+    Checks size, hash and positions; the Parquet file holds exactly the table. Raises `CorruptRun`
+    that names the piece and, for a faulty row, its position.
     """
     for kind in KINDS:
         pieces = [p for p in commit.pieces if p.kind == kind]
@@ -44,18 +46,17 @@ def read_pieces(store: Store, commit: Commit) -> Iterator[tuple[str, pa.Table, b
         data, table = files[0] if len(files) == 1 else (None, pa.concat_tables(t for _, t in files))
         if (np.diff(table[POSITION].to_numpy()) < 0).any():
             data, table = None, table.sort_by(POSITION)
-        wanted = commit.good if kind == "data" else commit.failed
-        if (said := _other_positions(table, wanted)) is not None:
+        expected = commit.good if kind == "data" else commit.failed
+        if (actual := _other_positions(table, expected)) is not None:
             raise CorruptRun(
-                f"shard {commit.shard}: its {kind} pieces hold positions {said}, the commit says "
-                f"{wanted.said()}"
+                f"shard {commit.shard}: its {kind} pieces hold positions {actual}, the commit says "
+                f"{expected.said()}"
             )
         yield kind, table, data
 
 
 def read_piece(store: Store, shard: int, piece: Piece) -> pa.Table:
-    """Return one piece after checking size, checksum and row count; raise `CorruptRun` that names
-    it."""
+    """Return one piece; raise `CorruptRun` if its size, checksum or row count is wrong."""
     return checked_piece(store, shard, piece)[1]
 
 
@@ -65,14 +66,14 @@ def checked_piece(store: Store, shard: int, piece: Piece) -> tuple[bytes, pa.Tab
     try:
         data = store.read(path)
     except FileNotFoundError:
-        raise CorruptRun(f"{path}, which shard {shard} is committed with, is missing") from None
+        raise CorruptRun(f"{path}, a piece of committed shard {shard}, is missing") from None
     if len(data) != piece.bytes or digest(data) != piece.sha256:
         raise CorruptRun(
             f"{path} (shard {shard}) is not what was committed: {len(data)} bytes, committed "
             f"{piece.bytes}, or other contents; it held positions {piece.positions.said()}"
         )
-    # Several are read at once: more threads for one would only cost, here a third of the CPU time;
-    # read_table, made for data sets, takes nearly twice that of the file by itself.
+    # Several pieces are read at once: more threads for each would cost a third more CPU time.
+    # `read_table`, made for data sets, takes nearly twice the time.
     with pq.ParquetFile(pa.BufferReader(data), pre_buffer=False) as file:
         table = file.read(use_threads=False)
     check_types(table.schema, path)
@@ -81,10 +82,10 @@ def checked_piece(store: Store, shard: int, piece: Piece) -> tuple[bytes, pa.Tab
     return data, table
 
 
-def _other_positions(table: pa.Table, wanted: Positions) -> str | None:
-    """Describe the positions that a table holds, or return None if they are the wanted ones."""
+def _other_positions(table: pa.Table, expected: Positions) -> str | None:
+    """Describe the positions in a table; None if they are the expected ones."""
     try:
-        found = Positions.of(table[POSITION].to_numpy())
+        actual = Positions.of(table[POSITION].to_numpy())
     except ValueError as error:
-        return f"that are none: {error}"
-    return None if found == wanted else found.said()
+        return f"that are invalid ({error})"
+    return None if actual == expected else actual.said()

@@ -1,4 +1,4 @@
-"""Removes what killed attempts left in a run directory, and nothing that may still count.
+"""Removes leftovers of killed attempts from a run directory, and nothing that may still count.
 
 Nobody can tell from outside whether a driver is dead or only suspended, so age alone never decides
 about a piece. It is removed once its shard's commit names others, or once the run is finished: then
@@ -49,10 +49,10 @@ REAPED_KINDS = {
     "snapshots": "copies of the input that the plan does not name",
     "tables": "tables that the plan does not name",
     "probes": "probes of the store",
-    "unfinished": "writes that were cut off",
-    "partials": "partial results whose writing was cut off",
-    "notes": "notes of files of the result, of use until it is whole",
-    "answers": "raw answers that are kept no longer (output.keep_answers)",
+    "unfinished": "interrupted writes",
+    "partials": "interrupted partial results",
+    "notes": "notes about files of a result that is complete",
+    "answers": "raw answers past their retention (output.keep_answers)",
 }
 _TABLE = re.compile(
     r"(shards|files|numbers|uris|places|weights|layout|parts|manifest)-[0-9a-f]{16}\.parquet\Z"
@@ -62,8 +62,10 @@ _PROBE = re.compile(r"_probe-[^/]+/")
 
 @dataclass
 class Reaped:
-    """Files and bytes that were removed (or would be), by kind; see `REAPED_KINDS`. The bytes of
-    incomplete multipart uploads are unknown and count as 0."""
+    """Files and bytes that were removed (or would be), by kind; see `REAPED_KINDS`.
+
+    The bytes of incomplete multipart uploads are unknown and count as 0.
+    """
 
     run: str
     dry_run: bool
@@ -119,8 +121,7 @@ def orphans(
     plan: Plan,
     on_kept: Callable[[FileInfo], None] = lambda info: None,
 ) -> Iterator[FileInfo]:
-    """Yield pieces that can never become part of the result; call `on_kept` for those that still
-    may.
+    """Yield pieces that can never become part of the result; call `on_kept` for the others.
 
     Raises `CorruptRun` before the first one if the result made from them is missing.
     """
@@ -128,13 +129,13 @@ def orphans(
     pieces = (info for info in ledger.store.list(PIECES) if PIECE_NAME.match(info.path))
     success = ledger.finished(plan)
     if success is None or not success.compact:
-        # Pieces first: one that appears later is not looked at, and commits only ever grow.
+        # Pieces first: later ones are not looked at, and commits only ever grow.
         pieces = list(pieces)
         success = ledger.finished(plan)
         if not pieces:
             return
     if success is not None and success.compact:
-        for number, info in enumerate(pieces):  # the result has all of them
+        for number, info in enumerate(pieces):  # the result has all their rows
             if not number:
                 check_parts(ledger.store, success.parts)
             yield info
@@ -163,8 +164,11 @@ def ended_notes(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
 
 
 def answers_by_row(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
-    """Yield files of answers in row order that nobody reads: all of a finished run, otherwise those
-    that no record names while those of another attempt are named."""
+    """Yield files of answers in row order that nothing reads any more.
+
+    These are all files of a finished run, otherwise those of attempts that the record does not
+    name.
+    """
     if plan.increment is None:
         return
     ended = ledger.finished(plan) is not None
@@ -175,9 +179,11 @@ def answers_by_row(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
 
 
 def _cut_off_partials(store: Store) -> Iterator[FileInfo]:
-    """Yield files of partial results without a record, which nobody opens; complete ones stay."""
+    """Yield files of partial results without a record; complete partial results stay."""
     found = list(store.list(PARTIAL_FOLDER))
-    whole = set(partial_names(store))  # listed after the files: one that was ended since is whole
+    whole = set(
+        partial_names(store)
+    )  # listed after the files, since one may be completed meanwhile
     for info in found:
         name = info.path.split("/")[1]
         if PARTIAL_NAME.match(name) and name not in whole:
@@ -193,8 +199,7 @@ def _snapshots(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
 
 
 def _answers(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
-    """Yield the files of raw answers whose retention is over, then their record, without which
-    nobody reuses them."""
+    """Yield the files of raw answers whose retention has ended, then their record."""
     if plan.increment is None or ledger.finished(plan) is None:
         return
     found = read_answers(ledger.store)
@@ -210,14 +215,14 @@ def _tables(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
     named = plan.tables
     named |= set(increment.tables) if increment is not None else set()
     layout, success = read_layout(ledger, plan), ledger.finished(plan)
-    # Whose record is not there yet may be about to be named.
-    going = ("layout-",) * (layout is None) + ("parts-", "manifest-") * (success is None)
+    # Tables whose record does not exist yet may be about to be named.
+    pending = ("layout-",) * (layout is None) + ("parts-", "manifest-") * (success is None)
     named |= {layout[0].table} if layout is not None else set()
-    told = (success.manifest, success.parts_table) if success is not None else ()
-    named |= {name for name in told if name is not None}
+    tables = (success.manifest, success.parts_table) if success is not None else ()
+    named |= {name for name in tables if name is not None}
     for info in ledger.store.list(TABLES, recursive=False):
         name = info.path.rpartition("/")[2]
-        if _TABLE.match(name) and name not in named and not name.startswith(going):
+        if _TABLE.match(name) and name not in named and not name.startswith(pending):
             yield info
 
 

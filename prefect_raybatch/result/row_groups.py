@@ -1,4 +1,4 @@
-"""Assembles row groups of Parquet files from their encoded bytes, without encoding again.
+"""Assembles row groups of Parquet files from encoded bytes, without encoding them again.
 
 The pieces of a run are Parquet already, compressed by its workers. Encoding their rows again would
 be two thirds of the cost of finalize, with the same result.
@@ -29,7 +29,6 @@ from prefect_raybatch.result.parquet_footer import (
 )
 
 _CHILDREN = 5  # of a SchemaElement, if it has any
-_FIRST = (ColumnField.FIRST_PAGE, ColumnField.DICTIONARY_PAGE)  # which of them is there
 _PAGES = (ColumnField.FIRST_PAGE, ColumnField.INDEX_PAGE, ColumnField.DICTIONARY_PAGE)
 
 
@@ -66,8 +65,11 @@ class RowGroupFile:
         self._file.write(MAGIC)
 
     def append(self, sources: Sequence[Columns]) -> bool:
-        """Add the columns of all sources, side by side, as one row group. Return False, without
-        writing anything, if they are not those of the schema or have not one row group each."""
+        """Add the columns of all sources, side by side, as one row group.
+
+        Return False, without writing anything, if they differ from the schema or if a source does
+        not have exactly one row group.
+        """
         footers = [footer_of(source.data) for source in sources]
         elements, chunks, rows = [], [], set[int]()
         for source, footer in zip(sources, footers, strict=True):
@@ -103,29 +105,29 @@ class RowGroupFile:
             self._file.write(encoded(footer))
 
     def _add(self, chunks: Sequence[tuple[bytes, ThriftFields]], rows: int) -> None:
-        begin, made, size = self._file.tell(), [], 0
+        begin, columns, size = self._file.tell(), [], 0
         for data, chunk in chunks:
-            told = chunk[ChunkField.META][1]
+            metadata = chunk[ChunkField.META][1]
             start = min(
-                told[n][1]
+                metadata[n][1]
                 for n in (ColumnField.FIRST_PAGE, ColumnField.DICTIONARY_PAGE)
-                if n in told
+                if n in metadata
             )
-            stored = told[ColumnField.STORED][1]
+            stored = metadata[ColumnField.STORED][1]
             shift = self._file.tell() - start
             self._file.write(memoryview(data)[start : start + stored])
-            moved = {n: field for n, field in told.items() if n not in ColumnField.BLOOM}
+            moved = {n: field for n, field in metadata.items() if n not in ColumnField.BLOOM}
             for n in _PAGES:
                 if n in moved:
                     moved[n] = integer(moved[n][1] + shift)
             kept = {n: field for n, field in chunk.items() if n not in ChunkField.PAGE_INDEX}
-            kept[ChunkField.OFFSET] = integer(0)  # deprecated, to be 0
+            kept[ChunkField.OFFSET] = integer(0)  # deprecated, must be 0
             kept[ChunkField.META] = (chunk[ChunkField.META][0], moved)
-            made.append(kept)
-            size += told[ColumnField.SIZE][1]
+            columns.append(kept)
+            size += metadata[ColumnField.SIZE][1]
         self._groups.append(
             {
-                GroupField.COLUMNS: structs(made),
+                GroupField.COLUMNS: structs(columns),
                 GroupField.SIZE: integer(size),
                 GroupField.ROWS: integer(rows),
                 GroupField.OFFSET: integer(begin),

@@ -1,5 +1,4 @@
-"""The rows of a finished run with their numbers, from its files or, without compaction, from its
-pieces."""
+"""Reads the rows of a finished run, with their numbers, from its files or its pieces."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import hashlib
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +28,7 @@ Rows = tuple[str, str, np.ndarray]  # data, quarantine or left out; the file; nu
 
 
 def rows_of_member(member: Member) -> Iterator[Rows]:
-    """Yield the numbers of all rows of a run, by the file that holds them.
+    """Yield the numbers of all rows of a run, by file.
 
     Reads only the row numbers of each file; checksums are for `verify`. Rows left out by
     postprocess, and all rows of a run without compaction, are known from the commits. Raises
@@ -56,8 +55,7 @@ def rows_of_member(member: Member) -> Iterator[Rows]:
 
 
 def quarantine_of(member: Member, columns: list[str]) -> Iterator[tuple[str, np.ndarray, pa.Table]]:
-    """Yield (file, row numbers, `columns`) of the failed rows of a finished run, in order of row
-    number.
+    """Yield (file, row numbers, `columns`) of a finished run's failed rows, by row number.
 
     Downloads each file to the local disk and compares it with the checksum that finalize recorded.
     Memory: one batch, or without compaction one shard. Raises `CorruptRun` that names a faulty
@@ -66,9 +64,9 @@ def quarantine_of(member: Member, columns: list[str]) -> Iterator[tuple[str, np.
     if _compact(member):
         for part in _parts(member, "quarantine"):
             with _opened(member, part, check=True) as (parquet, name):
-                wanted = [name, *columns]
+                read_columns = [name, *columns]
                 for batch in parquet.iter_batches(
-                    _batch_rows(parquet), columns=wanted, use_threads=False
+                    _batch_rows(parquet), columns=read_columns, use_threads=False
                 ):
                     table = pa.Table.from_batches([batch])
                     rows = table[name].to_numpy().astype(np.int64)
@@ -89,8 +87,10 @@ def quarantine_of(member: Member, columns: list[str]) -> Iterator[tuple[str, np.
 def numbered_rows(
     member: Member, kind: str, fault: Callable[[str], None]
 ) -> Iterator[tuple[np.ndarray, pa.Table]]:
-    """Yield (row numbers, other columns) of a finished run's rows of a kind, in batches, from the
-    files whose checksum is as finalize recorded; call `fault` for the others."""
+    """Yield batches (row numbers, other columns) of a finished run's rows of one kind.
+
+    Reads the files whose checksum is as finalize recorded; calls `fault` for the others.
+    """
     for part in _parts(member, kind):
         try:
             with _opened(member, part, check=True) as (parquet, name):
@@ -102,8 +102,7 @@ def numbered_rows(
 
 
 def data_schema(member: Member) -> pa.Schema:
-    """Return the columns of a finished run's answered rows; only the row number if there are
-    none."""
+    """Return the schema of a finished run's answered rows; only the row number if it has none."""
     for part in _parts(member, "data"):
         with _opened(member, part, check=False) as (parquet, _):
             return parquet.schema_arrow.remove_metadata()
@@ -112,8 +111,11 @@ def data_schema(member: Member) -> pa.Schema:
 
 
 def data_of(member: Member) -> Iterator[pa.RecordBatch]:
-    """Yield the answered rows of a finished run in order of row number, from files whose checksum
-    is as finalize recorded. Memory: one batch; the local disk holds one file."""
+    """Yield the answered rows of a finished run in order of row number.
+
+    Raises `CorruptRun` for a file whose checksum is not as finalize recorded. Memory: one batch;
+    the local disk holds one file.
+    """
     schema = None
     for part in _parts(member, "data"):
         with _opened(member, part, check=True) as (parquet, _):
@@ -143,14 +145,14 @@ def _parts(member: Member, kind: str) -> list[Part]:
 
 
 @contextmanager
-def _opened(member: Member, part: Part, check: bool) -> Iterator[tuple[Any, str]]:
+def _opened(member: Member, part: Part, check: bool) -> Iterator[tuple[pq.ParquetFile, str]]:
     """Yield (Parquet file, name of its row number column) of a part of the result."""
     row_number = member.summary.row_number if member.summary else "_row"
     uri = f"{member.ledger.store.uri}/{part.path}"
     with tempfile.TemporaryFile(prefix="raybatch-") as local:
         try:
             with member.ledger.store.open(part.path) as stream, reading_parquet(uri):
-                source: Any = stream
+                source: IO[bytes] = stream
                 if check:
                     _fetch(stream, local, part, uri)
                     source = local
@@ -165,19 +167,21 @@ def _opened(member: Member, part: Part, check: bool) -> Iterator[tuple[Any, str]
 
 @contextmanager
 def reading_parquet(uri: str) -> Iterator[None]:
-    """Raise `CorruptRun` that names `uri` for pyarrow errors about a damaged Parquet file; errors
-    of disk and network propagate."""
+    """Convert pyarrow errors about a damaged Parquet file to `CorruptRun` that names `uri`.
+
+    Errors of disk and network propagate.
+    """
     try:
         yield
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # pyarrow's, of pages and footers, have no number
+            raise  # pyarrow's errors about pages and footers have no errno
         raise CorruptRun(
-            f"{uri} is no readable Parquet, so it is not what finalize wrote: {error}"
+            f"{uri} is not readable Parquet, so it has changed since finalize wrote it: {error}"
         ) from None
 
 
-def _fetch(stream: Any, local: Any, part: Part, uri: str) -> None:
+def _fetch(stream: IO[bytes], local: IO[bytes], part: Part, uri: str) -> None:
     hashed = hashlib.sha256()
     while chunk := stream.read(CHUNK):
         hashed.update(chunk)
@@ -186,12 +190,12 @@ def _fetch(stream: Any, local: Any, part: Part, uri: str) -> None:
     if hashed.hexdigest() != part.sha256:
         raise CorruptRun(
             f"{uri} is not what finalize wrote, so its rows cannot be trusted; restore the file "
-            "(raybatch verify names all that is wrong)"
+            "(raybatch verify lists all faults)"
         )
     local.seek(0)
 
 
-def _batch_rows(parquet: Any) -> int:
+def _batch_rows(parquet: pq.ParquetFile) -> int:
     metadata = parquet.metadata
     groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
     row_bytes = max((g.total_byte_size / max(1, g.num_rows) for g in groups), default=1.0)

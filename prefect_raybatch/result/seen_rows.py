@@ -13,7 +13,7 @@ from threading import Lock
 import numpy as np
 
 WINDOW_ROWS = 1 << 30  # rows; 128 MiB
-BLOCK_ROWS = 1 << 20  # rows that are unpacked at once
+BLOCK_ROWS = 1 << 20  # rows unpacked at once
 ALL = 0xFF
 
 

@@ -1,5 +1,4 @@
-"""The first pass of finalize, over the commits alone: they must hold each planned row once, and
-they determine which rows are in which file of the result."""
+"""The first pass of finalize: checks and counts the commits, and lays out the files."""
 
 from __future__ import annotations
 
@@ -33,13 +32,12 @@ from prefect_raybatch.result.parts import check_unfinished
 from prefect_raybatch.result.pieces import check_commit, read_pieces
 from prefect_raybatch.words import are, counted
 
-NOWHERE, NO_STATS = Positions(), ShardStats()  # shared, since many commits are held at a time
+_NO_POSITIONS, _NO_STATS = Positions(), ShardStats()  # shared: many commits are in memory at once
 
 
 @dataclass(frozen=True)
 class Survey:
-    """Totals over all commits of a run. `pieces` are in input order, and only there if asked
-    for."""
+    """Totals over all commits of a run; `pieces` are in input order, and only filled on request."""
 
     listing: Listing
     tally: Tally
@@ -48,10 +46,10 @@ class Survey:
 
 
 def survey(ledger: Ledger, plan: Plan, shards: Shards, pieces: bool) -> Survey:
-    """Read and check the commits of all shards. Raises `IncompleteRun` if some are missing, and
-    `CorruptRun` if they do not hold each planned row once.
+    """Read and check the commits of all shards.
 
-    Memory: four numbers per shard, and with `pieces` a row for each.
+    Raises `IncompleteRun` if some are missing, and `CorruptRun` if they do not hold each planned
+    row once. Memory: four numbers per shard, and with `pieces` a row for each.
     """
     listing = ledger.listing(plan)
     if not listing.done.all():
@@ -62,7 +60,7 @@ def survey(ledger: Ledger, plan: Plan, shards: Shards, pieces: bool) -> Survey:
         )
     found = survey_committed(ledger, plan, shards, listing, pieces)
     if found.tally.rows != plan.rows:
-        raise CorruptRun(f"commits hold {found.tally.rows} rows, the plan {plan.rows}")
+        raise CorruptRun(f"the commits have {found.tally.rows} rows, the plan has {plan.rows}")
     return found
 
 
@@ -86,23 +84,23 @@ def survey_committed(
 def layout_of(
     ledger: Ledger, plan: Plan, found: Survey, row_number: str, file_bytes: int
 ) -> tuple[PartLayout, tuple[PartSpan, ...]]:
-    """Return the layout of the result: the one that is recorded, or else this one, recorded."""
+    """Return the recorded layout of the result; record one if there is none."""
     if (there := read_layout(ledger, plan)) is not None:
         return _checked(there, found, row_number)
     made, spans = chosen_layout(ledger, plan, found, row_number, file_bytes)
     check_unfinished(ledger.store)
     put_layout(ledger, made, spans)
     if (there := read_layout(ledger, plan)) is None:
-        raise CorruptRun(f"{LAYOUT} was there and is gone; run the same command again")
+        raise CorruptRun(f"{LAYOUT} was deleted after it was written; run the same command again")
     return _checked(there, found, row_number)
 
 
 def chosen_layout(
     ledger: Ledger, plan: Plan, found: Survey, row_number: str, file_bytes: int
 ) -> tuple[PartLayout, tuple[PartSpan, ...]]:
-    """Return the layout that the rule derives from these commits, without recording it."""
+    """Return the layout that follows from these commits, without recording it."""
     spans = choose_spans(found.sums, file_bytes)
-    kinds = sorted(_kinds(spans))  # of a set each process has an order of its own
+    kinds = sorted(_kinds(spans))  # the order of a set differs between processes
     schemas = {kind: encode_schema(_schema(ledger, plan, found, kind)) for kind in kinds}
     name = layout_table(spans)
     return PartLayout(plan.hash, WHOLE_SHARDS, file_bytes, row_number, schemas, name), spans
@@ -114,7 +112,7 @@ def _checked(
     layout, spans = there
     check_spans(spans, found.sums)
     if layout.row_number != row_number or layout.schemas.keys() != _kinds(spans):
-        raise CorruptRun(f"{LAYOUT} names other columns than the plan and the commits")
+        raise CorruptRun(f"{LAYOUT} and the plan or the commits have different columns")
     return there
 
 
@@ -131,16 +129,17 @@ def _schema(ledger: Ledger, plan: Plan, found: Survey, kind: str) -> pa.Schema:
 
 
 def bare(commit: Commit, kind: str) -> Commit:
-    """Return the commit with only what reading its pieces of one kind takes."""
+    """Return the commit with only what is needed to read its pieces of one kind."""
     pieces = tuple(piece for piece in commit.pieces if piece.kind == kind)
-    good, failed = (commit.good, NOWHERE) if kind == "data" else (NOWHERE, commit.failed)
+    good, failed = commit.good, commit.failed
+    good, failed = (good, _NO_POSITIONS) if kind == "data" else (_NO_POSITIONS, failed)
     return replace(
         commit,
         good=good,
         failed=failed,
-        skipped=NOWHERE,
+        skipped=_NO_POSITIONS,
         pieces=pieces,
-        stats=NO_STATS,
+        stats=_NO_STATS,
         failures={},
         where={},
     )

@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
@@ -37,17 +36,17 @@ from prefect_raybatch.storage import Store, read_ahead
 from prefect_raybatch.words import are, counted
 
 MOST_NAMED = 20  # faults listed one by one
-NOT_FINISHED = "not finished"  # the beginning of what is said of a run without _SUCCESS
-COMMITS_SAID = "the commits"  # the place of rows that were left out
+NOT_FINISHED = "not finished"  # first words of the finding about a run without _SUCCESS
+COMMIT_RECORDS = "the commits"  # the place of rows that were left out
 
 
 @dataclass
 class Verdict:
-    """The findings. `ok` is True only for a finished run whose every row is there once.
+    """The findings. `ok` is True only for a finished run that has every row exactly once.
 
-    Orphans are pieces that no commit names. They are no fault, because nobody reads them; in an
+    Orphans are pieces that no commit names. They are not a fault: nothing reads them, and in an
     unfinished run a live driver may still commit them. Strays are unexpected files among the
-    commits, which are no fault either.
+    commits, which are not a fault either.
     """
 
     run: str
@@ -68,17 +67,19 @@ class Verdict:
     def ok(self) -> bool:
         return self.finished and not self.faults
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return {**self.__dict__, "ok": self.ok}
 
 
 def verify(store: Store) -> Verdict:
-    """Check a run directory: each row, and everything that a later run depends on. Raises
-    `NoSuchRun` without a plan, and `CorruptRun` only for an unreadable plan or for a `_SUCCESS` of
-    another plan."""
+    """Check each row of a run, and everything that a later run depends on.
+
+    Raises `NoSuchRun` without a plan, and `CorruptRun` only for an unreadable plan or for a
+    `_SUCCESS` of another plan.
+    """
     ledger = Ledger(store)
     plan = need_plan(ledger)
-    # Not by `finished`, which stops at the first part that does not fit.
+    # Not `finished`, which stops at the first wrong part.
     success = read_success(store, plan)
     found = Verdict(store.uri, success is not None, plan.rows, shards=plan.shards)
     check_tables(ledger, plan, success, partial(_fault, found))
@@ -88,11 +89,11 @@ def verify(store: Store) -> Verdict:
     except CorruptRun as error:
         if not found.faults:
             _fault(found, str(error))
-        return found  # without them no row can be told from another
+        return found  # without them rows cannot be identified
     listing = ledger.listing(plan)
     found.committed_shards, found.strays = int(listing.done.sum()), listing.strays
     compact = success is not None and success.compact
-    # Listed after the commits: a piece is there before its commit is.
+    # Listed after the commits, because a piece is written before its commit.
     pieces = {info.path: info.size for info in store.list(PIECES)}
     seen = SeenRows(plan.rows, MOST_NAMED + 1)
     checked = None if compact else pieces
@@ -151,11 +152,11 @@ def _commits(
     pieces: dict[str, int] | None,
     seen: SeenRows | None,
 ) -> None:
-    """Check each commit; rows left out by postprocess are known from the commits alone.
+    """Check each commit, and the pieces that it names.
 
-    `pieces` (path to bytes) are the existing pieces; they are checked too, and removed from it as
-    commits name them. It is None if they have become the result; then rows that commits left out
-    are added to `seen`.
+    `pieces` maps the path of each existing piece to its size; those that commits name are removed
+    from it. It is None if the result was made from them; then the rows left out by postprocess,
+    which only commits record, are added to `seen`.
     """
     left_out = LeftOut()
 
@@ -193,13 +194,13 @@ def _check_pieces(
         if size != piece.bytes:
             whole = False
             what = "is missing" if size is None else f"has {size} bytes, not {piece.bytes}"
-            held = piece.positions.ranges
-            named = (numbers.name(start + a, start + b) for a, b in held[:5])
-            spans = ", ".join(name.removeprefix("rows ") for name in named)
+            ranges = piece.positions.ranges
+            names = (numbers.name(start + a, start + b) for a, b in ranges[:5])
+            spans = ", ".join(name.removeprefix("rows ") for name in names)
             _fault(
                 found,
-                f"{path}, which shard {commit.shard} is committed with, {what}; it held rows "
-                f"{spans}{' and more' if len(held) > 5 else ''}",
+                f"{path}, a piece of committed shard {commit.shard}, {what}; it held rows "
+                f"{spans}{' and more' if len(ranges) > 5 else ''}",
             )
     if whole:
         for kind, table, _ in read_pieces(store, commit):
@@ -212,16 +213,14 @@ def _note_orphans(pieces: dict[str, int], found: Verdict) -> None:
 
 
 class LeftOut:
-    """Collects rows that commits left out over many shards, because adding them one by one is
-    slow."""
+    """Collects left-out rows of many commits, because adding them one by one is slow."""
 
     def __init__(self) -> None:
         self._parts: list[np.ndarray] = []
         self._rows = 0
 
     def take(self, start: int, commit: Commit) -> np.ndarray | None:
-        """Add the rows of this commit, whose shard begins at `start`; return the collected rows
-        once they are many."""
+        """Add the rows of a commit whose shard begins at `start`; return all once they are many."""
         if commit.skipped:
             self._parts.append(start + commit.skipped.numbers)
             self._rows += len(commit.skipped)
@@ -233,7 +232,7 @@ class LeftOut:
         return rows
 
 
-TakeFrom = Callable[[str, np.ndarray], None]  # the place, ascending positions of rows that it has
+TakeFrom = Callable[[str, np.ndarray], None]  # a place, and the ascending positions of its rows
 
 
 class _Files:
@@ -270,13 +269,13 @@ class _Files:
         def known(rows: np.ndarray) -> None:
             positions, unknown = self.numbers.positions(rows)
             if len(unknown):
-                fault(f"{path}: row {unknown[0]} is none of the rows this run retries")
+                fault(f"{path}: row {unknown[0]} is not one of the rows that this run retries")
             low, high = np.searchsorted(positions, [0, self.numbers.rows]).tolist()
             if high < len(positions):
                 planned = counted(self.numbers.rows, "row")
                 fault(f"{path}: row {positions[-1]} is beyond the planned {planned}")
             if low:
-                fault(f"{path}: row {positions[0]} is no row of the run")
+                fault(f"{path}: row {positions[0]} is not a row of the run")
             take(path, positions[low:high])
 
         part = self.parts[path]
@@ -292,17 +291,16 @@ def _places(
     for commit in ledger.commits(plan, listing, on_fault=lambda error: None):
         rows = left_out.take(shards[commit.shard].start, commit)
         if rows is not None:
-            take(COMMITS_SAID, rows)
-    take(COMMITS_SAID, left_out.rest())
+            take(COMMIT_RECORDS, rows)
+    take(COMMIT_RECORDS, left_out.rest())
     files.again(take)
 
 
 def _prove(
     seen: SeenRows, numbers: RowNumbers, found: Verdict, places: Callable[[TakeFrom], None]
 ) -> None:
-    """Check that each row was seen once; report the first that were not, and where duplicates
-    are."""
-    said = [
+    """Check that each row was seen once; report the first missing rows and places of duplicates."""
+    findings = [
         (start, f"{numbers.name(start, stop)} are missing")
         for start, stop in islice(seen.gaps(), MOST_NAMED + 1)
     ]
@@ -317,8 +315,8 @@ def _prove(
         places(note)
         for row, names in holders.items():
             number = numbers.of(np.array([row]))[0]
-            said.append((row, f"row {number} is in both {' and '.join(names)}"))
-    for _, text in sorted(said):
+            findings.append((row, f"row {number} is in both {' and '.join(names)}"))
+    for _, text in sorted(findings):
         _fault(found, text)
 
 

@@ -1,4 +1,4 @@
-"""Verifies a run together with the runs that retry its failed rows: each row in exactly one place.
+"""Verifies a run together with its retry runs: each row is in exactly one place.
 
 Each run is verified by itself first. Then every row of the root must be found once: in the data of
 some run, among the rows some run left out, or in a quarantine from which no run has retried it.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 
@@ -22,8 +21,7 @@ from prefect_raybatch.storage import Store
 
 @dataclass
 class Link:
-    """One run of a chain. `quarantined` counts all its failed rows, `retried` those that its
-    children took over."""
+    """One run of a chain; `quarantined` counts all its failed rows, `retried` those retried."""
 
     run_key: str
     parent: str | None
@@ -37,7 +35,7 @@ class Link:
 
 @dataclass
 class ChainVerdict:
-    """The findings. `ok`: every run is finished and verified, and every row is in one place."""
+    """The findings; `ok` if every run is finished and verified, and every row is in one place."""
 
     run: str
     rows: int
@@ -54,14 +52,14 @@ class ChainVerdict:
 
     @property
     def quarantined(self) -> int:
-        """Return the failed rows that no run has taken over."""
+        """Return the number of failed rows that no run has retried."""
         return sum(link.quarantined - link.retried for link in self.runs)
 
     @property
     def skipped(self) -> int:
         return sum(link.skipped for link in self.runs)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         sums = {"data": self.data, "quarantined": self.quarantined, "skipped": self.skipped}
         return {
             "ok": self.ok,
@@ -80,7 +78,7 @@ class ChainVerdict:
 
 
 def verify_chain(root: Store, key: str) -> ChainVerdict:
-    """Verify the chain that run `key` below `root` belongs to, from its first run to its last.
+    """Verify the chain of runs that run `key` below `root` belongs to.
 
     Memory: four bytes per row of the input, and eight per row that failed or was retried. Raises
     `CorruptRun` if the run or one of its ancestors has no readable plan.
@@ -144,13 +142,14 @@ def _member(
     where: _Where,
     found: ChainVerdict,
 ) -> int:
-    """Note where the rows of a finished run are; return how many failed rows its children took
-    over."""
+    """Note where the rows of a finished run are; return how many failed rows were retried."""
     children = [child.key for child in family.children(member.key)]
-    for one, other in combinations(children, 2):
-        both = np.intersect1d(taken[one], taken[other], assume_unique=True)
+    for first, second in combinations(children, 2):
+        both = np.intersect1d(taken[first], taken[second], assume_unique=True)
         if len(both):
-            found.fault(f"{name_rows(both)} of {member.key} are retried by both {one} and {other}")
+            found.fault(
+                f"{name_rows(both)} of {member.key} are retried by both {first} and {second}"
+            )
     every = np.unique(np.concatenate([np.zeros(0, np.int64), *(taken[key] for key in children)]))
     failed = [np.zeros(0, np.int64)]
     try:
@@ -164,16 +163,17 @@ def _member(
         return 0
     in_quarantine = np.sort(np.concatenate(failed))
     for key in children:
-        odd = taken[key][~among(in_quarantine, taken[key])]
-        if len(odd):
+        unexpected = taken[key][~among(in_quarantine, taken[key])]
+        if len(unexpected):
             found.fault(
-                f"{key} retries {name_rows(odd)}, which are not in the quarantine of {member.key}"
+                f"{key} retries {name_rows(unexpected)}, which are not in the quarantine of "
+                f"{member.key}"
             )
     return int(among(every, in_quarantine).sum())
 
 
 class _Where:
-    """The file of each row of the root's input: the file's number, 0 for none yet."""
+    """The number of the file that holds each row of the root's input; 0 for none yet."""
 
     def __init__(self, found: ChainVerdict):
         self.found = found
@@ -198,11 +198,11 @@ class _Where:
         self.file[numbers] = len(self.names) - 1
 
     def all_there(self, rows: int) -> None:
-        lacking = np.flatnonzero(self.file == 0)
-        if len(lacking):
-            self.found.fault(f"{name_rows(lacking)} are in no run")
+        missing = np.flatnonzero(self.file == 0)
+        if len(missing):
+            self.found.fault(f"{name_rows(missing)} are in no run")
 
 
 def _more(flags: np.ndarray) -> str:
-    rest = int(np.count_nonzero(flags)) - 1
-    return f" ({rest:,} more rows likewise)" if rest else ""
+    others = int(np.count_nonzero(flags)) - 1
+    return f", and so are {others:,} more rows" if others else ""

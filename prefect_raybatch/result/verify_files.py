@@ -1,10 +1,10 @@
-"""Compares the files of a result with what finalize recorded; names the file and the rows."""
+"""Compares the files of a result with what finalize recorded; names changed files and rows."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -25,19 +25,21 @@ TakeRows = Callable[[np.ndarray], None]
 
 
 def present(store: Store, folder: str, parts: Mapping[str, Part], fault: Fault) -> list[str]:
-    """Return the files of a folder that `parts` names and that exist, in order."""
+    """Return the existing files of a folder that `parts` names, in order; report all others."""
     there = {info.path for info in store.list(folder)}
     named = {path: part for path, part in parts.items() if path.startswith(f"{folder}/")}
     for path in sorted(set(named) - there):
         fault(f"{path}: the file is missing ({_held(named[path])})")
     for path in strays(there, named):
-        fault(f"{path}: _SUCCESS does not name this file; readers would take it for the result")
+        fault(f"{path}: _SUCCESS does not name this file, but readers of the folder would read it")
     return sorted(there & set(named))
 
 
 def check_file(store: Store, part: Part, row_number: str, take: TakeRows, fault: Fault) -> int:
-    """Check a file and pass its row numbers to `take`, ascending and in batches; return how many
-    there are. An intact file is not loaded whole."""
+    """Check a file, pass its row numbers to `take` in ascending batches, and return their count.
+
+    An intact file is not loaded into memory as a whole.
+    """
     with store.open(part.path) as stream:
         checksum = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
         same = checksum == part.sha256
@@ -55,7 +57,7 @@ def check_file(store: Store, part: Part, row_number: str, take: TakeRows, fault:
             table = pq.ParquetFile(stream, pre_buffer=False).read(columns, use_threads=False)
         except (pa.ArrowException, OSError, KeyError, ValueError) as error:
             fault(
-                f"{part.path}: its contents are not what finalize wrote ({_held(part)}); it is "
+                f"{part.path}: its contents are not what finalize wrote ({_held(part)}), and it is "
                 f"not readable Parquet: {error}"
             )
             return taken
@@ -64,7 +66,7 @@ def check_file(store: Store, part: Part, row_number: str, take: TakeRows, fault:
         or table[row_number].null_count
         or not pa.types.is_integer(table.schema.field(row_number).type)
     ):
-        fault(f"{part.path}: has no whole column {row_number}")
+        fault(f"{part.path}: column {row_number} is missing, not of integers, or has nulls")
         return taken
     rows: np.ndarray = table[row_number].to_numpy().astype(np.int64)
     if not same:
@@ -75,9 +77,11 @@ def check_file(store: Store, part: Part, row_number: str, take: TakeRows, fault:
     return len(rows)
 
 
-def _take_ascending(stream: Any, row_number: str, take: TakeRows) -> tuple[int, bool]:
-    """Return (how many row numbers were passed on, whether these are all): stops at the first that
-    is no row number or that does not ascend."""
+def _take_ascending(stream: BinaryIO, row_number: str, take: TakeRows) -> tuple[int, bool]:
+    """Return (how many row numbers were passed to `take`, whether these are all).
+
+    Stops at the first one that is null or does not ascend.
+    """
     taken, last = 0, None
     with pq.ParquetFile(stream, pre_buffer=False) as file:
         schema = file.schema_arrow
@@ -98,22 +102,21 @@ def _take_ascending(stream: Any, row_number: str, take: TakeRows) -> tuple[int, 
 
 
 def _compare(store: Store, part: Part, found: np.ndarray, rows: np.ndarray, fault: Fault) -> None:
-    """Report which rows of a changed file changed; for a run without row checksums, only the
-    file."""
-    said = f"{part.path}: its contents are not what finalize wrote"
+    """Report which rows of a changed file changed; without row checksums, only the file."""
+    text = f"{part.path}: its contents are not what finalize wrote"
     known = _known(store, part, fault)
     if known is None:
-        fault(said)
+        fault(text)
         return
     numbers, sums = known
     changed = _changed(numbers, sums, rows, found)
-    lost, strange = np.setdiff1d(numbers, rows), np.setdiff1d(rows, numbers)
+    missing, added = np.setdiff1d(numbers, rows), np.setdiff1d(rows, numbers)
     names = [
         f"{what} {rows_text(which)}"
-        for what, which in (("changed:", changed), ("gone:", lost), ("not from here:", strange))
+        for what, which in (("changed:", changed), ("missing:", missing), ("added:", added))
         if len(which)
     ]
-    fault(f"{said}; {'; '.join(names) or 'the rows are the same, the file was written anew'}")
+    fault(f"{text}; {'; '.join(names) or 'the rows are the same: the file was rewritten'}")
 
 
 def _known(store: Store, part: Part, fault: Fault) -> tuple[np.ndarray, np.ndarray] | None:
@@ -133,7 +136,7 @@ def _known(store: Store, part: Part, fault: Fault) -> tuple[np.ndarray, np.ndarr
 
 
 def _check_sums(store: Store, part: Part, fault: Fault) -> None:
-    """Tell `fault` of row checksums that are missing or changed, of a file that is whole."""
+    """Report missing or changed row checksums of an intact file."""
     if part.sums is None:
         return
     path = row_sums_path(part.path)
@@ -141,7 +144,7 @@ def _check_sums(store: Store, part: Part, fault: Fault) -> None:
         if digest(store.read(path)) != part.sums:
             fault(f"{path}: its contents are not what finalize wrote")
     except FileNotFoundError:
-        fault(f"{path}: the file is missing, so rows that change could not be named")
+        fault(f"{path}: the file is missing, so later changes of rows could not be located")
 
 
 def _changed(
@@ -158,7 +161,7 @@ def _check_order(path: str, rows: np.ndarray, fault: Fault) -> None:
     ordered = np.sort(rows)
     repeated = np.unique(ordered[1:][np.diff(ordered) == 0])
     if len(repeated):
-        fault(f"{path}: {rows_text(repeated)} stands there more than once")
+        fault(f"{path}: more than once in this file: {rows_text(repeated)}")
     elif (ordered != rows).any():
         fault(f"{path}: rows are out of order near row {int(rows[1:][np.diff(rows) < 0][0])}")
 

@@ -1,5 +1,4 @@
-"""Checks what a result, a later run or a command depends on besides the rows: tables, stored
-answers, report.json and precision.json."""
+"""Checks everything but the rows: tables, stored answers, report.json, precision.json."""
 
 from __future__ import annotations
 
@@ -40,11 +39,11 @@ from prefect_raybatch.storage import Store, read_ahead
 from prefect_raybatch.storage.proof import sha256_of
 from prefect_raybatch.words import counted
 
-FILES_AT_ONCE = 4  # read side by side
+FILES_AT_ONCE = 4  # read concurrently
 
 
 def check_tables(ledger: Ledger, plan: Plan, success: Success | None, fault: Fault) -> None:
-    """Report each table that the run's records name and that is missing or changed."""
+    """Report each missing or changed table that the run's records name."""
     increment = increment_of(plan)
     names = set(plan.tables)
     names |= set(increment.tables) if increment is not None else set()
@@ -63,8 +62,11 @@ def check_tables(ledger: Ledger, plan: Plan, success: Success | None, fault: Fau
 
 
 def check_told(ledger: Ledger, plan: Plan, success: Success | None, fault: Fault) -> None:
-    """Report a report.json or precision.json that is missing or changed. Commands on a finished run
-    read report.json; attempts, retries and later runs ask in the precision of precision.json."""
+    """Report a missing or changed report.json or precision.json.
+
+    Commands on a finished run read report.json; attempts, retries and later runs infer in the
+    precision that precision.json records.
+    """
     report = None if success is None else _checked_report(ledger.store, success, fault)
     try:
         decided = read_precision(ledger.store)
@@ -76,8 +78,10 @@ def check_told(ledger: Ledger, plan: Plan, success: Success | None, fault: Fault
 
 
 def decides_precision(plan: Plan) -> bool:
-    """Return whether a run with precision.json decided it itself: rows that are looked up have the
-    precision of the run that asked them."""
+    """Return whether the run itself decided on the precision in its precision.json.
+
+    Rows that are looked up have the precision of the run that inferred them.
+    """
     increment = increment_of(plan)
     return increment is None or increment.ledger != OF_ROWS
 
@@ -93,30 +97,30 @@ def _checked_report(store: Store, success: Success, fault: Fault) -> RunReport |
         return None
     counts = (report.rows, report.good, report.failed, report.skipped)
     if counts != (success.rows, success.data, success.quarantine, success.skipped):
-        fault(f"{REPORT} counts other rows than {SUCCESS}")
+        fault(f"{REPORT} and {SUCCESS} have different row counts")
     return report
 
 
 def check_snapshot(ledger: Ledger, plan: Plan, fault: Fault) -> None:
-    """Report each file of the input's copy that is missing or has another size."""
+    """Report each file of the snapshot that is missing or has another size."""
     if not plan.snapshot:
         return
     for file in ledger.files(plan):
         try:
             size = ledger.store.stat(file.uri).size
         except FileNotFoundError:
-            fault(f"{file.uri}, a copy of the input, is missing")
+            fault(f"{file.uri} (a file of the snapshot) is missing")
             continue
         if size != file.size:
-            fault(f"{file.uri}, a copy of the input, has {size:,} bytes, not {file.size:,}")
+            fault(f"{file.uri} (a file of the snapshot) has {size:,} bytes, not {file.size:,}")
 
 
 @dataclass
 class StoredAnswers:
     """Faults of the raw answers that a run holds.
 
-    `record` is answers.json, None if it is missing or damaged; `damaged` are the paths of files
-    that are missing or changed. `gone`: their retention is over, and nothing was checked.
+    `record` is answers.json, None if it is missing or damaged; `damaged` are the paths of missing
+    or changed files. `gone`: their retention has ended, and nothing was checked.
     """
 
     record: Answers | None = None
@@ -166,9 +170,9 @@ def _check_record(store: Store, plan: Plan, increment: Increment, found: StoredA
             found.faults.append(f"{ASKS}: {error}")
         found.gone = not found.faults and not any(map(store.holds, paths))
         if not found.gone:
-            found.faults.append(f"{ANSWERS_RECORD} is missing, so no later night uses the answers")
+            found.faults.append(f"{ANSWERS_RECORD} is missing: later runs cannot reuse answers")
     elif (record.plan, record.context) != (plan.hash, increment.context):
-        found.faults.append(f"{ANSWERS_RECORD} is of another plan")
+        found.faults.append(f"{ANSWERS_RECORD} belongs to another plan")
     else:
         found.record, found.gone = record, record.expired
 
@@ -184,17 +188,17 @@ def _check_files(store: Store, files: Iterable[AnswerPart], found: StoredAnswers
 
 
 def _fault_of(store: Store, path: str, sha256: str) -> str | None:
-    """Return what is wrong with a file of answers; None for an intact one."""
+    """Return the fault of a file of answers; None if it is intact."""
     try:
         with store.open(path) as stream:
-            whole = sha256_of(stream) == sha256
+            intact = sha256_of(stream) == sha256
     except FileNotFoundError:
-        return f"{path}, raw answers, is missing"
-    return None if whole else f"{path}, raw answers, is not what was written"
+        return f"{path} (raw answers) is missing"
+    return None if intact else f"{path} (raw answers) has changed since it was written"
 
 
 def _check_asks(store: Store, increment: Increment, finished: bool, found: StoredAnswers) -> None:
-    """Check the records of the requests, and those of their files that were not checked yet."""
+    """Check the records of the requests phase, and its files that were not checked yet."""
     ledger, plan = asks_ledger(store), Plan.from_bytes(dump(increment.asks))
 
     def fault(text: str) -> None:
@@ -202,11 +206,11 @@ def _check_asks(store: Store, increment: Increment, finished: bool, found: Store
 
     try:
         if read_record(ledger.store, PLAN) != plan.to_bytes():
-            fault(f"{PLAN} is not the one that the run's plan holds")
+            fault(f"{PLAN} differs from the copy in the run's plan")
             return
         success = read_success(ledger.store, plan)
     except FileNotFoundError:
-        if finished:  # else they are not begun
+        if finished:  # else the phase has not begun
             fault(f"{PLAN} is missing")
         return
     except CorruptRun as error:
@@ -226,15 +230,17 @@ def _check_asks(store: Store, increment: Increment, finished: bool, found: Store
             fault(f"commits of {missing} of {counted(plan.shards, 'shard')} are missing")
     except CorruptRun as error:
         fault(str(error))
-    # What answers.json does not name, no later night takes over.
+    # Later runs reuse only the files that answers.json names.
     named = success.of("quarantine") if found.record is not None else success.parts
     parts = [AnswerPart(f"{ASKS}/{p.path}", p.rows, p.bytes, p.sha256) for p in named]
     _check_files(store, parts, found)
 
 
 def check_by_row(store: Store, plan: Plan, fault: Fault) -> None:
-    """Report each file of answers in row order that is missing or changed. The run continues
-    without them, because the answers are in other files as well."""
+    """Report each missing or changed file of answers in row order.
+
+    The run continues without them, because the answers are in other files as well.
+    """
     by_row = read_answers_by_row(store, plan)
     for file in by_row.files if by_row is not None else ():
         if (text := _fault_of(store, file.path, file.sha256)) is not None:

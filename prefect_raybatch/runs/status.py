@@ -214,6 +214,10 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
     listing = ledger.listing(plan)
     tally = _tally(ledger, plan, listing)
     state, notes = state_name(False, bool(tally.shards)), of_whom(plan)
+    attempt = last_attempt_of(store)
+    if attempt is not None and attempt.failure:
+        state = ATTEMPT_FAILED
+        notes.append(f"failed during {attempt.failure}")
     attempts = _attempts(ledger)
     stop = _stop_of(attempts, listing.done)
     notes += map(str, all_accepted(ledger))

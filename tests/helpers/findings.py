@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prefect_raybatch.doctor import Finding, Patient
+from prefect_raybatch.doctor import CheckContext, Finding
 from prefect_raybatch.job.batch_job import BatchJob
 
-Check = Callable[[Patient], Iterator[Finding]]
+Check = Callable[[CheckContext], Iterator[Finding]]
 
 
 def found(check: Check, job: BatchJob | None = None) -> dict[str, Finding]:
     """Findings by name; each that is not passed says what to do."""
-    findings = {f.check: f for f in check(Patient(job, lambda job: job))}
+    findings = {f.check: f for f in check(CheckContext(job, lambda job: job))}
     for finding in findings.values():
         assert finding.found and bool(finding.remedy) == (finding.mark != "pass"), finding
     return findings

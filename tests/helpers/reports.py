@@ -70,7 +70,7 @@ def full(**fields: object) -> RunReport:
     made = replace(
         REPORT,
         charts=charts,
-        workers=(WorkerStats("host:1", 2, 10, 100.0, 4.0),),
+        workers=(WorkerStats("host:1", 2, 10, 100.0, 4.0), WorkerStats("host:2", 1, 5, 50.0, 4.0)),
         nodes=(NodeStats("host", 1, 2, 10, {"node_cpu": 0.5, "gpu": 0.93}),),
         figures={"running": 200.0, "gpu": 0.93},
     )

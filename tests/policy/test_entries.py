@@ -23,7 +23,7 @@ from prefect_raybatch.api import (
 from prefect_raybatch.api.backfill import planned_nights
 from prefect_raybatch.api.retry import plan_retry
 from prefect_raybatch.api.tune import tune
-from prefect_raybatch.doctor import Patient
+from prefect_raybatch.doctor import CheckContext
 from prefect_raybatch.doctor.policy import check_policy
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.flow import reconcile, tasks
@@ -144,10 +144,10 @@ def test_doctor_prints_the_policy_and_whether_it_allows_the_job(
     job = small_run(tmp_path).job
     (tmp_path / "policy.yaml").write_text("hosts: [a.com]\nkubernetes: {max_workers: 3}\n")
     monkeypatch.setenv("RAYBATCH_POLICY", str(tmp_path / "policy.yaml"))
-    first, second = check_policy(Patient(job, lambda given: given))
+    first, second = check_policy(CheckContext(job, lambda given: given))
     assert first.mark == "pass" and str(tmp_path / "policy.yaml") in first.found
     assert "hosts: a.com; " in first.found and "kubernetes.max_workers: 3" in first.found
     assert second.mark == "warn" and "may not read" in second.found
     monkeypatch.delenv("RAYBATCH_POLICY")
-    (only,) = check_policy(Patient(job, lambda given: given))
-    assert "the built-in policy" in only.found and "write: none" in only.found
+    (only,) = check_policy(CheckContext(job, lambda given: given))
+    assert "the built-in policy" in only.found and "may use only secrets: " in only.found

@@ -90,10 +90,10 @@ def test_a_gpu_at_its_limit_is_told_that_only_less_work_helps(tmp_path):
     assert "engine.quantization" in found.change and "arithmetic" in found.evidence
     fp8 = only(advise(done, compile_job(job(engine={"quantization": "fp8"}))))
     assert "engine.quantization" not in fp8.change
-    table = {row["engine"]: row[""] for row in engine_table(done)}
-    assert table["FLOPs of the GPU's peak (MFU)"] == "70%"
-    assert table["memory bandwidth of the GPU's peak (MBU)"] == "33%"
-    idle = table["GPU idle: no rows yet / Python on the host / no rows left"]
+    table = {row["figure"]: row[""] for row in engine_table(done)}
+    assert table["share of the GPU's peak FLOPs (MFU)"] == "70%"
+    assert table["share of the GPU's peak memory bandwidth (MBU)"] == "33%"
+    idle = table["GPU idle: no rows yet / host busy / no rows left"]
     assert idle == "0% / 3% / 0%"
     assert RunReport.from_bytes(done.to_bytes()) == done
 
@@ -103,7 +103,7 @@ def test_a_gpu_bound_by_its_memory_is_told_so(tmp_path):
     found = only(
         advise(report(tmp_path, [shard(n, **slow) for n in range(20)]), compile_job(job()))
     )
-    assert "memory bandwidth is what no setting" in found.evidence
+    assert "bound by memory bandwidth" in found.evidence
     assert "shorter answers" in found.change
 
 
@@ -114,7 +114,7 @@ def test_a_gpu_below_its_limit_and_an_unknown_one_say_nothing(tmp_path):
     )
     unknown = report(tmp_path, [shard(n) for n in range(20)])
     assert unknown.roofline == {} and "roofline" not in unknown.to_dict()
-    assert not any("peak" in row["engine"] for row in engine_table(unknown))
+    assert not any("peak" in row["figure"] for row in engine_table(unknown))
 
 
 def test_a_long_tail_is_told_with_smaller_shards(tmp_path):
@@ -122,7 +122,7 @@ def test_a_long_tail_is_told_with_smaller_shards(tmp_path):
     commits = [shard(n, "a:1", 500, **some) for n in range(20)]
     commits += [shard(n, "a:2", 600, **some) for n in range(14)]
     found = only(advise(report(tmp_path, commits), compile_job(job())))
-    assert found.about == "engines stood idle at the end"
+    assert found.about == "engines were idle at the end"
     assert found.change.startswith("source.rows_per_shard: ")
 
 
@@ -140,7 +140,7 @@ def test_a_gpu_that_waits_for_its_host(tmp_path):
     found = only(
         advise(report(tmp_path, [shard(n, gpu=0.45) for n in range(20)]), compile_job(job()))
     )
-    assert found.about == "the GPU is not used enough"
+    assert found.about == "the GPU is underused"
     assert "45%" in found.evidence and "engines_per_gpu" in found.change
 
 
@@ -148,7 +148,7 @@ def test_an_engine_that_is_starved_by_prepare(tmp_path):
     slow = [shard(n, prepare_s=12.0, running=40, waiting=0, gpu=0.3) for n in range(20)]
     found = only(advise(report(tmp_path, slow), compile_job(job())))
     assert found.about == "engines are starved by prepare"
-    assert "40 of 256" in found.evidence and "240 s in all" in found.evidence
+    assert "40 of 256" in found.evidence and "240 s in total" in found.evidence
     assert found.change.startswith("cluster.prepare.concurrency: ")
 
 
@@ -184,7 +184,7 @@ def test_a_full_cache(tmp_path):
 
 @pytest.mark.parametrize(
     ("shares", "change"),
-    [((9, 3, 3, 3), "source.rows_per_shard: 141"), ((90, 30, 30, 30), "look at the node of a:3")],
+    [((9, 3, 3, 3), "source.rows_per_shard: 141"), ((90, 30, 30, 30), "check the node of a:3")],
 )
 def test_engines_that_are_uneven(tmp_path, shares, change):
     made = report(tmp_path, [shard(n, f"a:{e}") for e, m in enumerate(shares) for n in range(m)])
@@ -217,21 +217,21 @@ def test_engines_that_are_uneven_in_one_attempt_are_told(tmp_path):
     )
     found = only(advise(made, compile_job(job())))
     assert found.about == "engines are uneven"
-    assert "1.50 times the mean" in found.evidence and "8.0 shards an engine" in found.evidence
+    assert "1.50 times the mean" in found.evidence and "8.0 shards per engine" in found.evidence
     assert made.nodes[0].engines == 2  # at one time
 
 
 def test_engines_of_another_attempt_do_not_count_for_the_deadline(tmp_path):
     made = report(tmp_path, attempts(("first", ["a:1", "a:2"] * 8), ("second", ["a:3", "a:4"] * 2)))
     found = only(advise(made, compile_job(job(limits={"deadline": "1m"}))))
-    assert "with 2 engines" in found.evidence and found.change.startswith("4 engines instead of 2")
+    assert "by 2 engines" in found.evidence and found.change.startswith("4 engines instead of 2")
 
 
 def test_a_deadline_that_was_missed(tmp_path):
     made = report(tmp_path, [shard(n, f"a:{n % 2}") for n in range(20)])
     assert made.seconds == 105
     found = only(advise(made, compile_job(job(limits={"deadline": "1m"}))))
-    assert "105 s of work" in found.evidence and "with 2 engines" in found.evidence
+    assert "105 s of work" in found.evidence and "by 2 engines" in found.evidence
     assert found.change.startswith("4 engines instead of 2")
 
 
@@ -240,11 +240,11 @@ def test_starts_and_waits_count_for_a_deadline_and_engines_do_not_shorten_them(t
     made = replace(made, elapsed=165.0)
     assert advise(made, compile_job(job(limits={"deadline": "3m"}))) == ()
     found = only(advise(made, compile_job(job(limits={"deadline": "2m"}))))
-    told = "it took 165 s where limits.deadline 2m allows 120 s: 105 s of work, with 2 engines"
-    assert found.evidence.startswith(told) and found.evidence.endswith("60 s of starts and waits")
+    told = "the run took 165 s, limits.deadline 2m allows 120 s: 105 s of work by 2 engines"
+    assert found.evidence.startswith(told) and found.evidence.endswith("60 s of start-up and waits")
     assert found.change.startswith("4 engines instead of 2")  # 60 s are left for the work
     found = only(advise(made, compile_job(job(limits={"deadline": "1m"}))))
-    assert found.change == "a limits.deadline above the 60 s that starts and waits take"
+    assert found.change == "limits.deadline above the 60 s of start-up and waits"
 
 
 def test_answers_that_are_cut_off(tmp_path):
@@ -274,7 +274,7 @@ def test_it_stands_in_the_report_and_survives_its_file(tmp_path):
     made = replace(made, advice=advise(made, compile_job(job())))
     assert RunReport.from_bytes(made.to_bytes()) == made
     page = markdown(made)
-    assert "## Advice" in page and "the GPU is not used enough" in page
+    assert "## Advice" in page and "the GPU is underused" in page
     assert "## Advice" not in markdown(replace(made, advice=()))
 
 

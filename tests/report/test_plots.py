@@ -196,13 +196,13 @@ def test_throughput_has_a_step_for_each_point_of_each_kind():
         drops = [steps[-1][1] - y for _, y in steps]  # the last rate is 0, at the bottom
         rate = [point[kind] for point in POINTS_3]
         assert [d / drops[0] for d in drops] == pytest.approx([r / rate[0] for r in rate])
-    assert "time of work, s" in words(text)
+    assert "working time, s" in words(text)
     assert "tokens in tokens out" in words(text) and "Throughput over time" in words(text)
 
 
 @pytest.mark.parametrize(("end", "unit"), [(100, "s"), (600, "min"), (20_000, "h")])
 def test_time_has_a_unit_that_suits(end, unit):
-    assert f"time of work, {unit}" in words(rates((end, 1.0, 1.0, 1.0)))
+    assert f"working time, {unit}" in words(rates((end, 1.0, 1.0, 1.0)))
 
 
 def test_task_times_have_a_box_a_stage():

@@ -120,7 +120,7 @@ def test_a_report_of_commits(tmp_path):
     assert report.failures == {"engine|ValueError|refused": 1}
     assert RunReport.from_bytes(report.to_bytes()) == report
     page = markdown(report)
-    for text in ("Rows in | 20", "quarantine | 1 (5.00%)", "33% of prompt tokens", "- a note"):
+    for text in ("Input rows | 20", "quarantine | 1 (5.00%)", "33% of prompt tokens", "- a note"):
         assert text in page
     assert "| 1 | engine | ValueError | refused |" in page
 
@@ -151,6 +151,8 @@ def test_failures_are_the_commonest_first_and_odd_keys_are_shown():
     [
         (None, "-"),
         (0, "0 s"),
+        (0.04, "0.1 s"),
+        (0.42, "0.4 s"),
         (59.4, "59 s"),
         (59.6, "1 min 00 s"),
         (185, "3 min 05 s"),
@@ -170,11 +172,11 @@ def test_the_cached_share_of_nothing():
 def test_requests_that_were_not_sent_as_they_stood_are_told(tmp_path):
     plan = small_run(tmp_path).plan
     quiet = markdown(build("/r", plan, tally(commit(0, 1, deduplicated=0)), "completed"))
-    assert "the request of another" not in quiet and "cut to fit" not in quiet
+    assert "Duplicate requests" not in quiet and "truncated" not in quiet
     told = build("/r", plan, tally(commit(0, 1, deduplicated=3, truncated=1200)), "completed")
     page = markdown(told)
-    assert "| Rows with the request of another | 3, inferred once a shard |" in page
-    assert "| Prompts cut to fit | 1,200 |" in page
+    assert "| Duplicate requests | 3, inferred once per shard |" in page
+    assert "| Prompts truncated | 1,200 |" in page
 
 
 def test_the_starts_of_attempts_are_a_table_and_survive_the_record():
@@ -188,10 +190,10 @@ def test_the_starts_of_attempts_are_a_table_and_survive_the_record():
     made = replace(REPORT, starts=starts_of(notes))
     assert RunReport.from_bytes(made.to_bytes()) == made
     first, second = start_table(made)
-    figures = {"engines": "2", "cluster s": "3.0", "weights s": "2.5", "in all s": "5.5"}
+    figures = {"engines": "2", "cluster s": "3.0", "weights s": "2.5", "total s": "5.5"}
     assert first == {"attempt": "a" * 8, **figures}
     assert list(first) == ["attempt", *figures]  # in the order in which they come
-    assert (second["weights s"], second["in all s"]) == ("-", "1.0")
-    assert "## Start" in markdown(made) and "<h2>Start</h2>" in html(made)
+    assert (second["weights s"], second["total s"]) == ("-", "1.0")
+    assert "## Start-up" in markdown(made) and "<h2>Start-up</h2>" in html(made)
     assert "## Start" not in markdown(REPORT) and "starts" not in REPORT.to_dict()
     assert len(starts_of(notes[:1] * 30)) == STARTS_SHOWN

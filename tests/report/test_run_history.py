@@ -30,8 +30,9 @@ from prefect_raybatch.report.answers import (
     shifts,
     tokens_range,
 )
-from prefect_raybatch.report.html import history_html
+from prefect_raybatch.report.html import history_html, html
 from prefect_raybatch.report.plots import of_history
+from prefect_raybatch.report.report import markdown
 from prefect_raybatch.report.run_history import (
     HistoryLine,
     HistoryPage,
@@ -39,6 +40,7 @@ from prefect_raybatch.report.run_history import (
     history_rows,
 )
 from prefect_raybatch.runs.run_history import history_of
+from prefect_raybatch.runs.status import report_of
 from prefect_raybatch.stages.answer_counts import label_counts, length_counts
 
 LABELS = ("Retail", "Finance", "Law")
@@ -186,6 +188,18 @@ def test_nights_are_read_from_their_records_and_held_against_each_other(week):
     (short,) = history_of(str(week), job="nightly", most=2)
     assert [night.run_key for night in short.runs] == ["n4", "n3"] and short.runs[1].shifts
     assert history_of(str(week), job="nobody")[0].runs == ()
+
+
+def test_the_report_of_a_failed_run_says_so_with_the_reason_above_the_figures(week):
+    failed = report_of(str(week / "n4"))
+    assert failed.state == "failed" and failed.notes[0].startswith("failed during inference: ")
+    text = markdown(failed)
+    assert text.startswith("# nightly: failed\n")
+    assert text.index("## Notes") < text.index("Rows answered") < text.index("## Stages")
+    page = html(failed)
+    assert '<div class="result failed">' in page and "200 of 400 rows are done" in page
+    assert page.index("failed during inference") < page.index("<h2>Figures</h2>")
+    assert report_of(str(week / "o1")).state == "planned"
 
 
 def test_the_page_says_the_worst_first_and_shows_plots(week):

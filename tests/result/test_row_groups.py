@@ -138,7 +138,7 @@ def test_a_footer_is_written_as_it_was_read():
     data = bytes_of(rows(0), write_page_index=True)
     size = int.from_bytes(data[-8:-4], "little")
     assert encoded(footer_of(data)) == data[-8 - size :]
-    with pytest.raises(ValueError, match="no Parquet file"):
+    with pytest.raises(ValueError, match="not a Parquet file"):
         footer_of(data[:-1])
     with pytest.raises((ValueError, IndexError)):
         footer_of(b"\x19" + (1).to_bytes(4, "little") + b"PAR1" + data[-8:])

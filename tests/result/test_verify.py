@@ -129,15 +129,15 @@ def test_many_edited_rows_a_lost_one_and_a_strange_one(run):
     faults = look(run).faults
     shown = ", ".join(str(row) for row in rows[:-1])
     assert faults[0] == (
-        f"{PARTS[1]}: its contents are not what finalize wrote; changed: rows {shown}; gone: "
-        f"row {rows[-1]}; not from here: row 77"
+        f"{PARTS[1]}: its contents are not what finalize wrote; changed: rows {shown}; missing: "
+        f"row {rows[-1]}; added: row 77"
     )
 
 
 def test_a_file_written_anew_with_the_same_rows(run):
     edit(run, PARTS[0], lambda table: table.replace_schema_metadata({"by": "hand"}), tell=False)
     (fault,) = look(run).faults
-    assert fault.endswith("the rows are the same, the file was written anew")
+    assert fault.endswith("the rows are the same: the file was rewritten")
 
 
 def test_a_run_of_a_version_without_row_checksums(run):
@@ -212,7 +212,7 @@ def test_a_doubled_row_is_named(run):
     edit(run, PARTS[1], lambda t: pa.concat_tables([t.slice(0, 2), t.slice(1)]), tell=True)
     row = pq.read_table(run.root / PARTS[1])["_row"][1].as_py()
     found = look(run)
-    assert found.faults == [f"{PARTS[1]}: row {row} stands there more than once"]
+    assert found.faults == [f"{PARTS[1]}: more than once in this file: row {row}"]
 
 
 def test_a_row_in_two_files_is_named_with_both(run):

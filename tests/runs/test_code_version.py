@@ -43,8 +43,8 @@ def test_a_run_says_in_its_records_and_report_whose_code_worked(tmp_path, caplog
     (attempt,) = Ledger(store).attempts()
     assert Ledger(store).read_attempt(attempt)["code"] == planner_code(store) == code_version()
     assert report.code == {code_version(): 2}
-    assert ("Code of the workers", code_version()) in result_rows(report)
-    assert "another version" not in caplog.text and "was made by" not in caplog.text
+    assert ("Code version", code_version()) in result_rows(report)
+    assert "other code" not in caplog.text and "was made by" not in caplog.text
 
 
 def test_another_code_than_the_plan_s_is_a_warning(tmp_path, caplog):
@@ -82,4 +82,4 @@ def test_several_codes_are_told_with_their_rows(code):
     from helpers.reports import REPORT
 
     rows = dict(result_rows(replace(REPORT, code=code)))
-    assert rows.get("Code of the workers") == ("a (1 row), b (1,200 rows)" if code else None)
+    assert rows.get("Code version") == ("a (1 row), b (1,200 rows)" if code else None)

@@ -119,7 +119,7 @@ def test_answers_that_agree_are_asked_in_fp8(planned):
     assert job == {"quantization": "fp8"}
     assert run.engines == ["- -", "fp8 -"]
     about = "asking a sample of the rows first, to decide on the precision ({})".format
-    as_stored = about("the model as it is stored")
+    as_stored = about("stored precision")
     assert run.said == [as_stored, "", about("quantization: fp8"), ""]
     note = read_precision(run.store)
     assert note is not None and note.decided == {"quantization": "fp8"}
@@ -348,7 +348,7 @@ def test_with_ray_the_run_is_asked_as_was_decided(local_ray, tmp_path):
     (one,) = report.precision.tries
     assert one.rows == 200 and 100 < one.agreed < 200
     for page in (markdown(report), html(report)):
-        assert "Asked with quantization: fp8; limits.min_agreement is 0.5" in page
+        assert "The run used quantization: fp8; limits.min_agreement is 0.5" in page
         assert f"{one.agreed:,} ({one.agreement:.2%})" in page
         assert one.disagreeing[0].tried in page
 

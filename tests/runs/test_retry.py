@@ -507,7 +507,7 @@ def test_a_row_of_another_run_in_a_childs_data_is_named(whole):
 
     edit(whole / "key.r1", "data/part-00000.parquet", change)
     faults = "\n".join(chain(whole / "key").faults)
-    assert "row 12 is none of the rows this run retries" in faults
+    assert "row 12 is not one of the rows that this run retries" in faults
     assert "row 12 is in both key/data/part-00000.parquet and key.r1/data/" in faults
 
 
@@ -696,7 +696,7 @@ def test_a_page_of_row_numbers_that_is_damaged_is_told_of_with_its_file(whole, c
     data[end - 12 : end] = bytes(12)
     path.write_bytes(data)
     assert any(
-        "part-00000.parquet is no readable Parquet" in text for text in chain(whole / "key").faults
+        "part-00000.parquet is not readable Parquet" in text for text in chain(whole / "key").faults
     )
     assert call("verify", whole / "key", "--chain")[0] == 1
 

@@ -62,7 +62,7 @@ def test_no_lock_of_the_cache_is_waited_for(
     monkeypatch.setenv("RAYBATCH_CACHE", str(tmp_path))
     (tmp_path / "models").mkdir(mode=0o700)
     PLANTED_FILES[kind](tmp_path / "models" / f"{'0' * 64}.lock")
-    with pytest.raises(ConfigError, match=r"no regular file|symbolic links"):
+    with pytest.raises(ConfigError, match=r"regular file|symbolic links"):
         local_path({"source": "s3://bucket/model", "identity": "0" * 64, "revision": None})
 
 
@@ -77,12 +77,12 @@ def test_no_file_that_a_job_names_is_waited_for(tmp_path: Path, kind: str) -> No
         "policy": read_policy,
     }
     for reader in readers.values():
-        with pytest.raises(ConfigError, match="no regular file"):
+        with pytest.raises(ConfigError, match="not a regular file"):
             reader(str(place))
 
 
 def test_no_configuration_of_a_model_is_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     assert pinned.context_length(str(tmp_path)) is None
-    with pytest.raises(ConfigError, match="no regular file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         pinned.read_config({"source": str(tmp_path)})

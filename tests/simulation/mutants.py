@@ -360,7 +360,7 @@ MUTANTS = (
             ),
             Edit(
                 "result.finalize:_Work.done",
-                "if wanted:\n        raise",
+                "if unwritten:\n        raise",
                 "if False:\n        raise",
             ),
             Edit(

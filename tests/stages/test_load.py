@@ -223,9 +223,9 @@ def test_a_report_has_engines_nodes_and_balance(tmp_path):
     assert engine.busiest == 1.5  # 10 rows where the mean is 20/3
     assert [(n.name, n.engines, n.rows) for n in report.nodes] == [("a", 2, 15), ("b", 1, 5)]
     assert RunReport.from_bytes(report.to_bytes()) == report
-    table = {row["engine"]: row[""] for row in engine_table(report)}
-    assert table["sequences running (mean an engine)"] == "5.5"
-    assert table["KV cache in use (most)"] == "30%"
+    table = {row["figure"]: row[""] for row in engine_table(report)}
+    assert table["running sequences per engine (mean)"] == "5.5"
+    assert table["KV cache use (peak)"] == "30%"
     assert table["engines"] == "3"
     first = node_table(report)[0]
     assert (first["CPU"], first["memory GiB"], first["GPU"]) == ("25%", "2.0", "-")
@@ -235,22 +235,13 @@ def test_a_report_has_engines_nodes_and_balance(tmp_path):
     assert stages["prepare"]["mean s"] == "0.25"
 
 
-def test_runs_of_an_earlier_version_have_dashes(tmp_path):
+def test_unknown_figures_of_engines_are_left_out(tmp_path):
     run = small_run(tmp_path)
     run.commit_all()
     report = reported(run)
     assert report.figures == {} and report.workers == () and report.nodes == ()
-    table = {row["engine"]: row[""] for row in engine_table(report)}
-    unknown = {name for name, value in table.items() if value == "-"}
-    assert unknown == {
-        "engines",
-        "sequences running (mean an engine)",
-        "sequences waiting (mean an engine)",
-        "sequences that may run (max_num_seqs)",
-        "KV cache in use (mean)",
-        "KV cache in use (most)",
-        "steps/s (mean an engine)",
-    }
+    table = {row["figure"]: row[""] for row in engine_table(report)}
+    assert list(table) == ["tokens/s in / out", "prefix cache hits"]
     assert node_table(report) == []
 
 

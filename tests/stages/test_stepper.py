@@ -20,7 +20,7 @@ from helpers.nvidia import ABSENT, show
 
 pytest.importorskip("vllm")
 
-from prefect_raybatch.doctor import Finding, Patient
+from prefect_raybatch.doctor import CheckContext, Finding
 from prefect_raybatch.doctor import engine as doctor_engine
 from prefect_raybatch.stages.decided import EarlyStop, EarlyStopping, grammar_bytes
 from prefect_raybatch.stages.vllm import reaper
@@ -189,7 +189,7 @@ def examined() -> Iterator[Future[list[Finding]]]:
     with ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
         show(patch, error=ABSENT)
         patch.setattr(doctor_engine, "ENGINE_SECONDS", START_S)
-        patient = Patient(None, lambda job: job)
+        patient = CheckContext(None, lambda job: job)
         yield pool.submit(lambda: list(doctor_engine.check_engine(patient)))
 
 
