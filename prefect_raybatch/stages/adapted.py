@@ -61,11 +61,16 @@ class Adapted:
             return Failure(
                 "engine",
                 "UnknownAdapter",
-                f"column {self.column} is null, and on a CPU vLLM cannot ask the model alone "
-                "beside rows with adapters; run such rows as a job without engine.adapters",
+                f"column {self.column} is null, so the row has no adapter, and on a CPU vLLM "
+                "cannot use the base model beside adapters. Run such rows as a separate job "
+                "without engine.adapters",
             )
-        said = "is null" if name is None else f"names {str(name)[:100]!r}"
+        problem = f"names the unknown adapter {str(name)[:100]!r}"
+        if name is None:
+            problem = "is null (prompt.on_null: empty would use the base model)"
         known = ", ".join(sorted(self.pinned))[:200]
         return Failure(
-            "engine", "UnknownAdapter", f"column {self.column} {said}; engine.adapters has {known}"
+            "engine",
+            "UnknownAdapter",
+            f"column {self.column} {problem}. Use one of engine.adapters: {known}",
         )

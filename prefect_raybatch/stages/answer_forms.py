@@ -65,10 +65,9 @@ def not_of_form(form: AnswerForm, why: str, text: str) -> Failure:
     return Failure(
         "engine",
         NOT_VALID,
-        f"the answer does not fit sampling.{form.name}: {reason}. Retry the row; where rows have "
-        "forms of their own, name a backend that takes them all, as with "
-        "engine.structured_outputs_config: {backend: guidance}. "
-        f"It was: {text[:MAX_ANSWER]}",
+        f"the answer does not fit sampling.{form.name}: {reason}. Retry the row. If rows set "
+        "forms of their own, choose a backend that supports all of them, e.g. "
+        f"engine.structured_outputs_config: {{backend: guidance}}. Answer: {text[:MAX_ANSWER]}",
     )
 
 
@@ -132,7 +131,7 @@ def _bytes_of_tokens(tokenizer: Any) -> Sequence[bytes] | None:
 
 def _choice(labels: frozenset[str]) -> AnswerForm:
     def misfit(text: str) -> str | None:
-        return None if text in labels else f"it is none of the {len(labels)} labels"
+        return None if text in labels else f"it is not one of the {len(labels)} labels"
 
     return AnswerForm("choice", misfit, labels)
 
@@ -160,7 +159,7 @@ def _json_object(_: Any) -> FormCheck:
             return str(error)
         except RecursionError:
             return "it is nested too deeply"
-        return None if isinstance(found, dict) else "it is JSON, but no object"
+        return None if isinstance(found, dict) else "it is JSON, but not an object"
 
     return misfit
 
@@ -169,7 +168,7 @@ def _loaded(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise AnswerMisfit("", "JSON", f"it is no JSON: {error}") from None
+        raise AnswerMisfit("", "JSON", f"it is not JSON: {error}") from None
 
 
 def _parsed_by(kind: str) -> Callable[[str], FormCheck]:
@@ -180,7 +179,7 @@ def _parsed_by(kind: str) -> Callable[[str], FormCheck]:
             if verdict is None or (text and not verdict):
                 other = by_xgrammar(kind, value)(text)
                 verdict = other if verdict is None else verdict or bool(other)
-            return f"no {kind} matches it" if verdict is False else None
+            return f"it does not match the {kind}" if verdict is False else None
 
         return misfit
 

@@ -48,7 +48,7 @@ def _alone(cell: pa.ChunkedArray, kind: pa.DataType, name: str) -> str | Failure
         return _checked(cell.to_pylist()[0], kind, name)
     except _NOT_IN_PYTHON as error:
         if isinstance(error, KeyError):
-            return Failure.of("prepare", ValueError(f"column {name}: no time zone {error}"))
+            return Failure.of("prepare", ValueError(f"column {name}: unknown time zone {error}"))
         if pa.types.is_temporal(cell.type):
             text = str(cell.cast(pa.string()).to_pylist()[0])
             if not text.startswith("<"):  # Arrow's words for a year that it cannot write either
@@ -65,7 +65,7 @@ def _checked(value: Any, kind: pa.DataType, name: str) -> str | Failure | None:
         return Failure(
             "prepare",
             "ValueError",
-            f"column {name} holds bytes that are not UTF-8 text ({wrong}); write the column as "
+            f"column {name} holds bytes that are not UTF-8 text ({wrong}). Store the column as "
             "text, or read it with a prompt.function",
         )
 

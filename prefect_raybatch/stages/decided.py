@@ -81,7 +81,11 @@ def grammar_bytes(tokenizer: Any) -> Sequence[bytes] | None:
 
         return list(xgrammar.TokenizerInfo.from_huggingface(tokenizer).decoded_vocab)
     except Exception as error:  # then answers are asked whole, which costs time and nothing else
-        log.warning("answers are asked whole, since their tokens cannot be read: %s", error)
+        log.warning(
+            "labels are generated in full, because the bytes of the tokenizer's tokens are "
+            "unknown: %s",
+            error,
+        )
         return None
 
 

@@ -97,7 +97,7 @@ GPU_DEFAULTS: dict[str, Any] = {
     "enable_prefix_caching": True,
 }
 
-GIVEN_BACK = Loss("NodeLeaves", "given back before it was begun, since its node leaves the cluster")
+GIVEN_BACK = Loss("NodeLeaves", "returned before it was started, because its node is being drained")
 
 
 @dataclass(frozen=True)
@@ -357,7 +357,9 @@ class EngineStage:
             try:
                 self._labels = LabelTokens.of(load_tokenizer(*place), self.spec.labels)
             except Exception as error:
-                text = f"the labels cannot be read by the tokenizer {place[0]}: {error}"
+                text = (
+                    f"the tokenizer {place[0]} cannot encode the labels of sampling.choice: {error}"
+                )
                 self._refused = Loss(type(error).__name__, text, fatal=True)
                 return False
         return True
@@ -389,7 +391,7 @@ class EngineStage:
             try:
                 self.engine.run([Request(canary.CANARY_PROMPT, fields)])
             except EngineDied as death:
-                log.error("the engine died of a prompt that is always the same: %s", death)
+                log.error("the engine crashed on the health-check prompt: %s", death)
                 self.engine = None
                 if attempt == canary.PROMPT_TRIES or canary.same(cause, str(death)):
                     self._refused = canary.refusal(str(death))
@@ -545,7 +547,7 @@ class EngineStage:
                 return table.slice(0, 0)
         except RayBatchError as error:
             # looking only saves work: whose commit counts is decided when it is written
-            log.info("whether the shard is committed cannot be told: %s", error)
+            log.info("cannot check whether the shard is committed: %s", error)
         return table
 
 
@@ -578,7 +580,7 @@ def _further(request: Request, labels: LabelTokens) -> list[Request]:
 UNTOLD = Failure(
     "engine",
     "ProbabilitiesMissing",
-    "vLLM told the probability of no label; retry the row, or leave output.probabilities out",
+    "vLLM returned no probability for any label. Retry the row, or remove output.probabilities",
 )
 
 

@@ -317,9 +317,9 @@ class Finish:
         return Failure(
             "engine",
             CUT_OFF,
-            "the answer was cut off at sampling.max_tokens or at the end of the context: raise "
-            f"that and retry the row{kept}. After {counted(tokens, 'token')} it was: "
-            f"{text[:MAX_ANSWER]}",
+            "the answer was cut off at sampling.max_tokens or at the end of the context "
+            f"(engine.max_model_len). Raise the limit and retry the row{kept}. Answer after "
+            f"{counted(tokens, 'token')}: {text[:MAX_ANSWER]}",
         )
 
     def _texts(self, table: pa.Table) -> list[Any]:
@@ -349,8 +349,8 @@ class Finish:
                 bad[i] = Failure(
                     "postprocess",
                     "SchemaError",
-                    f"columns {', '.join(odd)} are missing or new; the run's output columns are "
-                    f"{', '.join(schema.names)}",
+                    f"columns {', '.join(odd)} are missing or unexpected. Return exactly the "
+                    f"run's output columns: {', '.join(schema.names)}",
                 )
         for column in schema:
             rest = [i for i in good if i not in bad]
@@ -534,7 +534,7 @@ def _read_schema(store: Store) -> pa.Schema:
     try:
         schema = pa.ipc.read_schema(pa.py_buffer(data))
     except (pa.ArrowException, OSError) as error:
-        raise CorruptRun(f"{OUTPUT_SCHEMA} is not a readable schema: {error}") from None
+        raise CorruptRun(f"{OUTPUT_SCHEMA} is not a readable Arrow schema: {error}") from None
     check_types(schema, OUTPUT_SCHEMA)
     return schema
 
@@ -578,16 +578,20 @@ def postprocessed(
     try:
         made = copied(function({**row, **answer}))
         if made is not None and not isinstance(made, dict):
-            raise TypeError(f"postprocess must return a dict or None, not {type(made).__name__}")
+            raise TypeError(
+                f"output.postprocess must return a dict or None, not {type(made).__name__}"
+            )
         for name in made or ():
             if not isinstance(name, str):
-                raise TypeError(f"postprocess must return columns by name, not {name!r}")
+                raise TypeError(
+                    f"output.postprocess must return a dict with column names as keys, not {name!r}"
+                )
             if name in taken:  # two columns of a name make a file that nothing can read
                 return Failure(
                     "postprocess",
                     "SchemaError",
-                    f"column {name} is written already; return it under another name, or leave "
-                    "the input's out with output.columns",
+                    f"column {name} is already in the result. Return it under another name, or "
+                    "exclude the input's column with output.columns",
                 )
         return made
     except NoChild:  # the function's process did not start, which is no fault of the row
@@ -603,7 +607,8 @@ def _cast_failure(value: object, column: pa.Field) -> Failure | None:
         return Failure(
             "postprocess",
             "SchemaError",
-            f"column {column.name} wants {column.type}, got {type(value).__name__}: {error}"[:500],
+            f"column {column.name} has type {column.type}, but the value is "
+            f"{type(value).__name__}: {error}"[:500],
         )
     return None
 

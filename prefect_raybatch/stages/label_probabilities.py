@@ -70,16 +70,16 @@ class LabelTokens:
             if path in paths:
                 raise ConfigError(
                     f"output.probabilities: the labels {paths[path]!r} and {label!r} of "
-                    "sampling.choice are the same tokens, so that no answer can tell them apart; "
-                    "reword one, or leave probabilities out"
+                    "sampling.choice have the same tokens, so they cannot be told apart. Reword "
+                    "one, or remove output.probabilities"
                 )
             paths[path] = label
         ends = {path[:at] for path in paths for at in range(len(path))} & paths.keys()
         if ends and tokenizer.eos_token_id is None:
             raise ConfigError(
                 f"output.probabilities: the label {paths[min(ends)]!r} of sampling.choice is the "
-                "beginning of another, and the model's tokenizer names no end token that would "
-                "tell them apart; reword one, or leave probabilities out"
+                "beginning of another, and the model's tokenizer has no end token to tell them "
+                "apart. Reword one, or remove output.probabilities"
             )
         end = tokenizer.eos_token_id
         whole = ((*path, end) if path in ends and end is not None else path for path in paths)
@@ -156,8 +156,8 @@ def _path(tokenizer: Tokenizer, label: str) -> tuple[int, ...]:
     if text and label.startswith(text):
         return tuple(alone)
     raise ConfigError(
-        f"output.probabilities: the model's tokenizer has no token that the label {label!r} of "
-        "sampling.choice begins with; reword it, or leave probabilities out"
+        "output.probabilities: the model's tokenizer has no token that begins the label "
+        f"{label!r} of sampling.choice. Reword it, or remove output.probabilities"
     )
 
 

@@ -67,7 +67,7 @@ class Sampler:
                 # for example an engine that dies meanwhile; samples are for the report alone
                 if str(error) != said:
                     said = str(error)
-                    log.warning("a sample of figures failed: %s: %s", type(error).__name__, error)
+                    log.warning("cannot sample engine metrics: %s: %s", type(error).__name__, error)
 
     def take(self) -> None:
         """Take a sample now."""

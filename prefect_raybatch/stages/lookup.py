@@ -54,8 +54,8 @@ OPTIONAL = (FORMED, REASONING_OPEN, TRUNCATED)  # finish looks for them where a 
 IMAGE_LATE = Failure(
     "prepare",
     "ImageUnavailable",
-    "an image of the row could not be had when the run was planned, so nothing was asked about it; "
-    "it can be had now: retry the row",
+    "an image of the row was unavailable when the run was planned, so the row was not sent to the "
+    "model. The image is available now: retry the row",
 )
 
 
@@ -158,7 +158,7 @@ class LookUp:
         """Return where each row's answer is: (kind, number, digests of its images)."""
         there, places = self.places.take(rows)
         if places is None or not there.all():
-            raise CorruptRun(f"the plan does not say where the answer to row {rows[~there][0]} is")
+            raise CorruptRun(f"the plan has no location for the answer to row {rows[~there][0]}")
         digests = places["digests"].to_pylist() if self.prepare.images is not None else []
         return places["kind"].to_numpy(), places["at"].to_numpy(), digests
 
@@ -187,7 +187,7 @@ class LookUp:
         failures: dict[int, Failure] = {}
         there, why = self.failed.take(at[lacking])
         if not there.all() or (kinds[lacking] == REUSED).any():
-            raise CorruptRun("answers that plan.json names are missing")
+            raise CorruptRun("answers listed in plan.json are missing")
         for i, row in zip(lacking.tolist(), why.to_pylist() if why else (), strict=True):
             failures[i] = Failure(*(str(row[name]) for name in WHY))
         every = pa.concat_tables([*tables, _no_answer(self._schema)])
@@ -215,7 +215,7 @@ def _vectors(answers: pa.Table, errors: list[dict[str, str] | None]) -> pa.Array
     for i in well:
         vector = lists[i].values
         if len(vector) != size:
-            what = f"the row's answer has {len(vector)} numbers where another's has {size}"
+            what = f"the row's vector has {len(vector)} numbers, but others have {size}"
             errors[i] = Failure("engine", "OddVector", what).to_dict()
             continue
         values[i], missing[i] = vector.to_numpy(), False

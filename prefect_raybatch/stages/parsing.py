@@ -50,8 +50,8 @@ def reasoning_parser_for(parsing: ParsingSpec, tokenizer: Any) -> ReasoningParse
         return internals.reasoning_parser(parsing.reasoning, quick, parsing.arguments)
     except (RuntimeError, ValueError) as error:  # its marks are no tokens of the model
         raise ConfigError(
-            f"output.reasoning_parser: {parsing.reasoning} does not fit the model's tokenizer: "
-            f"{error}"
+            f"output.reasoning_parser: {parsing.reasoning} does not work with the model's "
+            f"tokenizer: {error}"
         ) from None
 
 

@@ -148,11 +148,11 @@ def without_misfits(answers: Iterable[RowAnswer]) -> list[RowAnswer]:
             vector = np.asarray(completion.vector)
             size = len(vector) if size is None else size
             if len(vector) != size:
-                what = f"the model gave {len(vector)} numbers where it gave {size} before"
+                what = f"the model returned {len(vector)} numbers, but {size} before"
                 completion = replace(completion, error=("OddVector", what))
             elif not np.isfinite(vector).all():
                 bad = int((~np.isfinite(vector)).sum())
-                what = f"{bad} of {size} numbers are NaN or infinite; try engine.dtype: float32"
+                what = f"{bad} of {size} numbers are NaN or infinite. Try engine.dtype: float32"
                 completion = replace(completion, error=("NotFinite", what))
         made.append((row, served, completion))
     return made

@@ -329,5 +329,9 @@ def with_images(
 
 def _messages_for_images(request: ChatRequest | Failure) -> Messages | Failure:
     if isinstance(request, ChatRequest) and request.documents:
-        return Failure("prepare", "ValueError", "documents do not go with prompt.images yet")
+        return Failure(
+            "prepare",
+            "ValueError",
+            "prompt.documents and prompt.images cannot be combined. Remove one",
+        )
     return request if isinstance(request, Failure) else request.messages

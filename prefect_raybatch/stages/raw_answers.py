@@ -198,7 +198,9 @@ def _spans(metadata: Any, file: AnswerFile) -> list[tuple[int, int, int]]:
             columns = (group.column(i) for i in range(group.num_columns))
             named = [c.statistics for c in columns if c.path_in_schema == NUMBER]
             if not named or named[0] is None or not named[0].has_min_max:
-                raise CorruptRun(f"{file.path} does not say which rows it holds")
+                raise CorruptRun(
+                    f"{file.path} has no statistics of its row numbers, so its rows cannot be found"
+                )
             low, high = int(named[0].min), int(named[0].max) + 1
         spans.append((number, low, high))
         at += group.num_rows

@@ -260,7 +260,7 @@ class _Files:
             raise _Changed(f"etag {planned.etag} -> {found.etag} (size still {found.size})")
         if planned.mtime_ns is not None and found.mtime_ns != planned.mtime_ns:
             raise _Changed(
-                f"time of change {planned.mtime_ns} -> {found.mtime_ns} ns (size still "
+                f"modification time {planned.mtime_ns} -> {found.mtime_ns} ns (size still "
                 f"{found.size})"
             )
         self._check_written(number, planned, found)
@@ -282,8 +282,8 @@ class _Files:
                 footer = "none"
         if footer != planned.footer:
             raise _Changed(
-                f"footer {planned.footer[:12]} -> {footer[:12]} (size and time of change are the "
-                "same, but it was written again)"
+                f"footer {planned.footer[:12]} -> {footer[:12]} (same size and modification time, "
+                "but other contents)"
             )
         self._same[number] = at
 
@@ -309,14 +309,14 @@ class _Files:
         if isinstance(error, _Changed):
             return Loss(
                 SourceError.__name__,
-                f"{uri} is not what the plan recorded: {error}. Put the recorded file back and run "
-                "again, or start a new run key.",
+                f"{uri} has changed since the run was planned: {error}. Restore the planned file "
+                "and run again, or start a new run key.",
                 fatal=True,
             )
         if isinstance(error, FileNotFoundError):
             return Loss(
                 SourceError.__name__,
-                f"{uri} is gone. Put it back and run again, or start a new run key.",
+                f"{uri} no longer exists. Restore it and run again, or start a new run key.",
                 fatal=True,
             )
         rows = f"rows {part.start} to {part.start + part.rows - 1}"
@@ -399,7 +399,7 @@ class Cursor:
         for group in groups:
             self._starts.append(self._starts[-1] + group.num_rows)
         if self._starts[-1] < stop:
-            raise pa.ArrowInvalid(f"holds {self._starts[-1]} rows, the plan reads {stop}")
+            raise pa.ArrowInvalid(f"holds {self._starts[-1]} rows, but the plan needs {stop}")
         names = set(self._names)
         chunks = [
             group.column(i)
@@ -515,7 +515,7 @@ class ShardDatasource(KeptBlocks):
         context). Raises ValueError without tasks, which Ray cannot run.
         """
         if not self._read_tasks:
-            raise ValueError("there is nothing to read: no units")
+            raise ValueError("no units to read")
         options.setdefault("override_num_blocks", len(self._read_tasks))
         return cast(Dataset, read_datasource(self, **options))
 

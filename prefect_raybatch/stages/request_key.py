@@ -27,18 +27,18 @@ KEY_TYPE = pa.binary(KEY_BYTES)
 NOT_DETERMINISTIC = Failure(
     "prepare",
     "PromptNotDeterministic",
-    "the prompt came out otherwise than when the run was planned, so no answer can be told to be "
-    "its own: let prompt.function depend on the row alone (no time, random numbers or outside "
-    "state), or run without reuse and without engine.order: run",
+    "the prompt differs from the planned one, so no stored answer belongs to it. Make "
+    "prompt.function depend on the row alone (no time, random numbers or outside state), or run "
+    "without reuse and without engine.order: run",
 )
 
 
 IMAGE_CHANGED = Failure(
     "prepare",
     "ImageChanged",
-    "an image of the row is not what it was when the run was planned (or prompt.function returned "
-    "something else), so no answer can be told to be its own: retry the row, which takes the image "
-    "as it is now",
+    "an image of the row has changed since the run was planned (or prompt.function returned "
+    "something else), so no stored answer belongs to it. Retry the row, which uses the image as "
+    "it is now",
 )
 
 

@@ -189,7 +189,11 @@ class RowText:
         try:
             return _plain(self.tokenizer, self.controls)
         except Exception as error:  # a tokenizer of another kind, or with parts of its own
-            log.info("the tokenizer cannot be copied (%s): a space parts control tokens", error)
+            log.info(
+                "cannot copy the tokenizer (%s); control tokens in rows are split with a "
+                "space instead",
+                error,
+            )
             return None
 
     def _changed(
@@ -308,9 +312,8 @@ def refused(control: str) -> Failure:
     return Failure(
         "prepare",
         "ControlTokenInRow",
-        f"the row's text holds {control!r}, which the model's tokenizer reads as a control token. "
-        "Remove it from the row, or set prompt.special_tokens_in_rows to split, which asks about "
-        "it as plain text",
+        f"the row's text contains {control!r}, a control token of the model's tokenizer. Remove "
+        "it from the row, or set prompt.special_tokens_in_rows: split to send it as plain text",
     )
 
 
@@ -318,8 +321,8 @@ def refused_template(control: str) -> Failure:
     return Failure(
         "prepare",
         "ControlTokenInRow",
-        f"the chat template changes the row's text and makes the control token {control!r} of it. "
-        "Set a prompt.chat_template that puts the text in as it is, without lower or replace",
+        f"the chat template turns the row's text into the control token {control!r}. Set a "
+        "prompt.chat_template that inserts the text unchanged, without lower or replace",
     )
 
 
@@ -327,8 +330,8 @@ def refused_role(role: str) -> Failure:
     return Failure(
         "prepare",
         "ControlTokenInRow",
-        f"the role {role!r} of a message makes a control token in the chat template. Name who "
-        "speaks: system, user, assistant, tool",
+        f"the message role {role!r} becomes a control token in the chat template. Use system, "
+        "user, assistant or tool",
     )
 
 

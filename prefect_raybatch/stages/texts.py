@@ -283,7 +283,8 @@ def _too_long(count: str, limit: int) -> Failure:
     return Failure(
         "prepare",
         "PromptTooLong",
-        f"the prompt has {count} tokens, and the context {limit} (engine.max_model_len)",
+        f"the prompt has {count} tokens, more than engine.max_model_len {limit}. Shorten the row, "
+        "or set prompt.on_too_long to truncate it",
     )
 
 
@@ -308,7 +309,10 @@ def _first_one(types: Sequence[int] | None) -> int | None:
         return None
     at = next((i for i, kind in enumerate(types) if kind), len(types))
     if any(kind != 1 for kind in types[at:]):
-        raise ValueError("the tokenizer gives token types other than 0s followed by 1s")
+        raise ValueError(
+            "the tokenizer returns token types other than 0s followed by 1s, which vLLM does "
+            "not support"
+        )
     return at
 
 

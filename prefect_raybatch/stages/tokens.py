@@ -103,14 +103,15 @@ class TemplateLimit:
         long."""
         if self._late_rows >= LATE_ROWS:
             raise TemplateTooSlow(
-                f"the chat template took over {self.seconds:g} s for rows before it"
+                f"the chat template took over {self.seconds:g} s for earlier rows, so it is not "
+                "tried for this one"
             )
         try:
             return within(self.seconds, apply, stop=True)
         except TimeoutError:
             self._late_rows += rows == 1
             raise TemplateTooSlow(
-                f"the chat template takes over {self.seconds:g} s for this row; simplify its "
+                f"the chat template took over {self.seconds:g} s for this row. Simplify its "
                 "loops, or shorten the row"
             ) from None
 
@@ -551,7 +552,10 @@ def fitting_tokens(tokens: TokenIds, limit: int | None) -> TokenIds | Failure:
 def prompt_too_long(count: str, limit: int | None) -> Failure:
     room = "the model's context" if limit is None else f"engine.max_model_len {limit}"
     return Failure(
-        "prepare", "PromptTooLong", f"the prompt has {count} tokens and leaves no room in {room}"
+        "prepare",
+        "PromptTooLong",
+        f"the prompt has {count} tokens and leaves no room for an answer in {room}. Shorten the "
+        "row, or set prompt.on_too_long to truncate it",
     )
 
 

@@ -113,7 +113,7 @@ class TrialEngine:
                 continue
             made.append(answered)
         if blocks and not made:
-            raise EngineFailure(f"the engine died with every sampled row: {why}")
+            raise EngineFailure(f"the engine crashed on every sampled row: {why}")
         return made
 
     def _of_receipt(self, store: Store, receipt: Receipt) -> dict[Row, RowOutcome]:

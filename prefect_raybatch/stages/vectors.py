@@ -64,7 +64,7 @@ class FinishVectors(Finish):
                 return Failure(
                     "engine",
                     "OddVector",
-                    f"the model gave {len(vector)} probabilities, and its config.json names "
+                    f"the model returned {len(vector)} probabilities, but its config.json names "
                     f"{len(self.labels)} labels",
                 )
             shares = dict(zip(self.labels, vector.tolist(), strict=True))
@@ -76,7 +76,7 @@ class FinishVectors(Finish):
                 "postprocess",
                 "SchemaError",
                 f"a number of the vector ({np.abs(vector).max():g}) is too large for "
-                "output.vector_type float16; use float32",
+                "output.vector_type float16. Use float32",
             )
         return {name: kept}
 

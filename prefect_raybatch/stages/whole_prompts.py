@@ -45,19 +45,20 @@ def with_whole_prompts(
     context = length() if certain or rows_may else None
     if context is None:
         return made
-    why = "on a CPU vLLM ends where sampling.seed draws the answer to a prompt computed in parts"
+    why = (
+        "on a CPU, vLLM crashes if sampling.seed is used with a prompt that is processed in chunks"
+    )
     if given.get(IN_PARTS):
         if certain:
-            raise ConfigError(f"engine.{IN_PARTS}: {why}; leave it out, or the seed")
+            raise ConfigError(f"engine.{IN_PARTS}: {why}. Remove it, or sampling.seed")
         return made
     if made[TOKENS_A_STEP] < context:
         if not certain:
             return made
         if given.get(TOKENS_A_STEP):
             raise ConfigError(
-                f"engine.{TOKENS_A_STEP} {given[TOKENS_A_STEP]} does not hold the longest prompt: "
-                f"{why}; set it to {context} (engine.max_model_len, else the model's), or leave it "
-                "or the seed out"
+                f"engine.{TOKENS_A_STEP} {given[TOKENS_A_STEP]} is less than the longest prompt "
+                f"({context} tokens): {why}. Set it to {context}, or remove it or sampling.seed"
             )
         made[TOKENS_A_STEP] = context
     return {**made, IN_PARTS: False}

@@ -362,7 +362,7 @@ def test_columns_that_exist_already_cannot_be_returned(tmp_path):
     assert receipt.good.ranges == () and receipt.failed.ranges == ((0, 2),)
     stage, kind, message = reasons(tmp_path, receipt)[0]
     assert (stage, kind) == ("postprocess", "SchemaError")
-    assert "column id is written already" in message and "output.columns" in message
+    assert "column id is already in the result" in message and "output.columns" in message
     receipt = one(
         tmp_path, block(Unit(1, 0, 2)), postprocess="helpers.functions:whole_row", columns=[]
     )

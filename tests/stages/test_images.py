@@ -167,9 +167,7 @@ def test_a_chat_template_that_does_not_end_fails_its_rows(
     renderer = multimodal.Renderer(str(tmp_path / "model"), None, {"max_model_len": CONTEXT})
     tokens, features = renderer.rows([conversation()] * 5)
     assert [failure.kind for failure in tokens] == ["TemplateTooSlow"] * 5 and not any(features)
-    assert ["for rows before it" in failure.message for failure in tokens] == [False] * 3 + [
-        True
-    ] * 2
+    assert ["for earlier rows" in failure.message for failure in tokens] == [False] * 3 + [True] * 2
     again, _ = renderer.rows([conversation()])
     assert "takes over 0.5 s for this row" in again[0].message
 
@@ -293,7 +291,7 @@ def test_a_model_of_text_alone_is_refused(model, tmp_path):
     path = {"source": demo.demo_model_path(), "revision": None}
     made = prepare_stage(job.prompt, path, CONTEXT, images=images)(tag(table, Unit(0, 0, 1)))
     (why,) = losses(made)
-    assert "takes no images" in why.message
+    assert "accepts only text" in why.message
 
 
 # --- the job ------------------------------------------------------------------------------------

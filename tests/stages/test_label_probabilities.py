@@ -81,7 +81,7 @@ def test_labels_that_cannot_be_told_apart_are_named():
         def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
             return super().__call__(text.lower())
 
-    with pytest.raises(ConfigError, match=r"the labels 'yes' and 'Yes' of .* are the same tokens"):
+    with pytest.raises(ConfigError, match=r"the labels 'yes' and 'Yes' of .* have the same tokens"):
         LabelTokens.of(Deaf(), ["yes", "no", "Yes"])  # type: ignore[arg-type]
 
 

@@ -254,4 +254,4 @@ def test_a_parser_whose_marks_the_model_lacks_stops_the_run():
     assert LOST in made.column_names
     (why,) = losses(made)
     assert why.fatal and why.kind == ConfigError.__name__
-    assert "output.reasoning_parser: deepseek_r1 does not fit" in why.message
+    assert "output.reasoning_parser: deepseek_r1 does not work" in why.message

@@ -320,8 +320,8 @@ def test_a_changed_time_and_a_missing_file(two, tmp_path):
     os.utime(tmp_path / "a.parquet", ns=(1, 1))
     (tmp_path / "b.parquet").unlink()
     reasons = [lost(table) for table in outcome(two)]
-    assert "time of change" in reasons[0][0] and "a.parquet" in reasons[0][0]
-    assert "b.parquet is gone" in reasons[2][0]
+    assert "modification time" in reasons[0][0] and "a.parquet" in reasons[0][0]
+    assert "b.parquet no longer exists" in reasons[2][0]
     assert all(fatal for _, fatal in reasons)
 
 
@@ -335,7 +335,7 @@ def test_a_file_replaced_while_it_is_read(two, tmp_path, monkeypatch):
 
     monkeypatch.setattr(read.Cursor, "take", take)
     first, second, third = outcome(two)
-    assert "a.parquet is not what the plan recorded" in lost(first)[0] and lost(first)[1]
+    assert "a.parquet has changed since the run was planned" in lost(first)[0] and lost(first)[1]
     assert "a.parquet" in lost(second)[0]
     assert not blocks.is_lost(third)
 
@@ -362,7 +362,7 @@ def test_other_rows_of_the_same_size_and_time_are_noticed(two, tmp_path, move):
         first, second, third = outcome(ShardReader(planned, two.schema))
         for table in (first, second):
             reason, fatal = lost(table)
-            assert f"{tmp_path}/a.parquet is not what the plan recorded" in reason and fatal
+            assert f"{tmp_path}/a.parquet has changed since the run was planned" in reason and fatal
             assert "footer" in reason
         assert not blocks.is_lost(third)
 
@@ -379,7 +379,7 @@ def test_rows_changed_while_they_are_read_are_noticed(two, tmp_path, monkeypatch
     monkeypatch.setattr(read.Cursor, "take", take)
     first, second, third = outcome(two)
     assert not blocks.is_lost(first) and not blocks.is_lost(third)
-    assert "a.parquet is not what the plan recorded" in lost(second)[0] and lost(second)[1]
+    assert "a.parquet has changed since the run was planned" in lost(second)[0] and lost(second)[1]
 
 
 def test_a_file_that_is_touched_but_the_same_goes_on(two, tmp_path):
@@ -400,7 +400,7 @@ def test_a_plan_of_before_checks_what_it_recorded(two, tmp_path):
     (tmp_path / "a.parquet").chmod(0o640)
     assert not any(blocks.is_lost(table) for table in outcome(one))
     os.utime(tmp_path / "a.parquet", ns=(1, 1))
-    assert "time of change" in lost(outcome(one)[0])[0]
+    assert "modification time" in lost(outcome(one)[0])[0]
 
 
 def test_a_corrupt_page_names_file_and_rows(two, tmp_path):
@@ -463,8 +463,8 @@ def test_s3_in_place(s3, tmp_path, monkeypatch):
     store.put("x/00.parquet", (tmp_path / "f.parquet").read_bytes())
     store.delete(["x/09.parquet"])
     first, *_, last = everything(one, one.tasks(units, min_tasks=1))
-    assert "x/00.parquet is not what the plan recorded" in lost(first)[0]
-    assert "x/09.parquet is gone" in lost(last)[0] and lost(last)[1]
+    assert "x/00.parquet has changed since the run was planned" in lost(first)[0]
+    assert "x/09.parquet no longer exists" in lost(last)[0] and lost(last)[1]
 
 
 def test_tables_runs_and_brackets_on_s3(s3, tmp_path):

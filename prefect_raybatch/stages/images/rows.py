@@ -99,7 +99,8 @@ class RowImages:
         count = len(given) + sum(map(is_image, _parts(messages)))
         if count > self.images.most:
             raise BadImage(
-                f"the row has {count} images, more than prompt.images.per_row {self.images.most}"
+                f"the row has {count} images, more than prompt.images.per_row {self.images.most}. "
+                "Remove some, or raise the limit"
             )
         columns = [self._decoded(where, value, seen) for where, value in given]
         shown = [{**m, "content": self._content(m["content"], seen)} for m in messages]
@@ -179,7 +180,7 @@ def image_reference(part: Mapping[str, Any]) -> Any:
     """Return what an image part holds: bytes, {bytes, path}, a path or a URL."""
     kind = part["type"]
     if kind not in part:
-        raise BadImage(f"a part of type {kind} has no {kind}")
+        raise BadImage(f"a message part of type {kind} has no field {kind}")
     value = part[kind]
     return value.get("url") if kind == "image_url" and isinstance(value, dict) else value
 
@@ -198,7 +199,7 @@ def _before_text(messages: Messages, images: list[dict[str, Any]]) -> None:
     """Put images before the last user message."""
     users = [i for i, m in enumerate(messages) if m["role"] == "user"]
     if not users:
-        raise BadImage("there is no user message to put the image into")
+        raise BadImage("the conversation has no user message to put the image into")
     content = messages[users[-1]]["content"]
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     messages[users[-1]]["content"] = [*images, *parts]

@@ -52,7 +52,7 @@ def judged(left: Left) -> Loss | None:
     if left.doing == note.PROMPT and (again or left.times >= PROMPT_TRIES):
         return refusal(left.cause)
     if left.doing == note.START and told and left.times >= ENGINE_STARTS:
-        return Loss("", f"{left.cause}, {left.times} times while the engine started", True)
+        return Loss("", f"{left.cause} ({left.times} times while the engine started)", True)
     return None
 
 
@@ -60,7 +60,7 @@ def refusal(cause: str) -> Loss:
     """Return why the run must end, given the error that the engine died of."""
     return Loss(
         ENGINE_DIED,
-        f"{cause} (engines died of this before any row was through, a new one on a prompt that is "
-        "always the same, so no row is to blame)",
+        f"{cause}. Engines crashed this way before they answered any row, and a new one crashed "
+        "on the health-check prompt, so no row is the cause",
         fatal=True,
     )

@@ -56,7 +56,7 @@ def end_process(cause: str) -> NoReturn:
     It ends at once, before anybody is told: work that arrives meanwhile would be blamed for the
     death.
     """
-    log.critical("%s; its process %d ends itself, to be started anew", cause, os.getpid())
+    log.critical("%s; process %d ends itself and is restarted", cause, os.getpid())
     with contextlib.suppress(Exception):  # even if stderr is closed, the process must end
         faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
     os._exit(STATUS)

@@ -76,10 +76,10 @@ class Renderer:
         except ImportError:
             raise ConfigError(
                 f"prompt.images: vLLM {internals.version()} cannot prepare images outside of an "
-                "engine; install vLLM 0.29"
+                "engine. Install vLLM 0.29"
             ) from None
         if render is None:
-            raise ConfigError(f"prompt.images: the model {path} takes no images, only text")
+            raise ConfigError(f"prompt.images: the model {path} accepts only text, no images")
         self._render = render
 
     def rows(
@@ -181,8 +181,8 @@ def other_version(column: pa.ChunkedArray) -> Loss | None:
         return None
     return Loss(
         "ConfigError",
-        f"images were prepared by vLLM {', '.join(sorted(made))}, and the engine's node has "
-        f"{here}; install one version on all nodes",
+        f"images were prepared by vLLM {', '.join(sorted(made))}, but the engine's node has "
+        f"{here}. Install one version on all nodes",
         fatal=True,
     )
 

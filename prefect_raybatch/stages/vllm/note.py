@@ -32,7 +32,7 @@ START, PROMPT, ROWS = "start", "prompt", "rows"  # what an actor does while the 
 NOTES_FOLDER = "raybatch-notes"
 LONGEST_NOTE = 65536  # characters that are read of a note
 NOTES_KEPT = 86400.0  # seconds after which a note that no actor has read is removed
-SILENT = "the engine's process ended without a word: killed, out of memory, or hung"
+SILENT = "the engine's process ended without an error message: killed, out of memory, or hung"
 FAULTS = {  # faulthandler's names
     "Illegal instruction": signal.SIGILL,
     "Segmentation fault": signal.SIGSEGV,

@@ -142,7 +142,9 @@ class StartTeller:
                 try:
                     self.tell(self.id, marks)
                 except Exception as error:  # for people alone: the engine works without
-                    log.info("the start is not told: %s: %s", type(error).__name__, error)
+                    log.info(
+                        "cannot report the engine's start: %s: %s", type(error).__name__, error
+                    )
                 said = marks
             if STEPPED in marks or self._over:
                 return

@@ -42,8 +42,8 @@ def ask_for_amx() -> None:
         return
     if not ask():
         log.warning(
-            "this CPU has AMX and the kernel does not grant it, so that an engine in bfloat16 may "
-            "die of an illegal instruction; set engine.dtype: float32"
+            "this CPU has AMX, but the kernel does not permit it, so an engine in bfloat16 may "
+            "die of an illegal instruction. Set engine.dtype: float32"
         )
 
 

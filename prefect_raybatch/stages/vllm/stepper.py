@@ -612,13 +612,14 @@ class SteppedEngine:
 
 
 def _given_up(params: Params, reason: str) -> str:
-    said = f"vLLM gave the request up ({reason})"
+    said = f"vLLM aborted the request ({reason})"
     if getattr(params, "structured_outputs", None) is None:
         return said
     return (
-        f"{said}, most likely as it could make no grammar of its structured_outputs or choice: an "
-        "engine makes those of all rows with the backend of its first; name one that takes them "
-        "all, as with engine.structured_outputs_config: {backend: guidance}"
+        f"{said}, most likely because it could not build the grammar of structured_outputs or "
+        "choice. An engine builds the grammars of all rows with the backend that its first row "
+        "needs. Choose one that supports all of them, e.g. engine.structured_outputs_config: "
+        "{backend: guidance}"
     )
 
 
