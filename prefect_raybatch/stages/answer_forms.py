@@ -31,8 +31,11 @@ FormCheck = Callable[[str], str | None]
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """The form of a row's answers. `name`: the sampling field that asks for it; `labels`: those of
-    a choice; `misfit`: returns why a text does not fit, None if it does."""
+    """The form of a row's answers.
+
+    `name`: the sampling field that asks for it; `labels`: those of a choice; `misfit`: returns why
+    a text does not fit, None if it does.
+    """
 
     name: str
     misfit: FormCheck
@@ -72,8 +75,10 @@ def not_of_form(form: AnswerForm, why: str, text: str) -> Failure:
 
 
 class Spelling:
-    """Checks answers of a block, both as decoded and as spelled by their tokens: tokenizers drop
-    leading blanks, and special tokens may be part of a grammar."""
+    """Checks answers of a block, both as decoded and as spelled by their tokens.
+
+    Tokenizers drop leading blanks, and special tokens may be part of a grammar.
+    """
 
     def __init__(
         self, table: pa.Table, parsing: ParsingSpec | None, tokenizer: Callable[[], Tokenizer]
@@ -83,8 +88,10 @@ class Spelling:
     def fitted(
         self, form: AnswerForm, shown: str | None, row: int, number: int
     ) -> tuple[str | None, str | None]:
-        """Return a row's answer, with a label as written in the choice, and why it does not fit;
-        `number` is the index of the answer."""
+        """Return answer `number` of a row, and why it does not fit (None if it does).
+
+        A label is returned as it is written in the choice.
+        """
         why = form.misfit(shown or "")
         if why is None:
             return shown or "", None

@@ -69,8 +69,7 @@ ERROR_TYPE = pa.struct([("stage", pa.string()), ("kind", pa.string()), ("message
 
 
 def tag(table: pa.Table, unit: Unit) -> pa.Table:
-    """Return the input rows of a unit (a shard or a part of one) with the columns shard and
-    position prepended."""
+    """Return the input rows of a unit (a shard or a part of one) with shard and position."""
     positions = np.arange(unit.offset, unit.offset + unit.rows, dtype=np.int32)
     shards = np.full(unit.rows, unit.shard, dtype=np.int32)
     table = table.add_column(0, POSITION, pa.array(positions))
@@ -111,8 +110,7 @@ def lost_units(table: pa.Table) -> list[tuple[Unit, Loss]]:
 
 
 def passes_by(table: pa.Table) -> bool:
-    """Return whether stages must skip the block: it is lost, or empty (all its shards were
-    done)."""
+    """Return whether stages must skip the block: it is lost, or empty (its shards were done)."""
     return is_lost(table) or table.num_rows == 0
 
 
@@ -143,8 +141,10 @@ class Failure:
 
 
 def rows_of(table: pa.Table, names: list[str]) -> list[Any]:
-    """Return rows as dicts of the named columns; a `Failure` for a row that Python cannot
-    represent, such as invalid UTF-8 or a date after the year 9999."""
+    """Return rows as dicts of the named columns, or a `Failure` for an unreadable row.
+
+    Python cannot represent, for example, invalid UTF-8 or a date after the year 9999.
+    """
     if not names:
         return [{} for _ in range(table.num_rows)]
     part = table.select(names)

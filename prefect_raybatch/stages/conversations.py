@@ -38,8 +38,10 @@ class Conversation:
 
 
 def messages_of(cell: Any, name: str) -> Messages:
-    """Return the messages of a cell of column `name`; ValueError or TypeError says what is wrong
-    where."""
+    """Return the messages of a cell of column `name`.
+
+    Raises ValueError or TypeError that names the place of the fault.
+    """
     found = _list(cell, name, "messages {role, content}")
     if not found:
         raise ValueError(f"{name} is an empty conversation; it needs at least one message")
@@ -47,8 +49,10 @@ def messages_of(cell: Any, name: str) -> Messages:
 
 
 def documents_of(cell: Any, name: str) -> list[dict[str, Any]] | None:
-    """Return the documents of a cell; None for a null. A plain text is the `text` of one
-    document."""
+    """Return the documents of a cell; None for a null.
+
+    A plain text is the `text` of one document.
+    """
     if cell is None:
         return None
     made = []
@@ -116,8 +120,7 @@ def _content(value: Any, where: str) -> str:
 
 
 def _call(value: Any, where: str) -> dict[str, Any]:
-    """Return a tool call as templates take it: with its arguments as a mapping, not as JSON
-    text."""
+    """Return a tool call with its arguments as a mapping, as templates take it."""
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict):
         raise TypeError(f"{where} is not of the form {{id, type, function: {{name, arguments}}}}")
@@ -136,8 +139,7 @@ def _call(value: Any, where: str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value without the nulls that Arrow adds for missing struct fields; maps become
-    dicts."""
+    """Return the value with maps as dicts, without the nulls of missing struct fields."""
     if isinstance(value, Mapping):
         return {name: _plain(inner) for name, inner in value.items() if inner is not None}
     if isinstance(value, list):

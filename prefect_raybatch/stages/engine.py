@@ -258,8 +258,10 @@ class EngineStage:
         self._early = EarlyStopping(spec.early_stop, self._token_bytes)
 
     def take_over(self, spec: EngineLaunch) -> None:
-        """Work for another run from now on with the running engine; `spec` must equal the earlier
-        one in everything that the engine was started with. No block may be inside.
+        """Work for another run from now on with the running engine.
+
+        `spec` must equal the earlier one in everything that the engine was started with. No block
+        may be inside.
 
         The start of an engine that was prewarmed for this run is reported as the run's own. One
         that could not start is not tried again, and the run is told why.
@@ -298,8 +300,7 @@ class EngineStage:
             engine.close()
 
     def ready(self) -> SteppedEngine | None:
-        """Return the live engine, restarted after a death; None with `_refused` set if that
-        fails."""
+        """Return the live engine, restarted after a death; None (see `_refused`) if that fails."""
         with self._lock:
             if self.engine is None and self._refused is None:
                 self._begin()
@@ -325,8 +326,7 @@ class EngineStage:
         return 0.0 if engine is None else float(engine.stats().get("stepped_at", 0.0))
 
     def _begin_working(self) -> None:
-        """Start an engine; if one died before without answering a row, check whether this one
-        works."""
+        """Start an engine, and check it if one died before without answering a row."""
         if not (self._take_labels() and self._take_adapters()):
             return
         left, self._left = self._left, None
@@ -350,8 +350,10 @@ class EngineStage:
             self._note.write(note.ROWS)
 
     def _take_labels(self) -> bool:
-        """Read the tokens of the labels if their probabilities are asked for. Return False if that
-        fails: `_refused` says why."""
+        """Read the tokens of the labels if their probabilities are asked for.
+
+        Return False if that fails: `_refused` says why.
+        """
         if self.spec.labels and self._labels is None:
             place = models.tokenizer_place(self.spec.model)
             try:
@@ -374,8 +376,7 @@ class EngineStage:
         return True
 
     def _prove(self, cause: str, first: int = 1) -> None:
-        """Ask the engine, started after one died of `cause` without answering a row, the
-        health-check prompt.
+        """Ask an engine the health-check prompt, after one died of `cause` without an answer.
 
         If it dies of the same error, give up: `_refused` says so. After another error, try the next
         engine; this one is number `first`. Blocks wait meanwhile, so that none is lost and no row
@@ -432,8 +433,7 @@ class EngineStage:
         return {**arguments, "model": path, "revision": self.spec.model.get("revision")}
 
     def _share(self) -> dict[str, Any]:
-        """Return the share of this GPU: as resolved, unless the GPU is smaller than expected or was
-        unknown."""
+        """Return the share of this GPU, computed anew if it is smaller than planned or unknown."""
         there, share = internals.gpu_bytes(), self.spec.share
         if not share or there < SAME * self.spec.gpu_bytes:
             config, stored = models.read_config(self.spec.model)
@@ -476,8 +476,7 @@ class EngineStage:
         return timed(table, "engine", began)
 
     def _ask(self, engine: SteppedEngine, table: pa.Table) -> list[pooling.RowAnswer]:
-        """Return (row that was asked, rows that get its answer, answer) for the block's valid
-        rows."""
+        """Return (asked row, rows that get its answer, answer) for the block's valid rows."""
         from prefect_raybatch.stages.vllm.stepper import Request
 
         spec, pools = self.spec, "task" in self.spec.sampling
@@ -508,8 +507,7 @@ class EngineStage:
         return [*(pooling.without_misfits(made) if pools else made), *refused]
 
     def _answers(self, engine: SteppedEngine, requests: list[Request]) -> list[Completion]:
-        """Return the engine's answers; where labels diverge after their first token, with the
-        probabilities there."""
+        """Return the engine's answers, with the probabilities where labels diverge."""
         labels, run = self._labels, partial(self._meter.run, engine)
         if labels is None or not labels.later:
             return self._early.run(run, requests)
@@ -531,8 +529,10 @@ class EngineStage:
         return {} if engine is None else engine.load()
 
     def pending(self, table: pa.Table) -> pa.Table:
-        """Return the block, or none of its rows if another driver committed its shard meanwhile; or
-        hand it back if this engine's node is being drained and would take it along.
+        """Return the block, none of its rows if it is committed, or a lost one if the node leaves.
+
+        Another driver may have committed the shard meanwhile. A node that is being drained would
+        take the block along.
 
         Reading checks this too, but runs ahead: blocks can wait here for a long time.
         """
@@ -585,8 +585,7 @@ UNTOLD = Failure(
 
 
 def fields_of(sampling: dict[str, Any], own: str | None) -> dict[str, Any]:
-    """Return a row's sampling fields: the job's, updated by those that a prompt function set
-    (JSON)."""
+    """Return a row's sampling fields: the job's, updated by the row's own (JSON)."""
     return {**sampling, **json.loads(own)} if own else sampling
 
 

@@ -219,8 +219,10 @@ class Finish:
     def _answers(
         self, table: pa.Table, errors: list[dict[str, str] | None], texts: list[Any]
     ) -> list[dict[str, Any]]:
-        """Return each row's answer by column; a text that does not parse, or does not fit the
-        schema, adds its row to `errors`."""
+        """Return each row's answer by column.
+
+        A text that does not parse, or does not fit the schema, adds its row to `errors`.
+        """
         column = self.spec.column
         beside: list[dict[str, Any]] = [{} for _ in texts]
         if self.spec.parsing is not None:
@@ -250,8 +252,11 @@ class Finish:
     def _compared(
         self, table: pa.Table, texts: list[Any], errors: list[dict[str, str] | None]
     ) -> list[Any]:
-        """Return the texts, with labels as written in the choice. One without the required form
-        adds its row to `errors`, unless it was truncated and the job keeps such answers."""
+        """Return the texts, with labels as written in the choice.
+
+        One without the required form adds its row to `errors`, unless it was truncated and the job
+        keeps such answers.
+        """
         job = (
             {"choice": self.sampling.choices}
             if self.sampling.choices
@@ -339,8 +344,7 @@ class Finish:
     def _result(
         self, table: pa.Table, outcome: list[Any], good: list[int]
     ) -> tuple[list[tuple[pa.Field, pa.Array]], dict[int, Failure]]:
-        """Return output columns of the valid rows, and the failures of rows that do not fit the
-        schema."""
+        """Return the output columns of the valid rows, and which of them do not fit the schema."""
         schema = self._schema([outcome[i] for i in good])
         bad: dict[int, Failure] = {}
         for i in good:
@@ -395,8 +399,7 @@ class Finish:
         return made
 
     def _schema(self, rows: list[dict[str, Any]]) -> pa.Schema:
-        """Return the types of the output columns: declared, or fixed for the run by its first
-        shard."""
+        """Return the output columns' types: declared, or fixed for the run by its first shard."""
         if self.spec.postprocess is None:
             form, several = self.spec.schema, self.several
             record = pa.struct(list(reader_of(form).schema)) if form is not None else pa.string()
@@ -507,8 +510,7 @@ def _reused(table: pa.Table, stats: ShardStats) -> ShardStats:
 
 
 def quarantine(rows: pa.Table, failures: list[Failure], attempts: int = 1) -> pa.Table:
-    """Return failed rows as they are kept: position, stage, error, message, attempts and the input
-    row.
+    """Return failed rows as the quarantine keeps them: reason, attempts and the input row.
 
     `rows` holds the position column and the input columns, which become one struct column, so that
     their names cannot collide with ours.
@@ -552,8 +554,7 @@ def _infer(rows: list[dict[str, Any]]) -> pa.Schema:
 
 
 def _infer_type(values: list[Any]) -> pa.DataType:
-    """Return the type of all values, or of most of them: the others then fail to cast, one by
-    one."""
+    """Return the type of all values, or of most of them; the others then fail to cast."""
     try:
         return pa.infer_type(values)
     except (pa.ArrowException, TypeError, ValueError, OverflowError):
@@ -571,8 +572,7 @@ def _type_of(value: object) -> pa.DataType | None:
 def postprocessed(
     function: Callable[[dict[str, Any]], Any], row: Any, answer: dict[str, Any], taken: set[str]
 ) -> Any:
-    """Return what a user's function makes of a row and its answer: columns, None, or its
-    failure."""
+    """Return what a user's function makes of a row and its answer: columns, None or a failure."""
     if isinstance(row, Failure):
         return row
     try:

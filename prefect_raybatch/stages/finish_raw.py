@@ -1,5 +1,4 @@
-"""The finish stage of the requests phase, which writes raw answers and leaves the rest to the rows
-phase."""
+"""The finish stage of the requests phase: raw answers, which the rows phase finishes."""
 
 from __future__ import annotations
 
@@ -14,8 +13,10 @@ from prefect_raybatch.stages.raw_answers import raw_columns
 
 
 class RawFinish(Finish):
-    """Writes raw answers instead of result columns. A truncated answer is kept too: the rows phase
-    decides whether it fails its row."""
+    """Writes raw answers instead of result columns.
+
+    A truncated answer is kept too: the rows phase decides whether it fails its row.
+    """
 
     def _outcome(self, table: pa.Table) -> list[dict[str, Any] | Failure | None]:
         return [Failure(**error) if error else {} for error in table[ERROR].to_pylist()]

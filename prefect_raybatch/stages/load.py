@@ -103,8 +103,10 @@ class Sampler:
         return ShardStats.of(stats)
 
     def tell(self, table: pa.Table, began: float, once: ShardStats = NOTHING_MORE) -> pa.Table:
-        """Return the block with the figures since `began`; those of `once` only with its first
-        shard, because they are summed."""
+        """Return the block with the figures since `began`.
+
+        Those of `once` go only with its first shard, because they are summed.
+        """
         stats = self.over(began, self.clock()).to_dict()
         values: list[str | None] = [None] * table.num_rows
         more = once.to_dict()
@@ -131,8 +133,7 @@ PEAK_OF = {
 
 
 def figures_of(table: pa.Table) -> tuple[ShardStats, dict[str, str]]:
-    """Return (stats, places) that a block, or the rows of one shard in it, brought from the
-    engine."""
+    """Return the engine's (stats, places) for a block, or for the rows of one shard in it."""
     if FIGURES not in table.column_names:
         return ShardStats(), {}
     texts = table[FIGURES].drop_null()

@@ -137,8 +137,10 @@ class LookUp:
         kinds: np.ndarray,
         digests: list[Digests],
     ) -> list[ChatRequest | Failure]:
-        """Return requests with their images as they were when the run was planned. For rows that
-        made no request then, fetch the images again, to find out why."""
+        """Return requests with their images as they were when the run was planned.
+
+        For rows that made no request then, fetch the images again, to find out why.
+        """
         empty = [r.messages if isinstance(r, ChatRequest) else r for r in requests]
         requests = with_images(requests, empty, digests)
         none = [i for i in np.flatnonzero(kinds == NO_REQUEST) if not isinstance(empty[i], Failure)]
@@ -165,8 +167,7 @@ class LookUp:
     def _answers(
         self, numbers: np.ndarray, kinds: np.ndarray, at: np.ndarray
     ) -> tuple[pa.Table, dict[int, Failure]]:
-        """Return (the raw answer of each row, null if there is none; why the requests of others
-        failed)."""
+        """Return the raw answer of each row (null if there is none), and the failures by row."""
         index = np.full(len(kinds), -1, np.int64)
         tables: list[pa.Table] = []
         held = 0
@@ -204,8 +205,10 @@ def _no_answer(schema: pa.Schema) -> pa.Table:
 
 
 def _vectors(answers: pa.Table, errors: list[dict[str, str] | None]) -> pa.Array | None:
-    """Return the answers' vectors as the engine stage gives them, null for a failed row; None if
-    all rows failed."""
+    """Return the answers' vectors as the engine stage does, null for a failed row.
+
+    None if all rows failed.
+    """
     lists = answers[VECTOR_COLUMN].combine_chunks()
     well = [i for i, error in enumerate(errors) if error is None]
     if not well:

@@ -17,6 +17,7 @@ from prefect_raybatch.stages.calls.apart import NoChild
 @dataclass(frozen=True)
 class ChatRequest:
     """Chat messages of one row, the sampling fields it overrides, and documents for its template.
+
     `images`: the SHA-256 of each of its images in the order of fetching, None for text alone or if
     not yet known.
 
@@ -66,8 +67,10 @@ class ChatRequest:
 
 
 class Filler:
-    """Fills the template from a row's texts (`cell_text`). Only texts are inserted: no attribute of
-    a value is reachable."""
+    """Fills the template from a row's texts (`cell_text`).
+
+    Only texts are inserted: no attribute of a value is reachable.
+    """
 
     def __init__(self, template: str, prompt: PromptSpec):
         self.parts = _joined(string.Formatter().parse(template))

@@ -56,8 +56,10 @@ def reasoning_parser_for(parsing: ParsingSpec, tokenizer: Any) -> ReasoningParse
 
 
 class Parsers:
-    """The parsers in a process that finishes answers. Parsers see special tokens; columns leave
-    them out unless `keep_special`."""
+    """The parsers in a process that finishes answers.
+
+    Parsers see special tokens; columns leave them out unless `keep_special`.
+    """
 
     def __init__(self, parsing: ParsingSpec, tokenizer: Tokenizer, keep_special: bool = False):
         self.parsing = parsing
@@ -78,9 +80,10 @@ class Parsers:
         errors: list[dict[str, str] | None],
         several: bool,
     ) -> tuple[list[Any], list[dict[str, Any]]]:
-        """Return the texts of an answered block without what goes to other columns, and those
-        columns; an unparsable text adds its row to `errors`. `several`: each row has a list of
-        answers."""
+        """Return the texts of an answered block, and the other columns parsed from them.
+
+        An unparsable text adds its row to `errors`. `several`: each row has a list of answers.
+        """
         _ = self._open, self._closed  # a parser that cannot be imported is no row's fault
         ids = table[ANSWERS].to_pylist()
         opened = (
@@ -111,8 +114,11 @@ class Parsers:
         return left, beside
 
     def parse(self, text: str, ids: Sequence[int], opened: bool, name: str) -> dict[str, Any]:
-        """Return the columns of an answer, its text under "". `opened`: it may begin with thinking.
-        `name` prefixes the ids of its calls if the model gives none."""
+        """Return the columns of an answer, its text under "".
+
+        `opened`: it may begin with thinking. `name` prefixes the ids of its calls if the model
+        gives none.
+        """
         make = self._open if opened else self._closed
         reasoning: str | None = None
         content: str | None = text
@@ -139,8 +145,7 @@ class Parsers:
         return found
 
     def _shown(self, text: str | None, thinks: bool, answer: bool = False) -> str | None:
-        """Return the text without special tokens and without blank lines between thinking and
-        answer."""
+        """Return the text without special tokens and blank lines between thinking and answer."""
         if text is None:
             return None
         if self._words is not None:

@@ -140,13 +140,14 @@ class Prepare:
         return timed(table, "prepare", began)
 
     def requests(self, table: pa.Table) -> list[ChatRequest | Failure]:
-        """Return the request of each row of a block of input rows, before chat template and
-        tokenizer."""
+        """Return the request of each row of a block, before chat template and tokenizer."""
         return self._requests(table)
 
     def keyed_requests(self, table: pa.Table) -> tuple[list[ChatRequest | Failure], list[Digests]]:
-        """Like `requests`, with everything that their keys are made of: images are fetched for
-        their digests, which are the second value."""
+        """Like `requests`, with everything that their keys are made of.
+
+        Images are fetched for their digests, which are the second value.
+        """
         requests = self.requests(table)
         if self.images is None:
             return requests, []
@@ -156,9 +157,11 @@ class Prepare:
     def prompts(
         self, table: pa.Table
     ) -> tuple[list[ChatRequest | Failure], list[TokenIds | Failure]]:
-        """Return request and prompt tokens of each row of a block of input rows, of any length,
-        with a `Failure` in either place for a row that has none. A prompt of far more tokens than
-        the model takes is a `LongPrompt`."""
+        """Return request and prompt tokens of each row of a block, of any length.
+
+        A row that has none gets a `Failure` in their place. A prompt of far more tokens than the
+        model takes is a `LongPrompt`.
+        """
         most = self.max_model_len or models.context_length(models.local_path(self.model))
         requests, tokens, *_ = self._rendered(table, most)
         return requests, tokens
@@ -171,8 +174,7 @@ class Prepare:
         list[dict[str, Any] | None],
         list[Digests],
     ]:
-        """Like `prompts`, plus what the engine gets of each row's images (`MM_TYPE`), and their
-        digests. With `most`, only the beginning of a prompt with more tokens is tokenized."""
+        """Like `prompts`, plus each row's images for the engine (`MM_TYPE`) and their digests."""
         most = most or UNKNOWN_CONTEXT
         requests = self._requests(table)
         shown: list[Messages | Failure] = []
@@ -193,8 +195,10 @@ class Prepare:
     def _safe(
         self, request: ChatRequest | Failure, messages: Messages | Failure, most: int
     ) -> Messages | Failure:
-        """Return messages with images as vLLM's renderer gets them: without control tokens in row
-        text, and not far too long."""
+        """Return messages with images as vLLM's renderer gets them.
+
+        They have no control tokens in row text, and are not far too long.
+        """
         if isinstance(messages, Failure) or isinstance(request, Failure):
             return messages
         tokenizer, chat = self._tokenizer(), Chat.of(self.prompt)
@@ -216,9 +220,12 @@ class Prepare:
         tokens: Sequence[TokenIds | Failure],
         form: Sequence[bool],
     ) -> list[bool | None]:
-        """Return whether each row's answer may begin with thinking, which the text decides that the
-        chat template puts after the last message. For a row whose answer has a form, the whole
-        prompt decides, as in vLLM when it decides from where on the form applies."""
+        """Return whether each row's answer may begin with thinking.
+
+        The text that the chat template puts after the last message decides. For a row whose answer
+        has a form, the whole prompt decides, as in vLLM when it decides where the form starts to
+        apply.
+        """
         tokenizer = self._tokenizer()
         parser = reasoning_parser_for(parsing, tokenizer)
         chat = Chat.of(self.prompt)
@@ -240,8 +247,7 @@ class Prepare:
     def _fitted(
         self, request: ChatRequest | Failure, tokens: TokenIds | Failure, limit: int | None
     ) -> TokenIds | Failure:
-        """Return tokens that leave room in `limit`, cut if the job says so, or the row's
-        failure."""
+        """Return tokens that leave room in `limit`, cut if the job allows it, or a failure."""
         if isinstance(tokens, Failure) or isinstance(request, Failure):
             return tokens
         if not limit or self.prompt.on_too_long == "quarantine":
@@ -298,8 +304,7 @@ class Prepare:
 
 
 def _text_rows(table: pa.Table, names: Sequence[str]) -> Iterator[dict[str, str | None] | Failure]:
-    """Yield rows as dicts of the texts of the named columns; a `Failure` for a row without a
-    text."""
+    """Yield rows as dicts of the named columns' texts, or a `Failure` for an unreadable row."""
     columns = [cell_texts(table[name], name) for name in names]
     for cells in zip(*columns, strict=True) if names else [()] * table.num_rows:
         failure = next((cell for cell in cells if isinstance(cell, Failure)), None)
@@ -317,8 +322,7 @@ def with_images(
     shown: Sequence[Messages | Failure],
     digests: Sequence[Digests],
 ) -> list[ChatRequest | Failure]:
-    """Return requests with the `digests` of their images, failed where what is `shown` of them has
-    failed."""
+    """Return requests with the `digests` of their images; failed if fetching them failed."""
     made: list[ChatRequest | Failure] = []
     for request, seen, each in zip(requests, shown, digests, strict=True):
         if isinstance(request, ChatRequest) and not isinstance(seen, Failure):

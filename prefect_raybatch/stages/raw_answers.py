@@ -84,9 +84,11 @@ def raw_columns(table: pa.Table) -> pa.Table:
 
 @dataclass(frozen=True)
 class AnswerFile:
-    """A Parquet file whose rows have the numbers from `first` on: consecutive unless `numbered`,
-    otherwise as in its column `_row`. `path` is relative to the store that it is read from; every
-    read is compared with `sums`."""
+    """A Parquet file whose rows have the numbers from `first` on.
+
+    They are consecutive unless `numbered`, otherwise as in its column `_row`. `path` is relative to
+    the store that it is read from; every read is compared with `sums`.
+    """
 
     path: str
     first: int
@@ -209,8 +211,7 @@ def _spans(metadata: Any, file: AnswerFile) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True)
 class NamedFile:
-    """A file of answers as a record names it; `sha256` may be shortened to the digits in its
-    name."""
+    """A file of answers as a record names it; `sha256` may be the digits in its name only."""
 
     path: str
     rows: int

@@ -1,5 +1,6 @@
-"""Reads shards of the input: each unit is one tagged block, each row group is decoded once per
-task.
+"""Reads shards of the input: one tagged block per unit.
+
+Each row group is decoded once per task.
 
 A fault of the input becomes a `lost` block and no exception (see `block`): Ray would lose the text
 of an exception in retries.
@@ -159,8 +160,7 @@ def read_units(
     options: Mapping[str, Any] | None = None,
     done: Done | None = None,
 ) -> Iterator[pa.Table]:
-    """Yield one table per unit, in order: tagged (`block.tag`) and cast to `schema`, or
-    `block.lost`.
+    """Yield one table per unit, in order: tagged and cast to `schema`, or `block.lost`.
 
     Units whose shard is done are left out. Each file is compared with what the plan saw before its
     first use and again before a unit read from it is yielded. Memory: a unit, a decoded batch
@@ -266,8 +266,10 @@ class _Files:
         self._check_written(number, planned, found)
 
     def _check_written(self, number: int, planned: InputFile, found: FileInfo) -> None:
-        """Compare the footer if the file system reports that something else happened to the file,
-        because size and modification time can be set. Raises like `check`."""
+        """Compare the footer if the file's change time or inode differ from the plan.
+
+        Size and modification time can be set by anybody. Raises like `check`.
+        """
         at = (found.ctime_ns, found.inode)
         if planned.footer is None or at in (
             (planned.ctime_ns, planned.inode),
@@ -369,8 +371,7 @@ class _Files:
 
 
 def _is_fatal(error: Exception) -> bool:
-    """Return whether reading again is useless: yes for a corrupt file, no for a store in
-    trouble."""
+    """Return whether reading again is useless: true for a corrupt file, not for a store error."""
     if isinstance(error, MemoryError):
         return False
     if isinstance(error, pa.ArrowException):
@@ -381,8 +382,7 @@ def _is_fatal(error: Exception) -> bool:
 
 
 class Cursor:
-    """Reads forward through a Parquet file and returns row ranges; `stop` is the end of the last
-    one.
+    """Reads forward through a Parquet file and returns row ranges, up to row `stop`.
 
     `values`: the columns that are not in the file, each with one value, as text.
     """
@@ -463,8 +463,10 @@ class Cursor:
 
 
 def _cast(batch: pa.RecordBatch, schema: pa.Schema, values: Mapping[str, str | None]) -> pa.Table:
-    """Return the columns of `schema`, cast: wider numbers, dictionaries decoded, also nested ones;
-    columns in `values` repeat their value."""
+    """Return the columns of `schema`, cast; columns in `values` repeat their value.
+
+    Numbers are widened and dictionaries decoded, also in nested columns.
+    """
     columns = [
         pa.repeat(pa.scalar(values[name], pa.string()), batch.num_rows)
         if name in values

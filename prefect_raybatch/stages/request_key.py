@@ -86,8 +86,10 @@ class Keying:
     def checked(
         self, requests: Sequence[ChatRequest | Failure], table: pa.Table, planned: Sequence[Any]
     ) -> list[ChatRequest | Failure]:
-        """Return the requests, failing those whose key differs from the `planned` one (None: it
-        made no request)."""
+        """Return the requests, failing those whose key differs from the `planned` one.
+
+        None: the row made no request when the run was planned.
+        """
         return [
             request if key == wanted or isinstance(request, Failure) else otherwise(request)
             for request, key, wanted in zip(
@@ -133,8 +135,7 @@ def canonical(value: Any) -> bytes:
 
 
 def _other(value: object) -> Any:
-    """Return the JSON form of other values: bytes (an image) by their content, anything else by its
-    repr."""
+    """Return the JSON form of bytes (an image) by content, of other values by their text."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return {"__sha256": hashlib.sha256(value).hexdigest()}
     return {f"__{type(value).__name__}": str(value)}

@@ -1,5 +1,6 @@
-"""Checks the sampling fields that a row sets itself: which would be lost or silently become another
-value.
+"""Checks the sampling fields that a row sets itself.
+
+It finds those that would be lost or silently become another value.
 
 A prompt function can give a row its own sampling fields, which only vLLM would see. A row fails
 here if the result cannot hold its answer, or if vLLM would take a field for something else.
@@ -35,9 +36,11 @@ NUMBERS = (  # a null is vLLM's own default there, not the job's value
 def check_own(
     own: Mapping[str, Any], job: Mapping[str, Any], fixed_form: str | None = None
 ) -> None:
-    """Raise ValueError that names the field of a row's `own` and the remedy. `job` holds the job's
-    sampling fields that are set; both are plain values. `fixed_form`: the field that requires one
-    form for all answers."""
+    """Raise ValueError that names the field of a row's `own` and the remedy.
+
+    `job` holds the job's sampling fields that are set; both are plain values. `fixed_form`: the
+    field that requires one form for all answers.
+    """
     known = vllm_fields.sampling_fields()
     refuse_unknown(own, known, set(Sampling.model_fields), "sampling: ", between="; ")
     for name in (*NOT_WRITTEN, *UNWRITTEN):

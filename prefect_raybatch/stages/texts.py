@@ -52,8 +52,10 @@ RowRequests = tuple[ChatRequest, ...]  # one for each text of a row
 
 @dataclass(frozen=True)
 class Input:
-    """The texts of a row as a tokenizer gets them: the model's, or its `plain` copy, for which
-    control tokens are marked."""
+    """The texts of a row as a tokenizer gets them.
+
+    The tokenizer is the model's, or its `plain` copy, for which control tokens are marked.
+    """
 
     texts: tuple[str, ...]
     plain: Plain | None = None
@@ -65,8 +67,10 @@ class Input:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids of a row's one or two prompts; `types_from` is the index of the second text of a
-    pair, if the tokenizer gives types; `cut`: they were shortened."""
+    """Token ids of a row's one or two prompts; `cut`: they were shortened.
+
+    `types_from` is the index of the second text of a pair, if the tokenizer gives types.
+    """
 
     ids: tuple[TokenIds, ...]
     types_from: int | None = None
@@ -109,9 +113,11 @@ class PrepareTexts(Prepare):
     def prompts(
         self, table: pa.Table
     ) -> tuple[list[ChatRequest | Failure], list[TokenIds | Failure]]:
-        """Return request and prompt tokens of each row, of any length; of two texts the longer
-        one's. For a text that is far too long, these are the tokens of a part, more than the model
-        takes."""
+        """Return request and prompt tokens of each row, of any length.
+
+        Of two texts, the longer one's. For a text that is far too long, these are the tokens of a
+        part, more than the model takes.
+        """
         made = self._encoded(self._given(table), None, self._limit())
         requests = [m if isinstance(m, Failure) else ChatRequest([]) for m in made]
         return requests, [m if isinstance(m, Failure) else max(m.ids, key=len) for m in made]
@@ -142,8 +148,10 @@ class PrepareTexts(Prepare):
     def _encoded(
         self, given: Sequence[RowRequests | Failure], limit: int | None, most: int | None
     ) -> list[Encoded | Failure]:
-        """Return the tokens of each row within `limit` (None: none). Of a text with more than
-        `most` tokens, only a part is tokenized."""
+        """Return the tokens of each row within `limit` (None: none).
+
+        Of a text with more than `most` tokens, only a part is tokenized.
+        """
         tokenizer, most = self._tokenizer(), most or UNKNOWN_CONTEXT
         rows = self.prompt.special_tokens_in_rows
         guard = None if rows == "allow" else guard_of(tokenizer)
@@ -261,8 +269,7 @@ class PrepareTexts(Prepare):
 
 
 def _input(guard: RowText | None, rows: str, asked: RowRequests) -> Input | Failure:
-    """Return what the tokenizer gets of a row, given how control tokens in row text are treated
-    (`rows`)."""
+    """Return what the tokenizer gets of a row; `rows` says how to treat control tokens."""
     texts = tuple(map(_text, asked))
     controls = () if guard is None else tuple(filter(None, map(guard.control_in, asked)))
     if guard is None or not controls:
@@ -303,8 +310,7 @@ def _params(made: Encoded) -> str | None:
 
 
 def _first_one(types: Sequence[int] | None) -> int | None:
-    """Return the index at which the token types of a pair become 1; vLLM takes 0s followed by
-    1s."""
+    """Return the index at which a pair's token types become 1; vLLM takes 0s, then 1s."""
     if types is None:
         return None
     at = next((i for i, kind in enumerate(types) if kind), len(types))

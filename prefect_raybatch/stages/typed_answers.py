@@ -37,8 +37,7 @@ class AnswerReader:
         return pa.schema([shape.field(name) for name, shape in self.columns.items()])
 
     def read(self, text: str) -> tuple[dict[str, Any], dict[str, Any]] | Failure:
-        """Return the object that an answer is, and its columns as Arrow takes them; or the
-        failure."""
+        """Return an answer as an object and as columns for Arrow, or the failure."""
         try:
             found = _parsed(text)
             self._check(found)

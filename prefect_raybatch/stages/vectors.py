@@ -20,8 +20,7 @@ SMALL = {"float32": np.float32, "float16": np.float16}
 
 @dataclass(frozen=True)
 class FinishVectors(Finish):
-    """The stage for a pooling task; `labels` are the names of the model's labels, in their
-    order."""
+    """The stage for a pooling task; `labels` are the model's labels, in order."""
 
     task: str = "embed"
     labels: tuple[str, ...] = ()

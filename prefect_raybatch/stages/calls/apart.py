@@ -1,5 +1,6 @@
-"""Runs a user's function in a process of its own (`child`), so that it can neither end nor hang the
-stage.
+"""Runs a user's function in a process of its own (`child`).
+
+There it can neither end nor hang the stage.
 
 The child reports when a row begins. So a failure between two rows (a thread that a function left
 behind, or idling) is attributed to no row, and a failure within a row is attributed to that row.
@@ -36,8 +37,7 @@ BOOT = (  # the child gets this process's sys.path, so that it finds the same mo
 
 
 class FunctionDied(Exception):
-    """A user's function ended its process during a row; the error class of that row in
-    quarantine."""
+    """A user's function ended its process during a row; a row's error class in quarantine."""
 
 
 class FunctionHung(Exception):
@@ -49,8 +49,10 @@ class NoChild(RuntimeError):
 
 
 class BlockHung(NoChild):
-    """A user's function hung for `HUNG` rows in a row: smaller blocks show whether the rows are the
-    cause."""
+    """A user's function hung for `HUNG` rows in a row.
+
+    Smaller blocks show whether the rows are the cause.
+    """
 
 
 class _Ended(Exception):
@@ -68,8 +70,7 @@ def raised(kind: str, text: str) -> Exception:
 
 
 class Apart:
-    """The function `name` of a job's `field`, callable with a row; each call runs in a child
-    process.
+    """The function `name` of a job's `field`; each call with a row runs in a child process.
 
     `seconds` is the time for a row, None for any. A row during which the child ends is given to
     another child, until `deaths` of them have ended. Raises, for a row, `FunctionDied`,

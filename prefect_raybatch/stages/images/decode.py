@@ -42,8 +42,10 @@ class BadImage(ValueError):
 
 @dataclass(frozen=True)
 class Policy:
-    """Limits and target size of an image: `resize` is None (as it is), (width, height), or the most
-    pixels of its longer side."""
+    """Limits and target size of an image.
+
+    `resize` is None (as it is), (width, height), or the most pixels of its longer side.
+    """
 
     resize: tuple[int, int] | int | None = None
     max_pixels: int = _MAX_PIXELS
@@ -51,8 +53,7 @@ class Policy:
 
 
 def decode_image(data: bytes, policy: Policy) -> Image:
-    """Return the first frame in its intended orientation, in RGB on white, resized, without
-    metadata."""
+    """Return the first frame, upright, in RGB on white, resized, without metadata."""
     check_size(len(data), policy)
     image = _loaded(data, policy)
     width, height = image.size
@@ -93,8 +94,7 @@ def check_size(size: int, policy: Policy) -> None:
 
 
 def looks_like(start: bytes) -> str | None:
-    """Return what data that begins like this is, if it is known to be no supported image; else
-    None."""
+    """Return what data that begins like this is, if it is a known non-image; else None."""
     start = start.lstrip(b"\xef\xbb\xbf \t\r\n")[:64]
     for magic, name in _KNOWN:
         if start[: len(magic)].lower() == magic.lower():

@@ -43,16 +43,22 @@ class ImageUnavailable(Exception):
 
 @dataclass(frozen=True)
 class Http:
-    """How images are fetched. `seconds` bounds one attempt from the name lookup to the last byte;
-    `allow_private` lets a row name addresses of this network, and any port."""
+    """How images are fetched.
+
+    `seconds` bounds one attempt from the name lookup to the last byte; `allow_private` lets a row
+    name addresses of this network, and any port.
+    """
 
     max_bytes: int
     seconds: float = 20.0
     allow_private: bool = False
 
     def fetch(self, url: str) -> bytes:
-        """Return the image's bytes. Raises BadImage for permanent faults (404, HTML, a private
-        address), and ImageUnavailable for transient ones, after a few attempts."""
+        """Return the image's bytes.
+
+        Raises BadImage for permanent faults (404, HTML, a private address), and ImageUnavailable
+        for transient ones, after a few attempts.
+        """
         for attempt in range(TRIES):
             if attempt:
                 time.sleep(RETRY_PAUSE * 2 ** (attempt - 1))

@@ -26,9 +26,12 @@ SHOWN = 200  # characters of a path or URL in a message
 
 @dataclass(frozen=True)
 class ImagePlaces:
-    """What rows may refer to. `media_root` is the folder of local files, None to allow none;
-    `options` are the input store's; `seconds` bounds a fetch from a store, and one attempt of
-    `Http`, to which `allow_private` applies."""
+    """What rows may refer to.
+
+    `media_root` is the folder of local files, None to allow none; `options` are the input store's;
+    `seconds` bounds a fetch from a store, and one attempt of `Http`, to which `allow_private`
+    applies.
+    """
 
     media_root: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -37,8 +40,7 @@ class ImagePlaces:
     allow_private: bool = False
 
     def fetch(self, value: Any) -> bytes:
-        """Return the bytes of an image: the value itself, or what {bytes, path}, a path or a URL
-        refers to.
+        """Return the bytes of an image: bytes, {bytes, path}, a path or a URL.
 
         Raises BadImage for permanent faults, else ImageUnavailable.
         """

@@ -21,8 +21,10 @@ PROMPT_TRIES = 2  # new engines that may fail on the prompt, each in its own way
 
 
 def fields_for(sampling: dict[str, Any]) -> dict[str, Any]:
-    """Return the job's sampling fields for the health-check prompt: the same work, but short. Those
-    of a pooling request are unchanged."""
+    """Return the job's sampling fields for the health-check prompt: the same work, but short.
+
+    Those of a pooling request are unchanged.
+    """
     if "task" in sampling:
         return sampling
     fields = {name: value for name, value in sampling.items() if name != "min_tokens"}

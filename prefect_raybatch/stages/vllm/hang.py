@@ -21,8 +21,7 @@ STATUS = 70  # exit status of a process that ends itself: an internal error, in 
 
 
 class HangWatch:
-    """Reports, called about every second, a step that has taken longer than allowed, with the
-    limit.
+    """Reports a step that has taken longer than allowed; called about every second.
 
     `seconds` is the time limit of a step, twice that until the engine's first answer; None: no
     limit. A process that was suspended, or got no CPU, could not have seen a step return: between

@@ -19,7 +19,7 @@ ALLOWED = "VLLM_PLUGINS"  # vLLM's list of the plugins that it may load; without
 
 
 def register() -> None:
-    """Called by vLLM, perhaps several times in a process."""
+    """Set up this process; vLLM calls it, perhaps several times."""
     ask_for_amx()
     last_words.listen()
     phases.listen_for_phases()
