@@ -18,7 +18,8 @@ import pyarrow as pa
 
 from prefect_raybatch.job.early_stop import choice_of
 from prefect_raybatch.spec.finish import ParsingSpec
-from prefect_raybatch.stages.block import ANSWERS, REASONING_OPEN, TEXTS, Failure, Tokenizer
+from prefect_raybatch.stages.block import Failure, Tokenizer
+from prefect_raybatch.stages.columns import ANSWERS, REASONING_OPEN, TEXTS
 from prefect_raybatch.stages.decided import grammar_bytes
 from prefect_raybatch.stages.schema_check import AnswerMisfit, SchemaCheck
 from prefect_raybatch.stages.typed_answers import MAX_ANSWER, MAX_REASON, NOT_VALID

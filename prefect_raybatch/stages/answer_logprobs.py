@@ -12,9 +12,6 @@ from prefect_raybatch.stages.block import Tokenizer
 Step = Mapping[int, float]  # the chosen token first, then the most probable ones
 
 _TOKEN = [("token", pa.string()), ("id", pa.int32()), ("logprob", pa.float32())]
-_STEP = pa.struct([("id", pa.int32()), ("logprob", pa.float32())])
-# Of each answer and each of its tokens: that token, and behind it the most probable ones.
-STEPS_TYPE = pa.list_(pa.list_(pa.list_(_STEP)))
 
 
 def logprobs_type(most: int, answers: int) -> pa.DataType:

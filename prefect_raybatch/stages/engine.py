@@ -35,32 +35,34 @@ from prefect_raybatch.spec.engine import EarlyStop
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages import pooling
 from prefect_raybatch.stages.adapted import Adapted, Adapter
-from prefect_raybatch.stages.answer_logprobs import STEPS_TYPE, steps_of
+from prefect_raybatch.stages.answer_logprobs import steps_of
 from prefect_raybatch.stages.block import (
-    ANSWERS,
-    CACHED_TOKENS,
-    CHANCES,
-    ENDS,
-    ERROR,
-    ERROR_TYPE,
-    FINISH,
-    MERGED,
-    MM,
-    PARAMS,
-    PROBABILITIES_TYPE,
-    PROMPT_TOKENS,
-    SECOND,
-    STEPS,
-    TEXTS,
-    TIMES,
-    TOKENS,
-    VECTOR,
     Failure,
+    failures_of,
     load_tokenizer,
     lost_all,
     passes_by,
     timed,
     units_of,
+    with_failures,
+)
+from prefect_raybatch.stages.columns import (
+    ANSWERS,
+    CACHED_TOKENS,
+    CHANCES,
+    ENDS,
+    ENGINE_BEGAN,
+    FINISH,
+    MERGED,
+    MM,
+    PARAMS,
+    PROMPT_TOKENS,
+    SECOND,
+    STEPS,
+    TEXTS,
+    TOKENS,
+    VECTOR,
+    HiddenColumn,
 )
 from prefect_raybatch.stages.decided import EarlyStopping, grammar_bytes
 from prefect_raybatch.stages.label_probabilities import LabelTokens
@@ -482,7 +484,7 @@ class EngineStage:
         spec, pools = self.spec, "task" in self.spec.sampling
         sampling = self._labels.asked(spec.sampling) if self._labels else spec.sampling
         params = [fields_of(sampling, own) for own in table[PARAMS].to_pylist()]
-        well = [i for i, error in enumerate(table[ERROR].to_pylist()) if error is None]
+        well = [i for i, failure in enumerate(failures_of(table)) if failure is None]
         under, unknown = spec.adapted.of_rows(table, self._adapters)
         refused = [(i, [i], pooling.refusal_of(unknown[i])) for i in well if i in unknown]
         well = [i for i in well if i not in unknown]
@@ -557,15 +559,7 @@ def answered_any(engine: SteppedEngine) -> bool:
     return bool(stats["rows"] > stats["refused"])
 
 
-_TYPES = {
-    ANSWERS: pa.list_(pa.list_(pa.int32())),
-    TEXTS: pa.list_(pa.string()),
-    FINISH: pa.string(),
-    PROMPT_TOKENS: pa.int32(),
-    CACHED_TOKENS: pa.int32(),
-    MERGED: pa.bool_(),
-    ENDS: pa.list_(pa.string()),
-}
+ANSWER_COLUMNS = (ANSWERS, TEXTS, FINISH, PROMPT_TOKENS, CACHED_TOKENS, MERGED, ENDS)
 
 
 def _further(request: Request, labels: LabelTokens) -> list[Request]:
@@ -600,19 +594,19 @@ def answered(
     `answers` are (row that was asked, rows that get its answer, answer); with `labels` there is a
     column of their probabilities.
     """
-    errors = table[ERROR].to_pylist()
-    columns: dict[str, list[Any]] = {name: [None] * table.num_rows for name in _TYPES}
+    failures = failures_of(table)
+    columns: dict[HiddenColumn, list[Any]] = {c: [None] * table.num_rows for c in ANSWER_COLUMNS}
     chances: list[Any] = [None] * table.num_rows
     steps: list[Any] = [None] * table.num_rows
     for row, served, completion in answers:
         for i in served:
             if completion.error:
-                errors[i] = Failure("engine", *completion.error).to_dict()
+                failures[i] = Failure("engine", *completion.error)
                 continue
             if labels is not None:
                 chances[i] = labels.probabilities(completion.logprobs or {}, completion.later)
                 if chances[i] is None:
-                    errors[i] = UNTOLD.to_dict()
+                    failures[i] = UNTOLD
                     continue
             if completion.steps is not None:
                 steps[i] = steps_of(completion.steps)
@@ -626,14 +620,12 @@ def answered(
                 columns[CACHED_TOKENS][i] = completion.cached_tokens
     if any(completion.vector is not None for _, _, completion in answers):
         table = table.append_column(VECTOR, pooling.column(table.num_rows, answers))
-    gone = [name for name in (TOKENS, SECOND, MM, PARAMS, ERROR) if name in table.column_names]
-    table = table.drop_columns(gone)
-    table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
-    for name, values in columns.items():
-        table = table.append_column(name, pa.array(values, _TYPES[name]))
+    used = [name for name in (TOKENS, SECOND, MM, PARAMS) if name in table.column_names]
+    table = with_failures(table.drop_columns(used), failures)
+    for column, values in columns.items():
+        table = column.add_to(table, values)
     if labels is not None:
-        table = table.append_column(CHANCES, pa.array(chances, PROBABILITIES_TYPE))
+        table = CHANCES.add_to(table, chances)
     if any(row is not None for row in steps):
-        table = table.append_column(STEPS, pa.array(steps, STEPS_TYPE))
-    when = pa.array([began] * table.num_rows, pa.float64())
-    return table.append_column(f"{TIMES}_began", when)
+        table = STEPS.add_to(table, steps)
+    return ENGINE_BEGAN.add_to(table, [began] * table.num_rows)

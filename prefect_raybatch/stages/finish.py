@@ -46,25 +46,6 @@ from prefect_raybatch.stages.answer_counts import (
 from prefect_raybatch.stages.answer_forms import Spelling, form_of, not_of_form
 from prefect_raybatch.stages.answer_logprobs import logprobs_told, logprobs_type
 from prefect_raybatch.stages.block import (
-    ANSWERS,
-    CACHED_TOKENS,
-    CHANCES,
-    DIGESTS,
-    ENDS,
-    ERROR,
-    FINISH,
-    FORMED,
-    MERGED,
-    OWN_FORM,
-    POSITION,
-    PROBABILITIES_TYPE,
-    PROMPT_TOKENS,
-    REUSE,
-    SHARD,
-    STEPS,
-    TEXTS,
-    TIMES,
-    TRUNCATED,
     Failure,
     Tokenizer,
     copied,
@@ -76,6 +57,31 @@ from prefect_raybatch.stages.block import (
 )
 from prefect_raybatch.stages.calls.apart import NoChild
 from prefect_raybatch.stages.calls.calling import HERE, Calls
+from prefect_raybatch.stages.columns import (
+    ANSWERS,
+    CACHED_TOKENS,
+    CHANCES,
+    DIGESTS,
+    ENDS,
+    ENGINE_BEGAN,
+    ENGINE_SECONDS,
+    ERROR,
+    FINISH,
+    FORMED,
+    MERGED,
+    OWN_FORM,
+    POSITION,
+    PREPARE_SECONDS,
+    PROBABILITIES_TYPE,
+    PROMPT_TOKENS,
+    READ_SECONDS,
+    REUSE,
+    SHARD,
+    STEPS,
+    TEXTS,
+    TRUNCATED,
+    HiddenColumn,
+)
 from prefect_raybatch.stages.load import figures_of
 from prefect_raybatch.stages.parsing import Parsers, parsed_types
 from prefect_raybatch.stages.result_columns import declared_schema, extra_type
@@ -266,7 +272,7 @@ class Finish:
         if not has_form and OWN_FORM not in table.column_names:
             return texts
         usual = json.dumps(job)
-        own = table[OWN_FORM].to_pylist() if OWN_FORM in table.column_names else [None] * len(texts)
+        own = OWN_FORM.values(table)
         spelling = Spelling(table, self.spec.parsing, self._tokenizer)
         reasons, several = table[FINISH].to_pylist(), table[ENDS].to_pylist()
         made = list(texts)
@@ -294,8 +300,9 @@ class Finish:
 
     def _told(self, table: pa.Table) -> list[Any]:
         """Return the value of the sampling.logprobs column for each row."""
-        rows = table[STEPS].to_pylist() if STEPS in table.column_names else [None] * table.num_rows
-        return logprobs_told(rows, self.sampling.logprobs or 0, self.several, self._tokenizer())
+        return logprobs_told(
+            STEPS.values(table), self.sampling.logprobs or 0, self.several, self._tokenizer()
+        )
 
     def _parsers(self, parsing: ParsingSpec) -> Parsers:
         keep_special = not self.sampling.skip_special_tokens
@@ -461,8 +468,8 @@ class Finish:
                 bool(form) and reason == "length"
                 for form, reason in zip(table[FORMED].to_pylist(), ends, strict=True)
             )
-        if f"{TIMES}_read" in table.column_names:
-            read = _spent(table, "read")
+        if READ_SECONDS in table.column_names:
+            read = _spent(table, READ_SECONDS)
         return replace(
             load,
             others={**load.others, **self._counts(table, outcome)},
@@ -480,11 +487,11 @@ class Finish:
             cut_off_structured=formed,
             deduplicated=sum(map(bool, merged)),
             truncated=truncated,
-            started=_spent(table, "began"),
+            started=_spent(table, ENGINE_BEGAN),
             ended=round(time.time(), 4),
             read_s=read,
-            prepare_s=_spent(table, "prepare"),
-            engine_s=_spent(table, "engine"),
+            prepare_s=_spent(table, PREPARE_SECONDS),
+            engine_s=_spent(table, ENGINE_SECONDS),
             finish_s=round(time.time() - began, 4),
         )
 
@@ -617,9 +624,9 @@ def _key(failure: Failure) -> FailureKey:
     return FailureKey(failure.stage, failure.kind, failure.message[:COUNTED_BY])
 
 
-def _spent(table: pa.Table, stage: str) -> float:
-    """Return the seconds of a stage; for "began", seconds since 1970."""
-    return round(float(table[f"{TIMES}_{stage}"][0].as_py()), 4)
+def _spent(table: pa.Table, column: HiddenColumn) -> float:
+    """Return the seconds in a column that is the same in each row."""
+    return round(float(table[column][0].as_py()), 4)
 
 
 def _sum(table: pa.Table, name: str) -> int:

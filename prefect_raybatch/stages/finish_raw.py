@@ -7,7 +7,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.stages.block import ERROR, Failure
+from prefect_raybatch.stages.block import Failure
+from prefect_raybatch.stages.columns import ERROR
 from prefect_raybatch.stages.finish import Finish
 from prefect_raybatch.stages.raw_answers import raw_columns
 

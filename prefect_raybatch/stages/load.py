@@ -22,11 +22,10 @@ import pyarrow as pa
 
 from prefect_raybatch import nvml
 from prefect_raybatch.ledger.stats import ShardStats
-from prefect_raybatch.stages.block import SHARD
+from prefect_raybatch.stages.columns import FIGURES, SHARD
 
 log = logging.getLogger(__name__)
 
-FIGURES = "__rb_figures"  # string: JSON of stats and where, in the first row of each shard
 SAMPLE_EVERY = 2.0  # seconds between samples
 SAMPLES_KEPT = 3600  # samples: two hours
 NOTHING_MORE = ShardStats()
@@ -113,7 +112,7 @@ class Sampler:
         for first in np.unique(table[SHARD].to_numpy(), return_index=True)[1].tolist():
             values[first] = json.dumps({"stats": {**stats, **more}, "where": self.where})
             more = {}
-        return table.append_column(FIGURES, pa.array(values, pa.string()))
+        return FIGURES.add_to(table, values)
 
 
 MEAN_OF = {

@@ -15,14 +15,8 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.spec.finish import ParsingSpec
-from prefect_raybatch.stages.block import (
-    ANSWERS,
-    POSITION,
-    REASONING_OPEN,
-    SHARD,
-    Failure,
-    Tokenizer,
-)
+from prefect_raybatch.stages.block import Failure, Tokenizer
+from prefect_raybatch.stages.columns import ANSWERS, POSITION, REASONING_OPEN, SHARD
 from prefect_raybatch.stages.vllm import internals
 
 if TYPE_CHECKING:

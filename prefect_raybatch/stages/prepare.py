@@ -21,18 +21,6 @@ from prefect_raybatch.spec.prompt import PromptSpec
 from prefect_raybatch.spec.sampling import SamplingSpec
 from prefect_raybatch.stages.answer_forms import own_form
 from prefect_raybatch.stages.block import (
-    DIGESTS,
-    DIGESTS_TYPE,
-    ERROR,
-    ERROR_TYPE,
-    FORMED,
-    MM,
-    MM_TYPE,
-    OWN_FORM,
-    PARAMS,
-    REASONING_OPEN,
-    TOKENS,
-    TRUNCATED,
     Failure,
     Messages,
     Tokenizer,
@@ -42,14 +30,26 @@ from prefect_raybatch.stages.block import (
     passes_by,
     rows_of,
     timed,
+    with_failures,
 )
 from prefect_raybatch.stages.calls.calling import HERE, Calls
 from prefect_raybatch.stages.cell_text import cell_texts
+from prefect_raybatch.stages.columns import (
+    DIGESTS,
+    FORMED,
+    KEY,
+    MM,
+    OWN_FORM,
+    PARAMS,
+    REASONING_OPEN,
+    TOKENS,
+    TRUNCATED,
+)
 from prefect_raybatch.stages.conversations import Conversation, documents_of
 from prefect_raybatch.stages.images.rows import Digests, RowImages
 from prefect_raybatch.stages.messages import ChatRequest, Filler, from_function, guarded
 from prefect_raybatch.stages.parsing import reasoning_parser_for
-from prefect_raybatch.stages.request_key import KEY, Keying
+from prefect_raybatch.stages.request_key import Keying
 from prefect_raybatch.stages.row_sampling import check_own, has_form
 from prefect_raybatch.stages.tokens import (
     Chat,
@@ -108,35 +108,30 @@ class Prepare:
                 t is not w and not isinstance(t, Failure)
                 for t, w in zip(tokens, whole, strict=True)
             ]
-            table = table.append_column(TRUNCATED, pa.array(cut, pa.bool_()))
-        errors = [t.to_dict() if isinstance(t, Failure) else None for t in tokens]
+            table = TRUNCATED.add_to(table, cut)
         params = [
             json.dumps(r.sampling) if isinstance(r, ChatRequest) and r.sampling else None
             for r in requests
         ]
-        table = table.append_column(
-            TOKENS,
-            pa.array([[] if isinstance(t, Failure) else t for t in tokens], pa.list_(pa.int32())),
-        )
-        table = table.append_column(PARAMS, pa.array(params, pa.string()))
+        table = TOKENS.add_to(table, [[] if isinstance(t, Failure) else t for t in tokens])
+        table = PARAMS.add_to(table, params)
         if self.images is not None:
             sent = [
                 None if isinstance(t, Failure) else f for t, f in zip(tokens, features, strict=True)
             ]
-            table = table.append_column(MM, pa.array(sent, MM_TYPE))
+            table = MM.add_to(table, sent)
             if self.images.digests:
-                table = table.append_column(DIGESTS, pa.array(digests, DIGESTS_TYPE))
+                table = DIGESTS.add_to(table, digests)
         if self.prompt.function or has_form(self.sampling.fields):
             own = [r.sampling if isinstance(r, ChatRequest) else None for r in requests]
             form = [has_form(self.sampling.fields, given) for given in own]
-            table = table.append_column(FORMED, pa.array(form, pa.bool_()))
+            table = FORMED.add_to(table, form)
         if self.prompt.function:
             table = with_own_forms(table, requests)
         if self.parsing is not None and self.parsing.reasoning:
-            form = table[FORMED].to_pylist() if FORMED in table.column_names else []
-            opened = self._reasoning_open(self.parsing, requests, tokens, form)
-            table = table.append_column(REASONING_OPEN, pa.array(opened, pa.bool_()))
-        table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
+            opened = self._reasoning_open(self.parsing, requests, tokens, FORMED.values(table))
+            table = REASONING_OPEN.add_to(table, opened)
+        table = with_failures(table, [t if isinstance(t, Failure) else None for t in tokens])
         return timed(table, "prepare", began)
 
     def requests(self, table: pa.Table) -> list[ChatRequest | Failure]:
@@ -218,7 +213,7 @@ class Prepare:
         parsing: ParsingSpec,
         requests: Sequence[ChatRequest | Failure],
         tokens: Sequence[TokenIds | Failure],
-        form: Sequence[bool],
+        form: Sequence[bool | None],
     ) -> list[bool | None]:
         """Return whether each row's answer may begin with thinking.
 
@@ -237,7 +232,7 @@ class Prepare:
             if isinstance(ids, Failure):
                 opened.append(None)
                 continue
-            by_whole = tail is None or (form and form[i])
+            by_whole = tail is None or form[i]
             opened.append(not parser.is_reasoning_end(ids if by_whole else tail or []))
         return opened
 
@@ -314,7 +309,7 @@ def _text_rows(table: pa.Table, names: Sequence[str]) -> Iterator[dict[str, str 
 def with_own_forms(table: pa.Table, requests: Sequence[ChatRequest | Failure]) -> pa.Table:
     """Return the block with the fields by which each row changes the form of its answer."""
     own = [own_form(r.sampling) if isinstance(r, ChatRequest) else None for r in requests]
-    return table.append_column(OWN_FORM, pa.array(own, pa.string()))
+    return OWN_FORM.add_to(table, own)
 
 
 def with_images(

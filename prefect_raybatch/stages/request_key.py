@@ -16,13 +16,10 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.stages.block import Failure, Messages
+from prefect_raybatch.stages.columns import KEY_BYTES
 from prefect_raybatch.stages.images.rows import is_image
 from prefect_raybatch.stages.messages import ChatRequest
 from prefect_raybatch.stages.order import is_exact
-
-KEY = "__rb_key"  # the column of the asks' input with each request's key
-KEY_BYTES = 16
-KEY_TYPE = pa.binary(KEY_BYTES)
 
 NOT_DETERMINISTIC = Failure(
     "prepare",

@@ -12,7 +12,7 @@ from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES
 from prefect_raybatch.job.tasks import TaskName, pools, probabilities
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.answer_logprobs import logprobs_type
-from prefect_raybatch.stages.block import DIGESTS_TYPE, PROBABILITIES_TYPE
+from prefect_raybatch.stages.columns import DIGESTS_TYPE, PROBABILITIES_TYPE
 
 LATER = "type fixed by the first shard"
 CALLS = "list<item: struct<id: string, name: string, arguments: string>>"

@@ -17,23 +17,24 @@ import pyarrow as pa
 
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.stages.block import (
-    ERROR,
-    ERROR_TYPE,
-    PARAMS,
-    SECOND,
-    TOKENS,
-    TRUNCATED,
     Failure,
     Tokenizer,
     input_columns,
     rows_of,
     timed,
+    with_failures,
 )
 from prefect_raybatch.stages.calls.apart import NoChild
+from prefect_raybatch.stages.columns import (
+    KEY,
+    PARAMS,
+    SECOND,
+    TOKENS,
+    TRUNCATED,
+)
 from prefect_raybatch.stages.messages import ChatRequest
 from prefect_raybatch.stages.pooling import Pooling, Texts
 from prefect_raybatch.stages.prepare import UNKNOWN_CONTEXT, Prepare
-from prefect_raybatch.stages.request_key import KEY
 from prefect_raybatch.stages.row_text import Plain, RowText, refused
 from prefect_raybatch.stages.tokens import (
     CHARACTERS_A_TOKEN,
@@ -95,15 +96,14 @@ class PrepareTexts(Prepare):
         made = self._encoded(given, limit, limit)
         if self.prompt.on_too_long != "quarantine":
             cut = [isinstance(m, Encoded) and m.cut for m in made]
-            table = table.append_column(TRUNCATED, pa.array(cut, pa.bool_()))
+            table = TRUNCATED.add_to(table, cut)
         names = (TOKENS, SECOND) if self.texts is Texts.TWO else (TOKENS,)
         for at, name in enumerate(names):
             ids = [m.ids[at] if isinstance(m, Encoded) else [] for m in made]
-            table = table.append_column(name, pa.array(ids, pa.list_(pa.int32())))
+            table = name.add_to(table, ids)
         params = [_params(m) if isinstance(m, Encoded) else None for m in made]
-        table = table.append_column(PARAMS, pa.array(params, pa.string()))
-        errors = [m.to_dict() if isinstance(m, Failure) else None for m in made]
-        table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
+        table = PARAMS.add_to(table, params)
+        table = with_failures(table, [m if isinstance(m, Failure) else None for m in made])
         return timed(table, "prepare", began)
 
     def requests(self, table: pa.Table) -> list[ChatRequest | Failure]:

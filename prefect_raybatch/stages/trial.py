@@ -18,7 +18,8 @@ import pyarrow as pa
 from prefect_raybatch.errors import EngineFailure, EngineStartError, SourceError
 from prefect_raybatch.ledger.layout import POSITION, piece_path
 from prefect_raybatch.ledger.records import Receipt
-from prefect_raybatch.stages.block import ERROR, PARAMS, is_lost, losses
+from prefect_raybatch.stages.block import is_lost, losses
+from prefect_raybatch.stages.columns import ERROR, PARAMS
 from prefect_raybatch.stages.engine import EngineLaunch
 from prefect_raybatch.stages.finish import RECEIPT, Finish
 from prefect_raybatch.stages.raw_answers import VECTOR_COLUMN
@@ -162,7 +163,7 @@ def _greedy(table: pa.Table) -> pa.Table:
         for text in table[PARAMS].to_pylist()
     ]
     at = table.column_names.index(PARAMS)
-    return table.set_column(at, PARAMS, pa.array(own, pa.string()))
+    return table.set_column(at, PARAMS, pa.array(own, PARAMS.type))
 
 
 def pooled_answers(table: pa.Table, task: str, column: str) -> Iterator[np.ndarray | str | float]:

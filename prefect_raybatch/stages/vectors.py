@@ -11,7 +11,8 @@ import pyarrow as pa
 
 from prefect_raybatch.job.tasks import probabilities
 from prefect_raybatch.stages.answer_counts import MOST_COUNTED_LABELS, label_counts
-from prefect_raybatch.stages.block import ERROR, POSITION, VECTOR, Failure, input_columns, rows_of
+from prefect_raybatch.stages.block import Failure, input_columns, rows_of
+from prefect_raybatch.stages.columns import ERROR, POSITION, VECTOR
 from prefect_raybatch.stages.finish import Finish, postprocessed
 from prefect_raybatch.stages.pooling import Pooling
 

@@ -28,14 +28,8 @@ from prefect_raybatch.runs.infer_run import infer_run
 from prefect_raybatch.runs.plan_run import plan_run
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.sizing.sizes import Capacity
-from prefect_raybatch.stages.block import (
-    ERROR,
-    TOKENS,
-    Failure,
-    Messages,
-    load_tokenizer,
-    passes_by,
-)
+from prefect_raybatch.stages.block import Failure, Messages, load_tokenizer, passes_by
+from prefect_raybatch.stages.columns import ERROR, TOKENS
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.stages.vllm.stepper import Completion, Request
 

@@ -19,7 +19,7 @@ from prefect_raybatch import demo
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model.memory import describe
 from prefect_raybatch.stages.adapted import Adapted
-from prefect_raybatch.stages.block import ERROR, TEXTS, TOKENS
+from prefect_raybatch.stages.columns import ERROR, TEXTS, TOKENS
 from prefect_raybatch.stages.engine import EngineStage
 from prefect_raybatch.stages.vllm.stepper import Completion, Request, SteppedEngine
 

@@ -17,15 +17,8 @@ from prefect_raybatch.demo import demo_model_path
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.stages.answer_forms import form_of, own_form
-from prefect_raybatch.stages.block import (
-    ANSWERS,
-    ENDS,
-    FINISH,
-    OWN_FORM,
-    TEXTS,
-    load_tokenizer,
-    tag,
-)
+from prefect_raybatch.stages.block import load_tokenizer, tag
+from prefect_raybatch.stages.columns import ANSWERS, ENDS, FINISH, OWN_FORM, TEXTS
 from prefect_raybatch.storage import open_store
 
 LABELS = ("Law Firm", "Retail", "a\tb", " padded ", "e\u0301")

@@ -15,7 +15,8 @@ from helpers.thinking import TEMPLATE, WEATHER, save_tokenizer
 from prefect_raybatch import demo
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.ledger.records import Unit
-from prefect_raybatch.stages.block import ERROR, LOST, TOKENS, load_tokenizer, losses, tag
+from prefect_raybatch.stages.block import load_tokenizer, losses, tag
+from prefect_raybatch.stages.columns import ERROR, LOST, TOKENS
 
 ASK = {"role": "user", "content": "How is it in Bonn?"}
 CALLED = {

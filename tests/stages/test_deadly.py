@@ -27,10 +27,11 @@ from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.plan import prompt_lengths as tokens
-from prefect_raybatch.stages.block import ERROR, losses, tag
+from prefect_raybatch.stages.block import losses, tag
 from prefect_raybatch.stages.calls import apart
 from prefect_raybatch.stages.calls.apart import Apart, FunctionDied, FunctionHung, NoChild
 from prefect_raybatch.stages.calls.calling import HERE, Calls
+from prefect_raybatch.stages.columns import ERROR
 from prefect_raybatch.storage import open_store
 
 DEADLY = "helpers.functions:deadly"

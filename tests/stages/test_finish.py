@@ -18,10 +18,13 @@ from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.failures import FailureKey, Loss
 from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.records import QUARANTINE, Receipt, Unit, digest
-from prefect_raybatch.stages.block import (
+from prefect_raybatch.stages.block import Failure, lost, tag, timed
+from prefect_raybatch.stages.columns import (
     ANSWERS,
     CACHED_TOKENS,
     ENDS,
+    ENGINE_BEGAN,
+    ENGINE_SECONDS,
     ERROR_TYPE,
     FINISH,
     FORMED,
@@ -29,13 +32,8 @@ from prefect_raybatch.stages.block import (
     PARAMS,
     PROMPT_TOKENS,
     TEXTS,
-    TIMES,
     TOKENS,
     TRUNCATED,
-    Failure,
-    lost,
-    tag,
-    timed,
 )
 from prefect_raybatch.stages.engine import answered
 from prefect_raybatch.stages.finish import Finish
@@ -44,7 +42,7 @@ from prefect_raybatch.stages.vllm.stepper import Completion
 from prefect_raybatch.storage import open_store
 
 ANSWERED = [ANSWERS, TEXTS, FINISH, MERGED, ENDS, PROMPT_TOKENS, CACHED_TOKENS]
-ANSWERED += [f"{TIMES}_began", f"{TIMES}_engine"]
+ANSWERED += [ENGINE_BEGAN, ENGINE_SECONDS]
 REFUSED = Failure("engine", "ValueError", "refused").to_dict()
 
 

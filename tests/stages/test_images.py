@@ -22,12 +22,13 @@ from prefect_raybatch.compile.job import finish_spec, prompt_spec
 from prefect_raybatch.job.images import Images
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import chat_template
-from prefect_raybatch.stages.block import ERROR, MM, TOKENS, Failure, is_lost, losses, tag
+from prefect_raybatch.stages.block import Failure, is_lost, losses, tag
+from prefect_raybatch.stages.columns import ERROR, KEY, KEY_TYPE, MM, TOKENS
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.stages.images.http import ImageUnavailable
 from prefect_raybatch.stages.images.places import ImagePlaces
 from prefect_raybatch.stages.images.rows import RowImages, TooManyAway, row_images
-from prefect_raybatch.stages.request_key import KEY, KEY_TYPE, Keying
+from prefect_raybatch.stages.request_key import Keying
 from prefect_raybatch.stages.vllm import multimodal
 from prefect_raybatch.storage import open_store
 

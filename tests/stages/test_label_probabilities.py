@@ -17,7 +17,8 @@ from prefect_raybatch.demo import demo_model_path
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.records import Unit
-from prefect_raybatch.stages.block import CHANCES, ERROR, load_tokenizer, timed
+from prefect_raybatch.stages.block import load_tokenizer, timed
+from prefect_raybatch.stages.columns import CHANCES, ERROR
 from prefect_raybatch.stages.engine import EngineLaunch
 from prefect_raybatch.stages.label_probabilities import Fork, LabelTokens, check_labels
 from prefect_raybatch.stages.vllm.stepper import Completion, Request

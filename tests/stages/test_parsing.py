@@ -17,15 +17,8 @@ from helpers.thinking import WEATHER, save_tokenizer
 from prefect_raybatch.compile.job import parsing_spec
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.ledger.records import Receipt, Unit
-from prefect_raybatch.stages.block import (
-    LOST,
-    REASONING_OPEN,
-    TOKENS,
-    load_tokenizer,
-    losses,
-    tag,
-    timed,
-)
+from prefect_raybatch.stages.block import load_tokenizer, losses, tag, timed
+from prefect_raybatch.stages.columns import LOST, REASONING_OPEN, TOKENS
 from prefect_raybatch.stages.engine import answered
 from prefect_raybatch.stages.vllm.stepper import Completion
 from prefect_raybatch.storage import open_store

@@ -15,20 +15,16 @@ from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.stages import prepare as stage
-from prefect_raybatch.stages.block import (
+from prefect_raybatch.stages.block import is_lost, load_tokenizer, losses, lost, tag
+from prefect_raybatch.stages.columns import (
     ERROR,
     FORMED,
     PARAMS,
     POSITION,
+    PREPARE_SECONDS,
     SHARD,
-    TIMES,
     TOKENS,
     TRUNCATED,
-    is_lost,
-    load_tokenizer,
-    losses,
-    lost,
-    tag,
 )
 
 
@@ -40,7 +36,7 @@ def run(prompt: dict[str, Any], columns: Any, limit: int | None = None) -> list[
     )
     assert made.num_rows == table.num_rows
     assert made[POSITION].to_pylist() == list(range(table.num_rows))
-    assert made[f"{TIMES}_prepare"].null_count == 0
+    assert made[PREPARE_SECONDS].null_count == 0
     names = [TOKENS, PARAMS, ERROR]
     return made.select(names).to_pylist()
 

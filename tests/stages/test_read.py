@@ -31,6 +31,7 @@ from prefect_raybatch.source import (
 from prefect_raybatch.source.snapshot_writer import SnapshotWriter
 from prefect_raybatch.stages import block as blocks
 from prefect_raybatch.stages import read
+from prefect_raybatch.stages.columns import POSITION, READ_SECONDS, SHARD
 from prefect_raybatch.stages.read import ShardReader, Task
 from prefect_raybatch.storage import Store, open_store
 
@@ -64,11 +65,9 @@ def check_rows(tables: list[pa.Table], units: list[tuple[Unit, int]]) -> None:
     assert len(tables) == len(units)
     for table, (unit, start) in zip(tables, units, strict=True):
         assert not blocks.is_lost(table), table.to_pylist()
-        assert table.column_names[:2] == [blocks.SHARD, blocks.POSITION]
-        assert set(table[blocks.SHARD].to_pylist()) == {unit.shard}
-        assert table[blocks.POSITION].to_pylist() == list(
-            range(unit.offset, unit.offset + unit.rows)
-        )
+        assert table.column_names[:2] == [SHARD, POSITION]
+        assert set(table[SHARD].to_pylist()) == {unit.shard}
+        assert table[POSITION].to_pylist() == list(range(unit.offset, unit.offset + unit.rows))
         assert table["i"].to_pylist() == list(range(start, start + unit.rows))
 
 
@@ -210,12 +209,12 @@ def test_nested_dictionary_and_widened_columns(tmp_path):
     check_rows(tables, units)
     for table in tables:
         assert table.select(blocks.input_columns(table)).schema == one.schema
-    took = f"{blocks.TIMES}_read"
+    took = READ_SECONDS
     assert all(seconds >= 0 for table in tables for seconds in table[took].to_pylist())
     rows = [row for table in tables for row in table.drop_columns([took]).to_pylist()]
     assert rows[1]["l"] == ["y", None] and rows[2]["l"] == [] and rows[2]["d"] is None
     assert rows[3] == {
-        **{blocks.SHARD: 1, blocks.POSITION: 0, "i": 3, "d": "v", "n": "z", "a.b": 4},
+        **{SHARD: 1, POSITION: 0, "i": 3, "d": "v", "n": "z", "a.b": 4},
         **{"s": {"k": "w", "n": 4}, "l": ["q"]},
     }
     part = reader(tmp_path, columns=["a.b", "i"])

@@ -15,7 +15,8 @@ from helpers.specs import finish_stage
 from prefect_raybatch.job.answer_schema import schema_text
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.records import Receipt, Unit
-from prefect_raybatch.stages.block import FINISH, TEXTS, Failure, tag
+from prefect_raybatch.stages.block import Failure, tag
+from prefect_raybatch.stages.columns import FINISH, TEXTS
 from prefect_raybatch.stages.typed_answers import reader_of
 from prefect_raybatch.storage import open_store
 
