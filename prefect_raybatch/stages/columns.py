@@ -70,24 +70,27 @@ class HiddenColumn(str):
 SHARD = HiddenColumn("shard", pa.int32(), "block", "block finish load lookup parsing")
 """Always: the shard of the row."""
 POSITION = HiddenColumn(
-    POSITION_NAME, pa.int32(), "block", "block finish lookup parsing runs.preview trial vectors"
+    POSITION_NAME,
+    pa.int32(),
+    "block",
+    "block finish lookup parsing runs.preview text_answers trial vectors",
 )
 """Always: the row's position in its shard."""
-ERROR = HiddenColumn(
-    "error", ERROR_TYPE, "block", "block finish finish_raw runs.preview trial vectors"
-)
+ERROR = HiddenColumn("error", ERROR_TYPE, "block", "block runs.preview trial")
 """From prepare on: why the row failed, null while it is valid."""
 LOST = HiddenColumn("lost", LOSS_TYPE, "block", "block")
 """In lost blocks: a `Loss`."""
 LOST_ROWS = HiddenColumn("lost_rows", pa.int32(), "block", "block")
 """In lost blocks: the number of rows from the position on."""
-READ_SECONDS = HiddenColumn("times_read", pa.float64(), "read", "finish")
+READ_SECONDS = HiddenColumn("times_read", pa.float64(), "read", "shard_figures")
 """Seconds of reading the block, the same in each row."""
-PREPARE_SECONDS = HiddenColumn("times_prepare", pa.float64(), "prepare texts lookup", "finish")
+PREPARE_SECONDS = HiddenColumn(
+    "times_prepare", pa.float64(), "prepare texts lookup", "shard_figures"
+)
 """Always: seconds in prepare."""
-ENGINE_SECONDS = HiddenColumn("times_engine", pa.float64(), "engine lookup", "finish")
+ENGINE_SECONDS = HiddenColumn("times_engine", pa.float64(), "engine lookup", "shard_figures")
 """Always: seconds in the engine stage."""
-ENGINE_BEGAN = HiddenColumn("times_began", pa.float64(), "engine lookup", "finish")
+ENGINE_BEGAN = HiddenColumn("times_began", pa.float64(), "engine lookup", "shard_figures")
 """Always: when the block reached the engine (seconds since 1970)."""
 TOKENS = HiddenColumn("tokens", TOKENS_TYPE, "prepare texts", "engine runs.preview")
 """Always: the prompt, empty for a failed row."""
@@ -99,47 +102,58 @@ MM = HiddenColumn("mm", MM_TYPE, "prepare", "engine")
 """The row's images for the engine; null for text alone."""
 DIGESTS = HiddenColumn("digests", DIGESTS_TYPE, "prepare lookup", "finish")
 """Digests of the row's images as they were fetched."""
-KEY = HiddenColumn("key", KEY_TYPE, "plan.row_keys", "prepare texts lookup raw_answers")
+KEY = HiddenColumn("key", KEY_TYPE, "plan.row_keys", "lookup prepare raw_answers texts")
 """The request's key, in the input of the requests phase."""
 FORMED = HiddenColumn(
-    "formed", pa.bool_(), "prepare lookup", "cluster.lookups finish prepare raw_answers"
+    "formed", pa.bool_(), "prepare lookup", "cluster.lookups prepare raw_answers shard_figures"
 )
 """Whether the answer must be a choice, JSON or the like."""
-OWN_FORM = HiddenColumn("form", pa.string(), "prepare", "finish")
+OWN_FORM = HiddenColumn("form", pa.string(), "prepare", "text_answers")
 """JSON of the fields by which a row changes its answer's form."""
 REASONING_OPEN = HiddenColumn(
     "open", pa.bool_(), "prepare lookup", "answer_forms cluster.lookups parsing raw_answers"
 )
 """Whether the answer may begin with thinking."""
 TRUNCATED = HiddenColumn(
-    "truncated", pa.bool_(), "prepare texts lookup", "cluster.lookups finish raw_answers"
+    "truncated", pa.bool_(), "prepare texts lookup", "cluster.lookups raw_answers shard_figures"
 )
 """Whether the prompt was cut to fit."""
 ANSWERS = HiddenColumn(
-    "answers", pa.list_(TOKENS_TYPE), "engine lookup", "answer_forms finish parsing raw_answers"
+    "answers",
+    pa.list_(TOKENS_TYPE),
+    "engine lookup",
+    "answer_forms finish parsing raw_answers shard_figures text_answers",
 )
 """Always: token ids, one list for each answer."""
 TEXTS = HiddenColumn(
-    "texts", pa.list_(pa.string()), "engine lookup", "answer_forms finish raw_answers"
+    "texts", pa.list_(pa.string()), "engine lookup", "answer_forms raw_answers text_answers"
 )
 """Always: texts that vLLM itself had to detokenize, else null."""
-FINISH = HiddenColumn("finish", pa.string(), "engine lookup", "finish raw_answers")
+FINISH = HiddenColumn(
+    "finish", pa.string(), "engine lookup", "finish raw_answers shard_figures text_answers"
+)
 """Always: vLLM's finish reason."""
-ENDS = HiddenColumn("ends", pa.list_(pa.string()), "engine lookup", "finish raw_answers")
+ENDS = HiddenColumn(
+    "ends", pa.list_(pa.string()), "engine lookup", "finish raw_answers text_answers"
+)
 """Always: each answer's finish reason if there are several."""
-STEPS = HiddenColumn("steps", STEPS_TYPE, "engine lookup", "finish raw_answers")
+STEPS = HiddenColumn("steps", STEPS_TYPE, "engine lookup", "raw_answers text_answers")
 """Log probabilities of the answers' tokens."""
-CHANCES = HiddenColumn("chances", PROBABILITIES_TYPE, "engine lookup", "finish raw_answers")
+CHANCES = HiddenColumn(
+    "chances", PROBABILITIES_TYPE, "engine lookup", "finish raw_answers text_answers"
+)
 """The probability of each label."""
 VECTOR = HiddenColumn("vector", None, "engine lookup", "raw_answers vectors")
 """The answer of a pooling task: fixed_size_list<float32>."""
-PROMPT_TOKENS = HiddenColumn("prompt_tokens", pa.int32(), "engine lookup", "finish raw_answers")
+PROMPT_TOKENS = HiddenColumn(
+    "prompt_tokens", pa.int32(), "engine lookup", "finish raw_answers shard_figures"
+)
 """Always: the length of the prompt."""
-CACHED_TOKENS = HiddenColumn("cached_tokens", pa.int32(), "engine lookup", "finish")
+CACHED_TOKENS = HiddenColumn("cached_tokens", pa.int32(), "engine lookup", "shard_figures")
 """Always: tokens that the prefix cache gave."""
-MERGED = HiddenColumn("merged", pa.bool_(), "engine lookup", "finish")
+MERGED = HiddenColumn("merged", pa.bool_(), "engine lookup", "shard_figures")
 """Always: whether the answer was computed for another row."""
-REUSE = HiddenColumn("reuse", pa.int8(), "lookup", "finish")
+REUSE = HiddenColumn("reuse", pa.int8(), "lookup", "shard_figures")
 """Where the answer is from (ledger/increments.py)."""
 FIGURES = HiddenColumn("figures", pa.string(), "load", "load")
 """JSON of the engine's figures, in a shard's first row."""

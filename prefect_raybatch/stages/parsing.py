@@ -71,12 +71,12 @@ class Parsers:
         self,
         table: pa.Table,
         texts: list[Any],
-        errors: list[dict[str, str] | None],
+        failures: list[Failure | None],
         several: bool,
     ) -> tuple[list[Any], list[dict[str, Any]]]:
         """Return the texts of an answered block, and the other columns parsed from them.
 
-        An unparsable text adds its row to `errors`. `several`: each row has a list of answers.
+        An unparsable text adds its row to `failures`. `several`: each row has a list of answers.
         """
         _ = self._open, self._closed  # a parser that cannot be imported is no row's fault
         ids = table[ANSWERS].to_pylist()
@@ -98,13 +98,13 @@ class Parsers:
             return {name: [one[name] for one in found] for name in found[0]}
 
         left, beside = list(texts), [dict[str, Any]() for _ in texts]
-        for i, error in enumerate(errors):
-            if error is None:
+        for i, failure in enumerate(failures):
+            if failure is None:
                 try:
                     beside[i] = made(i)
                     left[i] = beside[i].pop("")
                 except Exception as why:
-                    errors[i] = Failure.of("postprocess", why).to_dict()
+                    failures[i] = Failure.of("postprocess", why)
         return left, beside
 
     def parse(self, text: str, ids: Sequence[int], opened: bool, name: str) -> dict[str, Any]:

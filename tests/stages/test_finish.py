@@ -249,7 +249,7 @@ def test_a_job_may_fail_cut_off_answers_and_keeps_their_text(tmp_path, post):
         stage, kind, message = found[i]
         assert (stage, kind) == ("engine", "AnswerCutOff")
         assert "sampling.max_tokens" in message and "output.on_cut_off: keep" in message
-        assert message.endswith(f"After 1 token it was: answer {i}")
+        assert message.endswith(f"Answer after 1 token: answer {i}")
     assert list(receipt.failures.values()) == [2]  # one cause, whatever the texts are
 
 
@@ -258,7 +258,7 @@ def test_of_several_answers_all_are_kept_where_one_is_cut_off(tmp_path):
     table = cut(2, {1})
     table = table.set_column(table.column_names.index(TEXTS), TEXTS, texts)
     receipt = one(tmp_path, table, answers=2, on_cut_off="fail")
-    assert reasons(tmp_path, receipt)[1][2].endswith('it was: ["c", "d"]')
+    assert reasons(tmp_path, receipt)[1][2].endswith('token: ["c", "d"]')
 
 
 # --- postprocess --------------------------------------------------------------------------------
@@ -298,7 +298,10 @@ def test_each_row_that_postprocess_spoils_fails_alone(tmp_path, schema):
     assert {stage for stage, _, _ in found.values()} == {"postprocess"}
     assert found[1][1:] == ("KeyError", "'gone'")
     assert found[2][1] == "TypeError" and "not str" in found[2][2]
-    assert found[3][1] == "SchemaError" and "column value wants int64, got str" in found[3][2]
+    assert (
+        found[3][1] == "SchemaError"
+        and "column value has type int64, but the value is str" in found[3][2]
+    )
     assert found[4][1] == "SchemaError" and "more" in found[4][2]
     assert found[5][1] == "SchemaError" and "value" in found[5][2]
     assert found[6][1] in ("SchemaError", "TypeError")
