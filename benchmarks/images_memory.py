@@ -45,7 +45,8 @@ class Answers:
         pass
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        from prefect_raybatch.stages.block import ERROR, MM, TOKENS, passes_by, timed
+        from prefect_raybatch.stages.block import passes_by, timed
+        from prefect_raybatch.stages.columns import ERROR, MM, TOKENS
         from prefect_raybatch.stages.engine import answered
         from prefect_raybatch.stages.vllm import multimodal
         from prefect_raybatch.stages.vllm.stepper import Completion

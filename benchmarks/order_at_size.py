@@ -201,7 +201,7 @@ def measured(rows: int, length: int, as_asked: bool) -> dict[str, Any]:
 def read(join: Any, rows: int, length: int, steps: Steps) -> Iterator[tuple[str, pa.Table]]:
     """The rows that are asked about, as the plan reads them again."""
     from prefect_raybatch.plan.prefix_order import RANK
-    from prefect_raybatch.stages.request_key import KEY, KEY_TYPE
+    from prefect_raybatch.stages.columns import KEY, KEY_TYPE
 
     block = 8192
     text = pa.array([b"company %010d %s" % (i, b"x" * length) for i in range(block)]).cast("string")

@@ -49,7 +49,8 @@ class Answers:
         self.labels = [tokenizer.encode(label, add_special_tokens=False) for label in labels]
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        from prefect_raybatch.stages.block import ERROR, TOKENS, passes_by, timed
+        from prefect_raybatch.stages.block import passes_by, timed
+        from prefect_raybatch.stages.columns import ERROR, TOKENS
         from prefect_raybatch.stages.engine import answered
         from prefect_raybatch.stages.vllm.stepper import Completion
 

@@ -173,6 +173,7 @@ class Feeder:
 
         from prefect_raybatch.ledger.records import Unit
         from prefect_raybatch.stages import block as blocks
+        from prefect_raybatch.stages import columns
 
         with self.lock:
             own = self.kind.prompt - len(self.first)
@@ -180,15 +181,16 @@ class Feeder:
         table = blocks.tag(pa.table({"n": pa.array(range(rows))}), Unit(number, 0, rows))
         fields = json.dumps(self._fields(number))
         for name, column in {
-            blocks.TOKENS: pa.array(prompts, pa.list_(pa.int32())),
-            blocks.PARAMS: pa.array([fields] * rows, pa.string()),
-            blocks.ERROR: pa.nulls(rows, blocks.ERROR_TYPE),
+            columns.TOKENS: pa.array(prompts, pa.list_(pa.int32())),
+            columns.PARAMS: pa.array([fields] * rows, pa.string()),
+            columns.ERROR: pa.nulls(rows, columns.ERROR.type),
         }.items():
             table = table.append_column(name, column)
         return table
 
     def _main(self) -> None:
         from prefect_raybatch.stages import block as blocks
+        from prefect_raybatch.stages import columns
 
         while not self.errors:
             with self.lock:
@@ -204,7 +206,7 @@ class Feeder:
                 return
             if blocks.is_lost(done):
                 self.errors.append(str(blocks.losses(done)[0]))
-            elif failed := [one for one in done[blocks.ERROR].to_pylist() if one]:
+            elif failed := [one for one in done[columns.ERROR].to_pylist() if one]:
                 self.errors.append(str(failed[0]))
 
     def start(self, rows: float) -> list[threading.Thread]:

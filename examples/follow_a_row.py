@@ -29,7 +29,8 @@ from prefect_raybatch.model.pinned import tokenizer_place
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.run import load_run
 from prefect_raybatch.sizing.sizes import Capacity
-from prefect_raybatch.stages.block import ANSWERS, TOKENS, input_columns, load_tokenizer
+from prefect_raybatch.stages.block import input_columns, load_tokenizer
+from prefect_raybatch.stages.columns import ANSWERS, TOKENS
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.stages.finish import RECEIPT
 from prefect_raybatch.stages.vllm.stepper import Completion, Request

@@ -84,7 +84,9 @@ from functools import partial
 import image_captions
 from helpers.engines import FineEngine
 from prefect_raybatch.remote import follower
-from prefect_raybatch.stages.block import SHARD
+from prefect_raybatch.stages.columns import (
+    SHARD,
+)
 
 class First(FineEngine):
     def __call__(self, table):

@@ -255,7 +255,7 @@ def test_answers_under_adapters_survive_a_kill_and_are_those_of_the_adapter(
     assert report.resumed_shards == len(before)
     kept = pq.read_table(tmp_path / "out" / "k" / "_quarantine").to_pylist()
     assert {row["_row"] for row in kept} == LATER
-    assert all("on a CPU vLLM cannot ask the model alone" in row["message"] for row in kept)
+    assert all("on a CPU vLLM cannot use the base model" in row["message"] for row in kept)
 
     made = pq.read_table(tmp_path / "out" / "k" / "data").to_pylist()
     assert [row["id"] for row in made] == [i for i in range(ROWS) if i not in LATER]

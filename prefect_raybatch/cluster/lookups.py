@@ -18,7 +18,7 @@ from prefect_raybatch.ledger.layout import ASKS, table_path
 from prefect_raybatch.ledger.record_files import hash_in_name
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
-from prefect_raybatch.stages.block import FORMED, REASONING_OPEN, TRUNCATED
+from prefect_raybatch.stages.columns import FORMED, REASONING_OPEN, TRUNCATED
 from prefect_raybatch.stages.lookup import WHY, LookUp
 from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.stages.raw_answers import (

@@ -20,19 +20,14 @@ from prefect_raybatch.plan.prefix_order import RANK, compared_text, dealt_out, s
 from prefect_raybatch.source import Inventory
 from prefect_raybatch.spec.cluster import ClusterSpec
 from prefect_raybatch.spec.run import RunSpec
-from prefect_raybatch.stages.block import (
-    DIGESTS_TYPE,
-    Failure,
-    input_columns,
-    is_lost,
-    losses,
-)
+from prefect_raybatch.stages.block import Failure, input_columns, is_lost, losses
 from prefect_raybatch.stages.calls.apart import NoChild
 from prefect_raybatch.stages.calls.calling import Calls
+from prefect_raybatch.stages.columns import DIGESTS_TYPE, KEY, KEY_BYTES, KEY_TYPE
 from prefect_raybatch.stages.images.rows import Digests, TooManyAway, row_images
 from prefect_raybatch.stages.pooling import Pooling
 from prefect_raybatch.stages.prepare import Prepare
-from prefect_raybatch.stages.request_key import KEY, KEY_BYTES, KEY_TYPE, Keying
+from prefect_raybatch.stages.request_key import Keying
 from prefect_raybatch.stages.texts import PrepareTexts, prepare_of
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted

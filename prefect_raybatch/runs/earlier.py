@@ -28,8 +28,8 @@ from prefect_raybatch.plan.prompt_lengths import PromptLengths
 from prefect_raybatch.result.rows import reading_parquet
 from prefect_raybatch.runs.run import run_keys
 from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.stages.columns import KEY_TYPE
 from prefect_raybatch.stages.raw_answers import KEY_COLUMN
-from prefect_raybatch.stages.request_key import KEY_TYPE
 from prefect_raybatch.storage import Store, open_store
 from prefect_raybatch.storage.proof import CHUNK
 

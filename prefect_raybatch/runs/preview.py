@@ -162,7 +162,8 @@ def _finished(
 def _prompts(model: dict[str, Any], table: pa.Table) -> list[PreviewedPrompt]:
     from prefect_raybatch.ledger.layout import POSITION
     from prefect_raybatch.model import pinned as models
-    from prefect_raybatch.stages.block import ERROR, TOKENS, load_tokenizer, passes_by
+    from prefect_raybatch.stages.block import load_tokenizer, passes_by
+    from prefect_raybatch.stages.columns import ERROR, TOKENS
 
     if passes_by(table):
         return []

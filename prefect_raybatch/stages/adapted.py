@@ -16,10 +16,12 @@ Adapter = tuple[str, int, str]  # name, number from 1 on, folder on this node
 
 @dataclass(frozen=True)
 class Adapted:
-    """The adapters of a plan. `column` names each row's adapter; None: one adapter applies to all
-    rows. `null` says whether a row without one is answered by the base model or fails. `alone` is
-    false if vLLM cannot use the base model alone: on a CPU it answers such a row with another row's
-    adapter (0.29, measured)."""
+    """The adapters of a plan.
+
+    `column` names each row's adapter; None: one adapter applies to all rows. `null` says whether a
+    row without one is answered by the base model or fails. `alone` is false if vLLM cannot use the
+    base model alone: on a CPU it answers such a row with another row's adapter (0.29, measured).
+    """
 
     column: str | None
     pinned: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -27,8 +29,10 @@ class Adapted:
     alone: bool = True
 
     def here(self, numbers: dict[str, int] | None = None) -> dict[str, Adapter]:
-        """Return each adapter by name, on this node. `numbers` are the engine's numbers of adapters
-        by content; new ones are added to it."""
+        """Return each adapter by name, on this node.
+
+        `numbers` are the engine's numbers of adapters by content; new ones are added to it.
+        """
         numbers = {} if numbers is None else numbers
         made = {}
         for name, adapter in sorted(self.pinned.items()):
@@ -61,11 +65,16 @@ class Adapted:
             return Failure(
                 "engine",
                 "UnknownAdapter",
-                f"column {self.column} is null, and on a CPU vLLM cannot ask the model alone "
-                "beside rows with adapters; run such rows as a job without engine.adapters",
+                f"column {self.column} is null, so the row has no adapter, and on a CPU vLLM "
+                "cannot use the base model beside adapters. Run such rows as a separate job "
+                "without engine.adapters",
             )
-        said = "is null" if name is None else f"names {str(name)[:100]!r}"
+        problem = f"names the unknown adapter {str(name)[:100]!r}"
+        if name is None:
+            problem = "is null (prompt.on_null: empty would use the base model)"
         known = ", ".join(sorted(self.pinned))[:200]
         return Failure(
-            "engine", "UnknownAdapter", f"column {self.column} {said}; engine.adapters has {known}"
+            "engine",
+            "UnknownAdapter",
+            f"column {self.column} {problem}. Use one of engine.adapters: {known}",
         )

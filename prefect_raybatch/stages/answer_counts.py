@@ -1,5 +1,7 @@
-"""Counts of a shard's answers by label, length and finish reason: figures that are summed over a
-run, so that one run can be compared with the one before."""
+"""Counts of a shard's answers by label, length and finish reason.
+
+They are summed over a run, so that one run can be compared with the one before.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,7 @@ LONGEST_REASON, LONGEST_LABEL = 20, 80  # characters
 
 
 def label_counts(answers: Iterable[str | None], labels: Sequence[str]) -> dict[str, float]:
-    """Return the number of answers by label; answers that are no label count under the empty
-    name."""
+    """Return the number of answers by label; other answers count under the empty name."""
     names = {label: label[:LONGEST_LABEL] for label in labels}
     found = Counter(names.get(answer or "", "") for answer in answers)
     return {f"{ANSWER_LABELS}{name}": float(number) for name, number in found.items()}
@@ -23,8 +24,10 @@ def label_counts(answers: Iterable[str | None], labels: Sequence[str]) -> dict[s
 def length_counts(
     answers: Iterable[Sequence[Sequence[int]]], reasons: Iterable[str | None]
 ) -> dict[str, float]:
-    """Return the answers by length and by finish reason. `answers`: token ids of each answer of
-    each row; lengths are counted by powers of two."""
+    """Return the answers by length and by finish reason.
+
+    `answers`: token ids of each answer of each row; lengths are counted by powers of two.
+    """
     lengths = Counter(len(ids).bit_length() for row in answers for ids in row)
     ends = Counter(str(reason or "?")[:LONGEST_REASON] for reason in reasons)
     return {

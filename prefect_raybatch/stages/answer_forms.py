@@ -18,7 +18,8 @@ import pyarrow as pa
 
 from prefect_raybatch.job.early_stop import choice_of
 from prefect_raybatch.spec.result import ParsingSpec
-from prefect_raybatch.stages.block import ANSWERS, REASONING_OPEN, TEXTS, Failure, Tokenizer
+from prefect_raybatch.stages.block import Failure, Tokenizer
+from prefect_raybatch.stages.columns import ANSWERS, REASONING_OPEN, TEXTS
 from prefect_raybatch.stages.decided import grammar_bytes
 from prefect_raybatch.stages.schema_check import AnswerMisfit, SchemaCheck
 from prefect_raybatch.stages.typed_answers import MAX_ANSWER, MAX_REASON, NOT_VALID
@@ -31,8 +32,11 @@ FormCheck = Callable[[str], str | None]
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """The form of a row's answers. `name`: the sampling field that asks for it; `labels`: those of
-    a choice; `misfit`: returns why a text does not fit, None if it does."""
+    """The form of a row's answers.
+
+    `name`: the sampling field that asks for it; `labels`: those of a choice; `misfit`: returns why
+    a text does not fit, None if it does.
+    """
 
     name: str
     misfit: FormCheck
@@ -65,16 +69,17 @@ def not_of_form(form: AnswerForm, why: str, text: str) -> Failure:
     return Failure(
         "engine",
         NOT_VALID,
-        f"the answer does not fit sampling.{form.name}: {reason}. Retry the row; where rows have "
-        "forms of their own, name a backend that takes them all, as with "
-        "engine.structured_outputs_config: {backend: guidance}. "
-        f"It was: {text[:MAX_ANSWER]}",
+        f"the answer does not fit sampling.{form.name}: {reason}. Retry the row. If rows set "
+        "forms of their own, choose a backend that supports all of them, e.g. "
+        f"engine.structured_outputs_config: {{backend: guidance}}. Answer: {text[:MAX_ANSWER]}",
     )
 
 
 class Spelling:
-    """Checks answers of a block, both as decoded and as spelled by their tokens: tokenizers drop
-    leading blanks, and special tokens may be part of a grammar."""
+    """Checks answers of a block, both as decoded and as spelled by their tokens.
+
+    Tokenizers drop leading blanks, and special tokens may be part of a grammar.
+    """
 
     def __init__(
         self, table: pa.Table, parsing: ParsingSpec | None, tokenizer: Callable[[], Tokenizer]
@@ -84,8 +89,10 @@ class Spelling:
     def fitted(
         self, form: AnswerForm, shown: str | None, row: int, number: int
     ) -> tuple[str | None, str | None]:
-        """Return a row's answer, with a label as written in the choice, and why it does not fit;
-        `number` is the index of the answer."""
+        """Return answer `number` of a row, and why it does not fit (None if it does).
+
+        A label is returned as it is written in the choice.
+        """
         why = form.misfit(shown or "")
         if why is None:
             return shown or "", None
@@ -132,7 +139,7 @@ def _bytes_of_tokens(tokenizer: Any) -> Sequence[bytes] | None:
 
 def _choice(labels: frozenset[str]) -> AnswerForm:
     def misfit(text: str) -> str | None:
-        return None if text in labels else f"it is none of the {len(labels)} labels"
+        return None if text in labels else f"it is not one of the {len(labels)} labels"
 
     return AnswerForm("choice", misfit, labels)
 
@@ -160,7 +167,7 @@ def _json_object(_: Any) -> FormCheck:
             return str(error)
         except RecursionError:
             return "it is nested too deeply"
-        return None if isinstance(found, dict) else "it is JSON, but no object"
+        return None if isinstance(found, dict) else "it is JSON, but not an object"
 
     return misfit
 
@@ -169,7 +176,7 @@ def _loaded(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise AnswerMisfit("", "JSON", f"it is no JSON: {error}") from None
+        raise AnswerMisfit("", "JSON", f"it is not JSON: {error}") from None
 
 
 def _parsed_by(kind: str) -> Callable[[str], FormCheck]:
@@ -180,7 +187,7 @@ def _parsed_by(kind: str) -> Callable[[str], FormCheck]:
             if verdict is None or (text and not verdict):
                 other = by_xgrammar(kind, value)(text)
                 verdict = other if verdict is None else verdict or bool(other)
-            return f"no {kind} matches it" if verdict is False else None
+            return f"it does not match the {kind}" if verdict is False else None
 
         return misfit
 

@@ -12,14 +12,10 @@ from prefect_raybatch.stages.block import Tokenizer
 Step = Mapping[int, float]  # the chosen token first, then the most probable ones
 
 _TOKEN = [("token", pa.string()), ("id", pa.int32()), ("logprob", pa.float32())]
-_STEP = pa.struct([("id", pa.int32()), ("logprob", pa.float32())])
-# Of each answer and each of its tokens: that token, and behind it the most probable ones.
-STEPS_TYPE = pa.list_(pa.list_(pa.list_(_STEP)))
 
 
 def logprobs_type(most: int, answers: int) -> pa.DataType:
-    """Return the column's type: a list of the answer's tokens; with `answers` over 1, a list of
-    such lists."""
+    """Return the column's type: a list of tokens, or a list of such lists for several answers."""
     top = [("top", pa.list_(pa.struct(_TOKEN)))] if most else []
     one = pa.list_(pa.struct([*_TOKEN, *top]))
     return pa.list_(one) if answers > 1 else one

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import time
-from collections.abc import KeysView, Mapping, ValuesView
+from collections.abc import Iterable, KeysView, Mapping, ValuesView
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import pairwise, starmap
@@ -20,57 +20,17 @@ from typing import Any, Protocol, cast
 import numpy as np
 import pyarrow as pa
 
+from prefect_raybatch.job.checks import RESERVED
 from prefect_raybatch.ledger.failures import Loss
-from prefect_raybatch.ledger.layout import POSITION as POSITION
 from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.stages.columns import ERROR, LOST, LOST_ROWS, POSITION, SECONDS, SHARD
 from prefect_raybatch.words import storable
 
-SHARD = "__rb_shard"  # int32, as is POSITION
-ERROR = "__rb_error"  # struct<stage, kind, message>; null while the row is well
-LOST = "__rb_lost"  # only in lost blocks: struct<kind, message, fatal, counted>, a `Loss`
-LOST_ROWS = "__rb_lost_rows"  # likewise, how many from the position on
-TIMES = "__rb_times"  # prefix; float64 seconds a stage took for the block, same in each row
-TOKENS = "__rb_tokens"  # list<int32>: the prompt, empty for a failed row
-PARAMS = "__rb_params"  # string: JSON of the sampling fields a user function set for this row
-ANSWERS = "__rb_answers"  # list<list<int32>>: token ids, one list an answer
-TEXTS = "__rb_texts"  # list<string>: only where vLLM itself had to detokenize
-FINISH = "__rb_finish"  # string: vLLM's finish reason
-ENDS = "__rb_ends"  # list<string>: the finish reason of each answer, where there are several
-STEPS = "__rb_steps"  # what was told of each token of an answer; not in every block
-CHANCES = "__rb_chances"  # map<string, double>: each label's probability; not in every block
-PROMPT_TOKENS, CACHED_TOKENS = "__rb_prompt_tokens", "__rb_cached_tokens"  # int32 a row
-MM = "__rb_mm"  # MM_TYPE: what the engine gets of a row's images; null for text alone
-DIGESTS = "__rb_digests"  # DIGESTS_TYPE: of a row's images as they were fetched; where asked for
-MERGED = "__rb_merged"  # bool: the answer was computed for another row with the same request
-REUSE = "__rb_reuse"  # int8: where the answer is from (ledger/increments.py); not in every block
-FORMED = "__rb_formed"  # bool: the answer must be one of a choice, JSON, ...; not in every block
-OWN_FORM = "__rb_form"  # string: JSON of the fields by which a row changes its answer's form
-REASONING_OPEN = (
-    "__rb_open"  # bool: the answer may begin with thinking; only with a reasoning parser
-)
-TRUNCATED = "__rb_truncated"  # bool: the prompt was cut to fit
-SECOND = "__rb_second"  # list<int32>: the other prompt of a row that compares two
-VECTOR = "__rb_vector"  # fixed_size_list<float32>: the answer of a task that pools
 MAX_ERROR = 500  # characters of a message that are kept
-LOSS_TYPE = pa.struct(
-    [
-        ("kind", pa.string()),
-        ("message", pa.string()),
-        ("fatal", pa.bool_()),
-        ("counted", pa.bool_()),
-    ]
-)
-MM_TYPE = pa.struct(  # vLLM's version, whose objects these are; what stands for the images; them
-    [("vllm", pa.string()), ("key", pa.binary()), ("features", pa.large_binary())]
-)
-DIGESTS_TYPE = pa.list_(pa.struct([("sha256", pa.string()), ("bytes", pa.int64())]))
-PROBABILITIES_TYPE = pa.map_(pa.string(), pa.field("value", pa.float64(), nullable=False))
-ERROR_TYPE = pa.struct([("stage", pa.string()), ("kind", pa.string()), ("message", pa.string())])
 
 
 def tag(table: pa.Table, unit: Unit) -> pa.Table:
-    """Return the input rows of a unit (a shard or a part of one) with the columns shard and
-    position prepended."""
+    """Return the input rows of a unit (a shard or a part of one) with shard and position."""
     positions = np.arange(unit.offset, unit.offset + unit.rows, dtype=np.int32)
     shards = np.full(unit.rows, unit.shard, dtype=np.int32)
     table = table.add_column(0, POSITION, pa.array(positions))
@@ -80,17 +40,17 @@ def tag(table: pa.Table, unit: Unit) -> pa.Table:
 def timed(table: pa.Table, stage: str, began: float) -> pa.Table:
     """Return the block with the seconds that `stage` took for it, since `began`."""
     spent = np.full(table.num_rows, time.time() - began)
-    return table.append_column(f"{TIMES}_{stage}", pa.array(spent))
+    return SECONDS[stage].add_to(table, spent)
 
 
 def lost(unit: Unit, why: Loss) -> pa.Table:
     """Return a single-row block that says why `unit` did not get through."""
     return pa.table(
         {
-            SHARD: pa.array([unit.shard], pa.int32()),
-            POSITION: pa.array([unit.offset], pa.int32()),
-            LOST: pa.array([asdict(why)], LOSS_TYPE),
-            LOST_ROWS: pa.array([unit.rows], pa.int32()),
+            SHARD: pa.array([unit.shard], SHARD.type),
+            POSITION: pa.array([unit.offset], POSITION.type),
+            LOST: pa.array([asdict(why)], LOST.type),
+            LOST_ROWS: pa.array([unit.rows], LOST_ROWS.type),
         }
     )
 
@@ -111,14 +71,13 @@ def lost_units(table: pa.Table) -> list[tuple[Unit, Loss]]:
 
 
 def passes_by(table: pa.Table) -> bool:
-    """Return whether stages must skip the block: it is lost, or empty (all its shards were
-    done)."""
+    """Return whether stages must skip the block: it is lost, or empty (its shards were done)."""
     return is_lost(table) or table.num_rows == 0
 
 
 def input_columns(table: pa.Table) -> list[str]:
     """Return the names of the columns that came from the input, in order."""
-    return [name for name in table.column_names if not name.startswith("__rb_")]
+    return [name for name in table.column_names if not name.startswith(RESERVED)]
 
 
 @dataclass(frozen=True)
@@ -142,9 +101,23 @@ class Failure:
         return cls(stage, type(error).__name__, storable(text[:MAX_ERROR]))
 
 
+def failures_of(table: pa.Table) -> list[Failure | None]:
+    """Return why each row of a prepared block has failed; None for a valid row."""
+    return [error and Failure(**error) for error in ERROR.values(table)]
+
+
+def with_failures(table: pa.Table, failures: Iterable[Failure | None]) -> pa.Table:
+    """Return the block with why each row has failed, in place of what it said before."""
+    if ERROR in table.column_names:
+        table = table.drop_columns([ERROR])
+    return ERROR.add_to(table, [failure and failure.to_dict() for failure in failures])
+
+
 def rows_of(table: pa.Table, names: list[str]) -> list[Any]:
-    """Return rows as dicts of the named columns; a `Failure` for a row that Python cannot
-    represent, such as invalid UTF-8 or a date after the year 9999."""
+    """Return rows as dicts of the named columns, or a `Failure` for an unreadable row.
+
+    Python cannot represent, for example, invalid UTF-8 or a date after the year 9999.
+    """
     if not names:
         return [{} for _ in range(table.num_rows)]
     part = table.select(names)

@@ -20,8 +20,10 @@ _FLOATS = {16: np.float16, 32: np.float32}
 
 
 def cell_texts(column: pa.ChunkedArray, name: str) -> list[str | Failure | None]:
-    """Return the text of each value of column `name`; None for a null or NaN, and a `Failure` for a
-    value without a text, such as bytes that are not UTF-8."""
+    """Return the text of each value of column `name`; None for a null or NaN.
+
+    A value without a text, such as bytes that are not UTF-8, gives a `Failure`.
+    """
     kind, held = column.type, map_type(column.type, _written_out)
     if held != map_type(kind, lambda inner: inner):
         column = column.cast(held)
@@ -42,13 +44,12 @@ def _without_zeros(text: str) -> str:
 
 
 def _alone(cell: pa.ChunkedArray, kind: pa.DataType, name: str) -> str | Failure | None:
-    """Return the text of one value that Python may not represent, such as a date after the year
-    9999."""
+    """Return the text of a value that Python may not represent, e.g. a date after 9999."""
     try:
         return _checked(cell.to_pylist()[0], kind, name)
     except _NOT_IN_PYTHON as error:
         if isinstance(error, KeyError):
-            return Failure.of("prepare", ValueError(f"column {name}: no time zone {error}"))
+            return Failure.of("prepare", ValueError(f"column {name}: unknown time zone {error}"))
         if pa.types.is_temporal(cell.type):
             text = str(cell.cast(pa.string()).to_pylist()[0])
             if not text.startswith("<"):  # Arrow's words for a year that it cannot write either
@@ -65,7 +66,7 @@ def _checked(value: Any, kind: pa.DataType, name: str) -> str | Failure | None:
         return Failure(
             "prepare",
             "ValueError",
-            f"column {name} holds bytes that are not UTF-8 text ({wrong}); write the column as "
+            f"column {name} holds bytes that are not UTF-8 text ({wrong}). Store the column as "
             "text, or read it with a prompt.function",
         )
 

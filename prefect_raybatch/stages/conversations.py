@@ -29,7 +29,7 @@ class Conversation:
         if last and not self.continued:
             raise ValueError(
                 f"{self.column}: the last message is the assistant's, so there is nothing to "
-                "answer; remove it, or set prompt.continue_final_message"
+                "answer. Remove it, or set prompt.continue_final_message: true"
             )
         own = any(message["role"] in ("system", "developer") for message in messages)
         if own or not self.system:
@@ -38,17 +38,21 @@ class Conversation:
 
 
 def messages_of(cell: Any, name: str) -> Messages:
-    """Return the messages of a cell of column `name`; ValueError or TypeError says what is wrong
-    where."""
+    """Return the messages of a cell of column `name`.
+
+    Raises ValueError or TypeError that names the place of the fault.
+    """
     found = _list(cell, name, "messages {role, content}")
     if not found:
-        raise ValueError(f"{name} is an empty conversation")
+        raise ValueError(f"{name} is an empty conversation; it needs at least one message")
     return [_message(message, f"{name}[{i}]") for i, message in enumerate(found)]
 
 
 def documents_of(cell: Any, name: str) -> list[dict[str, Any]] | None:
-    """Return the documents of a cell; None for a null. A plain text is the `text` of one
-    document."""
+    """Return the documents of a cell; None for a null.
+
+    A plain text is the `text` of one document.
+    """
     if cell is None:
         return None
     made = []
@@ -66,7 +70,7 @@ def _list(cell: Any, name: str, what: str) -> list[Any]:
         try:
             cell = json.loads(cell)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{name} is text that is no JSON: {error}") from None
+            raise ValueError(f"{name} is text that is not JSON: {error}") from None
     if not isinstance(cell, list):
         raise TypeError(f"{name} is {_kind(cell)}, not a list of {what}")
     return cell
@@ -78,13 +82,13 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         raise TypeError(f"{where} is {_kind(value)}, not a message {{role, content}}")
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise ValueError(f"{where}.role is missing; name who speaks: system, user, assistant, tool")
+        raise ValueError(f"{where}.role is missing; set it to system, user, assistant or tool")
     calls = message.get("tool_calls")
     if calls is not None:
         if not isinstance(calls, list):
             raise TypeError(f"{where}.tool_calls is {_kind(calls)}, not a list")
         if role != "assistant" and calls:
-            raise ValueError(f"{where}.tool_calls: only the assistant calls tools, not {role}")
+            raise ValueError(f"{where}.tool_calls: only the assistant can call tools, not {role}")
         del message["tool_calls"]  # none of them is the plain way of a template
         if calls:
             message["tool_calls"] = [
@@ -108,7 +112,7 @@ def _content(value: Any, where: str) -> str:
         text = part.get("text") if isinstance(part, dict) else part
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
         if kind != "text":
-            raise ValueError(f"{where}[{i}] is of type {kind!r}; only parts of text can be asked")
+            raise ValueError(f"{where}[{i}] has type {kind!r}; only text parts are supported")
         if not isinstance(text, str):
             raise TypeError(f"{where}[{i}] has no text")
         texts.append(text)
@@ -116,8 +120,7 @@ def _content(value: Any, where: str) -> str:
 
 
 def _call(value: Any, where: str) -> dict[str, Any]:
-    """Return a tool call as templates take it: with its arguments as a mapping, not as JSON
-    text."""
+    """Return a tool call with its arguments as a mapping, as templates take it."""
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict):
         raise TypeError(f"{where} is not of the form {{id, type, function: {{name, arguments}}}}")
@@ -128,7 +131,7 @@ def _call(value: Any, where: str) -> dict[str, Any]:
         try:
             given = json.loads(given)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where}.function.arguments is no JSON: {error}") from None
+            raise ValueError(f"{where}.function.arguments is not JSON: {error}") from None
     given = given or {}
     if not isinstance(given, dict):
         raise TypeError(f"{where}.function.arguments is {_kind(given)}, not a mapping")
@@ -136,8 +139,7 @@ def _call(value: Any, where: str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value without the nulls that Arrow adds for missing struct fields; maps become
-    dicts."""
+    """Return the value with maps as dicts, without the nulls of missing struct fields."""
     if isinstance(value, Mapping):
         return {name: _plain(inner) for name, inner in value.items() if inner is not None}
     if isinstance(value, list):

@@ -49,8 +49,7 @@ class Labels:
         return self.known[key]
 
     def decided(self, tokens: Sequence[int], token_bytes: Sequence[bytes]) -> str | None:
-        """Return the only label that begins with these tokens; None if there are several, or
-        none."""
+        """Return the only label that begins with these tokens; None unless there is exactly one."""
         left = self.left(tokens, token_bytes)
         if len(left) != 1:
             return None
@@ -63,9 +62,11 @@ class Labels:
 
 @dataclass(frozen=True)
 class Shortened:
-    """A request's shortened sampling fields, and the labels to complete its answer from. `again`:
-    whether an undecided answer may be asked for the rest; `whole`: nothing was cut off, because
-    max_tokens is at most the cap."""
+    """A request's shortened sampling fields, and the labels to complete its answer from.
+
+    `again`: whether an undecided answer may be asked for the rest; `whole`: nothing was cut off,
+    because max_tokens is at most the cap.
+    """
 
     params: dict[str, Any]
     labels: Labels
@@ -74,14 +75,17 @@ class Shortened:
 
 
 def grammar_bytes(tokenizer: Any) -> Sequence[bytes] | None:
-    """Return the bytes that xgrammar assigns to each token of a tokenizer, by token id; None if it
-    cannot tell."""
+    """Return the bytes that xgrammar assigns to each token id; None if it cannot tell."""
     try:
         import xgrammar
 
         return list(xgrammar.TokenizerInfo.from_huggingface(tokenizer).decoded_vocab)
     except Exception as error:  # then answers are asked whole, which costs time and nothing else
-        log.warning("answers are asked whole, since their tokens cannot be read: %s", error)
+        log.warning(
+            "labels are generated in full, because the bytes of the tokenizer's tokens are "
+            "unknown: %s",
+            error,
+        )
         return None
 
 
@@ -168,8 +172,7 @@ class EarlyStopping:
         done: Sequence[Completion],
         made: list[Completion | None],
     ) -> list[Completion]:
-        """Return `made` with undecided answers asked for the rest of a label, or else asked
-        anew."""
+        """Return `made`, with undecided answers asked for the rest of a label or asked anew."""
         todo = [i for i, completion in enumerate(made) if completion is None]
         seconds = {i: rest for i in todo if (rest := self._rest(requests[i], short[i], done[i]))}
         if seconds:

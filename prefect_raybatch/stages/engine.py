@@ -35,32 +35,34 @@ from prefect_raybatch.spec.engine import EarlyStop
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages import pooling
 from prefect_raybatch.stages.adapted import Adapted, Adapter
-from prefect_raybatch.stages.answer_logprobs import STEPS_TYPE, steps_of
+from prefect_raybatch.stages.answer_logprobs import steps_of
 from prefect_raybatch.stages.block import (
-    ANSWERS,
-    CACHED_TOKENS,
-    CHANCES,
-    ENDS,
-    ERROR,
-    ERROR_TYPE,
-    FINISH,
-    MERGED,
-    MM,
-    PARAMS,
-    PROBABILITIES_TYPE,
-    PROMPT_TOKENS,
-    SECOND,
-    STEPS,
-    TEXTS,
-    TIMES,
-    TOKENS,
-    VECTOR,
     Failure,
+    failures_of,
     load_tokenizer,
     lost_all,
     passes_by,
     timed,
     units_of,
+    with_failures,
+)
+from prefect_raybatch.stages.columns import (
+    ANSWERS,
+    CACHED_TOKENS,
+    CHANCES,
+    ENDS,
+    ENGINE_BEGAN,
+    FINISH,
+    MERGED,
+    MM,
+    PARAMS,
+    PROMPT_TOKENS,
+    SECOND,
+    STEPS,
+    TEXTS,
+    TOKENS,
+    VECTOR,
+    HiddenColumn,
 )
 from prefect_raybatch.stages.decided import EarlyStopping, grammar_bytes
 from prefect_raybatch.stages.label_probabilities import LabelTokens
@@ -97,7 +99,7 @@ GPU_DEFAULTS: dict[str, Any] = {
     "enable_prefix_caching": True,
 }
 
-GIVEN_BACK = Loss("NodeLeaves", "given back before it was begun, since its node leaves the cluster")
+GIVEN_BACK = Loss("NodeLeaves", "returned before it was started, because its node is being drained")
 
 
 @dataclass(frozen=True)
@@ -258,8 +260,10 @@ class EngineStage:
         self._early = EarlyStopping(spec.early_stop, self._token_bytes)
 
     def take_over(self, spec: EngineLaunch) -> None:
-        """Work for another run from now on with the running engine; `spec` must equal the earlier
-        one in everything that the engine was started with. No block may be inside.
+        """Work for another run from now on with the running engine.
+
+        `spec` must equal the earlier one in everything that the engine was started with. No block
+        may be inside.
 
         The start of an engine that was prewarmed for this run is reported as the run's own. One
         that could not start is not tried again, and the run is told why.
@@ -298,8 +302,7 @@ class EngineStage:
             engine.close()
 
     def ready(self) -> SteppedEngine | None:
-        """Return the live engine, restarted after a death; None with `_refused` set if that
-        fails."""
+        """Return the live engine, restarted after a death; None (see `_refused`) if that fails."""
         with self._lock:
             if self.engine is None and self._refused is None:
                 self._begin()
@@ -325,8 +328,7 @@ class EngineStage:
         return 0.0 if engine is None else float(engine.stats().get("stepped_at", 0.0))
 
     def _begin_working(self) -> None:
-        """Start an engine; if one died before without answering a row, check whether this one
-        works."""
+        """Start an engine, and check it if one died before without answering a row."""
         if not (self._take_labels() and self._take_adapters()):
             return
         left, self._left = self._left, None
@@ -350,14 +352,18 @@ class EngineStage:
             self._note.write(note.ROWS)
 
     def _take_labels(self) -> bool:
-        """Read the tokens of the labels if their probabilities are asked for. Return False if that
-        fails: `_refused` says why."""
+        """Read the tokens of the labels if their probabilities are asked for.
+
+        Return False if that fails: `_refused` says why.
+        """
         if self.spec.labels and self._labels is None:
             place = models.tokenizer_place(self.spec.model)
             try:
                 self._labels = LabelTokens.of(load_tokenizer(*place), self.spec.labels)
             except Exception as error:
-                text = f"the labels cannot be read by the tokenizer {place[0]}: {error}"
+                text = (
+                    f"the tokenizer {place[0]} cannot encode the labels of sampling.choice: {error}"
+                )
                 self._refused = Loss(type(error).__name__, text, fatal=True)
                 return False
         return True
@@ -372,8 +378,7 @@ class EngineStage:
         return True
 
     def _prove(self, cause: str, first: int = 1) -> None:
-        """Ask the engine, started after one died of `cause` without answering a row, the
-        health-check prompt.
+        """Ask an engine the health-check prompt, after one died of `cause` without an answer.
 
         If it dies of the same error, give up: `_refused` says so. After another error, try the next
         engine; this one is number `first`. Blocks wait meanwhile, so that none is lost and no row
@@ -389,7 +394,7 @@ class EngineStage:
             try:
                 self.engine.run([Request(canary.CANARY_PROMPT, fields)])
             except EngineDied as death:
-                log.error("the engine died of a prompt that is always the same: %s", death)
+                log.error("the engine crashed on the health-check prompt: %s", death)
                 self.engine = None
                 if attempt == canary.PROMPT_TRIES or canary.same(cause, str(death)):
                     self._refused = canary.refusal(str(death))
@@ -430,8 +435,7 @@ class EngineStage:
         return {**arguments, "model": path, "revision": self.spec.model.get("revision")}
 
     def _share(self) -> dict[str, Any]:
-        """Return the share of this GPU: as resolved, unless the GPU is smaller than expected or was
-        unknown."""
+        """Return the share of this GPU, computed anew if it is smaller than planned or unknown."""
         there, share = internals.gpu_bytes(), self.spec.share
         if not share or there < SAME * self.spec.gpu_bytes:
             config, stored = models.read_config(self.spec.model)
@@ -474,14 +478,13 @@ class EngineStage:
         return timed(table, "engine", began)
 
     def _ask(self, engine: SteppedEngine, table: pa.Table) -> list[pooling.RowAnswer]:
-        """Return (row that was asked, rows that get its answer, answer) for the block's valid
-        rows."""
+        """Return (asked row, rows that get its answer, answer) for the block's valid rows."""
         from prefect_raybatch.stages.vllm.stepper import Request
 
         spec, pools = self.spec, "task" in self.spec.sampling
         sampling = self._labels.asked(spec.sampling) if self._labels else spec.sampling
         params = [fields_of(sampling, own) for own in table[PARAMS].to_pylist()]
-        well = [i for i, error in enumerate(table[ERROR].to_pylist()) if error is None]
+        well = [i for i, failure in enumerate(failures_of(table)) if failure is None]
         under, unknown = spec.adapted.of_rows(table, self._adapters)
         refused = [(i, [i], pooling.refusal_of(unknown[i])) for i in well if i in unknown]
         well = [i for i in well if i not in unknown]
@@ -506,8 +509,7 @@ class EngineStage:
         return [*(pooling.without_misfits(made) if pools else made), *refused]
 
     def _answers(self, engine: SteppedEngine, requests: list[Request]) -> list[Completion]:
-        """Return the engine's answers; where labels diverge after their first token, with the
-        probabilities there."""
+        """Return the engine's answers, with the probabilities where labels diverge."""
         labels, run = self._labels, partial(self._meter.run, engine)
         if labels is None or not labels.later:
             return self._early.run(run, requests)
@@ -529,8 +531,10 @@ class EngineStage:
         return {} if engine is None else engine.load()
 
     def pending(self, table: pa.Table) -> pa.Table:
-        """Return the block, or none of its rows if another driver committed its shard meanwhile; or
-        hand it back if this engine's node is being drained and would take it along.
+        """Return the block, none of its rows if it is committed, or a lost one if the node leaves.
+
+        Another driver may have committed the shard meanwhile. A node that is being drained would
+        take the block along.
 
         Reading checks this too, but runs ahead: blocks can wait here for a long time.
         """
@@ -545,7 +549,7 @@ class EngineStage:
                 return table.slice(0, 0)
         except RayBatchError as error:
             # looking only saves work: whose commit counts is decided when it is written
-            log.info("whether the shard is committed cannot be told: %s", error)
+            log.info("cannot check whether the shard is committed: %s", error)
         return table
 
 
@@ -555,15 +559,7 @@ def answered_any(engine: SteppedEngine) -> bool:
     return bool(stats["rows"] > stats["refused"])
 
 
-_TYPES = {
-    ANSWERS: pa.list_(pa.list_(pa.int32())),
-    TEXTS: pa.list_(pa.string()),
-    FINISH: pa.string(),
-    PROMPT_TOKENS: pa.int32(),
-    CACHED_TOKENS: pa.int32(),
-    MERGED: pa.bool_(),
-    ENDS: pa.list_(pa.string()),
-}
+ANSWER_COLUMNS = (ANSWERS, TEXTS, FINISH, PROMPT_TOKENS, CACHED_TOKENS, MERGED, ENDS)
 
 
 def _further(request: Request, labels: LabelTokens) -> list[Request]:
@@ -578,13 +574,12 @@ def _further(request: Request, labels: LabelTokens) -> list[Request]:
 UNTOLD = Failure(
     "engine",
     "ProbabilitiesMissing",
-    "vLLM told the probability of no label; retry the row, or leave output.probabilities out",
+    "vLLM returned no probability for any label. Retry the row, or remove output.probabilities",
 )
 
 
 def fields_of(sampling: dict[str, Any], own: str | None) -> dict[str, Any]:
-    """Return a row's sampling fields: the job's, updated by those that a prompt function set
-    (JSON)."""
+    """Return a row's sampling fields: the job's, updated by the row's own (JSON)."""
     return {**sampling, **json.loads(own)} if own else sampling
 
 
@@ -599,19 +594,19 @@ def answered(
     `answers` are (row that was asked, rows that get its answer, answer); with `labels` there is a
     column of their probabilities.
     """
-    errors = table[ERROR].to_pylist()
-    columns: dict[str, list[Any]] = {name: [None] * table.num_rows for name in _TYPES}
+    failures = failures_of(table)
+    columns: dict[HiddenColumn, list[Any]] = {c: [None] * table.num_rows for c in ANSWER_COLUMNS}
     chances: list[Any] = [None] * table.num_rows
     steps: list[Any] = [None] * table.num_rows
     for row, served, completion in answers:
         for i in served:
             if completion.error:
-                errors[i] = Failure("engine", *completion.error).to_dict()
+                failures[i] = Failure("engine", *completion.error)
                 continue
             if labels is not None:
                 chances[i] = labels.probabilities(completion.logprobs or {}, completion.later)
                 if chances[i] is None:
-                    errors[i] = UNTOLD.to_dict()
+                    failures[i] = UNTOLD
                     continue
             if completion.steps is not None:
                 steps[i] = steps_of(completion.steps)
@@ -625,14 +620,12 @@ def answered(
                 columns[CACHED_TOKENS][i] = completion.cached_tokens
     if any(completion.vector is not None for _, _, completion in answers):
         table = table.append_column(VECTOR, pooling.column(table.num_rows, answers))
-    gone = [name for name in (TOKENS, SECOND, MM, PARAMS, ERROR) if name in table.column_names]
-    table = table.drop_columns(gone)
-    table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
-    for name, values in columns.items():
-        table = table.append_column(name, pa.array(values, _TYPES[name]))
+    used = [name for name in (TOKENS, SECOND, MM, PARAMS) if name in table.column_names]
+    table = with_failures(table.drop_columns(used), failures)
+    for column, values in columns.items():
+        table = column.add_to(table, values)
     if labels is not None:
-        table = table.append_column(CHANCES, pa.array(chances, PROBABILITIES_TYPE))
+        table = CHANCES.add_to(table, chances)
     if any(row is not None for row in steps):
-        table = table.append_column(STEPS, pa.array(steps, STEPS_TYPE))
-    when = pa.array([began] * table.num_rows, pa.float64())
-    return table.append_column(f"{TIMES}_began", when)
+        table = STEPS.add_to(table, steps)
+    return ENGINE_BEGAN.add_to(table, [began] * table.num_rows)

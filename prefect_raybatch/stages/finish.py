@@ -7,84 +7,64 @@ exists and has a fresh name, so nothing is ever overwritten, whatever Ray runs t
 from __future__ import annotations
 
 import io
-import json
 import os
 import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.installed import code_version
 from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES
-from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.failures import COUNTED_BY, FailureKey, Loss
-from prefect_raybatch.ledger.increments import ASKED, MERGED_ROW, REUSED
-from prefect_raybatch.ledger.layout import OUTPUT_SCHEMA, piece_path
+from prefect_raybatch.ledger.layout import piece_path
 from prefect_raybatch.ledger.part_files import dictionary_columns
 from prefect_raybatch.ledger.positions import Positions
-from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.ledger.record_texts import PieceKind
 from prefect_raybatch.ledger.records import Piece, Receipt, Unit, digest
 from prefect_raybatch.ledger.stats import ShardStats
-from prefect_raybatch.model import pinned as models
 from prefect_raybatch.spec.request import SamplingSpec
-from prefect_raybatch.spec.result import FinishSpec, ParsingSpec
+from prefect_raybatch.spec.result import FinishSpec
 from prefect_raybatch.stages.answer_counts import (
     MOST_COUNTED_LABELS,
     label_counts,
     length_counts,
 )
-from prefect_raybatch.stages.answer_forms import Spelling, form_of, not_of_form
-from prefect_raybatch.stages.answer_logprobs import logprobs_told, logprobs_type
+from prefect_raybatch.stages.answer_logprobs import logprobs_type
 from prefect_raybatch.stages.block import (
+    Failure,
+    input_columns,
+    is_lost,
+    lost_units,
+)
+from prefect_raybatch.stages.calls.calling import HERE, Calls
+from prefect_raybatch.stages.columns import (
     ANSWERS,
-    CACHED_TOKENS,
     CHANCES,
     DIGESTS,
     ENDS,
-    ERROR,
     FINISH,
-    FORMED,
-    MERGED,
-    OWN_FORM,
     POSITION,
     PROBABILITIES_TYPE,
     PROMPT_TOKENS,
-    REUSE,
     SHARD,
-    STEPS,
-    TEXTS,
-    TIMES,
-    TRUNCATED,
-    Failure,
-    Tokenizer,
-    copied,
-    input_columns,
-    is_lost,
-    load_tokenizer,
-    lost_units,
-    rows_of,
 )
-from prefect_raybatch.stages.calls.apart import NoChild
-from prefect_raybatch.stages.calls.calling import HERE, Calls
 from prefect_raybatch.stages.load import figures_of
-from prefect_raybatch.stages.parsing import Parsers, parsed_types
-from prefect_raybatch.stages.result_columns import declared_schema, extra_type
-from prefect_raybatch.stages.typed_answers import MAX_ANSWER, reader_of
+from prefect_raybatch.stages.output_schema import ResultColumn, fitting_columns, output_schema
+from prefect_raybatch.stages.result_columns import extra_type
+from prefect_raybatch.stages.row_outcomes import ColumnValues, FinishedRow, LeftOut, OutputRow
+from prefect_raybatch.stages.shard_figures import shard_figures
+from prefect_raybatch.stages.text_answers import TextAnswers
 from prefect_raybatch.storage import Store, put_proved
-from prefect_raybatch.words import counted
 
 RECEIPT = "receipt"
-CUT_OFF = "AnswerCutOff"
 
 
 @dataclass(frozen=True)
@@ -132,17 +112,16 @@ class Finish:
             return Receipt.of_lost(unit, self.attempt, Loss.of(error))
 
     def _write(self, shard: int, table: pa.Table, began: float) -> Receipt:
-        outcome = self._outcome(table)
+        outcomes = self._outcomes(table)
         names = input_columns(table)
         kept = self.spec.kept(names)
         positions = table[POSITION].to_numpy()
         pieces = []
-        good = [i for i, o in enumerate(outcome) if isinstance(o, dict)]
-        if good:
-            columns, bad = self._result(table, outcome, good)
-            for i, failure in bad.items():
-                outcome[i] = failure
-            good = [i for i in good if i not in bad]
+        rows = {i: o.columns for i, o in enumerate(outcomes) if isinstance(o, OutputRow)}
+        columns, misfits = self._result(table, rows) if rows else ([], {})
+        for i, failure in misfits.items():
+            outcomes[i] = failure
+        good = [i for i in rows if i not in misfits]
         if good:
             columns += self._extras(table, good)
             data = table.select([POSITION, *kept])
@@ -150,14 +129,14 @@ class Finish:
             for column, values in columns:
                 data = data.append_column(column, values)
             pieces.append(self.write_piece(shard, "data", data, positions[good]))
-        failures = [o for o in outcome if isinstance(o, Failure)]
-        failed = [i for i, o in enumerate(outcome) if isinstance(o, Failure)]
+        failures = {i: o for i, o in enumerate(outcomes) if isinstance(o, Failure)}
+        failed = list(failures)
         if failed:
-            rows = table.select([POSITION, *names]).take(pa.array(failed))
-            pieces.append(
-                self.write_piece(shard, "quarantine", quarantine(rows, failures), positions[failed])
+            bad = quarantine(
+                table.select([POSITION, *names]).take(pa.array(failed)), list(failures.values())
             )
-        skipped = [i for i, o in enumerate(outcome) if o is None]
+            pieces.append(self.write_piece(shard, "quarantine", bad, positions[failed]))
+        skipped = [i for i, o in enumerate(outcomes) if isinstance(o, LeftOut)]
         load, engine = figures_of(table)
         return Receipt(
             shard=shard,
@@ -166,8 +145,8 @@ class Finish:
             failed=Positions.of(positions[failed]),
             skipped=Positions.of(positions[skipped]),
             pieces=tuple(pieces),
-            stats=_reused(table, self._stats(load, table, began, outcome)),
-            failures=dict(Counter(map(_key, failures))),
+            stats=shard_figures(load, table, began, self._counts(table, outcomes)),
+            failures=dict(Counter(map(_key, failures.values()))),
             where={
                 "node": socket.gethostname(),
                 "pid": str(os.getpid()),
@@ -190,182 +169,19 @@ class Finish:
             failures={_key(failure): unit.rows},
         )
 
-    def _outcome(self, table: pa.Table) -> list[dict[str, Any] | Failure | None]:
-        """Return for each row its output columns, its failure, or None if it is left out."""
-        texts = self._texts(table)
-        errors = self._errors(table, texts)
-        answers = self._answers(table, errors, texts)
-        if self.spec.postprocess is None:
-            return [Failure(**e) if e else a for e, a in zip(errors, answers, strict=True)]
-        names = input_columns(table)
-        rows = rows_of(table, names)
-        finish = table[FINISH].to_pylist()
-        chances: list[dict[str, Any]] = [{} for _ in finish]
-        if self.spec.probabilities:
-            chances = [{PROBABILITIES: dict(c or ())} for c in table[CHANCES].to_pylist()]
-        if self.sampling.logprobs is not None:
-            chances = [{LOGPROBS: told} for told in self._told(table)]
-        kept = self.spec.kept(names)
-        taken = {POSITION, self.spec.row_number, *kept, *self.spec.extras}
-        taken |= {PROBABILITIES} if self.spec.probabilities else set()
-        taken |= {LOGPROBS} if self.sampling.logprobs is not None else set()
-        made = []
-        with self.calls.function(self.spec.postprocess, "output.postprocess") as function:
-            for e, row, a, f, c in zip(errors, rows, answers, finish, chances, strict=True):
-                answer = {**(a or {}), "finish_reason": f, **c}
-                made.append(Failure(**e) if e else postprocessed(function, row, answer, taken))
-        return made
+    def _answers(self) -> TextAnswers:
+        return TextAnswers(self.spec, self.sampling, self.model, self.calls)
 
-    def _answers(
-        self, table: pa.Table, errors: list[dict[str, str] | None], texts: list[Any]
-    ) -> list[dict[str, Any]]:
-        """Return each row's answer by column; a text that does not parse, or does not fit the
-        schema, adds its row to `errors`."""
-        column = self.spec.column
-        beside: list[dict[str, Any]] = [{} for _ in texts]
-        if self.spec.parsing is not None:
-            parsers = self._parsers(self.spec.parsing)
-            texts, beside = parsers.take_apart(table, texts, errors, self.several)
-        if (form := self.spec.schema) is None:
-            texts = self._compared(table, texts, errors)
-            return [{column: text, **more} for text, more in zip(texts, beside, strict=True)]
-        reader, made = reader_of(form), []
-        several = self.several
-        for i, text in enumerate(texts):
-            answers = [] if errors[i] else list(text) if several else [text]
-            found = [reader.read(answer or "") for answer in answers]
-            if failure := next((one for one in found if isinstance(one, Failure)), None):
-                errors[i], found = failure.to_dict(), []
-            parsed = [one[0] for one in found if not isinstance(one, Failure)]
-            rows = [one[1] for one in found if not isinstance(one, Failure)]
-            if several:
-                own: dict[str, Any] = {column: parsed if self.spec.postprocess else rows}
-            elif self.spec.postprocess:
-                own = {column: parsed[0] if parsed else None}
-            else:
-                own = rows[0] if rows else {}
-            made.append({**own, **beside[i]})
-        return made
-
-    def _compared(
-        self, table: pa.Table, texts: list[Any], errors: list[dict[str, str] | None]
-    ) -> list[Any]:
-        """Return the texts, with labels as written in the choice. One without the required form
-        adds its row to `errors`, unless it was truncated and the job keeps such answers."""
-        job = (
-            {"choice": self.sampling.choices}
-            if self.sampling.choices
-            else {"structured_outputs": self.sampling.form}
-        )
-        has_form = bool(self.sampling.choices or self.sampling.form)
-        if not has_form and OWN_FORM not in table.column_names:
-            return texts
-        usual = json.dumps(job)
-        own = table[OWN_FORM].to_pylist() if OWN_FORM in table.column_names else [None] * len(texts)
-        spelling = Spelling(table, self.spec.parsing, self._tokenizer)
-        reasons, several = table[FINISH].to_pylist(), table[ENDS].to_pylist()
-        made = list(texts)
-        for i, text in enumerate(texts):
-            form = None if errors[i] else form_of(usual, own[i])
-            if form is None:
-                continue
-            answers = list(text or ()) if self.several else [text]
-            ends = several[i] or [reasons[i]] * len(answers)
-            for k, (answer, end) in enumerate(zip(answers, ends, strict=True)):
-                if end == "length" and self.spec.keeps_cut_off:
-                    continue
-                fitting, why = spelling.fitted(form, answer, i, k)
-                if why is None:
-                    answers[k] = fitting
-                    continue
-                errors[i] = (
-                    self._cut_off(answer or "", len(table[ANSWERS][i][k]))
-                    if end == "length"
-                    else not_of_form(form, why, answer or "")
-                ).to_dict()
-                break
-            made[i] = answers if self.several else answers[0]
-        return made
-
-    def _told(self, table: pa.Table) -> list[Any]:
-        """Return the value of the sampling.logprobs column for each row."""
-        rows = table[STEPS].to_pylist() if STEPS in table.column_names else [None] * table.num_rows
-        return logprobs_told(rows, self.sampling.logprobs or 0, self.several, self._tokenizer())
-
-    def _parsers(self, parsing: ParsingSpec) -> Parsers:
-        keep_special = not self.sampling.skip_special_tokens
-        return Parsers(parsing, self._tokenizer(), keep_special)
-
-    def _tokenizer(self) -> Tokenizer:
-        return load_tokenizer(*models.tokenizer_place(self.model))
-
-    def _errors(self, table: pa.Table, texts: list[Any]) -> list[dict[str, str] | None]:
-        """Return why each row failed before this stage, or because its answer is incomplete."""
-        errors: list[dict[str, str] | None] = table[ERROR].to_pylist()
-        if not self.spec.fails_cut_off:
-            return errors
-        answers = table[ANSWERS].to_pylist()
-        for i, reason in enumerate(table[FINISH].to_pylist()):
-            if reason == "length" and errors[i] is None:
-                errors[i] = self._cut_off(texts[i], max(map(len, answers[i]))).to_dict()
-        return errors
-
-    def _cut_off(self, text: object, tokens: int) -> Failure:
-        # Equal in the COUNTED_BY characters by which failures are counted, whatever the answer is.
-        text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
-        kept = ", or set output.on_cut_off: keep" if self.spec.schema is None else ""
-        return Failure(
-            "engine",
-            CUT_OFF,
-            "the answer was cut off at sampling.max_tokens or at the end of the context: raise "
-            f"that and retry the row{kept}. After {counted(tokens, 'token')} it was: "
-            f"{text[:MAX_ANSWER]}",
-        )
-
-    def _texts(self, table: pa.Table) -> list[Any]:
-        ready = table[TEXTS].to_pylist()
-        answers = table[ANSWERS].to_pylist()
-        todo = [i for i, a in enumerate(answers) if a is not None and ready[i] is None]
-        if todo:
-            tokenizer, skip = self._tokenizer(), self.sampling.skip_special_tokens
-            flat = [ids for i in todo for ids in answers[i]]
-            if self.spec.parsing is not None:  # their marks may be special tokens
-                flat, skip = list(map(self._parsers(self.spec.parsing).visible, flat)), False
-            texts = iter(tokenizer.batch_decode(flat, skip_special_tokens=skip))
-            for i in todo:
-                ready[i] = [next(texts) for _ in answers[i]]
-        return [t if t is None or self.several else t[0] for t in ready]
+    def _outcomes(self, table: pa.Table) -> list[FinishedRow]:
+        return self._answers().outcomes(table)
 
     def _result(
-        self, table: pa.Table, outcome: list[Any], good: list[int]
-    ) -> tuple[list[tuple[pa.Field, pa.Array]], dict[int, Failure]]:
-        """Return output columns of the valid rows, and the failures of rows that do not fit the
-        schema."""
-        schema = self._schema([outcome[i] for i in good])
-        bad: dict[int, Failure] = {}
-        for i in good:
-            if outcome[i].keys() != set(schema.names):
-                odd = sorted(set(outcome[i]) ^ set(schema.names))
-                bad[i] = Failure(
-                    "postprocess",
-                    "SchemaError",
-                    f"columns {', '.join(odd)} are missing or new; the run's output columns are "
-                    f"{', '.join(schema.names)}",
-                )
-        for column in schema:
-            rest = [i for i in good if i not in bad]
-            try:
-                pa.array([outcome[i][column.name] for i in rest], column.type)
-            except (pa.ArrowException, TypeError, ValueError, OverflowError):
-                bad |= {
-                    i: failure
-                    for i in rest
-                    if (failure := _cast_failure(outcome[i][column.name], column))
-                }
-        rest = [i for i in good if i not in bad]
-        return [(c, pa.array([outcome[i][c.name] for i in rest], c.type)) for c in schema], bad
+        self, table: pa.Table, rows: Mapping[int, ColumnValues]
+    ) -> tuple[list[ResultColumn], dict[int, Failure]]:
+        """Return the output columns of the valid rows, and which of them do not fit the schema."""
+        return fitting_columns(self._schema(list(rows.values())), rows)
 
-    def _extras(self, table: pa.Table, good: list[int]) -> list[tuple[pa.Field, pa.Array]]:
+    def _extras(self, table: pa.Table, good: list[int]) -> list[ResultColumn]:
         """Return the columns with details about the answers of the valid rows."""
         made = []
         for name in self.spec.extras:
@@ -389,31 +205,13 @@ class Finish:
         if self.sampling.logprobs is not None:
             kind, every = (
                 logprobs_type(self.sampling.logprobs, self.sampling.answers),
-                self._told(table),
+                self._answers().logprobs(table),
             )
             made.append((pa.field(LOGPROBS, kind), pa.array([every[i] for i in good], kind)))
         return made
 
-    def _schema(self, rows: list[dict[str, Any]]) -> pa.Schema:
-        """Return the types of the output columns: declared, or fixed for the run by its first
-        shard."""
-        if self.spec.postprocess is None:
-            form, several = self.spec.schema, self.several
-            record = pa.struct(list(reader_of(form).schema)) if form is not None else pa.string()
-            columns = [(self.spec.column, record)] if several or form is None else []
-            columns += parsed_types(self.spec.parsing) if self.spec.parsing is not None else []
-            beside = [pa.field(n, pa.list_(k) if several else k) for n, k in columns]
-            alone = reader_of(form).schema if form is not None and not several else ()
-            return pa.schema([*alone, *beside])
-        if self.spec.types is not None:
-            return declared_schema(self.spec.types)
-        try:
-            return _read_schema(self.store)
-        except FileNotFoundError:
-            # The loser of the race takes the winner's, so all pieces agree.
-            schema = _infer(rows).serialize().to_pybytes()
-            put_record_if_absent(self.store, OUTPUT_SCHEMA, schema)
-            return _read_schema(self.store)
+    def _schema(self, rows: Sequence[ColumnValues]) -> pa.Schema:
+        return output_schema(self.spec, self.several, self.store, rows)
 
     def write_piece(
         self, shard: int, kind: PieceKind, table: pa.Table, positions: np.ndarray
@@ -428,87 +226,24 @@ class Finish:
         put_proved(self.store, piece_path(name), data)
         return Piece(name, kind, table.num_rows, len(data), digest(data), Positions.of(positions))
 
-    def _counts(self, table: pa.Table, outcome: Sequence[Any]) -> dict[str, float]:
+    def _counts(self, table: pa.Table, outcomes: Sequence[FinishedRow]) -> dict[str, float]:
         """Return the counts of the answers of rows that did not fail."""
-        well = [i for i, made in enumerate(outcome) if not isinstance(made, Failure)]
+        well = [i for i, outcome in enumerate(outcomes) if not isinstance(outcome, Failure)]
         if 0 < len(self.sampling.choices) <= MOST_COUNTED_LABELS and self.spec.schema is None:
-            column = self.spec.column
             if self.spec.postprocess is None:
-                given = [outcome[i][column] for i in well]
+                rows = (o.columns for o in outcomes if isinstance(o, OutputRow))
+                labels = [row[self.spec.column] for row in rows]
             else:  # labels are short, so that making their texts again costs little
-                texts = self._texts(table)
-                given = [texts[i] for i in well]
-            flat = [text for one in given for text in (one if self.several else [one])]
+                texts = self._answers().texts(table)
+                labels = [texts[i] for i in well]
+            flat = [text for row in labels for text in (row if self.several else [row])]
             return label_counts(flat, self.sampling.choices)
         answers, reasons = table[ANSWERS].to_pylist(), table[FINISH].to_pylist()
         return length_counts([answers[i] or () for i in well], [reasons[i] for i in well])
 
-    def _stats(
-        self, load: ShardStats, table: pa.Table, began: float, outcome: Sequence[Any]
-    ) -> ShardStats:
-        """Return the engine's `load` figures plus the counts of the rows."""
-        answers = table[ANSWERS].to_pylist()
-        ends = table[FINISH].to_pylist()
-        merged = table[MERGED].to_pylist()
-        truncated = formed = read = None
-        if TRUNCATED in table.column_names:
-            truncated = sum(map(bool, table[TRUNCATED].to_pylist()))
-        if FORMED in table.column_names:
-            formed = sum(
-                bool(form) and reason == "length"
-                for form, reason in zip(table[FORMED].to_pylist(), ends, strict=True)
-            )
-        if f"{TIMES}_read" in table.column_names:
-            read = _spent(table, "read")
-        return replace(
-            load,
-            others={**load.others, **self._counts(table, outcome)},
-            rows=table.num_rows,
-            prompt_tokens=sum(
-                n or 0
-                for n, m in zip(table[PROMPT_TOKENS].to_pylist(), merged, strict=True)
-                if not m
-            ),
-            cached_tokens=_sum(table, CACHED_TOKENS),
-            output_tokens=sum(
-                len(ids) for a, m in zip(answers, merged, strict=True) if a and not m for ids in a
-            ),
-            cut_off=sum(reason == "length" for reason in ends),
-            cut_off_structured=formed,
-            deduplicated=sum(map(bool, merged)),
-            truncated=truncated,
-            started=_spent(table, "began"),
-            ended=round(time.time(), 4),
-            read_s=read,
-            prepare_s=_spent(table, "prepare"),
-            engine_s=_spent(table, "engine"),
-            finish_s=round(time.time() - began, 4),
-        )
-
-
-def _reused(table: pa.Table, stats: ShardStats) -> ShardStats:
-    """Return the figures with rows by the origin of their answers, and the tokens saved."""
-    if REUSE not in table.column_names:
-        return stats
-    kinds = table[REUSE].to_numpy()
-    answers, prompts = table[ANSWERS].to_pylist(), table[PROMPT_TOKENS].to_pylist()
-    saved = [
-        (prompts[i] or 0) + sum(map(len, answers[i] or ()))
-        for i in np.flatnonzero((kinds == REUSED) | (kinds == MERGED_ROW)).tolist()
-    ]
-    return replace(
-        stats,
-        deduplicated=None,
-        reused=int((kinds == REUSED).sum()),
-        merged=int((kinds == MERGED_ROW).sum()),
-        asked=int((kinds == ASKED).sum()),
-        saved_tokens=sum(saved),
-    )
-
 
 def quarantine(rows: pa.Table, failures: list[Failure], attempts: int = 1) -> pa.Table:
-    """Return failed rows as they are kept: position, stage, error, message, attempts and the input
-    row.
+    """Return failed rows as the quarantine keeps them: reason, attempts and the input row.
 
     `rows` holds the position column and the input columns, which become one struct column, so that
     their names cannot collide with ours.
@@ -529,96 +264,8 @@ def quarantine(rows: pa.Table, failures: list[Failure], attempts: int = 1) -> pa
     return pa.table(columns)
 
 
-def _read_schema(store: Store) -> pa.Schema:
-    data = read_record(store, OUTPUT_SCHEMA)
-    try:
-        schema = pa.ipc.read_schema(pa.py_buffer(data))
-    except (pa.ArrowException, OSError) as error:
-        raise CorruptRun(f"{OUTPUT_SCHEMA} is not a readable schema: {error}") from None
-    check_types(schema, OUTPUT_SCHEMA)
-    return schema
-
-
-def _infer(rows: list[dict[str, Any]]) -> pa.Schema:
-    """Return types from the first shard's rows; a column of nulls is taken as text."""
-    # The names most rows have: the odd rows then fail, and not all the others.
-    names = Counter(frozenset(row) for row in rows).most_common(1)[0][0]
-    rows = [row for row in rows if row.keys() == names]
-    fields = []
-    for name in rows[0]:
-        kind = _infer_type([row[name] for row in rows])
-        fields.append((name, pa.string() if pa.types.is_null(kind) else kind))
-    return pa.schema(fields)
-
-
-def _infer_type(values: list[Any]) -> pa.DataType:
-    """Return the type of all values, or of most of them: the others then fail to cast, one by
-    one."""
-    try:
-        return pa.infer_type(values)
-    except (pa.ArrowException, TypeError, ValueError, OverflowError):
-        kinds = Counter(kind for v in values if (kind := _type_of(v)) is not None)
-        return kinds.most_common(1)[0][0] if kinds else pa.string()
-
-
-def _type_of(value: object) -> pa.DataType | None:
-    try:
-        return None if value is None else pa.infer_type([value])
-    except (pa.ArrowException, TypeError, ValueError, OverflowError):
-        return None
-
-
-def postprocessed(
-    function: Callable[[dict[str, Any]], Any], row: Any, answer: dict[str, Any], taken: set[str]
-) -> Any:
-    """Return what a user's function makes of a row and its answer: columns, None, or its
-    failure."""
-    if isinstance(row, Failure):
-        return row
-    try:
-        made = copied(function({**row, **answer}))
-        if made is not None and not isinstance(made, dict):
-            raise TypeError(f"postprocess must return a dict or None, not {type(made).__name__}")
-        for name in made or ():
-            if not isinstance(name, str):
-                raise TypeError(f"postprocess must return columns by name, not {name!r}")
-            if name in taken:  # two columns of a name make a file that nothing can read
-                return Failure(
-                    "postprocess",
-                    "SchemaError",
-                    f"column {name} is written already; return it under another name, or leave "
-                    "the input's out with output.columns",
-                )
-        return made
-    except NoChild:  # the function's process did not start, which is no fault of the row
-        raise
-    except Exception as error:
-        return Failure.of("postprocess", error)
-
-
-def _cast_failure(value: object, column: pa.Field) -> Failure | None:
-    try:
-        pa.array([value], column.type)
-    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-        return Failure(
-            "postprocess",
-            "SchemaError",
-            f"column {column.name} wants {column.type}, got {type(value).__name__}: {error}"[:500],
-        )
-    return None
-
-
 def _key(failure: Failure) -> FailureKey:
     return FailureKey(failure.stage, failure.kind, failure.message[:COUNTED_BY])
-
-
-def _spent(table: pa.Table, stage: str) -> float:
-    """Return the seconds of a stage; for "began", seconds since 1970."""
-    return round(float(table[f"{TIMES}_{stage}"][0].as_py()), 4)
-
-
-def _sum(table: pa.Table, name: str) -> int:
-    return int(np.nansum(table[name].to_numpy(zero_copy_only=False).astype(float)))
 
 
 def _receipts(receipts: list[Receipt]) -> pa.Table:

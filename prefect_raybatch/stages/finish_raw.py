@@ -1,34 +1,35 @@
-"""The finish stage of the requests phase, which writes raw answers and leaves the rest to the rows
-phase."""
+"""The finish stage of the requests phase: raw answers, which the rows phase finishes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 
-from prefect_raybatch.stages.block import ERROR, Failure
+from prefect_raybatch.stages.block import Failure, failures_of
 from prefect_raybatch.stages.finish import Finish
+from prefect_raybatch.stages.output_schema import ResultColumn
 from prefect_raybatch.stages.raw_answers import raw_columns
+from prefect_raybatch.stages.row_outcomes import ColumnValues, FinishedRow, OutputRow
 
 
 class RawFinish(Finish):
-    """Writes raw answers instead of result columns. A truncated answer is kept too: the rows phase
-    decides whether it fails its row."""
+    """Writes raw answers instead of result columns.
 
-    def _outcome(self, table: pa.Table) -> list[dict[str, Any] | Failure | None]:
-        return [Failure(**error) if error else {} for error in table[ERROR].to_pylist()]
+    A truncated answer is kept too: the rows phase decides whether it fails its row.
+    """
+
+    def _outcomes(self, table: pa.Table) -> list[FinishedRow]:
+        return [failure or OutputRow({}) for failure in failures_of(table)]
 
     def _result(
-        self, table: pa.Table, outcome: list[Any], good: list[int]
-    ) -> tuple[list[tuple[pa.Field, pa.Array]], dict[int, Failure]]:
-        rows = raw_columns(table.take(pa.array(good)))
-        made = [(field, rows[field.name].combine_chunks()) for field in rows.schema]
-        return made, {}
+        self, table: pa.Table, rows: Mapping[int, ColumnValues]
+    ) -> tuple[list[ResultColumn], dict[int, Failure]]:
+        answers = raw_columns(table.take(pa.array(list(rows))))
+        return [(field, answers[field.name].combine_chunks()) for field in answers.schema], {}
 
-    def _counts(self, table: pa.Table, outcome: Sequence[Any]) -> dict[str, float]:
+    def _counts(self, table: pa.Table, outcomes: Sequence[FinishedRow]) -> dict[str, float]:
         return {}  # the answers of rows are counted where rows are finished
 
-    def _extras(self, table: pa.Table, good: list[int]) -> list[tuple[pa.Field, pa.Array]]:
+    def _extras(self, table: pa.Table, good: list[int]) -> list[ResultColumn]:
         return []

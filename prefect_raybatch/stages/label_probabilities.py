@@ -1,5 +1,6 @@
-"""Computes the probability of each label of `sampling.choice`, from the steps at which labels
-diverge.
+"""Computes the probability of each label of `sampling.choice`.
+
+It uses the steps at which labels diverge.
 
 An answer must be one of the labels, so at each of its tokens the model chooses among those that
 continue some label. With l(token) the log probability of a token after the prompt and the answer so
@@ -43,8 +44,7 @@ class Fork:
     tokens: tuple[int, ...]
 
     def shares(self, told: Mapping[int, float]) -> dict[int, float] | None:
-        """Return the probability of each of its tokens, 0 for one that was not reported; None if
-        none has a chance."""
+        """Return each token's probability, 0 if not reported; None if no token has a chance."""
         found = [told.get(token, -math.inf) for token in self.tokens]
         most = max(found)
         if not math.isfinite(most):
@@ -70,16 +70,16 @@ class LabelTokens:
             if path in paths:
                 raise ConfigError(
                     f"output.probabilities: the labels {paths[path]!r} and {label!r} of "
-                    "sampling.choice are the same tokens, so that no answer can tell them apart; "
-                    "reword one, or leave probabilities out"
+                    "sampling.choice have the same tokens, so they cannot be told apart. Reword "
+                    "one, or remove output.probabilities"
                 )
             paths[path] = label
         ends = {path[:at] for path in paths for at in range(len(path))} & paths.keys()
         if ends and tokenizer.eos_token_id is None:
             raise ConfigError(
                 f"output.probabilities: the label {paths[min(ends)]!r} of sampling.choice is the "
-                "beginning of another, and the model's tokenizer names no end token that would "
-                "tell them apart; reword one, or leave probabilities out"
+                "beginning of another, and the model's tokenizer has no end token to tell them "
+                "apart. Reword one, or remove output.probabilities"
             )
         end = tokenizer.eos_token_id
         whole = ((*path, end) if path in ends and end is not None else path for path in paths)
@@ -87,8 +87,7 @@ class LabelTokens:
 
     @cached_property
     def forks(self) -> tuple[Fork, ...]:
-        """Return the places where labels diverge, the first token of an answer before all
-        others."""
+        """Return the places where labels diverge, beginning with an answer's first token."""
         following: dict[tuple[int, ...], dict[int, None]] = {}
         for path in self.paths:
             for at, token in enumerate(path):
@@ -102,8 +101,7 @@ class LabelTokens:
         return tuple(fork for fork in self.forks if fork.before)
 
     def asked(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the sampling fields that also ask for the log probabilities of the first
-        tokens."""
+        """Return sampling fields that also request the log probabilities of the first tokens."""
         first = [fork for fork in self.forks if not fork.before]
         return {**sampling, **({"logprob_token_ids": list(first[0].tokens)} if first else {})}
 
@@ -118,8 +116,10 @@ class LabelTokens:
     def probabilities(
         self, first: Mapping[int, float], later: Sequence[Mapping[int, float]] = ()
     ) -> list[tuple[str, float]] | None:
-        """Return the probability of each label, from the answer's first step and the `later` forks;
-        None if a place reported no token."""
+        """Return the probability of each label; None if a place reported no token.
+
+        `first` is the answer's first step, `later` are those of the later forks.
+        """
         told = dict(zip(self.later, later, strict=True))
         shares: dict[tuple[int, ...], dict[int, float]] = {}
         for fork in self.forks:
@@ -134,8 +134,10 @@ class LabelTokens:
 
 
 def check_labels(labels: Sequence[str], asked: ModelRequest, pinned: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for indistinguishable labels if the tokenizer is available here;
-    otherwise the engine reports them before its first row."""
+    """Raise `ConfigError` for indistinguishable labels if the tokenizer is available here.
+
+    Otherwise the engine reports them before its first row.
+    """
     if not labels:
         return
     source = str(pinned.get("tokenizer") or pinned["source"])
@@ -156,8 +158,8 @@ def _path(tokenizer: Tokenizer, label: str) -> tuple[int, ...]:
     if text and label.startswith(text):
         return tuple(alone)
     raise ConfigError(
-        f"output.probabilities: the model's tokenizer has no token that the label {label!r} of "
-        "sampling.choice begins with; reword it, or leave probabilities out"
+        "output.probabilities: the model's tokenizer has no token that begins the label "
+        f"{label!r} of sampling.choice. Reword it, or remove output.probabilities"
     )
 
 

@@ -22,11 +22,10 @@ import pyarrow as pa
 
 from prefect_raybatch import nvml
 from prefect_raybatch.ledger.stats import ShardStats
-from prefect_raybatch.stages.block import SHARD
+from prefect_raybatch.stages.columns import FIGURES, SHARD
 
 log = logging.getLogger(__name__)
 
-FIGURES = "__rb_figures"  # string: JSON of stats and where, in the first row of each shard
 SAMPLE_EVERY = 2.0  # seconds between samples
 SAMPLES_KEPT = 3600  # samples: two hours
 NOTHING_MORE = ShardStats()
@@ -67,7 +66,7 @@ class Sampler:
                 # for example an engine that dies meanwhile; samples are for the report alone
                 if str(error) != said:
                     said = str(error)
-                    log.warning("a sample of figures failed: %s: %s", type(error).__name__, error)
+                    log.warning("cannot sample engine metrics: %s: %s", type(error).__name__, error)
 
     def take(self) -> None:
         """Take a sample now."""
@@ -103,15 +102,17 @@ class Sampler:
         return ShardStats.of(stats)
 
     def tell(self, table: pa.Table, began: float, once: ShardStats = NOTHING_MORE) -> pa.Table:
-        """Return the block with the figures since `began`; those of `once` only with its first
-        shard, because they are summed."""
+        """Return the block with the figures since `began`.
+
+        Those of `once` go only with its first shard, because they are summed.
+        """
         stats = self.over(began, self.clock()).to_dict()
         values: list[str | None] = [None] * table.num_rows
         more = once.to_dict()
         for first in np.unique(table[SHARD].to_numpy(), return_index=True)[1].tolist():
             values[first] = json.dumps({"stats": {**stats, **more}, "where": self.where})
             more = {}
-        return table.append_column(FIGURES, pa.array(values, pa.string()))
+        return FIGURES.add_to(table, values)
 
 
 MEAN_OF = {
@@ -131,8 +132,7 @@ PEAK_OF = {
 
 
 def figures_of(table: pa.Table) -> tuple[ShardStats, dict[str, str]]:
-    """Return (stats, places) that a block, or the rows of one shard in it, brought from the
-    engine."""
+    """Return the engine's (stats, places) for a block, or for the rows of one shard in it."""
     if FIGURES not in table.column_names:
         return ShardStats(), {}
     texts = table[FIGURES].drop_null()

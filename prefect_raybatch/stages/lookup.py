@@ -16,25 +16,20 @@ import pyarrow as pa
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.increments import ASKED, MERGED_ROW, NO_REQUEST, REUSED
-from prefect_raybatch.stages.block import (
+from prefect_raybatch.stages.block import Failure, lost_all, passes_by, timed, with_failures
+from prefect_raybatch.stages.columns import (
     CACHED_TOKENS,
     DIGESTS,
-    DIGESTS_TYPE,
-    ERROR,
-    ERROR_TYPE,
+    ENGINE_BEGAN,
     FORMED,
+    KEY,
     MERGED,
     POSITION,
     REASONING_OPEN,
     REUSE,
     SHARD,
-    TIMES,
     TRUNCATED,
     VECTOR,
-    Failure,
-    lost_all,
-    passes_by,
-    timed,
 )
 from prefect_raybatch.stages.images.rows import Digests, RowImages
 from prefect_raybatch.stages.messages import ChatRequest
@@ -47,15 +42,15 @@ from prefect_raybatch.stages.raw_answers import (
     VECTOR_COLUMN,
     AnswerFiles,
 )
-from prefect_raybatch.stages.request_key import KEY, NOT_DETERMINISTIC, Keying, otherwise
+from prefect_raybatch.stages.request_key import NOT_DETERMINISTIC, Keying, otherwise
 
 WHY = ("stage", "error", "message")  # columns of the quarantine
 OPTIONAL = (FORMED, REASONING_OPEN, TRUNCATED)  # finish looks for them where a job has such
 IMAGE_LATE = Failure(
     "prepare",
     "ImageUnavailable",
-    "an image of the row could not be had when the run was planned, so nothing was asked about it; "
-    "it can be had now: retry the row",
+    "an image of the row was unavailable when the run was planned, so the row was not sent to the "
+    "model. The image is available now: retry the row",
 )
 
 
@@ -100,7 +95,7 @@ class LookUp:
         requests = self.prepare.requests(table)
         if self.prepare.images is not None:
             requests = self._as_shown(self.prepare.images, table, requests, kinds, digests)
-            table = table.append_column(DIGESTS, pa.array(digests, DIGESTS_TYPE))
+            table = DIGESTS.add_to(table, digests)
         keys = self.keying.keys(requests, table)
         if self.prepare.prompt.function:
             table = with_own_forms(table, requests)
@@ -108,10 +103,12 @@ class LookUp:
         looked = time.time()
         answers, failures = self._answers(rows, kinds, at)
         held = answers[KEY_COLUMN].to_pylist()
-        errors: list[dict[str, str] | None] = []
-        for i, (request, key, kind) in enumerate(zip(requests, keys, kinds.tolist(), strict=True)):
-            failure = _failure(request, key, kind, held[i], failures.get(i))
-            errors.append(failure.to_dict() if failure else None)
+        errors = [
+            _failure(request, key, kind, held[i], failures.get(i))
+            for i, (request, key, kind) in enumerate(
+                zip(requests, keys, kinds.tolist(), strict=True)
+            )
+        ]
         if self.pools and (vectors := _vectors(answers, errors)) is not None:
             table = table.append_column(VECTOR, vectors)
         well = pa.array([error is None for error in errors])
@@ -122,11 +119,11 @@ class LookUp:
             nothing = pa.nulls(table.num_rows, kind)
             table = table.append_column(name, _where(well, values, nothing))
         first = kinds == ASKED  # tokens count where they were computed, once
-        table = table.append_column(MERGED, pa.array(~first))
-        table = table.append_column(CACHED_TOKENS, pa.nulls(table.num_rows, pa.int32()))
-        table = table.append_column(REUSE, pa.array(kinds))
-        table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
-        table = table.append_column(f"{TIMES}_began", pa.array([began] * table.num_rows))
+        table = MERGED.add_to(table, ~first)
+        table = CACHED_TOKENS.add_to(table, [None] * table.num_rows)
+        table = REUSE.add_to(table, kinds)
+        table = with_failures(table, errors)
+        table = ENGINE_BEGAN.add_to(table, [began] * table.num_rows)
         return timed(table, "engine", looked)
 
     def _as_shown(
@@ -137,8 +134,10 @@ class LookUp:
         kinds: np.ndarray,
         digests: list[Digests],
     ) -> list[ChatRequest | Failure]:
-        """Return requests with their images as they were when the run was planned. For rows that
-        made no request then, fetch the images again, to find out why."""
+        """Return requests with their images as they were when the run was planned.
+
+        For rows that made no request then, fetch the images again, to find out why.
+        """
         empty = [r.messages if isinstance(r, ChatRequest) else r for r in requests]
         requests = with_images(requests, empty, digests)
         none = [i for i in np.flatnonzero(kinds == NO_REQUEST) if not isinstance(empty[i], Failure)]
@@ -158,15 +157,14 @@ class LookUp:
         """Return where each row's answer is: (kind, number, digests of its images)."""
         there, places = self.places.take(rows)
         if places is None or not there.all():
-            raise CorruptRun(f"the plan does not say where the answer to row {rows[~there][0]} is")
+            raise CorruptRun(f"the plan has no location for the answer to row {rows[~there][0]}")
         digests = places["digests"].to_pylist() if self.prepare.images is not None else []
         return places["kind"].to_numpy(), places["at"].to_numpy(), digests
 
     def _answers(
         self, numbers: np.ndarray, kinds: np.ndarray, at: np.ndarray
     ) -> tuple[pa.Table, dict[int, Failure]]:
-        """Return (the raw answer of each row, null if there is none; why the requests of others
-        failed)."""
+        """Return the raw answer of each row (null if there is none), and the failures by row."""
         index = np.full(len(kinds), -1, np.int64)
         tables: list[pa.Table] = []
         held = 0
@@ -187,7 +185,7 @@ class LookUp:
         failures: dict[int, Failure] = {}
         there, why = self.failed.take(at[lacking])
         if not there.all() or (kinds[lacking] == REUSED).any():
-            raise CorruptRun("answers that plan.json names are missing")
+            raise CorruptRun("answers listed in plan.json are missing")
         for i, row in zip(lacking.tolist(), why.to_pylist() if why else (), strict=True):
             failures[i] = Failure(*(str(row[name]) for name in WHY))
         every = pa.concat_tables([*tables, _no_answer(self._schema)])
@@ -203,9 +201,11 @@ def _no_answer(schema: pa.Schema) -> pa.Table:
     return pa.Table.from_arrays([pa.nulls(1, field.type) for field in schema], schema=schema)
 
 
-def _vectors(answers: pa.Table, errors: list[dict[str, str] | None]) -> pa.Array | None:
-    """Return the answers' vectors as the engine stage gives them, null for a failed row; None if
-    all rows failed."""
+def _vectors(answers: pa.Table, errors: list[Failure | None]) -> pa.Array | None:
+    """Return the answers' vectors as the engine stage does, null for a failed row.
+
+    None if all rows failed.
+    """
     lists = answers[VECTOR_COLUMN].combine_chunks()
     well = [i for i, error in enumerate(errors) if error is None]
     if not well:
@@ -215,8 +215,8 @@ def _vectors(answers: pa.Table, errors: list[dict[str, str] | None]) -> pa.Array
     for i in well:
         vector = lists[i].values
         if len(vector) != size:
-            what = f"the row's answer has {len(vector)} numbers where another's has {size}"
-            errors[i] = Failure("engine", "OddVector", what).to_dict()
+            what = f"the row's vector has {len(vector)} numbers, but others have {size}"
+            errors[i] = Failure("engine", "OddVector", what)
             continue
         values[i], missing[i] = vector.to_numpy(), False
     flat = pa.array(values.reshape(-1))

@@ -17,6 +17,7 @@ from prefect_raybatch.stages.calls.apart import NoChild
 @dataclass(frozen=True)
 class ChatRequest:
     """Chat messages of one row, the sampling fields it overrides, and documents for its template.
+
     `images`: the SHA-256 of each of its images in the order of fetching, None for text alone or if
     not yet known.
 
@@ -54,8 +55,8 @@ class ChatRequest:
         role = self.messages[-1]["role"]
         if role != "assistant":
             raise ValueError(
-                f"the last message is of role {role!r}, and prompt.continue_final_message goes on "
-                "from one of the assistant"
+                f"the last message has role {role!r}, but prompt.continue_final_message continues "
+                "a message of the assistant. End the messages with one"
             )
         return self
 
@@ -66,8 +67,10 @@ class ChatRequest:
 
 
 class Filler:
-    """Fills the template from a row's texts (`cell_text`). Only texts are inserted: no attribute of
-    a value is reachable."""
+    """Fills the template from a row's texts (`cell_text`).
+
+    Only texts are inserted: no attribute of a value is reachable.
+    """
 
     def __init__(self, template: str, prompt: PromptSpec):
         self.parts = _joined(string.Formatter().parse(template))
@@ -113,7 +116,10 @@ def from_function(
     if isinstance(made, dict) and "messages" in made:
         unknown = sorted(set(made) - {"messages", "sampling"})
         if unknown:
-            raise TypeError(f"prompt.function returned unknown keys {', '.join(unknown)}")
+            raise TypeError(
+                f"prompt.function returned unknown keys {', '.join(unknown)}; return messages "
+                "and sampling only"
+            )
         return ChatRequest(_messages(made["messages"]), _sampling(made.get("sampling"), check))
     return ChatRequest(_messages(made))
 
@@ -142,7 +148,9 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         # a chat template would print a value of any type
         if not isinstance(message["content"], (str, list)):
             kind = type(message["content"]).__name__
-            raise TypeError(f"prompt.function returned a message whose content is {kind}, not text")
+            raise TypeError(
+                f"prompt.function returned a message with content of type {kind}; return text"
+            )
     return [copied(m) for m in value]
 
 

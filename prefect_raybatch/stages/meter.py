@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 
 
 class Meter:
-    """Counts for one engine after another. `work` is the cost of tokens; without it nothing is
-    counted. Thread-safe: several blocks are in an engine at once."""
+    """Counts for one engine after another.
+
+    `work` is the cost of tokens; without it nothing is counted. Thread-safe: several blocks are in
+    an engine at once.
+    """
 
     def __init__(self, work: Work | None, clock: Callable[[], float] = time.monotonic):
         self.work, self.clock = work, clock

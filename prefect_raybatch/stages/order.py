@@ -28,8 +28,10 @@ NOT_EXACT = ("extra_args", "vllm_xargs", "logits_processors")
 
 @dataclass(frozen=True)
 class Asked:
-    """Rows in the order in which the engine gets them. `copies` maps a row to the other rows that
-    get its answer."""
+    """Rows in the order in which the engine gets them.
+
+    `copies` maps a row to the other rows that get its answer.
+    """
 
     rows: list[int]
     copies: dict[int, list[int]] = field(default_factory=dict)
@@ -40,8 +42,7 @@ class Asked:
 
 
 def token_keys(tokens: pa.Array | pa.ChunkedArray) -> list[bytes]:
-    """Return a key for each prompt, from list<int32> without nulls; keys compare as the token lists
-    do."""
+    """Return a key for each prompt (list<int32> without nulls) that sorts as its tokens do."""
     if isinstance(tokens, pa.ChunkedArray):
         tokens = tokens.combine_chunks()
     # Big-endian numbers without sign compare as their bytes do, and bytes compare in C.
@@ -67,8 +68,7 @@ def arrange(
     sort: bool,
     merge: bool,
 ) -> Asked:
-    """Return how to ask the rows `well`, whose prompts are `keys` and whose sampling fields are
-    `params`.
+    """Return how to ask the rows `well`, by their prompts' `keys` and sampling fields `params`.
 
     `sort` by prefix and length, otherwise keep the given order; `merge` equal requests if their
     answers are certain to be equal.
@@ -78,8 +78,10 @@ def arrange(
 
 
 def is_exact(params: dict[str, Any]) -> bool:
-    """Return whether equal prompts under `params` have equal answers by vLLM's definition: a
-    vector, or greedy sampling, one answer, and no hook of the user's in between."""
+    """Return whether equal prompts under `params` have equal answers by vLLM's definition.
+
+    That is a vector, or greedy sampling, one answer, and no hook of the user's in between.
+    """
     if "task" in params:  # of a request that pools: nothing is drawn
         return True
     return (
@@ -112,8 +114,7 @@ def _merged(keys: Sequence[bytes], params: Sequence[dict[str, Any]], well: Seque
 
 
 def _sorted(keys: Sequence[bytes], params: Sequence[dict[str, Any]], rows: list[int]) -> list[int]:
-    """Return the rows through the tree of prefixes, branch by branch, the costliest branch
-    first."""
+    """Return the rows in the order of the prefix tree, the costliest branch first."""
     rows = sorted(rows, key=keys.__getitem__)
     common = common_tokens([keys[row] for row in rows])
     bound = _by_identity(_bound)

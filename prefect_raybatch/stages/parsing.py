@@ -15,14 +15,8 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.spec.result import ParsingSpec
-from prefect_raybatch.stages.block import (
-    ANSWERS,
-    POSITION,
-    REASONING_OPEN,
-    SHARD,
-    Failure,
-    Tokenizer,
-)
+from prefect_raybatch.stages.block import Failure, Tokenizer
+from prefect_raybatch.stages.columns import ANSWERS, POSITION, REASONING_OPEN, SHARD
 from prefect_raybatch.stages.vllm import internals
 
 if TYPE_CHECKING:
@@ -50,14 +44,16 @@ def reasoning_parser_for(parsing: ParsingSpec, tokenizer: Any) -> ReasoningParse
         return internals.reasoning_parser(parsing.reasoning, quick, parsing.arguments)
     except (RuntimeError, ValueError) as error:  # its marks are no tokens of the model
         raise ConfigError(
-            f"output.reasoning_parser: {parsing.reasoning} does not fit the model's tokenizer: "
-            f"{error}"
+            f"output.reasoning_parser: {parsing.reasoning} does not work with the model's "
+            f"tokenizer: {error}"
         ) from None
 
 
 class Parsers:
-    """The parsers in a process that finishes answers. Parsers see special tokens; columns leave
-    them out unless `keep_special`."""
+    """The parsers in a process that finishes answers.
+
+    Parsers see special tokens; columns leave them out unless `keep_special`.
+    """
 
     def __init__(self, parsing: ParsingSpec, tokenizer: Tokenizer, keep_special: bool = False):
         self.parsing = parsing
@@ -75,12 +71,13 @@ class Parsers:
         self,
         table: pa.Table,
         texts: list[Any],
-        errors: list[dict[str, str] | None],
+        failures: list[Failure | None],
         several: bool,
     ) -> tuple[list[Any], list[dict[str, Any]]]:
-        """Return the texts of an answered block without what goes to other columns, and those
-        columns; an unparsable text adds its row to `errors`. `several`: each row has a list of
-        answers."""
+        """Return the texts of an answered block, and the other columns parsed from them.
+
+        An unparsable text adds its row to `failures`. `several`: each row has a list of answers.
+        """
         _ = self._open, self._closed  # a parser that cannot be imported is no row's fault
         ids = table[ANSWERS].to_pylist()
         opened = (
@@ -101,18 +98,21 @@ class Parsers:
             return {name: [one[name] for one in found] for name in found[0]}
 
         left, beside = list(texts), [dict[str, Any]() for _ in texts]
-        for i, error in enumerate(errors):
-            if error is None:
+        for i, failure in enumerate(failures):
+            if failure is None:
                 try:
                     beside[i] = made(i)
                     left[i] = beside[i].pop("")
                 except Exception as why:
-                    errors[i] = Failure.of("postprocess", why).to_dict()
+                    failures[i] = Failure.of("postprocess", why)
         return left, beside
 
     def parse(self, text: str, ids: Sequence[int], opened: bool, name: str) -> dict[str, Any]:
-        """Return the columns of an answer, its text under "". `opened`: it may begin with thinking.
-        `name` prefixes the ids of its calls if the model gives none."""
+        """Return the columns of an answer, its text under "".
+
+        `opened`: it may begin with thinking. `name` prefixes the ids of its calls if the model
+        gives none.
+        """
         make = self._open if opened else self._closed
         reasoning: str | None = None
         content: str | None = text
@@ -139,8 +139,7 @@ class Parsers:
         return found
 
     def _shown(self, text: str | None, thinks: bool, answer: bool = False) -> str | None:
-        """Return the text without special tokens and without blank lines between thinking and
-        answer."""
+        """Return the text without special tokens and blank lines between thinking and answer."""
         if text is None:
             return None
         if self._words is not None:

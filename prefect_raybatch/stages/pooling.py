@@ -35,9 +35,11 @@ class Texts(Enum):
 
 @dataclass(frozen=True)
 class Pooling:
-    """How a task asks its model. `fields` go to vLLM with each row; an encoder (`encodes`)
-    processes a prompt in one step, which must have room for `longest` tokens; `labels` are the
-    model's, if it classifies."""
+    """How a task asks its model.
+
+    `fields` go to vLLM with each row; an encoder (`encodes`) processes a prompt in one step, which
+    must have room for `longest` tokens; `labels` are the model's, if it classifies.
+    """
 
     task: str
     texts: Texts
@@ -71,8 +73,10 @@ class Pooling:
         )
 
     def engine_arguments(self, sized: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
-        """Return vLLM's arguments for the task, made from the `sized` ones; `given` are the names
-        of those that the job sets."""
+        """Return vLLM's arguments for the task, made from the `sized` ones.
+
+        `given` are the names of those that the job sets.
+        """
         step = max(int(sized.get("max_num_batched_tokens") or 0), self.longest)
         made = {**sized, "runner": "pooling", "max_num_batched_tokens": step}
         if self.encodes and "enable_prefix_caching" not in given:
@@ -82,8 +86,10 @@ class Pooling:
 
 
 def _encodes(model: ModelRequest, config: Mapping[str, Any]) -> bool:
-    """Return whether a model is an encoder, which processes a prompt in one step, by the decoders'
-    names."""
+    """Return whether a model is an encoder, by the decoders' names.
+
+    An encoder processes a prompt in one step.
+    """
     names = tasks.architectures(tasks.overridden(model, config))
     decoders = vllm_fields.generating_models() or ()
     stems = {name.removesuffix("ForCausalLM") for name in decoders if "ForCausalLM" in name}
@@ -104,9 +110,11 @@ def ask_pairs(
     sort: bool,
     merge: bool,
 ) -> list[RowAnswer]:
-    """Return the cosine of the two prompts of each row `well`: `request(row, side)`, with
-    `keys[side]` as from `order.token_keys`. A text that several rows share, such as a query over
-    its documents, is asked once."""
+    """Return the cosine similarity of the two prompts of each row `well`.
+
+    They are `request(row, side)`, with `keys[side]` as from `order.token_keys`. A text that several
+    rows share, such as a query over its documents, is asked once.
+    """
     rows = len(params)
     both = [*well, *(rows + i for i in well)]
     asked = arrange([*keys[0], *keys[1]], [*params, *params], both, sort, merge)
@@ -148,11 +156,11 @@ def without_misfits(answers: Iterable[RowAnswer]) -> list[RowAnswer]:
             vector = np.asarray(completion.vector)
             size = len(vector) if size is None else size
             if len(vector) != size:
-                what = f"the model gave {len(vector)} numbers where it gave {size} before"
+                what = f"the model returned {len(vector)} numbers, but {size} before"
                 completion = replace(completion, error=("OddVector", what))
             elif not np.isfinite(vector).all():
                 bad = int((~np.isfinite(vector)).sum())
-                what = f"{bad} of {size} numbers are NaN or infinite; try engine.dtype: float32"
+                what = f"{bad} of {size} numbers are NaN or infinite. Try engine.dtype: float32"
                 completion = replace(completion, error=("NotFinite", what))
         made.append((row, served, completion))
     return made

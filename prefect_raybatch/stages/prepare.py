@@ -20,18 +20,6 @@ from prefect_raybatch.spec.request import PromptSpec, SamplingSpec
 from prefect_raybatch.spec.result import ParsingSpec
 from prefect_raybatch.stages.answer_forms import own_form
 from prefect_raybatch.stages.block import (
-    DIGESTS,
-    DIGESTS_TYPE,
-    ERROR,
-    ERROR_TYPE,
-    FORMED,
-    MM,
-    MM_TYPE,
-    OWN_FORM,
-    PARAMS,
-    REASONING_OPEN,
-    TOKENS,
-    TRUNCATED,
     Failure,
     Messages,
     Tokenizer,
@@ -41,14 +29,26 @@ from prefect_raybatch.stages.block import (
     passes_by,
     rows_of,
     timed,
+    with_failures,
 )
 from prefect_raybatch.stages.calls.calling import HERE, Calls
 from prefect_raybatch.stages.cell_text import cell_texts
+from prefect_raybatch.stages.columns import (
+    DIGESTS,
+    FORMED,
+    KEY,
+    MM,
+    OWN_FORM,
+    PARAMS,
+    REASONING_OPEN,
+    TOKENS,
+    TRUNCATED,
+)
 from prefect_raybatch.stages.conversations import Conversation, documents_of
 from prefect_raybatch.stages.images.rows import Digests, RowImages
 from prefect_raybatch.stages.messages import ChatRequest, Filler, from_function, guarded
 from prefect_raybatch.stages.parsing import reasoning_parser_for
-from prefect_raybatch.stages.request_key import KEY, Keying
+from prefect_raybatch.stages.request_key import Keying
 from prefect_raybatch.stages.row_sampling import check_own, has_form
 from prefect_raybatch.stages.tokens import (
     Chat,
@@ -107,45 +107,41 @@ class Prepare:
                 t is not w and not isinstance(t, Failure)
                 for t, w in zip(tokens, whole, strict=True)
             ]
-            table = table.append_column(TRUNCATED, pa.array(cut, pa.bool_()))
-        errors = [t.to_dict() if isinstance(t, Failure) else None for t in tokens]
+            table = TRUNCATED.add_to(table, cut)
         params = [
             json.dumps(r.sampling) if isinstance(r, ChatRequest) and r.sampling else None
             for r in requests
         ]
-        table = table.append_column(
-            TOKENS,
-            pa.array([[] if isinstance(t, Failure) else t for t in tokens], pa.list_(pa.int32())),
-        )
-        table = table.append_column(PARAMS, pa.array(params, pa.string()))
+        table = TOKENS.add_to(table, [[] if isinstance(t, Failure) else t for t in tokens])
+        table = PARAMS.add_to(table, params)
         if self.images is not None:
             sent = [
                 None if isinstance(t, Failure) else f for t, f in zip(tokens, features, strict=True)
             ]
-            table = table.append_column(MM, pa.array(sent, MM_TYPE))
+            table = MM.add_to(table, sent)
             if self.images.digests:
-                table = table.append_column(DIGESTS, pa.array(digests, DIGESTS_TYPE))
+                table = DIGESTS.add_to(table, digests)
         if self.prompt.function or has_form(self.sampling.fields):
             own = [r.sampling if isinstance(r, ChatRequest) else None for r in requests]
             form = [has_form(self.sampling.fields, given) for given in own]
-            table = table.append_column(FORMED, pa.array(form, pa.bool_()))
+            table = FORMED.add_to(table, form)
         if self.prompt.function:
             table = with_own_forms(table, requests)
         if self.parsing is not None and self.parsing.reasoning:
-            form = table[FORMED].to_pylist() if FORMED in table.column_names else []
-            opened = self._reasoning_open(self.parsing, requests, tokens, form)
-            table = table.append_column(REASONING_OPEN, pa.array(opened, pa.bool_()))
-        table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
+            opened = self._reasoning_open(self.parsing, requests, tokens, FORMED.values(table))
+            table = REASONING_OPEN.add_to(table, opened)
+        table = with_failures(table, [t if isinstance(t, Failure) else None for t in tokens])
         return timed(table, "prepare", began)
 
     def requests(self, table: pa.Table) -> list[ChatRequest | Failure]:
-        """Return the request of each row of a block of input rows, before chat template and
-        tokenizer."""
+        """Return the request of each row of a block, before chat template and tokenizer."""
         return self._requests(table)
 
     def keyed_requests(self, table: pa.Table) -> tuple[list[ChatRequest | Failure], list[Digests]]:
-        """Like `requests`, with everything that their keys are made of: images are fetched for
-        their digests, which are the second value."""
+        """Like `requests`, with everything that their keys are made of.
+
+        Images are fetched for their digests, which are the second value.
+        """
         requests = self.requests(table)
         if self.images is None:
             return requests, []
@@ -155,9 +151,11 @@ class Prepare:
     def prompts(
         self, table: pa.Table
     ) -> tuple[list[ChatRequest | Failure], list[TokenIds | Failure]]:
-        """Return request and prompt tokens of each row of a block of input rows, of any length,
-        with a `Failure` in either place for a row that has none. A prompt of far more tokens than
-        the model takes is a `LongPrompt`."""
+        """Return request and prompt tokens of each row of a block, of any length.
+
+        A row that has none gets a `Failure` in their place. A prompt of far more tokens than the
+        model takes is a `LongPrompt`.
+        """
         most = self.max_model_len or models.context_length(models.local_path(self.model))
         requests, tokens, *_ = self._rendered(table, most)
         return requests, tokens
@@ -170,8 +168,7 @@ class Prepare:
         list[dict[str, Any] | None],
         list[Digests],
     ]:
-        """Like `prompts`, plus what the engine gets of each row's images (`MM_TYPE`), and their
-        digests. With `most`, only the beginning of a prompt with more tokens is tokenized."""
+        """Like `prompts`, plus each row's images for the engine (`MM_TYPE`) and their digests."""
         most = most or UNKNOWN_CONTEXT
         requests = self._requests(table)
         shown: list[Messages | Failure] = []
@@ -192,8 +189,10 @@ class Prepare:
     def _safe(
         self, request: ChatRequest | Failure, messages: Messages | Failure, most: int
     ) -> Messages | Failure:
-        """Return messages with images as vLLM's renderer gets them: without control tokens in row
-        text, and not far too long."""
+        """Return messages with images as vLLM's renderer gets them.
+
+        They have no control tokens in row text, and are not far too long.
+        """
         if isinstance(messages, Failure) or isinstance(request, Failure):
             return messages
         tokenizer, chat = self._tokenizer(), Chat.of(self.prompt)
@@ -213,11 +212,14 @@ class Prepare:
         parsing: ParsingSpec,
         requests: Sequence[ChatRequest | Failure],
         tokens: Sequence[TokenIds | Failure],
-        form: Sequence[bool],
+        form: Sequence[bool | None],
     ) -> list[bool | None]:
-        """Return whether each row's answer may begin with thinking, which the text decides that the
-        chat template puts after the last message. For a row whose answer has a form, the whole
-        prompt decides, as in vLLM when it decides from where on the form applies."""
+        """Return whether each row's answer may begin with thinking.
+
+        The text that the chat template puts after the last message decides. For a row whose answer
+        has a form, the whole prompt decides, as in vLLM when it decides where the form starts to
+        apply.
+        """
         tokenizer = self._tokenizer()
         parser = reasoning_parser_for(parsing, tokenizer)
         chat = Chat.of(self.prompt)
@@ -229,7 +231,7 @@ class Prepare:
             if isinstance(ids, Failure):
                 opened.append(None)
                 continue
-            by_whole = tail is None or (form and form[i])
+            by_whole = tail is None or form[i]
             opened.append(not parser.is_reasoning_end(ids if by_whole else tail or []))
         return opened
 
@@ -239,8 +241,7 @@ class Prepare:
     def _fitted(
         self, request: ChatRequest | Failure, tokens: TokenIds | Failure, limit: int | None
     ) -> TokenIds | Failure:
-        """Return tokens that leave room in `limit`, cut if the job says so, or the row's
-        failure."""
+        """Return tokens that leave room in `limit`, cut if the job allows it, or a failure."""
         if isinstance(tokens, Failure) or isinstance(request, Failure):
             return tokens
         if not limit or self.prompt.on_too_long == "quarantine":
@@ -297,8 +298,7 @@ class Prepare:
 
 
 def _text_rows(table: pa.Table, names: Sequence[str]) -> Iterator[dict[str, str | None] | Failure]:
-    """Yield rows as dicts of the texts of the named columns; a `Failure` for a row without a
-    text."""
+    """Yield rows as dicts of the named columns' texts, or a `Failure` for an unreadable row."""
     columns = [cell_texts(table[name], name) for name in names]
     for cells in zip(*columns, strict=True) if names else [()] * table.num_rows:
         failure = next((cell for cell in cells if isinstance(cell, Failure)), None)
@@ -308,7 +308,7 @@ def _text_rows(table: pa.Table, names: Sequence[str]) -> Iterator[dict[str, str 
 def with_own_forms(table: pa.Table, requests: Sequence[ChatRequest | Failure]) -> pa.Table:
     """Return the block with the fields by which each row changes the form of its answer."""
     own = [own_form(r.sampling) if isinstance(r, ChatRequest) else None for r in requests]
-    return table.append_column(OWN_FORM, pa.array(own, pa.string()))
+    return OWN_FORM.add_to(table, own)
 
 
 def with_images(
@@ -316,8 +316,7 @@ def with_images(
     shown: Sequence[Messages | Failure],
     digests: Sequence[Digests],
 ) -> list[ChatRequest | Failure]:
-    """Return requests with the `digests` of their images, failed where what is `shown` of them has
-    failed."""
+    """Return requests with the `digests` of their images; failed if fetching them failed."""
     made: list[ChatRequest | Failure] = []
     for request, seen, each in zip(requests, shown, digests, strict=True):
         if isinstance(request, ChatRequest) and not isinstance(seen, Failure):
@@ -328,5 +327,9 @@ def with_images(
 
 def _messages_for_images(request: ChatRequest | Failure) -> Messages | Failure:
     if isinstance(request, ChatRequest) and request.documents:
-        return Failure("prepare", "ValueError", "documents do not go with prompt.images yet")
+        return Failure(
+            "prepare",
+            "ValueError",
+            "prompt.documents and prompt.images cannot be combined. Remove one",
+        )
     return request if isinstance(request, Failure) else request.messages

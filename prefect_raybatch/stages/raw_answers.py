@@ -19,14 +19,13 @@ from cachetools import LRUCache
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.trust import check_types
-from prefect_raybatch.stages.answer_logprobs import STEPS_TYPE
-from prefect_raybatch.stages.block import (
+from prefect_raybatch.stages.columns import (
     ANSWERS,
     CHANCES,
     ENDS,
     FINISH,
     FORMED,
-    PROBABILITIES_TYPE,
+    KEY,
     PROMPT_TOKENS,
     REASONING_OPEN,
     STEPS,
@@ -34,7 +33,6 @@ from prefect_raybatch.stages.block import (
     TRUNCATED,
     VECTOR,
 )
-from prefect_raybatch.stages.request_key import KEY, KEY_TYPE
 from prefect_raybatch.storage import Store, read_ahead
 from prefect_raybatch.storage.checked import BlockSums, block_sums, open_checked
 
@@ -42,17 +40,17 @@ NUMBER = "_row"  # of the request among the asks
 KEY_COLUMN, VECTOR_COLUMN, ORIGIN = "key", "vector", "origin"
 # A column of a block, and what it is called in a file of raw answers.
 RAW_COLUMNS = {
-    KEY: (KEY_COLUMN, KEY_TYPE),
-    ANSWERS: ("token_ids", pa.list_(pa.list_(pa.int32()))),
-    TEXTS: ("texts", pa.list_(pa.string())),
-    FINISH: ("finish_reason", pa.string()),
-    ENDS: ("finish_reasons", pa.list_(pa.string())),
-    PROMPT_TOKENS: ("prompt_tokens", pa.int32()),
-    FORMED: ("formed", pa.bool_()),
-    REASONING_OPEN: ("reasoning_open", pa.bool_()),
-    TRUNCATED: ("truncated", pa.bool_()),
-    CHANCES: ("probabilities", PROBABILITIES_TYPE),
-    STEPS: ("logprobs", STEPS_TYPE),
+    KEY: (KEY_COLUMN, KEY.type),
+    ANSWERS: ("token_ids", ANSWERS.type),
+    TEXTS: ("texts", TEXTS.type),
+    FINISH: ("finish_reason", FINISH.type),
+    ENDS: ("finish_reasons", ENDS.type),
+    PROMPT_TOKENS: ("prompt_tokens", PROMPT_TOKENS.type),
+    FORMED: ("formed", FORMED.type),
+    REASONING_OPEN: ("reasoning_open", REASONING_OPEN.type),
+    TRUNCATED: ("truncated", TRUNCATED.type),
+    CHANCES: ("probabilities", CHANCES.type),
+    STEPS: ("logprobs", STEPS.type),
 }
 POOLED_COLUMNS = {**RAW_COLUMNS, VECTOR: (VECTOR_COLUMN, pa.list_(pa.float32()))}
 RAW = pa.schema(list(RAW_COLUMNS.values()))
@@ -84,9 +82,11 @@ def raw_columns(table: pa.Table) -> pa.Table:
 
 @dataclass(frozen=True)
 class AnswerFile:
-    """A Parquet file whose rows have the numbers from `first` on: consecutive unless `numbered`,
-    otherwise as in its column `_row`. `path` is relative to the store that it is read from; every
-    read is compared with `sums`."""
+    """A Parquet file whose rows have the numbers from `first` on.
+
+    They are consecutive unless `numbered`, otherwise as in its column `_row`. `path` is relative to
+    the store that it is read from; every read is compared with `sums`.
+    """
 
     path: str
     first: int
@@ -198,7 +198,9 @@ def _spans(metadata: Any, file: AnswerFile) -> list[tuple[int, int, int]]:
             columns = (group.column(i) for i in range(group.num_columns))
             named = [c.statistics for c in columns if c.path_in_schema == NUMBER]
             if not named or named[0] is None or not named[0].has_min_max:
-                raise CorruptRun(f"{file.path} does not say which rows it holds")
+                raise CorruptRun(
+                    f"{file.path} has no statistics of its row numbers, so its rows cannot be found"
+                )
             low, high = int(named[0].min), int(named[0].max) + 1
         spans.append((number, low, high))
         at += group.num_rows
@@ -207,8 +209,7 @@ def _spans(metadata: Any, file: AnswerFile) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True)
 class NamedFile:
-    """A file of answers as a record names it; `sha256` may be shortened to the digits in its
-    name."""
+    """A file of answers as a record names it; `sha256` may be the digits in its name only."""
 
     path: str
     rows: int

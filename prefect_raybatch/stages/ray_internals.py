@@ -261,8 +261,10 @@ def is_dead(actor: Any) -> bool:
 
 
 def limit_deaths(context: DataContext, engines: int) -> None:
-    """Let a pass end with `EnginesDied` once `engines` engines in a row died for good, each after
-    all of its restarts, without an answered block."""
+    """Let a pass end with `EnginesDied` once `engines` engines in a row died for good.
+
+    Each died after all of its restarts, without an answered block.
+    """
     context.set_config(DeadEngines.MOST, engines)
 
 
@@ -294,8 +296,9 @@ def _whole(waitable: Any) -> Any:
 
 
 def still_running(tasks: Collection[Any], seconds: float | None = None) -> list[Any]:
-    """Return those references whose tasks are not over after END_GRACE, or at most `seconds`; a
-    pass that ends early cancels only these.
+    """Return the references whose tasks still run after `seconds` (default: END_GRACE).
+
+    A pass that ends early cancels only these.
 
     Ray 2.60's driver aborts (`Tried to complete task that was not pending`) if a task is cancelled
     at the moment in which it ends: the reply removes it from the running tasks, and only then
@@ -317,8 +320,11 @@ def still_running(tasks: Collection[Any], seconds: float | None = None) -> list[
 
 
 def leaving_nodes() -> dict[str, float | None]:
-    """Return the ids of the nodes that Ray drains (a preemption notice, SIGTERM to `ray start
-    --block`, `ray drain-node`) and the seconds that each has left; None if unknown."""
+    """Return the ids of the nodes that Ray drains, with the seconds left (None if unknown).
+
+    Ray drains a node after a preemption notice, SIGTERM to `ray start --block`, or `ray
+    drain-node`.
+    """
     now = time.time() * 1000
     return {
         node: max(0.0, (deadline - now) / 1000) if deadline else None
@@ -403,8 +409,10 @@ TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
 
 
 def use_token(token: str | None) -> dict[str, str | None]:
-    """Make Ray send a token from now on; None leaves that to the environment. Returns Ray's
-    previous variables for `put_back_auth`."""
+    """Make Ray send a token from now on; None leaves that to the environment.
+
+    Returns Ray's previous variables for `put_back_auth`.
+    """
     from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
 
     before = {name: os.environ.get(name) for name in (AUTH_MODE_ENV_VAR, TOKEN_VARIABLE)}

@@ -1,5 +1,6 @@
-"""Reads shards of the input: each unit is one tagged block, each row group is decoded once per
-task.
+"""Reads shards of the input: one tagged block per unit.
+
+Each row group is decoded once per task.
 
 A fault of the input becomes a `lost` block and no exception (see `block`): Ray would lose the text
 of an exception in retries.
@@ -159,8 +160,7 @@ def read_units(
     options: Mapping[str, Any] | None = None,
     done: Done | None = None,
 ) -> Iterator[pa.Table]:
-    """Yield one table per unit, in order: tagged (`block.tag`) and cast to `schema`, or
-    `block.lost`.
+    """Yield one table per unit, in order: tagged and cast to `schema`, or `block.lost`.
 
     Units whose shard is done are left out. Each file is compared with what the plan saw before its
     first use and again before a unit read from it is yielded. Memory: a unit, a decoded batch
@@ -260,14 +260,16 @@ class _Files:
             raise _Changed(f"etag {planned.etag} -> {found.etag} (size still {found.size})")
         if planned.mtime_ns is not None and found.mtime_ns != planned.mtime_ns:
             raise _Changed(
-                f"time of change {planned.mtime_ns} -> {found.mtime_ns} ns (size still "
+                f"modification time {planned.mtime_ns} -> {found.mtime_ns} ns (size still "
                 f"{found.size})"
             )
         self._check_written(number, planned, found)
 
     def _check_written(self, number: int, planned: InputFile, found: FileInfo) -> None:
-        """Compare the footer if the file system reports that something else happened to the file,
-        because size and modification time can be set. Raises like `check`."""
+        """Compare the footer if the file's change time or inode differ from the plan.
+
+        Size and modification time can be set by anybody. Raises like `check`.
+        """
         at = (found.ctime_ns, found.inode)
         if planned.footer is None or at in (
             (planned.ctime_ns, planned.inode),
@@ -282,8 +284,8 @@ class _Files:
                 footer = "none"
         if footer != planned.footer:
             raise _Changed(
-                f"footer {planned.footer[:12]} -> {footer[:12]} (size and time of change are the "
-                "same, but it was written again)"
+                f"footer {planned.footer[:12]} -> {footer[:12]} (same size and modification time, "
+                "but other contents)"
             )
         self._same[number] = at
 
@@ -309,14 +311,14 @@ class _Files:
         if isinstance(error, _Changed):
             return Loss(
                 SourceError.__name__,
-                f"{uri} is not what the plan recorded: {error}. Put the recorded file back and run "
-                "again, or start a new run key.",
+                f"{uri} has changed since the run was planned: {error}. Restore the planned file "
+                "and run again, or start a new run key.",
                 fatal=True,
             )
         if isinstance(error, FileNotFoundError):
             return Loss(
                 SourceError.__name__,
-                f"{uri} is gone. Put it back and run again, or start a new run key.",
+                f"{uri} no longer exists. Restore it and run again, or start a new run key.",
                 fatal=True,
             )
         rows = f"rows {part.start} to {part.start + part.rows - 1}"
@@ -369,8 +371,7 @@ class _Files:
 
 
 def _is_fatal(error: Exception) -> bool:
-    """Return whether reading again is useless: yes for a corrupt file, no for a store in
-    trouble."""
+    """Return whether reading again is useless: true for a corrupt file, not for a store error."""
     if isinstance(error, MemoryError):
         return False
     if isinstance(error, pa.ArrowException):
@@ -381,8 +382,7 @@ def _is_fatal(error: Exception) -> bool:
 
 
 class Cursor:
-    """Reads forward through a Parquet file and returns row ranges; `stop` is the end of the last
-    one.
+    """Reads forward through a Parquet file and returns row ranges, up to row `stop`.
 
     `values`: the columns that are not in the file, each with one value, as text.
     """
@@ -399,7 +399,7 @@ class Cursor:
         for group in groups:
             self._starts.append(self._starts[-1] + group.num_rows)
         if self._starts[-1] < stop:
-            raise pa.ArrowInvalid(f"holds {self._starts[-1]} rows, the plan reads {stop}")
+            raise pa.ArrowInvalid(f"holds {self._starts[-1]} rows, but the plan needs {stop}")
         names = set(self._names)
         chunks = [
             group.column(i)
@@ -463,8 +463,10 @@ class Cursor:
 
 
 def _cast(batch: pa.RecordBatch, schema: pa.Schema, values: Mapping[str, str | None]) -> pa.Table:
-    """Return the columns of `schema`, cast: wider numbers, dictionaries decoded, also nested ones;
-    columns in `values` repeat their value."""
+    """Return the columns of `schema`, cast; columns in `values` repeat their value.
+
+    Numbers are widened and dictionaries decoded, also in nested columns.
+    """
     columns = [
         pa.repeat(pa.scalar(values[name], pa.string()), batch.num_rows)
         if name in values
@@ -515,7 +517,7 @@ class ShardDatasource(KeptBlocks):
         context). Raises ValueError without tasks, which Ray cannot run.
         """
         if not self._read_tasks:
-            raise ValueError("there is nothing to read: no units")
+            raise ValueError("no units to read")
         options.setdefault("override_num_blocks", len(self._read_tasks))
         return cast(Dataset, read_datasource(self, **options))
 

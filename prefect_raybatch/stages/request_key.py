@@ -16,29 +16,26 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.stages.block import Failure, Messages
+from prefect_raybatch.stages.columns import KEY_BYTES
 from prefect_raybatch.stages.images.rows import is_image
 from prefect_raybatch.stages.messages import ChatRequest
 from prefect_raybatch.stages.order import is_exact
 
-KEY = "__rb_key"  # the column of the asks' input with each request's key
-KEY_BYTES = 16
-KEY_TYPE = pa.binary(KEY_BYTES)
-
 NOT_DETERMINISTIC = Failure(
     "prepare",
     "PromptNotDeterministic",
-    "the prompt came out otherwise than when the run was planned, so no answer can be told to be "
-    "its own: let prompt.function depend on the row alone (no time, random numbers or outside "
-    "state), or run without reuse and without engine.order: run",
+    "the prompt differs from the planned one, so no stored answer belongs to it. Make "
+    "prompt.function depend on the row alone (no time, random numbers or outside state), or run "
+    "without reuse and without engine.order: run",
 )
 
 
 IMAGE_CHANGED = Failure(
     "prepare",
     "ImageChanged",
-    "an image of the row is not what it was when the run was planned (or prompt.function returned "
-    "something else), so no answer can be told to be its own: retry the row, which takes the image "
-    "as it is now",
+    "an image of the row has changed since the run was planned (or prompt.function returned "
+    "something else), so no stored answer belongs to it. Retry the row, which uses the image as "
+    "it is now",
 )
 
 
@@ -86,8 +83,10 @@ class Keying:
     def checked(
         self, requests: Sequence[ChatRequest | Failure], table: pa.Table, planned: Sequence[Any]
     ) -> list[ChatRequest | Failure]:
-        """Return the requests, failing those whose key differs from the `planned` one (None: it
-        made no request)."""
+        """Return the requests, failing those whose key differs from the `planned` one.
+
+        None: the row made no request when the run was planned.
+        """
         return [
             request if key == wanted or isinstance(request, Failure) else otherwise(request)
             for request, key, wanted in zip(
@@ -133,8 +132,7 @@ def canonical(value: Any) -> bytes:
 
 
 def _other(value: object) -> Any:
-    """Return the JSON form of other values: bytes (an image) by their content, anything else by its
-    repr."""
+    """Return the JSON form of bytes (an image) by content, of other values by their text."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return {"__sha256": hashlib.sha256(value).hexdigest()}
     return {f"__{type(value).__name__}": str(value)}

@@ -12,7 +12,7 @@ from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES
 from prefect_raybatch.job.tasks import TaskName, pools, probabilities
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.answer_logprobs import logprobs_type
-from prefect_raybatch.stages.block import DIGESTS_TYPE, PROBABILITIES_TYPE
+from prefect_raybatch.stages.columns import DIGESTS_TYPE, PROBABILITIES_TYPE
 
 LATER = "type fixed by the first shard"
 CALLS = "list<item: struct<id: string, name: string, arguments: string>>"
@@ -53,8 +53,10 @@ def result_columns(spec: RunSpec) -> tuple[tuple[str, str], ...]:
 
 
 def result_types(spec: RunSpec, given: pa.Schema) -> tuple[pa.Schema, bool]:
-    """Return (the result's columns whose types are known before a run, whether these are all);
-    `given` are the input's."""
+    """Return the result's columns with types known before a run, and whether that is all.
+
+    `given` is the input's schema.
+    """
     output, answers, known = spec.finish, spec.sampling.answers, True
     task = spec.engine.model.task
     fields = [given.field(name) for name in output.kept(given.names) if name in given.names]
@@ -81,8 +83,7 @@ def result_types(spec: RunSpec, given: pa.Schema) -> tuple[pa.Schema, bool]:
 
 
 def declared_schema(schema: Mapping[str, str]) -> pa.Schema:
-    """Return `output.schema` as an Arrow schema; ValueError names a type that Arrow does not
-    have."""
+    """Return `output.schema` as an Arrow schema; raises ValueError for an unknown type."""
     fields = []
     for name, kind in schema.items():
         if kind.startswith("list<") and kind.endswith(">"):

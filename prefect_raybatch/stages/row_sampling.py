@@ -1,5 +1,6 @@
-"""Checks the sampling fields that a row sets itself: which would be lost or silently become another
-value.
+"""Checks the sampling fields that a row sets itself.
+
+It finds those that would be lost or silently become another value.
 
 A prompt function can give a row its own sampling fields, which only vLLM would see. A row fails
 here if the result cannot hold its answer, or if vLLM would take a field for something else.
@@ -36,35 +37,37 @@ NUMBERS = (  # a null is vLLM's own default there, not the job's value
 def check_own(
     own: Mapping[str, Any], job: Mapping[str, Any], fixed_form: str | None = None
 ) -> None:
-    """Raise ValueError that names the field of a row's `own` and the remedy. `job` holds the job's
-    sampling fields that are set; both are plain values. `fixed_form`: the field that requires one
-    form for all answers."""
+    """Raise ValueError that names the field of a row's `own` and the remedy.
+
+    `job` holds the job's sampling fields that are set; both are plain values. `fixed_form`: the
+    field that requires one form for all answers.
+    """
     known = vllm_fields.sampling_fields()
     refuse_unknown(own, known, set(Sampling.model_fields), "sampling: ", between="; ")
     for name in (*NOT_WRITTEN, *UNWRITTEN):
         value = own.get(name)
         if value is not None and (value is not False or name not in UNWRITTEN):
             raise ValueError(
-                f"sampling.{name} is not supported: only the answer's text is written; leave it "
-                "out of what prompt.function returns"
+                f"sampling.{name} is not supported, because only the answer's text is written. "
+                "Leave it out of what prompt.function returns"
             )
     if own.get("logprobs") is not None:
         raise ValueError(
-            "sampling.logprobs is for all rows, as it makes a column; set it in the job, and leave "
-            "it out of what prompt.function returns"
+            "sampling.logprobs is set for all rows, because it adds a column. Set it in the job, "
+            "and leave it out of what prompt.function returns"
         )
     for name in NUMBERS:
         if name in own and own[name] is None and job.get(name) is not None:
             raise ValueError(
-                f"sampling.{name} is null, which vLLM takes for its own default; leave it out for "
-                f"the job's {job[name]}, or give a number"
+                f"sampling.{name} is null, which vLLM replaces with its own default. Leave it out "
+                f"to use the job's {job[name]}, or return a number"
             )
     _check_answers(own, job)
     for name in ("choice", "structured_outputs"):
         if fixed_form and name in own:
             raise ValueError(
-                f"sampling.{name}: with {fixed_form} all answers of this job have one form; leave "
-                "it out of what prompt.function returns"
+                f"sampling.{name}: {fixed_form} sets one form for all answers of this job. Leave "
+                f"{name} out of what prompt.function returns"
             )
     _check_form(own, job)
     if (wrong := sampling_ranges.wrong(own, job)) is not None:
@@ -83,27 +86,27 @@ def _check_answers(own: Mapping[str, Any], job: Mapping[str, Any]) -> None:
     number = own.get("n", usual)
     number = 1 if number is None else number
     if type(number) is not int or number < 1:
-        raise ValueError(f"sampling.n is {number!r}; give a whole number from 1 on")
+        raise ValueError(f"sampling.n must be a whole number from 1 on, not {number!r}")
     if number > 1 and usual == 1:
         raise ValueError(
-            f"sampling.n is {number} for this row and the job's 1, so that the column holds one "
-            "answer a row; set sampling.n over 1 in the job for a column of lists, in which each "
-            "row has as many answers as it asks for"
+            f"sampling.n is {number} for this row but 1 in the job, whose answer column holds one "
+            "answer a row. Set sampling.n above 1 in the job for a column of lists"
         )
     if number > 1 and not {**job, **own}.get("temperature", 1.0):
         raise ValueError(
-            f"sampling.n: {number} answers are the same at temperature 0; raise temperature, or "
+            f"sampling.n: {number} answers are identical at temperature 0. Raise temperature, or "
             "leave n out"
         )
     most = own.get("max_tokens", 1)
     if most is not None and (type(most) is not int or most < 1):
-        raise ValueError(f"sampling.max_tokens is {most!r}; give a whole number from 1 on")
+        raise ValueError(f"sampling.max_tokens must be a whole number from 1 on, not {most!r}")
     for name in FOR_ALL:
         usual = _or_true(job.get(name))
         if _or_true(own.get(name, usual)) != usual:
             raise ValueError(
-                f"sampling.{name} is {own[name]!r} for this row and the job's {usual}: texts are "
-                "made in one way for all rows; set it in the job, and leave it out here"
+                f"sampling.{name} is {own[name]!r} for this row but {usual} in the job, and all "
+                "rows must have the same. Set it in the job, and leave it out of what "
+                "prompt.function returns"
             )
 
 
@@ -111,14 +114,13 @@ def _check_form(own: Mapping[str, Any], job: Mapping[str, Any]) -> None:
     choice = own.get("choice")
     labels = choice if isinstance(choice, list) else []
     if choice is not None and not (labels and all(isinstance(x, str) and x for x in labels)):
-        raise ValueError("sampling.choice must be a list of labels, each a text that is not empty")
+        raise ValueError("sampling.choice must be a list of labels, each a non-empty text")
     check_label_texts(labels, "sampling.choice: ")
     both = {**job, **own}
     if both.get("choice") and both.get("structured_outputs"):
         raise ValueError(
-            "sampling: choice and structured_outputs exclude each other; where the job sets one "
-            "and a row the other, let the row return choice: null (or structured_outputs: null) "
-            "as well"
+            "sampling: choice and structured_outputs exclude each other. If the job sets one and "
+            "the row the other, return choice: null (or structured_outputs: null) as well"
         )
     try:
         check_form_shape(own.get("structured_outputs"))

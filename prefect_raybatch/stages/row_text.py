@@ -27,8 +27,10 @@ log = logging.getLogger(__name__)
 
 
 def _digits(first: str) -> str:
-    """Return random digits that survive every normalizer and template filter. `first` occurs in
-    them only at the start, so that they cannot overlap with themselves."""
+    """Return random digits that survive every normalizer and template filter.
+
+    `first` occurs in them only at the start, so that they cannot overlap with themselves.
+    """
     others = "0123456789".replace(first, "")
     return first + "".join(secrets.choice(others) for _ in range(23))
 
@@ -89,9 +91,11 @@ class RowText:
         return self._first_of(request.documents) if request.documents else None
 
     def bad_role(self, request: ChatRequest) -> str | None:
-        """Return the first role that contains a control token, or makes one in a template that
-        writes `<|ROLE|>`; None if there is none. A template compares roles, so they cannot be
-        hidden."""
+        """Return the first role that contains or makes a control token; None if there is none.
+
+        A template that writes `<|ROLE|>` makes one. A template compares roles, so they cannot be
+        hidden.
+        """
         for message in request.messages[request.job_messages :]:
             role = str(message["role"])
             if role not in ROLES and (self.first_in(role) or role in self._inner):
@@ -99,8 +103,7 @@ class RowText:
         return None
 
     def first_in(self, text: str, job_spans: Sequence[tuple[int, int]] = ()) -> str | None:
-        """Return the first control token in `text` that is not within one of the job's own
-        spans."""
+        """Return the first control token in `text` that is outside the job's own spans."""
         for match in self._pattern.finditer(text):
             if not _is_within(match.span(), job_spans):
                 return match.group()
@@ -111,9 +114,11 @@ class RowText:
         return matches[0] if len(matches) > own else None
 
     def hidden(self, request: ChatRequest, keep: re.Pattern[str] | None = None) -> Hidden:
-        """Return the request with the control tokens in its row text replaced by digits. In
-        messages of the assistant, those that match `keep` stay, after digits by which `settled`
-        recognizes them."""
+        """Return the request with the control tokens in its row text replaced by digits.
+
+        In messages of the assistant, those that match `keep` stay, after digits by which `settled`
+        recognizes them.
+        """
         texts: list[str] = []
 
         def hide(match: re.Match[str]) -> str:
@@ -131,8 +136,10 @@ class RowText:
         return Hidden(self._changed(request, text_of), texts)
 
     def settled(self, prompt: str, hidden: list[str]) -> str:
-        """Hide tokens that were kept in a prompt made of a request: what the template left of them
-        is row text."""
+        """Hide tokens that were kept in a prompt made of a request.
+
+        What the template left of them is row text.
+        """
 
         def hide(match: re.Match[str]) -> str:
             hidden.append(match[1])
@@ -157,14 +164,18 @@ class RowText:
         return replace(request, messages=messages, job_text=())
 
     def made_of(self, prompt: str, neutral: str) -> str | None:
-        """Return a control token that occurs more often in a prompt than in that of the neutral
-        request, because the chat template made it from the row's text; None if there is none."""
+        """Return a control token that the chat template made from row text; None if none.
+
+        It occurs more often in the prompt than in that of the neutral request.
+        """
         more = Counter(self._exact.findall(prompt)) - Counter(self._exact.findall(neutral))
         return next((text for text in more if not THINKING.search(text)), None)
 
     def spaced(self, request: ChatRequest) -> ChatRequest:
-        """Return the request with a space within each control token of its row text, for a
-        tokenizer that cannot be copied: the text is altered, but stays text."""
+        """Return the request with a space within each control token of its row text.
+
+        For a tokenizer that cannot be copied: the text is altered, but stays text.
+        """
 
         def spaced(text: str) -> str:
             if self._normalized_in(text) and self.normalize is not None:
@@ -174,8 +185,10 @@ class RowText:
         return self._changed(request, lambda role: spaced)
 
     def marked(self, prompt: str, hidden: Sequence[str]) -> str:
-        """Return a prompt made of a hidden request for the copy of the tokenizer (`plain`): with
-        its control tokens marked and the hidden texts restored."""
+        """Return a prompt made of a hidden request for the copy of the tokenizer (`plain`).
+
+        Its control tokens are marked and the hidden texts restored.
+        """
         marked = self._exact.sub(lambda m: MARK + m.group(), prompt)
         return _HIDDEN.sub(lambda m: hidden[int(m[1])], marked)
 
@@ -184,19 +197,21 @@ class RowText:
 
     @cached_property
     def plain(self) -> Plain | None:
-        """Return the copy of the tokenizer that knows only marked control tokens; None if it cannot
-        be copied."""
+        """Return the tokenizer's copy that knows only marked control tokens; None if impossible."""
         try:
             return _plain(self.tokenizer, self.controls)
         except Exception as error:  # a tokenizer of another kind, or with parts of its own
-            log.info("the tokenizer cannot be copied (%s): a space parts control tokens", error)
+            log.info(
+                "cannot copy the tokenizer (%s); control tokens in rows are split with a "
+                "space instead",
+                error,
+            )
             return None
 
     def _changed(
         self, request: ChatRequest, text_of: Callable[[str], Callable[[str], str]]
     ) -> ChatRequest:
-        """Return the request with its row texts changed by what `text_of` returns for a message's
-        role."""
+        """Return the request with each row text changed by `text_of(role)`."""
         messages: Messages = []
         for i, message in enumerate(request.messages):
             if i < request.job_messages:
@@ -220,8 +235,10 @@ class RowText:
     def _pieces(
         self, text: str, job_spans: Sequence[tuple[int, int]]
     ) -> Iterator[tuple[str, bool]]:
-        """Yield `text` split at the control tokens that the job wrote, each piece with whether it
-        is one of these. A control token of which any part is the row's is row text."""
+        """Yield `text` in pieces, each with whether it is a control token that the job wrote.
+
+        A control token of which any part is the row's is row text.
+        """
         at = 0
         if job_spans:
             for match in self._pattern.finditer(text):
@@ -271,8 +288,10 @@ class Hidden:
 
 @dataclass(frozen=True)
 class Plain:
-    """A tokenizer that reads only marked control tokens. `ids` maps its token ids to those of the
-    original, where they differ."""
+    """A tokenizer that reads only marked control tokens.
+
+    `ids` maps its token ids to those of the original, where they differ.
+    """
 
     tokenizer: Tokenizer
     ids: Mapping[int, int]
@@ -308,9 +327,8 @@ def refused(control: str) -> Failure:
     return Failure(
         "prepare",
         "ControlTokenInRow",
-        f"the row's text holds {control!r}, which the model's tokenizer reads as a control token. "
-        "Remove it from the row, or set prompt.special_tokens_in_rows to split, which asks about "
-        "it as plain text",
+        f"the row's text contains {control!r}, a control token of the model's tokenizer. Remove "
+        "it from the row, or set prompt.special_tokens_in_rows: split to send it as plain text",
     )
 
 
@@ -318,8 +336,8 @@ def refused_template(control: str) -> Failure:
     return Failure(
         "prepare",
         "ControlTokenInRow",
-        f"the chat template changes the row's text and makes the control token {control!r} of it. "
-        "Set a prompt.chat_template that puts the text in as it is, without lower or replace",
+        f"the chat template turns the row's text into the control token {control!r}. Set a "
+        "prompt.chat_template that inserts the text unchanged, without lower or replace",
     )
 
 
@@ -327,14 +345,17 @@ def refused_role(role: str) -> Failure:
     return Failure(
         "prepare",
         "ControlTokenInRow",
-        f"the role {role!r} of a message makes a control token in the chat template. Name who "
-        "speaks: system, user, assistant, tool",
+        f"the message role {role!r} becomes a control token in the chat template. Use system, "
+        "user, assistant or tool",
     )
 
 
 def _is_control(text: str, special: bool) -> bool:
-    """Return whether an added token steers the model. Not: runs of spaces, single characters, words
-    and HTML, which tokenizers add to write text with fewer tokens."""
+    """Return whether an added token steers the model.
+
+    Not: runs of spaces, single characters, words and HTML, which tokenizers add to write text with
+    fewer tokens.
+    """
     bare = text.strip("\u2581 \t\r\n")
     if len(bare) < 2:
         return False
@@ -393,8 +414,10 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _plain(tokenizer: Any, controls: Sequence[str]) -> Plain:
-    """Return a copy of a tokenizer that knows its control tokens only by their marked texts, in its
-    vocabulary as well: neither merges nor pieces produce them from plain text."""
+    """Return a copy of a tokenizer that knows control tokens only by their marked texts.
+
+    The vocabulary changes too: neither merges nor pieces produce control tokens from plain text.
+    """
     from tokenizers import Tokenizer as Backend
 
     backend = tokenizer.backend_tokenizer

@@ -55,7 +55,9 @@ class SchemaCheck:
                 return
             error = best_match(self._validator.iter_errors(value))
         except Unresolvable as missing:
-            raise AnswerMisfit("", "$ref", f"its schema refers to {missing.ref!r}") from None
+            raise AnswerMisfit(
+                "", "$ref", f"the schema refers to {missing.ref!r}, which it does not define"
+            ) from None
         place = "".join(f"[{n}]" if isinstance(n, int) else f".{n}" for n in error.absolute_path)
         raise AnswerMisfit(place, str(error.validator), error.message)
 
@@ -68,7 +70,9 @@ class SchemaCheck:
 
     def _late(self, rule: str) -> AnswerMisfit:
         return AnswerMisfit(
-            "", rule, f"the schema takes over {self._seconds:g} s to check it; simplify that"
+            "",
+            rule,
+            f"the check against the schema took over {self._seconds:g} s. Simplify the schema",
         )
 
     def _timed(self, rule: Callable[..., Any]) -> Callable[..., Iterator[Any]]:

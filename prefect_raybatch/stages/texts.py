@@ -17,23 +17,24 @@ import pyarrow as pa
 
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.stages.block import (
-    ERROR,
-    ERROR_TYPE,
-    PARAMS,
-    SECOND,
-    TOKENS,
-    TRUNCATED,
     Failure,
     Tokenizer,
     input_columns,
     rows_of,
     timed,
+    with_failures,
 )
 from prefect_raybatch.stages.calls.apart import NoChild
+from prefect_raybatch.stages.columns import (
+    KEY,
+    PARAMS,
+    SECOND,
+    TOKENS,
+    TRUNCATED,
+)
 from prefect_raybatch.stages.messages import ChatRequest
 from prefect_raybatch.stages.pooling import Pooling, Texts
 from prefect_raybatch.stages.prepare import UNKNOWN_CONTEXT, Prepare
-from prefect_raybatch.stages.request_key import KEY
 from prefect_raybatch.stages.row_text import Plain, RowText, refused
 from prefect_raybatch.stages.tokens import (
     CHARACTERS_A_TOKEN,
@@ -52,8 +53,10 @@ RowRequests = tuple[ChatRequest, ...]  # one for each text of a row
 
 @dataclass(frozen=True)
 class Input:
-    """The texts of a row as a tokenizer gets them: the model's, or its `plain` copy, for which
-    control tokens are marked."""
+    """The texts of a row as a tokenizer gets them.
+
+    The tokenizer is the model's, or its `plain` copy, for which control tokens are marked.
+    """
 
     texts: tuple[str, ...]
     plain: Plain | None = None
@@ -65,8 +68,10 @@ class Input:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids of a row's one or two prompts; `types_from` is the index of the second text of a
-    pair, if the tokenizer gives types; `cut`: they were shortened."""
+    """Token ids of a row's one or two prompts; `cut`: they were shortened.
+
+    `types_from` is the index of the second text of a pair, if the tokenizer gives types.
+    """
 
     ids: tuple[TokenIds, ...]
     types_from: int | None = None
@@ -91,15 +96,14 @@ class PrepareTexts(Prepare):
         made = self._encoded(given, limit, limit)
         if self.prompt.on_too_long != "quarantine":
             cut = [isinstance(m, Encoded) and m.cut for m in made]
-            table = table.append_column(TRUNCATED, pa.array(cut, pa.bool_()))
+            table = TRUNCATED.add_to(table, cut)
         names = (TOKENS, SECOND) if self.texts is Texts.TWO else (TOKENS,)
         for at, name in enumerate(names):
             ids = [m.ids[at] if isinstance(m, Encoded) else [] for m in made]
-            table = table.append_column(name, pa.array(ids, pa.list_(pa.int32())))
+            table = name.add_to(table, ids)
         params = [_params(m) if isinstance(m, Encoded) else None for m in made]
-        table = table.append_column(PARAMS, pa.array(params, pa.string()))
-        errors = [m.to_dict() if isinstance(m, Failure) else None for m in made]
-        table = table.append_column(ERROR, pa.array(errors, ERROR_TYPE))
+        table = PARAMS.add_to(table, params)
+        table = with_failures(table, [m if isinstance(m, Failure) else None for m in made])
         return timed(table, "prepare", began)
 
     def requests(self, table: pa.Table) -> list[ChatRequest | Failure]:
@@ -109,9 +113,11 @@ class PrepareTexts(Prepare):
     def prompts(
         self, table: pa.Table
     ) -> tuple[list[ChatRequest | Failure], list[TokenIds | Failure]]:
-        """Return request and prompt tokens of each row, of any length; of two texts the longer
-        one's. For a text that is far too long, these are the tokens of a part, more than the model
-        takes."""
+        """Return request and prompt tokens of each row, of any length.
+
+        Of two texts, the longer one's. For a text that is far too long, these are the tokens of a
+        part, more than the model takes.
+        """
         made = self._encoded(self._given(table), None, self._limit())
         requests = [m if isinstance(m, Failure) else ChatRequest([]) for m in made]
         return requests, [m if isinstance(m, Failure) else max(m.ids, key=len) for m in made]
@@ -142,8 +148,10 @@ class PrepareTexts(Prepare):
     def _encoded(
         self, given: Sequence[RowRequests | Failure], limit: int | None, most: int | None
     ) -> list[Encoded | Failure]:
-        """Return the tokens of each row within `limit` (None: none). Of a text with more than
-        `most` tokens, only a part is tokenized."""
+        """Return the tokens of each row within `limit` (None: none).
+
+        Of a text with more than `most` tokens, only a part is tokenized.
+        """
         tokenizer, most = self._tokenizer(), most or UNKNOWN_CONTEXT
         rows = self.prompt.special_tokens_in_rows
         guard = None if rows == "allow" else guard_of(tokenizer)
@@ -261,8 +269,7 @@ class PrepareTexts(Prepare):
 
 
 def _input(guard: RowText | None, rows: str, asked: RowRequests) -> Input | Failure:
-    """Return what the tokenizer gets of a row, given how control tokens in row text are treated
-    (`rows`)."""
+    """Return what the tokenizer gets of a row; `rows` says how to treat control tokens."""
     texts = tuple(map(_text, asked))
     controls = () if guard is None else tuple(filter(None, map(guard.control_in, asked)))
     if guard is None or not controls:
@@ -283,7 +290,8 @@ def _too_long(count: str, limit: int) -> Failure:
     return Failure(
         "prepare",
         "PromptTooLong",
-        f"the prompt has {count} tokens, and the context {limit} (engine.max_model_len)",
+        f"the prompt has {count} tokens, more than engine.max_model_len {limit}. Shorten the row, "
+        "or set prompt.on_too_long to truncate it",
     )
 
 
@@ -302,13 +310,15 @@ def _params(made: Encoded) -> str | None:
 
 
 def _first_one(types: Sequence[int] | None) -> int | None:
-    """Return the index at which the token types of a pair become 1; vLLM takes 0s followed by
-    1s."""
+    """Return the index at which a pair's token types become 1; vLLM takes 0s, then 1s."""
     if types is None:
         return None
     at = next((i for i, kind in enumerate(types) if kind), len(types))
     if any(kind != 1 for kind in types[at:]):
-        raise ValueError("the tokenizer gives token types other than 0s followed by 1s")
+        raise ValueError(
+            "the tokenizer returns token types other than 0s followed by 1s, which vLLM does "
+            "not support"
+        )
     return at
 
 

@@ -45,11 +45,14 @@ BORDER = 64  # tokens that the beginning of a text may have more than the same p
 
 @dataclass(frozen=True)
 class Chat:
-    """What makes a prompt in addition to messages: `template` instead of the tokenizer's own, its
-    `arguments` and `tools`, a text that the answer continues (`prefill`), and whether it continues
-    the last message (`continued`). `fields` are those of the job that need a chat template. `rows`:
-    how control tokens in row text are treated (`prompt.special_tokens_in_rows`). `asked`: whether
-    the prompt ends with the beginning of an answer."""
+    """What makes a prompt in addition to messages.
+
+    `template` replaces the tokenizer's own and gets `arguments` and `tools`; the answer continues
+    the text `prefill`, or the last message (`continued`). `fields` are those of the job that need a
+    chat template. `rows`: how control tokens in row text are treated
+    (`prompt.special_tokens_in_rows`). `asked`: whether the prompt ends with the beginning of an
+    answer.
+    """
 
     template: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -73,8 +76,7 @@ class Chat:
         )
 
     def templated(self, tokenizer: Tokenizer) -> bool:
-        """Return whether there is a chat template; raise `ConfigError` if one is required and
-        missing."""
+        """Return whether there is a chat template; raise `ConfigError` if one is required."""
         if self.template or getattr(tokenizer, "chat_template", None):
             return True
         if self.fields:
@@ -86,31 +88,35 @@ PLAIN = Chat()
 
 
 class TemplateTooSlow(Exception):
-    """A chat template does not finish in time for a row; the error class of that row in
-    quarantine."""
+    """A chat template does not finish in time for a row; its error class in quarantine."""
 
 
 class TemplateLimit:
-    """Limits the time that a chat template takes for the rows of one call. After LATE_ROWS rows
-    that took longer, it is tried for no other row."""
+    """Limits the time that a chat template takes for the rows of one call.
+
+    After LATE_ROWS rows that took longer, it is tried for no other row.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._late_rows = 0
 
     def __call__(self, apply: Callable[[], Made], rows: int = 1) -> Made:
-        """Return what `apply` returns for `rows` rows. Raise `TemplateTooSlow` if that takes too
-        long."""
+        """Return what `apply` returns for `rows` rows.
+
+        Raise `TemplateTooSlow` if that takes too long.
+        """
         if self._late_rows >= LATE_ROWS:
             raise TemplateTooSlow(
-                f"the chat template took over {self.seconds:g} s for rows before it"
+                f"the chat template took over {self.seconds:g} s for earlier rows, so it is not "
+                "tried for this one"
             )
         try:
             return within(self.seconds, apply, stop=True)
         except TimeoutError:
             self._late_rows += rows == 1
             raise TemplateTooSlow(
-                f"the chat template takes over {self.seconds:g} s for this row; simplify its "
+                f"the chat template took over {self.seconds:g} s for this row. Simplify its "
                 "loops, or shorten the row"
             ) from None
 
@@ -121,8 +127,10 @@ def render(
     chat: Chat = PLAIN,
     seconds: float = chat_template.TEMPLATE_SECONDS,
 ) -> list[str | Failure]:
-    """Render requests to prompt texts through the chat template; failures stay in place. A row for
-    which the template takes over `seconds` fails, and after some of these all others."""
+    """Render requests to prompt texts through the chat template; failures stay in place.
+
+    A row for which the template takes over `seconds` fails, and after some of these all others.
+    """
     if not chat.templated(tokenizer):
         return [
             r
@@ -159,8 +167,10 @@ def render(
 
 
 def _given(chat: Chat, documents: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """Return the set arguments of the chat template only, because an unusual tokenizer may not know
-    the others."""
+    """Return only the chat template's arguments that are set.
+
+    An unusual tokenizer may not know the others.
+    """
     given: dict[str, Any] = {
         "chat_template": chat.template,
         "tools": chat.tools,
@@ -176,9 +186,11 @@ def prompt_tokens(
     chat: Chat = PLAIN,
     most: int | None = None,
 ) -> list[TokenIds | Failure]:
-    """Convert requests to prompt tokens; failures stay in place. Control tokens in row text are
-    treated as `chat.rows` says. A prompt of far more than `most` tokens is a `LongPrompt`: only its
-    beginning was tokenized."""
+    """Convert requests to prompt tokens; failures stay in place.
+
+    Control tokens in row text are treated as `chat.rows` says. A prompt of far more than `most`
+    tokens is a `LongPrompt`: only its beginning was tokenized.
+    """
     guard = None if chat.rows == "allow" else guard_of(tokenizer, chat)
     if guard is None:
         return tokenize(tokenizer, render(tokenizer, requests, chat), chat, most)
@@ -202,8 +214,10 @@ def prompt_tokens(
 def guarded_request(
     guard: RowText, request: ChatRequest | Failure, rows: str
 ) -> ChatRequest | Failure | None:
-    """Return the request if its row text contains no control token, or the row's failure; None for
-    a request that must be encoded with care."""
+    """Return the request if its row text has no control token, or the row's failure.
+
+    None for a request that must be encoded with care.
+    """
     if isinstance(request, Failure):
         return request
     role = guard.bad_role(request)
@@ -217,8 +231,10 @@ def guarded_request(
 
 @lru_cache(maxsize=8)
 def _guard_of(tokenizer: Any, template: str | None) -> RowText | None:
-    """Return what protects rows in a chat template, which may complete a control token that a row
-    begins."""
+    """Return what protects rows in a chat template.
+
+    The template may complete a control token that a row begins.
+    """
     guard = row_text(tokenizer)
     if guard is None:
         return None
@@ -237,8 +253,10 @@ def _guard_of(tokenizer: Any, template: str | None) -> RowText | None:
 
 
 def guard_of(tokenizer: Any, chat: Chat | None = None) -> RowText | None:
-    """Return what protects rows from the control tokens of `tokenizer`, within a chat template if
-    there is one; None if the tokenizer has none."""
+    """Return what protects rows from control tokens of `tokenizer`; None if it has none.
+
+    It also protects within the template of `chat`, if there is one.
+    """
     return row_text(tokenizer) if chat is None else _guard_of(tokenizer, chat.template)
 
 
@@ -254,8 +272,7 @@ def _unforged(
     texts: Sequence[str | Failure],
     chat: Chat,
 ) -> list[str | Failure]:
-    """Return the prompts of requests; a failure if the template made a control token from row
-    text."""
+    """Return prompts; a failure where the template made a control token from row text."""
     neutral = [r if isinstance(r, Failure) else guard.neutral(r) for r in requests]
     made: list[str | Failure] = []
     for text, other in zip(texts, render(tokenizer, neutral, chat), strict=True):
@@ -322,8 +339,10 @@ def tokenize(
 
 
 class LongPrompt(list[int]):
-    """The tokens of the first `characters` of a prompt that has far too many; `estimate` is the
-    approximate total."""
+    """The tokens of the first `characters` of a prompt that has far too many.
+
+    `estimate` is the approximate total.
+    """
 
     def __init__(self, ids: TokenIds, estimate: int, characters: int) -> None:
         super().__init__(ids)
@@ -346,9 +365,11 @@ def batches_of(sizes: Sequence[int]) -> Iterator[slice]:
 def _bounded(
     tokens: Callable[[list[str]], list[TokenIds]], texts: Sequence[str], most: int | None
 ) -> list[TokenIds | Failure]:
-    """Return the tokens of each text. A tokenizer takes some 200 bytes per character, so texts are
-    passed in batches of `CHARACTERS_AT_ONCE`, and first only the beginning of one that may be too
-    long."""
+    """Return the tokens of each text.
+
+    A tokenizer takes some 200 bytes per character, so texts are passed in batches of
+    `CHARACTERS_AT_ONCE`, and first only the beginning of one that may be too long.
+    """
     made: dict[int, TokenIds | Failure] = {}
     short: list[int] = []
     for i, text in enumerate(texts):
@@ -374,9 +395,11 @@ def _tokens_of(
 def long_tokens(
     tokens: Callable[[list[str]], list[TokenIds]], text: str, most: int, end: bool = False
 ) -> TokenIds:
-    """Return the tokens of a long text, or a `LongPrompt` once its beginning (or its `end`) alone
-    has more than `most`. No text of more than `most` times `CHARACTERS_A_TOKEN_AT_MOST` is
-    tokenized."""
+    """Return the tokens of a long text, or a `LongPrompt` if it has more than `most`.
+
+    That shows in its beginning (or its `end`) alone. No text of more than `most` times
+    `CHARACTERS_A_TOKEN_AT_MOST` is tokenized.
+    """
     size = most * CHARACTERS_A_TOKEN
     bound = most * CHARACTERS_A_TOKEN_AT_MOST
     while size < len(text):
@@ -410,9 +433,11 @@ def last_tokens(
     whole: Sequence[TokenIds | Failure],
     chat: Chat,
 ) -> list[TokenIds | None]:
-    """Return the tokens after the last message in each of the prompts `whole`; with
-    `chat.continued`, those from the last message on. None for a failed row, without a chat
-    template, and if one does not show the message."""
+    """Return the tokens after the last message in each of the prompts `whole`.
+
+    With `chat.continued`, those from the last message on. None for a failed row, without a chat
+    template, and if one does not show the message.
+    """
     if not chat.templated(tokenizer):
         return [None for _ in requests]
     if chat.continued:
@@ -471,8 +496,9 @@ def shortened(
     left: bool,
     chat: Chat = PLAIN,
 ) -> list[int] | None:
-    """Return prompt tokens of a request whose prompt is `whole`, at most `room`, with the beginning
-    (`left`) or the end of its last user message cut off; None if that message is not long enough.
+    """Return at most `room` prompt tokens of a request; None if its message is too short.
+
+    The beginning (`left`) or the end of its last user message is cut off; `whole` is the prompt.
 
     The text is cut, not the tokens: the chat template around it must stay whole.
     """
@@ -551,7 +577,10 @@ def fitting_tokens(tokens: TokenIds, limit: int | None) -> TokenIds | Failure:
 def prompt_too_long(count: str, limit: int | None) -> Failure:
     room = "the model's context" if limit is None else f"engine.max_model_len {limit}"
     return Failure(
-        "prepare", "PromptTooLong", f"the prompt has {count} tokens and leaves no room in {room}"
+        "prepare",
+        "PromptTooLong",
+        f"the prompt has {count} tokens and leaves no room for an answer in {room}. Shorten the "
+        "row, or set prompt.on_too_long to truncate it",
     )
 
 

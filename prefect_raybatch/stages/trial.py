@@ -1,5 +1,7 @@
-"""Runs sampled rows through a run's stages on one engine and collects the outcomes, to compare two
-ways of asking. Writes only to a folder that is removed."""
+"""Runs sampled rows through a run's stages on one engine and collects the outcomes.
+
+So two ways of asking can be compared. Writes only to a folder that is removed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ import pyarrow as pa
 from prefect_raybatch.errors import EngineFailure, EngineStartError, SourceError
 from prefect_raybatch.ledger.layout import POSITION, piece_path
 from prefect_raybatch.ledger.records import Receipt
-from prefect_raybatch.stages.block import ERROR, PARAMS, is_lost, losses
+from prefect_raybatch.stages.block import is_lost, losses
+from prefect_raybatch.stages.columns import ERROR, PARAMS
 from prefect_raybatch.stages.engine import EngineLaunch
 from prefect_raybatch.stages.finish import RECEIPT, Finish
 from prefect_raybatch.stages.raw_answers import VECTOR_COLUMN
@@ -62,8 +65,10 @@ class TrialEngine:
         self.engine = engine(stages.spec)
 
     def outcomes(self, again: bool = False) -> dict[Row, RowOutcome]:
-        """Return the outcome of each row that was asked, valid or failed; rows that make no prompt,
-        and those with which their engine died, are left out. `again`: in another order.
+        """Return the outcome of each row that was asked, valid or failed.
+
+        Rows that make no prompt, and those with which their engine died, are left out. `again`: in
+        another order.
 
         Raises `SourceError` for unreadable rows, `EngineStartError` if the engine does not start,
         and `EngineFailure` if it died with every row.
@@ -97,8 +102,10 @@ class TrialEngine:
         return [_greedy(table.filter(table[ERROR].is_null())) for table in made]
 
     def _answered(self, blocks: list[pa.Table]) -> list[pa.Table]:
-        """Return the blocks with their answers. Rows with which an engine died are asked again, one
-        by one."""
+        """Return the blocks with their answers.
+
+        Rows with which an engine died are asked again, one by one.
+        """
         with ThreadPoolExecutor(BLOCKS_ASKED) as pool:
             first = list(pool.map(self.engine, blocks))
         made, why = [], ""
@@ -113,7 +120,7 @@ class TrialEngine:
                 continue
             made.append(answered)
         if blocks and not made:
-            raise EngineFailure(f"the engine died with every sampled row: {why}")
+            raise EngineFailure(f"the engine crashed on every sampled row: {why}")
         return made
 
     def _of_receipt(self, store: Store, receipt: Receipt) -> dict[Row, RowOutcome]:
@@ -150,14 +157,13 @@ def _taken(shard: tuple[Read, Sequence[int]]) -> pa.Table:
 
 
 def _greedy(table: pa.Table) -> pa.Table:
-    """Return the block with rows that set their own temperature or number of answers asked
-    greedily, once."""
+    """Return the block with rows of their own temperature or `n` asked greedily, once."""
     own = [
         text and json.dumps({**json.loads(text), "temperature": 0.0, "n": 1})
         for text in table[PARAMS].to_pylist()
     ]
     at = table.column_names.index(PARAMS)
-    return table.set_column(at, PARAMS, pa.array(own, pa.string()))
+    return table.set_column(at, PARAMS, pa.array(own, PARAMS.type))
 
 
 def pooled_answers(table: pa.Table, task: str, column: str) -> Iterator[np.ndarray | str | float]:
@@ -177,9 +183,11 @@ def pooled_answers(table: pa.Table, task: str, column: str) -> Iterator[np.ndarr
 def compared(
     one: Mapping[Row, RowOutcome], other: Mapping[Row, RowOutcome]
 ) -> tuple[int, int, list[Row]]:
-    """Return (rows that both have, rows that agree, rows that do not). Valid rows agree if all
-    columns do, vectors by their cosine and scores by their distance; failed rows agree by the class
-    of the error."""
+    """Return (rows that both have, rows that agree, rows that do not).
+
+    Valid rows agree if all columns do, vectors by their cosine and scores by their distance; failed
+    rows agree by the class of the error.
+    """
     both = sorted(one.keys() & other.keys())
     scores = [one[row][1] for row in both if isinstance(one[row][1], float)]
     near = SCORES_NEAR * float(np.std(scores)) if scores else 0.0

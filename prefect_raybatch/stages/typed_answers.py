@@ -37,8 +37,7 @@ class AnswerReader:
         return pa.schema([shape.field(name) for name, shape in self.columns.items()])
 
     def read(self, text: str) -> tuple[dict[str, Any], dict[str, Any]] | Failure:
-        """Return the object that an answer is, and its columns as Arrow takes them; or the
-        failure."""
+        """Return an answer as an object and as columns for Arrow, or the failure."""
         try:
             found = _parsed(text)
             self._check(found)
@@ -69,11 +68,11 @@ def _parsed(text: str) -> Any:
     except AnswerMisfit:
         raise
     except ValueError as error:
-        raise AnswerMisfit("", "JSON", f"it is no JSON: {error}") from None
+        raise AnswerMisfit("", "JSON", f"it is not JSON: {error}") from None
     try:  # "\ud800" is JSON, but no text
         json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise AnswerMisfit("", "JSON", "a text in it holds half a surrogate pair") from None
+        raise AnswerMisfit("", "JSON", "a text in it contains a lone surrogate") from None
     return found
 
 
@@ -82,12 +81,12 @@ def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise AnswerMisfit("", "JSON", f"property {twice!r} stands there twice")
+        raise AnswerMisfit("", "JSON", f"duplicate property {twice!r}")
     return made
 
 
 def _constant(name: str) -> Any:
-    raise AnswerMisfit("", "JSON", f"{name} is no JSON number")
+    raise AnswerMisfit("", "JSON", f"{name} is not a JSON number")
 
 
 def _float(text: str) -> float:
@@ -135,7 +134,7 @@ def _scalar(shape: AnswerShape, found: Any, place: str) -> Any:
         return found
     if shape.kind == "integer" and number and found == int(found):  # 1.0 is an integer
         if int(found) not in INT64:
-            raise AnswerMisfit(place, "int64", "the whole number does not fit 64 bits")
+            raise AnswerMisfit(place, "int64", "the whole number does not fit in 64 bits")
         return int(found)
     if shape.kind == "number" and number:
         try:
@@ -151,7 +150,7 @@ def _failure(misfit: AnswerMisfit, text: str) -> Failure:
     return Failure(
         "engine",
         NOT_VALID,
-        f"the answer does not fit output.schema_model at {misfit.place} ({misfit.rule}); its text "
-        f"is below, and another prompt, model or schema may mend it on a retry: {reason}. "
-        f"It was: {text[:MAX_ANSWER]}",
+        f"the answer does not fit output.schema_model at {misfit.place} ({misfit.rule}). Retry "
+        f"the row, perhaps with another prompt, model or schema. Reason: {reason}. Answer: "
+        f"{text[:MAX_ANSWER]}",
     )

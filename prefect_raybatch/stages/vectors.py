@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,64 +11,64 @@ import pyarrow as pa
 
 from prefect_raybatch.job.tasks import probabilities
 from prefect_raybatch.stages.answer_counts import MOST_COUNTED_LABELS, label_counts
-from prefect_raybatch.stages.block import ERROR, POSITION, VECTOR, Failure, input_columns, rows_of
-from prefect_raybatch.stages.finish import Finish, postprocessed
+from prefect_raybatch.stages.block import Failure, failures_of, input_columns, rows_of
+from prefect_raybatch.stages.columns import POSITION, VECTOR
+from prefect_raybatch.stages.finish import Finish
+from prefect_raybatch.stages.output_schema import ResultColumn
 from prefect_raybatch.stages.pooling import Pooling
+from prefect_raybatch.stages.row_outcomes import ColumnValues, FinishedRow, OutputRow, postprocessed
 
 SMALL = {"float32": np.float32, "float16": np.float16}
 
 
 @dataclass(frozen=True)
 class FinishVectors(Finish):
-    """The stage for a pooling task; `labels` are the names of the model's labels, in their
-    order."""
+    """The stage for a pooling task; `labels` are the model's labels, in order."""
 
     task: str = "embed"
     labels: tuple[str, ...] = ()
 
-    def _outcome(self, table: pa.Table) -> list[dict[str, Any] | Failure | None]:
-        errors = table[ERROR].to_pylist()
-        vectors = vectors_of(table) if VECTOR in table.column_names else [None] * len(errors)
-        made: list[Any] = [
-            Failure(**e) if e else self._answer(v) for e, v in zip(errors, vectors, strict=True)
-        ]
+    def _outcomes(self, table: pa.Table) -> list[FinishedRow]:
+        failures = failures_of(table)
+        vectors = vectors_of(table) if VECTOR in table.column_names else [None] * len(failures)
+        outcomes = [f or self._answer(v) for f, v in zip(failures, vectors, strict=True)]
         if self.spec.postprocess is None:
-            return made
+            return outcomes
         names = input_columns(table)
         rows = rows_of(table, names)
-        kept = self.spec.kept(names)
-        taken = {POSITION, self.spec.row_number, *kept}
+        taken = {POSITION, self.spec.row_number, *self.spec.kept(names)}
         with self.calls.function(self.spec.postprocess, "output.postprocess") as function:
-            for i, answer in enumerate(made):
-                if not isinstance(answer, Failure):
-                    plain = {name: _plain(value) for name, value in answer.items()}
-                    made[i] = postprocessed(function, rows[i], plain, taken)
-        return made
+            for i, outcome in enumerate(outcomes):
+                if isinstance(outcome, OutputRow):
+                    plain = {name: _plain(value) for name, value in outcome.columns.items()}
+                    outcomes[i] = postprocessed(function, rows[i], plain, taken)
+        return outcomes
 
-    def _counts(self, table: pa.Table, outcome: Sequence[Any]) -> dict[str, float]:
+    def _counts(self, table: pa.Table, outcomes: Sequence[FinishedRow]) -> dict[str, float]:
         if self.task != "classify" or not 0 < len(self.labels) <= MOST_COUNTED_LABELS:
             return {}
-        well = [i for i, made in enumerate(outcome) if not isinstance(made, Failure)]
+        well = [i for i, outcome in enumerate(outcomes) if not isinstance(outcome, Failure)]
         if not well:
             return {}
         best = vectors_of(table)[well].argmax(axis=1)
         return label_counts([self.labels[int(at)] for at in best], self.labels)
 
-    def _answer(self, vector: np.ndarray) -> dict[str, Any] | Failure:
+    def _answer(self, vector: np.ndarray) -> FinishedRow:
         """Return the columns of a row from its vector."""
         name = self.spec.column
         if self.task == "score":
-            return {name: float(vector[0])}
+            return OutputRow({name: float(vector[0])})
         if self.task == "classify":
             if len(vector) != len(self.labels):
                 return Failure(
                     "engine",
                     "OddVector",
-                    f"the model gave {len(vector)} probabilities, and its config.json names "
+                    f"the model returned {len(vector)} probabilities, but its config.json names "
                     f"{len(self.labels)} labels",
                 )
             shares = dict(zip(self.labels, vector.tolist(), strict=True))
-            return {name: self.labels[int(vector.argmax())], probabilities(name): shares}
+            best = self.labels[int(vector.argmax())]
+            return OutputRow({name: best, probabilities(name): shares})
         with np.errstate(over="ignore"):
             kept = vector.astype(SMALL[self.spec.vector_type])
         if not np.isfinite(kept).all():
@@ -76,20 +76,20 @@ class FinishVectors(Finish):
                 "postprocess",
                 "SchemaError",
                 f"a number of the vector ({np.abs(vector).max():g}) is too large for "
-                "output.vector_type float16; use float32",
+                "output.vector_type float16. Use float32",
             )
-        return {name: kept}
+        return OutputRow({name: kept})
 
     def _result(
-        self, table: pa.Table, outcome: list[Any], good: list[int]
-    ) -> tuple[list[tuple[pa.Field, pa.Array]], dict[int, Failure]]:
+        self, table: pa.Table, rows: Mapping[int, ColumnValues]
+    ) -> tuple[list[ResultColumn], dict[int, Failure]]:
         if self.task != "embed" or self.spec.postprocess is not None:
-            return super()._result(table, outcome, good)
-        rows = np.stack([outcome[i][self.spec.column] for i in good])
-        array = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
+            return super()._result(table, rows)
+        vectors = np.stack([row[self.spec.column] for row in rows.values()])
+        array = pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])
         return [(pa.field(self.spec.column, array.type), array)], {}
 
-    def _schema(self, rows: list[dict[str, Any]]) -> pa.Schema:
+    def _schema(self, rows: Sequence[ColumnValues]) -> pa.Schema:
         if self.spec.postprocess is not None:
             return super()._schema(rows)
         name = self.spec.column

@@ -1,5 +1,6 @@
-"""Prompts that an engine on a CPU must process in one step: those whose answers are sampled with a
-seed.
+"""Finds prompts that an engine on a CPU must process in one step.
+
+These are the ones whose answers are sampled with a seed.
 
 vLLM processes a prompt that does not fit into a step in parts, samples after each part, and resets
 the row's random numbers by the samples that it drops. On a CPU, PyTorch's generators cannot be
@@ -18,8 +19,7 @@ IN_PARTS, TOKENS_A_STEP = "enable_chunked_prefill", "max_num_batched_tokens"
 
 
 def _seeded(sampling: Mapping[str, Any]) -> bool:
-    """Return whether answers with these request fields are sampled, each row from a seed of its
-    own."""
+    """Return whether answers with these fields are sampled, each row from its own seed."""
     return not is_greedy(sampling) and sampling.get("seed") is not None
 
 
@@ -30,8 +30,10 @@ def with_whole_prompts(
     rows_may: bool,
     length: Callable[[], int | None],
 ) -> dict[str, Any]:
-    """Return vLLM's `arguments` for an engine on a CPU, changed if answers are sampled with a seed:
-    no prompt in parts, and steps that hold the longest one.
+    """Return vLLM's `arguments` for an engine on a CPU that keep seeded sampling safe.
+
+    If answers are sampled with a seed, no prompt is processed in parts, and steps hold the longest
+    one.
 
     `given` are those of them that the job sets, `sampling` the fields of each request. `rows_may`:
     a row may bring a seed of its own. `length` returns how many tokens the model takes (None if
@@ -45,19 +47,20 @@ def with_whole_prompts(
     context = length() if certain or rows_may else None
     if context is None:
         return made
-    why = "on a CPU vLLM ends where sampling.seed draws the answer to a prompt computed in parts"
+    why = (
+        "on a CPU, vLLM crashes if sampling.seed is used with a prompt that is processed in chunks"
+    )
     if given.get(IN_PARTS):
         if certain:
-            raise ConfigError(f"engine.{IN_PARTS}: {why}; leave it out, or the seed")
+            raise ConfigError(f"engine.{IN_PARTS}: {why}. Remove it, or sampling.seed")
         return made
     if made[TOKENS_A_STEP] < context:
         if not certain:
             return made
         if given.get(TOKENS_A_STEP):
             raise ConfigError(
-                f"engine.{TOKENS_A_STEP} {given[TOKENS_A_STEP]} does not hold the longest prompt: "
-                f"{why}; set it to {context} (engine.max_model_len, else the model's), or leave it "
-                "or the seed out"
+                f"engine.{TOKENS_A_STEP} {given[TOKENS_A_STEP]} is less than the longest prompt "
+                f"({context} tokens): {why}. Set it to {context}, or remove it or sampling.seed"
             )
         made[TOKENS_A_STEP] = context
     return {**made, IN_PARTS: False}

@@ -23,7 +23,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.stages.block import ERROR, POSITION, SHARD, passes_by
+from prefect_raybatch.stages.block import passes_by
+from prefect_raybatch.stages.columns import ERROR, POSITION, SHARD
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.stages.vllm.canary import CANARY_PROMPT
 from prefect_raybatch.stages.vllm.stepper import Completion, EngineDied

@@ -518,4 +518,4 @@ def test_an_actor_on_a_node_that_leaves_gives_its_blocks_back(
     calls_in_process(monkeypatch)
     old = Handle(EngineHost(Stage, lambda: True))
     (back,) = lost_rows(forwarding([old], [], leaving=True)(block(Unit(3, 0, 2))))
-    assert back[:2] == (3, 0) and "its node leaves" in back[2] and not back[3]
+    assert back[:2] == (3, 0) and "node is being drained" in back[2] and not back[3]

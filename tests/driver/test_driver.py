@@ -377,7 +377,7 @@ def test_a_block_that_hung_is_cut_until_its_rows_fail_alone(tmp_path):
             rows = range(unit.offset, unit.offset + unit.rows)
             found = bad & set(rows) if unit.shard == 1 else set()
             if len(found) > 1:
-                hung = Loss("BlockHung", "output.postprocess a:b, 3 rows running")
+                hung = Loss("BlockHung", "output.postprocess a:b (3 rows in a row)")
                 yield Receipt.of_lost(unit, "a", hung)
             else:
                 yield run.receipt(unit, found)

@@ -12,18 +12,8 @@ from helpers.engines import Factory
 from helpers.small import MODEL, input_rows
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.stages import engine as stage
-from prefect_raybatch.stages.block import (
-    ERROR,
-    ERROR_TYPE,
-    PARAMS,
-    POSITION,
-    SHARD,
-    TOKENS,
-    Failure,
-    is_lost,
-    losses,
-    tag,
-)
+from prefect_raybatch.stages.block import Failure, is_lost, losses, tag
+from prefect_raybatch.stages.columns import ERROR, ERROR_TYPE, PARAMS, POSITION, SHARD, TOKENS
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.stages.vllm import stepper
 

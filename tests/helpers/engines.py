@@ -15,16 +15,14 @@ import numpy as np
 import pyarrow as pa
 
 from prefect_raybatch.ledger.failures import Loss
-from prefect_raybatch.stages.block import (
+from prefect_raybatch.stages.block import Failure, lost_all, passes_by
+from prefect_raybatch.stages.columns import (
     ERROR,
     ERROR_TYPE,
     PARAMS,
     POSITION,
-    TIMES,
+    PREPARE_SECONDS,
     TOKENS,
-    Failure,
-    lost_all,
-    passes_by,
 )
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.stages.vllm.stepper import Completion, Request
@@ -82,7 +80,7 @@ def with_answers(
         TOKENS: pa.array([[1, 2, 3]] * rows, pa.list_(pa.int32())),
         PARAMS: pa.array([None] * rows, pa.string()),
         ERROR: pa.array(list(errors), ERROR_TYPE),
-        f"{TIMES}_prepare": pa.array([0.25] * rows, pa.float64()),
+        PREPARE_SECONDS: pa.array([0.25] * rows, pa.float64()),
     }.items():
         if name in table.column_names:
             table = table.drop_columns([name])

@@ -18,7 +18,8 @@ from prefect_raybatch.cli.commands import main
 from prefect_raybatch.demo.customers import companies, write_customers
 from prefect_raybatch.ledger.records import Receipt
 from prefect_raybatch.model.pinned import tokenizer_place
-from prefect_raybatch.stages.block import ERROR, TOKENS, load_tokenizer
+from prefect_raybatch.stages.block import load_tokenizer
+from prefect_raybatch.stages.columns import ERROR, TOKENS
 from prefect_raybatch.stages.engine import EngineLaunch
 
 from .engines import with_answers

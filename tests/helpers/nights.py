@@ -26,14 +26,8 @@ from prefect_raybatch.model import pinned as models
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.sizing.sizes import Capacity
-from prefect_raybatch.stages.block import (
-    ERROR,
-    TOKENS,
-    Failure,
-    Messages,
-    load_tokenizer,
-    passes_by,
-)
+from prefect_raybatch.stages.block import Failure, Messages, load_tokenizer, passes_by
+from prefect_raybatch.stages.columns import ERROR, TOKENS
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.stages.vllm.stepper import Completion, Request
 

@@ -14,7 +14,7 @@ from helpers.specs import finish_stage
 
 from prefect_raybatch.result.finalize import finalize
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.stages.block import VECTOR
+from prefect_raybatch.stages.columns import VECTOR
 from prefect_raybatch.stages.pooling import Pooling, RowAnswer, Texts, column, without_misfits
 from prefect_raybatch.stages.vllm.stepper import Completion
 from prefect_raybatch.storage import open_store

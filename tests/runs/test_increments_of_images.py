@@ -103,7 +103,7 @@ def test_images_that_are_away_when_the_run_is_planned(
     report = album.drive(album.job(), run)
     assert report.failed == 2 and len(album.told()) == 8
     one, other = (row["message"] for row in album.quarantined("n1"))
-    assert "p3 does not answer" in one and "it can be had now: retry the row" in other
+    assert "p3 does not answer" in one and "available now: retry the row" in other
     away.clear()
     album.night("n2")
     assert album.told() == ["30 Say x", "40 Say x"]

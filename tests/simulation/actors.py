@@ -32,7 +32,8 @@ from prefect_raybatch.result.reap import reap
 from prefect_raybatch.runs.repair import repair_run
 from prefect_raybatch.runs.retry import Nothing
 from prefect_raybatch.runs.run import run_of
-from prefect_raybatch.stages.block import POSITION, Failure, tag
+from prefect_raybatch.stages.block import Failure, tag
+from prefect_raybatch.stages.columns import POSITION
 
 from .scheduler import Pool
 from .world import KEY, World

@@ -19,7 +19,7 @@ from prefect_raybatch import demo
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model.memory import describe
 from prefect_raybatch.stages.adapted import Adapted
-from prefect_raybatch.stages.block import ERROR, TEXTS, TOKENS
+from prefect_raybatch.stages.columns import ERROR, TEXTS, TOKENS
 from prefect_raybatch.stages.engine import EngineStage
 from prefect_raybatch.stages.vllm.stepper import Completion, Request, SteppedEngine
 
@@ -75,8 +75,15 @@ def test_an_adapter_that_is_not_known_fails_its_row_alone():
     found = [e and (e["kind"], e["message"]) for e in table[ERROR].to_pylist()]
     assert found == [
         None,
-        ("UnknownAdapter", "column which names 'none'; engine.adapters has a, b"),
-        ("UnknownAdapter", "column which is null; engine.adapters has a, b"),
+        (
+            "UnknownAdapter",
+            "column which names the unknown adapter 'none'. Use one of engine.adapters: a, b",
+        ),
+        (
+            "UnknownAdapter",
+            "column which is null (prompt.on_null: empty would use the base model). "
+            "Use one of engine.adapters: a, b",
+        ),
     ]
     table, _ = asked(["a", None], null=True)
     assert [t[0] for t in table[TEXTS].to_pylist()] == ["a-1", "None"]
@@ -86,7 +93,7 @@ def test_on_a_cpu_no_row_is_asked_of_the_model_alone():
     """vLLM's CPU kernels take "no adapter" (-1) for the last one."""
     table, requests = asked(["a", None], null=True, alone=False)
     assert len(requests) == 1
-    assert "on a CPU vLLM cannot ask the model alone" in table[ERROR].to_pylist()[1]["message"]
+    assert "on a CPU vLLM cannot use the base model" in table[ERROR].to_pylist()[1]["message"]
 
 
 @pytest.mark.whole

@@ -17,15 +17,8 @@ from prefect_raybatch.demo import demo_model_path
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.stages.answer_forms import form_of, own_form
-from prefect_raybatch.stages.block import (
-    ANSWERS,
-    ENDS,
-    FINISH,
-    OWN_FORM,
-    TEXTS,
-    load_tokenizer,
-    tag,
-)
+from prefect_raybatch.stages.block import load_tokenizer, tag
+from prefect_raybatch.stages.columns import ANSWERS, ENDS, FINISH, OWN_FORM, TEXTS
 from prefect_raybatch.storage import open_store
 
 LABELS = ("Law Firm", "Retail", "a\tb", " padded ", "e\u0301")
@@ -96,7 +89,7 @@ def test_an_answer_that_is_none_of_the_labels_is_not_good(tmp_path, where):
     assert len(bad) == len(wrong)
     for text, failure in zip(wrong, bad, strict=True):
         assert failure.startswith("AnswerNotValid: the answer does not fit sampling.choice: ")
-        assert "it is none of the 5 labels" in failure and failure.endswith(f"It was: {text}")
+        assert "not one of the 5 labels" in failure and failure.endswith(f"Answer: {text}")
 
 
 def test_without_a_form_every_answer_is_good(tmp_path):
@@ -123,7 +116,7 @@ def test_a_row_is_compared_with_its_own_form(tmp_path):
     fields = ["choice", "choice", "choice", "regex", "json", "json", "json_object"]
     for failure, field in zip(bad, fields, strict=True):
         assert failure.startswith("AnswerNotValid: the answer does not fit sampling.")
-        assert f"{field}: " in failure.split("It was")[0]
+        assert f"{field}: " in failure.split("Answer: ")[0]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +148,7 @@ def test_what_no_library_can_parse_is_left_to_the_engine():
 def test_of_several_answers_one_that_does_not_fit_fails_the_row(tmp_path):
     table = block([["Retail", "Law Firm"], ["Retail", ""]], ends=[["stop"] * 2] * 2)
     good, bad = finished(tmp_path, table, answers=2, choices=LABELS)
-    assert good == [["Retail", "Law Firm"]] and bad[0].endswith("It was: ")
+    assert good == [["Retail", "Law Firm"]] and bad[0].endswith("Answer: ")
 
 
 def test_an_answer_cut_off_in_its_form_fails_unless_the_job_keeps_such(tmp_path):

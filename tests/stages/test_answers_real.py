@@ -30,7 +30,8 @@ from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing import sizes
 from prefect_raybatch.stages.answer_logprobs import steps_of
-from prefect_raybatch.stages.block import REASONING_OPEN, Failure, Tokenizer, load_tokenizer, tag
+from prefect_raybatch.stages.block import Failure, Tokenizer, load_tokenizer, tag
+from prefect_raybatch.stages.columns import REASONING_OPEN
 from prefect_raybatch.stages.engine import EngineStage, engine_launch
 from prefect_raybatch.stages.label_probabilities import LabelTokens
 from prefect_raybatch.stages.typed_answers import reader_of

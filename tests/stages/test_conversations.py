@@ -15,7 +15,8 @@ from helpers.thinking import TEMPLATE, WEATHER, save_tokenizer
 from prefect_raybatch import demo
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.ledger.records import Unit
-from prefect_raybatch.stages.block import ERROR, LOST, TOKENS, load_tokenizer, losses, tag
+from prefect_raybatch.stages.block import load_tokenizer, losses, tag
+from prefect_raybatch.stages.columns import ERROR, LOST, TOKENS
 
 ASK = {"role": "user", "content": "How is it in Bonn?"}
 CALLED = {
@@ -118,7 +119,7 @@ def test_parts_of_text_are_put_together():
     ("cell", "said"),
     [
         (None, ["column chat is null"]),
-        ("{", ["chat is text that is no JSON"]),
+        ("{", ["chat is text that is not JSON"]),
         ('"hi"', ["chat is str", "list of messages"]),
         ([], ["chat is an empty conversation"]),
         ([ASK, 3], ["chat[1] is int"]),
@@ -134,7 +135,7 @@ def test_parts_of_text_are_put_together():
         ([ASK, {**CALLED, "tool_calls": [{"function": {}}]}], ["tool_calls[0].function.name"]),
         (
             [ASK, {**CALLED, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
-            ["chat[1].tool_calls[0].function.arguments is no JSON"],
+            ["chat[1].tool_calls[0].function.arguments is not JSON"],
         ),
         (TURNS[:2], ["the last message is the assistant's", "continue_final_message"]),
     ],

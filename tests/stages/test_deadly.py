@@ -27,10 +27,11 @@ from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.plan import prompt_lengths as tokens
-from prefect_raybatch.stages.block import ERROR, losses, tag
+from prefect_raybatch.stages.block import losses, tag
 from prefect_raybatch.stages.calls import apart
 from prefect_raybatch.stages.calls.apart import Apart, FunctionDied, FunctionHung, NoChild
 from prefect_raybatch.stages.calls.calling import HERE, Calls
+from prefect_raybatch.stages.columns import ERROR
 from prefect_raybatch.storage import open_store
 
 DEADLY = "helpers.functions:deadly"
@@ -236,13 +237,13 @@ def test_rows_that_hang_one_after_the_other_hang_the_block_and_not_the_run() -> 
     )
     (why,) = losses(stage(block(["loop"] * 3 + ["fine"] * 9)))
     assert why.kind == "BlockHung" and why.message.startswith("prompt.function")
-    assert "3 rows running" in why.message
+    assert "3 rows in a row" in why.message
 
 
 def test_a_function_that_cannot_be_had_is_told_as_ever() -> None:
     with pytest.raises(ConfigError, match=r"f: helpers\.functions has no function 'nowhere'"):
         Apart("helpers.functions:nowhere", "f", None)
-    with pytest.raises(NoChild, match=r"ended as its module was imported \(exit code 7\)"):
+    with pytest.raises(NoChild, match=r"imported the function's module \(exit code 7\)"):
         Apart("helpers.ends_when_imported:function", "f", None)
 
 
@@ -323,7 +324,7 @@ def test_a_sample_whose_function_hangs_for_each_row_says_so() -> None:
     job = make_job(prompt={"function": "helpers.functions:deadly_ask"}, limits=limits)
     table = pa.table({"what": ["loop"] * 4})
     with pytest.raises(
-        ConfigError, match=r"prompt\.function helpers\.functions:deadly_ask had not"
+        ConfigError, match=r"prompt\.function helpers\.functions:deadly_ask did not return"
     ):
         tokens.measure(compile_job(job), MODEL, [("in.parquet", 0, table)])
 

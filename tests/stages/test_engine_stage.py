@@ -35,9 +35,12 @@ from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import adapters
 from prefect_raybatch.sizing.sizes import Capacity, sizes_of
 from prefect_raybatch.stages.adapted import Adapted
-from prefect_raybatch.stages.block import (
+from prefect_raybatch.stages.block import is_lost, lost
+from prefect_raybatch.stages.columns import (
     ANSWERS,
     CACHED_TOKENS,
+    ENGINE_BEGAN,
+    ENGINE_SECONDS,
     ERROR,
     FINISH,
     MERGED,
@@ -45,10 +48,7 @@ from prefect_raybatch.stages.block import (
     POSITION,
     PROMPT_TOKENS,
     TEXTS,
-    TIMES,
     TOKENS,
-    is_lost,
-    lost,
 )
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage, engine_launch
 from prefect_raybatch.stages.vllm import canary, note, phases, stepper
@@ -89,7 +89,7 @@ def test_each_answer_comes_to_its_row_and_failed_rows_are_not_asked(started):
     assert table[POSITION].to_pylist() == [10, 11, 12, 13]
     assert table["id"].to_pylist() == [0, 1, 2, 3]
     assert not {TOKENS, PARAMS} & set(table.column_names)
-    assert {f"{TIMES}_began", f"{TIMES}_engine"} <= set(table.column_names)
+    assert {ENGINE_BEGAN, ENGINE_SECONDS} <= set(table.column_names)
     (arguments,) = factory.arguments
     assert arguments == {"max_num_seqs": 8, "model": demo.demo_model_path(), "revision": None}
 

@@ -18,10 +18,13 @@ from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.failures import FailureKey, Loss
 from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.records import QUARANTINE, Receipt, Unit, digest
-from prefect_raybatch.stages.block import (
+from prefect_raybatch.stages.block import Failure, lost, tag, timed
+from prefect_raybatch.stages.columns import (
     ANSWERS,
     CACHED_TOKENS,
     ENDS,
+    ENGINE_BEGAN,
+    ENGINE_SECONDS,
     ERROR_TYPE,
     FINISH,
     FORMED,
@@ -29,13 +32,8 @@ from prefect_raybatch.stages.block import (
     PARAMS,
     PROMPT_TOKENS,
     TEXTS,
-    TIMES,
     TOKENS,
     TRUNCATED,
-    Failure,
-    lost,
-    tag,
-    timed,
 )
 from prefect_raybatch.stages.engine import answered
 from prefect_raybatch.stages.finish import Finish
@@ -44,7 +42,7 @@ from prefect_raybatch.stages.vllm.stepper import Completion
 from prefect_raybatch.storage import open_store
 
 ANSWERED = [ANSWERS, TEXTS, FINISH, MERGED, ENDS, PROMPT_TOKENS, CACHED_TOKENS]
-ANSWERED += [f"{TIMES}_began", f"{TIMES}_engine"]
+ANSWERED += [ENGINE_BEGAN, ENGINE_SECONDS]
 REFUSED = Failure("engine", "ValueError", "refused").to_dict()
 
 
@@ -251,7 +249,7 @@ def test_a_job_may_fail_cut_off_answers_and_keeps_their_text(tmp_path, post):
         stage, kind, message = found[i]
         assert (stage, kind) == ("engine", "AnswerCutOff")
         assert "sampling.max_tokens" in message and "output.on_cut_off: keep" in message
-        assert message.endswith(f"After 1 token it was: answer {i}")
+        assert message.endswith(f"Answer after 1 token: answer {i}")
     assert list(receipt.failures.values()) == [2]  # one cause, whatever the texts are
 
 
@@ -260,7 +258,7 @@ def test_of_several_answers_all_are_kept_where_one_is_cut_off(tmp_path):
     table = cut(2, {1})
     table = table.set_column(table.column_names.index(TEXTS), TEXTS, texts)
     receipt = one(tmp_path, table, answers=2, on_cut_off="fail")
-    assert reasons(tmp_path, receipt)[1][2].endswith('it was: ["c", "d"]')
+    assert reasons(tmp_path, receipt)[1][2].endswith('token: ["c", "d"]')
 
 
 # --- postprocess --------------------------------------------------------------------------------
@@ -300,7 +298,10 @@ def test_each_row_that_postprocess_spoils_fails_alone(tmp_path, schema):
     assert {stage for stage, _, _ in found.values()} == {"postprocess"}
     assert found[1][1:] == ("KeyError", "'gone'")
     assert found[2][1] == "TypeError" and "not str" in found[2][2]
-    assert found[3][1] == "SchemaError" and "column value wants int64, got str" in found[3][2]
+    assert (
+        found[3][1] == "SchemaError"
+        and "column value has type int64, but the value is str" in found[3][2]
+    )
     assert found[4][1] == "SchemaError" and "more" in found[4][2]
     assert found[5][1] == "SchemaError" and "value" in found[5][2]
     assert found[6][1] in ("SchemaError", "TypeError")
@@ -362,7 +363,7 @@ def test_columns_that_exist_already_cannot_be_returned(tmp_path):
     assert receipt.good.ranges == () and receipt.failed.ranges == ((0, 2),)
     stage, kind, message = reasons(tmp_path, receipt)[0]
     assert (stage, kind) == ("postprocess", "SchemaError")
-    assert "column id is written already" in message and "output.columns" in message
+    assert "column id is already in the result" in message and "output.columns" in message
     receipt = one(
         tmp_path, block(Unit(1, 0, 2)), postprocess="helpers.functions:whole_row", columns=[]
     )

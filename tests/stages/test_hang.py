@@ -266,7 +266,7 @@ def test_a_process_that_holds_the_hung_core_ends_itself_and_says_where_it_hung()
     )
     assert found.returncode == STATUS, found.stderr
     assert found.stdout.split() == ["5"]
-    assert f"hung: no step returned for {LIMIT:g} s; its process" in found.stderr
+    assert f"hung: no step returned for {LIMIT:g} s; process" in found.stderr
     assert 'fake_vllm.py", line' in found.stderr and "in compute" in found.stderr
 
 

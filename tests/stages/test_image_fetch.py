@@ -181,7 +181,7 @@ def test_proxies_of_the_environment_are_not_used(server, monkeypatch):
         ("/status/403", "HTTP 403"),
         ("/status/204", "HTTP 204"),
         ("/html", r"HTML or XML \(text/html\), not an image"),
-        ("/gzip", "sent as gzip"),
+        ("/gzip", "Content-Encoding gzip"),
         ("/huge", "1000000000000 bytes, more than prompt.images.max_bytes"),
         ("/endless", "more than prompt.images.max_bytes 1000000"),
         ("/loop/3", "more than 3 redirects"),
@@ -204,7 +204,7 @@ def test_what_stays_wrong_fails_its_row_at_the_first_try(server, path, words):
         ("/status/429", "HTTP 429"),
         ("/status/500", "HTTP 500"),
         ("/status/503", "HTTP 503"),
-        ("/short", "20 of .* bytes came|IncompleteRead"),
+        ("/short", "received 20 of|IncompleteRead"),
     ],
 )
 def test_what_may_pass_is_tried_three_times(server, path, words):
@@ -339,14 +339,14 @@ def test_bytes_and_hugging_faces_struct_are_taken(tmp_path):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (7, "int, no image"),
+        (7, "int, not an image"),
         ({"bytes": None, "path": None}, "NoneType"),
         ("", "empty"),
         ("a\0b", "NUL"),
         ("a.png", "source.media_root"),
         ("ftp://host/x", "scheme 'ftp'"),
         ("data:image/png;base64,AAAA", "source.media_root"),
-        ("s3://bucket", "names no file"),
+        ("s3://bucket", "does not name a file"),
     ],
 )
 def test_what_is_no_reference_is_named(value, words):
@@ -375,8 +375,8 @@ def test_only_files_inside_of_the_media_root_are_read(tmp_path: Path):
         str(outside): "outside",
         "/etc/passwd": "outside",
         "/dev/zero": "outside",
-        "deep": "cannot be read|no file",
-        "pipe": "no file",
+        "deep": "cannot be read|not a file",
+        "pipe": "not a file",
         "nothing.png": "No such file",
         "deep/a.png/x": "Not a directory",
     }.items():
@@ -408,7 +408,7 @@ def test_images_come_from_a_store_by_the_inputs_keys(s3: S3Server, bucket: str):
     places = in_store(s3)
     assert places.fetch(f"{bucket}/a.png") == PNG
     assert places.fetch({"bytes": None, "path": f"{bucket}/a.png"}) == PNG
-    with pytest.raises(BadImage, match=r"there is no s3://photos/some/b\.png"):
+    with pytest.raises(BadImage, match=r"s3://photos/some/b\.png does not exist"):
         places.fetch(f"{bucket}/b.png")
     with pytest.raises(BadImage, match="no-such-bucket"):
         places.fetch("s3://no-such-bucket/a.png")

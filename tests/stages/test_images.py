@@ -22,12 +22,13 @@ from prefect_raybatch.compile.job import finish_spec, prompt_spec
 from prefect_raybatch.job.images import Images
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import chat_template
-from prefect_raybatch.stages.block import ERROR, MM, TOKENS, Failure, is_lost, losses, tag
+from prefect_raybatch.stages.block import Failure, is_lost, losses, tag
+from prefect_raybatch.stages.columns import ERROR, KEY, KEY_TYPE, MM, TOKENS
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.stages.images.http import ImageUnavailable
 from prefect_raybatch.stages.images.places import ImagePlaces
 from prefect_raybatch.stages.images.rows import RowImages, TooManyAway, row_images
-from prefect_raybatch.stages.request_key import KEY, KEY_TYPE, Keying
+from prefect_raybatch.stages.request_key import Keying
 from prefect_raybatch.stages.vllm import multimodal
 from prefect_raybatch.storage import open_store
 
@@ -167,9 +168,7 @@ def test_a_chat_template_that_does_not_end_fails_its_rows(
     renderer = multimodal.Renderer(str(tmp_path / "model"), None, {"max_model_len": CONTEXT})
     tokens, features = renderer.rows([conversation()] * 5)
     assert [failure.kind for failure in tokens] == ["TemplateTooSlow"] * 5 and not any(features)
-    assert ["for rows before it" in failure.message for failure in tokens] == [False] * 3 + [
-        True
-    ] * 2
+    assert ["for earlier rows" in failure.message for failure in tokens] == [False] * 3 + [True] * 2
     again, _ = renderer.rows([conversation()])
     assert "takes over 0.5 s for this row" in again[0].message
 
@@ -293,7 +292,7 @@ def test_a_model_of_text_alone_is_refused(model, tmp_path):
     path = {"source": demo.demo_model_path(), "revision": None}
     made = prepare_stage(job.prompt, path, CONTEXT, images=images)(tag(table, Unit(0, 0, 1)))
     (why,) = losses(made)
-    assert "takes no images" in why.message
+    assert "accepts only text" in why.message
 
 
 # --- the job ------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from prefect_raybatch.demo import demo_model_path
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.records import Unit
-from prefect_raybatch.stages.block import CHANCES, ERROR, load_tokenizer, timed
+from prefect_raybatch.stages.block import load_tokenizer, timed
+from prefect_raybatch.stages.columns import CHANCES, ERROR
 from prefect_raybatch.stages.engine import EngineLaunch
 from prefect_raybatch.stages.label_probabilities import Fork, LabelTokens, check_labels
 from prefect_raybatch.stages.vllm.stepper import Completion, Request
@@ -81,7 +82,7 @@ def test_labels_that_cannot_be_told_apart_are_named():
         def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
             return super().__call__(text.lower())
 
-    with pytest.raises(ConfigError, match=r"the labels 'yes' and 'Yes' of .* are the same tokens"):
+    with pytest.raises(ConfigError, match=r"the labels 'yes' and 'Yes' of .* have the same tokens"):
         LabelTokens.of(Deaf(), ["yes", "no", "Yes"])  # type: ignore[arg-type]
 
 

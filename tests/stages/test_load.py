@@ -26,9 +26,10 @@ from prefect_raybatch.report.report import build, engine_table, node_table, stag
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.stages import engine as stage
 from prefect_raybatch.stages import load as figures
-from prefect_raybatch.stages.block import ERROR, PARAMS, TOKENS, passes_by, tag
+from prefect_raybatch.stages.block import passes_by, tag
+from prefect_raybatch.stages.columns import ERROR, FIGURES, PARAMS, TOKENS
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
-from prefect_raybatch.stages.load import FIGURES, Node, Sampler, figures_of
+from prefect_raybatch.stages.load import Node, Sampler, figures_of
 from prefect_raybatch.stages.vllm import stepper
 
 
@@ -361,7 +362,7 @@ def test_the_stage_samples_its_engine(monkeypatch):
     for name, column in {
         TOKENS: pa.array([[1], [2]], pa.list_(pa.int32())),
         PARAMS: pa.array([None, None], pa.string()),
-        ERROR: pa.array([None, None], stage.ERROR_TYPE),
+        ERROR: pa.array([None, None], ERROR.type),
     }.items():
         rows = rows.append_column(name, column)
     stats, where = figures_of(made(rows))

@@ -17,7 +17,8 @@ from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.plan.prompt_lengths import measure
 from prefect_raybatch.stages import prepare as stage
-from prefect_raybatch.stages.block import ERROR, TOKENS, TRUNCATED, load_tokenizer, tag
+from prefect_raybatch.stages.block import load_tokenizer, tag
+from prefect_raybatch.stages.columns import ERROR, TOKENS, TRUNCATED
 from prefect_raybatch.stages.pooling import Texts
 from prefect_raybatch.stages.texts import PrepareTexts
 from prefect_raybatch.stages.tokens import CHARACTERS_AT_ONCE

@@ -17,15 +17,8 @@ from helpers.thinking import WEATHER, save_tokenizer
 from prefect_raybatch.compile.job import parsing_spec
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.ledger.records import Receipt, Unit
-from prefect_raybatch.stages.block import (
-    LOST,
-    REASONING_OPEN,
-    TOKENS,
-    load_tokenizer,
-    losses,
-    tag,
-    timed,
-)
+from prefect_raybatch.stages.block import load_tokenizer, losses, tag, timed
+from prefect_raybatch.stages.columns import LOST, REASONING_OPEN, TOKENS
 from prefect_raybatch.stages.engine import answered
 from prefect_raybatch.stages.vllm.stepper import Completion
 from prefect_raybatch.storage import open_store
@@ -254,4 +247,4 @@ def test_a_parser_whose_marks_the_model_lacks_stops_the_run():
     assert LOST in made.column_names
     (why,) = losses(made)
     assert why.fatal and why.kind == ConfigError.__name__
-    assert "output.reasoning_parser: deepseek_r1 does not fit" in why.message
+    assert "output.reasoning_parser: deepseek_r1 does not work" in why.message

@@ -19,7 +19,8 @@ from helpers.tiny_models import write_tokenizer
 from prefect_raybatch.compile.job import compile_job, model_request
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.stages.block import (
+from prefect_raybatch.stages.block import tag
+from prefect_raybatch.stages.columns import (
     CACHED_TOKENS,
     ERROR,
     MERGED,
@@ -27,7 +28,6 @@ from prefect_raybatch.stages.block import (
     SECOND,
     TOKENS,
     TRUNCATED,
-    tag,
 )
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.stages.pooling import Pooling

@@ -22,7 +22,8 @@ from prefect_raybatch.compile.sizes import size_spec
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing import sizes
-from prefect_raybatch.stages.block import ERROR, MERGED, VECTOR, is_lost, losses, tag
+from prefect_raybatch.stages.block import is_lost, losses, tag
+from prefect_raybatch.stages.columns import ERROR, MERGED, VECTOR
 from prefect_raybatch.stages.engine import EngineStage, engine_launch
 from prefect_raybatch.stages.pooling import Pooling
 from prefect_raybatch.stages.texts import prepare_of

@@ -15,20 +15,16 @@ from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.stages import prepare as stage
-from prefect_raybatch.stages.block import (
+from prefect_raybatch.stages.block import is_lost, load_tokenizer, losses, lost, tag
+from prefect_raybatch.stages.columns import (
     ERROR,
     FORMED,
     PARAMS,
     POSITION,
+    PREPARE_SECONDS,
     SHARD,
-    TIMES,
     TOKENS,
     TRUNCATED,
-    is_lost,
-    load_tokenizer,
-    losses,
-    lost,
-    tag,
 )
 
 
@@ -40,7 +36,7 @@ def run(prompt: dict[str, Any], columns: Any, limit: int | None = None) -> list[
     )
     assert made.num_rows == table.num_rows
     assert made[POSITION].to_pylist() == list(range(table.num_rows))
-    assert made[f"{TIMES}_prepare"].null_count == 0
+    assert made[PREPARE_SECONDS].null_count == 0
     names = [TOKENS, PARAMS, ERROR]
     return made.select(names).to_pylist()
 
@@ -191,12 +187,12 @@ def own(given: dict[str, Any], **sampling: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"n": 3}, ["sampling.n", "3", "the job's 1", "set sampling.n over 1 in the job"]),
+        ({"n": 3}, ["sampling.n is 3", "1 in the job", "Set sampling.n above 1 in the job"]),
         ({"n": 0}, ["sampling.n", "whole number from 1 on"]),
         ({"n": "2"}, ["sampling.n", "whole number from 1 on"]),
-        ({"logprobs": 1}, ["sampling.logprobs is for all rows", "set it in the job"]),
+        ({"logprobs": 1}, ["sampling.logprobs", "Set it in the job"]),
         ({"logprobs": 0}, ["logprobs"]),
-        ({"prompt_logprobs": 1}, ["prompt_logprobs", "only the answer's text", "leave it out"]),
+        ({"prompt_logprobs": 1}, ["prompt_logprobs", "only the answer's text", "Leave it out"]),
         ({"logprob_token_ids": [5]}, ["logprob_token_ids"]),
         ({"flat_logprobs": True}, ["flat_logprobs"]),
         ({"output_kind": 2}, ["output_kind"]),
@@ -205,7 +201,7 @@ def own(given: dict[str, Any], **sampling: Any) -> dict[str, Any]:
         ({"routed_experts_prompt_start": 4}, ["routed_experts_prompt_start"]),
         ({"best_of": 4}, ["unknown field 'best_of'"]),
         ({"temprature": 1}, ["unknown field 'temprature'", "did you mean 'temperature'"]),
-        ({"skip_special_tokens": False}, ["skip_special_tokens", "for all rows"]),
+        ({"skip_special_tokens": False}, ["skip_special_tokens", "all rows"]),
         ({"spaces_between_special_tokens": False}, ["spaces_between_special_tokens"]),
         ({"temperature": None}, ["sampling.temperature is null", "the job's 0.5"]),
         ({"max_tokens": None}, ["sampling.max_tokens is null", "the job's 7"]),

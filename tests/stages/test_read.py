@@ -31,6 +31,7 @@ from prefect_raybatch.source import (
 from prefect_raybatch.source.snapshot_writer import SnapshotWriter
 from prefect_raybatch.stages import block as blocks
 from prefect_raybatch.stages import read
+from prefect_raybatch.stages.columns import POSITION, READ_SECONDS, SHARD
 from prefect_raybatch.stages.read import ShardReader, Task
 from prefect_raybatch.storage import Store, open_store
 
@@ -64,11 +65,9 @@ def check_rows(tables: list[pa.Table], units: list[tuple[Unit, int]]) -> None:
     assert len(tables) == len(units)
     for table, (unit, start) in zip(tables, units, strict=True):
         assert not blocks.is_lost(table), table.to_pylist()
-        assert table.column_names[:2] == [blocks.SHARD, blocks.POSITION]
-        assert set(table[blocks.SHARD].to_pylist()) == {unit.shard}
-        assert table[blocks.POSITION].to_pylist() == list(
-            range(unit.offset, unit.offset + unit.rows)
-        )
+        assert table.column_names[:2] == [SHARD, POSITION]
+        assert set(table[SHARD].to_pylist()) == {unit.shard}
+        assert table[POSITION].to_pylist() == list(range(unit.offset, unit.offset + unit.rows))
         assert table["i"].to_pylist() == list(range(start, start + unit.rows))
 
 
@@ -210,12 +209,12 @@ def test_nested_dictionary_and_widened_columns(tmp_path):
     check_rows(tables, units)
     for table in tables:
         assert table.select(blocks.input_columns(table)).schema == one.schema
-    took = f"{blocks.TIMES}_read"
+    took = READ_SECONDS
     assert all(seconds >= 0 for table in tables for seconds in table[took].to_pylist())
     rows = [row for table in tables for row in table.drop_columns([took]).to_pylist()]
     assert rows[1]["l"] == ["y", None] and rows[2]["l"] == [] and rows[2]["d"] is None
     assert rows[3] == {
-        **{blocks.SHARD: 1, blocks.POSITION: 0, "i": 3, "d": "v", "n": "z", "a.b": 4},
+        **{SHARD: 1, POSITION: 0, "i": 3, "d": "v", "n": "z", "a.b": 4},
         **{"s": {"k": "w", "n": 4}, "l": ["q"]},
     }
     part = reader(tmp_path, columns=["a.b", "i"])
@@ -320,8 +319,8 @@ def test_a_changed_time_and_a_missing_file(two, tmp_path):
     os.utime(tmp_path / "a.parquet", ns=(1, 1))
     (tmp_path / "b.parquet").unlink()
     reasons = [lost(table) for table in outcome(two)]
-    assert "time of change" in reasons[0][0] and "a.parquet" in reasons[0][0]
-    assert "b.parquet is gone" in reasons[2][0]
+    assert "modification time" in reasons[0][0] and "a.parquet" in reasons[0][0]
+    assert "b.parquet no longer exists" in reasons[2][0]
     assert all(fatal for _, fatal in reasons)
 
 
@@ -335,7 +334,7 @@ def test_a_file_replaced_while_it_is_read(two, tmp_path, monkeypatch):
 
     monkeypatch.setattr(read.Cursor, "take", take)
     first, second, third = outcome(two)
-    assert "a.parquet is not what the plan recorded" in lost(first)[0] and lost(first)[1]
+    assert "a.parquet has changed since the run was planned" in lost(first)[0] and lost(first)[1]
     assert "a.parquet" in lost(second)[0]
     assert not blocks.is_lost(third)
 
@@ -362,7 +361,7 @@ def test_other_rows_of_the_same_size_and_time_are_noticed(two, tmp_path, move):
         first, second, third = outcome(ShardReader(planned, two.schema))
         for table in (first, second):
             reason, fatal = lost(table)
-            assert f"{tmp_path}/a.parquet is not what the plan recorded" in reason and fatal
+            assert f"{tmp_path}/a.parquet has changed since the run was planned" in reason and fatal
             assert "footer" in reason
         assert not blocks.is_lost(third)
 
@@ -379,7 +378,7 @@ def test_rows_changed_while_they_are_read_are_noticed(two, tmp_path, monkeypatch
     monkeypatch.setattr(read.Cursor, "take", take)
     first, second, third = outcome(two)
     assert not blocks.is_lost(first) and not blocks.is_lost(third)
-    assert "a.parquet is not what the plan recorded" in lost(second)[0] and lost(second)[1]
+    assert "a.parquet has changed since the run was planned" in lost(second)[0] and lost(second)[1]
 
 
 def test_a_file_that_is_touched_but_the_same_goes_on(two, tmp_path):
@@ -400,7 +399,7 @@ def test_a_plan_of_before_checks_what_it_recorded(two, tmp_path):
     (tmp_path / "a.parquet").chmod(0o640)
     assert not any(blocks.is_lost(table) for table in outcome(one))
     os.utime(tmp_path / "a.parquet", ns=(1, 1))
-    assert "time of change" in lost(outcome(one)[0])[0]
+    assert "modification time" in lost(outcome(one)[0])[0]
 
 
 def test_a_corrupt_page_names_file_and_rows(two, tmp_path):
@@ -463,8 +462,8 @@ def test_s3_in_place(s3, tmp_path, monkeypatch):
     store.put("x/00.parquet", (tmp_path / "f.parquet").read_bytes())
     store.delete(["x/09.parquet"])
     first, *_, last = everything(one, one.tasks(units, min_tasks=1))
-    assert "x/00.parquet is not what the plan recorded" in lost(first)[0]
-    assert "x/09.parquet is gone" in lost(last)[0] and lost(last)[1]
+    assert "x/00.parquet has changed since the run was planned" in lost(first)[0]
+    assert "x/09.parquet no longer exists" in lost(last)[0] and lost(last)[1]
 
 
 def test_tables_runs_and_brackets_on_s3(s3, tmp_path):

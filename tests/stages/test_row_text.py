@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from prefect_raybatch import demo
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.ledger.records import Unit
-from prefect_raybatch.stages.block import ERROR, SECOND, TOKENS, load_tokenizer, tag
+from prefect_raybatch.stages.block import load_tokenizer, tag
+from prefect_raybatch.stages.columns import ERROR, SECOND, TOKENS
 from prefect_raybatch.stages.pooling import Texts
 from prefect_raybatch.stages.texts import PrepareTexts
 

@@ -15,7 +15,8 @@ from helpers.specs import finish_stage
 from prefect_raybatch.job.answer_schema import schema_text
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.records import Receipt, Unit
-from prefect_raybatch.stages.block import FINISH, TEXTS, Failure, tag
+from prefect_raybatch.stages.block import Failure, tag
+from prefect_raybatch.stages.columns import FINISH, TEXTS
 from prefect_raybatch.stages.typed_answers import reader_of
 from prefect_raybatch.storage import open_store
 
@@ -43,8 +44,8 @@ def read(text: str) -> Any:
 def reason(text: str) -> str:
     found = read(text)
     assert isinstance(found, Failure) and found.kind == "AnswerNotValid", found
-    assert found.message.endswith(f"It was: {text}")
-    return found.message.split("on a retry: ")[1].split(" It was: ")[0]
+    assert found.message.endswith(f"Answer: {text}")
+    return found.message.split(" Reason: ")[1].split(" Answer: ")[0]
 
 
 def test_an_answer_as_columns():
@@ -71,18 +72,18 @@ def test_an_answer_as_columns():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "it is no JSON: Expecting value"),
-        ('{"name": "A", "staff": ', "it is no JSON"),
-        (json.dumps(GOOD) + " and so on", "it is no JSON: Extra data"),
+        ("", "it is not JSON: Expecting value"),
+        ('{"name": "A", "staff": ', "it is not JSON"),
+        (json.dumps(GOOD) + " and so on", "it is not JSON: Extra data"),
         ("[]", "is not of type 'object'"),
         ('{"name": "A"}', "'staff' is a required property"),
         ('{"name": "A", "name": "B", "staff": 1}', "property 'name' stands there twice"),
-        ('{"name": "A", "staff": 1, "share": NaN}', "NaN is no JSON number"),
-        ('{"name": "A", "staff": 1, "share": -Infinity}', "-Infinity is no JSON number"),
+        ('{"name": "A", "staff": 1, "share": NaN}', "NaN is not a JSON number"),
+        ('{"name": "A", "staff": 1, "share": -Infinity}', "-Infinity is not a JSON number"),
         ('{"name": "A", "staff": 1, "share": 1e999}', "the number 1e999 is too large"),
         ('{"name": "\\ud800", "staff": 1}', "half a surrogate pair"),
-        ('{"name": "A", "staff": 9223372036854775808}', "does not fit 64 bits"),
-        ('{"name": "A", "staff": 1e300}', "does not fit 64 bits"),
+        ('{"name": "A", "staff": 9223372036854775808}', "does not fit in 64 bits"),
+        ('{"name": "A", "staff": 1e300}', "does not fit in 64 bits"),
         ('{"name": "A", "staff": 1.5}', "1.5 is not of type 'integer'"),
         ('{"name": "A", "staff": true}', "True is not of type 'integer'"),
         ('{"name": "A", "staff": -1}', "-1 is less than the minimum of 0"),
@@ -130,8 +131,8 @@ def test_misfits_and_answers_that_were_cut_off_go_to_quarantine_with_their_text(
     assert data["share"].to_pylist() == [None, 1.0]
     bad = made["quarantine"].to_pylist()
     assert [row["error"] for row in bad] == ["AnswerNotValid", "AnswerCutOff"]
-    assert bad[0]["message"].endswith("It was: no")
-    assert bad[1]["message"].endswith('it was: {"name": "A", "st')
+    assert bad[0]["message"].endswith("Answer: no")
+    assert bad[1]["message"].endswith('tokens: {"name": "A", "st')
     assert "on_cut_off" not in bad[1]["message"]  # nothing to keep
 
 
@@ -160,7 +161,7 @@ def test_several_answers_are_a_list_of_records(tmp_path):
     assert data.schema.field("found").type.value_type == pa.struct(list(record))
     assert [[r["staff"] for r in row] for row in data["found"].to_pylist()] == [[3, 4], [4]]
     assert data["found"].to_pylist()[1][0]["by_year"] == [("1999", 5)]
-    assert made["quarantine"]["message"].to_pylist()[0].endswith("It was: no")
+    assert made["quarantine"]["message"].to_pylist()[0].endswith("Answer: no")
     post = several(tmp_path, [[one, other]], postprocess="helpers.functions:staff", column="found")
     assert post["data"]["staff"].to_pylist() == [[3, 4.0]]
 

@@ -50,7 +50,7 @@ def test_prompts_are_whole_where_a_seed_draws(sampling, rows_may, context, chang
 def test_what_the_job_gives_is_kept_or_refused():
     assert "enable_chunked_prefill" not in arguments({}, True, enable_chunked_prefill=True)
     assert "enable_chunked_prefill" not in arguments({}, True, 8192, max_num_batched_tokens=512)
-    with pytest.raises(ConfigError, match=r"enable_chunked_prefill.*sampling\.seed.*leave"):
+    with pytest.raises(ConfigError, match=r"enable_chunked_prefill.*sampling\.seed.*Remove"):
         arguments(SEEDED, enable_chunked_prefill=True)
     told = r"max_num_batched_tokens 4096 .*sampling\.seed.*8192"
     with pytest.raises(ConfigError, match=told):

@@ -1,5 +1,6 @@
-"""Runs a user's function in a process of its own (`child`), so that it can neither end nor hang the
-stage.
+"""Runs a user's function in a process of its own (`child`).
+
+There it can neither end nor hang the stage.
 
 The child reports when a row begins. So a failure between two rows (a thread that a function left
 behind, or idling) is attributed to no row, and a failure within a row is attributed to that row.
@@ -36,8 +37,7 @@ BOOT = (  # the child gets this process's sys.path, so that it finds the same mo
 
 
 class FunctionDied(Exception):
-    """A user's function ended its process during a row; the error class of that row in
-    quarantine."""
+    """A user's function ended its process during a row; a row's error class in quarantine."""
 
 
 class FunctionHung(Exception):
@@ -49,8 +49,10 @@ class NoChild(RuntimeError):
 
 
 class BlockHung(NoChild):
-    """A user's function hung for `HUNG` rows in a row: smaller blocks show whether the rows are the
-    cause."""
+    """A user's function hung for `HUNG` rows in a row.
+
+    Smaller blocks show whether the rows are the cause.
+    """
 
 
 class _Ended(Exception):
@@ -68,8 +70,7 @@ def raised(kind: str, text: str) -> Exception:
 
 
 class Apart:
-    """The function `name` of a job's `field`, callable with a row; each call runs in a child
-    process.
+    """The function `name` of a job's `field`; each call with a row runs in a child process.
 
     `seconds` is the time for a row, None for any. A row during which the child ends is given to
     another child, until `deaths` of them have ended. Raises, for a row, `FunctionDied`,
@@ -111,16 +112,22 @@ class Apart:
             return rest[0]
         self._hung = 0
         times = f", in each of {self.deaths} tries" if self.deaths > 1 else ""
-        raise FunctionDied(f"{self.field} {self.name} ended its process ({ended}){times}")
+        raise FunctionDied(
+            f"{self.field} {self.name} ended its process ({ended}){times}. Fix the function "
+            "for this row, then retry the row"
+        )
 
     def _late(self) -> Exception:
         text = (
-            f"{self.field} {self.name} had not returned after limits.function_seconds "
-            f"{self.seconds:g} s; its process was killed"
+            f"{self.field} {self.name} did not return within limits.function_seconds "
+            f"({self.seconds:g} s), so its process was killed. Fix the function, or raise the "
+            "limit"
         )
         self._hung += 1
         return (
-            BlockHung(f"{text}, {HUNG} rows running") if self._hung == HUNG else FunctionHung(text)
+            BlockHung(f"{text} ({HUNG} rows in a row)")
+            if self._hung == HUNG
+            else FunctionHung(text)
         )
 
     def _begun(self, data: bytes) -> Child:
@@ -139,7 +146,10 @@ class Apart:
                 ended = child.close()
                 continue
             return child
-        raise NoChild(f"{self.field} {self.name}: no process for it lives until a row ({ended})")
+        raise NoChild(
+            f"{self.field} {self.name}: its process ended {CHILD_STARTS} times before a row "
+            f"began ({ended}). Check that its module runs on this node"
+        )
 
 
 class Child:
@@ -157,15 +167,19 @@ class Child:
             )
         # Kills the child when this object is collected, and when this process ends.
         self._close = weakref.finalize(self, _kill, self.process, self._wire)
+        limit = None if seconds is None else max(seconds, START_SECONDS)
         try:
-            kind, *rest = self.hear(None if seconds is None else max(seconds, START_SECONDS))
+            kind, *rest = self.hear(limit)
         except _Ended:
             raise NoChild(
-                f"{field} {name}: its process ended as its module was imported ({self.close()})"
+                f"{field} {name}: its process ended while it imported the function's module "
+                f"({self.close()})"
             ) from None
         except _Late:
             self.close()
-            raise NoChild(f"{field} {name}: the import of its module did not end") from None
+            raise NoChild(
+                f"{field} {name}: the import of its module took over {limit:g} s"
+            ) from None
         if kind == REFUSED:
             self.close()
             raise ConfigError(*rest)

@@ -20,8 +20,10 @@ Function = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Calls:
-    """`seconds` is the time for a row, None for any. `apart`: in a process of its own, where
-    anything that a row does to it is that row's failure; a row may end `deaths` of them.
+    """`seconds` is the time for a row, None for any.
+
+    `apart`: in a process of its own, where anything that a row does to it is that row's failure; a
+    row may end `deaths` of them.
 
     In the stage's own process, a function that ends or hangs it takes the block along: the alarm
     ends the process, and the block is retried in a pass that calls functions apart.
@@ -64,9 +66,11 @@ def _guarded(function: Function, alarm: _Alarm) -> Function:
 
 
 def _ends_process(error: BaseException) -> bool:
-    """Return whether the exception came from a signal (Ctrl-C, a task that Ray cancels, a stopping
-    node) and not from the function. If it was the function after all, calling functions apart shows
-    it."""
+    """Return whether an exception came from a signal and not from the function.
+
+    Signals are Ctrl-C, a task that Ray cancels, or a stopping node. If it was the function after
+    all, calling functions apart shows it.
+    """
     return isinstance(error, KeyboardInterrupt) or hasattr(error, "ray_terminate_msg")
 
 

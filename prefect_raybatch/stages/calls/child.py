@@ -60,9 +60,11 @@ def _end_with(parent: int) -> None:
 
 
 def _leave_nobody() -> None:
-    """Start a process that kills what this one has started once it is gone, however it ends: the
-    parent-death signal does not apply to copies of the child. Only on kernels that report the end
-    of other processes (Linux 5.3)."""
+    """Start a process that kills, once this one has ended, what this one has started.
+
+    The parent-death signal does not apply to copies of the child. Only on kernels that report the
+    end of other processes (Linux 5.3).
+    """
     try:
         watched = os.pidfd_open(os.getpid())
     except (AttributeError, OSError):

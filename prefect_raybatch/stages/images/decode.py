@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # never EPS, which runs Ghostscript
-_NAMES = "JPEG, PNG, WebP, GIF, BMP and TIFF"
+_NAMES = "JPEG, PNG, WebP, GIF, BMP or TIFF"
 _MAX_PIXELS = 50_000_000
 _MAX_BYTES = 20_000_000
 ORIENTATION = 0x0112  # of EXIF
@@ -42,8 +42,10 @@ class BadImage(ValueError):
 
 @dataclass(frozen=True)
 class Policy:
-    """Limits and target size of an image: `resize` is None (as it is), (width, height), or the most
-    pixels of its longer side."""
+    """Limits and target size of an image.
+
+    `resize` is None (as it is), (width, height), or the most pixels of its longer side.
+    """
 
     resize: tuple[int, int] | int | None = None
     max_pixels: int = _MAX_PIXELS
@@ -51,14 +53,14 @@ class Policy:
 
 
 def decode_image(data: bytes, policy: Policy) -> Image:
-    """Return the first frame in its intended orientation, in RGB on white, resized, without
-    metadata."""
+    """Return the first frame, upright, in RGB on white, resized, without metadata."""
     check_size(len(data), policy)
     image = _loaded(data, policy)
     width, height = image.size
     if max(width, height) >= ASPECT * min(width, height):
         raise BadImage(
-            f"the image is {width} x {height}: one side is {ASPECT} times the other or more"
+            f"the image is {width} x {height} pixels: one side is {ASPECT} times the other or "
+            "more. Crop it"
         )
     return _sized(_rgb(_upright(image)), policy)
 
@@ -86,13 +88,13 @@ def check_size(size: int, policy: Policy) -> None:
         raise BadImage("the image is empty: 0 bytes")
     if size > policy.max_bytes:
         raise BadImage(
-            f"the image has {size} bytes, more than prompt.images.max_bytes {policy.max_bytes}"
+            f"the image has {size} bytes, more than prompt.images.max_bytes {policy.max_bytes}. "
+            "Shrink it, or raise the limit"
         )
 
 
 def looks_like(start: bytes) -> str | None:
-    """Return what data that begins like this is, if it is known to be no supported image; else
-    None."""
+    """Return what data that begins like this is, if it is a known non-image; else None."""
     start = start.lstrip(b"\xef\xbb\xbf \t\r\n")[:64]
     for magic, name in _KNOWN:
         if start[: len(magic)].lower() == magic.lower():
@@ -109,17 +111,17 @@ def _opened(data: bytes, policy: Policy) -> Image:
     try:
         image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
     except PIL.Image.DecompressionBombError:
-        raise BadImage(f"the image has over {MOST_PIXELS} pixels") from None
+        raise BadImage(f"the image has over {MOST_PIXELS} pixels. Shrink it") from None
     except PIL.UnidentifiedImageError:
         found = looks_like(data) or f"data that begins with {data[:8].hex(' ')}"
-        raise BadImage(f"this is {found}; {_NAMES} are read") from None
+        raise BadImage(f"this is {found}, not {_NAMES}") from None
     except Exception as error:  # a header that contradicts itself: any of a dozen kinds
         raise BadImage(f"the image's header cannot be read: {_said(error)}") from None
     width, height = image.size
     if width * height > policy.max_pixels:
         raise BadImage(
             f"the image has {width} x {height} = {width * height} pixels, more than "
-            f"prompt.images.max_pixels {policy.max_pixels}"
+            f"prompt.images.max_pixels {policy.max_pixels}. Shrink it, or raise the limit"
         )
     return image
 
@@ -170,8 +172,8 @@ def _rgb(image: Image) -> Image:
         image = PIL.Image.fromarray((deep / 257).round().clip(0, 255).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise BadImage(
-            f"the image has 32-bit samples (mode {image.mode}), whose range is not known; store "
-            "it with 8 or 16 bits"
+            f"the image has 32-bit samples (mode {image.mode}) of unknown range. Store it with 8 "
+            "or 16 bits"
         )
     try:
         if not image.has_transparency_data:

@@ -26,7 +26,7 @@ from prefect_raybatch.storage.internet import (
 
 REDIRECTS = 3
 TRIES = 3
-PRIVATE = "set prompt.images.allow_private if the rows may name hosts of this network"
+PRIVATE = "set prompt.images.allow_private: true if rows may name hosts of this network"
 RETRY_PAUSE = 0.5  # seconds before the second try, twice that before the third
 _CHUNK = 64 << 10
 _HEADERS = {
@@ -43,16 +43,22 @@ class ImageUnavailable(Exception):
 
 @dataclass(frozen=True)
 class Http:
-    """How images are fetched. `seconds` bounds one attempt from the name lookup to the last byte;
-    `allow_private` lets a row name addresses of this network, and any port."""
+    """How images are fetched.
+
+    `seconds` bounds one attempt from the name lookup to the last byte; `allow_private` lets a row
+    name addresses of this network, and any port.
+    """
 
     max_bytes: int
     seconds: float = 20.0
     allow_private: bool = False
 
     def fetch(self, url: str) -> bytes:
-        """Return the image's bytes. Raises BadImage for permanent faults (404, HTML, a private
-        address), and ImageUnavailable for transient ones, after a few attempts."""
+        """Return the image's bytes.
+
+        Raises BadImage for permanent faults (404, HTML, a private address), and ImageUnavailable
+        for transient ones, after a few attempts.
+        """
         for attempt in range(TRIES):
             if attempt:
                 time.sleep(RETRY_PAUSE * 2 ** (attempt - 1))
@@ -96,7 +102,7 @@ class Http:
                 f"{where}: its certificate is not valid: {error.verify_message}"
             ) from None
         except (UnicodeError, http.client.InvalidURL) as error:
-            raise BadImage(f"{where} is no URL: {error}") from None
+            raise BadImage(f"{where} is not a valid URL: {error}") from None
         except (OSError, http.client.HTTPException) as error:
             if time.monotonic() >= until or isinstance(error, TimeoutError):
                 raise ImageUnavailable(f"{where}: no answer within {self.seconds:g} s") from None
@@ -121,7 +127,9 @@ class Http:
             raise BadImage(f"{where}: HTTP {status} {answer.reason}")
         coding = answer.headers.get("Content-Encoding", "identity").strip().lower()
         if coding not in ("", "identity"):
-            raise BadImage(f"{where}: sent as {coding}, which was not asked for")
+            raise BadImage(
+                f"{where}: the server sent Content-Encoding {coding}, which is not supported"
+            )
         length = answer.headers.get("Content-Length", "")
         if length.isdecimal() and int(length) > self.max_bytes:
             raise BadImage(self._too_large(where, f"{length} bytes, "))
@@ -137,7 +145,7 @@ class Http:
             if len(data) > self.max_bytes:
                 raise BadImage(self._too_large(where, ""))
         if length is not None and len(data) < length:
-            raise ImageUnavailable(f"{where}: {len(data)} of {length} bytes came")
+            raise ImageUnavailable(f"{where}: received {len(data)} of {length} bytes")
         return bytes(data)
 
     def _too_large(self, where: str, size: str) -> str:

@@ -26,9 +26,12 @@ SHOWN = 200  # characters of a path or URL in a message
 
 @dataclass(frozen=True)
 class ImagePlaces:
-    """What rows may refer to. `media_root` is the folder of local files, None to allow none;
-    `options` are the input store's; `seconds` bounds a fetch from a store, and one attempt of
-    `Http`, to which `allow_private` applies."""
+    """What rows may refer to.
+
+    `media_root` is the folder of local files, None to allow none; `options` are the input store's;
+    `seconds` bounds a fetch from a store, and one attempt of `Http`, to which `allow_private`
+    applies.
+    """
 
     media_root: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -37,8 +40,7 @@ class ImagePlaces:
     allow_private: bool = False
 
     def fetch(self, value: Any) -> bytes:
-        """Return the bytes of an image: the value itself, or what {bytes, path}, a path or a URL
-        refers to.
+        """Return the bytes of an image: bytes, {bytes, path}, a path or a URL.
 
         Raises BadImage for permanent faults, else ImageUnavailable.
         """
@@ -49,11 +51,11 @@ class ImagePlaces:
             return bytes(value)
         if not isinstance(value, str):
             raise BadImage(
-                f"this is {type(value).__name__}, no image; bytes, {{bytes, path}}, a path or a "
-                "URL are taken"
+                f"the value is {type(value).__name__}, not an image. Use bytes, {{bytes, path}}, "
+                "a path or a URL"
             )
         if not value.strip() or "\0" in value:
-            raise BadImage("the path is empty or holds a NUL")
+            raise BadImage("the path is empty or contains a NUL character")
         scheme = value.split("://", 1)[0].lower() if "://" in value else ""
         if scheme == "s3":
             return self._from_store(value)
@@ -62,20 +64,20 @@ class ImagePlaces:
         if scheme in ("http", "https"):
             return Http(self.max_bytes, self.seconds, self.allow_private).fetch(value)
         raise BadImage(
-            f"{value[:SHOWN]} has scheme {scheme!r}; local paths, s3://, http:// and https:// are "
-            "taken"
+            f"{value[:SHOWN]} has the unsupported scheme {scheme!r}. Use a local path, s3://, "
+            "http:// or https://"
         )
 
     def _from_store(self, uri: str) -> bytes:
         folder, _, name = uri.rpartition("/")
         if not name or folder.count("/") < 2:
-            raise BadImage(f"{uri[:SHOWN]} names no file in a bucket")
+            raise BadImage(f"{uri[:SHOWN]} does not name a file in a bucket (s3://BUCKET/KEY)")
         try:
             store = open_store(folder, self.options)
             store.retry_seconds = self.seconds
             return store.read(name, self.max_bytes)
         except FileNotFoundError:
-            raise BadImage(f"there is no {uri[:SHOWN]}") from None
+            raise BadImage(f"{uri[:SHOWN]} does not exist") from None
         except CorruptRun:  # by which a store says that a file is larger
             raise BadImage(_too_large(uri, self.max_bytes)) from None
         except (StoreUnavailable, CredentialsUnusable) as error:  # no row is to blame for these
@@ -86,16 +88,16 @@ class ImagePlaces:
     def _local(self, path: str) -> bytes:
         if self.media_root is None:
             raise BadImage(
-                f"{path[:SHOWN]} is a local path, and source.media_root, the folder that such "
-                "files may lie in, is not set"
+                f"{path[:SHOWN]} is a local path, but source.media_root is not set. Set it to the "
+                "folder that holds the images"
             )
         plain = unquote(path.partition("://")[2]) if "://" in path else path
         root = os.path.realpath(self.media_root.removeprefix("file://"))
         if ".." in plain.split("/"):
-            raise BadImage(f"{path[:SHOWN]} holds '..'")
+            raise BadImage(f"{path[:SHOWN]} contains '..', which is not allowed")
         real = os.path.realpath(os.path.join(root, plain))  # with every link followed
         if real != root and not real.startswith(root.rstrip("/") + "/"):
-            raise BadImage(f"{path[:SHOWN]} lies outside of source.media_root")
+            raise BadImage(f"{path[:SHOWN]} is outside of source.media_root")
         return _read(real, path, self.max_bytes)
 
 
@@ -105,7 +107,7 @@ def _read(real: str, path: str, most: int) -> bytes:
     try:
         with open(os.open(real, flags), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise BadImage(f"{path[:SHOWN]} is no file")
+                raise BadImage(f"{path[:SHOWN]} is not a file")
             data = file.read(most + 1)
     except OSError as error:
         if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT):  # a network's file system

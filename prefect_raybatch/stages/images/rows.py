@@ -29,10 +29,12 @@ class TooManyAway(Exception):
 
 @dataclass(frozen=True)
 class RowImages:
-    """What a run does with images, and where they may come from. `arguments` are the engine's,
-    which affect how its model gets them. `empty`: a null is no image, and no failure. `digests`:
-    digests of the fetched images are wanted. Unless `decode`, images are fetched only for these,
-    and only their headers are checked."""
+    """What a run does with images, and where they may come from.
+
+    `arguments` are the engine's, which affect how its model gets them. `empty`: a null is no image,
+    and no failure. `digests`: digests of the fetched images are wanted. Unless `decode`, images are
+    fetched only for these, and only their headers are checked.
+    """
 
     images: ImageSpec
     places: ImagePlaces
@@ -48,8 +50,10 @@ class RowImages:
     def rendered(
         self, shown: Sequence[Messages | Failure], model: dict[str, Any]
     ) -> tuple[list[list[int] | Failure], list[dict[str, Any] | None]]:
-        """Return prompt tokens of each row, with placeholders for its images, and the images as
-        `MM_TYPE`; takes what `fetched` returned."""
+        """Return each row's prompt tokens, and its images as `MM_TYPE`.
+
+        Takes what `fetched` returned; the tokens have placeholders for the images.
+        """
         made = renderer(models.local_path(model), model.get("revision"), self.arguments)
         return made.rows(shown)
 
@@ -68,8 +72,10 @@ class RowImages:
         conversations: Sequence[Messages | Failure],
         too_many: float = TOO_MANY_AWAY,
     ) -> tuple[list[Messages | Failure], list[Digests]]:
-        """Like `put`, plus the digests of the rows' images if wanted; `too_many` is the share of
-        the rows from which on they are too many."""
+        """Like `put`, plus the digests of the rows' images if wanted.
+
+        `too_many` is the share of rows without their images from which on `TooManyAway` is raised.
+        """
         rows = rows_of(table, list(self.images.columns))
         digests: list[Digests] = [[] for _ in rows]
         away: list[Failure] = []
@@ -99,7 +105,8 @@ class RowImages:
         count = len(given) + sum(map(is_image, _parts(messages)))
         if count > self.images.most:
             raise BadImage(
-                f"the row has {count} images, more than prompt.images.per_row {self.images.most}"
+                f"the row has {count} images, more than prompt.images.per_row {self.images.most}. "
+                "Remove some, or raise the limit"
             )
         columns = [self._decoded(where, value, seen) for where, value in given]
         shown = [{**m, "content": self._content(m["content"], seen)} for m in messages]
@@ -179,7 +186,7 @@ def image_reference(part: Mapping[str, Any]) -> Any:
     """Return what an image part holds: bytes, {bytes, path}, a path or a URL."""
     kind = part["type"]
     if kind not in part:
-        raise BadImage(f"a part of type {kind} has no {kind}")
+        raise BadImage(f"a message part of type {kind} has no field {kind}")
     value = part[kind]
     return value.get("url") if kind == "image_url" and isinstance(value, dict) else value
 
@@ -198,7 +205,7 @@ def _before_text(messages: Messages, images: list[dict[str, Any]]) -> None:
     """Put images before the last user message."""
     users = [i for i, m in enumerate(messages) if m["role"] == "user"]
     if not users:
-        raise BadImage("there is no user message to put the image into")
+        raise BadImage("the conversation has no user message to put the image into")
     content = messages[users[-1]]["content"]
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     messages[users[-1]]["content"] = [*images, *parts]

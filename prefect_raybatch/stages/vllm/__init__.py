@@ -1,2 +1,1 @@
-"""One vLLM engine: driven, monitored, health-checked, and ended with the process that started
-it."""
+"""One vLLM engine: driven, monitored, health-checked, and ended with its parent process."""

@@ -21,8 +21,10 @@ PROMPT_TRIES = 2  # new engines that may fail on the prompt, each in its own way
 
 
 def fields_for(sampling: dict[str, Any]) -> dict[str, Any]:
-    """Return the job's sampling fields for the health-check prompt: the same work, but short. Those
-    of a pooling request are unchanged."""
+    """Return the job's sampling fields for the health-check prompt: the same work, but short.
+
+    Those of a pooling request are unchanged.
+    """
     if "task" in sampling:
         return sampling
     fields = {name: value for name, value in sampling.items() if name != "min_tokens"}
@@ -52,7 +54,7 @@ def judged(left: Left) -> Loss | None:
     if left.doing == note.PROMPT and (again or left.times >= PROMPT_TRIES):
         return refusal(left.cause)
     if left.doing == note.START and told and left.times >= ENGINE_STARTS:
-        return Loss("", f"{left.cause}, {left.times} times while the engine started", True)
+        return Loss("", f"{left.cause} ({left.times} times while the engine started)", True)
     return None
 
 
@@ -60,7 +62,7 @@ def refusal(cause: str) -> Loss:
     """Return why the run must end, given the error that the engine died of."""
     return Loss(
         ENGINE_DIED,
-        f"{cause} (engines died of this before any row was through, a new one on a prompt that is "
-        "always the same, so no row is to blame)",
+        f"{cause}. Engines crashed this way before they answered any row, and a new one crashed "
+        "on the health-check prompt, so no row is the cause",
         fatal=True,
     )

@@ -31,8 +31,9 @@ _begun = False
 
 
 def begin_fork_server(arguments: Mapping[str, Any]) -> None:
-    """Start the fork server of this process if its engines have processes of their own. Call it
-    before vLLM is imported; it does not wait.
+    """Start the fork server of this process if its engines have processes of their own.
+
+    Call it before vLLM is imported; it does not wait.
 
     `arguments` are fields of vLLM's `EngineArgs`. If they bind processes to NUMA nodes (vLLM then
     spawns them by another program), or have Ray start them, it does nothing.

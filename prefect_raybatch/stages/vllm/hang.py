@@ -21,8 +21,7 @@ STATUS = 70  # exit status of a process that ends itself: an internal error, in 
 
 
 class HangWatch:
-    """Reports, called about every second, a step that has taken longer than allowed, with the
-    limit.
+    """Reports a step that has taken longer than allowed; called about every second.
 
     `seconds` is the time limit of a step, twice that until the engine's first answer; None: no
     limit. A process that was suspended, or got no CPU, could not have seen a step return: between
@@ -56,7 +55,7 @@ def end_process(cause: str) -> NoReturn:
     It ends at once, before anybody is told: work that arrives meanwhile would be blamed for the
     death.
     """
-    log.critical("%s; its process %d ends itself, to be started anew", cause, os.getpid())
+    log.critical("%s; process %d ends itself and is restarted", cause, os.getpid())
     with contextlib.suppress(Exception):  # even if stderr is closed, the process must end
         faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
     os._exit(STATUS)

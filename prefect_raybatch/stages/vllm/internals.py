@@ -41,8 +41,10 @@ CORE_MODULES = (
 
 
 class Params(Protocol):
-    """The part of vLLM's `SamplingParams` that is used here; a pooling request has `PoolingParams`,
-    with neither."""
+    """The part of vLLM's `SamplingParams` that is used here.
+
+    A pooling request has `PoolingParams`, without these fields.
+    """
 
     n: int
     detokenize: bool
@@ -103,8 +105,10 @@ def _class_of(name: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _core_made_by(made: forking.ForkedContext | None) -> Iterator[None]:
-    """Make vLLM start its engine core process with the multiprocessing context `made` inside the
-    block. None keeps vLLM's own choice."""
+    """Make vLLM start its core process with the multiprocessing context `made`.
+
+    None keeps vLLM's own choice.
+    """
     if made is None:
         yield
         return
@@ -122,8 +126,11 @@ def most_sequences(engine: LLMEngine) -> int:
 
 
 def sampling_params(fields: Mapping[str, Any]) -> Params:
-    """Return vLLM's `SamplingParams`, for a final answer only. Raises `ValueError` for a value of
-    the wrong type: vLLM accepts any, and a seed that is a text ends the engine."""
+    """Return vLLM's `SamplingParams`, for a final answer only.
+
+    Raises `ValueError` for a value of the wrong type: vLLM accepts any, and a seed that is a text
+    ends the engine.
+    """
     import msgspec
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
@@ -154,8 +161,7 @@ def pooling_params(fields: Mapping[str, Any]) -> Params:
 
 
 def lora_request(name: str, number: int, path: str) -> Any:
-    """Return vLLM's request for an adapter; vLLM takes two of the same name for the same
-    adapter."""
+    """Return vLLM's request for an adapter; vLLM identifies adapters by name."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
@@ -181,8 +187,7 @@ def first_logprobs(output: RequestOutput) -> dict[int, float] | None:
 
 
 def answer_logprobs(answer: CompletionOutput) -> list[dict[int, float]]:
-    """Return the log probabilities requested for each step of an answer, that of its token
-    first."""
+    """Return the log probabilities of each step of an answer, the chosen token first."""
     return [
         {int(token): float(found.logprob) for token, found in step.items()}
         for step in answer.logprobs or ()
@@ -204,12 +209,14 @@ def accept_always(params: Params) -> None:
 
 
 def _accept(*_: Any) -> None:
-    """Replaces `SamplingParams.verify`."""
+    """Do nothing, in place of `SamplingParams.verify`."""
 
 
 def keep_scheduler_stats(engine: Any, keep: Callable[[Any], None], front: bool) -> None:
-    """Call `keep` with what vLLM's scheduler counts in each step; unless `front`, nothing is
-    counted in this process."""
+    """Call `keep` with what vLLM's scheduler counts in each step.
+
+    Unless `front`, nothing is counted in this process.
+    """
     processor: Any = getattr(engine, "output_processor", None)
     if processor is not None and not front:
         engine.log_stats = processor.log_stats = False
@@ -227,8 +234,10 @@ def keep_scheduler_stats(engine: Any, keep: Callable[[Any], None], front: bool) 
 
 
 def running(engine: LLMEngine, stats: Any) -> tuple[int, float] | None:
-    """Return (running sequences, share of the KV cache in use), from the scheduler if the core is
-    in this process, else from its latest `stats`; None if there is neither."""
+    """Return (running sequences, share of the KV cache in use), or None if unknown.
+
+    From the scheduler if the core is in this process, else from its latest `stats`.
+    """
     core = getattr(engine.engine_core, "engine_core", None)
     scheduler = getattr(core, "scheduler", None)
     if scheduler is not None:
@@ -239,8 +248,10 @@ def running(engine: LLMEngine, stats: Any) -> tuple[int, float] | None:
 
 
 def shut_down(engine: LLMEngine, waiting: bool) -> None:
-    """End the engine's core, ignoring what vLLM raises while it dies. `waiting` frees a thread that
-    waits in step()."""
+    """End the engine's core, ignoring what vLLM raises while it dies.
+
+    `waiting` frees a thread that waits in step().
+    """
     core = engine.engine_core
     with contextlib.suppress(Exception):
         core.shutdown()
@@ -250,8 +261,11 @@ def shut_down(engine: LLMEngine, waiting: bool) -> None:
 
 
 def free_process() -> None:
-    """Make room for the next engine in this process: vLLM keeps its process groups in globals, and
-    after an out-of-memory error a new engine would fail because of them (0.29, measured)."""
+    """Make room for the next engine in this process.
+
+    vLLM keeps its process groups in globals, and after an out-of-memory error a new engine would
+    fail because of them (0.29, measured).
+    """
     with contextlib.suppress(Exception):
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -259,8 +273,7 @@ def free_process() -> None:
 
 
 def engine_is_gone(error: BaseException) -> bool:
-    """Return whether an error of add_request means that the engine is gone, and not a rejected
-    request."""
+    """Return whether an error of add_request means a dead engine, not a rejected request."""
     kind = type(error)
     return kind.__name__ == "EngineDeadError" or kind.__module__.split(".")[0] == "zmq"
 
@@ -361,7 +374,8 @@ def image_renderer(
     arguments: Mapping[str, Any],
     bounded: Callable[[Callable[[], Any]], Any],
 ) -> Render | None:
-    """Return a function that renders one conversation with decoded images to the model's input, or
+    """Return a function that renders one conversation with decoded images to model input.
+
     None if the model takes no images. Needs no GPU.
 
     `path`, `revision` and the engine's `arguments` say which model. `bounded` gets a callable that

@@ -49,8 +49,7 @@ class _Listener(logging.Handler):
 
 
 def _code(args: object) -> int | None:
-    """Return the exit code of the worker whose name vLLM has logged; None if it is not
-    available."""
+    """Return the exit code of the worker whose name vLLM has logged; None if unknown."""
     name = args[0] if isinstance(args, tuple) and args else None
     # Not active_children(): that forgets, without a word, those that have just ended.
     for worker in list(getattr(multiprocessing.process, "_children", ())):

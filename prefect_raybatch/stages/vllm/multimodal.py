@@ -1,5 +1,6 @@
-"""Prepares images for a model with vLLM's own code but outside its engine: tokens with
-placeholders, and features. An engine that gets these only copies them.
+"""Prepares images for a model with vLLM's own code but outside its engine.
+
+It makes tokens with placeholders, and features. An engine that gets these only copies them.
 
 Made for vLLM 0.29, whose renderer needs no GPU (`vllm launch render`); `Renderer` raises if another
 version has none.
@@ -52,8 +53,11 @@ NO_IMAGE = bytes(32)  # in place of a digest
 
 @dataclass(frozen=True)
 class Rendered:
-    """A request in tokens. `features` are what the engine gets of its images, pickled, and `key`
-    identifies the images; None for a request of text alone."""
+    """A request in tokens.
+
+    `features` are what the engine gets of its images, pickled, and `key` identifies the images;
+    None for a request of text alone.
+    """
 
     tokens: list[int]
     features: bytes | None = None
@@ -76,17 +80,16 @@ class Renderer:
         except ImportError:
             raise ConfigError(
                 f"prompt.images: vLLM {internals.version()} cannot prepare images outside of an "
-                "engine; install vLLM 0.29"
+                "engine. Install vLLM 0.29"
             ) from None
         if render is None:
-            raise ConfigError(f"prompt.images: the model {path} takes no images, only text")
+            raise ConfigError(f"prompt.images: the model {path} accepts only text, no images")
         self._render = render
 
     def rows(
         self, conversations: Sequence[Messages | Failure]
     ) -> tuple[list[list[int] | Failure], list[dict[str, Any] | None]]:
-        """Return tokens of each row's messages, or why it has none, and its features as
-        `MM_TYPE`."""
+        """Return each row's tokens or failure, and its features as `MM_TYPE`."""
         tokens: list[list[int] | Failure] = []
         features: list[dict[str, Any] | None] = []
         here = internals.version()
@@ -146,8 +149,10 @@ def engine_input(tokens: Sequence[int], features: bytes | memoryview | None) -> 
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as their bytes: as torch pickles them, in a ZIP file each, reading 0.6 MB
-    takes 12 ms."""
+    """Pickles tensors as their bytes.
+
+    As torch pickles them, in a ZIP file each, reading 0.6 MB takes 12 ms.
+    """
 
     def reducer_override(self, value: Any) -> Any:
         import torch
@@ -173,23 +178,24 @@ def _tensor(data: Any, kind: str, shape: tuple[int, ...]) -> Any:
 
 
 def other_version(column: pa.ChunkedArray) -> Loss | None:
-    """Return why an engine here cannot take a block's features (`MM_TYPE`): another vLLM made
-    them."""
+    """Return why an engine here cannot take features (`MM_TYPE`) made by another vLLM."""
     # `flatten` and not `field`: what is under a null is then null as well.
     made = set(column.combine_chunks().flatten()[0].drop_null().to_pylist())
     if not made or made <= {here := internals.version()}:
         return None
     return Loss(
         "ConfigError",
-        f"images were prepared by vLLM {', '.join(sorted(made))}, and the engine's node has "
-        f"{here}; install one version on all nodes",
+        f"images were prepared by vLLM {', '.join(sorted(made))}, but the engine's node has "
+        f"{here}. Install one version on all nodes",
         fatal=True,
     )
 
 
 def seen(keys: Sequence[bytes], column: pa.ChunkedArray) -> tuple[list[bytes], list[Any]]:
-    """Return keys of the requests that distinguish equal text about different images, and each
-    row's features, which are not copied out of the block."""
+    """Return keys that distinguish equal text about different images, and rows' features.
+
+    The features are not copied out of the block.
+    """
     _, names, sent = column.combine_chunks().flatten()
     images = names.to_pylist()
     features = [f.as_buffer() if f.is_valid else None for f in sent]

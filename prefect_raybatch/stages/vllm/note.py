@@ -32,7 +32,7 @@ START, PROMPT, ROWS = "start", "prompt", "rows"  # what an actor does while the 
 NOTES_FOLDER = "raybatch-notes"
 LONGEST_NOTE = 65536  # characters that are read of a note
 NOTES_KEPT = 86400.0  # seconds after which a note that no actor has read is removed
-SILENT = "the engine's process ended without a word: killed, out of memory, or hung"
+SILENT = "the engine's process ended without an error message: killed, out of memory, or hung"
 FAULTS = {  # faulthandler's names
     "Illegal instruction": signal.SIGILL,
     "Segmentation fault": signal.SIGSEGV,
@@ -46,8 +46,10 @@ FATAL_LINE = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Left:
-    """What a process left: what it was `doing`, for the how many-th time in a row (`times`), the
-    `cause` of its end, and the cause `before` it, empty if there was none."""
+    """What a process left: what it was `doing` and the `cause` of its end.
+
+    `times`: for how many processes in a row; `before`: the cause before, empty if there was none.
+    """
 
     doing: str
     times: int = 1
@@ -66,8 +68,7 @@ class Note:
         self._traced = False
 
     def left(self) -> Left | None:
-        """Return and remove what a dead actor of the attempt left on this node; None if there is
-        nothing.
+        """Return and remove what a dead actor of the attempt left on this node, if anything.
 
         Also removes what other attempts left a day ago.
         """

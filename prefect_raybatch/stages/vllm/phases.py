@@ -61,8 +61,10 @@ def listen_for_phases() -> None:
 
 
 class StartMarks:
-    """The marks of one engine's start: start it inside `heard()`, and set `stepped` after its first
-    step."""
+    """The marks of one engine's start.
+
+    Start the engine inside `heard()`, and set `stepped` after its first step.
+    """
 
     def __init__(self) -> None:
         self._marks = {ENGINE_IMPORTS: time.time()}
@@ -70,16 +72,14 @@ class StartMarks:
 
     @classmethod
     def of_warm(cls) -> StartMarks:
-        """Return the marks of an engine that was started for another run: nothing is left to
-        start."""
+        """Return the marks of an engine that was started for another run."""
         made, now = cls(), time.time()
         made._marks = {FIRST_STEP: now, STEPPED: now}
         return made
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
-        """Make processes that are started in the block write their phases here; one engine at a
-        time."""
+        """Make processes started in the block write their phases here; one engine at a time."""
         # Has no name, so nothing is left after a kill -9.
         with tempfile.TemporaryFile() as self._file:
             os.environ[PHASES_PLACE] = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
@@ -113,8 +113,7 @@ class StartTeller:
     def __init__(
         self, tell: TellStart | None, marks: StartMarks, stepped: Callable[[], float], id: str
     ):
-        """Set it up; `stepped()` returns when the first step was over, 0 before; `id` is the
-        engine's."""
+        """Take `stepped()`: when the first step was over, 0 before; `id` is the engine's."""
         self.tell, self.marks, self.stepped, self.id = tell, marks, stepped, id
         self._wake, self._over = threading.Event(), False
 
@@ -142,7 +141,9 @@ class StartTeller:
                 try:
                     self.tell(self.id, marks)
                 except Exception as error:  # for people alone: the engine works without
-                    log.info("the start is not told: %s: %s", type(error).__name__, error)
+                    log.info(
+                        "cannot report the engine's start: %s: %s", type(error).__name__, error
+                    )
                 said = marks
             if STEPPED in marks or self._over:
                 return

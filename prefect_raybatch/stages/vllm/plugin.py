@@ -19,7 +19,7 @@ ALLOWED = "VLLM_PLUGINS"  # vLLM's list of the plugins that it may load; without
 
 
 def register() -> None:
-    """Called by vLLM, perhaps several times in a process."""
+    """Set up this process; vLLM calls it, perhaps several times."""
     ask_for_amx()
     last_words.listen()
     phases.listen_for_phases()
@@ -42,8 +42,8 @@ def ask_for_amx() -> None:
         return
     if not ask():
         log.warning(
-            "this CPU has AMX and the kernel does not grant it, so that an engine in bfloat16 may "
-            "die of an illegal instruction; set engine.dtype: float32"
+            "this CPU has AMX, but the kernel does not permit it, so an engine in bfloat16 may "
+            "die of an illegal instruction. Set engine.dtype: float32"
         )
 
 

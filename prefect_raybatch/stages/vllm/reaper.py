@@ -62,8 +62,9 @@ _helper: Process | None = None
 
 
 def watch_children() -> bool:
-    """Ensure that engine processes started from now on die with this process. Call it before each
-    engine.
+    """Ensure that engine processes started from now on die with this process.
+
+    Call it before each engine.
 
     Returns True if the helper runs (also if an earlier call started it), False without /proc. Ends
     only children that look like vLLM's or multiprocessing's, with everything below them; other
@@ -252,8 +253,10 @@ def _end(root_command: bytes, seen: Seen) -> None:
 
 
 def _wait(root_command: bytes, seen: Seen, besides: set[Process]) -> None:
-    """Wait up to `GRACE_S` until all seen processes except `besides` have ended; add their new
-    children."""
+    """Wait up to `GRACE_S` until all seen processes except `besides` have ended.
+
+    Adds their new children.
+    """
     until = time.monotonic() + GRACE_S
     while time.monotonic() < until and any(_alive(process) for process in seen.keys() - besides):
         _look(0, root_command, seen)
@@ -261,8 +264,10 @@ def _wait(root_command: bytes, seen: Seen, besides: set[Process]) -> None:
 
 
 def kill_all(pids: list[int]) -> None:
-    """Send SIGKILL to these processes and all below them, which ends stopped ones too; wait up to
-    `GRACE_S` for their end."""
+    """Send SIGKILL to these processes and all below them, which ends stopped ones too.
+
+    Waits up to `GRACE_S` for their end.
+    """
     seen = {(pid, stat.started): True for pid in pids if (stat := _read(pid)) is not None}
     _look(0, b"", seen)
     for process in seen:
@@ -273,8 +278,7 @@ def kill_all(pids: list[int]) -> None:
 
 
 def main(pid: int, started: int) -> None:
-    """Run the helper: detach, wait for the process (`pid`, `started` ticks) to end, clean up,
-    exit."""
+    """Run the helper: detach, wait for the process (`pid`, `started`) to end, clean up."""
     signal.signal(signal.SIGUSR1, lambda *_: None)  # before anybody can know of the helper
     helper = os.fork()
     if helper:

@@ -77,7 +77,7 @@ class Request:
 
 @dataclass(slots=True)
 class Completion:
-    """What came of one request: either answers or an `error`.
+    """The outcome of one request: either answers or an `error`.
 
     token_ids: one list of generated ids for each of the `n` answers, the end token included.
     texts: one text for each answer where vLLM had to detokenize (stop strings), else None.
@@ -235,7 +235,7 @@ class SteppedEngine:
                 self._shutdown()
 
     def stats(self) -> dict[str, Any]:
-        """Totals since the start.
+        """Return totals since the start.
 
         rows, refused: requests answered, of these refused or given up; prompt_tokens,
         cached_tokens, output_tokens; steps: calls of vLLM's step; busy_s: seconds with requests in
@@ -256,7 +256,7 @@ class SteppedEngine:
             }
 
     def load(self) -> dict[str, float]:
-        """What the engine does now; {} once it is closed.
+        """Return what the engine does now; {} once it is closed.
 
         running, waiting: sequences; sequences: that may run at once; steps: since the start;
         kv_cache: share of the KV cache in use.
@@ -286,7 +286,7 @@ class SteppedEngine:
     # Sampling parameters --------------------------------------------------------------------------
 
     def _prepare_params(self, requests: Sequence[Request]) -> list[Params | Exception]:
-        """A SamplingParams for each request (shape: as `requests`), or the exception it raised.
+        """Return the SamplingParams of each request, or the exception that making them raised.
 
         Equal dicts share one object; one and the same dict is looked at once a call.
         """
@@ -339,7 +339,7 @@ class SteppedEngine:
             self._shutdown()
 
     def _cause(self, error: BaseException) -> str:
-        """What the engine died of, when this is what vLLM raised here."""
+        """Return what the engine died of, given what vLLM raised."""
         if internals.engine_is_gone(error):
             for process in self._processes:
                 process.join(2)
@@ -349,7 +349,7 @@ class SteppedEngine:
         return _describe(error)
 
     def _how_it_ended(self, process: BaseProcess) -> str:
-        """How an engine process ended: by a signal of its own, or of the error that it logged."""
+        """Return how an engine process ended: by its own signal, or the error that it logged."""
         end = _end_of(process)
         # vLLM ends what is left of an engine that has failed by these two.
         ended_so = (None, -signal.SIGTERM, -signal.SIGKILL)
@@ -357,7 +357,7 @@ class SteppedEngine:
         return end if own else self._words.read() or end
 
     def _explained(self, error: BaseException) -> BaseException:
-        """What vLLM raised at the start; where it only points to its log, with what is there."""
+        """Return what vLLM raised at the start, with the cause from its log if need be."""
         words = self._words.read()
         text = with_signal(f"{error}: {words}" if words else str(error))
         if not isinstance(error, RuntimeError) or text == str(error):
@@ -458,7 +458,7 @@ class SteppedEngine:
             internals.accept_always(params)
 
     def _has_room(self) -> bool:
-        """Whether vLLM may hold another request, by the bytes of images; it is never starved."""
+        """Return whether vLLM may hold another request, by the bytes of images."""
         if self._sequences < self._window // WINDOW or not self._features:
             return True
         return sum(self._features.values()) < FEATURE_BYTES
@@ -539,8 +539,10 @@ class SteppedEngine:
     # Death and closing ----------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Look for the end of an engine process that nobody asked for, and for a step that never
-        returns; wake every caller then."""
+        """Watch for engine processes that end unasked, and for a step that never returns.
+
+        Wakes every caller then.
+        """
         from multiprocessing.connection import wait
 
         sentinels = {process.sentinel: process for process in self._processes}
@@ -563,8 +565,10 @@ class SteppedEngine:
                 return
 
     def _end_hung(self, cause: str) -> None:
-        """End an engine that hangs, first of all its processes: who hears of it starts another,
-        on the same GPU."""
+        """End an engine that hangs, first of all its processes.
+
+        Who learns of it starts another, on the same GPU.
+        """
         from prefect_raybatch.stages.vllm.reaper import kill_all
 
         if not self._processes:
@@ -612,25 +616,26 @@ class SteppedEngine:
 
 
 def _given_up(params: Params, reason: str) -> str:
-    said = f"vLLM gave the request up ({reason})"
+    said = f"vLLM aborted the request ({reason})"
     if getattr(params, "structured_outputs", None) is None:
         return said
     return (
-        f"{said}, most likely as it could make no grammar of its structured_outputs or choice: an "
-        "engine makes those of all rows with the backend of its first; name one that takes them "
-        "all, as with engine.structured_outputs_config: {backend: guidance}"
+        f"{said}, most likely because it could not build the grammar of structured_outputs or "
+        "choice. An engine builds the grammars of all rows with the backend that its first row "
+        "needs. Choose one that supports all of them, e.g. engine.structured_outputs_config: "
+        "{backend: guidance}"
     )
 
 
 def _as_list(token_ids: Sequence[int]) -> list[int]:
-    """A list of plain ints: vLLM's wire format takes no arrays."""
+    """Return a list of plain ints; vLLM's wire format takes no arrays."""
     if type(token_ids) is list:
         return token_ids
     return token_ids.tolist() if hasattr(token_ids, "tolist") else list(token_ids)
 
 
 def _guarded_params(params: dict[str, Any]) -> Params | Exception:
-    """`SamplingParams` or `PoolingParams` for a dict, or the exception that building it raised."""
+    """Return vLLM's params for a dict, or the exception that building them raised."""
     try:
         if "task" in params:
             return internals.pooling_params(params)
@@ -640,9 +645,11 @@ def _guarded_params(params: dict[str, Any]) -> Params | Exception:
 
 
 def plain_fields(params: dict[str, Any]) -> dict[str, Any]:
-    """Fields of vLLM's `SamplingParams` as plain values: nulls left out, `choice` written in full,
-    tokens of `logit_bias` as numbers (JSON has them as text), `detokenize` off unless given or
-    needed by `stop`."""
+    """Return fields of vLLM's `SamplingParams` as plain values.
+
+    Nulls are left out, `choice` is written in full, tokens of `logit_bias` are numbers (JSON has
+    them as text), `detokenize` is off unless given or needed by `stop`.
+    """
     fields = {name: value for name, value in params.items() if value is not None}
     if isinstance(bias := fields.get("logit_bias"), dict):
         fields["logit_bias"] = {int(token): value for token, value in bias.items()}

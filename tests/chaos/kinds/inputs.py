@@ -62,7 +62,7 @@ def input_changed(t: Trial) -> None:
     else:
         rows.pop()
     t.in_place.write(name, inputs.parquet(rows))
-    t.expect_error(t.start(), "SourceError", name, "not what the plan recorded")
+    t.expect_error(t.start(), "SourceError", name, "changed since the run was planned")
     t.fault(f"{name} changed")
     t.keep()
     put_back(t, name, old, stamp)

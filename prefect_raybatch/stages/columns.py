@@ -1,0 +1,160 @@
+"""The hidden columns of a block: what travels with a row from stage to stage.
+
+One entry for each column: its name, its Arrow type, the modules that write it, and those that read
+it (`tests/stages/test_columns.py` compares these with the code). A column whose text does not begin
+with "Always" is only in blocks of jobs that need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pyarrow as pa
+
+from prefect_raybatch.job.checks import RESERVED
+from prefect_raybatch.ledger.layout import POSITION as POSITION_NAME
+
+KEY_BYTES = 16
+KEY_TYPE = pa.binary(KEY_BYTES)
+LOSS_TYPE = pa.struct(
+    [
+        ("kind", pa.string()),
+        ("message", pa.string()),
+        ("fatal", pa.bool_()),
+        ("counted", pa.bool_()),
+    ]
+)
+# The vLLM version that made the features, the key of the images, and the features themselves.
+MM_TYPE = pa.struct([("vllm", pa.string()), ("key", pa.binary()), ("features", pa.large_binary())])
+DIGESTS_TYPE = pa.list_(pa.struct([("sha256", pa.string()), ("bytes", pa.int64())]))
+PROBABILITIES_TYPE = pa.map_(pa.string(), pa.field("value", pa.float64(), nullable=False))
+ERROR_TYPE = pa.struct([("stage", pa.string()), ("kind", pa.string()), ("message", pa.string())])
+# For each answer and each of its tokens: that token, then the most probable ones.
+STEPS_TYPE = pa.list_(
+    pa.list_(pa.list_(pa.struct([("id", pa.int32()), ("logprob", pa.float32())])))
+)
+TOKENS_TYPE = pa.list_(pa.int32())
+
+
+class HiddenColumn(str):
+    """The name of a hidden column, with its type; modules are named below `stages`."""
+
+    type: pa.DataType | None
+    writers: tuple[str, ...]
+    readers: tuple[str, ...]
+
+    def __new__(
+        cls, name: str, type: pa.DataType | None, writers: str, readers: str = ""
+    ) -> HiddenColumn:
+        column = super().__new__(cls, RESERVED + name.removeprefix(RESERVED))
+        column.type = type
+        column.writers, column.readers = tuple(writers.split()), tuple(readers.split())
+        return column
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (str(self),)  # in a pickled stage it is only a name
+
+    def add_to(self, table: pa.Table, values: Iterable[Any]) -> pa.Table:
+        """Return the block with this column, one of `values` for each row."""
+        return table.append_column(str(self), pa.array(values, self.type))
+
+    def values(self, table: pa.Table) -> list[Any]:
+        """Return the column's values; a None for each row of a block without the column."""
+        if self not in table.column_names:
+            return [None] * table.num_rows
+        values: list[Any] = table[self].to_pylist()
+        return values
+
+
+SHARD = HiddenColumn("shard", pa.int32(), "block", "block finish load lookup parsing")
+"""Always: the shard of the row."""
+POSITION = HiddenColumn(
+    POSITION_NAME,
+    pa.int32(),
+    "block",
+    "block finish lookup parsing runs.preview text_answers trial vectors",
+)
+"""Always: the row's position in its shard."""
+ERROR = HiddenColumn("error", ERROR_TYPE, "block", "block runs.preview trial")
+"""From prepare on: why the row failed, null while it is valid."""
+LOST = HiddenColumn("lost", LOSS_TYPE, "block", "block")
+"""In lost blocks: a `Loss`."""
+LOST_ROWS = HiddenColumn("lost_rows", pa.int32(), "block", "block")
+"""In lost blocks: the number of rows from the position on."""
+READ_SECONDS = HiddenColumn("times_read", pa.float64(), "read", "shard_figures")
+"""Seconds of reading the block, the same in each row."""
+PREPARE_SECONDS = HiddenColumn(
+    "times_prepare", pa.float64(), "prepare texts lookup", "shard_figures"
+)
+"""Always: seconds in prepare."""
+ENGINE_SECONDS = HiddenColumn("times_engine", pa.float64(), "engine lookup", "shard_figures")
+"""Always: seconds in the engine stage."""
+ENGINE_BEGAN = HiddenColumn("times_began", pa.float64(), "engine lookup", "shard_figures")
+"""Always: when the block reached the engine (seconds since 1970)."""
+TOKENS = HiddenColumn("tokens", TOKENS_TYPE, "prepare texts", "engine runs.preview")
+"""Always: the prompt, empty for a failed row."""
+SECOND = HiddenColumn("second", TOKENS_TYPE, "texts", "engine")
+"""The other prompt of a row that compares two."""
+PARAMS = HiddenColumn("params", pa.string(), "prepare texts trial", "engine trial")
+"""Always: JSON of the row's own sampling fields."""
+MM = HiddenColumn("mm", MM_TYPE, "prepare", "engine")
+"""The row's images for the engine; null for text alone."""
+DIGESTS = HiddenColumn("digests", DIGESTS_TYPE, "prepare lookup", "finish")
+"""Digests of the row's images as they were fetched."""
+KEY = HiddenColumn("key", KEY_TYPE, "plan.row_keys", "lookup prepare raw_answers texts")
+"""The request's key, in the input of the requests phase."""
+FORMED = HiddenColumn(
+    "formed", pa.bool_(), "prepare lookup", "cluster.lookups prepare raw_answers shard_figures"
+)
+"""Whether the answer must be a choice, JSON or the like."""
+OWN_FORM = HiddenColumn("form", pa.string(), "prepare", "text_answers")
+"""JSON of the fields by which a row changes its answer's form."""
+REASONING_OPEN = HiddenColumn(
+    "open", pa.bool_(), "prepare lookup", "answer_forms cluster.lookups parsing raw_answers"
+)
+"""Whether the answer may begin with thinking."""
+TRUNCATED = HiddenColumn(
+    "truncated", pa.bool_(), "prepare texts lookup", "cluster.lookups raw_answers shard_figures"
+)
+"""Whether the prompt was cut to fit."""
+ANSWERS = HiddenColumn(
+    "answers",
+    pa.list_(TOKENS_TYPE),
+    "engine lookup",
+    "answer_forms finish parsing raw_answers shard_figures text_answers",
+)
+"""Always: token ids, one list for each answer."""
+TEXTS = HiddenColumn(
+    "texts", pa.list_(pa.string()), "engine lookup", "answer_forms raw_answers text_answers"
+)
+"""Always: texts that vLLM itself had to detokenize, else null."""
+FINISH = HiddenColumn(
+    "finish", pa.string(), "engine lookup", "finish raw_answers shard_figures text_answers"
+)
+"""Always: vLLM's finish reason."""
+ENDS = HiddenColumn(
+    "ends", pa.list_(pa.string()), "engine lookup", "finish raw_answers text_answers"
+)
+"""Always: each answer's finish reason if there are several."""
+STEPS = HiddenColumn("steps", STEPS_TYPE, "engine lookup", "raw_answers text_answers")
+"""Log probabilities of the answers' tokens."""
+CHANCES = HiddenColumn(
+    "chances", PROBABILITIES_TYPE, "engine lookup", "finish raw_answers text_answers"
+)
+"""The probability of each label."""
+VECTOR = HiddenColumn("vector", None, "engine lookup", "raw_answers vectors")
+"""The answer of a pooling task: fixed_size_list<float32>."""
+PROMPT_TOKENS = HiddenColumn(
+    "prompt_tokens", pa.int32(), "engine lookup", "finish raw_answers shard_figures"
+)
+"""Always: the length of the prompt."""
+CACHED_TOKENS = HiddenColumn("cached_tokens", pa.int32(), "engine lookup", "shard_figures")
+"""Always: tokens that the prefix cache gave."""
+MERGED = HiddenColumn("merged", pa.bool_(), "engine lookup", "shard_figures")
+"""Always: whether the answer was computed for another row."""
+REUSE = HiddenColumn("reuse", pa.int8(), "lookup", "shard_figures")
+"""Where the answer is from (ledger/increments.py)."""
+FIGURES = HiddenColumn("figures", pa.string(), "load", "load")
+"""JSON of the engine's figures, in a shard's first row."""
+SECONDS = {"read": READ_SECONDS, "prepare": PREPARE_SECONDS, "engine": ENGINE_SECONDS}

@@ -1,0 +1,125 @@
+"""The types of the output columns: declared, or fixed for the run by its first shard."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.job.trust import check_types
+from prefect_raybatch.ledger.layout import OUTPUT_SCHEMA
+from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
+from prefect_raybatch.spec.result import FinishSpec
+from prefect_raybatch.stages.block import Failure
+from prefect_raybatch.stages.parsing import parsed_types
+from prefect_raybatch.stages.result_columns import declared_schema
+from prefect_raybatch.stages.row_outcomes import ColumnValues
+from prefect_raybatch.stages.typed_answers import reader_of
+from prefect_raybatch.storage import Store
+
+ResultColumn = tuple[pa.Field, pa.Array]
+NOT_CAST = (pa.ArrowException, TypeError, ValueError, OverflowError)
+
+
+def output_schema(
+    spec: FinishSpec, several: bool, store: Store, rows: Sequence[ColumnValues]
+) -> pa.Schema:
+    """Return the types of the output columns; `rows` fix them if the run has none yet."""
+    if spec.postprocess is None:
+        form = spec.schema
+        record = pa.struct(list(reader_of(form).schema)) if form is not None else pa.string()
+        columns = [(spec.column, record)] if several or form is None else []
+        columns += parsed_types(spec.parsing) if spec.parsing is not None else []
+        beside = [pa.field(n, pa.list_(k) if several else k) for n, k in columns]
+        alone = reader_of(form).schema if form is not None and not several else ()
+        return pa.schema([*alone, *beside])
+    if spec.types is not None:
+        return declared_schema(spec.types)
+    try:
+        return _read_schema(store)
+    except FileNotFoundError:
+        # The loser of the race takes the winner's, so all pieces agree.
+        schema = _infer(rows).serialize().to_pybytes()
+        put_record_if_absent(store, OUTPUT_SCHEMA, schema)
+        return _read_schema(store)
+
+
+def fitting_columns(
+    schema: pa.Schema, rows: Mapping[int, ColumnValues]
+) -> tuple[list[ResultColumn], dict[int, Failure]]:
+    """Return the columns of the rows that fit the schema, and the failures of the others."""
+    misfits: dict[int, Failure] = {}
+    for i, row in rows.items():
+        if row.keys() != set(schema.names):
+            odd = sorted(set(row) ^ set(schema.names))
+            misfits[i] = Failure(
+                "postprocess",
+                "SchemaError",
+                f"columns {', '.join(odd)} are missing or unexpected. Return exactly the run's "
+                f"output columns: {', '.join(schema.names)}",
+            )
+    for column in schema:
+        fitting = [i for i in rows if i not in misfits]
+        try:
+            pa.array([rows[i][column.name] for i in fitting], column.type)
+        except NOT_CAST:
+            misfits |= {
+                i: failure
+                for i in fitting
+                if (failure := _cast_failure(rows[i][column.name], column))
+            }
+    fitting = [i for i in rows if i not in misfits]
+    return [(c, pa.array([rows[i][c.name] for i in fitting], c.type)) for c in schema], misfits
+
+
+def _read_schema(store: Store) -> pa.Schema:
+    data = read_record(store, OUTPUT_SCHEMA)
+    try:
+        schema = pa.ipc.read_schema(pa.py_buffer(data))
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptRun(f"{OUTPUT_SCHEMA} is not a readable Arrow schema: {error}") from None
+    check_types(schema, OUTPUT_SCHEMA)
+    return schema
+
+
+def _infer(rows: Sequence[ColumnValues]) -> pa.Schema:
+    """Return types from the first shard's rows; a column of nulls is taken as text."""
+    # The names most rows have: the odd rows then fail, and not all the others.
+    names = Counter(frozenset(row) for row in rows).most_common(1)[0][0]
+    rows = [row for row in rows if row.keys() == names]
+    fields = []
+    for name in rows[0]:
+        kind = _infer_type([row[name] for row in rows])
+        fields.append((name, pa.string() if pa.types.is_null(kind) else kind))
+    return pa.schema(fields)
+
+
+def _infer_type(values: Sequence[object]) -> pa.DataType:
+    """Return the type of all values, or of most of them; the others then fail to cast."""
+    try:
+        return pa.infer_type(values)
+    except NOT_CAST:
+        kinds = Counter(kind for v in values if (kind := _type_of(v)) is not None)
+        return kinds.most_common(1)[0][0] if kinds else pa.string()
+
+
+def _type_of(value: object) -> pa.DataType | None:
+    try:
+        return None if value is None else pa.infer_type([value])
+    except NOT_CAST:
+        return None
+
+
+def _cast_failure(value: object, column: pa.Field) -> Failure | None:
+    try:
+        pa.array([value], column.type)
+    except NOT_CAST as error:
+        return Failure(
+            "postprocess",
+            "SchemaError",
+            f"column {column.name} has type {column.type}, but the value is "
+            f"{type(value).__name__}: {error}"[:500],
+        )
+    return None

@@ -1,0 +1,61 @@
+"""What becomes of a row in the finish stage: output columns, a failure, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from prefect_raybatch.stages.block import Failure, copied
+from prefect_raybatch.stages.calls.apart import NoChild
+
+ColumnValues = dict[str, Any]  # by the name of the column; values as Arrow takes them
+
+
+@dataclass(frozen=True)
+class OutputRow:
+    """A valid row: the values of its output columns."""
+
+    columns: ColumnValues
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A row for which `output.postprocess` returned None."""
+
+
+FinishedRow = OutputRow | Failure | LeftOut
+
+
+def postprocessed(
+    function: Callable[[ColumnValues], object],
+    row: ColumnValues | Failure,
+    answer: ColumnValues,
+    taken: Collection[str],
+) -> FinishedRow:
+    """Return the outcome of a row: what a user's function makes of it and its answer."""
+    if isinstance(row, Failure):
+        return row
+    try:
+        made = copied(function({**row, **answer}))
+        if made is not None and not isinstance(made, dict):
+            raise TypeError(
+                f"output.postprocess must return a dict or None, not {type(made).__name__}"
+            )
+        for name in made or ():
+            if not isinstance(name, str):
+                raise TypeError(
+                    f"output.postprocess must return a dict with column names as keys, not {name!r}"
+                )
+            if name in taken:  # two columns of a name make a file that nothing can read
+                return Failure(
+                    "postprocess",
+                    "SchemaError",
+                    f"column {name} is already in the result. Return it under another name, or "
+                    "exclude the input's column with output.columns",
+                )
+        return LeftOut() if made is None else OutputRow(made)
+    except NoChild:  # the function's process did not start, which is no fault of the row
+        raise
+    except Exception as error:
+        return Failure.of("postprocess", error)
