@@ -59,6 +59,7 @@ ELSEWHERE = {
 # What is rightly refused in this folder, and what is said then.
 REFUSED = {
     "--error EngineDied": "no row",
+    "--error AnswerCutOff": "no row",
     "flows/image_captions.yaml": "'data/images' does not exist",
     "raybatch publish": "names no target",
     "engine.replicas=2": "too small",
