@@ -1,4 +1,4 @@
-"""What `make docs` adds to mkdocs: pages and files from outside docs/, and the links to them."""
+"""Hooks of `make docs`: add pages from outside docs/ to the site, and correct links to them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
-# Where they lie in the repository, and in the site.
+# Path in the repository: path in the site.
 OUTSIDE = {
     "README.md": "index.md",
+    "docs/README.md": "contents.md",  # beside index.md, MkDocs would drop it
     "deployments/README.md": "deployments.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
@@ -24,7 +25,7 @@ OUTSIDE = {
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Brings the files from outside in."""
+    """Add the files from outside docs/."""
     for name, there in OUTSIDE.items():
         text = (ROOT / name).read_text(encoding="utf-8")
         files.append(File.generated(config, there, content=text))
@@ -32,7 +33,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_config(config: Any) -> Any:
-    """Adds the pages of decisions, which mkdocs.yml does not name one by one."""
+    """Add the decision pages to the navigation; mkdocs.yml does not list them."""
     pages = sorted((ROOT / "docs/decisions").glob("*.md"))
     if pages:
         config.nav.append({"Decisions": [f"decisions/{page.name}" for page in pages]})
@@ -40,8 +41,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Changes a page's links, which lead from where it lies in the repository, to links of the
-    site."""
+    """Rewrite a page's links from paths of the repository to paths of the site."""
     places = {there: name for name, there in OUTSIDE.items()}
     here = places.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     folder = posixpath.dirname(here)

@@ -182,6 +182,7 @@ def test_each_planted_bug_fits_the_code_and_one_that_does_not_says_so():
 
 
 def test_the_documented_bugs_are_these():
-    text = (ROOT / "docs/exactly-once.md").read_text(encoding="utf-8")
+    pages = [ROOT / f"docs/decisions/planted-bugs{of}.md" for of in ("", "-of-results")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (\d+) \|$", text, re.MULTILINE)
     assert rows == [(m.name, m.title, str(m.within)) for m in MUTANTS]

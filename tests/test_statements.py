@@ -37,7 +37,7 @@ PLACES = {
     "FILE": "report.html",
     "N": "1",
     "ID": "37fdf645-8aa4-4cc3-a229-5692f77eb581",
-    "mended.yaml": "job.yaml",
+    "fixed.yaml": "job.yaml",
 }
 # Read by the command line and not run here: why, and where they are run.
 READ = {
@@ -59,6 +59,7 @@ ELSEWHERE = {
 # What is rightly refused in this folder, and what is said then.
 REFUSED = {
     "--error EngineDied": "no row",
+    "--error AnswerCutOff": "no row",
     "flows/image_captions.yaml": "'data/images' does not exist",
     "raybatch publish": "names no target",
     "engine.replicas=2": "too small",

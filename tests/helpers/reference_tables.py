@@ -51,11 +51,12 @@ def option_row(option: Any) -> tuple[str, str]:
     names = ", ".join(f"`{name}{value}`" for name in option.opts)
     names += "".join(f", `{name}`" for name in option.secondary_opts)
     text = one_line(option.help)
+    sentence = f"{text.rstrip('.')}."
     if option.required:
-        return names, f"{text} Required."
+        return names, f"{sentence} Required."
     if option.default is None or is_flag:
         return names, text
-    return names, f"{text} Default: `{option.default}`."
+    return names, f"{sentence} Default: `{option.default}`."
 
 
 def shared_options() -> dict[str, tuple[str, str]]:

@@ -55,7 +55,7 @@ MUTANTS = (
     ),
     Mutant(
         "piece_unproved",
-        "a piece is believed to be kept as it was sent",
+        "a piece is trusted without proof that the store keeps it",
         (
             Edit(
                 "stages.finish:Finish.write_piece",
@@ -97,13 +97,13 @@ MUTANTS = (
     ),
     Mutant(
         "s3_if_absent",
-        "S3 is not told If-None-Match",
+        "the PUT to S3 lacks If-None-Match",
         (Edit("storage.s3:S3Store.put_if_absent", 'IfNoneMatch="*", ', ""),),
         quick=True,
     ),
     Mutant(
         "disk_if_absent",
-        "on a disk a rename takes the place of the link",
+        "on a disk, a rename replaces the hard link",
         (
             Edit(
                 "storage.local:LocalStore.put_if_absent",
@@ -115,7 +115,7 @@ MUTANTS = (
     ),
     Mutant(
         "plan_loser",
-        "who loses the race for plan.json goes on with his own plan",
+        "the loser for plan.json continues with its own plan",
         (
             Edit(
                 "ledger.ledger:Ledger.create_plan",
@@ -139,7 +139,7 @@ MUTANTS = (
     ),
     Mutant(
         "overlap",
-        "receipts that overlap count as two",
+        "overlapping receipts both count",
         (
             Edit(
                 "ledger.ledger:Coverage.add",
@@ -181,7 +181,7 @@ MUTANTS = (
     ),
     Mutant(
         "reap_by_age",
-        "reap asks no commit whether a piece may still count",
+        "reap removes pieces by age alone",
         (
             Edit(
                 "result.reap:orphans",
@@ -192,7 +192,7 @@ MUTANTS = (
     ),
     Mutant(
         "reap_named",
-        "reap takes the pieces that a commit names",
+        "reap removes pieces that a commit names",
         (
             Edit(
                 "result.reap:orphans",
@@ -204,7 +204,7 @@ MUTANTS = (
     ),
     Mutant(
         "stale_list",
-        "a listing of commits is believed where pieces are deleted",
+        "pieces are deleted by a stale listing of commits",
         (
             Edit(
                 "result.reap:orphans",
@@ -217,7 +217,7 @@ MUTANTS = (
     ),
     Mutant(
         "pieces_first",
-        "pieces are deleted before _SUCCESS is there",
+        "pieces are deleted before _SUCCESS exists",
         (
             Edit(
                 "runs.finalize_run:finalize_spec",
@@ -242,7 +242,7 @@ MUTANTS = (
     ),
     Mutant(
         "part_put",
-        "a part that is not there is written by a plain PUT",
+        "a missing part is written by a plain PUT",
         (
             Edit(
                 "result.parts:_look",
@@ -255,7 +255,7 @@ MUTANTS = (
     ),
     Mutant(
         "part_unread",
-        "a part that is there is taken without a look at its rows",
+        "an existing part is adopted without reading its rows",
         (
             Edit(
                 "result.parts:_look",
@@ -267,7 +267,7 @@ MUTANTS = (
     ),
     Mutant(
         "part_replaced",
-        "a part with the same rows as other bytes is replaced, without a fence",
+        "a part with the same rows in other bytes is replaced, without a fence",
         (
             Edit(
                 "result.parts:_look",
@@ -279,7 +279,7 @@ MUTANTS = (
     ),
     Mutant(
         "layout_own",
-        "a finalizer does not take the layout that is there",
+        "a finalizer ignores the existing layout",
         (
             Edit(
                 "result.survey:layout_of",
@@ -293,7 +293,7 @@ MUTANTS = (
     ),
     Mutant(
         "retry_taken",
-        "a retry takes rows that another one has taken",
+        "a retry takes rows of another retry",
         (
             Edit(
                 "runs.retry:FailedRows.tables",
@@ -322,7 +322,7 @@ MUTANTS = (
     ),
     Mutant(
         "checkpoint",
-        "who loses a commit folds his own, and a folded one is believed without a look",
+        "the loser of a commit counts its own; a counted one is trusted unchecked",
         (
             Edit(
                 "ledger.checkpoints:folded",
@@ -339,7 +339,7 @@ MUTANTS = (
     ),
     Mutant(
         "table_put",
-        "a table that is there already is written again",
+        "an existing table is written again",
         (
             Edit(
                 "ledger.record_files:put_table",
@@ -351,7 +351,7 @@ MUTANTS = (
     ),
     Mutant(
         "tasks_unwaited",
-        "finalize does not wait for the last tasks that write parts on the cluster",
+        "finalize does not wait for the last writers on the cluster",
         (
             Edit(
                 "cluster.side_by_side:side_by_side",
@@ -373,7 +373,7 @@ MUTANTS = (
     ),
     Mutant(
         "repair_unread",
-        "a repair takes pieces over without comparing them with their commit",
+        "a repair keeps pieces without comparing them with their commit",
         (
             Edit(
                 "result.healthy:_of_pieces",
@@ -386,7 +386,7 @@ MUTANTS = (
     ),
     Mutant(
         "repair_holes",
-        "a repair takes a shard over of which rows are in a file that is lost",
+        "a repair keeps a shard with rows in a lost file",
         (
             Edit(
                 "result.healthy:_cut_out",
@@ -398,7 +398,7 @@ MUTANTS = (
     ),
     Mutant(
         "repair_tidies",
-        "a repair deletes the pieces of the run that it has taken over",
+        "a repair deletes the pieces of the damaged run",
         (
             Edit(
                 "runs.repair:_fork",
