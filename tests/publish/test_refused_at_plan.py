@@ -48,7 +48,9 @@ def texts(*names: str) -> pa.Schema:
     [(TARGETS["delta"][0], "delta"), (TARGETS["sql"][0], "sqlite"), (duckdb, "duckdb")],
 )
 def test_columns_that_are_one_to_the_target_are_refused(make, system, tmp_path):
-    with pytest.raises(ConfigError, match=f"columns 'Name' and 'name' are the same to {system},"):
+    with pytest.raises(
+        ConfigError, match=f"columns 'Name' and 'name' differ only in case, which {system}"
+    ):
         plan(texts("Name", "name"), make(tmp_path))
     job = make_job(output={"uri": str(tmp_path), "publish": [make(tmp_path)]})
     with pytest.raises(ConfigError, match="columns 'Response' and 'response'"):

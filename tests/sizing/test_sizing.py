@@ -553,8 +553,8 @@ def test_with_rays_backend_an_engine_may_span_nodes(engine, gpus_by_node, replic
     ("config", "kind", "engine", "said"),
     [
         (LLAMA_8B, "L4", {"max_num_seqs": 512}, "of about 103 tokens, fewer than max_num_seqs 512"),
-        (LLAMA_8B, "L4", {"max_num_batched_tokens": 16384}, "for 156 rows"),
-        (LLAMA_8B, "L4", {"enable_prefix_caching": False}, "for 134 rows"),
+        (LLAMA_8B, "L4", {"max_num_batched_tokens": 16384}, "holds 156 rows"),
+        (LLAMA_8B, "L4", {"enable_prefix_caching": False}, "holds 134 rows"),
         (LLAMA_8B, "L4", {}, ""),
         (LLAMA_8B, "L4", {"max_num_seqs": 128}, ""),
         (LLAMA_8B, "H200", {}, ""),
