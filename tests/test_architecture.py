@@ -414,7 +414,7 @@ def test_no_public_name_is_defined_in_two_modules():
 PRIVATE = {
     ("stages/test_hang.py", "_engine"): "stops or kills the process of vLLM's core from outside",
     ("stages/test_hang.py", "_thread"): "that it ended is what the test is about",
-    ("publish/test_refused_at_plan.py", "_insert"): "a database that refuses the rows themselves",
+    ("publish/test_refused_at_plan.py", "_insert"): "a database that rejects the rows themselves",
     ("runs/test_damaged_answers.py", "_kept"): "emptied, as in a worker that has read nothing",
     ("runs/test_damaged_answers.py", "_files"): "emptied, as in a worker that has read nothing",
     ("chaos/engine.py", "_engine"): "vLLM itself runs out of memory, in a step of its own",

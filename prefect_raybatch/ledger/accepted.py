@@ -6,14 +6,14 @@ Not all rows of such a run were made in the same way, so its report says so.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import TypeAdapter
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.ledger.records import dump
+from prefect_raybatch.ledger.records import JsonObject, dump
 from prefect_raybatch.ledger.strict import STRICT, Number, read_json
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ _RECORDS = TypeAdapter(tuple[Accepted, ...])
 
 def accepted_note(accepted: Iterable[Accepted]) -> dict[str, Any]:
     """Return what an attempt's note says of accepted differences; {} without any."""
-    found = [asdict(one) for one in accepted]
-    return {"accepted": found} if found else {}
+    differences = [asdict(one) for one in accepted]
+    return {"accepted": differences} if differences else {}
 
 
-def accepted_in(note: Mapping[str, Any], what: str) -> tuple[Accepted, ...]:
+def accepted_in(note: JsonObject, what: str) -> tuple[Accepted, ...]:
     """Return the accepted differences in an attempt's note.
 
     Raises `CorruptRun` for a note that `accepted_note` did not write.
@@ -63,7 +63,7 @@ def all_accepted(ledger: Ledger) -> tuple[Accepted, ...]:
 
     A damaged note is logged and left out.
     """
-    found: dict[tuple[str, str, str], Accepted] = {}
+    differences: dict[tuple[str, str, str], Accepted] = {}
     for name in ledger.attempts():
         try:
             noted = accepted_in(ledger.read_attempt(name), f"attempt {name}")
@@ -72,6 +72,6 @@ def all_accepted(ledger: Ledger) -> tuple[Accepted, ...]:
             continue
         for one in noted:
             key = one.field, one.old, one.new
-            if key not in found or one.at < found[key].at:
-                found[key] = one
-    return tuple(sorted(found.values(), key=lambda one: (one.at, one.field)))
+            if key not in differences or one.at < differences[key].at:
+                differences[key] = one
+    return tuple(sorted(differences.values(), key=lambda one: (one.at, one.field)))

@@ -197,20 +197,20 @@ def folded(store: Store, plan_hash: str, listing: Listing, exact: bool) -> Copie
     """
     confirmed = listing.proves if exact else listing.fits
     planned = range(len(listing.done))
-    found = Copies(len(planned), confirmed)
+    copies = Copies(len(planned), confirmed)
     if not listing.done.any() or (exact and not any(listing.md5)):
-        return found
+        return copies
     names = [info.path for info in store.list(CHECKPOINTS) if CHECKPOINT_NAME.match(info.path)]
     for lines in read_ahead(
         partial(_lines, store, plan_hash), names, CHECKPOINT_READERS, CHECKPOINT_READERS
     ):
         records: dict[int, bytes] = {}
         for shard, body in lines:
-            new = shard in planned and shard not in records and shard not in found
+            new = shard in planned and shard not in records and shard not in copies
             if new and confirmed(shard, body):
                 records[shard] = body
-        found.add(records)
-    return found
+        copies.add(records)
+    return copies
 
 
 def _lines(store: Store, plan_hash: str, name: str) -> list[tuple[int, bytes]]:

@@ -46,9 +46,9 @@ _RECORD = TypeAdapter(Drain)
 
 def put_drain(ledger: Ledger, by: str) -> Drain:
     """Ask all attempts known now to stop."""
-    made = Drain(tuple(ledger.attempts()), by, round(time.time(), 3))
-    put_record(ledger.store, DRAIN, dump(asdict(made)))
-    return made
+    drain = Drain(tuple(ledger.attempts()), by, round(time.time(), 3))
+    put_record(ledger.store, DRAIN, dump(asdict(drain)))
+    return drain
 
 
 def read_drain(store: Store) -> Drain | None:
@@ -88,9 +88,9 @@ class Draining:
             return True
         self._looked = time.monotonic()
         try:
-            found = read_drain(self.store)
+            request = read_drain(self.store)
         except RayBatchError as error:
             log.info("Cannot read whether a drain was requested: %s", error)
             return False
-        self._known = found is not None and self.attempt in found.attempts
+        self._known = request is not None and self.attempt in request.attempts
         return self._known

@@ -105,8 +105,8 @@ def load_family(root: Store, key: str) -> Family:
     number = 0
     while number < MOST_CHILDREN:
         number += 1
-        found = _try(root, f"{first.key}.r{number}", family)
-        if found is not None:
+        plan = _try(root, f"{first.key}.r{number}", family)
+        if plan is not None:
             highest = number
         elif number > listed:
             break

@@ -44,10 +44,10 @@ def supersede(ledger: Ledger, key: str) -> None:
 def follow_forks(ledger: Ledger, plan: Plan) -> tuple[Ledger, Plan]:
     """Return the ledger and plan of the run that continues this one; this one's without a fork."""
     for _ in range(MOST_FORKS):
-        found = _next(ledger, plan)
-        if found is None:
+        fork = _next(ledger, plan)
+        if fork is None:
             break
-        ledger, plan = found
+        ledger, plan = fork
     return ledger, plan
 
 
@@ -58,9 +58,9 @@ def _next(ledger: Ledger, plan: Plan) -> tuple[Ledger, Plan] | None:
         if root is None or not isinstance(key, str):
             return None
         theirs = Ledger(root.sub(check_run_key(key)))
-        found = theirs.load_plan()
+        fork_plan = theirs.load_plan()
     except (FileNotFoundError, CorruptRun, ConfigError):  # only advice, so none is no fault
         return None
-    if found is None or found.forked_from != forked(plan):
+    if fork_plan is None or fork_plan.forked_from != forked(plan):
         return None
-    return theirs, found
+    return theirs, fork_plan

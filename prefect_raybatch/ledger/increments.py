@@ -22,7 +22,7 @@ from prefect_raybatch.ledger.plan_tables import Shards, from_parquet
 from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.ledger.record_texts import SomePositions
-from prefect_raybatch.ledger.records import Plan, digest, dump, load
+from prefect_raybatch.ledger.records import JsonObject, Plan, digest, dump, load
 from prefect_raybatch.ledger.strict import STRICT, Count, Number, read_json
 from prefect_raybatch.storage import Store
 
@@ -124,10 +124,10 @@ class Increment:
     ledger: str
     context: str
     merge: bool = True
-    parts: Mapping[str, Any] = field(default_factory=dict)
+    parts: JsonObject = field(default_factory=dict)
     places: tuple[str, ...] = ()
     reused: tuple[AnswerPart, ...] = ()
-    asks: Mapping[str, Any] | None = None
+    asks: JsonObject | None = None
     earlier: tuple[str, ...] = ()
     differs: tuple[str, ...] = ()
     counts: RowCounts = field(default_factory=RowCounts)
@@ -163,7 +163,7 @@ class Answers:
     run_key: str
     plan: str
     context: str
-    parts: Mapping[str, Any]
+    parts: JsonObject
     files: tuple[AnswerPart, ...]
     until: Number | None = None
     seconds: Number | None = None
@@ -208,12 +208,12 @@ def increment_of(plan: Plan) -> Increment | None:
     """Return what a plan says of reuse; None for a run that neither reuses nor keeps answers."""
     if plan.increment is None:
         return None
-    found = read_json(_INCREMENT, dump(plan.increment), "plan.json: increment")
-    if found.ledger not in (OF_ROWS, OF_ASKS):
+    increment = read_json(_INCREMENT, dump(plan.increment), "plan.json: increment")
+    if increment.ledger not in (OF_ROWS, OF_ASKS):
         raise CorruptRun(
-            f"plan.json: increment.ledger is {found.ledger!r}, not {OF_ROWS} or {OF_ASKS}"
+            f"plan.json: increment.ledger is {increment.ledger!r}, not {OF_ROWS} or {OF_ASKS}"
         )
-    return found
+    return increment
 
 
 def read_answers(store: Store) -> Answers | None:
@@ -226,12 +226,12 @@ def read_answers(store: Store) -> Answers | None:
         raise CorruptRun(
             f"{store.uri}/{ANSWERS_RECORD} was written by a newer version. Upgrade prefect-raybatch"
         )
-    found = read_json(_ANSWERS, data, ANSWERS_RECORD)
-    if found.checksum is not None and found.to_bytes() != data:
+    answers = read_json(_ANSWERS, data, ANSWERS_RECORD)
+    if answers.checksum is not None and answers.to_bytes() != data:
         raise CorruptRun(
             f"{store.uri}/{ANSWERS_RECORD} does not match its checksum. Restore the file"
         )
-    return found
+    return answers
 
 
 def read_answers_by_row(store: Store, plan: Plan) -> AnswersByRow | None:
@@ -240,10 +240,10 @@ def read_answers_by_row(store: Store, plan: Plan) -> AnswersByRow | None:
         data = read_record(store, BY_ROW_RECORD)
     except FileNotFoundError:
         return None
-    found = read_json(_BY_ROW, data, BY_ROW_RECORD)
-    if found.plan != plan.hash or found.format != 1:
+    record = read_json(_BY_ROW, data, BY_ROW_RECORD)
+    if record.plan != plan.hash or record.format != 1:
         raise CorruptRun(f"{store.uri}/{BY_ROW_RECORD} was written for another plan or version")
-    return found
+    return record
 
 
 def asks_ledger(store: Store) -> Ledger:

@@ -77,9 +77,9 @@ _ATTEMPT = TypeAdapter(LastAttempt)
 
 def not_waiting(store: Store) -> Store:
     """Return a store with short timeouts, to read and write this record."""
-    made = copy.copy(store)
-    made.retry_seconds = min(store.retry_seconds, RECORD_SECONDS)
-    return made
+    hasty = copy.copy(store)
+    hasty.retry_seconds = min(store.retry_seconds, RECORD_SECONDS)
+    return hasty
 
 
 def cut_to_bytes(text: str, most: int) -> str:

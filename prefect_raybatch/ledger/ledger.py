@@ -42,6 +42,7 @@ from prefect_raybatch.ledger.records import (
     NO_POSITIONS,
     Commit,
     InputFile,
+    JsonObject,
     Plan,
     Receipt,
     dump,
@@ -111,8 +112,8 @@ class Ledger:
         """Return the URIs of the input that the plan's job names."""
         if plan.uris_table is not None:
             return read_uris(self.table(plan.uris_table))
-        given = plan.job.get("source", {}).get("uri", [])
-        return [given] if isinstance(given, str) else list(given)
+        uris = plan.job.get("source", {}).get("uri", [])
+        return [uris] if isinstance(uris, str) else list(uris)
 
     def numbers(self, plan: Plan) -> RowNumbers:
         """Return the row number of each row of the run's input."""
@@ -132,18 +133,18 @@ class Ledger:
         Only names that this package writes count. Copies beside them, such as `00000001 2.json`,
         say nothing about a shard and are listed as strays.
         """
-        found = Listing.empty(plan.shards)
+        listing = Listing.empty(plan.shards)
         for info in self.store.list(COMMITS):
             match = COMMIT_NAME.match(info.path)
             if match is None or info.path != commit_path(int(match[1])):
-                found.stray(info.path)
+                listing.stray(info.path)
                 continue
             if int(match[1]) >= plan.shards:
                 raise CorruptRun(
                     f"{info.path} is beyond the last shard of the plan ({plan.shards - 1})"
                 )
-            found.note(int(match[1]), info)
-        return found
+            listing.note(int(match[1]), info)
+        return listing
 
     def committed(self, plan: Plan) -> np.ndarray:
         """Return bool[shards]: which shards have a commit record, by a fresh listing."""
@@ -273,7 +274,7 @@ class Ledger:
         """Write `_SUCCESS` once. A second writer finds it there and is done as well."""
         put_success(self.store, success)
 
-    def note_attempt(self, attempt: str, info: Mapping[str, Any]) -> None:
+    def note_attempt(self, attempt: str, info: JsonObject) -> None:
         """Record who drives the run, since when and from where.
 
         It is for people; correctness does not depend on it.
@@ -282,8 +283,8 @@ class Ledger:
 
     def attempts(self) -> list[str]:
         """Return the attempts that were recorded. Does not tell which of them are alive."""
-        found = (ATTEMPT_NAME.match(info.path) for info in self.store.list(ATTEMPTS))
-        return [match[1] for match in found if match]
+        matches = (ATTEMPT_NAME.match(info.path) for info in self.store.list(ATTEMPTS))
+        return [match[1] for match in matches if match]
 
     def read_attempt(self, attempt: str) -> dict[str, Any]:
         """Return what `note_attempt` wrote.
@@ -363,8 +364,8 @@ def _commonest(failures: Failures) -> Failures:
     ordered = sorted(failures.items(), key=lambda item: -item[1])
     kept = dict(ordered[:FAILURES])
     for key, rows in ordered[FAILURES:]:
-        rest = FailureKey(key.stage, key.error, "(other messages)")
-        kept[rest] = kept.get(rest, 0) + rows
+        other = FailureKey(key.stage, key.error, "(other messages)")
+        kept[other] = kept.get(other, 0) + rows
     return kept
 
 

@@ -6,11 +6,11 @@ hash among the parts of the fingerprint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from prefect_raybatch.ledger.plan_tables import from_parquet, to_parquet
-from prefect_raybatch.ledger.records import digest, dump
+from prefect_raybatch.ledger.records import JsonObject, digest, dump
 
 MOST_URIS = 1_000  # that a plan holds itself
 FIRST_URIS = 10  # of more than that
@@ -34,7 +34,7 @@ def read_uris(data: bytes) -> list[str]:
     return found
 
 
-def bounded_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
+def bounded_parts(parts: JsonObject) -> dict[str, Any]:
     """Return the parts of a fingerprint as a plan holds them."""
     uris = parts.get(URI_PART, ())
     if not too_many(uris):
@@ -42,7 +42,7 @@ def bounded_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
     return {**parts, URI_PART: {"count": len(uris), "sha256": digest(dump(uris))}}
 
 
-def bounded_job(job: Mapping[str, Any]) -> dict[str, Any]:
+def bounded_job(job: JsonObject) -> dict[str, Any]:
     """Return a public job as a plan holds it."""
     source = job.get("source", {})
     if not too_many(source.get("uri")):

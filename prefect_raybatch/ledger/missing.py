@@ -78,11 +78,11 @@ def _hint(store: Store) -> str:
 
 def _runs(root: Store, names: list[str]) -> list[str]:
     """Return the first of the folders `names` that hold a run."""
-    found = []
+    runs = []
     for name in names[: 10 * RUNS_NAMED]:
         if not root.holds(f"{name}/{PLAN}"):
             continue
-        found.append(name)
-        if len(found) == RUNS_NAMED:
+        runs.append(name)
+        if len(runs) == RUNS_NAMED:
             break
-    return found
+    return runs

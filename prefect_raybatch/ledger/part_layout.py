@@ -132,13 +132,13 @@ def read_layout(ledger: Ledger, plan: Plan) -> tuple[PartLayout, tuple[PartSpan,
     Raises `CorruptRun` for a file that is not a layout, or that is another plan's.
     """
     try:
-        found = read_json(_LAYOUT, read_record(ledger.store, LAYOUT), LAYOUT)
+        layout = read_json(_LAYOUT, read_record(ledger.store, LAYOUT), LAYOUT)
     except FileNotFoundError:
         return None
-    if found.plan != plan.hash:
-        raise CorruptRun(f"{LAYOUT} was written for another plan ({found.plan[:12]})")
-    table = from_parquet(read_table(ledger.store, found.table, LAYOUT), found.table, _COLUMNS)
-    return found, tuple(PartSpan(**row) for row in table.to_pylist())
+    if layout.plan != plan.hash:
+        raise CorruptRun(f"{LAYOUT} was written for another plan ({layout.plan[:12]})")
+    table = from_parquet(read_table(ledger.store, layout.table, LAYOUT), layout.table, _COLUMNS)
+    return layout, tuple(PartSpan(**row) for row in table.to_pylist())
 
 
 def check_spans(spans: Sequence[PartSpan], sums: ShardSums) -> None:

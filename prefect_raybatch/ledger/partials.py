@@ -58,8 +58,8 @@ class MissingRows:
         pending = np.flatnonzero(~done)
         rows = int(np.diff(shards.starts)[pending].sum())
         spans = _spans(pending, shards, numbers)
-        told = tuple(islice(spans, RANGES_TOLD))
-        return cls(rows, len(pending), told, sum(1 for _ in spans))
+        ranges = tuple(islice(spans, RANGES_TOLD))
+        return cls(rows, len(pending), ranges, sum(1 for _ in spans))
 
     def text(self, most: int = 5) -> str:
         """Return `1,200 rows (400 to 799, 1,600 to 2,399)`."""
@@ -147,16 +147,16 @@ def read_partial(store: Store, plan: Plan, name: str) -> PartialResult:
     try:
         if not PARTIAL_NAME.match(name):
             raise FileNotFoundError(path)
-        found = read_json(_RECORD, read_record(store, path), path)
+        result = read_json(_RECORD, read_record(store, path), path)
     except FileNotFoundError:
         there = ", ".join(sorted(partial_names(store))) or "none"
         raise NoSuchRun(
             f"{store.uri} has no partial result {name} (it has: {there}). Write one with raybatch "
             "finalize --partial"
         ) from None
-    if found.plan != plan.hash or found.name != name:
-        raise CorruptRun(f"{store.uri}/{path} was written for another plan ({found.plan[:12]})")
-    return found
+    if result.plan != plan.hash or result.name != name:
+        raise CorruptRun(f"{store.uri}/{path} was written for another plan ({result.plan[:12]})")
+    return result
 
 
 def partial_names(store: Store) -> list[str]:
@@ -171,5 +171,5 @@ def partial_names(store: Store) -> list[str]:
 
 def all_partials(store: Store, plan: Plan) -> list[PartialResult]:
     """Return the partial results of a run, newest first."""
-    found = [read_partial(store, plan, name) for name in partial_names(store)]
-    return sorted(found, key=lambda one: (one.at, one.name), reverse=True)
+    results = [read_partial(store, plan, name) for name in partial_names(store)]
+    return sorted(results, key=lambda one: (one.at, one.name), reverse=True)

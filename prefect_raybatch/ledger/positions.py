@@ -133,15 +133,15 @@ class Positions:
         return tuple(zip(starts, stops, strict=True))
 
     def _few_ranges(self) -> Ranges:
-        found, bits, at = [], self.bits, 0
+        ranges, bits, at = [], self.bits, 0
         while bits:
             gap = (bits & -bits).bit_length() - 1
             bits >>= gap
             length = (~bits & (bits + 1)).bit_length() - 1
             bits >>= length
-            found.append((at + gap, at + gap + length))
+            ranges.append((at + gap, at + gap + length))
             at += gap + length
-        return tuple(found)
+        return tuple(ranges)
 
     def said(self, most: int = 5) -> str:
         """Return the first ranges for people: `0 to 3, 7 to 7 and more`."""
@@ -164,12 +164,12 @@ class Positions:
         A longer text is refused before it is unpacked further than such a set can be.
         """
         if not isinstance(text, str):
-            found = cls.spans(*text)
+            positions = cls.spans(*text)
         else:
-            found = cls(int.from_bytes(_unpacked(text, rows), "little"))
-        if found.end > rows:
-            raise ValueError(f"position {found.end - 1} is not in a shard of {rows} rows")
-        return found
+            positions = cls(int.from_bytes(_unpacked(text, rows), "little"))
+        if positions.end > rows:
+            raise ValueError(f"position {positions.end - 1} is not in a shard of {rows} rows")
+        return positions
 
     def _packed(self) -> bytes:
         return self.bits.to_bytes(-(-self.end // 8), "little")

@@ -97,7 +97,7 @@ def note_precision(store: Store, note: PrecisionNote) -> PrecisionNote:
     """Write the decision once. Return the one that counts."""
     if put_record_if_absent(store, PRECISION, note.to_bytes()):
         return note
-    found = read_precision(store)
-    if found is None:
+    decision = read_precision(store)
+    if decision is None:
         raise CorruptRun(f"{store.uri}/{PRECISION} exists, but cannot be read")
-    return found
+    return decision

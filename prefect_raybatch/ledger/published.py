@@ -57,8 +57,8 @@ def read_published(store: Store, target: str) -> Published | None:
 def all_published(store: Store) -> tuple[Published, ...]:
     """Return the records of all targets, sorted by name."""
     matches = (PUBLISHED_NAME.match(info.path) for info in store.list(PUBLISHED))
-    found = (read_published(store, match[1]) for match in matches if match)
-    return tuple(sorted((one for one in found if one), key=lambda one: one.target))
+    records = (read_published(store, match[1]) for match in matches if match)
+    return tuple(sorted((one for one in records if one), key=lambda one: one.target))
 
 
 def note_published(store: Store, record: Published) -> Published:
@@ -68,10 +68,10 @@ def note_published(store: Store, record: Published) -> Published:
     """
     if put_record_if_absent(store, published_path(record.target), record.to_bytes()):
         return record
-    found = read_published(store, record.target)
-    if found is None or found.plan != record.plan:
+    existing = read_published(store, record.target)
+    if existing is None or existing.plan != record.plan:
         raise CorruptRun(f"{store.uri}/{published_path(record.target)} is for another plan")
-    return found
+    return existing
 
 
 def note_again(store: Store, record: Published) -> Published:

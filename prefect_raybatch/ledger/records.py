@@ -28,6 +28,9 @@ from prefect_raybatch.ledger.record_texts import COMMIT_TEXT, RECEIPT_TEXT, Piec
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.ledger.strict import STRICT, Count, Number, read_json
 
+JsonObject = Mapping[str, Any]
+"""A JSON object in a record whose fields another room defines."""
+
 FORMAT = 3  # version of the run directory
 
 KINDS_OF_ROWS = ("good", "failed", "skipped")
@@ -49,14 +52,14 @@ def _run_key(key: str) -> str:
     return key
 
 
-def _context(value: Mapping[str, Any]) -> Mapping[str, Any]:
+def _context(value: JsonObject) -> JsonObject:
     length = value.get("max_model_len")
     if type(length) is not int or length <= 0:
         raise PydanticCustomError("context", "max_model_len is not a positive integer")
     return value
 
 
-def _table(value: Mapping[str, Any]) -> Mapping[str, Any]:
+def _table(value: JsonObject) -> JsonObject:
     wrong = {"format", "uri", "id", "version"} - value.keys()
     if wrong or not all(isinstance(text, str) for text in value.values()):
         raise PydanticCustomError(
@@ -65,7 +68,7 @@ def _table(value: Mapping[str, Any]) -> Mapping[str, Any]:
     return value
 
 
-def _forked_from(value: Mapping[str, Any]) -> Mapping[str, Any]:
+def _forked_from(value: JsonObject) -> JsonObject:
     if set(value) != {"run_key", "plan"} or not all(isinstance(v, str) for v in value.values()):
         raise PydanticCustomError("forked_from", "not an object of texts with run_key and plan")
     _run_key(value["run_key"])
@@ -74,9 +77,9 @@ def _forked_from(value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 TableName = Annotated[str, AfterValidator(_table_name)]
 RunKey = Annotated[str, AfterValidator(_run_key)]
-Context = Annotated[Mapping[str, Any], AfterValidator(_context)]
-ForkedFrom = Annotated[Mapping[str, Any], AfterValidator(_forked_from)]
-InputTable = Annotated[Mapping[str, Any], AfterValidator(_table)]
+Context = Annotated[JsonObject, AfterValidator(_context)]
+ForkedFrom = Annotated[JsonObject, AfterValidator(_forked_from)]
+InputTable = Annotated[JsonObject, AfterValidator(_table)]
 
 
 def dump(value: Any) -> bytes:
@@ -214,20 +217,20 @@ class Plan:
     rows_per_shard: Count
     shards: Count
     fingerprint: str
-    parts: Mapping[str, Any]
-    model: Mapping[str, Any]
+    parts: JsonObject
+    model: JsonObject
     input_schema: str
     shards_table: TableName
     files_table: TableName
     snapshot: bool
-    job: Mapping[str, Any]
+    job: JsonObject
     row_bytes: Number
     parent: RunKey | None = None
     format: int = FORMAT
     numbers_table: TableName | None = None
     context: Context | None = None
     table: InputTable | None = None
-    increment: Mapping[str, Any] | None = None
+    increment: JsonObject | None = None
     uris_table: TableName | None = None
     forked_from: ForkedFrom | None = None
     night: str | None = None
@@ -245,7 +248,7 @@ class Plan:
     def hash(self) -> str:
         return digest(self.to_bytes())
 
-    def with_model(self, model: Mapping[str, Any]) -> Plan:
+    def with_model(self, model: JsonObject) -> Plan:
         """Return the plan for an attempt at which a person accepted another model.
 
         It keeps the hash of its record, which commits name.
@@ -384,10 +387,10 @@ class Commit:
 
     @classmethod
     def from_bytes(cls, data: bytes, what: str = "commit") -> Commit:
-        found = read_json(COMMIT_TEXT, data, what)
-        if found.format != FORMAT:
-            raise CorruptRun(f"{what} has format {found.format!r}; this version reads {FORMAT}")
-        value = dict(found.__dict__)
+        text = read_json(COMMIT_TEXT, data, what)
+        if text.format != FORMAT:
+            raise CorruptRun(f"{what} has format {text.format!r}; this version reads {FORMAT}")
+        value = dict(text.__dict__)
         _take_positions(value, value.pop("rows"), what)
         commit = cls(**value)
         commit.__dict__["body"] = data

@@ -8,24 +8,24 @@ from typing import Any
 from prefect_raybatch.errors import PlanMismatch
 from prefect_raybatch.job.secrets import masked
 from prefect_raybatch.ledger.many_uris import bounded_parts
-from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.records import JsonObject, Plan
 from prefect_raybatch.spec.run import Identity
 
 
-def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def difference(old: JsonObject, new: JsonObject) -> list[str]:
     """Return a line `field: old -> new` for each differing field, also of nested groups."""
     return [f"{key}: {before} -> {after}" for key, (before, after) in differing(old, new).items()]
 
 
-def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+def differing(old: JsonObject, new: JsonObject) -> dict[str, tuple[str, str]]:
     """Return {field: (old, new)} of the differences, as short texts."""
-    found = {}
+    differences = {}
     flat_old, flat_new = _flat(bounded_parts(old)), _flat(bounded_parts(new))
     for key in sorted(set(flat_old) | set(flat_new)):
         before, after = flat_old.get(key), flat_new.get(key)
         if before != after:
-            found[key] = _short(before), _short(after)
-    return found
+            differences[key] = _short(before), _short(after)
+    return differences
 
 
 def check_same(
@@ -59,7 +59,7 @@ def check_same(
     )
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(value: JsonObject, prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, item in value.items():
         if isinstance(item, Mapping):
@@ -69,6 +69,6 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:80]} ... {text[-30:]}"

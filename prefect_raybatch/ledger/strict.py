@@ -88,11 +88,11 @@ def _refuse_constants(text: bytes, what: str) -> None:
 
 
 def _said(error: ValidationError, what: str) -> str:
-    found = error.errors(include_url=False, include_context=False)
-    unknown = [_place(e["loc"]) for e in found if e["type"] == "unexpected_keyword_argument"]
+    errors = error.errors(include_url=False, include_context=False)
+    unknown = [_place(e["loc"]) for e in errors if e["type"] == "unexpected_keyword_argument"]
     if unknown:
         return f"{what} has unknown fields {', '.join(sorted(unknown)[:20])}"
-    first = found[0]
+    first = errors[0]
     place, value = _place(first["loc"]), first["input"]
     if first["type"] == "json_invalid":
         return f"{what} is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}"

@@ -90,28 +90,28 @@ class Success:
         """
         path = f"{where}/{SUCCESS}"
         try:
-            found = read_json(_SUCCESS, data, path)
+            success = read_json(_SUCCESS, data, path)
         except CorruptRun as error:
             raise CorruptRun(f"{error}. {_not_of(None, plan)}") from None
-        if found.plan != plan.hash:
-            raise CorruptRun(f"{path} was written for another plan. {_not_of(found.plan, plan)}")
-        if found.parts_table is not None and table is not None:
-            parts = _parts_of(table(found.parts_table), found.parts_table)
-            found = replace(found, parts=parts)
-        kept = {kind: sum(p.rows for p in found.of(kind)) for kind in KINDS}
-        counted = found.data + found.quarantine + found.skipped
-        wanted = {"data": found.data, "quarantine": found.quarantine}
-        if not found.compact:
+        if success.plan != plan.hash:
+            raise CorruptRun(f"{path} was written for another plan. {_not_of(success.plan, plan)}")
+        if success.parts_table is not None and table is not None:
+            parts = _parts_of(table(success.parts_table), success.parts_table)
+            success = replace(success, parts=parts)
+        kept = {kind: sum(p.rows for p in success.of(kind)) for kind in KINDS}
+        counted = success.data + success.quarantine + success.skipped
+        wanted = {"data": success.data, "quarantine": success.quarantine}
+        if not success.compact:
             wanted = dict.fromkeys(KINDS, 0)
-        if {found.rows, counted} != {plan.rows} or kept != wanted:
+        if {success.rows, counted} != {plan.rows} or kept != wanted:
             raise CorruptRun(
-                f"{path} does not add up: {found.rows:,} rows, of which {found.data:,} in data, "
-                f"{found.quarantine:,} in quarantine and {found.skipped:,} left out; its files "
+                f"{path} does not add up: {success.rows:,} rows, of them {success.data:,} in data, "
+                f"{success.quarantine:,} in quarantine and {success.skipped:,} left out; its files "
                 f"hold {kept['data']:,} and {kept['quarantine']:,}; the plan has {plan.rows:,} "
                 "rows. "
-                f"{_not_of(found.plan, plan)}"
+                f"{_not_of(success.plan, plan)}"
             )
-        return found
+        return success
 
     def of(self, kind: str) -> list[Part]:
         """Return the files of data or quarantine, sorted by name."""
@@ -184,15 +184,15 @@ def check_parts(store: Store, parts: Iterable[Part]) -> None:
     for part in parts:
         info = there.get(part.path)
         if info is None:
-            said = "is missing"
+            fault = "is missing"
         elif info.size != part.bytes:
-            said = f"has {info.size:,} bytes instead of {part.bytes:,}"
+            fault = f"has {info.size:,} bytes instead of {part.bytes:,}"
         elif part.etag is not None and info.etag != part.etag and not _same(store, part):
-            said = "has different contents"
+            fault = "has different contents"
         else:
             continue
         raise CorruptRun(
-            f"{store.uri}/{part.path}, a file of the result ({part.rows:,} rows), {said}. "
+            f"{store.uri}/{part.path}, a file of the result ({part.rows:,} rows), {fault}. "
             "Nothing was deleted. Restore the file. Or, if _raybatch/pieces still exists, move "
             "_SUCCESS away and run the same command again: it writes the result anew"
         )
@@ -227,11 +227,11 @@ def strays(paths: Iterable[str], named: Iterable[str]) -> list[str]:
 
 def check_no_strays(store: Store, parts: Iterable[Part]) -> None:
     """Raise `CorruptRun` naming a file in the folders of the result that is not part of it."""
-    found = strays(_listed(store, RESULT_FOLDERS.values()), (part.path for part in parts))
-    if found:
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    unexpected = strays(_listed(store, RESULT_FOLDERS.values()), (part.path for part in parts))
+    if unexpected:
+        more = f" (and {len(unexpected) - 1} more)" if len(unexpected) > 1 else ""
         raise CorruptRun(
-            f"{store.uri}/{found[0]}{more} is not a file of this result, but readers of the folder "
-            "would include it. Nothing was deleted, and _SUCCESS was not written. Move the file "
-            "elsewhere, then run the same command again"
+            f"{store.uri}/{unexpected[0]}{more} is not a file of this result, but readers of "
+            "the folder would include it. Nothing was deleted, and _SUCCESS was not written. Move "
+            "the file elsewhere, then run the same command again"
         )

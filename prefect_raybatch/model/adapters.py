@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.ledger.records import digest, dump
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.model.context import text_part
+from prefect_raybatch.model.context import ModelConfig, text_part
 from prefect_raybatch.spec.engine import ModelRequest
 from prefect_raybatch.storage import Store, is_remote, open_store
 from prefect_raybatch.storage.node_cache import cached_folder
@@ -29,6 +29,10 @@ TOGETHER = 4  # adapters on the GPU at once: rows of one stand together, so that
 IN_MEMORY = 32  # and in the node's memory
 HUB_SCHEME = "hf://"  # before a Hugging Face name, which may also stand alone: owner/name
 FROM_HIDDEN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+
+
+PinnedAdapter = Mapping[str, Any]
+"""A LoRA adapter as a plan keeps it: source, revision, identity and rank."""
 
 
 def named(request: ModelRequest) -> dict[str, str]:
@@ -48,7 +52,7 @@ def identities(request: ModelRequest) -> dict[str, str]:
 
 def pin_adapters(request: ModelRequest) -> dict[str, dict[str, Any]]:
     """Return {name: {source, revision, identity, rank}} of the job's adapters, for the plan."""
-    made = {}
+    pinned = {}
     for name, source in named(request).items():
         revision = None
         if _is_name(source):
@@ -59,11 +63,11 @@ def pin_adapters(request: ModelRequest) -> dict[str, dict[str, Any]]:
             identity = _identity(_field(name), source)
             source = source if is_remote(source) else str(Path(source).resolve())
         adapter = {"source": source, "revision": revision, "identity": identity}
-        made[name] = {**adapter, "rank": _rank(_field(name), _config(_field(name), adapter))}
-    return made
+        pinned[name] = {**adapter, "rank": _rank(_field(name), _config(_field(name), adapter))}
+    return pinned
 
 
-def arguments(pinned: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any]) -> dict[str, Any]:
+def arguments(pinned: Mapping[str, PinnedAdapter], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return vLLM's engine arguments for adapters; arguments in the job win."""
     if not pinned:
         return {}
@@ -78,7 +82,7 @@ def arguments(pinned: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any])
 
 
 def check_adapters_fit(
-    request: ModelRequest, pinned: Mapping[str, Any], config: Mapping[str, Any]
+    request: ModelRequest, pinned: Mapping[str, Any], config: ModelConfig
 ) -> None:
     """Raise `ConfigError` for an adapter that does not fit the model or that vLLM cannot load.
 
@@ -105,7 +109,7 @@ def check_adapters_fit(
             )
 
 
-def adapter_path(adapter: Mapping[str, Any]) -> str:
+def adapter_path(adapter: PinnedAdapter) -> str:
     """Return a folder on this node with the adapter as it was pinned.
 
     Later changes to the job's folder do not matter. Raises `ConfigError` if it changed before it
@@ -177,36 +181,34 @@ def _store(field: str, source: str) -> Store:
     return store
 
 
-def _config(field: str, adapter: Mapping[str, Any]) -> dict[str, Any]:
+def _config(field: str, adapter: PinnedAdapter) -> dict[str, Any]:
     source = str(adapter["source"])
     try:
         if adapter.get("revision") is not None:
             from huggingface_hub import hf_hub_download
 
             path = hf_hub_download(source, ADAPTER_CONFIG, revision=str(adapter["revision"]))
-            value = json.loads(Path(path).read_bytes())
+            config = json.loads(Path(path).read_bytes())
         else:
-            value = json.loads(_store(field, source).read(ADAPTER_CONFIG, models.MAX_CONFIG_BYTES))
+            config = json.loads(_store(field, source).read(ADAPTER_CONFIG, models.MAX_CONFIG_BYTES))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{field}: {ADAPTER_CONFIG} of {source} cannot be read: {error}"
         ) from None
-    if not isinstance(value, dict) or value.get("peft_type", "LORA") != "LORA":
+    if not isinstance(config, dict) or config.get("peft_type", "LORA") != "LORA":
         raise ConfigError(f"{field}: {ADAPTER_CONFIG} of {source} does not describe a LoRA adapter")
-    return value
+    return config
 
 
-def _rank(field: str, config: Mapping[str, Any]) -> int:
-    found = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
-    ranks = [rank for rank in found if isinstance(rank, int) and 0 < rank <= RANKS[-1]]
-    if len(ranks) < len(found):
+def _rank(field: str, config: ModelConfig) -> int:
+    values = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
+    ranks = [rank for rank in values if isinstance(rank, int) and 0 < rank <= RANKS[-1]]
+    if len(ranks) < len(values):
         raise ConfigError(f"{field}: its rank r must be an integer from 1 to {RANKS[-1]}")
     return max(ranks)
 
 
-def _check_tensors(
-    field: str, model: str, adapter: Mapping[str, Any], config: Mapping[str, Any]
-) -> None:
+def _check_tensors(field: str, model: str, adapter: PinnedAdapter, config: ModelConfig) -> None:
     """Check the shapes in the header of the weights; only the header is read."""
     for name, shape in _shapes(field, adapter).items():
         wrong = _misfit(name, shape, config)
@@ -216,7 +218,7 @@ def _check_tensors(
             )
 
 
-def _shapes(field: str, adapter: Mapping[str, Any]) -> dict[str, list[int]]:
+def _shapes(field: str, adapter: PinnedAdapter) -> dict[str, list[int]]:
     """Return the shapes of the adapter's tensors by name."""
     source, revision = str(adapter["source"]), adapter.get("revision")
     if revision is None:
@@ -259,7 +261,7 @@ def _no_tensors(field: str, source: str) -> ConfigError:
     )
 
 
-def _misfit(name: str, shape: list[int], config: Mapping[str, Any]) -> str:
+def _misfit(name: str, shape: list[int], config: ModelConfig) -> str:
     """Return how a tensor does not fit the model; "" if it fits or if that cannot be determined."""
     layers = config.get("num_hidden_layers")
     layer = re.search(r"\.layers\.(\d+)\.", name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,7 @@ def template_text(given: str) -> str:
     return text
 
 
-def check_template(prompt: PromptSpec, request: ModelRequest, model: Mapping[str, Any]) -> None:
+def check_template(prompt: PromptSpec, request: ModelRequest, model: models.PinnedModel) -> None:
     """Raise `ConfigError` if the chat template does not support what the job passes to it.
 
     The template is the job's or the model's. `model` is the result of `pinned.pin`; of a model that
@@ -146,7 +145,7 @@ def _read(name: str) -> str:
         raise ConfigError(f"prompt.chat_template: {name!r} is not UTF-8 text: {error}") from None
 
 
-def _of_model(prompt: PromptSpec, request: ModelRequest, model: Mapping[str, Any]) -> str | None:
+def _of_model(prompt: PromptSpec, request: ModelRequest, model: models.PinnedModel) -> str | None:
     """Return the model's chat template; "" if it has none, None if its files are elsewhere."""
     extra, source = request.given, str(model["source"])
     if extra.get("tokenizer"):

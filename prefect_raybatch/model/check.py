@@ -9,13 +9,13 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.vllm import fields as vllm_fields
 from prefect_raybatch.model import adapters, tasks
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.model.context import longest_context, own_context, text_part
+from prefect_raybatch.model.context import ModelConfig, longest_context, own_context, text_part
 from prefect_raybatch.spec.engine import ModelRequest
 from prefect_raybatch.spec.request import ImageSpec, SamplingSpec
 from prefect_raybatch.spec.run import RunSpec
@@ -33,7 +33,7 @@ TOKENIZER = (
 )
 
 
-def check(spec: RunSpec, model: Mapping[str, Any], files: bool = True) -> None:
+def check(spec: RunSpec, model: models.PinnedModel, files: bool = True) -> None:
     """Raise `ConfigError` for a model that cannot do what the run asks of it.
 
     It must do the task, take the images, have weights, tokenizer and complete files, room for the
@@ -59,7 +59,7 @@ def check(spec: RunSpec, model: Mapping[str, Any], files: bool = True) -> None:
 
 
 def check_images(
-    request: ModelRequest, images: ImageSpec, source: str, config: Mapping[str, Any]
+    request: ModelRequest, images: ImageSpec, source: str, config: ModelConfig
 ) -> None:
     """Raise `ConfigError` for a model that accepts no images, or fewer than a row may have.
 
@@ -87,7 +87,7 @@ def check_images(
         )
 
 
-def _check_room(request: ModelRequest, max_tokens: int, config: Mapping[str, Any]) -> None:
+def _check_room(request: ModelRequest, max_tokens: int, config: ModelConfig) -> None:
     if request.context_auto:  # follows from the rows and leaves room for the answer
         return
     context, said = request.context, "engine.max_model_len"
@@ -102,9 +102,7 @@ def _check_room(request: ModelRequest, max_tokens: int, config: Mapping[str, Any
         )
 
 
-def _check_vocabulary(
-    request: ModelRequest, sampling: SamplingSpec, config: Mapping[str, Any]
-) -> None:
+def _check_vocabulary(request: ModelRequest, sampling: SamplingSpec, config: ModelConfig) -> None:
     """Raise `ConfigError` for token ids outside the vocabulary: vLLM would reject every row."""
     tokens = text_part(config).get("vocab_size")
     if not isinstance(tokens, int) or "hf_overrides" in request.given:
@@ -119,7 +117,7 @@ def _check_vocabulary(
             )
 
 
-def _check_length(request: ModelRequest, config: Mapping[str, Any]) -> None:
+def _check_length(request: ModelRequest, config: ModelConfig) -> None:
     """Raise `ConfigError` for a context length that vLLM rejects, as far as config.json tells."""
     if "hf_overrides" in request.given or request.context is None:
         return

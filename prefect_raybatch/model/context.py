@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+ModelConfig = Mapping[str, Any]
+"""A model's config.json, or an object in it; its fields depend on the architecture."""
+
 LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
     *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
@@ -19,13 +22,13 @@ UNSCALED = ("su", "longrope", "llama3")  # kinds of RoPE whose lengths hold thei
 ORIGINAL = "original_max_position_embeddings"
 
 
-def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_part(config: ModelConfig) -> ModelConfig:
     """Return the config of the text model, which multimodal models nest in theirs."""
     nested = config.get("text_config")
     return {**config, **nested} if isinstance(nested, Mapping) else config
 
 
-def own_context(config: Mapping[str, Any]) -> int | None:
+def own_context(config: ModelConfig) -> int | None:
     """Return the default context length in tokens; None if config.json does not tell."""
     text = text_part(config)
     longest = longest_context(config)
@@ -35,7 +38,7 @@ def own_context(config: Mapping[str, Any]) -> int | None:
     return longest
 
 
-def longest_context(config: Mapping[str, Any]) -> int | None:
+def longest_context(config: ModelConfig) -> int | None:
     """Return the longest context (tokens) an engine accepts; None if config.json has none."""
     text = text_part(config)
     whole = text.get(ALONE_COUNTS)
@@ -52,7 +55,7 @@ def longest_context(config: Mapping[str, Any]) -> int | None:
     return int(length * factor)
 
 
-def _ropes(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _ropes(text: ModelConfig) -> Iterator[ModelConfig]:
     """Yield the rope scaling settings: one, or one for each kind of layer."""
     for name in ("rope_scaling", "rope_parameters"):
         found = text.get(name)
@@ -61,7 +64,7 @@ def _ropes(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield from nested or [found]
 
 
-def _kind(rope: Mapping[str, Any]) -> str:
+def _kind(rope: ModelConfig) -> str:
     return str(rope.get("rope_type") or rope.get("type") or "default")
 
 

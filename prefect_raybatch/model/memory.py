@@ -13,7 +13,7 @@ from typing import Any
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model.arguments import EngineArguments
-from prefect_raybatch.model.context import own_context, text_part
+from prefect_raybatch.model.context import ModelConfig, own_context, text_part
 
 FIXED = int(2.5 * 2**30)  # bytes an engine: CUDA context, graphs, NCCL and workspaces
 LEAST_FIXED = 1 << 30  # what no engine does without
@@ -103,9 +103,7 @@ class Precision:
         )
 
 
-def describe(
-    config: Mapping[str, Any], arguments: Mapping[str, Any], stored: int | None = None
-) -> Model:
+def describe(config: ModelConfig, arguments: Mapping[str, Any], stored: int | None = None) -> Model:
     """Return the sizes of a model from its config.json.
 
     `arguments` are the engine's, of which the `Precision` counts; `stored` the bytes of the weight
@@ -146,7 +144,7 @@ def describe(
     )
 
 
-def _check_sizes(text: Mapping[str, Any]) -> None:
+def _check_sizes(text: ModelConfig) -> None:
     """Raise `ConfigError` for a config from which no memory can be estimated."""
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     missing = [name for name in names if not text.get(name)]
@@ -201,14 +199,14 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def experts_of(config: Mapping[str, Any]) -> int:
+def experts_of(config: ModelConfig) -> int:
     """Return the experts of a layer by the model's config.json; 0 for a dense model."""
     text = text_part(config)
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     return int(next((text[name] for name in names if text.get(name)), 0))
 
 
-def _parameters(text: Mapping[str, Any]) -> tuple[float, float, float]:
+def _parameters(text: ModelConfig) -> tuple[float, float, float]:
     """Return the parameters (of all layers, of embeddings, that a token passes through)."""
     hidden, layers = text["hidden_size"], text["num_hidden_layers"]
     dense = text.get("intermediate_size") or 0
@@ -234,7 +232,7 @@ def _parameters(text: Mapping[str, Any]) -> tuple[float, float, float]:
     )
 
 
-def _adapters(text: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[int, int]:
+def _adapters(text: ModelConfig, arguments: Mapping[str, Any]) -> tuple[int, int]:
     """Return the bytes for LoRA adapters (on each GPU of a layer, split over those GPUs).
 
     vLLM reserves them when it starts: for `max_loras` adapters, both matrices of every linear layer
@@ -256,7 +254,7 @@ def _adapters(text: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[in
     return one * (layers * whole + ends), one * layers * split
 
 
-def _attention(text: Mapping[str, Any]) -> float:
+def _attention(text: ModelConfig) -> float:
     """Return the attention parameters of a layer."""
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
     latent = text.get("kv_lora_rank")
@@ -271,7 +269,7 @@ def _attention(text: Mapping[str, Any]) -> float:
     return float(hidden * size * 2 * (heads + (text.get("num_key_value_heads") or heads)))
 
 
-def _layers(text: Mapping[str, Any]) -> tuple[int, int]:
+def _layers(text: ModelConfig) -> tuple[int, int]:
     """Return the KV cache values per token in layers that keep all tokens, and with a window."""
     heads = text["num_attention_heads"]
     size = text.get("head_dim") or text["hidden_size"] // heads
@@ -282,14 +280,14 @@ def _layers(text: Mapping[str, Any]) -> tuple[int, int]:
     return one * full, one * windowed
 
 
-def _kinds(text: Mapping[str, Any]) -> tuple[int, int]:
+def _kinds(text: ModelConfig) -> tuple[int, int]:
     """Return the number of layers that keep all tokens, and of those with a window."""
     kinds = text.get("layer_types") or ["full_attention"] * text["num_hidden_layers"]
     windowed = kinds.count("sliding_attention") if text.get("sliding_window") else 0
     return len(kinds) - windowed - kinds.count("linear_attention"), windowed
 
 
-def _attended(text: Mapping[str, Any]) -> tuple[int, int]:
+def _attended(text: ModelConfig) -> tuple[int, int]:
     """Return the multiplications of a token for each token that it attends to.
 
     Queries with keys and weights with values, over all heads, in layers that keep all tokens, and
@@ -305,7 +303,7 @@ def _attended(text: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _weights(
-    text: Mapping[str, Any],
+    text: ModelConfig,
     precision: Precision,
     layers: float,
     embeddings: float,
@@ -321,7 +319,7 @@ def _weights(
     return int(layers * (bits or wanted or 8 * loaded) / 8 + embeddings * loaded)
 
 
-def _quantized_bits(quantization: Mapping[str, Any]) -> float | None:
+def _quantized_bits(quantization: ModelConfig) -> float | None:
     """Return the bits per weight of a model stored quantized; None for any other."""
     method = str(quantization.get("quant_method") or "")
     if not method:
@@ -339,18 +337,18 @@ def _quantized_bits(quantization: Mapping[str, Any]) -> float | None:
     return _METHODS.get(method)
 
 
-def _dtype(text: Mapping[str, Any]) -> str:
+def _dtype(text: ModelConfig) -> str:
     return str(text.get("dtype") or text.get("torch_dtype"))
 
 
-def _loaded_bytes(text: Mapping[str, Any], precision: Precision) -> int:
+def _loaded_bytes(text: ModelConfig, precision: Precision) -> int:
     """Return the bytes per weight as vLLM loads it; float32 is halved unless the job sets it."""
     if precision.dtype != "auto":
         return _BYTES.get(precision.dtype, 2)
     return min(_BYTES.get(_dtype(text), 2), 2)
 
 
-def _kept_bytes(text: Mapping[str, Any], precision: Precision) -> int:
+def _kept_bytes(text: ModelConfig, precision: Precision) -> int:
     """Return the bytes per value in the KV cache."""
     fp8 = precision.kv_cache_dtype.startswith("fp8")
     return 1 if fp8 else max(2, _loaded_bytes(text, precision))

@@ -19,6 +19,9 @@ from prefect_raybatch.storage.node_cache import cached_folder
 
 log = logging.getLogger(__name__)
 
+PinnedModel = Mapping[str, Any]
+"""A model as a plan keeps it: source, revision, identity and, if it has any, its adapters."""
+
 DEMO = "demo"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 MAX_CONFIG_BYTES = 4 << 20
@@ -66,7 +69,7 @@ def local_path(model: dict[str, Any]) -> str:
     return _fetch(source, str(model["identity"])) if is_remote(source) else source
 
 
-def store_of(model: Mapping[str, Any]) -> Store:
+def store_of(model: PinnedModel) -> Store:
     """Return the files of a model in a folder, local or s3://; downloads nothing."""
     source = str(model["source"])
     return open_store(demo.demo_model_path() if source == DEMO else source)
@@ -80,14 +83,14 @@ def tokenizer_place(model: dict[str, Any]) -> tuple[str, str | None, bool]:
     return local_path(model), model.get("revision"), trust
 
 
-def with_tokenizer(model: Mapping[str, Any], request: ModelRequest) -> dict[str, Any]:
+def with_tokenizer(model: PinnedModel, request: ModelRequest) -> dict[str, Any]:
     """Return the plan's model together with engine arguments that choose another tokenizer."""
     extra = request.given
     names = ("tokenizer", "tokenizer_revision", "trust_remote_code")
     return {**model, **{name: extra[name] for name in names if extra.get(name)}}
 
 
-def read_config(model: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
+def read_config(model: PinnedModel) -> tuple[dict[str, Any], int | None]:
     """Return (config.json, bytes of the weight files or None) without downloading weights.
 
     Raises `ConfigError` if its config.json is not available from here.
@@ -156,7 +159,7 @@ def context_length(path: str) -> int | None:
     return own_context(config) if isinstance(config, dict) else None
 
 
-def own_length(model: Mapping[str, Any]) -> int | None:
+def own_length(model: PinnedModel) -> int | None:
     """Return the default context length of a pinned model; None if it is unknown here.
 
     Does not download the weights.

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.vllm import fields as vllm_fields
+from prefect_raybatch.model.context import ModelConfig
 from prefect_raybatch.spec.engine import ModelRequest
 
 # Endings that vLLM takes for models that pool, not generate (`_SUFFIX_TO_DEFAULTS`).
@@ -22,19 +23,19 @@ EMBEDS = ("ForTextEncoding", "EmbeddingModel", "ForMaskedLM")
 PoolingTask = Literal["embed", "classify"]
 
 
-def overridden(request: ModelRequest, config: Mapping[str, Any]) -> dict[str, Any]:
+def overridden(request: ModelRequest, config: ModelConfig) -> dict[str, Any]:
     """Return config.json as vLLM sees it, with engine.hf_overrides."""
     extra = request.given.get("hf_overrides")
     return {**config, **(extra if isinstance(extra, Mapping) else {})}
 
 
-def architectures(config: Mapping[str, Any]) -> list[str]:
+def architectures(config: ModelConfig) -> list[str]:
     """Return the names of the model's classes."""
     named = config.get("architectures")
     return [str(name) for name in named] if isinstance(named, list) else []
 
 
-def asked(request: ModelRequest, config: Mapping[str, Any]) -> PoolingTask:
+def asked(request: ModelRequest, config: ModelConfig) -> PoolingTask:
     """Return vLLM's task for a pooling job.
 
     A score comes from a classifier of pairs, or is the cosine of two vectors.
@@ -44,7 +45,7 @@ def asked(request: ModelRequest, config: Mapping[str, Any]) -> PoolingTask:
     return "classify" if _classifies(request, overridden(request, config)) else "embed"
 
 
-def labels(request: ModelRequest, config: Mapping[str, Any]) -> list[str]:
+def labels(request: ModelRequest, config: ModelConfig) -> list[str]:
     """Return the names of the model's labels in the order of their ids.
 
     As in transformers, unnamed labels are LABEL_0 and so on, and there are two if nothing is said.
@@ -67,9 +68,7 @@ def labels(request: ModelRequest, config: Mapping[str, Any]) -> list[str]:
     return [f"LABEL_{number}" for number in range(count if isinstance(count, int) else 2)]
 
 
-def check_can(
-    request: ModelRequest, source: str, config: Mapping[str, Any], paired: bool = True
-) -> None:
+def check_can(request: ModelRequest, source: str, config: ModelConfig, paired: bool = True) -> None:
     """Raise `ConfigError` for a model that cannot do the job's task.
 
     `paired`: a row gives two texts.
@@ -107,7 +106,7 @@ def check_can(
         )
 
 
-def _check_generates(request: ModelRequest, source: str, config: Mapping[str, Any]) -> None:
+def _check_generates(request: ModelRequest, source: str, config: ModelConfig) -> None:
     extra = request.given
     if extra.get("runner") not in (None, "auto", "generate"):
         raise ConfigError(
@@ -128,7 +127,7 @@ def _check_generates(request: ModelRequest, source: str, config: Mapping[str, An
         )
 
 
-def _classifies(request: ModelRequest, config: Mapping[str, Any]) -> bool:
+def _classifies(request: ModelRequest, config: ModelConfig) -> bool:
     if request.given.get("convert") == "classify":
         return True
     known = vllm_fields.classifying_models() or ()
@@ -137,7 +136,7 @@ def _classifies(request: ModelRequest, config: Mapping[str, Any]) -> bool:
 
 
 def _check_labels(
-    request: ModelRequest, shown: str, source: str, config: Mapping[str, Any], classifies: bool
+    request: ModelRequest, shown: str, source: str, config: ModelConfig, classifies: bool
 ) -> None:
     if not classifies:
         raise ConfigError(

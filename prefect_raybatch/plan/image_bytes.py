@@ -15,6 +15,7 @@ from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.images import UNKNOWN
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import pinned as models
+from prefect_raybatch.model.context import ModelConfig
 from prefect_raybatch.model.tasks import overridden
 from prefect_raybatch.source import Inventory
 from prefect_raybatch.spec.engine import ModelRequest
@@ -31,7 +32,7 @@ ROWS_A_LOOK, IMAGE_LOOKS = 8, 3  # rows looked at in each of so many places
 
 def row_bytes(
     spec: RunSpec,
-    model: Mapping[str, Any],
+    model: models.PinnedModel,
     found: Inventory,
     store: Store | None = None,
     read: bool = True,
@@ -90,7 +91,7 @@ def _each(value: Any) -> list[Any]:
 
 
 def image_bytes(
-    request: ModelRequest, model: Mapping[str, Any], pixels: float, processor: Mapping[str, Any]
+    request: ModelRequest, model: models.PinnedModel, pixels: float, processor: ModelConfig
 ) -> float:
     """Return the approximate bytes of one image of `pixels` pixels as the model gets it."""
     config, _ = models.read_config(model)
@@ -106,7 +107,7 @@ def image_bytes(
     return made_pixels(pixels, merged) * CHANNELS * (4 if wide else 2)
 
 
-def made_pixels(pixels: float, processor: Mapping[str, Any]) -> float:
+def made_pixels(pixels: float, processor: ModelConfig) -> float:
     """Return the pixels of an image of `pixels` pixels after the processor."""
     size = processor.get("size")
     size = size if isinstance(size, Mapping) else {}
@@ -130,7 +131,7 @@ def made_pixels(pixels: float, processor: Mapping[str, Any]) -> float:
     return each
 
 
-def processor_of(model: Mapping[str, Any]) -> dict[str, Any]:
+def processor_of(model: models.PinnedModel) -> dict[str, Any]:
     """Return the settings of the model's image processor; {} if they cannot be read here."""
     for name in PROCESSOR_FILES:
         try:
@@ -143,7 +144,7 @@ def processor_of(model: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _read(model: Mapping[str, Any], name: str) -> bytes:
+def _read(model: models.PinnedModel, name: str) -> bytes:
     source = str(model["source"])
     if is_remote(source) or Path(source).exists() or source == models.DEMO:
         return models.store_of(model).read(name, MAX_PROCESSOR_BYTES)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from prefect_raybatch.job.counted_fields import FREE_ENGINE_ARGUMENTS
 from prefect_raybatch.job.precision import TRY_FP8
 from prefect_raybatch.job.secrets import hide_argument
 from prefect_raybatch.model import adapters
+from prefect_raybatch.model.pinned import PinnedModel
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.request_key import Keying, context_of
 
 KEY_VERSION = 1  # of what a key is made of
 
 
-def keying_of(spec: RunSpec, model: Mapping[str, Any]) -> tuple[Keying, dict[str, Any]]:
+def keying_of(spec: RunSpec, model: PinnedModel) -> tuple[Keying, dict[str, Any]]:
     """Return (keying, context) for requests to the pinned `model`.
 
     The context holds what all request keys depend on, without secrets.
@@ -32,7 +32,7 @@ def keying_of(spec: RunSpec, model: Mapping[str, Any]) -> tuple[Keying, dict[str
     return keying, {**parts, "engine": hide_argument(parts["engine"], "engine")}
 
 
-def _context(spec: RunSpec, model: Mapping[str, Any]) -> dict[str, Any]:
+def _context(spec: RunSpec, model: PinnedModel) -> dict[str, Any]:
     prompt, finish, request = spec.prompt, spec.finish, spec.engine.model
     sampling = dict(spec.sampling.fields)
     if request.pools:  # nothing is drawn

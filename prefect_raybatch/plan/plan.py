@@ -26,7 +26,8 @@ from prefect_raybatch.job.vllm.structured_outputs import (
 )
 from prefect_raybatch.ledger.many_uris import bounded_job, bounded_parts, too_many, uris_table
 from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shards_table
-from prefect_raybatch.ledger.records import QUARANTINE, InputFile, Plan, digest
+from prefect_raybatch.ledger.records import QUARANTINE, InputFile, JsonObject, Plan, digest
+from prefect_raybatch.model.pinned import PinnedModel
 from prefect_raybatch.sizing.shards import choose_rows_per_shard
 from prefect_raybatch.sizing.sizes import expected_engines
 from prefect_raybatch.spec.engine import ModelRequest
@@ -136,7 +137,7 @@ def _check_step(sizes: SizeSpec) -> None:
         )
 
 
-def _check_thinking(parsing: ParsingSpec | None, engine: Mapping[str, Any]) -> None:
+def _check_thinking(parsing: ParsingSpec | None, engine: JsonObject) -> None:
     parsers = [parsing and parsing.reasoning]
     for told in (engine, engine.get("reasoning_config"), engine.get("structured_outputs_config")):
         if isinstance(told, Mapping):
@@ -263,7 +264,7 @@ def check_chat_columns(prompt: PromptSpec, schema: pa.Schema) -> None:
     ):
         if name is None:
             continue
-        kind: Any = schema.field(name).type
+        kind: pa.DataType = schema.field(name).type
         if isinstance(kind, pa.BaseExtensionType):
             kind = kind.storage_type
         inner = _listed(kind)
@@ -291,7 +292,7 @@ def _listed(kind: Any) -> Any:
     return kind.value_type if any(test(kind) for test in lists) else None
 
 
-def _is_text(kind: Any) -> bool:
+def _is_text(kind: pa.DataType) -> bool:
     import pyarrow as pa
 
     if pa.types.is_dictionary(kind):
@@ -312,8 +313,8 @@ def _cut(
 def make_plan(
     spec: RunSpec,
     identity: Identity,
-    model: Mapping[str, Any],
-    job: Mapping[str, Any],
+    model: PinnedModel,
+    job: JsonObject,
     run_key: str,
     files: Sequence[InputFile],
     schema: pa.Schema,
@@ -321,9 +322,9 @@ def make_plan(
     snapshot: bool,
     numbers: bytes | None = None,
     engines: int | None = None,
-    context: Mapping[str, Any] | None = None,
-    table: Mapping[str, Any] | None = None,
-    increment: Mapping[str, Any] | None = None,
+    context: JsonObject | None = None,
+    table: JsonObject | None = None,
+    increment: JsonObject | None = None,
     weights: Weights = (),
 ) -> tuple[Plan, dict[str, bytes]]:
     """Return the plan and the tables that it names, {table name: Parquet bytes}.

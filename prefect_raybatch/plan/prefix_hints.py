@@ -121,7 +121,7 @@ def prefix_hints(
     now, best, order = cells.shared(reach)
     far, far_best, _ = cells.shared(rows)
     where = "over the run" if spec.reuse.asks_apart else f"in a shard of {counted(shard, 'row')}"
-    made = []
+    hints = []
 
     def told(before: float, after: float) -> str:
         return (
@@ -132,13 +132,13 @@ def prefix_hints(
     if best - now >= WORTH:
         names = ", ".join(f"{{{name}}}" for name in order)
         more = f", with engine.order: run {far_best:.0%}" if far_best - best >= WORTH else ""
-        made.append(
+        hints.append(
             f"prompt.template: with its fields in the order {names} rows would share "
             f"{told(now, best)} {where}{more}; another prompt may be answered otherwise"
         )
     if far - now >= WORTH:
-        made.append(
+        hints.append(
             f"engine.order: run would share {told(now, far)}, if the beginnings of the prompts do "
             "not fit into the KV cache together: rows that begin alike lie in many shards"
         )
-    return tuple(made)
+    return tuple(hints)

@@ -90,7 +90,7 @@ class PromptLengths:
 
 def of_files(
     spec: RunSpec,
-    model: Mapping[str, Any],
+    model: models.PinnedModel,
     found: Inventory,
     store: Store | None = None,
     sample: int = SAMPLE_ROWS,
@@ -105,7 +105,7 @@ def of_files(
     return measure(spec, model, blocks, sample, rows=rows)
 
 
-def of_heads(spec: RunSpec, model: Mapping[str, Any], sample: int = SAMPLE_ROWS) -> PromptLengths:
+def of_heads(spec: RunSpec, model: models.PinnedModel, sample: int = SAMPLE_ROWS) -> PromptLengths:
     """Measure CSV or JSON Lines files without copying them: the first block of up to 16 files."""
     from prefect_raybatch import source
 
@@ -172,7 +172,7 @@ class _Seen:
 
 def measure(
     spec: RunSpec,
-    model: Mapping[str, Any],
+    model: models.PinnedModel,
     blocks: Iterable[Block],
     sample: int = SAMPLE_ROWS,
     seconds: float = SAMPLE_SECONDS,

@@ -40,10 +40,10 @@ def read_policy(path: str) -> JobPolicy:
         ) from None
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())[:300]}") from None
-    given = _mapping({} if value is None else value, path, FIELDS)
+    values = _mapping({} if value is None else value, path, FIELDS)
     folder = os.path.dirname(os.path.abspath(path))
     lists: dict[str, Any] = {
-        name: _texts(given[name], f"{path}: {name}") for name in LISTS if name in given
+        name: _texts(values[name], f"{path}: {name}") for name in LISTS if name in values
     }
     for name in ("read", "write"):
         if name in lists:
@@ -52,25 +52,25 @@ def read_policy(path: str) -> JobPolicy:
         lists["secrets"] = (*SECRETS, *lists["secrets"])
     return JobPolicy(
         title=f"the policy in {path}",
-        allow_private=_boolean(given.get("allow_private", False), f"{path}: allow_private"),
-        kubernetes=_kubernetes(given.get("kubernetes") or {}, f"{path}: kubernetes"),
+        allow_private=_boolean(values.get("allow_private", False), f"{path}: allow_private"),
+        kubernetes=_kubernetes(values.get("kubernetes") or {}, f"{path}: kubernetes"),
         **lists,
     )
 
 
 def _kubernetes(value: object, where: str) -> KubernetesLimits:
     given = _mapping(value, where, tuple(one.name for one in fields(KubernetesLimits)))
-    made: dict[str, Any] = {}
+    limits: dict[str, Any] = {}
     for name, item in given.items():
         if name in ("manifest", "privileged"):
-            made[name] = _boolean(item, f"{where}.{name}")
+            limits[name] = _boolean(item, f"{where}.{name}")
         elif name == "max_workers":
             if type(item) is not int or not 0 <= item <= MOST_WORKERS:
                 raise ConfigError(f"{where}.{name}: must be an integer from 0 to {MOST_WORKERS}")
-            made[name] = item
+            limits[name] = item
         else:
-            made[name] = _texts(item, f"{where}.{name}")
-    return KubernetesLimits(**made)
+            limits[name] = _texts(item, f"{where}.{name}")
+    return KubernetesLimits(**limits)
 
 
 def _mapping(value: object, where: str, known: tuple[str, ...]) -> Mapping[str, Any]:

@@ -135,8 +135,8 @@ class IcebergSink(Sink):
         if not self.target.key:
             return
         snapshot = table.current_snapshot()
-        told = snapshot.summary.additional_properties if snapshot and snapshot.summary else {}
-        if int(told.get("total-equality-deletes", 0)):
+        properties = snapshot.summary.additional_properties if snapshot and snapshot.summary else {}
+        if int(properties.get("total-equality-deletes", 0)):
             raise ConfigError(
                 f"{self.what}: the existing table has equality deletes, which pyiceberg cannot "
                 "apply. Set mode to append, or compact the table"
@@ -167,11 +167,11 @@ class IcebergSink(Sink):
                 f"by {', '.join(names)}, but a merge allows {MOST_GROUPS:,}. Merge by one unique "
                 "column, or choose another format"
             )
-        found = []
+        alternatives = []
         for group in groups:
             terms = [of.EqualTo(name, group[name]) for name in names]
-            found.append(of.And(*terms, of.In(last, group[f"{last}_list"])))
-        return found[0] if len(found) == 1 else of.Or(*found)
+            alternatives.append(of.And(*terms, of.In(last, group[f"{last}_list"])))
+        return alternatives[0] if len(alternatives) == 1 else of.Or(*alternatives)
 
     def _catalog(self) -> Any:
         # Files are written with the keys of the store, but for those that the catalog gives.

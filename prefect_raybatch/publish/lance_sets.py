@@ -103,7 +103,7 @@ class LanceSink(FolderSink):
         marks = {name.encode(): value.encode() for name, value in rows.marks.items()}
         observe("looked")
         try:
-            made = lance.write_dataset(
+            dataset = lance.write_dataset(
                 rows.as_schema(pa.schema(fields, marks)),
                 self.uri,
                 mode=mode,
@@ -114,7 +114,7 @@ class LanceSink(FolderSink):
                 raise
             return None
         observe("committed")
-        return str(made.version)
+        return str(dataset.version)
 
     def _own(self, found: Any, rows: AnsweredRows) -> str:
         """Return the version of a dataset that must be this run's."""

@@ -139,8 +139,10 @@ def publish(
             _check_keys(target, rows)
             version = sink.publish(rows, observe)
         observe("recording")
-        made = _record(target, rows, version)
-        record = note_published(store, made) if record is None else note_again(store, made)
+        published = _record(target, rows, version)
+        record = (
+            note_published(store, published) if record is None else note_again(store, published)
+        )
         _check_record(record, target, plan.hash, plan.run_key, store.uri)
         done.append(record)
     return done
@@ -206,8 +208,8 @@ def check_unique(target: PublishTarget, keys: pa.Table, where: str) -> None:
                 f"{where}. Merge by a column without nulls, or fill it in output.postprocess"
             )
     counted = keys.append_column("__n", pa.array([1] * len(keys), pa.int8()))
-    found = counted.group_by(target.key, use_threads=False).aggregate([("__n", "count")])
-    twice = found.filter(pc.greater(found["__n_count"], 1))
+    counts = counted.group_by(target.key, use_threads=False).aggregate([("__n", "count")])
+    twice = counts.filter(pc.greater(counts["__n_count"], 1))
     if len(twice):
         shown = twice.select(target.key).slice(0, KEYS_NAMED).to_pylist()
         named = "; ".join(", ".join(f"{k}={v!r}" for k, v in row.items()) for row in shown)

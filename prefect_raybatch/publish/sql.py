@@ -109,9 +109,9 @@ class SqlSink(Sink):
         dialect = self.system
         self.refuse_alike(names, lambda name: _folded(name, dialect))
         most, unit = LONGEST_NAMES.get(dialect, (0, ""))
-        told = [("column", name) for name in names]
-        told += [("table", name) for name in self._names if name]
-        for kind, name in told:
+        named = [("column", name) for name in names]
+        named += [("table", name) for name in self._names if name]
+        for kind, name in named:
             if not name or "\0" in name:
                 raise ConfigError(
                     f"{self.what}: the name of {kind} {name!r} is empty or contains NUL. Rename it"
@@ -285,10 +285,10 @@ class SqlSink(Sink):
         from sqlalchemy.exc import DBAPIError
 
         with engine.connect() as connection:
-            found = connection.execute(
+            rows = connection.execute(
                 select(marks.c.plan, marks.c.published_at).where(marks.c.target == self._mark_name)
             ).all()
-        plans = {str(plan): str(at) for plan, at in found if plan != TURN}
+        plans = {str(plan): str(at) for plan, at in rows if plan != TURN}
         if not plans:
             return {}, {}
         try:

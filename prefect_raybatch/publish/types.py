@@ -6,7 +6,6 @@ A conversion may lose only the zone's name, the packing or the width.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import pyarrow as pa
 from pyarrow import types as kinds
@@ -66,7 +65,7 @@ def converted(kind: pa.DataType, target: PublishTarget) -> pa.DataType:
     return _plain(kind, target)
 
 
-def _nested(kind: Any, target: PublishTarget) -> pa.DataType:
+def _nested(kind: pa.DataType, target: PublishTarget) -> pa.DataType:
     if kinds.is_struct(kind):
         fields = [kind.field(i) for i in range(kind.num_fields)]
         return pa.struct([pa.field(f.name, converted(f.type, target), f.nullable) for f in fields])
@@ -77,7 +76,7 @@ def _nested(kind: Any, target: PublishTarget) -> pa.DataType:
     return pa.list_(converted(kind.value_type, target))
 
 
-def _plain(kind: Any, target: PublishTarget) -> pa.DataType:
+def _plain(kind: pa.DataType, target: PublishTarget) -> pa.DataType:
     where = target.format
     if kinds.is_string(kind) or kinds.is_large_string(kind) or kinds.is_string_view(kind):
         return pa.string()
@@ -110,7 +109,7 @@ def _plain(kind: Any, target: PublishTarget) -> pa.DataType:
     raise Unfit("Cast it in output.postprocess (output.schema declares the types)")
 
 
-def _timestamp(kind: Any, where: str) -> pa.DataType:
+def _timestamp(kind: pa.DataType, where: str) -> pa.DataType:
     if kind.unit == "ns":
         raise Unfit("Cast it to timestamp[us] in the input or in output.postprocess")
     if where == "iceberg" and kind.tz not in (None, "UTC", "Etc/UTC", "Z", "+00:00"):
@@ -145,7 +144,7 @@ def fitted(wanted: pa.Schema, there: pa.Schema, what: str, whole: bool = True) -
     return there
 
 
-def _takes(there: Any, given: Any) -> bool:
+def _takes(there: pa.DataType, given: pa.DataType) -> bool:
     """Return whether values of a converted type go into a column of a table without loss."""
     if there == given or (there in WIDTHS and given in WIDTHS and WIDTHS[there] >= WIDTHS[given]):
         return True
@@ -170,7 +169,7 @@ def _takes(there: Any, given: Any) -> bool:
     return bool(there.equals(given))
 
 
-def _listed(kind: Any) -> bool:
+def _listed(kind: pa.DataType) -> bool:
     tests = (kinds.is_list, kinds.is_large_list, kinds.is_fixed_size_list)
     return any(test(kind) for test in tests)
 

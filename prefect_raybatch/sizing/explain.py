@@ -56,13 +56,13 @@ def _engine_figures(
     pool, arguments = size.pool, size.arguments
     gpu = pool.device == "gpu"
     where = f"the cluster has {counted(have.gpus, 'GPU')}"
-    found = [
+    shown = [
         Figure("device", pool.device, "engine.device" if asked.device != "auto" else where),
         Figure("replicas", _span(pool.replicas), pool.replicas_why),
     ]
     if gpu:
         parallel = f"tensor {asked.tensor} * pipeline {asked.pipeline}"
-        found += [
+        shown += [
             Figure("GPUs", _span(pool.gpus), f"replicas * {parallel}"),
             Figure("engines a GPU", str(pool.engines_per_gpu), pool.packing_why),
         ]
@@ -72,7 +72,7 @@ def _engine_figures(
         step += ", fewer if they would leave too little KV cache"
     if asked.max_num_batched_tokens:
         step = "engine.max_num_batched_tokens"
-    found += [
+    shown += [
         Figure("engines", _span((pool.fewest, pool.engines)), "replicas * engines a GPU"),
         Figure("max_num_seqs", str(seqs), size.sequences_why),
         Figure("max_num_batched_tokens", str(batched), step),
@@ -85,7 +85,7 @@ def _engine_figures(
         ),
         _kv_figure(request.env, size, model),
     ]
-    return found
+    return shown
 
 
 def _kv_figure(env: Mapping[str, str], size: Sizing, model: Model | None) -> Figure:

@@ -127,30 +127,30 @@ def check_memory(fit: Fit, name: str, kind: str) -> None:
 
 def _remedies(fit: Fit) -> list[str]:
     model, tensor = fit.model, fit.arguments.tensor_parallel_size
-    found = []
+    remedies = []
     for wider in SHARES:
         if wider <= tensor or model.heads % wider:
             continue
         if fit.asking(tensor_parallel_size=wider).least <= fit.room:
-            found.append(f"engine.tensor_parallel_size {wider}")
+            remedies.append(f"engine.tensor_parallel_size {wider}")
             break
     short = _length(fit)
     if short and short < fit.length:
-        found.append(f"engine.max_model_len {short}")
+        remedies.append(f"engine.max_model_len {short}")
     stored = model.weights / fit.parts
     others = fit.least - stored
     loaded = model.weights / model.params  # bytes a parameter
     for bits, text in ((8, "fp8"), (4.2, "4-bit")):
         part = bits / 8 / loaded
         if part < 1 and others + part * stored <= fit.room:
-            found.append(f"a model quantized to {text}")
+            remedies.append(f"a model quantized to {text}")
             break
     share = fit.room and fit.least / fit.arguments.usable
     larger = [card for card in CARDS.values() if card.memory >= share]
     if larger:
         smallest = min(larger, key=lambda card: card.memory)
-        found.append(f"GPUs of {smallest.memory // GB} GB, such as {smallest.name}")
-    return found or ["more GPUs: raise engine.tensor_parallel_size and pipeline_parallel_size"]
+        remedies.append(f"GPUs of {smallest.memory // GB} GB, such as {smallest.name}")
+    return remedies or ["more GPUs: raise engine.tensor_parallel_size and pipeline_parallel_size"]
 
 
 def _length(fit: Fit) -> int:

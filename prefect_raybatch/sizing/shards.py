@@ -102,24 +102,24 @@ def problems(
     *, rows: int, rows_per_shard: int, concurrent: int, engines: int, seqs: int
 ) -> list[str]:
     """Return what leaves engines idle, each with the number that fixes it."""
-    found = []
+    messages = []
     # A run with fewer rows than that has all of them in flight.
     if min(rows_per_shard, max(rows, 1)) * concurrent < min(seqs, rows):
         need = math.ceil(seqs / rows_per_shard)
-        found.append(
+        messages.append(
             f"engines starve: {counted(rows_per_shard, 'row')} * {counted(concurrent, 'shard')} in "
             f"flight is under max_num_seqs {seqs}. Set engine.max_concurrent_batches to {need}"
         )
     shards = math.ceil(rows / rows_per_shard)
     fit = max(1, math.ceil(rows / (4 * engines)))
     if rows < engines:
-        found.append(
+        messages.append(
             f"{counted(rows, 'row')} for {counted(engines, 'engine')} leave most idle. "
             "Set engine.replicas to 1"
         )
     elif engines > 1 and shards < 2 * engines and fit < rows_per_shard:
-        found.append(
+        messages.append(
             f"{counted(shards, 'shard')} for {counted(engines, 'engine')} leave some idle. "
             f"Set source.rows_per_shard to {fit:,}"
         )
-    return found
+    return messages

@@ -437,7 +437,12 @@ def test_plan_for_a_cluster_that_is_not_there(tmp_path, call):
     asked = ("plan", path, "--gpu", "H200", "--gpus", "2", "--cpus", "32")
     code, out, err = call(*asked)
     assert code == 1 and err == ""  # 4 shards for 6 engines: fewer than two each
-    for words in ("2 GPUs H200", "3 keep the GPU busy", "16384", "replicas * engines a GPU"):
+    for words in (
+        "2 GPUs H200",
+        "3 engines keep the GPU busy",
+        "16384",
+        "replicas * engines a GPU",
+    ):
         assert words in " ".join(out.split())
     found = json.loads(call(*asked, "--json")[1])
     assert found["sizing"]["pool"]["engines"] == 6 and found["needs"]["gpus"] == 2
@@ -476,7 +481,7 @@ def test_a_prompt_without_a_column_is_a_warning_where_answers_are_drawn(
     code, out, _ = call("plan", path)
     assert code == 0 and "warning: prompt.template has no {Column}" in " ".join(out.split())
     code, _, err = call("plan", path, "--set", "sampling.temperature=0")
-    assert code == 2 and "all rows ask the same and get the same answer" in " ".join(err.split())
+    assert code == 2 and "all rows make the same request" in " ".join(err.split())
 
 
 def test_ctrl_c_says_that_committed_shards_are_kept(tmp_path, call, monkeypatch):

@@ -73,7 +73,7 @@ def test_a_causal_model_may_embed(plan, task):
 
 def test_a_causal_model_has_no_labels(plan):
     code, _, err = plan(engine={"task": "classify"}, prompt={"template": "{Company}"})
-    assert code == 2 and "LlamaForCausalLM, which does not classify; name a model" in err
+    assert code == 2 and "LlamaForCausalLM, which does not classify. Name a model" in err
 
 
 @pytest.mark.parametrize(

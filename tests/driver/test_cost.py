@@ -74,7 +74,7 @@ def test_a_limit_without_a_price_is_refused_with_what_to_set():
             BatchJob.from_dict(job_dict(cluster=wrong))
     unpriced = {"price_by_card": {"L4": 0.6}}
     job = make_job(cluster=unpriced, limits={"max_cost": 5}, engine={"device": "gpu"})
-    with pytest.raises(ConfigError, match="price_by_card has no price of H100"):
+    with pytest.raises(ConfigError, match="price_by_card has no price for H100"):
         meter_for(compile_job(job), H100S, pool_for(size_spec(job), H100S), Spent())
 
 

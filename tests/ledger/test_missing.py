@@ -72,7 +72,7 @@ def test_a_run_that_has_lost_its_plan_is_damaged(tmp_path):
     run = small_run(tmp_path)
     run.commit(0)
     (tmp_path / "_raybatch/plan.json").unlink()
-    with pytest.raises(CorruptRun, match=r"commits and no _raybatch/plan\.json"):
+    with pytest.raises(CorruptRun, match=r"commits, but no _raybatch/plan\.json"):
         status(str(tmp_path))
 
 

@@ -141,7 +141,7 @@ def test_no_adapter_there(folder, tmp_path):
     with pytest.raises(ConfigError, match="neither a local folder"):
         adapters.pin_adapters(model_request(job(adapter=str(tmp_path / "gone")).engine))
     (folder / adapters.ADAPTER_WEIGHTS).unlink()
-    with pytest.raises(ConfigError, match=r"holds no adapter_model\.safetensors"):
+    with pytest.raises(ConfigError, match=r"has no adapter_model\.safetensors"):
         adapters.pin_adapters(model_request(job(adapter=str(folder)).engine))
     tiny_models.lora(folder, "demo", CONFIG)
     (folder / adapters.ADAPTER_WEIGHTS).write_bytes(b"version https://git-lfs")

@@ -121,4 +121,4 @@ def test_an_adapter_on_hugging_face_is_pinned_to_a_commit_and_told_by_its_header
     assert "Hugging Face answers 404 for 'team/polite' at revision 'v2'" in unknown
     assert "engine.adapter: Hugging Face answers 404 for 'team/rude'" in nobody
     assert "not a safetensors file" in broken
-    assert "holds no adapter_model.safetensors" in without
+    assert "has no adapter_model.safetensors" in without

@@ -67,7 +67,7 @@ def test_where_a_run_works_the_file_need_not_be(tmp_path):
     ("content", "said"),
     [
         (None, "cannot be read"),
-        (b"\xff{{ x }}", "is no text"),
+        (b"\xff{{ x }}", "not UTF-8 text"),
         (b"x" * (1 << 20) + b"{{}}", "more than"),
         (b"{% for m in messages %}{{ m }}", "line 1: Unexpected end of template"),
         (b"\n{{ messages[ }}", "line 2"),
@@ -144,7 +144,7 @@ ENDLESS = (
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (ENDLESS, "takes it over 1 s"),
+        (ENDLESS, "take over 1 s to render"),
         ("{{ 2**(10**10) }}", "operation [*][*] makes too large a value"),
         ("{{ 'x' * 10000000000 }}", "operation [*] makes too large a value"),
         ("{% set n = namespace(t=['x']) %}{{ 99999999 * n.t }}", "makes too large a value"),
@@ -166,7 +166,7 @@ def test_a_models_own_template_that_does_not_end_is_refused(monkeypatch, tmp_pat
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer.json").write_text("{}")
     job = make_job(engine={"model": str(tmp_path)})
-    with pytest.raises(ConfigError, match=r"^the chat template of .*takes it over 1 s"):
+    with pytest.raises(ConfigError, match=r"^the chat template of .*take over 1 s to render"):
         check_template_of(job, {"source": str(tmp_path), "revision": None})
 
 
@@ -192,7 +192,7 @@ def test_a_template_that_does_not_end_for_images_is_refused(monkeypatch, tmp_pat
     model = {"source": str(tmp_path), "revision": None}
     prompt = {"template": "{a}", "images": {"columns": ["b"]}}
     job = make_job(prompt=prompt, engine={"model": str(tmp_path)})
-    with pytest.raises(ConfigError, match=r"^the chat template of .*takes it over 1 s"):
+    with pytest.raises(ConfigError, match=r"^the chat template of .*take over 1 s to render"):
         check_template_of(job, model)
     text = make_job(prompt={"template": "{a}"}, engine={"model": str(tmp_path)})
     check_template_of(text, model)  # which it does not reach

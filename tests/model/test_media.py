@@ -49,17 +49,17 @@ def test_vllms_own_source_tells_what_a_model_takes(name, most):
 
 def test_a_model_of_text_alone_is_refused():
     said = refused("LlamaForCausalLM", job())
-    assert "m is LlamaForCausalLM, which takes text alone" in said and "prompt.images" in said
+    assert "m is LlamaForCausalLM, which accepts only text" in said and "prompt.images" in said
 
 
 def test_more_images_than_a_model_takes_are_refused():
     said = refused(ONE, job(3))
-    assert "takes 1 image a request" in said and "prompt.images.per_row is 3" in said
+    assert "accepts 1 image a request" in said and "prompt.images.per_row is 3" in said
 
 
 def test_a_model_of_sounds_is_refused():
     said = refused("Qwen2AudioForConditionalGeneration", job())
-    assert "takes audio and no images" in said
+    assert "accepts audio, but no images" in said
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,6 @@ def test_it_is_told_when_the_model_is_checked(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     asked = job(model=str(tmp_path))
     model = {"source": str(tmp_path), "revision": None}
-    with pytest.raises(ConfigError, match="text alone"):
+    with pytest.raises(ConfigError, match="accepts only text"):
         model_check.check(compile_job(asked), model, files=False)
     model_check.check(compile_job(make_job()), model, files=False)

@@ -108,7 +108,9 @@ def test_a_pooling_model(folder: Path, name: str) -> None:
 
 
 def test_a_runner_that_pools(folder: Path) -> None:
-    assert "engine.runner: 'pooling' gives no text" in refused(folder, engine={"runner": "pooling"})
+    assert "engine.runner: 'pooling' generates no text" in refused(
+        folder, engine={"runner": "pooling"}
+    )
 
 
 @pytest.mark.parametrize("name", ["ChatGLMModel", "GPT2LMHeadModel", "NewestForCausalLM"])

@@ -43,14 +43,14 @@ def test_a_model_that_can(task, config):
     [
         ("generate", BERT, "m is BertModel, which embeds or classifies and generates no text"),
         ("generate", CLASSIFIER, "Set engine.task to what it does"),
-        ("embed", CLASSIFIER, "which classifies; set engine.task to classify"),
+        ("embed", CLASSIFIER, "which classifies. Set engine.task to classify"),
         ("embed", {"architectures": ["HF_ColBERT"]}, "a vector for each token"),
         ("embed", {"architectures": ["Qwen2ForRewardModel"]}, "a value for each token"),
         ("classify", {"architectures": ["BertForTokenClassification"]}, "a value for each token"),
-        ("classify", LLAMA, "which does not classify; name a model"),
-        ("classify", BERT, "which does not classify; name a model"),
+        ("classify", LLAMA, "which does not classify. Name a model"),
+        ("classify", BERT, "which does not classify. Name a model"),
         ("classify", {**CLASSIFIER, "id2label": {"0": "a", "1": "a"}}, "has 'a' for several"),
-        ("score", CLASSIFIER, "has 2 labels, and a score is of one"),
+        ("score", CLASSIFIER, "has 2 labels, but a score needs exactly one"),
     ],
 )
 def test_a_model_that_cannot_is_told(task, config, said):
@@ -109,5 +109,5 @@ def test_a_model_that_generates_scores_by_the_tokens_that_it_would_answer():
         "fine",
         "good",
     ]
-    with pytest.raises(ConfigError, match="has 3 labels, and a score is of one"):
+    with pytest.raises(ConfigError, match="has 3 labels, but a score needs exactly one"):
         tasks.check_can(model_request(engine("score", hf_overrides=three)), "m", own)

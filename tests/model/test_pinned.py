@@ -116,7 +116,7 @@ def test_the_bundled_model_has_both():
 def test_a_config_that_cannot_be_read_is_a_wrong_job(tmp_path, text):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"engine\.model: config\.json of .* is not readable"):
+    with pytest.raises(ConfigError, match=r"engine\.model: config\.json of .* cannot be read"):
         models.read_config({"source": str(tmp_path)})
 
 
@@ -224,7 +224,7 @@ def test_a_cached_model_serves_where_the_hub_cannot_be_reached(
     cached(tmp_path)
     lines, said, seconds = look_up(tmp_path, 1 if closed else silent_port)
     assert lines == [COMMIT, "llama"]
-    assert "owner/name is taken from the local cache" in said and COMMIT in said
+    assert "Using owner/name from the local cache" in said and COMMIT in said
     assert "Traceback" not in said and len(said.splitlines()) == 1
     assert seconds < 10  # two questions, and the client has limits of 10 s of its own
 

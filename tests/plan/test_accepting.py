@@ -58,7 +58,7 @@ def test_what_is_named_is_accepted_and_what_is_not_is_refused(plan):
 @pytest.mark.parametrize(
     ("field", "groups", "said"),
     [
-        ("sampling.max_tokns", {}, r"no field is called 'sampling.max_tokns'; did you mean "),
+        ("sampling.max_tokns", {}, r"unknown field 'sampling.max_tokns'; did you mean "),
         (
             "source.limit",
             {"source": {"uri": "data/in.parquet", "limit": 3}},

@@ -570,11 +570,11 @@ def test_secrets_stay_out_of_the_run_directory():
         ),
         (
             {"prompt": {"template": "Hi"}, "sampling": {"temperature": 1, "seed": 7}},
-            ["all rows ask the same and get the same answer"],
+            ["all rows make the same request and get the same answer"],
         ),
         (
             {"prompt": {"template": "Hi"}, "engine": {"model": "a/b", "task": "embed"}},
-            ["all rows ask the same and get the same answer"],
+            ["all rows make the same request and get the same answer"],
         ),
         ({"output": {"uri": "out", "file_mb": 4097}}, ["output.file_mb: 4097", "than 4096"]),
         (
@@ -583,12 +583,12 @@ def test_secrets_stay_out_of_the_run_directory():
         ),
         (
             {"output": {"uri": "o", "column": "Company"}},
-            ["'Company' is already an input column", "output.column"],
+            ["'Company' is also an input column", "output.column"],
         ),
-        ({"output": {"uri": "o", "row_number": "id"}}, ["'id' is already", "output.row_number"]),
+        ({"output": {"uri": "o", "row_number": "id"}}, ["'id' is also", "output.row_number"]),
         (
             {"output": {"uri": "o", "postprocess": "m:f", "schema": {"id": "string"}}},
-            ["'id' is already", "output.schema"],
+            ["'id' is also", "output.schema"],
         ),
         ({"output": {"uri": "o", "column": "_row"}}, ["'_row'", "output.row_number"]),
         (
@@ -599,7 +599,7 @@ def test_secrets_stay_out_of_the_run_directory():
         *(
             (
                 {"output": {"uri": "o", "row_number": name}},
-                ["output.row_number", f"quarantine's files have a column '{name}'"],
+                ["output.row_number", f"'{name}' is a column of the quarantine files"],
             )
             for name in QUARANTINE
         ),
@@ -626,7 +626,7 @@ def test_what_no_result_holds_is_refused_for_a_new_run_and_no_job_of_before(name
 
 def test_a_budget_of_thinking_needs_to_know_how_a_model_thinks():
     sampling = {"thinking_token_budget": 64}
-    with pytest.raises(ConfigError, match=r"sampling\.thinking_token_budget: .*reasoning_parser"):
+    with pytest.raises(ConfigError, match=r"sampling\.thinking_token_budget .*reasoning_parser"):
         check_columns(make_job(sampling=sampling), SCHEMA)
     for engine in (
         {"reasoning_parser": "qwen3"},
@@ -672,9 +672,9 @@ CHATS = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
         ({"messages": "chat"}, CHATS, None),
         ({"messages": "chat"}, pa.large_list(CHATS.value_type), None),
         ({"messages": "chat"}, pa.list_(pa.map_(pa.string(), pa.string())), None),
-        ({"messages": "chat"}, pa.int64(), "column 'chat' is of type int64; it must hold lists"),
+        ({"messages": "chat"}, pa.int64(), "column 'chat' is of type int64, but must hold lists"),
         ({"messages": "chat"}, pa.list_(pa.string()), "{role, content}, or JSON text"),
-        ({"messages": "chat"}, pa.list_(pa.struct([("from", pa.string())])), "(but from)"),
+        ({"messages": "chat"}, pa.list_(pa.struct([("from", pa.string())])), "(fields: from)"),
         ({"messages": "chats"}, CHATS, "did you mean 'chat'"),
         ({"template": "x", "documents": "chat"}, pa.list_(pa.string()), None),
         ({"template": "x", "documents": "chat"}, pa.list_(pa.int32()), "prompt.documents"),
@@ -694,7 +694,7 @@ def test_columns_of_conversations_and_documents_can_hold_such(prompt, kind, said
 def test_the_columns_of_parsers_are_named_where_they_meet_the_inputs():
     schema = pa.schema([("Company", pa.string()), ("reasoning", pa.string())])
     output = {"uri": "o", "reasoning_parser": "qwen3", "tool_parser": "hermes"}
-    with pytest.raises(ConfigError, match=r"'reasoning' is already.*output\.reasoning_column"):
+    with pytest.raises(ConfigError, match=r"'reasoning' is also.*output\.reasoning_column"):
         check_columns(make_job(output=output), schema)
     check_columns(make_job(output={**output, "reasoning_column": "thought"}), schema)
     check_columns(make_job(output={"uri": "o"}), schema)

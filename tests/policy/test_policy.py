@@ -62,7 +62,7 @@ def test_each_field_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("read: ['/data/*']", "read: '/data/.' is not a folder"),
         ("read: ['http://a/b']", "is not a folder"),
         ("allow_private: 1", "allow_private: must be true or false"),
-        ("kubernetes: {max_workers: true}", "max_workers: write a whole number"),
+        ("kubernetes: {max_workers: true}", "max_workers: must be an integer"),
         ("kubernetes: {manifest: 'yes'}", "manifest: must be true or false"),
         ("[a]", "must be a mapping"),
         ("a: [", "not valid YAML"),

@@ -137,7 +137,7 @@ def test_a_target_that_refuses_keys_is_not_tried_again_and_one_that_fails_is(
     run, rest, monkeypatch
 ):
     monkeypatch.setenv("LAKE_TOKEN", "wrong-token")
-    with pytest.raises(ConfigError, match=r"access is denied, .*NotAuthorized") as denied:
+    with pytest.raises(ConfigError, match=r"access denied, .*NotAuthorized") as denied:
         publish_run(job_of(run, by_token(rest)), str(run))
     assert not is_transient(denied.value) and "wrong-token" not in str(denied.value)
     monkeypatch.setenv("LAKE_TOKEN", rest.token)

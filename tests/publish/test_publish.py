@@ -228,7 +228,7 @@ def test_a_retry_publishes_its_own_rows_to_the_targets_of_its_parent(tmp_path):
 def test_another_target_under_the_same_name_is_refused(run, tmp_path):
     publish_run(made("delta", run, tmp_path), str(run))
     other = job_of(run, {"format": "delta", "uri": str(tmp_path / "other")})
-    with pytest.raises(ConfigError, match=f"published under that name to delta {tmp_path}/delta"):
+    with pytest.raises(ConfigError, match=f"published under this name to delta {tmp_path}/delta"):
         publish_run(other, str(run))
     named = job_of(run, {"format": "delta", "uri": str(tmp_path / "other"), "name": "second"})
     assert [one.target for one in publish_run(named, str(run)).published] == ["delta", "second"]

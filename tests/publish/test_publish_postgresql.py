@@ -316,7 +316,7 @@ def test_a_user_who_may_not_write_and_a_row_that_does_not_fit(server, run):
         guest = job_of(run, {"format": "sql", "uri": uri, "table": "closed.t"})
         with pytest.raises(ConfigError, match=r"access is denied.*permission denied"):
             publish_run(guest, str(run))
-    with pytest.raises(ConfigError, match=r"refuses the rows.*too long"):
+    with pytest.raises(ConfigError, match=r"rejects the rows.*too long"):
         publish_run(job_of(run, target(server, "narrow")), str(run))
     assert rows_of(server, "narrow") == {}  # given up whole
 
@@ -333,7 +333,7 @@ def test_a_character_that_the_database_refuses_is_named_by_row_and_column(server
     sink = open_sink(PublishTarget.model_validate(target(server, "nul")), "key", {})
     nan = [float("nan"), 1.0]
     whole = {"number": nan, "text": ["\\u0000", "b"], "words": [["x"], ["\\u0000"]]}
-    said = rf"row 1 of the result .*column '{column}', holds a NUL .*run key, where reuse"
+    said = rf"row 1 of the result .*column '{column}', contains a NUL .*run key, where reuse"
     with pytest.raises(ConfigError, match=said):
         sink.publish(published_rows(pa.table({**whole, column: odd}), "k" * 64), lambda step: None)
     with connect(server) as own:

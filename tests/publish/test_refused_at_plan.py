@@ -48,7 +48,9 @@ def texts(*names: str) -> pa.Schema:
     [(TARGETS["delta"][0], "delta"), (TARGETS["sql"][0], "sqlite"), (duckdb, "duckdb")],
 )
 def test_columns_that_are_one_to_the_target_are_refused(make, system, tmp_path):
-    with pytest.raises(ConfigError, match=f"columns 'Name' and 'name' are the same to {system},"):
+    with pytest.raises(
+        ConfigError, match=f"columns 'Name' and 'name' differ only in case, which {system}"
+    ):
         plan(texts("Name", "name"), make(tmp_path))
     job = make_job(output={"uri": str(tmp_path), "publish": [make(tmp_path)]})
     with pytest.raises(ConfigError, match="columns 'Response' and 'response'"):
@@ -95,8 +97,8 @@ def test_a_name_that_the_target_does_not_take_is_refused(format, name, said, tmp
 @pytest.mark.parametrize(
     ("uri", "name", "said"),
     [
-        ("postgresql://127.0.0.1:1/x", "n" * 64, "has 64 bytes, and postgresql takes 63"),
-        ("postgresql://127.0.0.1:1/x", "ö" * 32, "has 64 bytes, and postgresql takes 63"),
+        ("postgresql://127.0.0.1:1/x", "n" * 64, "has 64 bytes, but postgresql allows 63"),
+        ("postgresql://127.0.0.1:1/x", "ö" * 32, "has 64 bytes, but postgresql allows 63"),
     ],
 )
 def test_a_name_that_a_database_would_cut_off_is_refused(uri, name, said):
@@ -175,7 +177,7 @@ def test_a_merge_into_a_delta_table_that_takes_appends_alone_is_refused(tmp_path
 def test_a_folder_that_cannot_be_made_is_refused(format, tmp_path):
     (tmp_path / "file").write_text("in the way")
     more = {"uri": f"{tmp_path}/file/{{run_key}}"}
-    with pytest.raises(ConfigError, match="file' is no folder"):
+    with pytest.raises(ConfigError, match="file' is not a folder"):
         plan(texts("_row"), TARGETS[format][0](tmp_path, **more))
 
 
@@ -198,7 +200,7 @@ def test_a_database_in_memory_and_one_that_may_only_be_read_are_refused(tmp_path
     sqlite3.connect(place).close()
     read_only = {**memory, "uri": f"sqlite:///file:{place}?mode=ro&uri=true"}
     place.touch()
-    with pytest.raises(ConfigError, match=r"refuses the table: .*readonly database"):
+    with pytest.raises(ConfigError, match=r"rejects the table: .*readonly database"):
         plan(texts("a"), read_only)
 
 

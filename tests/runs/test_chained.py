@@ -75,5 +75,5 @@ def test_a_chosen_name_that_the_input_has_is_refused(tmp_path: Path) -> None:
     nights = Nights(tmp_path)
     nights.write("a")
     job = nights.job(output={"uri": str(tmp_path / "out"), "column": "text"})
-    with pytest.raises(ConfigError, match="'text' is already an input column"):
+    with pytest.raises(ConfigError, match="'text' is also an input column"):
         nights.night("n1", job)

@@ -689,12 +689,12 @@ _LOOPS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 # Chat templates that do not end, or make a text that no memory holds, by the prompt that they are
 # for, and the refusal.
 ENDLESS_TEMPLATES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "of text": (_LOOPS, {}, "takes it over 1 s"),
+    "of text": (_LOOPS, {}, "take over 1 s to render"),
     "of images": (
         "{% for m in messages %}{% if m.content is not string %}" + _LOOPS + "{% endif %}"
         "{% endfor %}",
         {"images": {"columns": ["b"]}},
-        "takes it over 1 s",
+        "take over 1 s to render",
     ),
     "of images, large": (
         "{% if messages[-1].content is not string %}{{ 'x' * 10000000000 }}{% endif %}",

@@ -77,5 +77,5 @@ def test_too_few_rows_are_told_with_what_they_could_show():
         trial_rows(tries, 0.99, 100)
     text = str(told.value)
     assert "limits.min_agreement: 100 rows cannot show 0.99" in text
-    assert "0.9705" in text and "299 rows" in text and "engine.quantization: fp8" in text
+    assert "0.9705" in text and "299 rows" in text and "set engine.quantization to fp8" in text
     assert trial_rows((), 0.99, 100) == 0

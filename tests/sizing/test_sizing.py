@@ -98,11 +98,11 @@ def test_rows_a_shard(rows, row_bytes, engines, engine, source, chosen, why):
     ("tokens", "rows", "engines", "chosen", "why"),
     [
         (60, 1000, 4, 256, "at least engine.batch_size 256"),
-        (1964, 1000, 4, 34, "at least 34 of about 1,964 tokens"),
+        (1964, 1000, 4, 34, "at least 34 rows of about 1,964 tokens"),
         (1964, 1000, 1, 125, "(1 engine * 8 shards)"),
         (1964, 40_000, 4, 625, "(4 engines * 16 shards)"),
-        (1964, 20, 4, 20, "all rows, fewer than 34 of about 1,964 tokens"),
-        (1e6, 100, 4, 16, "at least 16 of"),
+        (1964, 20, 4, 20, "all rows, fewer than 34 rows of about 1,964 tokens"),
+        (1e6, 100, 4, 16, "at least 16 rows of"),
     ],
 )
 def test_long_rows_make_smaller_shards(tokens, rows, engines, chosen, why):
@@ -159,7 +159,7 @@ def test_starving_and_idle_engines_are_told_with_the_remedy():
     assert not found.saturated
     text = "\n".join(found.problems)
     assert "Set engine.max_concurrent_batches to 3" in text
-    assert "set source.rows_per_shard to 32" in text
+    assert "Set source.rows_per_shard to 32" in text
     better = job.model_copy(
         update={"engine": job.engine.model_copy(update={"max_concurrent_batches": 3})}
     )
@@ -224,20 +224,30 @@ def test_a_pass_over_few_shards_starts_no_engine_that_would_have_none():
 @pytest.mark.parametrize(
     ("config", "changes", "engines", "why"),
     [
-        (LLAMA_8B, {}, 2, "2 keep the GPU busy"),
+        (LLAMA_8B, {}, 2, "2 engines keep the GPU busy"),
         (LLAMA_05B, {}, 5, "16 CPUs per GPU allow 5"),
-        (LLAMA_05B, {"have": imagined("H200", 1, 64)}, 6, "6 at most"),
+        (LLAMA_05B, {"have": imagined("H200", 1, 64)}, 6, "at most 6"),
         (LLAMA_05B, {"have": imagined("H200", 1, 8)}, 2, "8 CPUs per GPU allow 2"),
         (LLAMA_05B, {"have": imagined("H200", 1, 4)}, 1, "4 CPUs per GPU allow 1"),
         (LLAMA_05B, {"have": imagined("H200", 8, 128)}, 5, "16 CPUs per GPU allow 5"),
-        (LLAMA_05B, {"have": imagined("L4", 1, 16), "early_stop": "off"}, 3, "3 keep the GPU busy"),
-        (LLAMA_05B, {"have": imagined("L4", 1, 16)}, 3, "3 keep the GPU busy"),  # one token decides
+        (
+            LLAMA_05B,
+            {"have": imagined("L4", 1, 16), "early_stop": "off"},
+            3,
+            "3 engines keep the GPU busy",
+        ),
+        (
+            LLAMA_05B,
+            {"have": imagined("L4", 1, 16)},
+            3,
+            "3 engines keep the GPU busy",
+        ),  # one token decides
         (LLAMA_05B, {"num_cpus": 8}, 2, "16 CPUs per GPU allow 2"),
-        (LLAMA_8B, {"have": imagined("H100", 1, 16)}, 2, "2 keep the GPU busy"),
+        (LLAMA_8B, {"have": imagined("H100", 1, 16)}, 2, "2 engines keep the GPU busy"),
         (LLAMA_8B, {"have": imagined("H100", 1, 16), "max_model_len": 262144}, 1, "1 fit in 74.5"),
         (LLAMA_8B, {"have": imagined("L4", 1, 16)}, 1, "one engine keeps the GPU busy"),
         (LLAMA_70B, {"quantization": "fp8"}, 1, "one engine keeps the GPU busy"),
-        (LLAMA_8B, {"early_stop": "off"}, 2, "2 keep the GPU busy"),
+        (LLAMA_8B, {"early_stop": "off"}, 2, "2 engines keep the GPU busy"),
         (
             LLAMA_8B,
             {"sampling": {"max_tokens": 24}, "row_bytes": 240},
@@ -290,13 +300,13 @@ def test_a_pass_over_few_shards_starts_no_engine_that_would_have_none():
             " 1 out",
         ),
         (LLAMA_8B, {"row_bytes": 8000}, 1, "one engine keeps the GPU busy"),
-        (LLAMA_8B, {"tensor_parallel_size": 2}, 1, "an engine takes 2 GPUs"),
+        (LLAMA_8B, {"tensor_parallel_size": 2}, 1, "an engine spans 2 GPUs"),
         (LLAMA_8B, {"engines_per_gpu": 2}, 2, "engine.engines_per_gpu"),
         (LLAMA_8B, {"engines_per_gpu": 1}, 1, "engine.engines_per_gpu"),
         (LLAMA_8B, {"max_model_len": 524288}, 1, "1 fit"),  # 64 GiB for a single sequence
         (LLAMA_8B, {"kv_cache_memory_bytes": 50 << 30}, 1, "1 fit in 131.3 GiB"),
-        (LLAMA_8B, {"have": imagined("RTX-PRO-6000", 1, 16)}, 1, "are not known"),
-        (LLAMA_8B, {"have": Capacity(16, 1, 1, "x", (1,), ("L4", "H200"), 16)}, 1, "not known"),
+        (LLAMA_8B, {"have": imagined("RTX-PRO-6000", 1, 16)}, 1, "are unknown"),
+        (LLAMA_8B, {"have": Capacity(16, 1, 1, "x", (1,), ("L4", "H200"), 16)}, 1, "unknown"),
         (None, {}, 1, "the size of the model is unknown"),
     ],
 )
@@ -543,8 +553,8 @@ def test_with_rays_backend_an_engine_may_span_nodes(engine, gpus_by_node, replic
     ("config", "kind", "engine", "said"),
     [
         (LLAMA_8B, "L4", {"max_num_seqs": 512}, "of about 103 tokens, fewer than max_num_seqs 512"),
-        (LLAMA_8B, "L4", {"max_num_batched_tokens": 16384}, "for 156 rows"),
-        (LLAMA_8B, "L4", {"enable_prefix_caching": False}, "for 134 rows"),
+        (LLAMA_8B, "L4", {"max_num_batched_tokens": 16384}, "holds 156 rows"),
+        (LLAMA_8B, "L4", {"enable_prefix_caching": False}, "holds 134 rows"),
         (LLAMA_8B, "L4", {}, ""),
         (LLAMA_8B, "L4", {"max_num_seqs": 128}, ""),
         (LLAMA_8B, "H200", {}, ""),
@@ -562,8 +572,8 @@ def test_a_kv_cache_that_is_too_small_for_the_rows_at_once_is_warned_of(config, 
         (LLAMA_8B, "H200", LONG, {"max_num_seqs": 300}, 300, "engine.max_num_seqs"),
         (LLAMA_8B, "H200", LONG, {"max_num_batched_tokens": 90}, 90, "takes a token of a step"),
         (None, "H200", LONG, {"max_num_batched_tokens": 90}, 90, "takes a token of a step"),
-        (None, "H200", LONG, {"max_num_batched_tokens": 256}, 256, "unless"),
-        (LLAMA_8B, "H200", LONG, {"engines_per_gpu": 2}, 256, "512 rows have no room"),
+        (None, "H200", LONG, {"max_num_batched_tokens": 256}, 256, "default of"),
+        (LLAMA_8B, "H200", LONG, {"engines_per_gpu": 2}, 256, "512 rows do not fit"),
         (LLAMA_8B, "H200", SHORT, {}, 1024, "answers of 1 tokens in each of 2 engines"),
         (LLAMA_8B, "H100", SHORT, {}, 1024, "answers of 1 tokens in each of 2 engines"),
         (LLAMA_8B, "H200", SHORT, {"engines_per_gpu": 1}, 1024, "4% faster than 256"),
@@ -736,7 +746,7 @@ def test_every_size_is_shown_with_its_reason():
     }
     assert all(why for _, why in found.values())
     assert "ceil(1024 / 1,563) + 1" in found["max_concurrent_batches"][1]
-    assert "(32 CPUs - 2 of engines)" in found["prepare tasks"][1]
+    assert "(32 CPUs - 2 for engines)" in found["prepare tasks"][1]
 
 
 def test_what_is_shown_follows_the_job():
@@ -750,7 +760,7 @@ def test_what_is_shown_follows_the_job():
     assert found["prepare tasks"] == ("up to 2", "cluster.prepare.concurrency")
     assert found["KV cache an engine"][0] == "1 GiB" and "GPUs" not in found
     unknown = shown(make_job(engine={"model": "owner/name"}), ONE, None)
-    assert unknown["KV cache an engine"][0] == "not known yet"
+    assert unknown["KV cache an engine"][0] == "unknown"
     single = shown(make_job(sampling=LONG), ONE, describe(LLAMA_8B, {}))
     assert "vLLM measures it" in single["KV cache an engine"][1]
 
