@@ -39,8 +39,8 @@ class Resolved:
     def of(
         cls,
         job: BatchJob,
-        model: Mapping[str, Any] | None,
-        retry: Mapping[str, Any] | None = None,
+        model: Mapping[str, object] | None,
+        retry: Mapping[str, object] | None = None,
     ) -> Resolved:
         """Return the job resolved with that model; `retry` as for `fingerprint`.
 
@@ -75,14 +75,14 @@ class Resolved:
             return self
         return replace(self, known=models.pin(self.request))
 
-    def retrying(self, retry: Mapping[str, Any] | None) -> Resolved:
+    def retrying(self, retry: Mapping[str, object] | None) -> Resolved:
         """Return this with these failed rows as its input."""
         if retry == self.identity.retry:
             return self
         return replace(self, identity=fingerprint(self.job, self.known, retry))
 
 
-def resolve(job: BatchJob | Resolved, retry: Mapping[str, Any] | None = None) -> Resolved:
+def resolve(job: BatchJob | Resolved, retry: Mapping[str, object] | None = None) -> Resolved:
     """Return the job resolved; a resolved one is returned as it is.
 
     Uses the network only if its model is there. Raises `ConfigError` for a job that is not trusted,

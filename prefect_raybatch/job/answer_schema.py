@@ -53,7 +53,7 @@ def check_form(value: str | dict[str, Any]) -> str:
     return value
 
 
-def schema_text(value: str | Mapping[str, Any]) -> str:
+def schema_text(value: str | Mapping[str, object]) -> str:
     """Return the schema as the text that a plan keeps.
 
     Raises `ConfigError` for a file or class that cannot be loaded, and for a schema that is invalid
@@ -67,7 +67,7 @@ def schema_text(value: str | Mapping[str, Any]) -> str:
     return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
 
 
-def _loaded(value: str | Mapping[str, Any]) -> dict[str, Any]:
+def _loaded(value: str | Mapping[str, object]) -> dict[str, Any]:
     if isinstance(value, Mapping) or value.lstrip().startswith("{"):
         return _parsed(value)
     name = class_name(value)
@@ -87,7 +87,7 @@ def _loaded(value: str | Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{value}: {error}") from None
 
 
-def _parsed(value: str | Mapping[str, Any]) -> dict[str, Any]:
+def _parsed(value: str | Mapping[str, object]) -> dict[str, Any]:
     try:
         # Through JSON, so that what a plan keeps is what is checked: 1 as a name becomes "1".
         text = value if isinstance(value, str) else json.dumps(dict(value), allow_nan=False)
@@ -172,7 +172,7 @@ def _check_grammar(schema: dict[str, Any]) -> None:
         )
 
 
-def closed(part: Any) -> Any:
+def closed(part: object) -> object:
     """Return a schema whose objects with named properties accept no others, unless they say so."""
     if isinstance(part, list):
         return [closed(item) for item in part]
@@ -184,7 +184,7 @@ def closed(part: Any) -> Any:
     return made
 
 
-def schema_sampling_fields(sampling: Mapping[str, Any], schema: str | None) -> dict[str, Any]:
+def schema_sampling_fields(sampling: Mapping[str, object], schema: str | None) -> dict[str, Any]:
     """Return the sampling fields of a job whose answers have that schema."""
     if schema is None:
         return dict(sampling)
@@ -196,7 +196,7 @@ def schema_sampling_fields(sampling: Mapping[str, Any], schema: str | None) -> d
     return {**sampling, "structured_outputs": form}
 
 
-def schema_engine_fields(given: Mapping[str, Any], schema: str | None) -> dict[str, Any]:
+def schema_engine_fields(given: Mapping[str, object], schema: str | None) -> dict[str, Any]:
     """Return vLLM's engine arguments `given`, completed for answers of that schema.
 
     Arguments that the job sets are unchanged.

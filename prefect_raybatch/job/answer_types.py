@@ -8,7 +8,7 @@ JSON text, and the plan says so.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 AnswerKind = Literal["text", "integer", "number", "boolean", "list", "struct", "map", "json"]
-SIMPLE: dict[Any, AnswerKind] = {
+SIMPLE: dict[object, AnswerKind] = {
     "string": "text",
     "integer": "integer",
     "number": "number",
@@ -111,7 +111,7 @@ class _Schema:
             )
 
 
-def _shape(schema: _Schema, part: Any, path: tuple[str, ...]) -> AnswerShape:
+def _shape(schema: _Schema, part: object, path: tuple[str, ...]) -> AnswerShape:
     """Return the shape of `part` of a schema; `path` are the references that lead to it."""
     schema.count_shape()
     if not isinstance(part, dict):
@@ -138,7 +138,7 @@ def _shape(schema: _Schema, part: Any, path: tuple[str, ...]) -> AnswerShape:
     return _of_type(schema, part, path)
 
 
-def _only_member(part: dict[str, Any]) -> tuple[Any, bool] | None:
+def _only_member(part: dict[str, Any]) -> tuple[object, bool] | None:
     """Return the only member of a union besides null, and whether the union has null.
 
     None for a union of several members, and for none.
@@ -157,7 +157,7 @@ def _only_member(part: dict[str, Any]) -> tuple[Any, bool] | None:
     return None
 
 
-def _of_values(values: list[Any]) -> AnswerShape:
+def _of_values(values: Sequence[object]) -> AnswerShape:
     nullable = None in values
     kinds = {_kind_of(value) for value in values if value is not None}
     if kinds == {"integer", "number"}:
@@ -167,7 +167,7 @@ def _of_values(values: list[Any]) -> AnswerShape:
     return AnswerShape(kinds.pop() or "json", nullable)
 
 
-def _kind_of(value: Any) -> AnswerKind | None:
+def _kind_of(value: object) -> AnswerKind | None:
     if isinstance(value, bool):
         return "boolean"
     if isinstance(value, str):

@@ -75,7 +75,7 @@ def check_parser(name: str | None, known: frozenset[str] | None) -> str | None:
     return name
 
 
-def _json(value: Any) -> Any:
+def _json(value: object) -> Any:
     try:
         return _ordered(json.loads(json.dumps(value, allow_nan=False)))
     except (TypeError, ValueError) as error:
@@ -84,7 +84,7 @@ def _json(value: Any) -> Any:
         ) from None
 
 
-def _ordered(value: Any) -> Any:
+def _ordered(value: object) -> object:
     """Return values in a fixed order of names.
 
     Templates write tools in the order that they are given. Records and Prefect's database keep no

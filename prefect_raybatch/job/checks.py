@@ -128,7 +128,7 @@ def template_fields(template: str) -> tuple[str, ...]:
 
 
 def refuse_unknown(
-    given: Mapping[str, Any],
+    given: Mapping[str, object],
     known: frozenset[str] | None,
     ours: set[str],
     where: str = "",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-from typing import Any
 
 from pydantic import field_validator, model_validator
 
@@ -75,7 +74,7 @@ class Csv(Group):
 
     @field_validator("delimiter", "quote", "escape", mode="before")
     @classmethod
-    def _tab(cls, value: Any) -> Any:
+    def _tab(cls, value: object) -> object:
         return "\t" if value in TAB else value
 
     @field_validator("delimiter", "quote", "escape")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from prefect_raybatch.job import answer_schema
 from prefect_raybatch.job.batch_job import BatchJob
@@ -11,7 +10,7 @@ from prefect_raybatch.job.cluster_access import ClusterAccess
 from prefect_raybatch.job.job_file import with_fields
 
 
-def edited(job: BatchJob, changes: Mapping[str, Any], where: str) -> BatchJob:
+def edited(job: BatchJob, changes: Mapping[str, object], where: str) -> BatchJob:
     """Return the job with fields changed, such as {"source.limit": 5}, checked as a job file is.
 
     `where` says in messages which job that is. A block of the cluster that is not changed stays
@@ -31,7 +30,7 @@ def with_access(job: BatchJob, access: ClusterAccess) -> BatchJob:
 
 
 def with_store_options(
-    job: BatchJob, source: Mapping[str, Any], output: Mapping[str, Any]
+    job: BatchJob, source: Mapping[str, object], output: Mapping[str, object]
 ) -> BatchJob:
     """Return the job with store options added to its input and output.
 

@@ -205,12 +205,12 @@ class Engine(Group):
 
     @field_validator("early_stop", mode="before")
     @classmethod
-    def _off(cls, value: Any) -> Any:
+    def _off(cls, value: object) -> object:
         return "off" if value is False else value  # as YAML reads it
 
     @field_validator("replicas", mode="before")
     @classmethod
-    def _replicas(cls, value: Any) -> Any:
+    def _replicas(cls, value: object) -> object:
         if not isinstance(value, (list, tuple)):
             return check_count(value, MOST_REPLICAS)
         if len(value) != 2:
@@ -225,12 +225,12 @@ class Engine(Group):
 
     @field_validator("engines_per_gpu", mode="before")
     @classmethod
-    def _engines_per_gpu(cls, value: Any) -> Any:
+    def _engines_per_gpu(cls, value: object) -> object:
         return check_count(value, 16)
 
     @field_validator("max_num_seqs", mode="before")
     @classmethod
-    def _sequences(cls, value: Any) -> Any:
+    def _sequences(cls, value: object) -> object:
         return check_count(value, MOST_SEQUENCES)
 
     @field_validator("max_model_len")
@@ -242,7 +242,7 @@ class Engine(Group):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _unknown_too(cls, value: Any, handler: ModelWrapValidatorHandler[Engine]) -> Engine:
+    def _unknown_too(cls, value: object, handler: ModelWrapValidatorHandler[Engine]) -> Engine:
         with unknown_too(cls, value, vllm_fields.engine_fields):
             return handler(value)
 

@@ -6,7 +6,7 @@ import datetime
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -58,7 +58,7 @@ def _joined(messages: list[str]) -> Iterator[str]:
     yield from (" or ".join(dict.fromkeys(plain)) + value).splitlines()
 
 
-def _message(item: ErrorDetails, place: FieldPlace, kind: Any, words: Words) -> str:
+def _message(item: ErrorDetails, place: FieldPlace, kind: object, words: Words) -> str:
     last = str(place[-1]) if place else ""
     given, told = item.get("input"), item["type"]
     hidden = bool({*item["loc"]} & HIDDEN)
@@ -116,14 +116,14 @@ def _no_text(given: object, written: str | None, hidden: bool) -> str:
     return f"must be text and is {read}; quote it: '{one}' (YAML reads {several} as {read})"
 
 
-def _place(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[FieldPlace, Any, bool]:
+def _place(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[FieldPlace, object, bool]:
     """Return (names, kind, branch) of the place of an error.
 
     `names`: the place as a user writes it, without pydantic's names of union branches; `kind`: what
     is expected there, for an unknown field its group; `branch`: whether the place ends with a union
     branch.
     """
-    kind: Any = model
+    kind: object = model
     names: list[int | str] = []
     branch = False
     for part in loc:
@@ -146,14 +146,14 @@ def _place(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[FieldPlace
     return tuple(names), options[0] if len(options) == 1 else kind, branch
 
 
-def _options(kind: Any) -> list[Any]:
+def _options(kind: object) -> list[object]:
     """Return the alternatives of a value besides None."""
     if get_origin(kind) in (Union, UnionType):
         return [one for one in get_args(kind) if one is not type(None)]
     return [kind]
 
 
-def _label(kind: Any) -> str:
+def _label(kind: object) -> str:
     origin = get_origin(kind) or kind
     return "literal" if origin is Literal else str(getattr(origin, "__name__", ""))
 
@@ -162,7 +162,7 @@ def _label_of(part: str) -> str:
     return part.partition("[")[0].removeprefix("constrained-")
 
 
-def _names(kind: Any) -> set[str]:
+def _names(kind: object) -> set[str]:
     """Return the names of all fields of a group."""
     if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
         return set()

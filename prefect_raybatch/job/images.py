@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import field_validator
 
 from prefect_raybatch.job.group import Group, field
@@ -78,7 +76,7 @@ class Images(Group):
 
     @field_validator("columns", mode="before")
     @classmethod
-    def _one(cls, value: Any) -> Any:
+    def _one(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
 
     @field_validator("columns")

@@ -49,7 +49,7 @@ def read_job_file(path: str | Path) -> YamlText:
     return found
 
 
-def with_fields(value: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def with_fields(value: Mapping[str, Any], changes: Mapping[str, object]) -> dict[str, Any]:
     """Return a job as plain values with `changes` ({"sampling.max_tokens": 99}) made in a copy.
 
     Missing groups are created; raises `ConfigError` if a field is used as a group.

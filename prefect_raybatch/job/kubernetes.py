@@ -192,7 +192,7 @@ class Kubernetes(Group):
 
     @field_validator("worker_cpu", "worker_memory", "head_cpu", "head_memory", "shm", mode="before")
     @classmethod
-    def _quantities(cls, value: Any) -> Any:
+    def _quantities(cls, value: object) -> object:
         if value is None:
             return None
         if not quantity(value) > 0:
@@ -323,7 +323,7 @@ class Kubernetes(Group):
         return seconds_of(self.keep) if self.keep else 0.0
 
 
-def check_manifest(value: Mapping[str, Any]) -> None:
+def check_manifest(value: Mapping[str, object]) -> None:
     """Raise ValueError that names the field of a RayCluster that a run cannot use.
 
     A credential in clear text is such a field.
@@ -367,7 +367,7 @@ def check_manifest(value: Mapping[str, Any]) -> None:
             )
 
 
-def _check_group(group: Mapping[str, Any], where: str) -> None:
+def _check_group(group: Mapping[str, object], where: str) -> None:
     told = _mapping(group.get("rayStartParams") or {}, f"{where}.rayStartParams")
     for name in ("num-cpus", "num-gpus"):
         if name in told and not COUNT.fullmatch(str(told[name])):
@@ -399,7 +399,7 @@ def _check_group(group: Mapping[str, Any], where: str) -> None:
                 _refuse_key(name, f"{place}.env: {name}")
 
 
-def containers(pod: Mapping[str, Any], where: str = "spec") -> Iterator[Mapping[str, Any]]:
+def containers(pod: Mapping[str, object], where: str = "spec") -> Iterator[Mapping[str, Any]]:
     """Return the containers of a pod's spec; raise `ValueError` if there are none."""
     found = pod.get("containers")
     if not isinstance(found, list) or not found:

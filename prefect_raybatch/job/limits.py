@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import field_validator
 
 from prefect_raybatch.job.checks import check_duration
@@ -128,7 +126,7 @@ class Limits(Group):
 
     @field_validator("hang_seconds", "function_seconds", mode="before")
     @classmethod
-    def _any_time(cls, value: object) -> Any:
+    def _any_time(cls, value: object) -> object:
         # Prefect's form shows a field as a plain one only if it is null by default or never null.
         return 0 if value is None else value
 

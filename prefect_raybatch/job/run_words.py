@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from datetime import UTC, date, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import check_run_key, nearest
@@ -139,7 +139,7 @@ def with_dated_targets(job: BatchJob, run_key: str, run_date: date | None = None
     return job.model_copy(update={"output": output})
 
 
-def with_dated_publish(changes: Mapping[str, Any], run_date: date) -> dict[str, Any]:
+def with_dated_publish(changes: Mapping[str, object], run_date: date) -> dict[str, object]:
     """Return changes of fields with {run_date} filled in for the targets in `output.publish`.
 
     Targets of a wrong form are unchanged, for the job's checks to refuse.
@@ -151,7 +151,7 @@ def with_dated_publish(changes: Mapping[str, Any], run_date: date) -> dict[str, 
     return filled
 
 
-def _dated_target(target: Any, run_date: date) -> Any:
+def _dated_target(target: object, run_date: date) -> object:
     if not isinstance(target, Mapping):
         return target
     return {

@@ -65,7 +65,7 @@ class Sampling(Group):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _unknown_too(cls, value: Any, handler: ModelWrapValidatorHandler[Sampling]) -> Sampling:
+    def _unknown_too(cls, value: object, handler: ModelWrapValidatorHandler[Sampling]) -> Sampling:
         with unknown_too(cls, value, vllm_fields.sampling_fields):
             return handler(value)
 

@@ -31,7 +31,7 @@ COUNTS = {
 SAME_VALUE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
 
 
-def check_schema_limits(schema: Any) -> None:
+def check_schema_limits(schema: object) -> None:
     """Raise ValueError, with the place in the schema, if it exceeds a limit of this module."""
     _check_depth(schema)
     for number, (place, part) in enumerate(parts_of(schema), 1):
@@ -63,7 +63,7 @@ def parts_of(
         yield from parts_of(item, f"{place}.{name}", not by_name and name in BY_NAME)
 
 
-def target_of(schema: Any, reference: str) -> Any:
+def target_of(schema: object, reference: str) -> Any:
     """Return the target of a $ref within this document; raise ValueError if there is none."""
     at: Any = schema
     for name in reference.lstrip("#").split("/")[1:]:
@@ -91,7 +91,7 @@ def _check_depth(schema: Any) -> None:
     raise ValueError(f"is nested too deeply: over {MOST_DEPTH} levels; use $ref, or flatten it")
 
 
-def _check_part(place: str, part: Mapping[str, Any]) -> None:
+def _check_part(place: str, part: Mapping[str, object]) -> None:
     for name, most in COUNTS.items():
         value = part.get(name)
         if isinstance(value, (int, float)) and value > most:
@@ -116,7 +116,7 @@ def _check_number(where: str, value: Any) -> None:
     )
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -127,7 +127,7 @@ def _shown(value: int | float) -> str:
     return str(value)
 
 
-def _values_in(value: Any) -> Iterator[Any]:
+def _values_in(value: object) -> Iterator[object]:
     if isinstance(value, dict):
         for inner in value.values():
             yield from _values_in(inner)
@@ -138,7 +138,7 @@ def _values_in(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _check_references(schema: Any) -> None:
+def _check_references(schema: object) -> None:
     """Raise ValueError if references lead back to a schema without going into a part of the value.
 
     Validating any answer with such a schema would never end.
@@ -146,7 +146,7 @@ def _check_references(schema: Any) -> None:
     done: set[int] = set()
     for place, part in parts_of(schema):
         path: set[int] = set()
-        stack: list[tuple[Any, bool]] = [(part, False)]
+        stack: list[tuple[object, bool]] = [(part, False)]
         while stack:
             at, left = stack.pop()
             if left:
@@ -165,7 +165,7 @@ def _check_references(schema: Any) -> None:
             stack += [(inner, False) for inner in _about_same_value(schema, at)]
 
 
-def _about_same_value(schema: Any, part: Mapping[str, Any]) -> Iterator[Any]:
+def _about_same_value(schema: object, part: Mapping[str, object]) -> Iterator[object]:
     reference = part.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
         with suppress(ValueError):  # whoever resolves it says that it leads nowhere

@@ -178,7 +178,7 @@ class Source(Group):
 
     @model_validator(mode="before")
     @classmethod
-    def _signed(cls, value: Any) -> Any:
+    def _signed(cls, value: object) -> object:
         if isinstance(value, Mapping) and is_masked(value.get("uri")):
             raise ValueError(
                 "uri: the signature of the URL was masked in Prefect's flow parameters; use an "
@@ -202,7 +202,7 @@ class Source(Group):
 
     @field_validator("version", mode="before")
     @classmethod
-    def _version(cls, value: Any) -> Any:
+    def _version(cls, value: object) -> object:
         if isinstance(value, bool) or not isinstance(value, int | date):
             return value
         return str(value) if isinstance(value, int) else value.isoformat()  # as YAML reads them

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from prefect_raybatch.job.checks import SCHEMES
 from prefect_raybatch.job.secrets import USERINFO
@@ -95,7 +94,7 @@ def hub_name(uri: str) -> HubName:
     return HubName(match["repository"], match["revision"])
 
 
-def check_catalog_code(properties: Mapping[str, Any]) -> None:
+def check_catalog_code(properties: Mapping[str, object]) -> None:
     """Raise ValueError for properties of a catalog that name Python to import."""
     for name, value in properties.items():
         if "impl" in str(name).lower() or (isinstance(value, Mapping) and "impl" in value):
@@ -105,7 +104,7 @@ def check_catalog_code(properties: Mapping[str, Any]) -> None:
             )
 
 
-def check_catalog(properties: Mapping[str, Any]) -> None:
+def check_catalog(properties: Mapping[str, object]) -> None:
     """Raise ValueError for catalog properties that name Python to import, and for a password."""
     check_catalog_code(properties)
     for name, value in properties.items():

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from prefect_raybatch.job.batch_job import BatchJob
+    from prefect_raybatch.job.group import Group
 
 TaskName = Literal["generate", "embed", "classify", "score"]
 VectorType = Literal["float32", "float16"]
@@ -90,7 +91,7 @@ def check_adapters(job: BatchJob) -> None:
         raise ValueError("engine.adapters: the name of an adapter is empty; set one")
 
 
-def _set(group: Any) -> list[str]:
+def _set(group: Group) -> list[str]:
     """Return the fields of a group that differ from their defaults."""
     usual = type(group)().model_dump()
     return [name for name, value in group.model_dump().items() if value != usual.get(name)]

@@ -51,7 +51,7 @@ def check_engine_trust(engine: Engine, policy: JobPolicy) -> None:
             )
 
 
-def refused_parts(name: str, value: object, kind: Any, policy: JobPolicy) -> Iterator[str]:
+def refused_parts(name: str, value: object, kind: object, policy: JobPolicy) -> Iterator[str]:
     """Yield the dotted names of what the policy does not allow in an argument's value.
 
     `kind` is vLLM's type of it, Any if unknown.
@@ -99,7 +99,7 @@ def _is_harmless(value: object) -> bool:
     return value in (None, "") or isinstance(value, (bool, int, float)) or value in ([], {}, ())
 
 
-def _is_known_text(name: str, value: str, kind: Any, policy: JobPolicy) -> bool:
+def _is_known_text(name: str, value: str, kind: object, policy: JobPolicy) -> bool:
     if value in NAMES_CODE:
         return False
     texts = {**ENGINE_TEXTS, **({} if policy.limited else OWNER_TEXTS)}
@@ -109,7 +109,7 @@ def _is_known_text(name: str, value: str, kind: Any, policy: JobPolicy) -> bool:
     return _is_word_list(kind)
 
 
-def _options(kind: Any) -> Iterator[Any]:
+def _options(kind: object) -> Iterator[object]:
     """Yield the alternatives of a union, without bounds."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
@@ -120,7 +120,7 @@ def _options(kind: Any) -> Iterator[Any]:
         yield kind
 
 
-def _is_word_list(kind: Any) -> bool:
+def _is_word_list(kind: object) -> bool:
     """Return whether a type lists its words and accepts no other text.
 
     vLLM rejects any other word, and the plan says so.
@@ -131,7 +131,7 @@ def _is_word_list(kind: Any) -> bool:
     return bool(literals) and len(literals) + len(plain) == len(options)
 
 
-def _kind_in(kind: Any, key: str) -> Any:
+def _kind_in(kind: object, key: str) -> object:
     """Return the type of a mapping's value; None where vLLM gives the mapping no fields."""
     for option in _options(kind):
         if isinstance(option, type) and issubclass(option, BaseModel):
@@ -144,7 +144,7 @@ def _kind_in(kind: Any, key: str) -> Any:
     return None
 
 
-def _items_of(kind: Any) -> Any:
+def _items_of(kind: object) -> object:
     for option in _options(kind):
         if get_origin(option) in (list, set, tuple):
             return get_args(option)[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 from urllib.parse import parse_qsl, unquote
 
 from prefect_raybatch.errors import ConfigError
@@ -110,7 +110,7 @@ class Reach:
         else:
             self.connect(field, HUB_HOST)
 
-    def options(self, field: str, options: Mapping[str, Any]) -> None:
+    def options(self, field: str, options: Mapping[str, object]) -> None:
         """Check store options: their names, hosts and variables."""
         for name, value in options.items():
             where = f"{field}.{name}"
@@ -136,7 +136,7 @@ class Reach:
         if value is not None and not re.fullmatch(REGION, str(value)):
             self._refuse(field, "use this region name", "write a plain name, such as eu-central-1")
 
-    def catalog(self, field: str, catalog: Mapping[str, Any], writes: bool) -> None:
+    def catalog(self, field: str, catalog: Mapping[str, object], writes: bool) -> None:
         """Check the properties of a catalog: their names, hosts, folders and variables."""
         self.variables(field, catalog)
         kind = catalog.get("type")
@@ -245,7 +245,7 @@ def check_run_place(uri: str) -> None:
         reach.write("run directory", uri)
 
 
-def check_output_place(uri: str, options: Mapping[str, Any]) -> None:
+def check_output_place(uri: str, options: Mapping[str, object]) -> None:
     """Raise `ConfigError` if the policy in force does not allow writing to an output."""
     if reach := _limited_reach():
         reach.write("output.uri", uri)
@@ -258,7 +258,7 @@ def check_run_read(uri: str) -> None:
         reach.read("run directory", uri)
 
 
-def check_store_options(field: str, options: Mapping[str, Any]) -> None:
+def check_store_options(field: str, options: Mapping[str, object]) -> None:
     """Raise `ConfigError` for store options that the policy in force does not allow.
 
     They decide which host gets requests signed with this machine's credentials.

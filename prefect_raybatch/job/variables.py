@@ -12,7 +12,7 @@ from prefect_raybatch.errors import ConfigError
 VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
-def fill_variables(value: Any, where: str) -> Any:
+def fill_variables(value: object, where: str) -> Any:
     """Return `value` with the variables in its texts filled in, at any depth.
 
     Raises `ConfigError` for an unset one.

@@ -39,7 +39,7 @@ def _quoted_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _quoted_text)
 
 
-def visible_yaml(value: Any, **options: Any) -> str:
+def visible_yaml(value: object, **options: Any) -> str:
     """Return the value as YAML with hidden characters as escapes, so that it reads as it is."""
     text: str = yaml.dump(value, Dumper=_Dumper, allow_unicode=True, sort_keys=False, **options)
     # What is left of them stands in double quotes, where these escapes mean the same.

@@ -17,11 +17,11 @@ MOST_ANSWERS = 2**20  # more than any row asks for
 RangeCheck = tuple[Callable[[Any], bool], str]
 
 
-def _whole(value: Any) -> bool:
+def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _number(value: Any) -> bool:
+def _number(value: object) -> bool:
     return _whole(value) or (isinstance(value, float) and math.isfinite(value))
 
 
@@ -29,16 +29,16 @@ def _between(low: float, high: float) -> RangeCheck:
     return lambda v: _number(v) and low <= v <= high, f"a number, {low:g} to {high:g}"
 
 
-def _texts(value: Any) -> bool:
+def _texts(value: object) -> bool:
     values = [value] if isinstance(value, str) else value
     return isinstance(values, (list, tuple)) and all(isinstance(v, str) and v for v in values)
 
 
-def _token_ids(value: Any) -> bool:
+def _token_ids(value: object) -> bool:
     return isinstance(value, (list, tuple)) and all(map(_whole, value))
 
 
-def _biases(value: Any) -> bool:
+def _biases(value: object) -> bool:
     """Return whether it is a valid logit_bias; JSON has its tokens as text."""
     return isinstance(value, Mapping) and all(
         (_whole(token) or (isinstance(token, str) and token.isdecimal())) and _number(bias)

@@ -30,7 +30,7 @@ FORM = "structured_outputs"
 GRAMMAR_SECONDS = 30.0  # a parser may take to make a grammar; those in use take a tenth of one
 
 
-def with_schema_text(sampling: Mapping[str, Any]) -> dict[str, Any]:
+def with_schema_text(sampling: Mapping[str, object]) -> dict[str, Any]:
     """Return sampling fields with a JSON Schema that is a mapping as text.
 
     A model writes properties in the order of the schema; records, keys and Prefect's database keep
@@ -46,7 +46,7 @@ def with_schema_text(sampling: Mapping[str, Any]) -> dict[str, Any]:
     return {**sampling, FORM: {**form, "json": text}}
 
 
-def check_form_shape(form: Any) -> None:
+def check_form_shape(form: object) -> None:
     """Raise ValueError for a form that vLLM would reject with any backend.
 
     The message has the field and the remedy.
@@ -99,7 +99,7 @@ def _check_value(kind: str, value: Any) -> None:
             _check_limits(where, schema)
 
 
-def _schemas_in(tag: Any) -> Iterator[Mapping[str, Any]]:
+def _schemas_in(tag: object) -> Iterator[Mapping[str, Any]]:
     """Yield the JSON Schemas in a structural tag."""
     waiting = [tag]
     while waiting:
@@ -114,7 +114,7 @@ def _schemas_in(tag: Any) -> Iterator[Mapping[str, Any]]:
             waiting += part
 
 
-def _text(value: Any) -> bool:
+def _text(value: object) -> bool:
     return isinstance(value, str)
 
 
@@ -140,7 +140,7 @@ def check_label_texts(labels: Sequence[str], where: str = "") -> None:
         raise ValueError(f"{where}duplicate label {repeated[0]!r}; remove one")
 
 
-def check_backend(config: Any) -> None:
+def check_backend(config: object) -> None:
     """Raise ValueError if vLLM cannot load the backend in `engine.structured_outputs_config`.
 
     lm-format-enforcer 0.11 imports `vllm.transformers_utils.tokenizer`, which vLLM 0.29 lacks.
@@ -152,7 +152,7 @@ def check_backend(config: Any) -> None:
         )
 
 
-def check_labels_held(labels: Sequence[str], where: str, config: Any) -> None:
+def check_labels_held(labels: Sequence[str], where: str, config: object) -> None:
     """Raise ValueError if the engine's backend would accept an answer that is none of the labels.
 
     `config` is `engine.structured_outputs_config`. After a label that is a prefix of another,
@@ -195,14 +195,14 @@ def _escaped(character: str) -> str:
     return f"\\{character}" if character in '.^$*+?()[]{}|\\/-"' else character
 
 
-def _check_limits(where: str, schema: Any) -> None:
+def _check_limits(where: str, schema: object) -> None:
     try:
         check_schema_limits(schema)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
 
-def _backend_of(config: Any) -> str:
+def _backend_of(config: object) -> str:
     return str(config.get("backend", "auto")) if isinstance(config, Mapping) else "auto"
 
 
@@ -216,7 +216,7 @@ def _parsed(where: str, text: str) -> dict[str, Any]:
     return found
 
 
-def check_form_parses(form: Mapping[str, Any] | None, config: Any) -> None:
+def check_form_parses(form: Mapping[str, object] | None, config: object) -> None:
     """Raise ValueError with what vLLM's parsers reject in a form that passed `check_form_shape`.
 
     `config` is `engine.structured_outputs_config`. By default vLLM accepts a form that xgrammar
