@@ -67,14 +67,7 @@ def csv_tables(
         chosen = check_columns([c for c in columns or () if c not in told], names, file.uri)
         known.update(dict.fromkeys(names))
         included = [header[names.index(name)] for name in chosen]
-        convert = pc.ConvertOptions(
-            column_types=dict.fromkeys(header, pa.string()),
-            # the last one tells whether a quote was still open at the end
-            include_columns=list(dict.fromkeys([*included, header[-1]])),
-            strings_can_be_null=True,
-            quoted_strings_can_be_null=False,
-            null_values=["", *options.null_values],
-        )
+        convert = written.convert_options(header, included)
         held = None  # the last one is looked at before it is given
         with text() as stream:
             for batch in pc.open_csv(stream, read, parse, convert):
@@ -227,6 +220,18 @@ class _Written:
             quote_char=self.options.quote or False,
             escape_char=self.options.escape or False,
             newlines_in_values=True,
+        )
+
+    def convert_options(self, header: Sequence[str], columns: Sequence[str]) -> Any:
+        import pyarrow.csv as pc
+
+        return pc.ConvertOptions(
+            column_types=dict.fromkeys(header, pa.string()),
+            # The last column shows whether a quote was still open at the end.
+            include_columns=list(dict.fromkeys([*columns, header[-1]])),
+            strings_can_be_null=True,
+            quoted_strings_can_be_null=False,
+            null_values=["", *self.options.null_values],
         )
 
     def lines(self, file: File) -> Iterator[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import BinaryIO
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
 from prefect_raybatch.job.trust import check_types
@@ -51,12 +52,12 @@ def parquet_tables(
             yield pa.Table.from_batches([batch]).select(chosen)
 
 
-def _at_once(metadata: Any) -> int:
+def _at_once(metadata: pq.FileMetaData) -> int:
     groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
     return batch_rows(sum(group.total_byte_size for group in groups) / max(1, metadata.num_rows))
 
 
-def _groups(parquet: Any, filter: Filter | None) -> list[int]:
+def _groups(parquet: pq.ParquetFile, filter: Filter | None) -> list[int]:
     """Return the row groups in which a row may match, by the footer alone.
 
     On a whole file pyarrow would read ahead in threads of its own, see `Store.open`.
@@ -82,7 +83,7 @@ def parquet_rows(file: File) -> int:
 
 
 @contextmanager
-def _opened(file: File) -> Iterator[tuple[Any, Any]]:
+def _opened(file: File) -> Iterator[tuple[pq.ParquetFile, BinaryIO]]:
     try:
         with (
             file.store.open(file.info.path) as handle,

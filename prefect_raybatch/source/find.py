@@ -348,7 +348,7 @@ def _nothing(given: str) -> str:
     return f"source.uri: no file or folder {name!r} in {folder or '/'}. Check the path{start}"
 
 
-def _as_it_stands(given: str, options: Mapping[str, Any]) -> tuple[str, str | None]:
+def _as_it_stands(given: str, options: Mapping[str, object]) -> tuple[str, str | None]:
     """Return root and pattern like `split_glob`; an existing name with brackets means itself.
 
     `*` and `?` also match themselves, so only brackets can hide a file.
@@ -362,7 +362,7 @@ def _as_it_stands(given: str, options: Mapping[str, Any]) -> tuple[str, str | No
     return root, "/".join(parts) or None
 
 
-def _exists(root: str, name: str, options: Mapping[str, Any]) -> bool:
+def _exists(root: str, name: str, options: Mapping[str, object]) -> bool:
     if not is_remote(root):
         return os.path.exists(join(root, name))
     store = open_store(root, options, links=True)
@@ -373,7 +373,7 @@ def _exists(root: str, name: str, options: Mapping[str, Any]) -> bool:
 
 
 def _expand(
-    root: str, pattern: str | None, given: str, options: Mapping[str, Any], places: Places
+    root: str, pattern: str | None, given: str, options: Mapping[str, object], places: Places
 ) -> Iterator[File]:
     """Yield the files of one entry of source.uri; note in `places` what the listing shows."""
     parts = pattern.split("/") if pattern else []

@@ -7,7 +7,7 @@ read as microseconds, which Spark writes; finer times are rejected.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,12 +15,12 @@ import pyarrow.parquet as pq
 UNIT = "us"
 
 
-def open_parquet(handle: Any, **options: Any) -> pq.ParquetFile:
+def open_parquet(handle: BinaryIO, **options: Any) -> pq.ParquetFile:
     """Open a Parquet file with INT96 timestamps as microseconds."""
     return pq.ParquetFile(handle, pre_buffer=False, coerce_int96_timestamp_unit=UNIT, **options)
 
 
-def int96_columns(metadata: Any, names: Sequence[str]) -> list[str]:
+def int96_columns(metadata: pq.FileMetaData, names: Sequence[str]) -> list[str]:
     """Return which of the top-level columns `names` contain INT96, at any depth."""
     columns = (metadata.schema.column(i) for i in range(metadata.num_columns))
     found = {c.path.split(".")[0] for c in columns if c.physical_type == "INT96"}
@@ -28,7 +28,7 @@ def int96_columns(metadata: Any, names: Sequence[str]) -> list[str]:
 
 
 def int96_batches(
-    parquet: pq.ParquetFile, handle: Any, columns: Sequence[str], **options: Any
+    parquet: pq.ParquetFile, handle: BinaryIO, columns: Sequence[str], **options: Any
 ) -> Iterator[pa.RecordBatch]:
     """Yield the batches of an open file like its `iter_batches`.
 

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import RayBatchError, SourceError
 from prefect_raybatch.job.trust import check_types
@@ -149,7 +149,7 @@ def _footer(file: File, columns: Sequence[str] | None, hive: Mapping[str, pa.Dat
     return _Footer(rows, types, max(size / rows, least) if rows else 0.0, digest, values, groups)
 
 
-def check_footer(metadata: Any, file: File) -> None:
+def check_footer(metadata: pq.FileMetaData, file: File) -> None:
     """Raise SourceError for a footer whose counts are impossible, or exceed a bound."""
     if (fault := footer_fault(metadata, file.info.size)) is not None:
         raise SourceError(
@@ -159,7 +159,7 @@ def check_footer(metadata: Any, file: File) -> None:
     check_expansion_bound(declared_bytes(metadata), file.info.size, file.uri)
 
 
-def _all_are(metadata: Any, field: pa.Field, value: str | None) -> bool:
+def _all_are(metadata: pq.FileMetaData, field: pa.Field, value: str | None) -> bool:
     """Return whether the statistics show that a column holds only `value`."""
     kind = plain_type(field.type)
     for group in (metadata.row_group(i) for i in range(metadata.num_row_groups)):
@@ -181,7 +181,7 @@ def _all_are(metadata: Any, field: pa.Field, value: str | None) -> bool:
     return True
 
 
-def _stored_bytes(metadata: Any, names: set[str] | None) -> Weights:
+def _stored_bytes(metadata: pq.FileMetaData, names: set[str] | None) -> Weights:
     """Return (rows, uncompressed bytes) of each row group.
 
     Only top-level columns in `names` count (None: all).

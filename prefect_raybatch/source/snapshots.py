@@ -97,13 +97,10 @@ def snapshot(
     if made is None:
         shape = _shape(kind, reads.columns, types)
         made = copy_tables(blocks, shape, run_store, attempt, source.limit, kind, chosen)
-    if made.rows:
-        check_columns(source.columns, list(known), "the input")
-        check_type_columns(source.types, known)
-    elif source.filter:
-        raise SourceError(f"source.filter: no row of {some(files)} matches. Change the filter")
-    else:
-        raise _without_rows(kind, files)
+    if not made.rows:
+        raise _without_rows(kind, files, bool(source.filter))
+    check_columns(source.columns, list(known), "the input")
+    check_type_columns(source.types, known)
     _check_unchanged(files)
     return replace(made, table=_by_web(kind, files))
 
@@ -117,7 +114,9 @@ def _found(source: ReadSpec) -> tuple[str, list[File]]:
     return kind, files
 
 
-def _without_rows(kind: str, files: Sequence[File]) -> SourceError:
+def _without_rows(kind: str, files: Sequence[File], filtered: bool = False) -> SourceError:
+    if filtered:
+        return SourceError(f"source.filter: no row of {some(files)} matches. Change the filter")
     header = " after the header" if kind == "csv" else ""
     return SourceError(f"source.uri: no rows{header} in {some(files)}. Check the files")
 

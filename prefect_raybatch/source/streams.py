@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -74,10 +74,16 @@ def open_bytes(file: File) -> Iterator[Any]:
         ) from None
 
 
+class Readable(Protocol):
+    """A stream of bytes that is only read."""
+
+    def read(self, size: int) -> bytes: ...
+
+
 class Raw(io.RawIOBase):
     """A pyarrow stream as a raw file; pyarrow's own buffering requires seeking."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Readable) -> None:
         self._stream = stream
 
     def readable(self) -> bool:
@@ -92,7 +98,7 @@ class Raw(io.RawIOBase):
 class Expanded(Raw):
     """A decompressed stream that raises SourceError after more than `most` bytes."""
 
-    def __init__(self, stream: Any, most: int, where: str) -> None:
+    def __init__(self, stream: Readable, most: int, where: str) -> None:
         super().__init__(stream)
         self._left, self._where = most, where
 
@@ -107,7 +113,7 @@ class Expanded(Raw):
 class Followed(Raw):
     """A stream followed by further bytes."""
 
-    def __init__(self, stream: Any, more: bytes) -> None:
+    def __init__(self, stream: Readable, more: bytes) -> None:
         super().__init__(stream)
         self._more: io.BytesIO | None = io.BytesIO(more)
 
@@ -124,7 +130,7 @@ class Unbroken:
 
     closed = False
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Readable) -> None:
         self._stream, self._held = stream, b""
         self._ended, self._reading = False, Lock()
 
@@ -150,7 +156,7 @@ class Unbroken:
 class Recoded(io.RawIOBase):
     """Text of another encoding as UTF-8. Undecodable text raises UnicodeDecodeError."""
 
-    def __init__(self, stream: Any, encoding: str) -> None:
+    def __init__(self, stream: Readable, encoding: str) -> None:
         self._stream, self._held = stream, b""
         self._decoder = codecs.getincrementaldecoder(encoding)()
         self._ended = False

@@ -38,7 +38,8 @@ FIRST_PAUSE = 0.2  # seconds before the second try; doubled for each further one
 LONGEST_PAUSE = 8.0  # ... up to this
 
 
-ResponseCheck = Callable[[dict[str, Any]], None]
+Response = dict[str, Any]
+ResponseCheck = Callable[[Response], None]
 
 
 class ShortBody(OSError):
@@ -67,7 +68,7 @@ class S3Store(Store):
         return S3Store(folder, self.connection, self.retry_seconds) if self._prefix else None
 
     def read(self, path: str, max_bytes: int | None = None) -> bytes:
-        def whole(found: dict[str, Any]) -> None:
+        def whole(found: Response) -> None:
             """Query the store for the size only if the checksum is no MD5."""
             body, etag = found["Body"], found.get("ETag", "").strip('"')
             if body is None or hashlib.md5(body, usedforsecurity=False).hexdigest() == etag:
@@ -97,8 +98,11 @@ class S3Store(Store):
             for item in page.get("CommonPrefixes", ()):
                 yield item["Prefix"].rstrip("/").rpartition("/")[2]
 
-    def _pages(self, folder: str, recursive: bool) -> Iterator[dict[str, Any]]:
-        asked: dict[str, Any] = {"Prefix": f"{folder}/" if folder else "", "MaxKeys": LISTING_PAGE}
+    def _pages(self, folder: str, recursive: bool) -> Iterator[Response]:
+        asked: dict[str, Any] = {
+            "Prefix": f"{folder}/" if folder else "",
+            "MaxKeys": LISTING_PAGE,
+        }
         if not recursive:
             asked["Delimiter"] = "/"
         while True:
@@ -203,7 +207,7 @@ class S3Store(Store):
         Raises SourceError if it changed.
         """
 
-        def whole(found: dict[str, Any]) -> None:
+        def whole(found: Response) -> None:
             if len(found["Body"]) != stop - start:
                 raise ShortBody(f"{len(found['Body'])} of {stop - start} bytes arrived")
 
@@ -239,7 +243,7 @@ class S3Store(Store):
                 self._call("abort_multipart_upload", key, accept=404, UploadId=begun["UploadId"])
         return tuple(found)
 
-    def _uploads(self) -> Iterator[dict[str, Any]]:
+    def _uploads(self) -> Iterator[Response]:
         asked: dict[str, Any] = {"Prefix": f"{self._prefix}/" if self._prefix else ""}
         while True:
             page = self._call("list_multipart_uploads", None, **asked)

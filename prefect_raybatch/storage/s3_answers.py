@@ -89,26 +89,13 @@ class Answer(NamedTuple):
             )
         if self.status == 404:
             return not_found(place)
-        if self.expired:
-            return CredentialsUnusable(
-                f"{place}: the credentials have expired. Renew them ({credentials})"
-            )
-        if self.may_be_expired and operation == "head_object":
-            return CredentialsUnusable(
-                f"{place}: refused ({said}). S3 gives no reason in an answer to HEAD; most often "
-                f"the credentials have expired: renew them ({credentials})"
-            )
         if self.code == "QuotaExceeded" or self.status == 507:
             return StoreError(
                 f"{place}: the store is full or over its quota ({said}). Free some space, or raise "
                 "the quota"
             )
-        if self.status in (401, 403):
-            return StoreError(
-                f"{place}: access denied ({said}; {credentials}). Check that the credentials "
-                f"belong to this endpoint and allow {_PERMISSIONS[operation]} on bucket "
-                f"{bucket!r}, and that the clock of this machine is right"
-            )
+        if (error := self._credentials_error(operation, place, bucket, credentials)) is not None:
+            return error
         if self.status in MOVED or self.code == "AuthorizationHeaderMalformed":
             return StoreError(
                 f"{place}: the bucket is in another region or at another endpoint ({said}). Set "
@@ -119,10 +106,33 @@ class Answer(NamedTuple):
                 f"{place}: the store does not support put-if-absent ({said}), which exactly-once "
                 "needs. Choose an output on another store"
             )
+        return StoreError(f"{place}: the store refused {operation} ({said})")
+
+    def _credentials_error(
+        self, operation: str, place: str, bucket: str, credentials: str
+    ) -> Exception | None:
+        """Return the error if the credentials are missing, have expired, or are refused."""
+        if self.expired:
+            return CredentialsUnusable(
+                f"{place}: the credentials have expired. Renew them ({credentials})"
+            )
+        if self.may_be_expired and operation == "head_object":
+            return CredentialsUnusable(
+                f"{place}: refused ({self.said}). S3 gives no reason in an answer to HEAD; most "
+                f"often the credentials have expired: renew them ({credentials})"
+            )
+        if self.status in (401, 403):
+            return StoreError(
+                f"{place}: access denied ({self.said}; {credentials}). Check that the credentials "
+                f"belong to this endpoint and allow {_PERMISSIONS[operation]} on bucket "
+                f"{bucket!r}, and that the clock of this machine is right"
+            )
         if self.status == -1:
             kind = CredentialsUnusable if "Credentials" in self.code else StoreError
-            return kind(f"{place}: the S3 client cannot send the request ({said}; {credentials})")
-        return StoreError(f"{place}: the store refused {operation} ({said})")
+            return kind(
+                f"{place}: the S3 client cannot send the request ({self.said}; {credentials})"
+            )
+        return None
 
 
 def judge(error: Exception, scrub: Callable[[object], str]) -> Answer:

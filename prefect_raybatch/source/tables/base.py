@@ -25,10 +25,10 @@ and the error for a missing extra.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from datetime import UTC, datetime
 
 import pyarrow as pa
 
@@ -37,6 +37,8 @@ from prefect_raybatch.job.trusted_places import check_table_files
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.storage import is_remote
 from prefect_raybatch.storage.library_errors import failure_in, text_of
+
+Scrub = Callable[[str], str]  # removes credentials from a text
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def check_own_files(table: str, files: Iterable[str]) -> None:
 
 
 @contextmanager
-def said_plainly(what: str, scrub: Any = str) -> Iterator[None]:
+def said_plainly(what: str, scrub: Scrub = str) -> Iterator[None]:
     """Convert what a library raises while `what` is read into one line of ours.
 
     `scrub` removes credentials from a text.
@@ -144,3 +146,12 @@ def said_plainly(what: str, scrub: Any = str) -> Iterator[None]:
         if failure == "away":
             raise StoreUnavailable(f"{what}: {text}") from None
         raise SourceError(f"{what} cannot be read ({type(error).__name__}: {text})") from None
+
+
+def moment_of(text: str) -> datetime | None:
+    """Return the time of an ISO 8601 text, in UTC if it names no zone; None for other texts."""
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return found.replace(tzinfo=UTC) if found.tzinfo is None else found

@@ -13,12 +13,13 @@ import pyarrow as pa
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.tables.base import (
+    Scrub,
     TablePin,
     TableSource,
     check_own_files,
+    moment_of,
     said_plainly,
 )
-from prefect_raybatch.source.tables.versions import moment_of
 from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.storage import is_remote, join, object_store_options, s3_settings
 
@@ -82,7 +83,7 @@ def _go_to(table: Any, version: str) -> None:
 class DeltaSource(TableSource):
     """A Delta table at a version."""
 
-    def __init__(self, table: Any, uri: str, made: str | None, scrub: Any = str) -> None:
+    def __init__(self, table: Any, uri: str, made: str | None, scrub: Scrub = str) -> None:
         self._table, self._uri, self._scrub = table, uri, scrub
         self.pin = TablePin(
             format="delta",

@@ -25,12 +25,13 @@ from prefect_raybatch.job.secrets import catalog_secrets
 from prefect_raybatch.job.variables import fill_variables
 from prefect_raybatch.source.filters import Filter, typed
 from prefect_raybatch.source.tables.base import (
+    Scrub,
     TablePin,
     TableSource,
     check_own_files,
+    moment_of,
     said_plainly,
 )
-from prefect_raybatch.source.tables.versions import moment_of
 from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.storage import (
     S3Settings,
@@ -198,7 +199,7 @@ class IcebergSource(TableSource):
     """An Iceberg table at a snapshot; files are read one after the other, by name."""
 
     def __init__(
-        self, table: Any, snapshot: Any, place: str, of_catalog: bool, scrub: Any = str
+        self, table: Any, snapshot: Any, place: str, of_catalog: bool, scrub: Scrub = str
     ) -> None:
         from pyiceberg.io.pyarrow import schema_to_pyarrow
 

@@ -11,12 +11,13 @@ import pyarrow as pa
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.tables.base import (
+    Scrub,
     TablePin,
     TableSource,
     check_own_files,
+    moment_of,
     said_plainly,
 )
-from prefect_raybatch.source.tables.versions import moment_of
 from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.storage import is_remote, join, object_store_options, s3_settings
 
@@ -89,7 +90,7 @@ def _utc(when: datetime) -> datetime:
 class LanceSource(TableSource):
     """A Lance dataset at a version; rows come in the order of its fragments."""
 
-    def __init__(self, data: Any, uri: str, made: datetime | None, scrub: Any = str) -> None:
+    def __init__(self, data: Any, uri: str, made: datetime | None, scrub: Scrub = str) -> None:
         self._data, self._scrub = data, scrub
         self.pin = TablePin(
             format="lance",
