@@ -149,7 +149,7 @@ def test_what_is_no_conversation_fails_its_row_and_says_where(cell, said):
 def test_a_bad_conversation_is_alone_in_its_failure():
     column = pa.array([json.dumps(TURNS), "[", json.dumps(TURNS)])
     made = texts({"messages": "chat"}, {"chat": column})
-    assert made[0] == made[2] == SPOKEN and "no JSON" in made[1]
+    assert made[0] == made[2] == SPOKEN and "not JSON" in made[1]
 
 
 def test_a_conversation_that_is_too_long_is_cut_in_its_last_question():

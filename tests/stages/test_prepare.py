@@ -147,7 +147,7 @@ def test_each_row_a_function_spoils_fails_alone_with_its_reason():
         "unknown key": ("TypeError", "unknown keys temperature"),
         "sampling text": ("TypeError", "sampling"),
         "sampling object": ("TypeError", ""),
-        "content object": ("TypeError", "content is object"),
+        "content object": ("TypeError", "content of type object"),
         "surrogate": ("TypeError", "TextEncodeInput"),
     }
     companies = ["first", *wrong, "last"]
@@ -250,8 +250,8 @@ def test_sampling_of_a_row_that_is_honoured_travels_with_it(given, job):
     ("given", "said"),
     [
         ({"n": None}, "sampling.n is null"),
-        ({"temperature": 0}, "sampling.n: 2 answers are the same at temperature 0"),
-        ({"n": 3, "temperature": 0.0}, "sampling.n: 3 answers are the same"),
+        ({"temperature": 0}, "sampling.n: 2 answers are identical at temperature 0"),
+        ({"n": 3, "temperature": 0.0}, "sampling.n: 3 answers are identical"),
     ],
 )
 def test_a_row_that_could_have_no_several_answers_fails(given, said):
@@ -267,7 +267,7 @@ def test_a_row_may_have_no_other_form_than_the_jobs_schema(name):
         prompt, dict(MODEL), None, sampling=form, fixed_form="output.schema_model"
     )
     (row,) = stage(table).to_pylist()
-    failed(row, "ValueError", f"sampling.{name}: with output.schema_model all answers")
+    failed(row, "ValueError", f"sampling.{name}: output.schema_model sets one form")
 
 
 def formed(prompt: dict[str, Any], columns: Any, **sampling: Any) -> list[bool] | None:

@@ -77,11 +77,11 @@ def test_an_answer_as_columns():
         (json.dumps(GOOD) + " and so on", "it is not JSON: Extra data"),
         ("[]", "is not of type 'object'"),
         ('{"name": "A"}', "'staff' is a required property"),
-        ('{"name": "A", "name": "B", "staff": 1}', "property 'name' stands there twice"),
+        ('{"name": "A", "name": "B", "staff": 1}', "duplicate property 'name'"),
         ('{"name": "A", "staff": 1, "share": NaN}', "NaN is not a JSON number"),
         ('{"name": "A", "staff": 1, "share": -Infinity}', "-Infinity is not a JSON number"),
         ('{"name": "A", "staff": 1, "share": 1e999}', "the number 1e999 is too large"),
-        ('{"name": "\\ud800", "staff": 1}', "half a surrogate pair"),
+        ('{"name": "\\ud800", "staff": 1}', "a lone surrogate"),
         ('{"name": "A", "staff": 9223372036854775808}', "does not fit in 64 bits"),
         ('{"name": "A", "staff": 1e300}', "does not fit in 64 bits"),
         ('{"name": "A", "staff": 1.5}', "1.5 is not of type 'integer'"),
@@ -132,7 +132,7 @@ def test_misfits_and_answers_that_were_cut_off_go_to_quarantine_with_their_text(
     bad = made["quarantine"].to_pylist()
     assert [row["error"] for row in bad] == ["AnswerNotValid", "AnswerCutOff"]
     assert bad[0]["message"].endswith("Answer: no")
-    assert bad[1]["message"].endswith('tokens: {"name": "A", "st')
+    assert bad[1]["message"].endswith('token: {"name": "A", "st')
     assert "on_cut_off" not in bad[1]["message"]  # nothing to keep
 
 
