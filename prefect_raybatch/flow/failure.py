@@ -65,7 +65,7 @@ CANCELLED_BY_PREFECT = "Execution was cancelled by the runtime environment"  # a
 LEASE_CRASH = "Prefect ended this flow run, probably because its concurrency lease expired."
 LAST_TASKS = {False: "finalize-run-", True: "publish-run-"}  # by whether the job publishes
 COMMAND = "command"  # attribute of an explained error: the command that continues the run
-PLAIN = "plain"  # attribute of an explained error: its message before the explanation
+PLAIN_MESSAGE = "plain"  # attribute of an explained error: its message before the explanation
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def explained(
         command = command_for(error, job, run_key, run)
         cause = Cause(task, name, run_key or name, kind, message, remedy, command, run, rows)
         _report(cause)
-        setattr(error, PLAIN, str(error))
+        setattr(error, PLAIN_MESSAGE, str(error))
         setattr(error, COMMAND, command)
         if isinstance(error, RayBatchError):
             error.args = (prefect_text(cause.text),)  # becomes the state's message
@@ -149,7 +149,7 @@ def explained(
 
 def is_explained(error: object) -> bool:
     """Return whether the Prefect page already explains this error."""
-    return getattr(error, PLAIN, None) is not None
+    return getattr(error, PLAIN_MESSAGE, None) is not None
 
 
 def _kind_and_message(error: BaseException) -> tuple[str, str]:

@@ -68,7 +68,7 @@ DRAINED_STATE = "Drained"
 Key = Annotated[str, Field(title="Value")]
 Start = Annotated[AwareDatetime, Field(title="Value")]
 Classes = Annotated[list[str], Field(title="Value")]
-RunDate = Annotated[date, Field(title="Value")]
+DateValue = Annotated[date, Field(title="Value")]
 Differences = Annotated[list[str], Field(title="Value")]
 Limit = Annotated[int, Field(title="Value", gt=0)]
 Fields = Annotated[dict[str, Any], Field(title="Value")]
@@ -122,7 +122,7 @@ def batch_inference(
     job: Annotated[BatchJob, titled("Job")],
     run_key: Annotated[Key | Unset, titled("Run key")] = None,
     scheduled_for: Annotated[Start | Unset, titled("Scheduled for")] = None,
-    run_date: Annotated[RunDate | Unset, titled("Run date")] = None,
+    run_date: Annotated[DateValue | Unset, titled("Run date")] = None,
     limit: Annotated[Limit | Unset, titled("Row limit")] = None,
     overrides: Annotated[Fields | Unset, titled("Field overrides")] = None,
     accept: Annotated[Differences | Unset, titled("Accepted differences")] = None,

@@ -17,7 +17,7 @@ from typing import Any
 
 from prefect_raybatch.errors import ClusterUnavailable, ConfigError, InsufficientResources
 from prefect_raybatch.job.kubernetes import Kubernetes
-from prefect_raybatch.kuberay.manifest import MADE_HERE, MANAGED_BY
+from prefect_raybatch.kuberay.manifest import MADE_HERE, MANAGED_BY, JsonMapping, JsonObject
 
 log = logging.getLogger(__name__)
 
@@ -82,11 +82,11 @@ class KubeApi:
         finally:
             self.patience, self._timeout = before
 
-    def get(self, name: str) -> dict[str, Any] | None:
+    def get(self, name: str) -> JsonObject | None:
         """Return the RayCluster of that name; None if there is none."""
         return self._ask("get", PLURAL, name, self._custom.get_namespaced_custom_object, name)
 
-    def create(self, body: Mapping[str, Any]) -> dict[str, Any] | None:
+    def create(self, body: JsonMapping) -> JsonObject | None:
         """Create a RayCluster; return None if one with its name exists."""
         name = str(body["metadata"]["name"])
         try:
@@ -98,7 +98,7 @@ class KubeApi:
         except Conflict:
             return None
 
-    def annotate(self, found: Mapping[str, Any], notes: Mapping[str, str]) -> dict[str, Any] | None:
+    def annotate(self, found: JsonMapping, notes: Mapping[str, str]) -> JsonObject | None:
         """Set annotations of a RayCluster as it was read; return None if it is gone.
 
         Raises `Conflict` if it was changed since.
@@ -111,7 +111,7 @@ class KubeApi:
             body={"metadata": {"annotations": dict(notes), **version}},
         )
 
-    def delete(self, found: Mapping[str, Any], unchanged: bool = False) -> bool:
+    def delete(self, found: JsonMapping, unchanged: bool = False) -> bool:
         """Delete a RayCluster as it was read, with its pods; return False if it is gone.
 
         Raises `Conflict` if another one has its name now or, with `unchanged`, if it was changed.
@@ -131,7 +131,7 @@ class KubeApi:
         )
         return gone is not None
 
-    def clusters(self, limit: int | None = None) -> list[dict[str, Any]]:
+    def clusters(self, limit: int | None = None) -> list[JsonObject]:
         """Return the RayClusters of the namespace that runs of this package created."""
         found = self._ask(
             *("list", PLURAL, "", self._custom.list_namespaced_custom_object),
@@ -140,7 +140,7 @@ class KubeApi:
         )
         return list((found or {}).get("items", ()))
 
-    def pods(self, name: str) -> list[dict[str, Any]]:
+    def pods(self, name: str) -> list[JsonObject]:
         """Return the pods of the RayCluster of that name."""
         found = self._ask(
             *("list", "pods", "", self._core.list_namespaced_pod),
@@ -148,7 +148,7 @@ class KubeApi:
         )
         return list((found or {}).get("items", ()))
 
-    def warnings(self, name: str) -> list[dict[str, Any]]:
+    def warnings(self, name: str) -> list[JsonObject]:
         """Return warnings about the RayCluster and its pods, oldest first."""
         found = self._ask(
             *("list", "events", "", self._core.list_namespaced_event),
@@ -189,7 +189,7 @@ class KubeApi:
 
     def _ask(
         self, verb: str, resource: str, name: str, call: Callable[..., Any], *more: Any, **also: Any
-    ) -> dict[str, Any] | None:
+    ) -> JsonObject | None:
         kind = (
             (self.namespace,)
             if resource != PLURAL
@@ -200,14 +200,14 @@ class KubeApi:
 
     def _patiently(
         self, verb: str, resource: str, name: str, call: Callable[[], Any]
-    ) -> dict[str, Any] | None:
+    ) -> JsonObject | None:
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
 
         deadline = time.monotonic() + self.patience
         pause, is_logged = 0.5, False
         while True:
-            found: dict[str, Any] | None = None
+            found: JsonObject | None = None
             trouble = ""
             try:
                 found = json.loads(call().data)
@@ -283,7 +283,7 @@ def quota_text(message: str) -> str:
     return f"a quota is exceeded ({message[:300]}). Request less, wait, or raise the quota"
 
 
-def _status(body: Any) -> dict[str, Any]:
+def _status(body: Any) -> JsonObject:
     """Return the Status object of an answer; empty if there is none."""
     try:
         status = json.loads(body or "{}")

@@ -17,6 +17,8 @@ MANAGED_BY, MADE_HERE = "app.kubernetes.io/managed-by", "raybatch"
 RUN_KEY, JOB, FINGERPRINT = "raybatch/run-key", "raybatch/job", "raybatch/fingerprint"
 RUN_NOTE, SPEC, FLOW_RUN = "raybatch/run", "raybatch/spec", "raybatch/flow-run"  # annotations
 HOLDER, DEADLINE = "raybatch/holder", "raybatch/deadline"
+JsonObject = dict[str, Any]  # an object of Kubernetes
+JsonMapping = Mapping[str, Any]  # one that is only read
 LONGEST_VALUE = 63
 LABEL = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 # KubeRay derives names of services and pods from the cluster's, truncated to 50 characters.
@@ -61,7 +63,7 @@ def label_value(text: str) -> str:
     return f"{cleaned.strip('-_.')}-{tail}".lstrip("-")
 
 
-def ray_cluster(made: Kubernetes, whose: RunIdentity) -> dict[str, Any]:
+def ray_cluster(made: Kubernetes, whose: RunIdentity) -> JsonObject:
     """Return the RayCluster to create, without its holder and deadline.
 
     Raises `ConfigError` for an unusable manifest file.
@@ -87,7 +89,7 @@ def ray_cluster(made: Kubernetes, whose: RunIdentity) -> dict[str, Any]:
     }
 
 
-def spec_hash(spec: Mapping[str, Any]) -> str:
+def spec_hash(spec: JsonMapping) -> str:
     return _digest(json.dumps(spec, sort_keys=True, default=str))[:32]
 
 
@@ -106,12 +108,12 @@ def differences(wanted: object, there: object, where: str = "spec") -> Iterator[
         yield f"{where}: {_short(there)} there, {_short(wanted)} in the job"
 
 
-def workers_wanted(spec: Mapping[str, Any]) -> int:
+def workers_wanted(spec: JsonMapping) -> int:
     """Return the number of pods of all worker groups."""
     return sum(group.pods for group in groups_of(spec))
 
 
-def _from_fields(made: Kubernetes) -> dict[str, Any]:
+def _from_fields(made: Kubernetes) -> JsonObject:
     shape = made.shape
     head = _pod(made, "ray-head", {"cpu": shape.head_cpu, "memory": shape.head_memory})
     head["spec"]["containers"][0]["ports"] = [
@@ -145,8 +147,8 @@ def _from_fields(made: Kubernetes) -> dict[str, Any]:
     }
 
 
-def _pod(made: Kubernetes, name: str, resources: Mapping[str, str]) -> dict[str, Any]:
-    container: dict[str, Any] = {
+def _pod(made: Kubernetes, name: str, resources: Mapping[str, str]) -> JsonObject:
+    container: JsonObject = {
         "name": name,
         "image": made.image,
         "resources": {"requests": dict(resources), "limits": dict(resources)},
@@ -156,7 +158,7 @@ def _pod(made: Kubernetes, name: str, resources: Mapping[str, str]) -> dict[str,
         container["env"] = [{"name": key, "value": value} for key, value in made.env.items()]
     if made.secrets:
         container["envFrom"] = [{"secretRef": {"name": secret}} for secret in made.secrets]
-    spec: dict[str, Any] = {
+    spec: JsonObject = {
         "containers": [container],
         # Without it, a pod has 64 MiB, and Ray's object store falls back to disk.
         "volumes": [
@@ -171,7 +173,7 @@ def _pod(made: Kubernetes, name: str, resources: Mapping[str, str]) -> dict[str,
     return {"spec": spec}
 
 
-def _templates(spec: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _templates(spec: JsonMapping) -> Iterator[JsonObject]:
     for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
         yield group["template"]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from prefect_raybatch.kuberay.api import quota_text
+from prefect_raybatch.kuberay.manifest import JsonMapping
 from prefect_raybatch.words import counted
 
 NODE_TYPE = "ray.io/node-type"
@@ -42,7 +42,7 @@ class PodsState:
 
 
 def pods_state(
-    pods: Sequence[Mapping[str, Any]], wanted: int, warnings: Sequence[Mapping[str, Any]] = ()
+    pods: Sequence[JsonMapping], wanted: int, warnings: Sequence[JsonMapping] = ()
 ) -> PodsState:
     """Return the state of a cluster of `wanted` workers, from its pods and its warnings."""
     alive = [pod for pod in pods if not pod["metadata"].get("deletionTimestamp")]
@@ -56,18 +56,18 @@ def pods_state(
     return PodsState("head" in kinds, kinds.count("worker"), wanted, fatal, trouble)
 
 
-def _is_ready(pod: Mapping[str, Any]) -> bool:
+def _is_ready(pod: JsonMapping) -> bool:
     return any(
         one.get("type") == "Ready" and one.get("status") == "True"
         for one in _status(pod).get("conditions") or ()
     )
 
 
-def _status(pod: Mapping[str, Any]) -> Mapping[str, Any]:
+def _status(pod: JsonMapping) -> JsonMapping:
     return pod.get("status") or {}
 
 
-def _containers(pod: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+def _containers(pod: JsonMapping) -> Iterator[tuple[JsonMapping, JsonMapping]]:
     """Yield the status of each container and what it waits for."""
     status = _status(pod)
     for kind in ("initContainerStatuses", "containerStatuses"):
@@ -75,7 +75,7 @@ def _containers(pod: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Map
             yield container, (container.get("state") or {}).get("waiting") or {}
 
 
-def _fatal(pod: Mapping[str, Any]) -> Iterator[str]:
+def _fatal(pod: JsonMapping) -> Iterator[str]:
     name = pod["metadata"]["name"]
     head = pod["metadata"].get("labels", {}).get(NODE_TYPE) == "head"
     for container, waiting in _containers(pod):
@@ -95,7 +95,7 @@ def _fatal(pod: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
-def _trouble(pod: Mapping[str, Any]) -> Iterator[str]:
+def _trouble(pod: JsonMapping) -> Iterator[str]:
     name = pod["metadata"]["name"]
     for condition in _status(pod).get("conditions") or ():
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
@@ -116,7 +116,7 @@ def _trouble(pod: Mapping[str, Any]) -> Iterator[str]:
             yield f"pod {name} keeps crashing. See kubectl logs {name} --previous"
 
 
-def _of_event(event: Mapping[str, Any]) -> Iterator[str]:
+def _of_event(event: JsonMapping) -> Iterator[str]:
     message, reason = str(event.get("message") or ""), str(event.get("reason") or "")
     if "quota" in message:
         yield quota_text(message)

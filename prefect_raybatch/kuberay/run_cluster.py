@@ -19,10 +19,9 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 from prefect_raybatch.driver.heartbeat import Ticker
 from prefect_raybatch.errors import ClusterNotReady, ConfigError, RayBatchError
@@ -38,6 +37,8 @@ from prefect_raybatch.kuberay.manifest import (
     RUN_KEY,
     RUN_NOTE,
     SPEC,
+    JsonMapping,
+    JsonObject,
     RunIdentity,
     differences,
     ray_cluster,
@@ -128,7 +129,7 @@ class RunCluster:
     def _claim(self) -> dict[str, str]:
         return {HOLDER: self.holder, DEADLINE: _after(self.made.lease_seconds)}
 
-    def _check_ours(self, found: Mapping[str, Any]) -> None:
+    def _check_ours(self, found: JsonMapping) -> None:
         labels, notes = found["metadata"].get("labels") or {}, notes_of(found)
         expected = self.whose.labels
         where = f"the RayCluster {self.name} in {self.api.namespace}"
@@ -151,7 +152,7 @@ class RunCluster:
                 f"({'; '.join(differing)}). Wait until that run has ended, or use another run key"
             )
 
-    def _check_spec(self, found: Mapping[str, Any], body: Mapping[str, Any]) -> None:
+    def _check_spec(self, found: JsonMapping, body: JsonMapping) -> None:
         if notes_of(found).get(SPEC) == body["metadata"]["annotations"][SPEC]:
             return
         changes = list(differences(body["spec"], found.get("spec") or {}))[:3]
@@ -181,7 +182,7 @@ class RunCluster:
         with what it waited for.
         """
         began = time.monotonic()
-        warnings: list[dict[str, Any]] = []
+        warnings: list[JsonObject] = []
         looked, warned = 0.0, ""
         while True:
             found = self.api.get(self.name)
@@ -207,7 +208,7 @@ class RunCluster:
                 )
             self._sleep(READY_POLL)
 
-    def _look(self, found: Mapping[str, Any], warnings: list[dict[str, Any]]) -> PodsState:
+    def _look(self, found: JsonMapping, warnings: list[JsonObject]) -> PodsState:
         status, spec = found.get("status") or {}, found.get("spec") or {}
         state = pods_state(self.api.pods(self.name), workers_wanted(spec), warnings)
         if not state.trouble and status.get("state") == "failed" and status.get("reason"):
@@ -339,12 +340,12 @@ def delete_expired(api: KubeApi, dry_run: bool = False) -> list[Expired]:
     return clusters
 
 
-def notes_of(found: Mapping[str, Any]) -> dict[str, str]:
+def notes_of(found: JsonMapping) -> dict[str, str]:
     """Return the annotations of an object."""
     return dict(found["metadata"].get("annotations") or {})
 
 
-def is_past(found: Mapping[str, Any]) -> bool:
+def is_past(found: JsonMapping) -> bool:
     """Return whether the deadline has passed, or is unreadable."""
     try:
         return datetime.fromisoformat(notes_of(found)[DEADLINE]) < datetime.now(UTC)

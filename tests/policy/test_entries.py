@@ -115,7 +115,7 @@ def test_nothing_is_shown_of_the_output_of_a_job_that_is_refused(
 ) -> None:
     """The page of nights is read from the output, which the job chooses."""
     shown: list[object] = []
-    monkeypatch.setattr(tasks, "was_told", lambda error: True)
+    monkeypatch.setattr(tasks, "is_explained", lambda error: True)
     monkeypatch.setattr(tasks, "show_history", lambda *given, **more: shown.append(given))
     job = small_run(tmp_path).job
     for policy, times in ((STRICT_POLICY, 0), (owner_policy(), 1)):
