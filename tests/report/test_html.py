@@ -137,7 +137,7 @@ def test_an_unfinished_run_has_a_report_of_its_commits(tmp_path):
     assert (found.state, found.good, found.failed, found.shards) == ("unfinished", 9, 1, 4)
     assert [cell[1:3] for cell in found.charts.cells] == [(1, 0), (0, 0), (1, 1), (0, 0)]
     assert "10 of 20 rows are done" in html(found)
-    assert "Rows still to do | 10" in markdown(found)
+    assert "Rows remaining | 10" in markdown(found)
 
 
 def test_a_run_that_has_only_a_plan_has_one_too(tmp_path):
