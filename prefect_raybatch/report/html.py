@@ -1,4 +1,4 @@
-"""The report as one HTML file: result first, then figures, plots, failures, files, notes. Pure.
+"""The report as one HTML file: result, advice and failures first, then plots and figures. Pure.
 
 It has no script and loads nothing, and a policy forbids both. The template escapes everything that
 comes from a run (keys, paths, error messages, host names), because none of it is trusted.

@@ -636,8 +636,8 @@ def test_plots_say_what_is_in_work_and_wait_for_the_first_commit(tmp_path):
     assert shown.image(beat) is None
     stats = ShardStats(rows=10, started=1.0, ended=2.0)
     progress.add(replace(COMMIT, shard=0, stats=stats), 1.0)
-    assert "in work, about" in picture(shown.image(beat) or "")
-    assert "in work, about" not in picture(shown.image(replace(beat, engines={})) or "")
+    assert "in progress (estimate)" in picture(shown.image(beat) or "")
+    assert "in progress (estimate)" not in picture(shown.image(replace(beat, engines={})) or "")
 
 
 @pytest.mark.whole

@@ -58,7 +58,7 @@ class Page(HTMLParser):
 
 def test_the_result_comes_first_and_all_parts_are_there():
     text = html(full(notes=("a note",), failures={"engine|ValueError|refused": 3}))
-    order = ["<h1>", verdict(full()), "Plots", "Most common failures", "Stages", "Engines", "Nodes"]
+    order = ["<h1>", verdict(full()), "Most common failures", "Plots", "Stages", "Engines", "Nodes"]
     places = [text.index(words.replace("'", "&#39;")) for words in [*order, "Notes", "a note"]]
     assert places == sorted(places)
     page = Page(text)
@@ -137,8 +137,8 @@ def test_an_unfinished_run_has_a_report_of_its_commits(tmp_path):
     found = report_of(str(tmp_path))
     assert (found.state, found.good, found.failed, found.shards) == ("unfinished", 9, 1, 4)
     assert [cell[1:3] for cell in found.charts.cells] == [(1, 0), (0, 0), (1, 1), (0, 0)]
-    assert "10 of 20 rows are committed" in html(found)
-    assert "Rows still to do | 10" in markdown(found)
+    assert "10 of 20 rows are done" in html(found)
+    assert "Rows remaining | 10" in markdown(found)
 
 
 def test_a_run_that_has_only_a_plan_has_one_too(tmp_path):

@@ -231,7 +231,7 @@ def test_the_map_fills_cells_as_shards_are_committed():
         drawing.WORK: 2,
         drawing.PENDING: 4,
     }
-    assert "in work, about" in words(text)
+    assert "in progress (estimate)" in words(text)
     half = shard_map([(100, 50, 0, 10)])
     assert areas(half) == {drawing.COMMITTED: 12, drawing.PENDING: 12}
     assert "in work" not in words(half) and "100 shards" in words(half)
@@ -268,7 +268,7 @@ def test_engines_have_a_bar_each_up_to_a_number():
 
 def test_names_of_others_are_text_and_nothing_else():
     evil = '</text><script>alert("1")</script>\x00\ud800 & $x^2$'
-    text = balance(WorkerStats(evil, 1, 5, 0.0, 1.0))
+    text = balance(WorkerStats(evil, 1, 5, 0.0, 1.0), WorkerStats("host:2", 1, 5, 0.0, 1.0))
     assert "<script" not in text
     assert "script" not in {e.tag.removeprefix(SVG) for e in parsed(text).iter()}
     text.encode()  # no lone surrogate
@@ -306,7 +306,7 @@ assert dict(matplotlib.rcParams.copy()) == dict(before)
 def test_plots_in_a_page_share_no_names():
     found = drawn(
         Charts(POINTS_3, {"engine": (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)}, ((1, 1, 0, 5),)),
-        (WorkerStats("host:1", 1, 5, 0.0, 1.0),),
+        tuple(WorkerStats(f"host:{n}", 1, 5, 0.0, 1.0) for n in (1, 2)),
     )
     names = re.findall(r' id="([^"]+)"', "".join(found))
     assert len(found) == 4 and len(set(names)) == len(names)
