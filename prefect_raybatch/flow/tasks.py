@@ -20,7 +20,7 @@ from prefect_raybatch.api import finalize_run as finalize
 from prefect_raybatch.api import plan_run, recorded_attempt, retry
 from prefect_raybatch.api import publish_run as publish
 from prefect_raybatch.api.retry import Retry
-from prefect_raybatch.api.tune import tune as tuned_by_trials
+from prefect_raybatch.api.tune import tune as try_settings
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.stops import Sample
 from prefect_raybatch.errors import ConfigError, RayBatchError, StoreError, is_transient
@@ -242,7 +242,7 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
 
         wanted = deadline or job.limits.deadline
         limit = seconds_of(wanted) if wanted else None
-        found = tuned_by_trials(with_blocks(job), minutes, deadline=limit, observe=show)
+        found = try_settings(with_blocks(job), minutes, deadline=limit, observe=show)
         about = "\n\n".join(map(markdown_text, tune.conclusion(found)))
         table = TableArtifact(table=tune.table(found), description=about)
         put(table, tune_key(job.name))
