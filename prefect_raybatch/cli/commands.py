@@ -230,7 +230,7 @@ def tune(
     as_json: Json = False,
 ) -> None:
     """Try engine settings on a sample and write the best job file."""
-    from prefect_raybatch.api.tune import tune as tune_engine
+    from prefect_raybatch.api.tune import tune as try_settings
     from prefect_raybatch.runs import tune as tuning
 
     loaded = of_today(_job(job, set_))
@@ -241,7 +241,7 @@ def tune(
         if not as_json:
             err.print(tuning.line(trial), markup=False)
 
-    tuned = tune_engine(with_keys(loaded), minutes, seconds, limit, show)
+    tuned = try_settings(with_keys(loaded), minutes, seconds, limit, show)
     path = write or Path(job).with_suffix(".tuned.yaml")
     # Readable by its owner alone, because the job file may hold credentials.
     write_private(path, tuning.job_file(_raw(job), tuned))

@@ -19,7 +19,7 @@ from prefect_raybatch.api import finalize_run as finalize
 from prefect_raybatch.api import plan_run, recorded_attempt, retry
 from prefect_raybatch.api import publish_run as publish
 from prefect_raybatch.api.retry import Retry
-from prefect_raybatch.api.tune import tune as tuned_by_trials
+from prefect_raybatch.api.tune import tune as try_settings
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.stops import Sample
 from prefect_raybatch.errors import ConfigError, RayBatchError, StoreError, is_transient
@@ -248,7 +248,7 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
 
         allowed = deadline or job.limits.deadline
         limit = seconds_of(allowed) if allowed else None
-        tuning = tuned_by_trials(with_blocks(job), minutes, deadline=limit, observe=show)
+        tuning = try_settings(with_blocks(job), minutes, deadline=limit, observe=show)
         about = "\n\n".join(map(markdown_text, tune.conclusion(tuning)))
         table = TableArtifact(table=tune.table(tuning), description=about)
         put(table, tune_key(job.name))

@@ -68,7 +68,9 @@ def prune_runs(
     Raise `ConfigError` for `keep` under 1, and the store's errors.
     """
     if keep < 1:
-        raise ConfigError(f"keep: {keep} is below 1. The newest run of each job is always kept")
+        raise ConfigError(
+            f"keep {keep}: give at least 1. The newest run of each job is always kept"
+        )
     root = open_store(output, dict(options) if options else None)
     before = root.now() - older_than
     found = Pruned(root.uri, dry_run)

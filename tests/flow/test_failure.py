@@ -251,7 +251,7 @@ def test_any_error_of_any_task_is_explained(
         (infer_shards, "infer_in_place"),
         (finalize_run, "finalize"),
         (publish_run, "publish"),
-        (tune_engine, "tune.tune"),
+        (tune_engine, "try_settings"),
     ],
 )
 def test_each_later_task_says_why_it_failed(

@@ -189,7 +189,7 @@ def test_renamed_and_copied_runs_are_named_never_removed_and_count_for_nothing(o
         assert f"is the directory of run {made!r}" in by_key[key].trouble
     found = prune_runs(str(out), 1)
     assert set(found.removed) == {"one", "one.r1"}
-    assert "made as run 'two'" in found.kept["renamed"]
+    assert "directory of run 'two'" in found.kept["renamed"]
     assert {"copy", "a-copy", "renamed", "three"} < {path.name for path in out.iterdir()}
 
 
@@ -323,4 +323,4 @@ def test_runs_on_s3_are_listed_and_removed(several, s3: S3Server):
         "copy": "not readable",
     }
     found = prune_runs(place, 1, options=options)
-    assert not found.removed and "made as run 'two'" in found.kept["copy"]
+    assert not found.removed and "directory of run 'two'" in found.kept["copy"]

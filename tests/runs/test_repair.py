@@ -300,7 +300,7 @@ def test_what_lies_in_the_place_of_the_fork_is_another_run(tmp_path):
     run = old_run(tmp_path / "key", False)
     small_run(tmp_path / "key.m1", rows=7)
     piece_lost(run)
-    with pytest.raises(PlanMismatch, match=r"key\.m1 is another run, and no repair"):
+    with pytest.raises(PlanMismatch, match=r"key\.m1 exists already and is not a repair"):
         repair_run(str(tmp_path / "key"))
     run.store.put(SUPERSEDED_BY, b'{"by":"key.m1"}')  # advice alone is not followed
     assert follow_forks(run.ledger, run.plan)[1] is run.plan

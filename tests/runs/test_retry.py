@@ -172,14 +172,14 @@ def test_an_unknown_class_is_named_with_those_there_are(tmp_path):
     with pytest.raises(ConfigError) as error:
         plan_retry(run.store.uri, ["Timeout", "ValueError"])
     text = str(error.value)
-    assert "failed with Timeout;" in text and "ValueError (2), EngineDied (1)" in text
+    assert "failed with Timeout." in text and "ValueError (2), EngineDied (1)" in text
     assert [p.name for p in tmp_path.iterdir()] == ["key"]  # said before anything is written
 
 
 def test_an_unknown_class_is_no_success_when_all_rows_are_retried_already(tmp_path):
     run = first_run(tmp_path)
     retried(run.store.uri)
-    with pytest.raises(ConfigError, match=r"failed with Timeout; .* ValueError \(2\)"):
+    with pytest.raises(ConfigError, match=r"failed with Timeout\. .* ValueError \(2\)"):
         plan_retry(run.store.uri, ["Timeout"])
     nothing = plan_retry(run.store.uri, ["ValueError"])
     assert isinstance(nothing, Nothing) and "none failed again" in nothing.message
@@ -304,7 +304,7 @@ def test_all_rows_of_a_retry_may_fail_unless_a_limit_is_set(tmp_path):
         ({"prompt.template": "{Compny}"}, "did you mean 'Company'"),
         ({"sampling.max_tokens": "many"}, "sampling.max_tokens"),
         ({"name.x": 1}, "name is not a group"),
-        ({"output": 3}, "output: 3 is no group"),
+        ({"output": 3}, "output: 3 must be a mapping"),
         ({"output": {"uri": "x"}}, "output cannot be set"),
     ],
 )
@@ -403,7 +403,7 @@ def test_of_two_at_once_the_same_job_joins_and_another_runs_again(tmp_path, monk
     assert not (tmp_path / "key.r2").exists()
     shutil.rmtree(tmp_path / "key.r1")
     race(monkeypatch, lambda: planned(run.store.uri, ["ValueError"]))
-    with pytest.raises(PlanMismatch, match=r"began as key\.r1 at the same moment; run this again"):
+    with pytest.raises(PlanMismatch, match=r"began as key\.r1 at the same time\. Run this again"):
         plan_retry(run.store.uri)
     again = planned(run.store.uri)
     assert again.run.run_key == "key.r2" and taken(again.run.uri) == [4, 18]
@@ -684,7 +684,7 @@ def test_what_is_wrong_is_said_before_prefect_starts(tmp_path, call, monkeypatch
     assert code == 2 and "no such job file" in err
     for more in ([], ["--no-prefect"]):
         code, _, err = call("retry-failed", uri, "--error", "Nope", *more)
-        assert code == 2 and "classes there are: ValueError (2)" in err
+        assert code == 2 and "Its rows failed with: ValueError (2)" in err
 
 
 def test_a_page_of_row_numbers_that_is_damaged_is_told_of_with_its_file(whole, call):

@@ -309,7 +309,7 @@ def job(tmp_path: Path) -> BatchJob:
 def test_trials_on_the_real_path_leave_nothing_behind(job, tmp_path, local_ray, monkeypatch):
     monkeypatch.setattr(api_tune, "axes", lambda job, have: {tune.MAX_NUM_SEQS: lambda v: [256]})
     fp8 = {"engine.quantization": "fp8"}
-    monkeypatch.setattr(tune, "alterations", lambda job, have, experts: [fp8])
+    monkeypatch.setattr(api_tune, "alterations", lambda job, have, experts: [fp8])
     monkeypatch.setattr(tune, "BETTER", 0.0)  # so that answers are compared at any speed
     seen: list[Trial] = []
     found = api_tune.tune(job, 30.0, 1.5, 36000.0, seen.append, engine=Slow)
@@ -361,7 +361,7 @@ def test_the_command_writes_a_job_that_can_be_read(tmp_path, monkeypatch):
         asked.extend((minutes, seconds, limit))
         return tuned(deadline=limit, needs=5)
 
-    monkeypatch.setattr(tune, "tune", fake)
+    monkeypatch.setattr(api_tune, "tune", fake)
     done = CliRunner().invoke(cli.app, ["tune", str(path), "--minutes", "2"])
     assert done.exit_code == 0, done.output
     assert asked == [2.0, 30.0, 21600.0]

@@ -56,7 +56,7 @@ def test_a_tuned_job_file_is_its_owners(tmp_path: Path, monkeypatch: pytest.Monk
     )
     trial = tune.Trial({}, 100.0)
     tuned = tune.Tuned((trial,), trial, 1000, 10.0)
-    monkeypatch.setattr(tune, "tune", lambda *_, **__: tuned)
+    monkeypatch.setattr("prefect_raybatch.api.tune.tune", lambda *_, **__: tuned)
     (tmp_path / "job.tuned.yaml").write_text("of last week")
     done = CliRunner().invoke(cli.app, ["tune", str(job)])
     assert done.exit_code == 0, done.output
