@@ -16,7 +16,7 @@ from prefect_raybatch.doctor.finding import CheckContext, Finding, failed, passe
 from prefect_raybatch.exits import exit_text
 from prefect_raybatch.model import pinned as models
 
-ENGINE_SECONDS = 110.0  # for an engine to start and answer; about 15 on an idle machine
+START_LIMIT_SECONDS = 110.0  # for an engine to start and answer; about 15 on an idle machine
 FORWARD = [sys.executable, "-P", "-m", "prefect_raybatch.stages.vllm.forward"]
 # Short, small, and in the environment that an engine on a CPU has in a run.
 ARGUMENTS = {"enforce_eager": True, "max_model_len": 64, "max_num_seqs": 4}
@@ -42,7 +42,7 @@ def _late(command: str) -> Finding:
     """Report an engine that has not answered in time: a warning if the machine is busy."""
     load, cpus = os.getloadavg()[0], os.cpu_count() or 1
     text = (
-        f"the bundled model had not answered after {ENGINE_SECONDS:g} s (load {load:.0f} on "
+        f"the bundled model had not answered after {START_LIMIT_SECONDS:g} s (load {load:.0f} on "
         f"{cpus} cores)"
     )
     if load > cpus:
@@ -71,7 +71,7 @@ def _answer(arguments: dict[str, object], env: dict[str, str]) -> Finding:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            timeout=ENGINE_SECONDS,
+            timeout=START_LIMIT_SECONDS,
         )
     except subprocess.TimeoutExpired:
         return _late(f"{' '.join(FORWARD)} '{json.dumps(arguments)}'")

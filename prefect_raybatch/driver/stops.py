@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.ledger.layout import POSITION, piece_path
+from prefect_raybatch.ledger.layout import POSITION_COLUMN, piece_path
 from prefect_raybatch.ledger.plan_tables import from_parquet
 from prefect_raybatch.ledger.records import Piece
 from prefect_raybatch.ledger.row_numbers import RowNumbers
@@ -103,11 +103,11 @@ def failed_rows(
 def _of_piece(
     store: Store, piece: Piece, start: int, numbers: Callable[[], RowNumbers]
 ) -> list[Sample]:
-    names = [POSITION, "stage", "error", "message"]
+    names = [POSITION_COLUMN, "stage", "error", "message"]
     try:
         data = store.read(piece_path(piece.path), MAX_PIECE)
         table = from_parquet(data, piece.path, names).slice(0, KEPT)
-        rows = numbers().of(table[POSITION].to_numpy() + start).tolist()
+        rows = numbers().of(table[POSITION_COLUMN].to_numpy() + start).tolist()
         columns = [table[name].to_pylist() for name in names[1:]]
     except (RayBatchError, OSError) as error:
         log.warning("failed rows cannot be shown: %s: %s", type(error).__name__, error)

@@ -51,7 +51,7 @@ REPORT = f"{RECORDS}/report.json"
 REPORT_PAGE = f"{RECORDS}/report.md"
 REPORT_HTML = f"{RECORDS}/report.html"
 
-POSITION = "__rb_pos"  # the column of a piece with its rows' positions in the shard, from 0
+POSITION_COLUMN = "__rb_pos"  # the column of a piece with its rows' positions in the shard, from 0
 
 COMMIT_NAME = re.compile(rf"{COMMITS}/(\d{{8,10}})\.json\Z")
 PIECE_NAME = re.compile(rf"{PIECES}/(\d{{8,10}})-[0-9a-f]{{32}}\.parquet\Z")

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.family import Member
-from prefect_raybatch.ledger.layout import KINDS, POSITION, piece_path
+from prefect_raybatch.ledger.layout import KINDS, POSITION_COLUMN, piece_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.positions import Positions
@@ -87,7 +87,7 @@ def _of_pieces(ledger: Ledger, commit: Commit) -> WholeShard:
     held = []
     for piece in commit.pieces:
         data, table = checked_piece(ledger.store, commit.shard, piece)
-        if not _are_at(table[POSITION].to_numpy(), piece.positions):
+        if not _are_at(table[POSITION_COLUMN].to_numpy(), piece.positions):
             raise CorruptRun(f"{piece_path(piece.path)} and its commit have different positions")
         held.append(HeldRows(piece.kind, piece.positions, data))
     return WholeShard(commit, tuple(held))
@@ -118,7 +118,7 @@ def _cut_out(
 
 def _as_piece(kind: str, positions: Positions, at: np.ndarray, table: pa.Table) -> HeldRows:
     out = io.BytesIO()
-    table = table.add_column(0, POSITION, pa.array(at, pa.int32()))
+    table = table.add_column(0, POSITION_COLUMN, pa.array(at, pa.int32()))
     pq.write_table(table, out, compression="zstd")
     named: PieceKind = "data" if kind == "data" else "quarantine"
     return HeldRows(named, positions, out.getvalue())

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import CorruptRun, SourceError
 from prefect_raybatch.job.trust import check_types
-from prefect_raybatch.ledger.layout import POSITION, SUCCESS, row_sums_path
+from prefect_raybatch.ledger.layout import POSITION_COLUMN, SUCCESS, row_sums_path
 from prefect_raybatch.ledger.part_files import PartFiles, local_disk
 from prefect_raybatch.ledger.part_layout import PartSpan
 from prefect_raybatch.ledger.records import Commit, Part, digest
@@ -92,7 +92,7 @@ def write_part(store: Store, task: PartTask) -> Part:
         for start, (_, table, piece) in read_ahead(
             load, zip(task.starts, task.commits, strict=True), SHARDS_AHEAD, SHARDS_AHEAD
         ):
-            positions = table[POSITION].to_numpy().astype(np.int64) + start
+            positions = table[POSITION_COLUMN].to_numpy().astype(np.int64) + start
             file.add(table, task.numbers_of(positions), piece)
         return file.end()
     finally:
@@ -131,9 +131,9 @@ class _PartFile(PartFiles):
         shards. `piece` is the Parquet file of the table, if there is one.
         """
         schema = self._task.schema
-        if table.column_names[0] != POSITION or not table.schema.remove(0).equals(schema):
+        if table.column_names[0] != POSITION_COLUMN or not table.schema.remove(0).equals(schema):
             piece = None
-        table = table.drop_columns([POSITION]).cast(schema)
+        table = table.drop_columns([POSITION_COLUMN]).cast(schema)
         self.rows += table.num_rows
         if table.num_rows >= LEAST_GROUP_ROWS:
             self._close_gathered()

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.trust import check_types
-from prefect_raybatch.ledger.layout import KINDS, POSITION, piece_path
+from prefect_raybatch.ledger.layout import KINDS, POSITION_COLUMN, piece_path
 from prefect_raybatch.ledger.positions import Positions, disjoint
 from prefect_raybatch.ledger.records import Commit, Piece, digest
 from prefect_raybatch.storage import Store
@@ -44,8 +44,8 @@ def read_pieces(store: Store, commit: Commit) -> Iterator[tuple[str, pa.Table, b
             continue
         files = [checked_piece(store, commit.shard, piece) for piece in pieces]
         data, table = files[0] if len(files) == 1 else (None, pa.concat_tables(t for _, t in files))
-        if (np.diff(table[POSITION].to_numpy()) < 0).any():
-            data, table = None, table.sort_by(POSITION)
+        if (np.diff(table[POSITION_COLUMN].to_numpy()) < 0).any():
+            data, table = None, table.sort_by(POSITION_COLUMN)
         expected = commit.good if kind == "data" else commit.failed
         if (actual := _other_positions(table, expected)) is not None:
             raise CorruptRun(
@@ -77,7 +77,7 @@ def checked_piece(store: Store, shard: int, piece: Piece) -> tuple[bytes, pa.Tab
     with pq.ParquetFile(pa.BufferReader(data), pre_buffer=False) as file:
         table = file.read(use_threads=False)
     check_types(table.schema, path)
-    if table.num_rows != piece.rows or POSITION not in table.column_names:
+    if table.num_rows != piece.rows or POSITION_COLUMN not in table.column_names:
         raise CorruptRun(f"{path} (shard {shard}) holds {table.num_rows} rows, not {piece.rows}")
     return data, table
 
@@ -85,7 +85,7 @@ def checked_piece(store: Store, shard: int, piece: Piece) -> tuple[bytes, pa.Tab
 def _other_positions(table: pa.Table, expected: Positions) -> str | None:
     """Describe the positions in a table; None if they are the expected ones."""
     try:
-        actual = Positions.of(table[POSITION].to_numpy())
+        actual = Positions.of(table[POSITION_COLUMN].to_numpy())
     except ValueError as error:
         return f"that are invalid ({error})"
     return None if actual == expected else actual.said()

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.family import Member
-from prefect_raybatch.ledger.layout import KINDS, POSITION
+from prefect_raybatch.ledger.layout import KINDS, POSITION_COLUMN
 from prefect_raybatch.ledger.part_files import local_disk
 from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.records import Commit, Part
@@ -79,8 +79,8 @@ def quarantine_of(member: Member, columns: list[str]) -> Iterator[tuple[str, np.
         if not pieces:
             continue
         table = pa.concat_tables([read_piece(ledger.store, commit.shard, p) for p in pieces])
-        table = table.sort_by(POSITION)
-        at = table[POSITION].to_numpy().astype(np.int64) + shards[commit.shard].start
+        table = table.sort_by(POSITION_COLUMN)
+        at = table[POSITION_COLUMN].to_numpy().astype(np.int64) + shards[commit.shard].start
         yield pieces[0].path, numbers.of(at), table.select(columns)
 
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import CorruptRun, IncompleteRun
 from prefect_raybatch.ledger.checkpoints import Listing
-from prefect_raybatch.ledger.layout import LAYOUT, POSITION
+from prefect_raybatch.ledger.layout import LAYOUT, POSITION_COLUMN
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.manifest import PieceRow
 from prefect_raybatch.ledger.part_layout import (
@@ -125,7 +125,7 @@ def _schema(ledger: Ledger, plan: Plan, found: Survey, kind: str) -> pa.Schema:
     first = int(np.flatnonzero(found.sums.rows[kind])[0])
     commit = bare(ledger.read_commit(plan, first), kind)
     ((_, table, _),) = read_pieces(ledger.store, commit)
-    return table.drop_columns([POSITION]).schema
+    return table.drop_columns([POSITION_COLUMN]).schema
 
 
 def bare(commit: Commit, kind: str) -> Commit:

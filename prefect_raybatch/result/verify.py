@@ -158,7 +158,7 @@ def _commits(
     from it. It is None if the result was made from them; then the rows left out by postprocess,
     which only commits record, are added to `seen`.
     """
-    left_out = LeftOut()
+    left_out = LeftOutRows()
 
     def fault(error: CorruptRun) -> None:
         _fault(found, str(error))
@@ -212,7 +212,7 @@ def _note_orphans(pieces: dict[str, int], found: Verdict) -> None:
     found.orphan_names = sorted(pieces)[:MOST_NAMED]
 
 
-class LeftOut:
+class LeftOutRows:
     """Collects left-out rows of many commits, because adding them one by one is slow."""
 
     def __init__(self) -> None:
@@ -287,7 +287,7 @@ def _places(
     ledger: Ledger, plan: Plan, shards: Shards, listing: Listing, files: _Files, take: TakeFrom
 ) -> None:
     """Read all rows a second time, with the place of each."""
-    left_out = LeftOut()
+    left_out = LeftOutRows()
     for commit in ledger.commits(plan, listing, on_fault=lambda error: None):
         rows = left_out.take(shards[commit.shard].start, commit)
         if rows is not None:

@@ -143,7 +143,7 @@ def _finished(
     ledger: Ledger, plan: Plan, shards: Shards, table: pa.Table
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield (kind, rows as in the result) of what a block became."""
-    from prefect_raybatch.ledger.layout import POSITION
+    from prefect_raybatch.ledger.layout import POSITION_COLUMN
     from prefect_raybatch.ledger.records import Receipt
     from prefect_raybatch.result.pieces import read_pieces
     from prefect_raybatch.stages.finish import RECEIPT
@@ -156,11 +156,11 @@ def _finished(
         if commit is None:
             raise CorruptRun(f"preview: some rows of shard {receipt.shard} have no answer")
         for kind, piece, _ in read_pieces(ledger.store, commit):
-            yield kind, piece.drop_columns([POSITION]).to_pylist()
+            yield kind, piece.drop_columns([POSITION_COLUMN]).to_pylist()
 
 
 def _prompts(model: dict[str, Any], table: pa.Table) -> list[PreviewedPrompt]:
-    from prefect_raybatch.ledger.layout import POSITION
+    from prefect_raybatch.ledger.layout import POSITION_COLUMN
     from prefect_raybatch.model import pinned as models
     from prefect_raybatch.stages.block import load_tokenizer, passes_by
     from prefect_raybatch.stages.columns import ERROR, TOKENS
@@ -169,7 +169,7 @@ def _prompts(model: dict[str, Any], table: pa.Table) -> list[PreviewedPrompt]:
         return []
     tokenizer = load_tokenizer(*models.tokenizer_place(model))
     prompts = []
-    columns = (table[name].to_pylist() for name in (POSITION, TOKENS, ERROR))
+    columns = (table[name].to_pylist() for name in (POSITION_COLUMN, TOKENS, ERROR))
     for at, ids, error in zip(*columns, strict=True):
         trouble = f"{error['kind']}: {error['message']}" if error else ""
         text = "" if error else tokenizer.decode(ids)

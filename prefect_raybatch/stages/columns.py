@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.job.checks import RESERVED
-from prefect_raybatch.ledger.layout import POSITION as POSITION_NAME
+from prefect_raybatch.ledger.layout import POSITION_COLUMN
 
 KEY_BYTES = 16
 KEY_TYPE = pa.binary(KEY_BYTES)
@@ -70,7 +70,7 @@ class HiddenColumn(str):
 SHARD = HiddenColumn("shard", pa.int32(), "block", "block finish load lookup parsing")
 """Always: the shard of the row."""
 POSITION = HiddenColumn(
-    POSITION_NAME,
+    POSITION_COLUMN,
     pa.int32(),
     "block",
     "block finish lookup parsing runs.preview text_answers trial vectors",
@@ -157,4 +157,4 @@ REUSE = HiddenColumn("reuse", pa.int8(), "lookup", "shard_figures")
 """Where the answer is from (ledger/increments.py)."""
 FIGURES = HiddenColumn("figures", pa.string(), "load", "load")
 """JSON of the engine's figures, in a shard's first row."""
-SECONDS = {"read": READ_SECONDS, "prepare": PREPARE_SECONDS, "engine": ENGINE_SECONDS}
+STAGE_SECONDS = {"read": READ_SECONDS, "prepare": PREPARE_SECONDS, "engine": ENGINE_SECONDS}

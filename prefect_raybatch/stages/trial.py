@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from prefect_raybatch.errors import EngineFailure, EngineStartError, SourceError
-from prefect_raybatch.ledger.layout import POSITION, piece_path
+from prefect_raybatch.ledger.layout import POSITION_COLUMN, piece_path
 from prefect_raybatch.ledger.records import Receipt
 from prefect_raybatch.stages.block import is_lost, losses
 from prefect_raybatch.stages.columns import ERROR, PARAMS
@@ -134,11 +134,13 @@ class TrialEngine:
             table = pq.read_table(pa.BufferReader(data), pre_buffer=False)
             if piece.kind == "data" and self.stages.pooled is not None:
                 answers = pooled_answers(table, *self.stages.pooled)
-                for position, answer in zip(table[POSITION].to_pylist(), answers, strict=True):
+                for position, answer in zip(
+                    table[POSITION_COLUMN].to_pylist(), answers, strict=True
+                ):
                     found[receipt.shard, position] = ("good", answer)
                 continue
             for row in table.to_pylist():
-                place = (receipt.shard, row.pop(POSITION))
+                place = (receipt.shard, row.pop(POSITION_COLUMN))
                 if piece.kind == "data":
                     kept = {n: v for n, v in row.items() if n not in self.stages.ignored}
                     found[place] = ("good", kept)

@@ -163,7 +163,7 @@ def test_an_engine_that_hangs(
     load: float, mark: str, answers: Callable[..., Finding], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a busy machine it may only be slow."""
-    monkeypatch.setattr(engine, "ENGINE_SECONDS", 0.3)
+    monkeypatch.setattr(engine, "START_LIMIT_SECONDS", 0.3)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
     got = answers("import time; time.sleep(60)")
     assert got.mark == mark and "after 0.3 s (load" in got.found

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefect_raybatch.ledger.layout import POSITION
+from prefect_raybatch.ledger.layout import POSITION_COLUMN
 from prefect_raybatch.result.parquet_footer import encoded, footer_at_end, footer_figures, footer_of
 from prefect_raybatch.result.row_groups import Columns, RowGroupFile, encoded_columns
 
@@ -28,7 +28,7 @@ def rows(start: int) -> pa.Table:
     day = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
     return pa.table(
         {
-            POSITION: pa.array(range(ROWS), pa.int32()),
+            POSITION_COLUMN: pa.array(range(ROWS), pa.int32()),
             "text": [n and f"text of {n}, which is no other's" for n in often],
             "label": pa.array([f"label {n % 3}" for n in numbers]).dictionary_encode(),
             "score": pa.array([n and n / 7 for n in often], pa.float32()),
@@ -66,11 +66,11 @@ def test_groups_of_other_files_and_encoded_ones_read_as_their_rows(tmp_path, dic
     for number, table in enumerate(tables):
         kept = Columns(bytes_of(table, use_dictionary=dictionary), after_first=True)
         if number == 1:
-            kept = encoded_columns(table.drop_columns([POSITION]))
+            kept = encoded_columns(table.drop_columns([POSITION_COLUMN]))
         assert file.append([kept, numbered(number * ROWS)])
     file.close()
     whole = pa.concat_tables(tables, promote_options="default").unify_dictionaries()
-    want = whole.drop_columns([POSITION]).append_column(NUMBER, pa.array(range(3 * ROWS)))
+    want = whole.drop_columns([POSITION_COLUMN]).append_column(NUMBER, pa.array(range(3 * ROWS)))
     with pq.ParquetFile(path) as found:
         ours = pq.read_schema(io.BytesIO(bytes_of(want)))  # as pyarrow alone would have it
         assert found.schema_arrow.equals(ours, check_metadata=True)
@@ -99,7 +99,7 @@ def test_the_same_groups_give_the_same_bytes(tmp_path):
 
 
 def test_a_page_index_and_bloom_filters_stay_behind(tmp_path):
-    table = rows(0).select([POSITION, "text", "flag"])
+    table = rows(0).select([POSITION_COLUMN, "text", "flag"])
     piece = bytes_of(table, write_page_index=True, data_page_size=1024)
     path = f"{tmp_path}/made.parquet"
     file = RowGroupFile(path, schema_of(table))
@@ -111,15 +111,18 @@ def test_a_page_index_and_bloom_filters_stay_behind(tmp_path):
 
 
 def test_what_does_not_go_together_is_not_taken(tmp_path):
-    table = rows(0).select([POSITION, "text", "score"])
+    table = rows(0).select([POSITION_COLUMN, "text", "score"])
     path = f"{tmp_path}/made.parquet"
     file = RowGroupFile(path, schema_of(table))
     other_type = table.set_column(2, "score", table["score"].cast(pa.float64()))
     filled = table.set_column(1, pa.field("text", pa.string(), nullable=False), [["x"] * ROWS])
+    renamed = table.rename_columns([POSITION_COLUMN, "other", "score"])
     wrong = [
         Columns(bytes_of(other_type), after_first=True),
         Columns(bytes_of(filled), after_first=True),
-        Columns(bytes_of(table.rename_columns([POSITION, "other", "score"])), after_first=True),
+        Columns(
+            bytes_of(table.rename_columns([POSITION_COLUMN, "other", "score"])), after_first=True
+        ),
         Columns(bytes_of(table)),
         Columns(bytes_of(table, row_group_size=100), after_first=True),
         Columns(bytes_of(table, version="1.0"), after_first=True),
