@@ -376,6 +376,7 @@ TWICE = {
     "plan_retry": "the task, and the verb",
     "reap": "the command, and the verb",
     "publish": "the command, and the verb",
+    "POSITION": "the name in a piece, and the column of a block",
     "publish_run": "the task, and the verb",
     "retry_failed": "the command, and the flow",
     "status": "the command, and the verb",

@@ -188,7 +188,7 @@ def examined() -> Iterator[Future[list[Finding]]]:
     """What `raybatch doctor` finds of the engine; looks beside the other starts."""
     with ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
         show(patch, error=ABSENT)
-        patch.setattr(doctor_engine, "ENGINE_SECONDS", START_S)
+        patch.setattr(doctor_engine, "ENGINE_SPENT", START_S)
         patient = Patient(None, lambda job: job)
         yield pool.submit(lambda: list(doctor_engine.check_engine(patient)))
 
