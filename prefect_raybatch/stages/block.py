@@ -23,7 +23,7 @@ import pyarrow as pa
 from prefect_raybatch.job.checks import RESERVED
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.records import Unit
-from prefect_raybatch.stages.columns import ERROR, LOST, LOST_ROWS, POSITION, SHARD, STAGE_SECONDS
+from prefect_raybatch.stages.columns import ERROR, LOST, LOST_ROWS, POSITION, SHARD, SPENT_COLUMNS
 from prefect_raybatch.words import storable
 
 MAX_ERROR = 500  # characters of a message that are kept
@@ -40,7 +40,7 @@ def tag(table: pa.Table, unit: Unit) -> pa.Table:
 def timed(table: pa.Table, stage: str, began: float) -> pa.Table:
     """Return the block with the seconds that `stage` took for it, since `began`."""
     spent = np.full(table.num_rows, time.time() - began)
-    return STAGE_SECONDS[stage].add_to(table, spent)
+    return SPENT_COLUMNS[stage].add_to(table, spent)
 
 
 def lost(unit: Unit, why: Loss) -> pa.Table:

@@ -82,13 +82,11 @@ LOST = HiddenColumn("lost", LOSS_TYPE, "block", "block")
 """In lost blocks: a `Loss`."""
 LOST_ROWS = HiddenColumn("lost_rows", pa.int32(), "block", "block")
 """In lost blocks: the number of rows from the position on."""
-READ_SECONDS = HiddenColumn("times_read", pa.float64(), "read", "shard_figures")
+READ_SPENT = HiddenColumn("times_read", pa.float64(), "read", "shard_figures")
 """Seconds of reading the block, the same in each row."""
-PREPARE_SECONDS = HiddenColumn(
-    "times_prepare", pa.float64(), "prepare texts lookup", "shard_figures"
-)
+PREPARE_SPENT = HiddenColumn("times_prepare", pa.float64(), "prepare texts lookup", "shard_figures")
 """Always: seconds in prepare."""
-ENGINE_SECONDS = HiddenColumn("times_engine", pa.float64(), "engine lookup", "shard_figures")
+ENGINE_SPENT = HiddenColumn("times_engine", pa.float64(), "engine lookup", "shard_figures")
 """Always: seconds in the engine stage."""
 ENGINE_BEGAN = HiddenColumn("times_began", pa.float64(), "engine lookup", "shard_figures")
 """Always: when the block reached the engine (seconds since 1970)."""
@@ -157,4 +155,4 @@ REUSE = HiddenColumn("reuse", pa.int8(), "lookup", "shard_figures")
 """Where the answer is from (ledger/increments.py)."""
 FIGURES = HiddenColumn("figures", pa.string(), "load", "load")
 """JSON of the engine's figures, in a shard's first row."""
-STAGE_SECONDS = {"read": READ_SECONDS, "prepare": PREPARE_SECONDS, "engine": ENGINE_SECONDS}
+SPENT_COLUMNS = {"read": READ_SPENT, "prepare": PREPARE_SPENT, "engine": ENGINE_SPENT}

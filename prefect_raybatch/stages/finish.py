@@ -59,7 +59,7 @@ from prefect_raybatch.stages.columns import (
 from prefect_raybatch.stages.load import figures_of
 from prefect_raybatch.stages.output_schema import ResultColumn, fitting_columns, output_schema
 from prefect_raybatch.stages.result_columns import extra_type
-from prefect_raybatch.stages.row_outcomes import ColumnValues, FinishedRow, LeftOut, OutputRow
+from prefect_raybatch.stages.row_outcomes import ColumnValues, FinishedRow, LeftOutRow, OutputRow
 from prefect_raybatch.stages.shard_figures import shard_figures
 from prefect_raybatch.stages.text_answers import TextAnswers
 from prefect_raybatch.storage import Store, put_proved
@@ -136,7 +136,7 @@ class Finish:
                 table.select([POSITION, *names]).take(pa.array(failed)), list(failures.values())
             )
             pieces.append(self.write_piece(shard, "quarantine", bad, positions[failed]))
-        skipped = [i for i, o in enumerate(outcomes) if isinstance(o, LeftOut)]
+        skipped = [i for i, o in enumerate(outcomes) if isinstance(o, LeftOutRow)]
         load, engine = figures_of(table)
         return Receipt(
             shard=shard,

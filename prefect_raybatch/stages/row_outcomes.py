@@ -20,11 +20,11 @@ class OutputRow:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class LeftOutRow:
     """A row for which `output.postprocess` returned None."""
 
 
-FinishedRow = OutputRow | Failure | LeftOut
+FinishedRow = OutputRow | Failure | LeftOutRow
 
 
 def postprocessed(
@@ -54,7 +54,7 @@ def postprocessed(
                     f"column {name} is already in the result. Return it under another name, or "
                     "exclude the input's column with output.columns",
                 )
-        return LeftOut() if made is None else OutputRow(made)
+        return LeftOutRow() if made is None else OutputRow(made)
     except NoChild:  # the function's process did not start, which is no fault of the row
         raise
     except Exception as error:

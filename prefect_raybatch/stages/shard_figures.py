@@ -15,13 +15,13 @@ from prefect_raybatch.stages.columns import (
     ANSWERS,
     CACHED_TOKENS,
     ENGINE_BEGAN,
-    ENGINE_SECONDS,
+    ENGINE_SPENT,
     FINISH,
     FORMED,
     MERGED,
-    PREPARE_SECONDS,
+    PREPARE_SPENT,
     PROMPT_TOKENS,
-    READ_SECONDS,
+    READ_SPENT,
     REUSE,
     TRUNCATED,
     HiddenColumn,
@@ -43,8 +43,8 @@ def shard_figures(
             bool(form) and reason == "length"
             for form, reason in zip(table[FORMED].to_pylist(), ends, strict=True)
         )
-    if READ_SECONDS in table.column_names:
-        read = _spent(table, READ_SECONDS)
+    if READ_SPENT in table.column_names:
+        read = _spent(table, READ_SPENT)
     figures = replace(
         load,
         others={**load.others, **counts},
@@ -63,8 +63,8 @@ def shard_figures(
         started=_spent(table, ENGINE_BEGAN),
         ended=round(time.time(), 4),
         read_s=read,
-        prepare_s=_spent(table, PREPARE_SECONDS),
-        engine_s=_spent(table, ENGINE_SECONDS),
+        prepare_s=_spent(table, PREPARE_SPENT),
+        engine_s=_spent(table, ENGINE_SPENT),
         finish_s=round(time.time() - began, 4),
     )
     return _reused(table, figures)

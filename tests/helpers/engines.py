@@ -21,7 +21,7 @@ from prefect_raybatch.stages.columns import (
     ERROR_TYPE,
     PARAMS,
     POSITION,
-    PREPARE_SECONDS,
+    PREPARE_SPENT,
     TOKENS,
 )
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
@@ -80,7 +80,7 @@ def with_answers(
         TOKENS: pa.array([[1, 2, 3]] * rows, pa.list_(pa.int32())),
         PARAMS: pa.array([None] * rows, pa.string()),
         ERROR: pa.array(list(errors), ERROR_TYPE),
-        PREPARE_SECONDS: pa.array([0.25] * rows, pa.float64()),
+        PREPARE_SPENT: pa.array([0.25] * rows, pa.float64()),
     }.items():
         if name in table.column_names:
             table = table.drop_columns([name])

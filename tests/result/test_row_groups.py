@@ -120,9 +120,7 @@ def test_what_does_not_go_together_is_not_taken(tmp_path):
     wrong = [
         Columns(bytes_of(other_type), after_first=True),
         Columns(bytes_of(filled), after_first=True),
-        Columns(
-            bytes_of(table.rename_columns([POSITION_COLUMN, "other", "score"])), after_first=True
-        ),
+        Columns(bytes_of(renamed), after_first=True),
         Columns(bytes_of(table)),
         Columns(bytes_of(table, row_group_size=100), after_first=True),
         Columns(bytes_of(table, version="1.0"), after_first=True),

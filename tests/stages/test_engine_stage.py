@@ -40,7 +40,7 @@ from prefect_raybatch.stages.columns import (
     ANSWERS,
     CACHED_TOKENS,
     ENGINE_BEGAN,
-    ENGINE_SECONDS,
+    ENGINE_SPENT,
     ERROR,
     FINISH,
     MERGED,
@@ -89,7 +89,7 @@ def test_each_answer_comes_to_its_row_and_failed_rows_are_not_asked(started):
     assert table[POSITION].to_pylist() == [10, 11, 12, 13]
     assert table["id"].to_pylist() == [0, 1, 2, 3]
     assert not {TOKENS, PARAMS} & set(table.column_names)
-    assert {ENGINE_BEGAN, ENGINE_SECONDS} <= set(table.column_names)
+    assert {ENGINE_BEGAN, ENGINE_SPENT} <= set(table.column_names)
     (arguments,) = factory.arguments
     assert arguments == {"max_num_seqs": 8, "model": demo.demo_model_path(), "revision": None}
 

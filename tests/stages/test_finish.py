@@ -24,7 +24,7 @@ from prefect_raybatch.stages.columns import (
     CACHED_TOKENS,
     ENDS,
     ENGINE_BEGAN,
-    ENGINE_SECONDS,
+    ENGINE_SPENT,
     ERROR_TYPE,
     FINISH,
     FORMED,
@@ -42,7 +42,7 @@ from prefect_raybatch.stages.vllm.stepper import Completion
 from prefect_raybatch.storage import open_store
 
 ANSWERED = [ANSWERS, TEXTS, FINISH, MERGED, ENDS, PROMPT_TOKENS, CACHED_TOKENS]
-ANSWERED += [ENGINE_BEGAN, ENGINE_SECONDS]
+ANSWERED += [ENGINE_BEGAN, ENGINE_SPENT]
 REFUSED = Failure("engine", "ValueError", "refused").to_dict()
 
 

@@ -21,7 +21,7 @@ from prefect_raybatch.stages.columns import (
     FORMED,
     PARAMS,
     POSITION,
-    PREPARE_SECONDS,
+    PREPARE_SPENT,
     SHARD,
     TOKENS,
     TRUNCATED,
@@ -36,7 +36,7 @@ def run(prompt: dict[str, Any], columns: Any, limit: int | None = None) -> list[
     )
     assert made.num_rows == table.num_rows
     assert made[POSITION].to_pylist() == list(range(table.num_rows))
-    assert made[PREPARE_SECONDS].null_count == 0
+    assert made[PREPARE_SPENT].null_count == 0
     names = [TOKENS, PARAMS, ERROR]
     return made.select(names).to_pylist()
 

@@ -31,7 +31,7 @@ from prefect_raybatch.source import (
 from prefect_raybatch.source.snapshot_writer import SnapshotWriter
 from prefect_raybatch.stages import block as blocks
 from prefect_raybatch.stages import read
-from prefect_raybatch.stages.columns import POSITION, READ_SECONDS, SHARD
+from prefect_raybatch.stages.columns import POSITION, READ_SPENT, SHARD
 from prefect_raybatch.stages.read import ShardReader, Task
 from prefect_raybatch.storage import Store, open_store
 
@@ -209,7 +209,7 @@ def test_nested_dictionary_and_widened_columns(tmp_path):
     check_rows(tables, units)
     for table in tables:
         assert table.select(blocks.input_columns(table)).schema == one.schema
-    took = READ_SECONDS
+    took = READ_SPENT
     assert all(seconds >= 0 for table in tables for seconds in table[took].to_pylist())
     rows = [row for table in tables for row in table.drop_columns([took]).to_pylist()]
     assert rows[1]["l"] == ["y", None] and rows[2]["l"] == [] and rows[2]["d"] is None
