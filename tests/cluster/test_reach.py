@@ -90,7 +90,7 @@ def test_where_nobody_listens_is_one_line_that_names_the_address() -> None:
     with pytest.raises(ClusterUnavailable) as found:
         reach.check_reachable(address)
     text = str(found.value)
-    assert text.startswith(f"no Ray cluster answers at {address}: Connection refused; start it")
+    assert text.startswith(f"no Ray cluster answers at {address}: Connection refused. Start it")
     assert "\n" not in text and found.value.transient
 
 

@@ -486,7 +486,7 @@ def test_replicas_are_copies_of_the_model_by_gpus(engine, have, replicas, engine
         (
             {"replicas": 9},
             imagined("H200", 8, 128),
-            "9 GPUs (9 replicas * tensor_parallel_size 1 * pipeline_parallel_size 1) of 8",
+            "9 GPUs (9 replicas * tensor_parallel_size 1 * pipeline_parallel_size 1), but has 8",
         ),
         (
             {"replicas": 2, "tensor_parallel_size": 4, "pipeline_parallel_size": 2},
@@ -515,7 +515,7 @@ def test_a_cluster_that_is_too_small_is_named_with_what_is_short(engine, have, s
 def test_what_needs_a_range_of_replicas_needs_its_fewest():
     pool = sized(have=imagined("H200", 8, 128), replicas=[2, 50]).pool
     assert check_fit(size_spec(make_job()), imagined("H200", 2, 9), pool).gpus == 2
-    with pytest.raises(InsufficientResources, match=r"2 GPUs .* of 1"):
+    with pytest.raises(InsufficientResources, match=r"2 GPUs .*, but has 1"):
         check_fit(size_spec(make_job()), ONE, pool)
 
 
