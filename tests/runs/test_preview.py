@@ -92,7 +92,7 @@ def test_it_looks_at_this_machine_and_not_at_the_cluster(job, monkeypatch):
 
 def test_gpus_that_this_machine_lacks_are_told_before_an_engine_starts(job):
     on_gpus = job.model_copy(update={"engine": Engine(model="demo", device="gpu")})
-    with pytest.raises(InsufficientResources, match=r"takes 1 GPU, and this machine.*no-answers"):
+    with pytest.raises(InsufficientResources, match=r"needs 1 GPU, and this machine.*no-answers"):
         preview_rows(on_gpus, 2)
     assert len(preview_rows(on_gpus, 2, answers=False).prompts) == 2
 
