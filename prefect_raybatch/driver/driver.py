@@ -369,10 +369,10 @@ class Driver:
         done, shards = self.progress.tally.shards, counted(self.plan.shards, "shard")
         raise ErrorBudgetExceeded(
             f"{failed:,} of {counted(rows, 'row')} failed, more than "
-            f"{self.limits.said(rows)}. Commonest:\n"
+            f"{self.limits.said(rows)}. Most common:\n"
             + "\n".join(lines)
             + f"\n{done:,} of {shards} {are(done)} committed and kept. Fix the "
-            "cause or raise the limit, and run the same command again."
+            "cause or raise the limit, then run the job again."
         )
 
     def _weighed(self, record: Receipt | Commit) -> int:

@@ -111,7 +111,7 @@ def test_rows_that_crossed_the_budget_are_shown_with_cause_and_command(
     ledger.note_attempt("a" * 32, note)
     plan = made.plan
     run = Run(made.store.uri, plan.run_key, plan.hash, plan.rows, plan.shards, False)
-    error = ErrorBudgetExceeded("9 of 20 rows failed, more than 2. Commonest:\n  7 rows: prepare")
+    error = ErrorBudgetExceeded("9 of 20 rows failed, more than 2. Most common:\n  7 rows: prepare")
     failing(monkeypatch, run, error)
     job = make_job(name="over-budget", output={"uri": str(tmp_path)})
     state = batch_inference(job, run.run_key, return_state=True)
@@ -124,7 +124,7 @@ def test_rows_that_crossed_the_budget_are_shown_with_cause_and_command(
 
     page = page_of("over-budget")
     assert page.startswith("# over-budget: infer_shards failed\n") and command in page
-    assert "    9 of 20 rows failed, more than 2. Commonest:\n" in page
+    assert "    9 of 20 rows failed, more than 2. Most common:\n" in page
     rows = [line for line in page.splitlines() if line.startswith("| ")][2:]
     assert rows == [
         "| 4 | engine | ValueError | refused |",
