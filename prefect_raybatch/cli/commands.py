@@ -187,7 +187,7 @@ def plan(
     sample: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of that sample")] = 2000,
     as_json: Json = False,
 ) -> None:
-    """Show shards, sizes, needs and problems without running."""
+    """Show shards, sizes, resources and problems without running."""
     what_if = None
     if gpu is not None or gpus is not None or cpus is not None:
         from prefect_raybatch.sizing.sizes import imagined

@@ -60,7 +60,7 @@ def init(
 ) -> None:
     """Write a commented job file for a table.
 
-    On a terminal it asks for what no option says; elsewhere it takes the defaults. With --example
+    In a terminal it prompts for missing options; elsewhere it uses the defaults. With --example
     it writes a table of 300 companies and a job for it into the current folder.
     """
     if example == (table is not None):

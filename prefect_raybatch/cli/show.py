@@ -184,7 +184,7 @@ def _plan_facts(plan: DryRun) -> list[tuple[str, list[str]]]:
                 f"{counted(size.max_num_seqs, 'sequence')}"
             ],
         ),
-        ("needs", [", ".join(counted(plan.needs[f"{k.lower()}s"], k) for k in ("CPU", "GPU"))]),
+        ("resources", [", ".join(counted(plan.needs[f"{k.lower()}s"], k) for k in ("CPU", "GPU"))]),
         ("cluster", [_cluster(plan.have)]),
         ("run directory", [plan.run]),
         ("reuse", reuse_lines(plan)),

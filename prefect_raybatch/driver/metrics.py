@@ -36,32 +36,47 @@ COUNTERS: dict[str, tuple[str, Callable[[Beat], float]]] = {
     "raybatch_skipped_rows": ("Rows that postprocess left out.", lambda b: b.skipped),
     "raybatch_shards": ("Shards committed, over all attempts.", lambda b: b.committed),
     "raybatch_engine_deaths": ("Engine deaths in this attempt.", lambda b: b.engine_deaths),
-    "raybatch_passes": ("Passes of this attempt.", lambda b: b.passes),
-    "raybatch_gpu_seconds": ("That this attempt's engines held GPUs.", lambda b: b.gpu_seconds),
+    "raybatch_passes": ("Passes started in this attempt.", lambda b: b.passes),
+    "raybatch_gpu_seconds": (
+        "GPU-seconds held by this attempt's engines.",
+        lambda b: b.gpu_seconds,
+    ),
 }
 GAUGES: dict[str, tuple[str, Callable[[Beat], float]]] = {
     "raybatch_planned_rows": ("Rows of the plan.", lambda b: b.rows),
     "raybatch_planned_shards": ("Shards of the plan.", lambda b: b.shards),
-    "raybatch_rows_per_second": ("Over the latest commits.", lambda b: b.rate),
-    "raybatch_prompt_tokens_per_second": ("Tokens in.", lambda b: b.prompt_tokens_rate),
-    "raybatch_output_tokens_per_second": ("Tokens out.", lambda b: b.output_tokens_rate),
+    "raybatch_rows_per_second": (
+        "Output rows per second over the latest commits.",
+        lambda b: b.rate,
+    ),
+    "raybatch_prompt_tokens_per_second": (
+        "Prompt tokens per second over the latest commits.",
+        lambda b: b.prompt_tokens_rate,
+    ),
+    "raybatch_output_tokens_per_second": (
+        "Generated tokens per second over the latest commits.",
+        lambda b: b.output_tokens_rate,
+    ),
     "raybatch_seconds_left": (
-        "At the present rate; NaN while unknown.",
+        "Estimated time to completion in seconds; NaN while unknown.",
         lambda b: NONE if b.seconds_left is None else b.seconds_left,
     ),
     "raybatch_last_commit_timestamp_seconds": (
-        "Of this attempt, since 1970; NaN before the first.",
+        "Time of this attempt's last commit, in seconds since 1970; NaN before it.",
         lambda b: NONE if b.last_commit is None else b.last_commit,
     ),
     "raybatch_cost": (
-        "Of all attempts, in the currency of the job's prices; NaN without a price.",
+        "Cost of all attempts in the currency of the job's prices; NaN without a price.",
         lambda b: NONE if b.cost_run is None else b.cost_run,
     ),
     "raybatch_engines_alive": (
-        "Engine actors that Ray holds for alive.",
+        "Engine actors that Ray reports as alive.",
         lambda b: alive(b.engines),
     ),
-    "raybatch_stalled": ("1 while no commit comes for too long.", lambda b: float(b.alarms > 0)),
+    "raybatch_stalled": (
+        "1 while the run is stalled: no commit within the stall limit.",
+        lambda b: float(b.alarms > 0),
+    ),
 }
 
 

@@ -322,7 +322,7 @@ class Monitor:
         try:
             self.starting.heard(self._questions["starts"](self.starts))
         except Exception as error:  # for people alone: a stall must be told all the same
-            log.debug("the start is not heard: %s: %s", type(error).__name__, error)
+            log.debug("the phase of the start is unknown: %s: %s", type(error).__name__, error)
 
     def _look_at_cost(self, now: float, counts: Counts | None) -> None:
         self.meter.see(now, self._states)
@@ -334,11 +334,11 @@ class Monitor:
 
     def _stalled(self, stall: Stall, counts: Counts) -> None:
         self._look_at_engines()  # what was asked last may be older than the stall
-        unheard = f" (as last heard; Ray does not tell: {self._unheard})" if self._unheard else ""
+        unheard = f" (last known; Ray did not answer: {self._unheard})" if self._unheard else ""
         try:
             seen = self._questions["store"](partial(probe, self.store))
         except Exception as error:
-            seen = f"a listing came to nothing: {type(error).__name__}: {error}"
+            seen = f"listing it failed: {type(error).__name__}: {error}"
         self._about = (
             f"no shard was committed for {stall.seconds:.0f} s, where {stall.limit:.0f} s are "
             f"allowed{' until the first of a pass' if stall.starting else ''} "

@@ -183,7 +183,7 @@ def test_a_cluster_that_does_not_answer_keeps_neither_stalls_nor_costs_from_bein
         made.look()
     assert time.monotonic() - began < 5
     assert isinstance(made.failure, EngineFailure)
-    assert "1 alive, 1 restarting (as last heard; Ray does not tell: " in str(made.failure)
+    assert "1 alive, 1 restarting (last known; Ray did not answer: " in str(made.failure)
     assert isinstance(made.spent, CostExceeded)
     assert heard.beats[-1].gpu_seconds == 53.0 and heard.beats[-1].alarms == 1
     if how == "hangs":
