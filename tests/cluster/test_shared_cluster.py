@@ -197,7 +197,7 @@ def test_two_addresses_in_one_process_are_an_error_that_names_both(
     found.until("b ended")
     error = found.errors["b"]
     assert isinstance(error, ConfigError) and not error.transient
-    assert all(text in str(error) for text in ("one:6379", "two:6379", "a of this process"))
+    assert all(text in str(error) for text in ("one:6379", "two:6379", "a in this process"))
     found.end("a")
     assert ray.made == [("one:6379", 2), "end"]
 
