@@ -61,7 +61,7 @@ REFUSED = {
     "--error EngineDied": "no row",
     "--error AnswerCutOff": "no row",
     "flows/image_captions.yaml": "'data/images' does not exist",
-    "raybatch publish": "names no target",
+    "raybatch publish": "no `output.publish`",
     "engine.replicas=2": "too small",
     "--partial": "is complete",
     "raybatch drain": "is complete",

@@ -144,7 +144,7 @@ def test_an_input_copied_on_a_cluster_is_the_one_copied_here(local_ray, tmp_path
         assert len(made.files) == 6
         found.append(pa.concat_tables(pq.read_table(f"{place.uri}/{f.uri}") for f in made.files))
         (tmp_path / "in" / "07.csv").write_text("a,b\n1,2\n1,2,3\n" + "1,2\n" * 29)
-        with pytest.raises(SourceError, match=r"in/07.csv, line 3: 3 columns where"):
+        with pytest.raises(SourceError, match=r"in/07.csv, line 3 has 3 columns"):
             snapshot(given, place, "attempt", used)
         (tmp_path / "in" / "07.csv").write_text(rows_of(7))
     assert found[0].schema.types == [pa.int64(), pa.string()]  # 2 and 2.25 as they are written

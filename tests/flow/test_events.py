@@ -486,7 +486,7 @@ def test_the_report_shows_its_plots_on_the_server(prefect_api, monkeypatch):
     text = made["raybatch-night-8-report"].data
     images = re.findall(r"!\[[^\]]+\]\((data:[^)]+)\)", text)
     assert len(images) == 4 and all(picture(uri).startswith("<svg") for uri in images)
-    assert "| sequences running (mean an engine) | 200.0 |" in text
+    assert "| running sequences per engine (mean) | 200.0 |" in text
     assert titles(made["raybatch-night-8-plots"].data) == list(plots.NAMES.values())
 
 

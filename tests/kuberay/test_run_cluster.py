@@ -468,7 +468,7 @@ def test_the_command_deletes_what_nobody_keeps_alive(
 
 def test_doctor_asks_the_server_and_names_what_is_missing(kube: KubeServer) -> None:
     fine = services.kubernetes(asked())
-    assert fine.found == f"namespace ray at {kube.url}: a RayCluster is made there for each run"
+    assert fine.found == f"namespace ray at {kube.url}: each run creates a RayCluster"
     kube.denied |= {("delete", "rayclusters"), ("list", "events")}
     assert "may not delete rayclusters, list events" in services.kubernetes(asked()).found
     kube.installed = False

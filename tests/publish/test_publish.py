@@ -264,7 +264,7 @@ def test_one_target_that_fails_takes_nothing_from_the_others(run, tmp_path):
 
 
 def test_a_run_that_is_not_finished_or_names_no_target_is_not_published(run, tmp_path):
-    with pytest.raises(ConfigError, match="names no target"):
+    with pytest.raises(ConfigError, match=r"no `output\.publish`"):
         publish_run(None, str(run), targets_from_plan=True)
     begun = first_run(tmp_path / "begun", finish=False)
     with pytest.raises(IncompleteRun, match="--run-key key"):

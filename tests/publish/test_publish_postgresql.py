@@ -288,7 +288,7 @@ def test_keys_that_are_wrong_end_it_at_once_and_are_not_shown(server, run, monke
             assert "wr0ng" not in str(caught.value)
 
     monkeypatch.setenv("TEST_PG_PASSWORD", "wr0ng")
-    refused(job, "output.publish: sql: access is denied", "password authentication failed")
+    refused(job, "output.publish: sql: access denied", "password authentication failed")
     monkeypatch.delenv("TEST_PG_PASSWORD")
     refused(job, "environment variable TEST_PG_PASSWORD is not set")
     monkeypatch.setenv("TEST_PG_PASSWORD", PASSWORD)
@@ -314,7 +314,7 @@ def test_a_user_who_may_not_write_and_a_row_that_does_not_fit(server, run):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GUEST", "g")
         guest = job_of(run, {"format": "sql", "uri": uri, "table": "closed.t"})
-        with pytest.raises(ConfigError, match=r"access is denied.*permission denied"):
+        with pytest.raises(ConfigError, match=r"access denied.*permission denied"):
             publish_run(guest, str(run))
     with pytest.raises(ConfigError, match=r"rejects the rows.*too long"):
         publish_run(job_of(run, target(server, "narrow")), str(run))

@@ -103,7 +103,7 @@ BAD = [
 @pytest.mark.parametrize(("format", "kind", "said"), BAD, ids=lambda value: str(value))
 def test_what_a_target_cannot_keep_is_told_by_column_and_remedy(format, kind, said, tmp_path):
     schema = pa.schema([("_row", pa.int64()), ("odd", kind)])
-    with pytest.raises(ConfigError, match=f"column 'odd' .*{format} cannot keep.*{said}"):
+    with pytest.raises(ConfigError, match=f"column 'odd' .*{format} cannot store.*{said}"):
         quiet(schema, TARGETS[format][0](tmp_path))
 
 

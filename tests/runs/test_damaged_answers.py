@@ -270,7 +270,7 @@ def test_answers_in_the_order_of_the_rows_are_only_a_copy(
     assert repair_run(str(run)).run_key is None
     nights.night("n2")
     assert (
-        are_right(nights, "n2", SECOND) and "in the order in which they were asked" in caplog.text
+        are_right(nights, "n2", SECOND) and "in the order of the requests" in caplog.text
     )
 
 
@@ -310,7 +310,7 @@ def test_a_repair_names_the_answers_that_are_whole(nights: Nights) -> None:
     rot(asks_part(run))
     found = repair_run(str(run))
     assert found.run_key is None and len(found.restored) == 1 and found.faults
-    assert "the 6 raw answers that are whole, of 9" in found.restored[0]
+    assert "the 6 raw answers that are intact, of 9" in found.restored[0]
     assert is_proved(run)
     shutil.rmtree(run.parent / "n1")
     nights.night("n3")

@@ -201,7 +201,7 @@ def test_a_retry_takes_its_parents_decision(planned):
     assert retry.decide(**{Fp8Engine.EVERY: "2"}) == {"quantization": "fp8"}
     note = read_precision(child.store)
     assert run.engines == made and note is not None and note.by == "k"
-    assert said(note) == "quantization: fp8, as run k decided"
+    assert said(note) == "quantization: fp8, as decided in run k"
 
 
 def test_a_run_is_not_resumed_in_another_precision(planned):
@@ -217,7 +217,7 @@ def test_too_few_rows_fail_the_plan_and_the_dry_run(planned, tmp_path):
     with pytest.raises(ConfigError, match=r"20 rows cannot show 0\.99"):
         planned(rows=20)
     (problem,) = dry_run(job_of(tmp_path, {"quantization": "try-fp8"})).problems
-    assert "cannot be shown" in problem
+    assert "20 rows cannot show" in problem
 
 
 def test_the_plan_says_what_will_be_tried(planned):

@@ -92,7 +92,7 @@ def test_a_file_of_another_user_is_refused(
 ) -> None:
     model()
     monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
-    with pytest.raises(ConfigError, match=r"belongs to another user|no folder of this user"):
+    with pytest.raises(ConfigError, match=r"belongs to another user|not a folder of this user"):
         model()
 
 
