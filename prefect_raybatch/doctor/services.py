@@ -145,7 +145,7 @@ def check_cluster(context: CheckContext) -> Iterator[Finding]:
         yield failed("cluster", f"no Ray head answers at {address}: {trouble}", remedy)
         return
     if refused := token_refusal(address, access):
-        yield failed("cluster", *refused.split(": ", 1))
+        yield _failed_as_told(refused, remedy)
         return
     found = _join(job)
     if "error" in found:
@@ -224,10 +224,10 @@ def job_server(access: ClusterAccess) -> Finding:
         who = f"the job server {url}"
         if error.code in (401, 403):
             say = token_missing if error.code == 401 else token_wrong
-            return failed("cluster", *say(who, access).split(": ", 1))
+            return _failed_as_told(say(who, access), remedy)
         if 300 <= error.code < 400:
             text = redirect_text(url, error.headers.get("Location"))
-            return failed("cluster", *f"the job server {text}".split("; ", 1))
+            return _failed_as_told(f"the job server {text}", remedy)
         return failed("cluster", f"{who} does not answer: {error}", remedy)
     except (OSError, ValueError, KeyError) as error:
         return failed("cluster", f"the job server {url} does not answer: {error}", remedy)
@@ -235,6 +235,12 @@ def job_server(access: ClusterAccess) -> Finding:
     if there != here:
         return failed("cluster", f"{text}, but {here} here", "install the same Ray version on both")
     return passed("cluster", text)
+
+
+def _failed_as_told(message: str, remedy: str) -> Finding:
+    """Return a failed check for a message that ends with its own remedy, else with `remedy`."""
+    fault, _, advice = message.partition(". ")
+    return failed("cluster", fault, f"{advice[0].lower()}{advice[1:]}" if advice else remedy)
 
 
 def kubernetes(made: Kubernetes) -> Finding:

@@ -87,7 +87,7 @@ def test_what_is_planted_there_is_refused_and_not_waited_for(home: Path, kind: s
         "a job server is asked": lambda: connect_client("http://127.0.0.1:1"),
     }
     for use in uses.values():
-        with pytest.raises(ConfigError, match=r"auth_token, which is not a regular file. Remove it"):
+        with pytest.raises(ConfigError, match=r"which is not a regular file. Remove it"):
             use()
     keep_token_private()
 
