@@ -216,7 +216,8 @@ def test_the_result_is_the_captions_alone(told: Told) -> None:
 def test_an_engine_that_is_up_answers_the_same_about_the_same_images(told: Told) -> None:
     warm = told.uri.replace(KEY, "warm")
     report = load_report(open_store(warm))
-    assert not {"imports", "weights"} & set(report.starts[-1].seconds), "an engine was started"
+    phases = {name for start in report.starts for name in start.seconds}  # none if Ray was busy
+    assert not {"imports", "weights"} & phases, "an engine was started"
     data = pq.read_table(f"{warm}/data")
     captions = dict(zip(data["_row"].to_pylist(), data["caption"].to_pylist(), strict=True))
     asked = {n: text for n, text in told.captions().items() if n >= PER_SHARD}

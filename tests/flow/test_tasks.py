@@ -141,9 +141,7 @@ def test_a_deadline_that_was_missed_is_the_last_word_of_a_green_run(
     state = batch_inference(make_job(), "late", return_state=True)
     assert state.is_completed()
     told = [r.message for r in caplog.records if r.levelname == "WARNING"]
-    line = (
-        "the deadline was missed: 49 s of work where 10s are allowed. Use 9 engines instead of 1"
-    )
+    line = "the deadline was missed: 49 s of work where 10s are allowed. Use 9 engines instead of 1"
     assert [text for text in told if "deadline" in text] == [line]
     assert "uneven" not in "".join(told)
 
@@ -334,9 +332,7 @@ def test_the_flow_that_retries_failed_rows(tmp_path: Path, monkeypatch: pytest.M
         state.result()
     state = retry_failed(uri, ["ValueEror"], return_state=True)
     assert state.is_failed()
-    with pytest.raises(
-        ConfigError, match=r"failed with ValueEror\. .* ValueError \(2\)"
-    ):
+    with pytest.raises(ConfigError, match=r"failed with ValueEror\. .* ValueError \(2\)"):
         state.result()
     empty = first_run(tmp_path, failed={}, key="good").store.uri
     state = retry_failed(empty, return_state=True)

@@ -269,9 +269,7 @@ def test_answers_in_the_order_of_the_rows_are_only_a_copy(
     assert any("by_row" in fault for fault in verify(open_store(str(run))).faults)
     assert repair_run(str(run)).run_key is None
     nights.night("n2")
-    assert (
-        are_right(nights, "n2", SECOND) and "in the order of the requests" in caplog.text
-    )
+    assert are_right(nights, "n2", SECOND) and "reading them in request order" in caplog.text
 
 
 def test_a_folder_that_is_made_again_under_its_name_gives_its_own_answers(nights: Nights) -> None:
