@@ -170,7 +170,7 @@ def test_what_is_interrupted_begins_nothing_new(nights, monkeypatch):
 
     monkeypatch.setattr("prefect_raybatch.runs.backfill.as_completed", watched)
     with pytest.raises(KeyboardInterrupt):
-        backfill(job, planned, works, told=told)
+        backfill(job, planned, works, observe=told)
     assert begun in ([day(1)], [day(1), day(2)])
 
 
