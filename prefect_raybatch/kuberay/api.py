@@ -17,7 +17,7 @@ from typing import Any
 
 from prefect_raybatch.errors import ClusterUnavailable, ConfigError, InsufficientResources
 from prefect_raybatch.job.kubernetes import Kubernetes
-from prefect_raybatch.kuberay.manifest import MADE_HERE, MANAGED_BY, JsonMapping, JsonObject
+from prefect_raybatch.kuberay.manifest import MADE_HERE, MANAGED_BY, JsonMapping, KubeObject
 
 log = logging.getLogger(__name__)
 
@@ -82,11 +82,11 @@ class KubeApi:
         finally:
             self.patience, self._timeout = before
 
-    def get(self, name: str) -> JsonObject | None:
+    def get(self, name: str) -> KubeObject | None:
         """Return the RayCluster of that name; None if there is none."""
         return self._ask("get", PLURAL, name, self._custom.get_namespaced_custom_object, name)
 
-    def create(self, body: JsonMapping) -> JsonObject | None:
+    def create(self, body: JsonMapping) -> KubeObject | None:
         """Create a RayCluster; return None if one with its name exists."""
         name = str(body["metadata"]["name"])
         try:
@@ -98,7 +98,7 @@ class KubeApi:
         except Conflict:
             return None
 
-    def annotate(self, found: JsonMapping, notes: Mapping[str, str]) -> JsonObject | None:
+    def annotate(self, found: JsonMapping, notes: Mapping[str, str]) -> KubeObject | None:
         """Set annotations of a RayCluster as it was read; return None if it is gone.
 
         Raises `Conflict` if it was changed since.
@@ -131,7 +131,7 @@ class KubeApi:
         )
         return gone is not None
 
-    def clusters(self, limit: int | None = None) -> list[JsonObject]:
+    def clusters(self, limit: int | None = None) -> list[KubeObject]:
         """Return the RayClusters of the namespace that runs of this package created."""
         found = self._ask(
             *("list", PLURAL, "", self._custom.list_namespaced_custom_object),
@@ -140,7 +140,7 @@ class KubeApi:
         )
         return list((found or {}).get("items", ()))
 
-    def pods(self, name: str) -> list[JsonObject]:
+    def pods(self, name: str) -> list[KubeObject]:
         """Return the pods of the RayCluster of that name."""
         found = self._ask(
             *("list", "pods", "", self._core.list_namespaced_pod),
@@ -148,7 +148,7 @@ class KubeApi:
         )
         return list((found or {}).get("items", ()))
 
-    def warnings(self, name: str) -> list[JsonObject]:
+    def warnings(self, name: str) -> list[KubeObject]:
         """Return warnings about the RayCluster and its pods, oldest first."""
         found = self._ask(
             *("list", "events", "", self._core.list_namespaced_event),
@@ -189,7 +189,7 @@ class KubeApi:
 
     def _ask(
         self, verb: str, resource: str, name: str, call: Callable[..., Any], *more: Any, **also: Any
-    ) -> JsonObject | None:
+    ) -> KubeObject | None:
         kind = (
             (self.namespace,)
             if resource != PLURAL
@@ -200,14 +200,14 @@ class KubeApi:
 
     def _patiently(
         self, verb: str, resource: str, name: str, call: Callable[[], Any]
-    ) -> JsonObject | None:
+    ) -> KubeObject | None:
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
 
         deadline = time.monotonic() + self.patience
         pause, is_logged = 0.5, False
         while True:
-            found: JsonObject | None = None
+            found: KubeObject | None = None
             trouble = ""
             try:
                 found = json.loads(call().data)
@@ -283,7 +283,7 @@ def quota_text(message: str) -> str:
     return f"a quota is exceeded ({message[:300]}). Request less, wait, or raise the quota"
 
 
-def _status(body: Any) -> JsonObject:
+def _status(body: Any) -> KubeObject:
     """Return the Status object of an answer; empty if there is none."""
     try:
         status = json.loads(body or "{}")

@@ -17,7 +17,7 @@ MANAGED_BY, MADE_HERE = "app.kubernetes.io/managed-by", "raybatch"
 RUN_KEY, JOB, FINGERPRINT = "raybatch/run-key", "raybatch/job", "raybatch/fingerprint"
 RUN_NOTE, SPEC, FLOW_RUN = "raybatch/run", "raybatch/spec", "raybatch/flow-run"  # annotations
 HOLDER, DEADLINE = "raybatch/holder", "raybatch/deadline"
-JsonObject = dict[str, Any]  # an object of Kubernetes
+KubeObject = dict[str, Any]  # an object of Kubernetes
 JsonMapping = Mapping[str, Any]  # one that is only read
 LONGEST_VALUE = 63
 LABEL = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
@@ -63,7 +63,7 @@ def label_value(text: str) -> str:
     return f"{cleaned.strip('-_.')}-{tail}".lstrip("-")
 
 
-def ray_cluster(made: Kubernetes, whose: RunIdentity) -> JsonObject:
+def ray_cluster(made: Kubernetes, whose: RunIdentity) -> KubeObject:
     """Return the RayCluster to create, without its holder and deadline.
 
     Raises `ConfigError` for an unusable manifest file.
@@ -113,7 +113,7 @@ def workers_wanted(spec: JsonMapping) -> int:
     return sum(group.pods for group in groups_of(spec))
 
 
-def _from_fields(made: Kubernetes) -> JsonObject:
+def _from_fields(made: Kubernetes) -> KubeObject:
     shape = made.shape
     head = _pod(made, "ray-head", {"cpu": shape.head_cpu, "memory": shape.head_memory})
     head["spec"]["containers"][0]["ports"] = [
@@ -147,8 +147,8 @@ def _from_fields(made: Kubernetes) -> JsonObject:
     }
 
 
-def _pod(made: Kubernetes, name: str, resources: Mapping[str, str]) -> JsonObject:
-    container: JsonObject = {
+def _pod(made: Kubernetes, name: str, resources: Mapping[str, str]) -> KubeObject:
+    container: KubeObject = {
         "name": name,
         "image": made.image,
         "resources": {"requests": dict(resources), "limits": dict(resources)},
@@ -158,7 +158,7 @@ def _pod(made: Kubernetes, name: str, resources: Mapping[str, str]) -> JsonObjec
         container["env"] = [{"name": key, "value": value} for key, value in made.env.items()]
     if made.secrets:
         container["envFrom"] = [{"secretRef": {"name": secret}} for secret in made.secrets]
-    spec: JsonObject = {
+    spec: KubeObject = {
         "containers": [container],
         # Without it, a pod has 64 MiB, and Ray's object store falls back to disk.
         "volumes": [
@@ -173,7 +173,7 @@ def _pod(made: Kubernetes, name: str, resources: Mapping[str, str]) -> JsonObjec
     return {"spec": spec}
 
 
-def _templates(spec: JsonMapping) -> Iterator[JsonObject]:
+def _templates(spec: JsonMapping) -> Iterator[KubeObject]:
     for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
         yield group["template"]
 

@@ -38,7 +38,7 @@ from prefect_raybatch.kuberay.manifest import (
     RUN_NOTE,
     SPEC,
     JsonMapping,
-    JsonObject,
+    KubeObject,
     RunIdentity,
     differences,
     ray_cluster,
@@ -182,7 +182,7 @@ class RunCluster:
         with what it waited for.
         """
         began = time.monotonic()
-        warnings: list[JsonObject] = []
+        warnings: list[KubeObject] = []
         looked, warned = 0.0, ""
         while True:
             found = self.api.get(self.name)
@@ -208,7 +208,7 @@ class RunCluster:
                 )
             self._sleep(READY_POLL)
 
-    def _look(self, found: JsonMapping, warnings: list[JsonObject]) -> PodsState:
+    def _look(self, found: JsonMapping, warnings: list[KubeObject]) -> PodsState:
         status, spec = found.get("status") or {}, found.get("spec") or {}
         state = pods_state(self.api.pods(self.name), workers_wanted(spec), warnings)
         if not state.trouble and status.get("state") == "failed" and status.get("reason"):

@@ -270,4 +270,4 @@ def not_found(uri: str) -> FileNotFoundError:
 
 
 def too_large(uri: str, size: int, max_bytes: int) -> CorruptRun:
-    return CorruptRun(f"{uri} has {size} bytes, more than the expected {max_bytes}")
+    return CorruptRun(f"{uri} has {size} bytes, and at most {max_bytes} are read")

@@ -54,10 +54,10 @@ def read(format: str, root: Path, store: dict[str, Any]) -> pa.Table:
 def test_rows_are_published_once_with_the_keys_of_the_job_and_read_again(format, store, tmp_path):
     rows, there = all_kinds(), target(format, tmp_path)
     sink = open_sink(there, "key", store)
-    assert "is made" in sink.check(rows.schema)
+    assert "is created" in sink.check(rows.schema)
     first = sink.publish(published_rows(rows), lambda step: None)
     again = open_sink(there, "key", store)
-    assert "is made" in again.check(rows.schema) or "fit" in again.check(rows.schema)
+    assert "is created" in again.check(rows.schema) or "fit" in again.check(rows.schema)
     assert again.publish(published_rows(rows), lambda step: None) == first
     found = read(format, tmp_path, store)
     assert str(found.sort_by("id").to_pylist()) == str(rows.to_pylist())

@@ -111,7 +111,7 @@ def test_what_a_target_cannot_keep_is_told_by_column_and_remedy(format, kind, sa
 def test_a_table_with_another_schema_is_told_when_the_run_is_planned(format, tmp_path):
     target = TARGETS[format][0](tmp_path)
     made = pa.table({"_row": pa.array([7], pa.int64()), "answer": ["x"], "more": [1]})
-    assert "is made" in quiet(made.schema, target)[0]
+    assert "is created" in quiet(made.schema, target)[0]
     put(format, tmp_path, made)
     assert "fit" in quiet(made.schema.remove(2), target)[0]  # one that may be null
     with pytest.raises(ConfigError, match=r"has no column 'new' \(columns: _row, answer, more\)"):

@@ -278,8 +278,8 @@ def test_a_layout_that_is_there_is_gone_by(tmp_path):
     ("change", "said"),
     [
         ({"plan": "0" * 64}, "another plan"),
-        ({"row_number": "id"}, "other columns"),
-        ({"schemas": {}}, "other columns"),
+        ({"row_number": "id"}, "different columns"),
+        ({"schemas": {}}, "different columns"),
         ({"table": "layout-0123456789abcdef.parquet"}, "does not exist"),
         ({"more": 1}, "unknown fields"),
     ],

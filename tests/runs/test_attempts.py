@@ -66,7 +66,7 @@ def test_a_night_that_fails_while_planning_is_listed_with_the_reason(nights, cap
     (headline,) = headlines(page)
     assert headline.startswith("n2 failed: planning: SourceError: ")
     text = history_markdown(page)
-    assert "| failed | - |" in text and "## Failed\n\n- n2: planning: SourceError" in text
+    assert "| failed | - |" in text and "## Failed runs\n\n- n2: planning: SourceError" in text
     assert "planning: SourceError" in history_html([page])
     for command in ("runs", "history"):
         with pytest.raises(SystemExit):
@@ -81,7 +81,7 @@ def test_it_counts_as_a_run_for_nobody_and_is_resumed_under_its_key(nights):
     failed_plan(nights, "n2")
     out = str(nights.folder / "out")
     assert latest_complete(out).run_key == "n1"
-    with pytest.raises(NoSuchRun, match=r"no plan \(planning: SourceError: .*run it again under"):
+    with pytest.raises(NoSuchRun, match=r"no plan \(planning: SourceError: .*Run the same command again"):
         status(f"{out}/n2")
     assert default_run_key(nights.job()) not in ("n1", "n2")
     nights.asked.clear()

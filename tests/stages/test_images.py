@@ -170,7 +170,7 @@ def test_a_chat_template_that_does_not_end_fails_its_rows(
     assert [failure.kind for failure in tokens] == ["TemplateTooSlow"] * 5 and not any(features)
     assert ["for earlier rows" in failure.message for failure in tokens] == [False] * 3 + [True] * 2
     again, _ = renderer.rows([conversation()])
-    assert "takes over 0.5 s for this row" in again[0].message
+    assert "took over 0.5 s for this row" in again[0].message
 
 
 def vision_job(model: dict[str, Any], **output: Any) -> Any:

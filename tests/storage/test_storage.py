@@ -159,7 +159,7 @@ def test_missing_files_and_folders_are_not_found(store: Store) -> None:
 def test_read_refuses_more_than_max_bytes(store: Store) -> None:
     store.put("record", b"12345")
     assert store.read("record", max_bytes=5) == b"12345"
-    with pytest.raises(CorruptRun, match=r"record has 5 bytes, more than the expected 4"):
+    with pytest.raises(CorruptRun, match=r"record has 5 bytes, at most 4 are read"):
         store.read("record", max_bytes=4)
 
 
