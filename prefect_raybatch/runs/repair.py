@@ -243,8 +243,8 @@ def _decision(store: Store) -> PrecisionNote | None:
 
 def _undecided(text: str) -> CorruptRun:
     return CorruptRun(
-        f"{text}. It says in which precision the rows were asked, and nothing else does before the "
-        "run is finished: put the file back, or run the job under a new run key"
+        f"{text.partition('. ')[0]}. The file alone records the precision of an unfinished run. "
+        "Restore it, or run the job under a new run key"
     )
 
 

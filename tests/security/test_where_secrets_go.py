@@ -564,7 +564,7 @@ def test_secrets_go_only_where_they_are_needed(
     trial(stored_job(s3, "trial"), tmp_path, sent, monkeypatch)
     keys_and_images(s3, sent)
     lines = logged(caplog)
-    assert "requests first" in lines and "is copied" in lines
+    assert "requests first" in lines and "copying the input" in lines
     assert found_in(lines.encode()) == set()
     assert found_in("".join(capfd.readouterr()).encode()) == set()
     other = Sent()

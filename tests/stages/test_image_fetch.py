@@ -186,7 +186,7 @@ def test_proxies_of_the_environment_are_not_used(server, monkeypatch):
         ("/endless", "more than prompt.images.max_bytes 1000000"),
         ("/loop/3", "more than 3 redirects"),
         ("/nowhere", "without a Location"),
-        ("/to/file:///etc/passwd", "redirect to file"),
+        ("/to/file:///etc/passwd", "file:///etc/passwd: the scheme 'file'"),
         ("/to/http://169.254.169.254/latest/meta-data", "169.254.169.254"),
         ("/to/http://user:secret@127.0.0.1/", "user or a password"),
     ],
@@ -243,10 +243,10 @@ def test_a_port_where_nobody_listens_may_come_back():
         ("http://2130706433/x", "not public"),  # 127.0.0.1 as a number
         ("http://[::ffff:127.0.0.1]/x", "not public"),
         ("http://example.com:8080/x", "port 8080"),
-        ("http://example.com:99999/x", "no URL"),
+        ("http://example.com:99999/x", "not a valid URL"),
         ("http:///x", "not a URL with a host"),
         ("http://exa mple.com/", "not a URL with a host"),
-        ("http://h\r\nX: y/", "no URL|no name"),
+        ("http://h\r\nX: y/", "not a URL with a host|not a valid URL|no name"),
         ("http://u:secret@example.com/x", "user or a password"),
     ],
 )
