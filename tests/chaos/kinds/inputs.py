@@ -74,7 +74,7 @@ def input_gone(t: Trial) -> None:
     name = pending_file(t)
     old, stamp = t.in_place.read(name), stamp_of(t, name)
     t.in_place.remove(name)
-    t.expect_error(t.start(), "SourceError", name, "gone")
+    t.expect_error(t.start(), "SourceError", name, "no longer exists")
     t.fault(f"{name} gone")
     t.keep()
     put_back(t, name, old, stamp)

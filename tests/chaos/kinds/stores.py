@@ -113,7 +113,7 @@ def credentials_expire(t: Trial) -> None:
     driver = t.start()
     t.wait_commits(t.rng.randint(1, t.shards // 2), driver)
     state["expired"] = True
-    t.expect_error(driver, "StoreError", "expired", "renew")
+    t.expect_error(driver, "StoreError", "expired", "enew")
     t.fault(f"{spoiled(seen)} calls answered ExpiredToken")
     t.keep()
     state["expired"] = False
