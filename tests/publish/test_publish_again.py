@@ -359,7 +359,7 @@ def test_two_targets_that_write_the_same_place_are_refused_at_plan(name, run, tm
         lambda: check_targets_of(compile_job(job), INPUT),
         lambda: publish_run(job, str(run)),
     ):
-        with pytest.raises(ConfigError, match=r"targets 'a' and 'b' .*\. (Remove|Give)"):
+        with pytest.raises(ConfigError, match=r"targets 'a' and 'b' .*\. (Move|Remove|Give)"):
             work()
     assert not list((tmp_path / "place").iterdir())
 
