@@ -94,7 +94,7 @@ def test_images_that_are_away_when_the_run_is_planned(
         return (album.folder / "media" / value).read_bytes()
 
     monkeypatch.setattr(ImagePlaces, "fetch", fetch)
-    with pytest.raises(StoreUnavailable, match=r"rows 0 to 4 .*does not answer"):
+    with pytest.raises(StoreUnavailable, match=r"rows 0 to 3 .*does not answer"):
         album.night("n1")
     monkeypatch.setattr(row_keys, "ROWS_A_TASK_IMAGES", 16)
     away = {"p3", "p4"}

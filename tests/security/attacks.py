@@ -752,7 +752,7 @@ PLANTED_CACHES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a file is gone": (lambda place: next(place.glob("*.json")).unlink(), "is missing"),
     "a file is longer": (
         lambda place: next(place.glob("*.json")).write_text("{'planted': 1}"),
-        "in its listing",
+        "its listing",
     ),
     "the listing is another": (
         lambda place: _listing(place).write_text("[]"),
@@ -760,7 +760,7 @@ PLANTED_CACHES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "the listing is a link": (
         lambda place: _swap(_listing(place), place.parent / "elsewhere"),
-        "its listing is no regular file",
+        "its listing is not a regular file",
     ),
 }
 
