@@ -639,7 +639,7 @@ def test_a_full_local_disk_says_so_and_leaves_nothing(tmp_path, monkeypatch, ste
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     monkeypatch.setattr(pq.ParquetWriter, step, full)
-    with pytest.raises(StoreError, match=r"tmp: .* \(No space left\); .* TMPDIR"):
+    with pytest.raises(StoreError, match=r"tmp: .* \(No space left\)\. .* TMPDIR"):
         copy(tmp_path, text(tmp_path / "a.csv", "a\n1\n"))
     assert os.listdir(tmp_path / "tmp") == []
 
