@@ -73,7 +73,7 @@ POSITION = HiddenColumn(
     POSITION_COLUMN,
     pa.int32(),
     "block",
-    "block finish lookup parsing runs.preview text_answers trial vectors",
+    "block finish lookup parsing text_answers vectors",
 )
 """Always: the row's position in its shard."""
 ERROR = HiddenColumn("error", ERROR_TYPE, "block", "block runs.preview trial")

@@ -81,7 +81,9 @@ def test_it_counts_as_a_run_for_nobody_and_is_resumed_under_its_key(nights):
     failed_plan(nights, "n2")
     out = str(nights.folder / "out")
     assert latest_complete(out).run_key == "n1"
-    with pytest.raises(NoSuchRun, match=r"no plan \(planning: SourceError: .*Run the same command again"):
+    with pytest.raises(
+        NoSuchRun, match=r"no plan \(planning: SourceError: .*Run the same command again"
+    ):
         status(f"{out}/n2")
     assert default_run_key(nights.job()) not in ("n1", "n2")
     nights.asked.clear()

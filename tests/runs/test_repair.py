@@ -284,7 +284,9 @@ def test_an_unfinished_run_without_its_decision_cannot_go_on(tmp_path):
     run = with_decision(old_run(tmp_path / "key", finished=False))
     change(run.store, PRECISION)
     assert any(PRECISION in fault for fault in verify(run.store).faults)
-    with pytest.raises(CorruptRun, match=r"precision\.json does not match its checksum.* new run key"):
+    with pytest.raises(
+        CorruptRun, match=r"precision\.json does not match its checksum.* new run key"
+    ):
         repair_run(run.store.uri)
 
 

@@ -137,8 +137,8 @@ def test_no_alarm_is_left_behind() -> None:
         ("segfault", FunctionDied, "killed by SIGSEGV"),
         ("kill", FunctionDied, "killed by SIGKILL"),
         ("closed", FunctionDied, "it closed its connection"),
-        ("loop", FunctionHung, "limits.function_seconds 1 s"),
-        ("hold", FunctionHung, "limits.function_seconds 1 s"),
+        ("loop", FunctionHung, "limits.function_seconds (1 s)"),
+        ("hold", FunctionHung, "limits.function_seconds (1 s)"),
     ],
 )
 def test_a_row_ends_its_child_and_the_next_has_another(what: str, kind: Any, said: str) -> None:

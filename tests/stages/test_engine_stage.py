@@ -200,7 +200,7 @@ def test_an_engine_that_fails_in_each_first_step_ends_the_run_with_its_error(sta
     blocks = [lost_rows(made(block(Unit(shard, 0, 3))))[0] for shard in range(4)]
     assert blocks[0][2:] == ("EngineDied: RuntimeError: no kernel image", False)
     for _, _, reason, fatal in blocks[1:]:
-        assert fatal and reason.startswith("EngineDied: RuntimeError: no kernel image (")
+        assert fatal and reason.startswith("EngineDied: RuntimeError: no kernel image. ")
     assert len(factory.arguments) == 2
     assert prompts_of(factory.made[1]) == [[FIXED]]
 
@@ -358,7 +358,7 @@ def test_a_process_that_dies_in_each_first_step_ends_the_run_with_its_signal(pro
     assert processes.run(ends(signal.SIGILL)) == (-signal.SIGILL, [])  # on the fixed prompt
     code, (reason, fatal) = processes.run()  # no engine is started
     assert code == 0 and fatal
-    assert reason.startswith("EngineDied: the engine's process ended with SIGILL: an illegal ")
+    assert reason.startswith("EngineDied: the engine's process ended with SIGILL: illegal ")
 
 
 def test_a_first_row_that_kills_its_process_is_not_taken_for_the_engine(processes):
@@ -387,7 +387,7 @@ def test_an_actor_killed_on_the_fixed_prompt_gets_a_second_chance(processes):
     for _ in range(3):
         assert processes.run(ends(signal.SIGKILL)) == (-signal.SIGKILL, [])
     _, (reason, fatal) = processes.run()
-    assert fatal and reason.startswith(f"EngineDied: {note.SILENT} (")
+    assert fatal and reason.startswith(f"EngineDied: {note.SILENT}. ")
 
 
 def notes_in(folder: Path) -> list[Path]:
