@@ -300,7 +300,7 @@ def test_stages_put_the_failure_to_the_row(tmp_path: Path) -> None:
     good, bad = finished(tmp_path, ["fine", "exit", "loop", "fine"], APART)
     assert good == ["FINE"] * 2
     assert [row[:2] for row in bad] == [(1, "FunctionDied"), (2, "FunctionHung")]
-    assert bad[0][2] == f"output.postprocess {DEADLY} ended its process (exit code 3)"
+    assert bad[0][2].startswith(f"output.postprocess {DEADLY} ended its process (exit code 3). ")
 
 
 def test_a_node_without_room_for_a_child_loses_the_block_and_no_row(

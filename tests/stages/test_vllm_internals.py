@@ -160,8 +160,9 @@ def test_no_other_file_imports_vllm_or_names_its_internals():
     for path in sorted(PACKAGE.rglob("*.py")):
         if path.name != "internals.py":
             text = path.read_text(encoding="utf-8")
+            text = text.replace("stages.vllm.", "").replace("job.vllm.", "")  # rooms of our own
             for name in ("vllm.v1", "vllm.engine", "vllm.distributed", "vllm.platforms"):
-                assert name not in text.replace("stages.vllm.engine", ""), f"{path}: {name}"
+                assert name not in text, f"{path}: {name}"
             for node in ast.walk(ast.parse(text)):
                 names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
