@@ -40,6 +40,7 @@ from prefect_raybatch.kuberay.api import KubeApi
 from prefect_raybatch.kuberay.run_cluster import delete_expired
 from prefect_raybatch.remote.follower import STOP_WAIT, Owner
 from prefect_raybatch.remote.server import JobServer, RayJob
+from prefect_raybatch.words import error_text
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +169,9 @@ def _access(job_server: str) -> ClusterAccess:
     try:
         access = Cluster(job_server=job_server).access
     except ValueError as error:
-        raise ConfigError(f"{job_server!r} is not the URL of a job server: {error}") from None
+        raise ConfigError(
+            f"{job_server!r} is not the URL of a job server: {error_text(error)}"
+        ) from None
     check_server("job_server", job_server)
     return access
 
@@ -303,7 +306,7 @@ def _crash_stale(
         if not _vanished(run, ray_job, now - grace):
             continue
         status = f"is {ray_job.status}" if ray_job else "does not exist at the job server"
-        why = f"its Ray job {_label(run, JOB_LABEL)} {status}, but the flow run is still Running"
+        why = f"its Ray job {_label(run, JOB_LABEL)} {status}, but the flow run was still Running"
         if not dry_run:
             advice = f"Committed shards are kept. Continue with: prefect flow-run retry {run.id}"
             state: Any = Crashed(message=f"{why[0].upper()}{why[1:]}. {advice}")
