@@ -189,7 +189,7 @@ def _fetch(stream: IO[bytes], local: IO[bytes], part: Part, uri: str) -> None:
             local.write(chunk)
     if hashed.hexdigest() != part.sha256:
         raise CorruptRun(
-            f"{uri} is not what finalize wrote, so its rows cannot be trusted; restore the file "
+            f"{uri} is not what finalize wrote, so its rows cannot be trusted. Restore the file "
             "(raybatch verify lists all faults)"
         )
     local.seek(0)

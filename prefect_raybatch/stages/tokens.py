@@ -579,8 +579,8 @@ def prompt_too_long(count: str, limit: int | None) -> Failure:
     return Failure(
         "prepare",
         "PromptTooLong",
-        f"the prompt has {count} tokens and leaves no room for an answer in {room}. Shorten the "
-        "row, or set prompt.on_too_long to truncate it",
+        f"a prompt of {count} tokens leaves no room in {room}. Shorten the row, or set "
+        "prompt.on_too_long",
     )
 
 

@@ -505,10 +505,12 @@ def test_two_jobs_at_once_share_a_cluster_that_the_last_one_ends(
     monkeypatch.setattr(ray, "shutdown", lambda: (ends.append(ray.is_initialized()), shutdown()))
     settings = DataContext.get_current()
     done: dict[str, Progress | BaseException] = {}
+    planned = threading.Barrier(2, timeout=150)  # so that neither has ended before the other joins
 
     def work(job: BatchJob) -> None:
         try:
             run = plan_run(job, "key")
+            planned.wait()
             done[job.name] = infer_run(job, run, engine=FakeEngine)
             finalize_run(job, run)
         except BaseException as error:

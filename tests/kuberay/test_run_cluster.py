@@ -470,7 +470,7 @@ def test_doctor_asks_the_server_and_names_what_is_missing(kube: KubeServer) -> N
     fine = services.kubernetes(asked())
     assert fine.found == f"namespace ray at {kube.url}: each run creates a RayCluster"
     kube.denied |= {("delete", "rayclusters"), ("list", "events")}
-    assert "may not delete rayclusters, list events" in services.kubernetes(asked()).found
+    assert "no permission to delete rayclusters, list events" in services.kubernetes(asked()).found
     kube.installed = False
     assert "Install the KubeRay operator" in services.kubernetes(asked()).found
 

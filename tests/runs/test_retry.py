@@ -559,7 +559,7 @@ def test_an_unreadable_plan_and_a_renamed_folder_are_told(whole):
     (fault,) = chain(whole / "key").faults
     assert fault.startswith("key.r2: ") and "plan.json" in fault
     shutil.copytree(whole / "key", whole / "copy")
-    with pytest.raises(CorruptRun, match="the directory of run 'key'"):
+    with pytest.raises(CorruptRun, match="holds run 'key'"):
         chain(whole / "copy")
 
 
