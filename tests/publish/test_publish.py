@@ -277,7 +277,7 @@ def test_a_damaged_result_is_not_published(run, tmp_path, at):
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CorruptRun, match="(not what|changed since) finalize wrote"):
+    with pytest.raises(CorruptRun, match=r"(not what|changed since) finalize wrote"):
         publish_run(made("delta", run, tmp_path), str(run))
     assert not (tmp_path / "delta").exists() or numbers("delta", tmp_path) == []
 
