@@ -37,7 +37,7 @@ NEEDED = [
 
 
 def run(
-    *command: str | Path, cwd: Path, timeout: float = 300, **env: str
+    *command: str | Path, cwd: Path, timeout: float = 600, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """A command that knows nothing of the repository or of the environment of the tests."""
     hidden = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")
@@ -49,7 +49,7 @@ def run(
     )  # fmt: skip
 
 
-def must(*command: str | Path, cwd: Path, timeout: float = 300, **env: str) -> str:
+def must(*command: str | Path, cwd: Path, timeout: float = 600, **env: str) -> str:
     done = run(*command, cwd=cwd, timeout=timeout, **env)
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
