@@ -372,7 +372,7 @@ def retry_failed(
 def _same_options(
     job: str | None, targets_from_plan: bool, changes: list[str] | None, run_date: str | None
 ) -> list[str] | None:
-    """Return the options of a `raybatch retry-failed`; None if one of them is a credential."""
+    """Return the options of a `raybatch retry-failed` command; None if one has a credential."""
     words = ["--job", job] if job else []
     words += ["--targets-from-plan"] if targets_from_plan else []
     words += [word for change in changes or () for word in ("--set", change)]

@@ -85,7 +85,7 @@ class EarlyPlan:
 
 @dataclass(frozen=True)
 class Begun:
-    """What was prewarmed for a run.
+    """The prewarmed engines of a run, and what they cost.
 
     `name` is the name under which its engines report their start, "" without engines;
     `gpu_seconds` were spent before the run.

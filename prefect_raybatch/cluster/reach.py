@@ -14,7 +14,7 @@ from prefect_raybatch.errors import ClusterUnavailable, ConfigError
 from prefect_raybatch.job.cluster_access import ClusterAccess
 
 CONNECT_SECONDS = 2.0  # seconds for a connection, and again for the answer
-REACH_SECONDS = 4.5  # seconds in all, including the name lookup, which has no timeout of its own
+REACH_SECONDS = 4.5  # in total, with the name lookup, which has no timeout of its own
 REMEDY = "Start it (ray start --head), or correct cluster.address or RAY_ADDRESS"
 
 # A hand-written HTTP/2 request (RFC 9113), because a gRPC library would conflict with Ray's own. An
@@ -34,8 +34,8 @@ QUESTION = (
 ALIVE = b"/ray.rpc.NodeInfoGcsService/CheckAlive"
 UNAUTHENTICATED = b"\x0bgrpc-status\x0216"  # gRPC's code for it, in an answer's header
 SOCKET_PATH_BYTES = 107  # Linux's limit for the path of a Unix socket
-# The longest paths below the folder for temporary files: those of Ray's object store and, with its
-# name of 36 characters, of the sockets between vLLM and its core.
+# The longest socket paths below the folder for temporary files: of Ray's object store, and of vLLM,
+# which names the sockets to its core by a UUID.
 RAY_SOCKET = "/ray/session_2026-11-25_18-59-00_123456_1234567/sockets/plasma_store"
 VLLM_SOCKET = "/01234567-89ab-cdef-0123-456789abcdef"
 

@@ -166,7 +166,7 @@ def _added_columns(spec: RunSpec) -> list[str]:
     finish, sampling = spec.finish, spec.sampling
     added = [finish.row_number]
     if finish.postprocess is None:
-        free = finish.schema is None or sampling.answers > 1
+        free = finish.schema is None or sampling.several
         own = answer_columns(finish.column, spec.engine.model.task)
         added += own if free else columns_of(finish.schema or "")
         added += () if finish.parsing is None else finish.parsing.columns.values()

@@ -243,8 +243,8 @@ def _decision(store: Store) -> PrecisionNote | None:
 
 def _undecided(text: str) -> CorruptRun:
     return CorruptRun(
-        f"{text.partition('. ')[0]}. The file alone records the precision of an unfinished run. "
-        "Restore it, or run the job under a new run key"
+        f"{text}. Nothing else records the precision of an unfinished run: if the file is lost, "
+        "run the job under a new run key"
     )
 
 

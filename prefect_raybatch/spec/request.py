@@ -112,6 +112,11 @@ class SamplingSpec:
     skip_special_tokens: bool
 
     @property
+    def several(self) -> bool:
+        """Return whether a row has a list of answers."""
+        return self.answers > 1
+
+    @property
     def drawn_apart(self) -> bool:
         """Return whether two equal requests may get different answers."""
         return self.temperature > 0 and self.fields.get("seed") is None

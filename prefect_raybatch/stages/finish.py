@@ -81,11 +81,6 @@ class Finish:
     attempt: str
     calls: Calls = HERE
 
-    @property
-    def several(self) -> bool:
-        """Return whether a row has a list of answers."""
-        return self.sampling.answers > 1
-
     def __call__(self, table: pa.Table) -> pa.Table:
         """Return one row for each shard in the block: its receipt, as JSON."""
         if is_lost(table):
@@ -187,7 +182,7 @@ class Finish:
         for name in self.spec.extras:
             if name == "finish_reason":
                 values = table[FINISH].to_pylist()
-                if self.several:  # a row that asked for one has no list
+                if self.sampling.several:  # a row that asked for one has no list
                     several = table[ENDS].to_pylist()
                     values = [s or [v] for s, v in zip(several, values, strict=True)]
             elif name == DIGESTS_COLUMN:
@@ -196,22 +191,20 @@ class Finish:
                 values = table[PROMPT_TOKENS].to_pylist()
             else:
                 counts = [[len(ids) for ids in a or ()] for a in table[ANSWERS].to_pylist()]
-                values = counts if self.several else [sum(c) for c in counts]
+                values = counts if self.sampling.several else [sum(c) for c in counts]
             kind = extra_type(name, self.sampling.answers)
             made.append((pa.field(name, kind), pa.array([values[i] for i in good], kind)))
         if self.spec.probabilities:
             values = table[CHANCES].combine_chunks().take(pa.array(good))
             made.append((pa.field(PROBABILITIES, PROBABILITIES_TYPE), values))
         if self.sampling.logprobs is not None:
-            kind, every = (
-                logprobs_type(self.sampling.logprobs, self.sampling.answers),
-                self._answers().logprobs(table),
-            )
+            kind = logprobs_type(self.sampling.logprobs, self.sampling.answers)
+            every = self._answers().logprobs(table)
             made.append((pa.field(LOGPROBS, kind), pa.array([every[i] for i in good], kind)))
         return made
 
     def _schema(self, rows: Sequence[ColumnValues]) -> pa.Schema:
-        return output_schema(self.spec, self.several, self.store, rows)
+        return output_schema(self.spec, self.sampling.several, self.store, rows)
 
     def write_piece(
         self, shard: int, kind: PieceKind, table: pa.Table, positions: np.ndarray
@@ -236,7 +229,7 @@ class Finish:
             else:  # labels are short, so that making their texts again costs little
                 texts = self._answers().texts(table)
                 labels = [texts[i] for i in well]
-            flat = [text for row in labels for text in (row if self.several else [row])]
+            flat = [text for row in labels for text in (row if self.sampling.several else [row])]
             return label_counts(flat, self.sampling.choices)
         answers, reasons = table[ANSWERS].to_pylist(), table[FINISH].to_pylist()
         return length_counts([answers[i] or () for i in well], [reasons[i] for i in well])

@@ -50,11 +50,6 @@ class TextAnswers:
     model: dict[str, Any]
     calls: Calls
 
-    @property
-    def several(self) -> bool:
-        """Return whether a row has a list of answers."""
-        return self.sampling.answers > 1
-
     def outcomes(self, table: pa.Table) -> list[FinishedRow]:
         """Return the outcome of each row of an answered block."""
         texts = self.texts(table)
@@ -94,12 +89,12 @@ class TextAnswers:
         beside: list[dict[str, Any]] = [{} for _ in texts]
         if self.spec.parsing is not None:
             parsers = self._parsers(self.spec.parsing)
-            texts, beside = parsers.take_apart(table, texts, failures, self.several)
+            texts, beside = parsers.take_apart(table, texts, failures, self.sampling.several)
         if (form := self.spec.schema) is None:
             texts = self._compared(table, texts, failures)
             return [{column: text, **more} for text, more in zip(texts, beside, strict=True)]
         reader, made = reader_of(form), []
-        several = self.several
+        several = self.sampling.several
         for i, text in enumerate(texts):
             answers = [] if failures[i] else list(text) if several else [text]
             found = [reader.read(answer or "") for answer in answers]
@@ -141,7 +136,7 @@ class TextAnswers:
             form = None if failures[i] else form_of(usual, own[i])
             if form is None:
                 continue
-            answers = list(text or ()) if self.several else [text]
+            answers = list(text or ()) if self.sampling.several else [text]
             ends = several[i] or [reasons[i]] * len(answers)
             for k, (answer, end) in enumerate(zip(answers, ends, strict=True)):
                 if end == "length" and self.spec.keeps_cut_off:
@@ -156,13 +151,16 @@ class TextAnswers:
                     else not_of_form(form, why, answer or "")
                 )
                 break
-            made[i] = answers if self.several else answers[0]
+            made[i] = answers if self.sampling.several else answers[0]
         return made
 
     def logprobs(self, table: pa.Table) -> list[Any]:
         """Return the value of the sampling.logprobs column for each row."""
         return logprobs_told(
-            STEPS.values(table), self.sampling.logprobs or 0, self.several, self._tokenizer()
+            STEPS.values(table),
+            self.sampling.logprobs or 0,
+            self.sampling.several,
+            self._tokenizer(),
         )
 
     def _parsers(self, parsing: ParsingSpec) -> Parsers:
@@ -208,4 +206,4 @@ class TextAnswers:
             texts = iter(tokenizer.batch_decode(flat, skip_special_tokens=skip))
             for i in todo:
                 ready[i] = [next(texts) for _ in answers[i]]
-        return [t if t is None or self.several else t[0] for t in ready]
+        return [t if t is None or self.sampling.several else t[0] for t in ready]
