@@ -159,7 +159,7 @@ def test_missing_files_and_folders_are_not_found(store: Store) -> None:
 def test_read_refuses_more_than_max_bytes(store: Store) -> None:
     store.put("record", b"12345")
     assert store.read("record", max_bytes=5) == b"12345"
-    with pytest.raises(CorruptRun, match=r"record has 5 bytes, at most 4 are read"):
+    with pytest.raises(CorruptRun, match=r"record has 5 bytes, and at most 4 are read"):
         store.read("record", max_bytes=4)
 
 
@@ -1022,7 +1022,7 @@ def test_a_body_without_a_length_is_read_within_the_limit(answers) -> None:
     handler.spoil[:] = ["in chunks"]
     assert store.read("x", len(WHOLE)) == WHOLE
     handler.spoil[:] = ["in chunks"]
-    with pytest.raises(CorruptRun, match="more than the expected 2047"):
+    with pytest.raises(CorruptRun, match="has 2048 bytes, and at most 2047 are read"):
         store.read("x", len(WHOLE) - 1)
 
 
