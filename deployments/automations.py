@@ -48,6 +48,14 @@ LATE = (
 `prefect worker start --pool {{ flow_run.work_pool_name }}`
 {{ flow_run|ui_url }}"""
 )
+REFUSED = (
+    f"""Job `{JOB}` """
+    """(deployment `{{ deployment.name }}`) did not run at
+{{ flow_run.expected_start_time }}, because the run before it was still active.
+Once that has ended, run it for its own date:
+`prefect flow-run retry {{ flow_run.id }}`
+{{ flow_run|ui_url }}"""
+)
 CRASHED = """The process or host of this run was lost. Committed shards are kept.
 Make sure that a worker is running, then continue the run:
 `prefect flow-run retry {{ flow_run.id }}`
@@ -78,9 +86,7 @@ def automations(block_id: UUID, gone_after: float = GONE_AFTER) -> list[Automati
          _of_state("Late"), f"{JOB} is late", LATE),
         ("a run was cancelled by the concurrency limit", "The previous run was still active.",
          _of_state("Cancelled", {"prefect.state-message": LIMIT_REACHED}),
-         f"{JOB} did not run",
-         "The previous run is still active. Once it has ended, run this date with a backfill.\n"
-         + STATE),
+         f"{JOB} did not run", REFUSED),
     ]  # fmt: skip
     notify = [
         Automation(

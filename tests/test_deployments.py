@@ -47,7 +47,7 @@ def test_parameters_are_a_job_and_hold_no_keys(name: str) -> None:
     item = DEPLOYMENTS[name]
     job = BatchJob.from_dict(item["parameters"]["job"])
     assert not job.source.options and not job.output.options
-    assert item["concurrency_limit"] == {"limit": 1, "collision_strategy": "CANCEL_NEW"}
+    assert item["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
     assert item["pull"] and item["entrypoint"] == "prefect_raybatch.flow.batch_inference"
 
 
@@ -290,7 +290,7 @@ def test_what_is_deployed_is_whole_and_scheduled(deployed: Prefect) -> None:
         form_is_whole(item["parameter_openapi_schema"])
         assert item["work_pool_name"] == "raybatch"
         assert item["global_concurrency_limit"]["limit"] == 1
-        assert item["concurrency_options"]["collision_strategy"] == "CANCEL_NEW"
+        assert item["concurrency_options"]["collision_strategy"] == "ENQUEUE"
         # Three heartbeats may be missing before a run is taken for gone.
         beat = item["job_variables"]["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]
         assert 3 * float(beat) == automations_script().GONE_AFTER

@@ -54,12 +54,18 @@ JOB_TO_CHANGE = (ConfigError, EngineStartError, InsufficientResources)  # fixed 
 # The widest line that the Prefect page shows without scrolling. Keeps the indent of lists.
 WRAPPED = TextWrapper(96, drop_whitespace=False, replace_whitespace=False)
 LEASE_LOST = "Concurrency lease renewal failed"  # how Prefect's log line begins
+LEASE_CAUSE = (
+    "The lease of the deployment's concurrency limit expired: Prefect's server was unreachable for "
+    "too long, or lost its leases in a restart. "
+)
+KEEP_LEASES = (
+    " To keep leases over a restart, start the server with "
+    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE=prefect.server.concurrency.lease_storage.filesystem"
+)
+LEASE_KEPT_ON = f"{LEASE_CAUSE}This run continues; the next run may start beside it.{KEEP_LEASES}"
 LEASE_ADVICE = (
-    "Prefect ends this flow run, because it could not renew its lease of the deployment's "
-    "concurrency limit: Prefect's server was unreachable for too long, or lost its leases in a "
-    "restart. Committed shards are kept. To keep leases over a restart, start the server with "
-    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE="
-    "prefect.server.concurrency.lease_storage.filesystem.\nWhat to do:\n"
+    f"{LEASE_CAUSE}Prefect ends this flow run. Committed shards are kept.{KEEP_LEASES}.\n"
+    "What to do:\n"
 )
 CANCELLED_BY_PREFECT = "Execution was cancelled by the runtime environment"  # a crash's message
 LEASE_CRASH = "Prefect ended this flow run, probably because its concurrency lease expired."
@@ -289,7 +295,9 @@ class _ShortErrors(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         if str(record.msg).startswith(LEASE_LOST):
-            record.msg, record.args = f"{LEASE_LOST}. {LEASE_ADVICE}  {_retry_command()}", ()
+            ends = record.levelno >= logging.ERROR
+            text = f"{LEASE_ADVICE}  {_retry_command()}" if ends else LEASE_KEPT_ON
+            record.msg, record.args = text, ()
             record.exc_info = record.exc_text = None
             return True
         error = record.exc_info[1] if record.exc_info else None

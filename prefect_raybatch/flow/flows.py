@@ -12,7 +12,7 @@ from uuid import UUID
 from prefect import Flow
 from prefect.artifacts import TableArtifact
 from prefect.client.orchestration import get_client
-from prefect.exceptions import CancelledRun
+from prefect.exceptions import CancelledRun, TerminationSignal
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed
 from pydantic import AwareDatetime, Field
@@ -23,7 +23,9 @@ from prefect_raybatch.cluster.connect import end_by_sigterm
 from prefect_raybatch.cluster.early import engines_early
 from prefect_raybatch.driver.driver import DRAINED_TEXT, Progress
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError, RunDrained
+from prefect_raybatch.flow import leases  # noqa: F401  # keeps runs at work that lose their lease
 from prefect_raybatch.flow.artifacts import artifact_key, put
+from prefect_raybatch.flow.cancelling import ENDED_BY_ITSELF, ended_by_cancellation
 from prefect_raybatch.flow.failure import COMMAND, explained, log_crash
 from prefect_raybatch.flow.job_flow import job_flow
 from prefect_raybatch.flow.run_history import show_history
@@ -157,6 +159,8 @@ def batch_inference(
             progress = infer_shards(job, run)
     except RunDrained as drained:
         return cast(RunReport, _ended_drained(drained))
+    except TerminationSignal:
+        return cast(RunReport, _ended_cancelled())
     return _ended(job, run, progress)
 
 
@@ -252,12 +256,21 @@ def retry_failed(
         progress = infer_shards(planned.job, planned.run)
     except RunDrained as drained:
         return cast(RunReport, _ended_drained(drained))
+    except TerminationSignal:
+        return cast(RunReport, _ended_cancelled())
     return _ended(planned.job, planned.run, progress)
 
 
 def _ended_drained(drained: RunDrained) -> Any:
     """Return the state of a drained flow run: neither failed nor completed."""
     return Cancelled(name=DRAINED_STATE, message=drained.plain or str(drained))
+
+
+def _ended_cancelled() -> Any:
+    """Return the state of a flow run that ended itself when cancelled; else raise the signal."""
+    if not ended_by_cancellation():
+        raise  # the signal, which the caller handles
+    return Cancelled(message=ENDED_BY_ITSELF)
 
 
 def called(made: Callable[..., Any], *arguments: Any, **more: Any) -> Any:

@@ -767,3 +767,7 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
     assert state.is_crashed() and "no heartbeat for 10 s" in state.message
     assert "prefect flow-run retry NAME" in state.message
     assert f"prefect flow-run retry {gone}" in said["gone-night crashed"]
+    refused = said["refused-night did not run"]
+    assert "because the run before it was still active" in refused
+    assert re.search(r"did not run at\n\d{4}-\d\d-\d\d \d\d:\d\d", refused), refused
+    assert re.search(r"`prefect flow-run retry [0-9a-f-]{36}`", refused), refused
