@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from prefect.artifacts import ImageArtifact, MarkdownArtifact
 
@@ -14,6 +17,24 @@ from prefect_raybatch.report.run_history import HistoryLine, history_markdown
 from prefect_raybatch.runs.run_history import history_of
 
 log = logging.getLogger(__name__)
+
+_written: ContextVar[str | None] = ContextVar("output_as_written", default=None)
+
+
+@contextmanager
+def output_as_written(uri: str) -> Iterator[None]:
+    """Note the output URI of a job whose {run_date} is filled in for the block."""
+    token = _written.set(uri)
+    try:
+        yield
+    finally:
+        _written.reset(token)
+
+
+def as_written(job: BatchJob) -> BatchJob:
+    """Return the job with its output URI as written, which all its runs have in common."""
+    uri = _written.get() or job.output.uri
+    return job.model_copy(update={"output": job.output.model_copy(update={"uri": uri})})
 
 
 def show_history(
