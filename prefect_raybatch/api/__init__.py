@@ -390,6 +390,7 @@ def _first_rows_of(job: BatchJob, rows: int, folder: str) -> BatchJob:
         "output.publish": [],
         "output.keep_answers": None,
         "limits.max_cost": None,
+        "limits.min_rows": None,
         "cluster": {"address": LOCAL},
         "reuse": None,
     }

@@ -26,7 +26,7 @@ from prefect_raybatch.flow.artifacts import artifact_key, put
 from prefect_raybatch.flow.cancelling import ENDED_BY_ITSELF, ended_by_cancellation
 from prefect_raybatch.flow.failure import COMMAND, explained, log_crash
 from prefect_raybatch.flow.job_flow import job_flow
-from prefect_raybatch.flow.run_history import output_as_written, show_history
+from prefect_raybatch.flow.run_history import FlowNotes, flow_notes, show_history
 from prefect_raybatch.flow.schedule import scheduled_date, scheduled_start
 from prefect_raybatch.flow.tasks import (
     finalize_run,
@@ -41,6 +41,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.edits import edited
 from prefect_raybatch.job.run_words import run_words, start_of_key, today, with_run_words
 from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.report.verdict import verdict_of
 from prefect_raybatch.runs.attempts import record_bad_job, record_command
 from prefect_raybatch.runs.backfill import NightRun, nights_table, summary
 from prefect_raybatch.runs.retry import Nothing
@@ -157,11 +158,11 @@ def batch_inference(
         key = key_of(job, run_key, scheduled_for, run_date)
         written = job.output.uri
         job = _filled(job, key, scheduled_for, run_date)
-    with output_as_written(written):
-        return _run_to_end(job, key, accept)
+    with flow_notes(written) as notes:
+        return _run_to_end(job, key, accept, notes)
 
 
-def _run_to_end(job: BatchJob, key: str, accept: list[str] | None) -> RunReport:
+def _run_to_end(job: BatchJob, key: str, accept: list[str] | None, notes: FlowNotes) -> RunReport:
     try:
         with engines_early():
             run = plan_shards(job, key, **({"accept": accept} if accept else {}))
@@ -170,7 +171,7 @@ def _run_to_end(job: BatchJob, key: str, accept: list[str] | None) -> RunReport:
         return cast(RunReport, _ended_drained(drained))
     except TerminationSignal:
         return cast(RunReport, _ended_cancelled())
-    return _ended(job, run, progress)
+    return _ended(job, run, progress, notes)
 
 
 @contextmanager
@@ -276,7 +277,8 @@ def retry_failed(
         return cast(RunReport, _ended_drained(drained))
     except TerminationSignal:
         return cast(RunReport, _ended_cancelled())
-    return _ended(planned.job, planned.run, progress)
+    with flow_notes(planned.job.output.uri) as notes:
+        return _ended(planned.job, planned.run, progress, notes)
 
 
 def _ended_drained(drained: RunDrained) -> Any:
@@ -302,17 +304,16 @@ def called(made: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
         raise
 
 
-def _ended(job: BatchJob, run: Run, progress: Progress) -> RunReport:
+def _ended(job: BatchJob, run: Run, progress: Progress, notes: FlowNotes) -> RunReport:
     """Finalize the run and publish it to all targets of the job; return its report.
 
-    If the run was already complete, the state says so.
+    The state's message is the verdict on the run, or that it was already complete.
     """
     report = finalize_run(job, run, progress)
     if job.output.publish:
         report = publish_run(job, run)
-    if not run.finished:
-        return report
-    return cast(RunReport, Completed(message=complete_before(run), data=report))
+    text = complete_before(run) if run.finished else verdict_of(report, notes.remarks)
+    return cast(RunReport, Completed(message=text, data=report))
 
 
 @job_flow(name="backfill", flow_run_name="backfill {job.name} {first} {last}", persist_result=False)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 from prefect.artifacts import ImageArtifact, MarkdownArtifact
 
@@ -13,27 +14,42 @@ from prefect_raybatch.flow.artifacts import artifact_key, put
 from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.report.plots import data_uri, of_history
-from prefect_raybatch.report.run_history import HistoryLine, history_markdown
+from prefect_raybatch.report.run_history import HistoryLine, history_markdown, remarks
 from prefect_raybatch.runs.run_history import history_of
 
 log = logging.getLogger(__name__)
 
-_written: ContextVar[str | None] = ContextVar("output_as_written", default=None)
+
+@dataclass
+class FlowNotes:
+    """What a flow and its tasks tell each other about a run, which no parameter shows.
+
+    `output` is the job's output URI before {run_date} is filled in; `remarks` are what is unusual
+    about the completed run.
+    """
+
+    output: str
+    remarks: list[str] = field(default_factory=list)
+
+
+_notes: ContextVar[FlowNotes | None] = ContextVar("flow_notes", default=None)
 
 
 @contextmanager
-def output_as_written(uri: str) -> Iterator[None]:
-    """Note the output URI of a job whose {run_date} is filled in for the block."""
-    token = _written.set(uri)
+def flow_notes(output: str) -> Iterator[FlowNotes]:
+    """Keep notes about the run of the block."""
+    notes = FlowNotes(output)
+    token = _notes.set(notes)
     try:
-        yield
+        yield notes
     finally:
-        _written.reset(token)
+        _notes.reset(token)
 
 
 def as_written(job: BatchJob) -> BatchJob:
     """Return the job with its output URI as written, which all its runs have in common."""
-    uri = _written.get() or job.output.uri
+    notes = _notes.get()
+    uri = job.output.uri if notes is None else notes.output
     return job.model_copy(update={"output": job.output.model_copy(update={"uri": uri})})
 
 
@@ -43,7 +59,8 @@ def show_history(
     """Show the history of the job whose run has just ended.
 
     `output` is the output URI as written in the job, which may contain {run_date}. `tell` emits an
-    event if the run's answers drifted. An error here is only logged and never fails the run.
+    event if the run has far fewer rows than usual or its answers drifted. An error here is only
+    logged and never fails the run.
     """
     try:
         (page,) = history_of(
@@ -63,8 +80,20 @@ def show_history(
     except Exception as error:
         log.warning("could not show the run history: %s: %s", type(error).__name__, error)
         return
-    if line is not None and tell:
+    if line is None or line.good is None:
+        return
+    unusual = [] if loaded.source.limit else remarks(page, line)
+    if (notes := _notes.get()) is not None:
+        notes.remarks = [*unusual, *(["The answers have drifted."] if line.shifts else [])]
+    if tell:
+        _tell_few_rows(line, loaded.name, unusual)
         _tell_drift(line, loaded.name)
+
+
+def _tell_few_rows(line: HistoryLine, job: str, unusual: list[str]) -> None:
+    for text in unusual:
+        log.warning("%s", text)
+        RunEvents(line.run_key, job).emit("rows.low", run=line.run, rows=line.rows, about=text)
 
 
 def _tell_drift(line: HistoryLine, job: str) -> None:

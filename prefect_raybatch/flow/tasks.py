@@ -21,7 +21,7 @@ from prefect_raybatch.api import publish_run as publish
 from prefect_raybatch.api.retry import Retry
 from prefect_raybatch.api.tune import tune as try_settings
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.driver.stops import Sample
+from prefect_raybatch.driver.stops import Sample, Stop
 from prefect_raybatch.errors import ConfigError, RayBatchError, StoreError, is_transient
 from prefect_raybatch.flow import origin  # noqa: F401  # says which jobs the policy limits
 from prefect_raybatch.flow import reconcile as flow_runs
@@ -51,7 +51,7 @@ from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import published_text
 from prefect_raybatch.runs import tune
 from prefect_raybatch.runs.attempts import FINALIZING, INFERENCE, record_command
-from prefect_raybatch.runs.failed_sample import failed_sample
+from prefect_raybatch.runs.failed_sample import failed_sample, last_stop
 from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.retry import Nothing
 from prefect_raybatch.runs.run import Run, run_store
@@ -260,9 +260,14 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
 def _failures_shown(task_name: str, job: BatchJob, run: Run) -> Iterator[None]:
     """Explain errors of a planned run with some of its failed rows, and show its history."""
 
+    def options() -> dict[str, Any] | None:
+        return with_blocks(with_run_words(job, run.run_key)).output.options or None
+
     def sample() -> Sequence[Sample]:
-        options = with_blocks(with_run_words(job, run.run_key)).output.options
-        return failed_sample(run.uri, options or None, ROWS_SHOWN)
+        return failed_sample(run.uri, options(), ROWS_SHOWN)
+
+    def stop() -> Stop | None:
+        return last_stop(run.uri, options())
 
     # First, because explaining an error reads the run directory and the job's output.
     with explained(task_name, job, run.run_key, RETRY["retries"]):
@@ -270,7 +275,7 @@ def _failures_shown(task_name: str, job: BatchJob, run: Run) -> Iterator[None]:
         check_trust(with_blocks(with_run_words(job, run.run_key)))
     with (
         failed_run_shown(job, run.run_key),
-        explained(task_name, job, run.run_key, RETRY["retries"], run.uri, sample),
+        explained(task_name, job, run.run_key, RETRY["retries"], run.uri, sample, stop),
     ):
         yield
 

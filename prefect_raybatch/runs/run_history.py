@@ -119,6 +119,7 @@ def _history_line(line: RunLine, options: Mapping[str, Any] | None) -> HistoryLi
         quarantined=report.failed,
         rate=report.rows_per_s,
         seconds=report.seconds,
+        elapsed=max(report.elapsed, report.seconds),
         cost=report.cost.get("total"),
         answers={kind: dict(counts) for kind, counts in report.answers.items()},
     )

@@ -553,6 +553,18 @@ def test_the_morning_page_is_one_artifact_of_the_job_and_tells_of_drift(
     # Collected again it is no news; a night that fails is on the page as well.
     assert night(plan_run(job, "m2"), return_state=True).is_completed()
     assert len([e for e in emitted if e["event"] == "raybatch.answers.drifted"]) == 1
+    # A tenth of the usual rows is told, though nobody set a limit.
+    nights.write(*(f"t{i}" for i in range(30)))
+    run = plan_run(job, "few")
+    assert night(run, nights.infer(job, run), return_state=True).is_completed()
+    (few,) = [event for event in emitted if event["event"] == "raybatch.rows.low"]
+    assert few["resource"]["prefect.resource.name"] == "few" and few["payload"]["rows"] == 30
+    assert few["payload"]["about"] == (
+        "Far fewer rows than usual: 30; the median of the last 2 completed runs is 300. "
+        "Check the input."
+    )
+    pages = [a.data for a in artifacts_of("raybatch-morning-history") if a.type == "markdown"]
+    assert any("Last run: 30 of 30 rows" in page and "usual: 30; " in page for page in pages)
     failed = night(plan_run(job, "m3"), return_state=True)
     assert failed.is_failed()
     pages = [a.data for a in artifacts_of("raybatch-morning-history") if a.type == "markdown"]
@@ -719,7 +731,7 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
         assert {what for _, what in script.deploy("custom-webhook/on-call", 10)} == {"created"}
         assert {what for _, what in script.deploy("custom-webhook/on-call", 10)} == {"updated"}
         known = [a for a in client.read_automations() if a.name.startswith("raybatch: ")]
-        assert len(known) == 9
+        assert len(known) == 10
         try:
             gone = in_state("gone-night", Running())
             by_hand = in_state("by-hand", Running())  # without a deployment that promises more
@@ -740,7 +752,8 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
                 live.see(beat, 61.0 * number)
                 live.told_high = live.told_late = False
                 live.events.emit("answers.drifted", about="the labels differ", run="s3://b/k")
-                if len({p["subject"] for p in pages}) >= 8:
+                live.events.emit("rows.low", about="60 instead of 600", run="s3://b/k")
+                if len({p["subject"] for p in pages}) >= 9:
                     break
                 time.sleep(1)
             state = client.read_flow_run(gone).state
@@ -754,6 +767,7 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
         "industries-1: many rows fail",
         "industries-1 will be late",
         "industries-1: answers have drifted",
+        "industries-1: far fewer rows than usual",
         "failed-night failed",
         "gone-night crashed",
         "late-night is late",

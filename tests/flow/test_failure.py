@@ -147,6 +147,25 @@ def test_rows_that_crossed_the_budget_are_shown_with_cause_and_command(
     assert told.value.plain and "What to do" not in told.value.plain
 
 
+@pytest.mark.parametrize(
+    ("limits", "failed", "tried", "changes"),
+    [
+        ({}, 9, 100, {"limits.max_failed_fraction": 0.14}),
+        ({}, 1, 100, {"limits.max_failed_fraction": 0.02}),
+        ({"max_failed_rows": 5}, 10, 100, {"limits.max_failed_rows": 90}),
+        ({"max_failed_rows": 5, "max_failed_fraction": 0.2}, 70, 100,
+         {"limits.max_failed_rows": 630, "limits.max_failed_fraction": 1.0}),
+        ({}, 100, 100, {}),  # a higher limit would fail again
+        ({}, 9, None, {"limits.max_failed_fraction": 0.02}),
+    ],
+)  # fmt: skip
+def test_the_suggested_limit_has_room_for_the_share_that_failed(
+    limits: dict[str, Any], failed: int, tried: int | None, changes: dict[str, float]
+) -> None:
+    stop = Stop(failed, 1, 5, 600, tried=tried)
+    assert failure._raised(make_job(limits=limits), stop) == changes
+
+
 ODD = "'a\0b' and '\ud800'"  # as a row may hold, and an error that quotes it
 HELD = "'a\N{SYMBOL FOR NULL}b' and '?'"  # what PostgreSQL and JSON can hold of it
 
