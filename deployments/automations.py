@@ -29,6 +29,8 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
 
 FLOWS = ["batch_inference", "retry_failed"]
+# Prefect on SQLite may deliver an event several times within seconds: ring once.
+RINGS_ONCE = timedelta(minutes=1)
 GONE_AFTER = 90.0  # seconds: three times the heartbeat interval in deployments/prefect.yaml
 LIMIT_REACHED = "Deployment concurrency limit reached."  # Prefect's state message
 ENDED = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")}
@@ -156,7 +158,7 @@ def _each(
         for_each={"prefect.resource.id"},
         posture=Posture.Reactive,
         threshold=1,
-        within=timedelta(0),
+        within=RINGS_ONCE,
     )
 
 

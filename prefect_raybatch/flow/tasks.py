@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
@@ -48,7 +49,7 @@ from prefect_raybatch.report import plots
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.advice import DEADLINE_MISSED
 from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.report.report import published_text
+from prefect_raybatch.report.report import published_text, published_verb
 from prefect_raybatch.runs import tune
 from prefect_raybatch.runs.attempts import FINALIZING, INFERENCE, record_command
 from prefect_raybatch.runs.failed_sample import failed_sample, last_stop
@@ -224,10 +225,11 @@ def publish_run(job: BatchJob, run: Run) -> RunReport:
         if not loaded.output.publish:
             return load_report(open_store(run.uri, loaded.output.options or None))
         steps: list[str] = []
+        began = time.time()
         report = publish(loaded, run.uri, steps.append)
         for publication in report.published:
-            text = published_text(publication)
-            get_run_logger().info("run %s: published to %s", run.run_key, text)
+            verb, text = published_verb(publication, began), published_text(publication)
+            get_run_logger().info("run %s: %s to %s", run.run_key, verb, text)
         put(_report_page(report), f"{artifact_key(loaded.name)}-report", report.run_key)
         if not run.finished or "recording" in steps:  # else an earlier flow run completed it
             RunEvents(run.run_key, job.name).completed(report)
