@@ -15,7 +15,7 @@ from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.report.plots import data_uri, of_history
 from prefect_raybatch.report.run_history import HistoryLine, history_markdown, remarks
-from prefect_raybatch.runs.run_history import history_of
+from prefect_raybatch.runs.run_history import changed_fields, history_of
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,8 @@ def show_history(
         notes.remarks = [*unusual, *(["The answers have drifted."] if line.shifts else [])]
     if tell:
         _tell_few_rows(line, loaded.name, unusual)
-        _tell_drift(line, loaded.name)
+        changed = changed_fields(page, line, loaded.output.options)
+        _tell_drift(line, loaded.name, changed)
 
 
 def _tell_few_rows(line: HistoryLine, job: str, unusual: list[str]) -> None:
@@ -96,11 +97,16 @@ def _tell_few_rows(line: HistoryLine, job: str, unusual: list[str]) -> None:
         RunEvents(line.run_key, job).emit("rows.low", run=line.run, rows=line.rows, about=text)
 
 
-def _tell_drift(line: HistoryLine, job: str) -> None:
-    """Emit one event for all shifts, so that a run sends one notification."""
+def _tell_drift(line: HistoryLine, job: str, changed: str) -> None:
+    """Emit one event for all shifts, so that a run sends one notification.
+
+    `changed` names the fields of the job that changed since the run before, if any.
+    """
     if not line.shifts:
         return
     texts = [shift.line() for shift in line.shifts]
+    if changed:
+        texts.append(f"the job changed in {changed} since then")
     for text in texts:
         log.warning("the answers have drifted since the previous run: %s", text)
     RunEvents(line.run_key, job).emit(

@@ -50,6 +50,7 @@ from prefect_raybatch.flow.artifacts import ARTIFACT_KINDS, artifact_key, tune_k
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
 from prefect_raybatch.flow.page import Page
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.edits import edited
 from prefect_raybatch.ledger.layout import heartbeat_path
 from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.stats import ShardStats
@@ -532,6 +533,7 @@ def test_the_morning_page_is_one_artifact_of_the_job_and_tells_of_drift(
     job = nights.job(name="morning", source=source, sampling=choice, reuse=None)
     monkeypatch.setattr(nights, "answer", lambda prompt: "yes")
     nights.night("m1", job)
+    job = edited(job, {"prompt.template": "Another question: {text}"}, "test")
     monkeypatch.setattr(nights, "answer", lambda prompt: "no")
     run = plan_run(job, "m2")
     progress = nights.infer(job, run)
@@ -543,6 +545,8 @@ def test_the_morning_page_is_one_artifact_of_the_job_and_tells_of_drift(
     assert night(run, progress, return_state=True).is_completed()
     (drift,) = [event for event in emitted if event["event"] == "raybatch.answers.drifted"]
     assert drift["resource"]["prefect.resource.name"] == "m2"
+    about = drift["payload"]["about"]
+    assert about.endswith("; the job changed in prompt.template since then"), about
     assert drift["payload"]["before"] == "m1" and drift["payload"]["moved"] == {"labels": 1.0}
     made = {a.key: a for a in artifacts_of("raybatch-morning-history")}
     assert set(made) == {"raybatch-morning-history", "raybatch-morning-history-plots"}
