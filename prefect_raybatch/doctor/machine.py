@@ -186,7 +186,7 @@ def check_shm(context: CheckContext) -> Iterator[Finding]:
         return
     size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     text = f"{size / GIB:.1f} GiB in {SHM}, {free / GIB:.1f} free"
-    least = max(SHM_LEAST, object_store_bytes(_memory(), free))
+    least = max(SHM_LEAST, object_store_bytes(memory_bytes(), free))
     if min(size, free) < least:
         yield warned(
             "shared memory",
@@ -204,7 +204,7 @@ def object_store_bytes(memory: float, shm: float) -> float:
     return min(STORE_SHARE * memory, max(STORE_CAP, SHM_SHARE * shm))
 
 
-def _memory() -> float:
+def memory_bytes() -> float:
     """Return the bytes of memory that this machine or container has."""
     found = float(psutil.virtual_memory().total)
     for path in MEMORY_LIMITS:

@@ -212,7 +212,7 @@ def command_for(
         return f"raybatch verify {shlex.quote(run)}"
     changes: dict[str, Any] = {}
     if isinstance(error, ErrorBudgetExceeded) and isinstance(job, BatchJob):
-        changes = _raised(job, stop)
+        changes = raised_limits(job, stop)
     if isinstance(error, CostExceeded) and isinstance(job, BatchJob) and job.limits.max_cost:
         changes = {"limits.max_cost": 2 * job.limits.max_cost}
     if isinstance(error, PlanMismatch) and run_key:
@@ -221,7 +221,7 @@ def command_for(
     return continuing.command(run_key, changes, new_run)
 
 
-def _raised(job: BatchJob, stop: Stop | None) -> dict[str, float]:
+def raised_limits(job: BatchJob, stop: Stop | None) -> dict[str, float]:
     """Return a higher limit of failed rows with which the run can pass.
 
     At least doubled, and with room for the share of failed rows so far. If almost all rows that

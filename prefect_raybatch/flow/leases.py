@@ -15,8 +15,8 @@ from prefect.context import FlowRunContext
 
 from prefect_raybatch.flow.job_flow import JobFlow
 
-_maintain = flow_engine.maintain_concurrency_lease
-_RAISES = "raise_on_lease_renewal_failure"
+_NAME, _RAISES = "maintain_concurrency_lease", "raise_on_lease_renewal_failure"
+_maintain: Any = vars(flow_engine).get(_NAME)  # internal to Prefect, so it may be absent
 
 
 def maintain_lease(*arguments: Any, **options: Any) -> AbstractContextManager[None]:
@@ -24,8 +24,9 @@ def maintain_lease(*arguments: Any, **options: Any) -> AbstractContextManager[No
     context = FlowRunContext.get()
     if context is not None and isinstance(context.flow, JobFlow):
         options[_RAISES] = False
-    return _maintain(*arguments, **options)
+    maintained: AbstractContextManager[None] = _maintain(*arguments, **options)
+    return maintained
 
 
-# Prefect has no setting for it.
-vars(flow_engine)["maintain_concurrency_lease"] = maintain_lease
+if _maintain is not None:  # Prefect has no setting for it
+    vars(flow_engine)[_NAME] = maintain_lease

@@ -13,6 +13,7 @@ from prefect.artifacts import ImageArtifact, MarkdownArtifact
 from prefect_raybatch.flow.artifacts import artifact_key, put
 from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.edits import edited
 from prefect_raybatch.report.plots import data_uri, of_history
 from prefect_raybatch.report.run_history import HistoryLine, history_markdown, remarks
 from prefect_raybatch.runs.run_history import changed_fields, history_of
@@ -49,8 +50,9 @@ def flow_notes(output: str) -> Iterator[FlowNotes]:
 def as_written(job: BatchJob) -> BatchJob:
     """Return the job with its output URI as written, which all its runs have in common."""
     notes = _notes.get()
-    uri = job.output.uri if notes is None else notes.output
-    return job.model_copy(update={"output": job.output.model_copy(update={"uri": uri})})
+    if notes is None or notes.output == job.output.uri:
+        return job
+    return edited(job, {"output.uri": notes.output}, "the job as written")
 
 
 def show_history(

@@ -10,7 +10,7 @@ from prefect_raybatch.harmless import markdown_text
 from prefect_raybatch.report.answers import LEAST_ANSWERS, Shift
 from prefect_raybatch.report.plots import data_uri, of_history
 from prefect_raybatch.report.report import DASH, duration, number, table_lines
-from prefect_raybatch.report.verdict import few_rows, verdict
+from prefect_raybatch.report.verdict import few_rows, outcome_text
 from prefect_raybatch.words import counted, money
 
 LABELS_SHOWN = 8  # most common labels in the table of answers
@@ -168,7 +168,7 @@ def headlines(page: HistoryPage) -> list[str]:
         about = [*about, "The answers have drifted."]
     failed, seconds = run.quarantined or 0, run.elapsed or 0.0
     return [
-        f"Last run: {verdict(run.rows, run.good, failed, seconds, run.cost, about)}",
+        f"Last run: {outcome_text(run.rows, run.good, failed, seconds, run.cost, about)}",
         *shifted,
     ]
 

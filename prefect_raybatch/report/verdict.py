@@ -9,12 +9,12 @@ from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import duration
 from prefect_raybatch.words import counted, money
 
-FEW = 0.5  # of the usual rows
+FEW_ROWS = 0.5  # of the usual rows
 COMPARED_RUNS = 7  # completed runs that give the usual number of rows
 NOTHING_TO_DO = "Nothing to do."
 
 
-def verdict(
+def outcome_text(
     rows: int,
     good: int,
     failed: int,
@@ -37,7 +37,7 @@ def verdict_of(report: RunReport, remarks: Sequence[str] = ()) -> str:
     """Return the verdict on a run from its report."""
     seconds = max(report.elapsed, report.seconds)
     cost = report.cost.get("total")
-    return verdict(report.rows, report.good, report.failed, seconds, cost, remarks)
+    return outcome_text(report.rows, report.good, report.failed, seconds, cost, remarks)
 
 
 def few_rows(rows: int, earlier: Sequence[int]) -> str | None:
@@ -46,7 +46,7 @@ def few_rows(rows: int, earlier: Sequence[int]) -> str | None:
     `earlier` are the rows of the completed runs before it, newest first.
     """
     compared = earlier[:COMPARED_RUNS]
-    if not compared or rows >= FEW * (usual := median(compared)):
+    if not compared or rows >= FEW_ROWS * (usual := median(compared)):
         return None
     return (
         f"Far fewer rows than usual: {rows:,}; the median of the last "

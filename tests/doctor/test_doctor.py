@@ -219,7 +219,7 @@ def test_shared_memory_holds_the_object_store_that_ray_makes(
         f_frsize = 1 << 30
 
     monkeypatch.setattr(machine.os, "statvfs", lambda path: Mounted)
-    monkeypatch.setattr(machine, "_memory", lambda: float(memory << 30))
+    monkeypatch.setattr(machine, "memory_bytes", lambda: float(memory << 30))
     assert one(machine.check_shm).mark == mark
     monkeypatch.setattr("ray._private.utils.get_shared_memory_bytes", lambda: shm << 30)
     size = resolve_object_store_memory(memory << 30)

@@ -41,7 +41,7 @@ from prefect_raybatch.report.run_history import (
     history_markdown,
     history_rows,
 )
-from prefect_raybatch.report.verdict import verdict
+from prefect_raybatch.report.verdict import outcome_text
 from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.runs.status import report_of
 from prefect_raybatch.stages.answer_counts import label_counts, length_counts
@@ -311,11 +311,11 @@ def test_few_answers_are_not_told_as_no_shift():
 
 
 def test_the_first_line_is_the_verdict():
-    assert verdict(600_000, 598_211, 1_789, 2460.0, 12.4) == (
+    assert outcome_text(600_000, 598_211, 1_789, 2460.0, 12.4) == (
         "598,211 of 600,000 rows, 1,789 in quarantine (0.3 %), 41 min 00 s, cost 12.40. "
         "Nothing to do."
     )
-    assert verdict(1, 1, 0, 5.0, None) == "1 of 1 row, 5 s. Nothing to do."
+    assert outcome_text(1, 1, 0, 5.0, None) == "1 of 1 row, 5 s. Nothing to do."
 
     def run(key: str, rows: int, state: str = "completed", **more: Any) -> HistoryLine:
         good = rows if state == "completed" else None
