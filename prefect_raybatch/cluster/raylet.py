@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -19,7 +20,8 @@ def find_raylet() -> psutil.Process | None:
     import ray
 
     with suppress(Exception):  # the address is internal to Ray, and only explains a crash
-        socket = ray._private.worker._global_node.raylet_socket_name
+        node: Any = ray._private.worker._global_node
+        socket = node.raylet_socket_name
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or [""]
             if Path(words[0]).name == "raylet" and any(socket in word for word in words):
