@@ -29,6 +29,8 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
 
 FLOWS = ["batch_inference", "retry_failed"]
+# Prefect on SQLite may deliver an event several times within seconds: ring once.
+RINGS_ONCE = timedelta(minutes=1)
 GONE_AFTER = 90.0  # seconds: three times the heartbeat interval in deployments/prefect.yaml
 LIMIT_REACHED = "Deployment concurrency limit reached."  # Prefect's state message
 ENDED = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")}
@@ -46,6 +48,14 @@ LATE = (
     """(deployment `{{ deployment.name }}`) has not started; it is
 {{ flow_run.estimated_start_time_delta.total_seconds()|int }} s late. Start a worker:
 `prefect worker start --pool {{ flow_run.work_pool_name }}`
+{{ flow_run|ui_url }}"""
+)
+REFUSED = (
+    f"""Job `{JOB}` """
+    """(deployment `{{ deployment.name }}`) did not run at
+{{ flow_run.expected_start_time }}, because the run before it was still active.
+Once that has ended, run it for its own date:
+`prefect flow-run retry {{ flow_run.id }}`
 {{ flow_run|ui_url }}"""
 )
 CRASHED = """The process or host of this run was lost. Committed shards are kept.
@@ -66,6 +76,9 @@ def automations(block_id: UUID, gone_after: float = GONE_AFTER) -> list[Automati
         ("the deadline is at risk", "At its current rate, the run ends after limits.deadline.",
          _of_run("raybatch.deadline.risk"), f"{run} will be late",
          "{{ event.payload.about }}\n" + FIGURES),
+        ("there are far fewer rows than usual", "Under half the median of the runs before.",
+         _of_run("raybatch.rows.low"), f"{run}: far fewer rows than usual",
+         "{{ event.payload.about }}\nRun directory: {{ event.payload.run }}"),
         ("the answers have drifted", "Their distribution differs from the previous run.",
          _of_run("raybatch.answers.drifted"), f"{run}: answers have drifted",
          "{{ event.payload.about }}\nRun directory: {{ event.payload.run }}"),
@@ -78,9 +91,7 @@ def automations(block_id: UUID, gone_after: float = GONE_AFTER) -> list[Automati
          _of_state("Late"), f"{JOB} is late", LATE),
         ("a run was cancelled by the concurrency limit", "The previous run was still active.",
          _of_state("Cancelled", {"prefect.state-message": LIMIT_REACHED}),
-         f"{JOB} did not run",
-         "The previous run is still active. Once it has ended, run this date with a backfill.\n"
-         + STATE),
+         f"{JOB} did not run", REFUSED),
     ]  # fmt: skip
     notify = [
         Automation(
@@ -147,7 +158,7 @@ def _each(
         for_each={"prefect.resource.id"},
         posture=Posture.Reactive,
         threshold=1,
-        within=timedelta(0),
+        within=RINGS_ONCE,
     )
 
 

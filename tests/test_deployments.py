@@ -16,6 +16,8 @@ import yaml
 from helpers.pager import automations_script
 from helpers.prefect_server import ROOT, Prefect
 from helpers.small import make_job
+from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.responses import DeploymentResponse
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools import validate
 
@@ -25,6 +27,7 @@ from prefect_raybatch.demo import LABELS, SYSTEM, TEMPLATE
 from prefect_raybatch.demo.customers import write_customers
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.flow import flows
+from prefect_raybatch.flow.schedule import zone_of
 from prefect_raybatch.job.run_words import with_run_words
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.job.trust import check_trust
@@ -47,7 +50,7 @@ def test_parameters_are_a_job_and_hold_no_keys(name: str) -> None:
     item = DEPLOYMENTS[name]
     job = BatchJob.from_dict(item["parameters"]["job"])
     assert not job.source.options and not job.output.options
-    assert item["concurrency_limit"] == {"limit": 1, "collision_strategy": "CANCEL_NEW"}
+    assert item["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
     assert item["pull"] and item["entrypoint"] == "prefect_raybatch.flow.batch_inference"
 
 
@@ -290,7 +293,7 @@ def test_what_is_deployed_is_whole_and_scheduled(deployed: Prefect) -> None:
         form_is_whole(item["parameter_openapi_schema"])
         assert item["work_pool_name"] == "raybatch"
         assert item["global_concurrency_limit"]["limit"] == 1
-        assert item["concurrency_options"]["collision_strategy"] == "CANCEL_NEW"
+        assert item["concurrency_options"]["collision_strategy"] == "ENQUEUE"
         # Three heartbeats may be missing before a run is taken for gone.
         beat = item["job_variables"]["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]
         assert 3 * float(beat) == automations_script().GONE_AFTER
@@ -310,3 +313,5 @@ def test_what_is_deployed_is_whole_and_scheduled(deployed: Prefect) -> None:
         start = datetime.fromisoformat(run["expected_start_time"])
         assert start.astimezone(ZoneInfo("Europe/Berlin")).strftime("%H:%M") == "02:00"
         assert start > datetime.now(UTC)
+        made, by = FlowRun.model_validate(run), DeploymentResponse.model_validate(found["nightly"])
+        assert zone_of(made, by) == ZoneInfo("Europe/Berlin")

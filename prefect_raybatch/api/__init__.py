@@ -129,16 +129,17 @@ def recorded_attempt(
 
 
 def record_unplanned(
-    job: BatchJob, run_key: str | None, error: BaseException
+    job: BatchJob, run_key: str | None, error: BaseException, run_date: date | None = None
 ) -> tuple[Store, str] | None:
     """Record an attempt that failed before its run directory was known; return directory and key.
 
-    Without a run key it is named as a run of this second would be.
+    Without a run key it is named as a run of this second would be. `run_date` is the value of
+    {run_date}, by default the date in the key.
     """
     key = run_key or attempts.key_for_start(job.name)
     try:
         check_reach(job, policy_in_force())  # a refused job writes nothing, not even this record
-        uri = filled_uri(job.output.uri, key, date_of_key(key) or today())
+        uri = filled_uri(job.output.uri, key, run_date or date_of_key(key) or today())
         return attempts.record_without_plan(
             *(uri, job.output.options or None, job.source.uris, job.name, key, error),
             secrets_of(job),
@@ -389,6 +390,7 @@ def _first_rows_of(job: BatchJob, rows: int, folder: str) -> BatchJob:
         "output.publish": [],
         "output.keep_answers": None,
         "limits.max_cost": None,
+        "limits.min_rows": None,
         "cluster": {"address": LOCAL},
         "reuse": None,
     }

@@ -8,6 +8,7 @@ transient fault. After 4 and 75 the same command resumes the run.
 from __future__ import annotations
 
 import sys
+import time
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
@@ -70,7 +71,7 @@ from prefect_raybatch.job.run_words import (
 )
 from prefect_raybatch.proxies import bypass_for_local_addresses
 from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.report.report import published_text
+from prefect_raybatch.report.report import published_text, published_verb
 from prefect_raybatch.runs.attempts import record_bad_job
 from prefect_raybatch.runs.finalize_run import html_page
 from prefect_raybatch.runs.run import complete_before
@@ -449,12 +450,14 @@ def publish(
             f"that the run was started with:\n{differ[1]}",
             markup=False,
         )
+    began = time.time()
     report = publish_run(loaded, run_dir, run_date=when, targets_from_plan=targets_from_plan)
     if as_json:
         print_json(report.to_dict())
         return
     for one in report.published:
-        out.print(f"published: {one.target}: {published_text(one)}", markup=False)
+        verb = published_verb(one, began)
+        out.print(f"{verb}: {one.target}: {published_text(one)}", markup=False)
 
 
 @app.command(**in_catalog("doctor"))

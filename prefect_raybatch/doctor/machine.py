@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -27,6 +28,13 @@ PACKAGES = ("prefect", "fastapi", "sqlalchemy", "ray", "pyarrow", "s3fs")
 IMPORT = 25.0  # seconds for importing packages that may be incompatible
 SHM = Path("/dev/shm")
 SHM_LEAST = 1 << 30  # bytes; Docker's default is 64 MiB
+# How Ray sizes its object store (ray._private.utils.resolve_object_store_memory): this share of the
+# memory, at most this share of /dev/shm, but no less than STORE_CAP.
+STORE_SHARE, SHM_SHARE, STORE_CAP = 0.3, 0.95, 10**10
+MEMORY_LIMITS = (  # of this container
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 FILES_LEAST, FILES_GOOD = 1024, 65536  # Ray's own advice is 65536
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -178,15 +186,31 @@ def check_shm(context: CheckContext) -> Iterator[Finding]:
         return
     size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     text = f"{size / GIB:.1f} GiB in {SHM}, {free / GIB:.1f} free"
-    if min(size, free) < SHM_LEAST:
+    least = max(SHM_LEAST, object_store_bytes(memory_bytes(), free))
+    if min(size, free) < least:
         yield warned(
             "shared memory",
-            text,
-            "otherwise Ray's object store uses the disk: start a container with --shm-size=8g, "
-            "mount an emptyDir with medium: Memory in Kubernetes, or delete files in it",
+            f"{text}; Ray's object store needs {least / GIB:.1f}",
+            "otherwise Ray's object store uses the disk: start a container with --shm-size=10g, "
+            "mount an emptyDir with medium: Memory and sizeLimit: 10Gi in Kubernetes, or delete "
+            "files in it",
         )
     else:
         yield passed("shared memory", text)
+
+
+def object_store_bytes(memory: float, shm: float) -> float:
+    """Return the size that Ray gives its object store on a machine with that much memory."""
+    return min(STORE_SHARE * memory, max(STORE_CAP, SHM_SHARE * shm))
+
+
+def memory_bytes() -> float:
+    """Return the bytes of memory that this machine or container has."""
+    found = float(psutil.virtual_memory().total)
+    for path in MEMORY_LIMITS:
+        with suppress(OSError, ValueError):  # no limit is "max"
+            found = min(found, float(path.read_text(encoding="utf-8")))
+    return found
 
 
 def check_token(context: CheckContext) -> Iterator[Finding]:

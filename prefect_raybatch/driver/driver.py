@@ -355,7 +355,10 @@ class Driver:
         failed = self._failed + more
         if failed <= allowed:
             return
-        stop = Stop(failed, more, allowed, rows)
+        tried = None
+        if self.waiting is None:  # otherwise the phase counts requests, not rows
+            tried = self.progress.tally.rows + sum(receipt.unit.rows for receipt in receipts)
+        stop = Stop(failed, more, allowed, rows, tried=tried)
         if receipts:
             stop = self._stopped(stop, receipts)
         failures = add_failures([self.progress.tally.failures, *(r.failures for r in receipts)])
@@ -368,8 +371,8 @@ class Driver:
         lines += [f"  {line}" for line in stop.lines()]
         done, shards = self.progress.tally.shards, counted(self.plan.shards, "shard")
         raise ErrorBudgetExceeded(
-            f"{failed:,} of {counted(rows, 'row')} failed, more than "
-            f"{self.limits.said(rows)}. Most common:\n"
+            f"{stop.share()}, more than {self.limits.said(rows)}"
+            f"{stop.rest()}. Most common:\n"
             + "\n".join(lines)
             + f"\n{done:,} of {shards} {are(done)} committed and kept. Fix the "
             "cause or raise the limit, then run the job again."

@@ -34,7 +34,7 @@ from prefect_raybatch.ledger.record_files import put_record
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.stages.vllm.phases import ON_CLUSTER, ON_TURN, Marks
 from prefect_raybatch.storage import Store
-from prefect_raybatch.words import counted
+from prefect_raybatch.words import are, counted
 
 if TYPE_CHECKING:
     from prefect_raybatch.driver.driver import Progress
@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 LOOK = 1.0  # seconds between looks
 ASK_ENGINES = 10.0  # seconds between questions to Ray
+DIED_LOOKS = 2  # looks in a row that must find Ray dead
 NOTE_AFTER = 2.0  # seconds from the first commit, in which the slowest engines may still tell
 
 
@@ -82,6 +83,8 @@ class Monitor:
         self._dead: Mapping[str, tuple[int, str]] | None = None  # of `deaths`, as last heard
         self._counting = threading.Lock()  # deaths are looked at from two threads
         self.leaving: Callable[[], Mapping[str, float | None]] = dict  # nodes, and seconds left
+        self.ray_died: Callable[[], bool] = lambda: False  # on this host
+        self._ray_died = 0  # looks in a row that found it so; one may see Ray being stopped
         self._left: frozenset[str] = frozenset()  # nodes that were told of
         self.on_started = on_started
         self.starting = Starting()
@@ -117,9 +120,18 @@ class Monitor:
             self._longest = max(self._longest, series.ended[-1] - series.started[-1])
         self.observe(progress)
 
-    def joined(self, dashboard: str, leaving: Callable[[], Mapping[str, float | None]]) -> None:
-        """Note the address of Ray's dashboard, and how to ask which nodes are about to leave."""
-        self.dashboard, self.leaving = dashboard, leaving
+    def joined(
+        self,
+        dashboard: str,
+        leaving: Callable[[], Mapping[str, float | None]],
+        ray_died: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Note the address of Ray's dashboard, and how to ask what becomes of Ray's nodes.
+
+        `leaving` returns the nodes that are about to leave, `ray_died` whether Ray on this host has
+        died.
+        """
+        self.dashboard, self.leaving, self.ray_died = dashboard, leaving, ray_died
         if dashboard:
             log.info("Ray's dashboard: %s", dashboard)
 
@@ -221,6 +233,7 @@ class Monitor:
 
     def look(self) -> None:
         now = self.clock()
+        self._look_at_ray()  # first: the process may end any moment
         if not self._ended and now - self._asked >= ASK_ENGINES:
             self._asked = now
             self._look_at_engines()
@@ -241,6 +254,19 @@ class Monitor:
                 self._beats.nudge()
         if isinstance(self.observe, Listener):
             self.observe.hear(self.beat())
+
+    def _look_at_ray(self) -> None:
+        """Report once that Ray on this host has died: it ends this process within seconds."""
+        self._ray_died = self._ray_died + 1 if self.ray_died() else 0
+        if self._ended or self._ray_died != DIED_LOOKS:
+            return
+        rows, done = self.plan.rows, self.counts.done if self.counts is not None else 0
+        log.error(
+            "Ray on this host died (its raylet process ended), so this process will end too. %s of "
+            "%s %s committed. If nobody stopped Ray, the host ran out of memory; see `dmesg` and "
+            "/tmp/ray/session_latest/logs/raylet.out there",
+            *(f"{done:,}", counted(rows, "row"), are(done)),
+        )
 
     def _look_at_engines(self) -> None:
         """Update the engine states.

@@ -41,7 +41,7 @@ class Stop:
     """An attempt that stopped over its error budget.
 
     `failed` of the `rows` planned had failed, and the limit allows `allowed`; `held_back` of them
-    belong to a shard that was not committed.
+    belong to a shard that was not committed. `tried` are the rows that were tried, None if unknown.
     """
 
     failed: int
@@ -50,6 +50,7 @@ class Stop:
     rows: int
     shard: int | None = None
     sample: tuple[Sample, ...] = ()
+    tried: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -63,19 +64,29 @@ class Stop:
             found = cls(**value)
             numbers = [found.failed, found.held_back, found.allowed, found.rows]
             numbers += [one.row for one in found.sample]
+            numbers += [] if found.tried is None else [found.tried]
             return found if all(type(number) is int for number in numbers) else None
         except (KeyError, TypeError, ValueError):
             return None
 
     def line(self) -> str:
         """Return what happened in one sentence without a full stop."""
-        text = (
-            f"{self.failed:,} of {counted(self.rows, 'row')} failed, at most {self.allowed:,} may"
-        )
+        text = f"{self.share()}, at most {self.allowed:,} may{self.rest()}"
         if self.held_back:
             rest = "all" if self.held_back == self.failed else f"{self.held_back:,} of them"
             text += f"; {rest} in shard {self.shard}, which was therefore not committed"
         return text
+
+    def share(self) -> str:
+        """Return how many of the rows that were tried failed."""
+        if self.tried is None:
+            return f"{self.failed:,} of {counted(self.rows, 'row')} failed"
+        return f"{self.failed:,} of {counted(self.tried, 'row')} tried failed"
+
+    def rest(self) -> str:
+        """Return how many rows were not tried, as the rest of a sentence."""
+        left = 0 if self.tried is None else self.rows - self.tried
+        return f"; {left:,} {'was' if left == 1 else 'were'} not tried" if left > 0 else ""
 
     def lines(self) -> list[str]:
         """Return a line for each failed row of the sample."""

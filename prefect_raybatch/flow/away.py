@@ -54,8 +54,8 @@ class ApiWatch:
             # Only this line reaches the page: Prefect does not resend lines that it could not send.
             log.warning(
                 "Prefect was unreachable for %s. The run continued. If its deployment has a "
-                "concurrency limit, its lease may have expired, and Prefect then ends the flow "
-                "run. Log lines of that time are only in the worker's log",
+                "concurrency limit, its lease may have expired, and the next run may start beside "
+                "it. Log lines of that time are only in the worker's log",
                 duration(self.clock() - since),
             )
 

@@ -7,6 +7,7 @@ These are the state's message, the first error in the logs, and the artifact
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,7 +26,7 @@ from prefect.exceptions import MissingContextError
 from prefect.logging.loggers import flow_run_logger
 from prefect.runtime import flow_run, task_run
 
-from prefect_raybatch.driver.stops import Sample
+from prefect_raybatch.driver.stops import Sample, Stop
 from prefect_raybatch.errors import (
     ConfigError,
     CorruptRun,
@@ -54,15 +55,23 @@ JOB_TO_CHANGE = (ConfigError, EngineStartError, InsufficientResources)  # fixed 
 # The widest line that the Prefect page shows without scrolling. Keeps the indent of lists.
 WRAPPED = TextWrapper(96, drop_whitespace=False, replace_whitespace=False)
 LEASE_LOST = "Concurrency lease renewal failed"  # how Prefect's log line begins
+LEASE_CAUSE = (
+    "The lease of the deployment's concurrency limit expired: Prefect's server was unreachable for "
+    "too long, or lost its leases in a restart. "
+)
+KEEP_LEASES = (
+    " To keep leases over a restart, start the server with "
+    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE=prefect.server.concurrency.lease_storage.filesystem"
+)
+LEASE_KEPT_ON = f"{LEASE_CAUSE}This run continues; the next run may start beside it.{KEEP_LEASES}"
 LEASE_ADVICE = (
-    "Prefect ends this flow run, because it could not renew its lease of the deployment's "
-    "concurrency limit: Prefect's server was unreachable for too long, or lost its leases in a "
-    "restart. Committed shards are kept. To keep leases over a restart, start the server with "
-    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE="
-    "prefect.server.concurrency.lease_storage.filesystem.\nWhat to do:\n"
+    f"{LEASE_CAUSE}Prefect ends this flow run. Committed shards are kept.{KEEP_LEASES}.\n"
+    "What to do:\n"
 )
 CANCELLED_BY_PREFECT = "Execution was cancelled by the runtime environment"  # a crash's message
 LEASE_CRASH = "Prefect ended this flow run, probably because its concurrency lease expired."
+HOPELESS = 0.9  # share of failed rows above which no higher limit is suggested
+SPARE_FAILED = 1.5  # times the failed rows expected at the share so far
 LAST_TASKS = {False: "finalize-run-", True: "publish-run-"}  # by whether the job publishes
 COMMAND = "command"  # attribute of an explained error: the command that continues the run
 PLAIN_MESSAGE = "plain"  # attribute of an explained error: its message before the explanation
@@ -119,11 +128,13 @@ def explained(
     retries: int = 0,
     run: str | None = None,
     sample: Callable[[], Sequence[Sample]] | None = None,
+    stop: Callable[[], Stop | None] = lambda: None,
 ) -> Iterator[None]:
     """Explain an exception of the block, then raise it again.
 
     An exception that Prefect will retry is only reported as an event. Takes the job or its name,
-    and the run's key and directory, None if not known yet.
+    and the run's key and directory, None if not known yet. `sample` returns failed rows, `stop` how
+    many had failed when the error budget ended the run.
     """
     name = job if isinstance(job, str) else job.name
     try:
@@ -137,7 +148,8 @@ def explained(
         rows = sample() if sample and not isinstance(error, StoreError) else ()
         kind, message = _kind_and_message(error)
         remedy = _remedy(error)
-        command = command_for(error, job, run_key, run)
+        budget = stop() if isinstance(error, ErrorBudgetExceeded) else None
+        command = command_for(error, job, run_key, run, budget)
         cause = Cause(task, name, run_key or name, kind, message, remedy, command, run, rows)
         _report(cause)
         setattr(error, PLAIN_MESSAGE, str(error))
@@ -185,13 +197,22 @@ def _report(cause: Cause) -> None:
         log.warning("could not show the failure in Prefect: %s: %s", type(error).__name__, error)
 
 
-def command_for(error: Exception, job: BatchJob | str, run_key: str | None, run: str | None) -> str:
-    """Return the command that fixes the error or continues the run."""
+def command_for(
+    error: Exception,
+    job: BatchJob | str,
+    run_key: str | None,
+    run: str | None,
+    stop: Stop | None = None,
+) -> str:
+    """Return the command that fixes the error or continues the run.
+
+    `stop` is how many rows had failed when the error budget ended the run, None if unknown.
+    """
     if isinstance(error, CorruptRun) and run:
         return f"raybatch verify {shlex.quote(run)}"
     changes: dict[str, Any] = {}
     if isinstance(error, ErrorBudgetExceeded) and isinstance(job, BatchJob):
-        changes = _raised(job)
+        changes = raised_limits(job, stop)
     if isinstance(error, CostExceeded) and isinstance(job, BatchJob) and job.limits.max_cost:
         changes = {"limits.max_cost": 2 * job.limits.max_cost}
     if isinstance(error, PlanMismatch) and run_key:
@@ -200,14 +221,25 @@ def command_for(error: Exception, job: BatchJob | str, run_key: str | None, run:
     return continuing.command(run_key, changes, new_run)
 
 
-def _raised(job: BatchJob) -> dict[str, float]:
-    """Return the job's limit of failed rows, doubled, for the operator to adjust."""
-    limits = job.limits
+def raised_limits(job: BatchJob, stop: Stop | None) -> dict[str, float]:
+    """Return a higher limit of failed rows with which the run can pass.
+
+    At least doubled, and with room for the share of failed rows so far. If almost all rows that
+    were tried failed, no limit helps: return no change.
+    """
+    share = stop.failed / stop.tried if stop is not None and stop.tried else 0.0
+    if share > HOPELESS:
+        return {}
+    limits, rows = job.limits, 0 if stop is None else stop.rows
+    raised: dict[str, float] = {}
     if limits.max_failed_rows:
-        return {"limits.max_failed_rows": 2 * limits.max_failed_rows}
-    if limits.max_failed_fraction:
-        return {"limits.max_failed_fraction": min(1.0, 2 * limits.max_failed_fraction)}
-    return {"limits.max_failed_fraction": 2 * MAX_FAILED}
+        raised["limits.max_failed_rows"] = max(
+            2 * limits.max_failed_rows, math.ceil(round(SPARE_FAILED * share * rows, 6))
+        )
+    if limits.max_failed_fraction or not limits.max_failed_rows:
+        fraction = max(2 * (limits.max_failed_fraction or MAX_FAILED), SPARE_FAILED * share)
+        raised["limits.max_failed_fraction"] = min(1.0, math.ceil(round(100 * fraction, 6)) / 100)
+    return raised
 
 
 def crash_advice() -> str | None:
@@ -289,7 +321,9 @@ class _ShortErrors(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         if str(record.msg).startswith(LEASE_LOST):
-            record.msg, record.args = f"{LEASE_LOST}. {LEASE_ADVICE}  {_retry_command()}", ()
+            ends = record.levelno >= logging.ERROR
+            text = f"{LEASE_ADVICE}  {_retry_command()}" if ends else LEASE_KEPT_ON
+            record.msg, record.args = text, ()
             record.exc_info = record.exc_text = None
             return True
         error = record.exc_info[1] if record.exc_info else None

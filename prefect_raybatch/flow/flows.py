@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import date, datetime
 from typing import Annotated, Any, cast
-from uuid import UUID
 
 from prefect import Flow
 from prefect.artifacts import TableArtifact
-from prefect.client.orchestration import get_client
-from prefect.exceptions import CancelledRun
+from prefect.exceptions import CancelledRun, TerminationSignal
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed
 from pydantic import AwareDatetime, Field
@@ -23,10 +21,13 @@ from prefect_raybatch.cluster.connect import end_by_sigterm
 from prefect_raybatch.cluster.early import engines_early
 from prefect_raybatch.driver.driver import DRAINED_TEXT, Progress
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError, RunDrained
+from prefect_raybatch.flow import leases  # noqa: F401  # keeps runs at work that lose their lease
 from prefect_raybatch.flow.artifacts import artifact_key, put
+from prefect_raybatch.flow.cancelling import ENDED_BY_ITSELF, ended_by_cancellation
 from prefect_raybatch.flow.failure import COMMAND, explained, log_crash
 from prefect_raybatch.flow.job_flow import job_flow
-from prefect_raybatch.flow.run_history import show_history
+from prefect_raybatch.flow.run_history import FlowNotes, flow_notes, show_history
+from prefect_raybatch.flow.schedule import scheduled_date, scheduled_start
 from prefect_raybatch.flow.tasks import (
     finalize_run,
     infer_shards,
@@ -38,8 +39,9 @@ from prefect_raybatch.flow.tasks import (
 )
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.edits import edited
-from prefect_raybatch.job.run_words import run_words, today, with_run_words
+from prefect_raybatch.job.run_words import run_words, start_of_key, today, with_run_words
 from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.report.verdict import verdict_of
 from prefect_raybatch.runs.attempts import record_bad_job, record_command
 from prefect_raybatch.runs.backfill import DatedRun, dates_table, summary
 from prefect_raybatch.runs.retry import Nothing
@@ -137,40 +139,55 @@ def batch_inference(
         scheduled_for: Scheduled start of a missed run, with time zone, such as
             2026-11-01T02:00:00Z. The run gets the run key that it would have had then.
         run_date: Value of {run_date} in the job, such as 2026-11-01. Default: the date of the
-            scheduled start, in UTC. Without a run key, the key is derived from this date.
+            scheduled start, in the schedule's time zone. Without a run key, the key is derived from
+            this date.
         limit: Read only the first N rows of the input (source.limit). Default: the job's limit.
         overrides: Fields of the job to change, such as {"sampling.max_tokens": 99}.
         accept: Fields in which the job may differ from the run's plan, such as
             ["prompt.template"]. A PlanMismatch error names them. Requires a run key.
     """
-    with _recorded_unplanned(job, run_key), explained("batch_inference", job, run_key):
+    with (
+        _recorded_unplanned(job, run_key, scheduled_for, run_date),
+        explained("batch_inference", job, run_key),
+    ):
         if accept and run_key is None:
             raise ConfigError(
                 "accept applies to an existing run, but run_key is not set; set run_key"
             )
         job = with_changes(job, overrides, limit)
         key = key_of(job, run_key, scheduled_for, run_date)
+        written = job.output.uri
         job = _filled(job, key, scheduled_for, run_date)
+    with flow_notes(written) as notes:
+        return _run_to_end(job, key, accept, notes)
+
+
+def _run_to_end(job: BatchJob, key: str, accept: list[str] | None, notes: FlowNotes) -> RunReport:
     try:
         with engines_early():
             run = plan_shards(job, key, **({"accept": accept} if accept else {}))
             progress = infer_shards(job, run)
     except RunDrained as drained:
         return cast(RunReport, _ended_drained(drained))
-    return _ended(job, run, progress)
+    except TerminationSignal:
+        return cast(RunReport, _ended_cancelled())
+    return _ended(job, run, progress, notes)
 
 
 @contextmanager
-def _recorded_unplanned(job: BatchJob, run_key: str | None) -> Iterator[None]:
+def _recorded_unplanned(
+    job: BatchJob, run_key: str | None, scheduled_for: datetime | None, run_date: date | None
+) -> Iterator[None]:
     """Record a flow run that fails before its run directory is known, for the run history."""
     try:
         yield
     except Exception as error:
-        key = run_key
+        key, when = run_key, run_date
         with suppress(Exception):  # the scheduled start is unknown while Prefect's API is away
-            start = scheduled_start()
+            start = scheduled_for or scheduled_start()
             key = run_key or (default_run_key(job, start) if start is not None else None)
-        recorded = record_unplanned(job, key, error)
+            when = when or (scheduled_date(start) if start is not None and run_words(job) else None)
+        recorded = record_unplanned(job, key, error, when)
         if recorded is not None:
             store, key = recorded
             record_command(store, getattr(error, COMMAND, ""))
@@ -195,7 +212,10 @@ def _record_invalid(parameters: Mapping[str, Any], error: Exception) -> None:
     with suppress(Exception):  # the scheduled start is unknown while Prefect's API is away
         start = start or scheduled_start()
     start = start if isinstance(start, datetime) else None
-    record_bad_job(job, key if isinstance(key, str) else None, error, start)
+    when = None
+    with suppress(Exception):
+        when = scheduled_date(start) if start is not None else None
+    record_bad_job(job, key if isinstance(key, str) else None, error, start, when)
 
 
 batch_inference.when_invalid = _record_invalid
@@ -214,7 +234,10 @@ def _filled(
     """
     if not run_words(job):
         return job
-    filled = resolve_run(job, key, scheduled_for or scheduled_start(), run_date)[0]
+    start = scheduled_for or start_of_key(key) or scheduled_start()
+    if run_date is None and start is not None:
+        run_date = scheduled_date(start)
+    filled = resolve_run(job, key, start, run_date)[0]
     with suppress(ConfigError):  # the run key contains no date
         if with_run_words(job, key) == filled:
             return job
@@ -252,12 +275,22 @@ def retry_failed(
         progress = infer_shards(planned.job, planned.run)
     except RunDrained as drained:
         return cast(RunReport, _ended_drained(drained))
-    return _ended(planned.job, planned.run, progress)
+    except TerminationSignal:
+        return cast(RunReport, _ended_cancelled())
+    with flow_notes(planned.job.output.uri) as notes:
+        return _ended(planned.job, planned.run, progress, notes)
 
 
 def _ended_drained(drained: RunDrained) -> Any:
     """Return the state of a drained flow run: neither failed nor completed."""
     return Cancelled(name=DRAINED_STATE, message=drained.plain or str(drained))
+
+
+def _ended_cancelled() -> Any:
+    """Return the state of a flow run that ended itself when cancelled; else raise the signal."""
+    if not ended_by_cancellation():
+        raise  # the signal, which the caller handles
+    return Cancelled(message=ENDED_BY_ITSELF)
 
 
 def called(made: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
@@ -271,17 +304,16 @@ def called(made: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
         raise
 
 
-def _ended(job: BatchJob, run: Run, progress: Progress) -> RunReport:
+def _ended(job: BatchJob, run: Run, progress: Progress, notes: FlowNotes) -> RunReport:
     """Finalize the run and publish it to all targets of the job; return its report.
 
-    If the run was already complete, the state says so.
+    The state's message is the verdict on the run, or that it was already complete.
     """
     report = finalize_run(job, run, progress)
     if job.output.publish:
         report = publish_run(job, run)
-    if not run.finished:
-        return report
-    return cast(RunReport, Completed(message=complete_before(run), data=report))
+    text = complete_before(run) if run.finished else verdict_of(report, notes.remarks)
+    return cast(RunReport, Completed(message=text, data=report))
 
 
 @job_flow(name="backfill", flow_run_name="backfill {job.name} {first} {last}", persist_result=False)
@@ -343,15 +375,3 @@ def tune_job(
         deadline: Time that the whole input may take, such as 6h. Default: limits.deadline.
     """
     return tune_engine(with_run_words(job, job.name, today()), minutes, deadline)
-
-
-def scheduled_start() -> datetime | None:
-    """Return the scheduled start of the outermost flow run; None outside a flow run.
-
-    A retry of a parent creates new subflow runs, which must find the same run directory.
-    """
-    root = flow_run.get_root_flow_run_id()
-    if root is None:
-        return None
-    with get_client(sync_client=True) as client:
-        return client.read_flow_run(UUID(str(root))).expected_start_time

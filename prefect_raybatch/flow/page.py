@@ -30,6 +30,7 @@ from prefect_raybatch.driver.heartbeat import (
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.flow.artifacts import artifact_key, of_run, put, update
 from prefect_raybatch.flow.away import NO_ANSWER, ApiWatch, said_once, watched
+from prefect_raybatch.flow.cancelling import CANCEL_LOOK, CancelWatch
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
 from prefect_raybatch.harmless import link, markdown_text
 from prefect_raybatch.job.batch_job import BatchJob
@@ -100,7 +101,8 @@ class Page(Listener):
         self.log = get_run_logger()
         self.api = self._open.enter_context(watched(self.clock))
         watch = Ticker("Prefect's API", PAGE_LOOK, self.api.look)
-        for part in (said_once(), watch, self._ticker):
+        cancel = Ticker("cancellation", CANCEL_LOOK, CancelWatch().look)
+        for part in (said_once(), watch, cancel, self._ticker):
             self._open.enter_context(part)
         return self
 

@@ -3,17 +3,56 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 from prefect.artifacts import ImageArtifact, MarkdownArtifact
 
 from prefect_raybatch.flow.artifacts import artifact_key, put
 from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.edits import edited
 from prefect_raybatch.report.plots import data_uri, of_history
-from prefect_raybatch.report.run_history import HistoryLine, history_markdown
-from prefect_raybatch.runs.run_history import history_of
+from prefect_raybatch.report.run_history import HistoryLine, history_markdown, remarks
+from prefect_raybatch.runs.run_history import changed_fields, history_of
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class FlowNotes:
+    """What a flow and its tasks tell each other about a run, which no parameter shows.
+
+    `output` is the job's output URI before {run_date} is filled in; `remarks` are what is unusual
+    about the completed run.
+    """
+
+    output: str
+    remarks: list[str] = field(default_factory=list)
+
+
+_notes: ContextVar[FlowNotes | None] = ContextVar("flow_notes", default=None)
+
+
+@contextmanager
+def flow_notes(output: str) -> Iterator[FlowNotes]:
+    """Keep notes about the run of the block."""
+    notes = FlowNotes(output)
+    token = _notes.set(notes)
+    try:
+        yield notes
+    finally:
+        _notes.reset(token)
+
+
+def as_written(job: BatchJob) -> BatchJob:
+    """Return the job with its output URI as written, which all its runs have in common."""
+    notes = _notes.get()
+    if notes is None or notes.output == job.output.uri:
+        return job
+    return edited(job, {"output.uri": notes.output}, "the job as written")
 
 
 def show_history(
@@ -22,7 +61,8 @@ def show_history(
     """Show the history of the job whose run has just ended.
 
     `output` is the output URI as written in the job, which may contain {run_date}. `tell` emits an
-    event if the run's answers drifted. An error here is only logged and never fails the run.
+    event if the run has far fewer rows than usual or its answers drifted. An error here is only
+    logged and never fails the run.
     """
     try:
         (page,) = history_of(
@@ -42,15 +82,33 @@ def show_history(
     except Exception as error:
         log.warning("could not show the run history: %s: %s", type(error).__name__, error)
         return
-    if line is not None and tell:
-        _tell_drift(line, loaded.name)
+    if line is None or line.good is None:
+        return
+    unusual = [] if loaded.source.limit else remarks(page, line)
+    if (notes := _notes.get()) is not None:
+        notes.remarks = [*unusual, *(["The answers have drifted."] if line.shifts else [])]
+    if tell:
+        _tell_few_rows(line, loaded.name, unusual)
+        changed = changed_fields(page, line, loaded.output.options)
+        _tell_drift(line, loaded.name, changed)
 
 
-def _tell_drift(line: HistoryLine, job: str) -> None:
-    """Emit one event for all shifts, so that a run sends one notification."""
+def _tell_few_rows(line: HistoryLine, job: str, unusual: list[str]) -> None:
+    for text in unusual:
+        log.warning("%s", text)
+        RunEvents(line.run_key, job).emit("rows.low", run=line.run, rows=line.rows, about=text)
+
+
+def _tell_drift(line: HistoryLine, job: str, changed: str) -> None:
+    """Emit one event for all shifts, so that a run sends one notification.
+
+    `changed` names the fields of the job that changed since the run before, if any.
+    """
     if not line.shifts:
         return
     texts = [shift.line() for shift in line.shifts]
+    if changed:
+        texts.append(f"the job changed in {changed} since then")
     for text in texts:
         log.warning("the answers have drifted since the previous run: %s", text)
     RunEvents(line.run_key, job).emit(

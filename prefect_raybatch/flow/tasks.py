@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
@@ -21,7 +22,7 @@ from prefect_raybatch.api import publish_run as publish
 from prefect_raybatch.api.retry import Retry
 from prefect_raybatch.api.tune import tune as try_settings
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.driver.stops import Sample
+from prefect_raybatch.driver.stops import Sample, Stop
 from prefect_raybatch.errors import ConfigError, RayBatchError, StoreError, is_transient
 from prefect_raybatch.flow import origin  # noqa: F401  # says which jobs the policy limits
 from prefect_raybatch.flow import reconcile as flow_runs
@@ -33,7 +34,7 @@ from prefect_raybatch.flow.blocks.store import options_of
 from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.flow.failure import COMMAND, ROWS_SHOWN, crash_advice, explained, is_explained
 from prefect_raybatch.flow.page import Observer, Page
-from prefect_raybatch.flow.run_history import show_history
+from prefect_raybatch.flow.run_history import as_written, show_history
 from prefect_raybatch.flow.texts import STORABLE_LINES
 from prefect_raybatch.harmless import markdown_text
 from prefect_raybatch.job.batch_job import BatchJob
@@ -48,10 +49,10 @@ from prefect_raybatch.report import plots
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.advice import DEADLINE_MISSED
 from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.report.report import published_text
+from prefect_raybatch.report.report import published_text, published_verb
 from prefect_raybatch.runs import tune
 from prefect_raybatch.runs.attempts import FINALIZING, INFERENCE, record_command
-from prefect_raybatch.runs.failed_sample import failed_sample
+from prefect_raybatch.runs.failed_sample import failed_sample, last_stop
 from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.retry import Nothing
 from prefect_raybatch.runs.run import Run, run_store
@@ -190,7 +191,8 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
             report = finalize(loaded, run, progress)
         with watched() as api, api.within():
             _show_report(job, report)
-        show_history(loaded, run.run_key, tell=not run.finished, output=job.output.uri)
+        written = as_written(job)
+        show_history(loaded, run.run_key, tell=not run.finished, output=written.output.uri)
         if not run.finished:  # else an earlier flow run has logged it
             get_run_logger().info(
                 "run %s: %s = %s answered + %s in quarantine + %s left out, in %s",
@@ -203,7 +205,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
                     get_run_logger().warning(
                         "%s: %s. Use %s", advice.about, advice.evidence, advice.change
                     )
-            materialize_result(report, job, loaded.source)
+            materialize_result(report, written, loaded.source)
             if not job.output.publish:  # else `publish_run` completes it
                 RunEvents(run.run_key, job.name).completed(report)
         return report
@@ -223,10 +225,11 @@ def publish_run(job: BatchJob, run: Run) -> RunReport:
         if not loaded.output.publish:
             return load_report(open_store(run.uri, loaded.output.options or None))
         steps: list[str] = []
+        began = time.time()
         report = publish(loaded, run.uri, steps.append)
         for publication in report.published:
-            text = published_text(publication)
-            get_run_logger().info("run %s: published to %s", run.run_key, text)
+            verb, text = published_verb(publication, began), published_text(publication)
+            get_run_logger().info("run %s: %s to %s", run.run_key, verb, text)
         put(_report_page(report), f"{artifact_key(loaded.name)}-report", report.run_key)
         if not run.finished or "recording" in steps:  # else an earlier flow run completed it
             RunEvents(run.run_key, job.name).completed(report)
@@ -259,9 +262,14 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
 def _failures_shown(task_name: str, job: BatchJob, run: Run) -> Iterator[None]:
     """Explain errors of a planned run with some of its failed rows, and show its history."""
 
+    def options() -> dict[str, Any] | None:
+        return with_blocks(with_run_words(job, run.run_key)).output.options or None
+
     def sample() -> Sequence[Sample]:
-        options = with_blocks(with_run_words(job, run.run_key)).output.options
-        return failed_sample(run.uri, options or None, ROWS_SHOWN)
+        return failed_sample(run.uri, options(), ROWS_SHOWN)
+
+    def stop() -> Stop | None:
+        return last_stop(run.uri, options())
 
     # First, because explaining an error reads the run directory and the job's output.
     with explained(task_name, job, run.run_key, RETRY["retries"]):
@@ -269,7 +277,7 @@ def _failures_shown(task_name: str, job: BatchJob, run: Run) -> Iterator[None]:
         check_trust(with_blocks(with_run_words(job, run.run_key)))
     with (
         failed_run_shown(job, run.run_key),
-        explained(task_name, job, run.run_key, RETRY["retries"], run.uri, sample),
+        explained(task_name, job, run.run_key, RETRY["retries"], run.uri, sample, stop),
     ):
         yield
 
@@ -283,7 +291,7 @@ def failed_run_shown(job: BatchJob, run_key: str) -> Iterator[None]:
         loaded = _loaded(job, run_key)
         if is_explained(error) and not isinstance(error, StoreError) and _is_allowed(loaded):
             record_command(run_store(loaded.output, run_key), getattr(error, COMMAND, ""))
-            show_history(loaded, run_key, output=job.output.uri)
+            show_history(loaded, run_key, output=as_written(job).output.uri)
         raise
 
 

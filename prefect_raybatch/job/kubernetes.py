@@ -30,7 +30,9 @@ GPU = "nvidia.com/gpu"
 # What the fields give where they are left out. They stand here and not as defaults, so that a form
 # that shows the group sends nothing of a cluster that nobody asked for: an empty group is none.
 WORKERS, GPUS, WORKER_CPU, WORKER_MEMORY = 1, 1, "8", "32Gi"
-HEAD_CPU, HEAD_MEMORY, POD_SHM = "2", "8Gi", "8Gi"
+HEAD_CPU, HEAD_MEMORY = "2", "8Gi"
+# With less, Ray keeps an object store of 30 % of 32 GiB or more on the disk: see check_shm.
+POD_SHM = "10Gi"
 READY_WITHIN, LEASE, LEAST_LEASE = "30m", "1h", 120.0
 SHAPE = (
     *("image", "workers", "gpus_per_worker", "worker_cpu", "worker_memory", "head_cpu"),

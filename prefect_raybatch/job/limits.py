@@ -124,6 +124,15 @@ class Limits(Group):
         allow_inf_nan=False,
     )
 
+    min_rows: int | None = field(
+        13,
+        None,
+        title="Minimum rows",
+        text="Minimum number of input rows. A run with fewer fails before it starts engines, "
+        "unless source.limit leaves rows out.",
+        gt=0,
+    )
+
     @field_validator("hang_seconds", "function_seconds", mode="before")
     @classmethod
     def _any_time(cls, value: object) -> object:

@@ -163,6 +163,11 @@ def published_text(target: Published) -> str:
     return f"{target.format} {target.place}, {counted(target.rows, 'row')}{version}"
 
 
+def published_verb(target: Published, began: float) -> str:
+    """Return whether a call that `began` then has published to the target, or an earlier one."""
+    return "published" if target.at >= began else "was published before"
+
+
 def _cut_off(tokens: Mapping[str, float]) -> str:
     number, structured = tokens.get("cut_off", 0), tokens.get("cut_off_structured", 0)
     incomplete = f", {structured:,.0f} of them incomplete structured output" if structured else ""

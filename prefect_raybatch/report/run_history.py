@@ -10,6 +10,7 @@ from prefect_raybatch.harmless import markdown_text
 from prefect_raybatch.report.answers import LEAST_ANSWERS, Shift
 from prefect_raybatch.report.plots import data_uri, of_history
 from prefect_raybatch.report.report import DASH, duration, number, table_lines
+from prefect_raybatch.report.verdict import few_rows, outcome_text
 from prefect_raybatch.words import counted, money
 
 LABELS_SHOWN = 8  # most common labels in the table of answers
@@ -33,7 +34,7 @@ class HistoryLine:
     good: int | None = None
     quarantined: int | None = None
     rate: float | None = None
-    seconds: float | None = None
+    seconds: float | None = None  # of work
     cost: float | None = None
     answers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     shifts: tuple[Shift, ...] = ()
@@ -42,6 +43,7 @@ class HistoryLine:
     trouble: str = ""
     failure: str = ""
     command: str = ""
+    elapsed: float | None = None  # seconds of all attempts, start-up and waits included
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ def _row(run: HistoryLine, with_cost: bool) -> dict[str, str]:
         "rows": number(run.rows, 0),
         "in quarantine": number(run.quarantined, 0),
         "rows/s": number(run.rate, 0),
-        "time": duration(run.seconds) if run.seconds is not None else DASH,
+        "time": duration(run.elapsed),
+        "work": duration(run.seconds),
         **cost,
         "answers": _shift_text(run),
     }
@@ -155,10 +158,27 @@ def headlines(page: HistoryPage) -> list[str]:
     run = page.latest
     if run is None:
         return []
-    lines = [] if run.state == "completed" else [f"{run.run_key} is {run.state}"]
     if run.failure:
-        lines = [f"{run.run_key} failed: {run.failure}"]
-    return lines + [f"{run.run_key}: {shift.line()}" for shift in run.shifts]
+        return [f"{run.run_key} failed: {run.failure}"]
+    if run.rows is None or run.good is None:
+        return [f"{run.run_key} is {run.state}"]
+    # The shifts have lines of their own.
+    about, shifted = remarks(page, run), [f"{run.run_key}: {shift.line()}" for shift in run.shifts]
+    if shifted:
+        about = [*about, "The answers have drifted."]
+    failed, seconds = run.quarantined or 0, run.elapsed or 0.0
+    return [
+        f"Last run: {outcome_text(run.rows, run.good, failed, seconds, run.cost, about)}",
+        *shifted,
+    ]
+
+
+def remarks(page: HistoryPage, run: HistoryLine) -> list[str]:
+    """Return what is unusual about a completed run of the page, its answers apart."""
+    before = page.runs[page.runs.index(run) + 1 :]
+    earlier = [line.rows for line in before if line.good is not None and line.rows is not None]
+    text = few_rows(run.rows or 0, earlier)
+    return [text] if text else []
 
 
 def failures(page: HistoryPage) -> list[tuple[str, str]]:

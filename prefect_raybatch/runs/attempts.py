@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from typing import Any
 
 from prefect_raybatch.errors import ConfigError, JobStopped, PlanMismatch, RayBatchError, RunDrained
@@ -113,6 +113,7 @@ def record_bad_job(
     run_key: str | None,
     error: BaseException,
     scheduled: datetime | None = None,
+    run_date: date | None = None,
 ) -> None:
     """Record an attempt with an invalid job; `value` is the content of its file.
 
@@ -130,7 +131,7 @@ def record_bad_job(
     uris = [inputs] if isinstance(inputs, str) else inputs if isinstance(inputs, list) else []
     try:
         key = run_key if run_key and NAME.match(run_key) else key_for_start(name, scheduled)
-        place = filled_uri(check_uri(uri), key, date_of_key(key) or today())
+        place = filled_uri(check_uri(uri), key, run_date or date_of_key(key) or today())
         given = dict(options) if isinstance(options, Mapping) and options else None
         check_output_place(place, given or {})
         texts = [one for one in uris if isinstance(one, str)]

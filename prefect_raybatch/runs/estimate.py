@@ -23,7 +23,7 @@ class CostEstimate:
     """The estimated `cost` of asking `rows`, by the GPU-seconds per row in the run `by`.
 
     If that is unknown, `why` says so and the others are None. `warning`: it exceeds
-    limits.max_cost.
+    limits.max_cost, or that limit has no effect.
     """
 
     rows: int
@@ -46,6 +46,10 @@ def estimate(spec: RunSpec, have: Capacity, rows: int) -> CostEstimate | None:
     """Return the estimated cost of asking `rows` rows; None without prices. Never raises."""
     if not spec.cluster.prices:
         return None
+    if spec.sizes.device_for(have.gpus) == "cpu":
+        none = "the engines use no GPU"
+        text = f"limits.max_cost has no effect: {none}" if spec.limits.max_cost else None
+        return CostEstimate(rows, why=none, warning=text)
     price = gpu_price(spec.cluster, have)
     if price.hour is None:
         return CostEstimate(rows, why=price.why)

@@ -33,6 +33,15 @@ def failed_sample(uri: str, options: dict[str, Any] | None, most: int) -> list[S
         return []
 
 
+def last_stop(uri: str, options: dict[str, Any] | None) -> Stop | None:
+    """Return why the latest attempt at a run stopped, if it was the error budget."""
+    try:
+        return _latest_stop(Ledger(open_store(uri, options)))
+    except (RayBatchError, OSError) as error:
+        log.warning("the failed rows are unknown: %s: %s", type(error).__name__, error)
+        return None
+
+
 def _sample(ledger: Ledger, most: int) -> list[Sample]:
     plan = ledger.load_plan()
     if plan is None:

@@ -33,7 +33,7 @@ from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.runs.costs import with_cost
 from prefect_raybatch.runs.precision import precision_of
 from prefect_raybatch.runs.rejected_answers import rejected_answers
-from prefect_raybatch.runs.starts import attempts_seconds, read_starts
+from prefect_raybatch.runs.starts import attempts_seconds, engine_deaths, read_starts
 from prefect_raybatch.sizing.shards import (
     SEQUENCES,
     concurrent_batches,
@@ -115,7 +115,7 @@ def completed_report(
         parts,
         resumed_shards=progress.resumed_shards if progress else 0,
         notes=(*_notes(spec.sizes, plan, tally), *of_whom(plan), *map(str, accepted)),
-        engine_deaths=progress.engine_deaths if progress else 0,
+        engine_deaths=max(engine_deaths(ledger), progress.engine_deaths if progress else 0),
         losses=progress.losses if progress else None,
         dashboard=last_dashboard(store),
     )

@@ -140,6 +140,7 @@ def infer_phase(
         return progress
     attempt.check()
     from prefect_raybatch.cluster import connect as cluster
+    from prefect_raybatch.cluster.raylet import raylet_watch
     from prefect_raybatch.cluster.sharing import User
 
     user = joined.user if joined is not None else User(phase.spec.name)
@@ -149,7 +150,7 @@ def infer_phase(
         if joined is None:
             capacity = stack.enter_context(cluster.connected(phase.spec.cluster, user))
             joined = JoinedCluster(user, capacity)
-        monitor.joined(cluster.dashboard_url(), cluster.leaving)
+        monitor.joined(cluster.dashboard_url(), cluster.leaving, raylet_watch())
         spec = phase.spec
         if phase.looks_up:
             attempt.place_answers(user)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.compile.job import cluster_spec, compile_job, read_spec
 from prefect_raybatch.compile.resolved import Resolved
-from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.ray_cluster import check_made_cluster
 from prefect_raybatch.ledger import increments
 from prefect_raybatch.ledger.accepted import Accepted
@@ -35,6 +35,7 @@ from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.label_probabilities import check_labels
 from prefect_raybatch.storage import Store, is_remote, join
+from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
     pass
@@ -218,6 +219,7 @@ def _write_plan(
     found = taken.found
     spec = compile_job(resolved.job, found.schema.names)
     planning.check_against_schema(spec, found.schema)
+    _check_rows(spec, taken.rows)
     trial_rows(spec.engine.tries, spec.limits.min_agreement, taken.rows)
     if note := planning.alike_note(spec):
         log.warning("%s", note)
@@ -239,6 +241,17 @@ def _write_plan(
         source.forget_copied(ledger.store, taken.attempt, kept)
     note_planner(ledger.store)
     return made
+
+
+def _check_rows(spec: RunSpec, rows: int) -> None:
+    """Raise `SourceError` if the input has fewer rows than the job expects."""
+    least, limit = spec.limits.min_rows, spec.read.limit
+    if least is None or rows >= least or (limit is not None and rows >= limit):
+        return
+    raise SourceError(
+        f"the input has {counted(rows, 'row')}, but limits.min_rows is {least:,}. Complete the "
+        "input, or lower limits.min_rows"
+    )
 
 
 def _taken_input(resolved: Resolved, store: Store, dataset: ray.data.Dataset | None) -> RunInput:

@@ -8,6 +8,8 @@ from typing import Any
 
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.run_words import dated_parts
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.same_job import differing
 from prefect_raybatch.report.answers import comparable, shifts
 from prefect_raybatch.report.run_history import HistoryLine, HistoryPage
 from prefect_raybatch.runs.finalize_run import load_report
@@ -16,6 +18,7 @@ from prefect_raybatch.runs.run import STORE_AWAY
 from prefect_raybatch.storage import join, open_store
 
 RUNS_SHOWN = 14
+COMPARED_PARTS = ("prompt", "sampling", "engine", "model")  # of a plan's fingerprint
 UNREADABLE_SHOWN = 5
 DATES_LOOKED_AT = 400  # dated folders, where each run has one of its own
 
@@ -28,12 +31,14 @@ def history_of(
 ) -> list[HistoryPage]:
     """Return a page for each job below `output`, or for one job.
 
-    Retries of failed rows are left out. If a job's `output` contains {run_date} or {run_key}, all
-    its folders are read. Missing or broken runs are named; only an unreachable store raises.
+    Retries of failed rows are left out; the rows that they answered count for their run. If a
+    job's `output` contains {run_date} or {run_key}, all its folders are read. Missing or broken
+    runs are named; only an unreachable store raises.
     """
     lines = _lines(output, options)
     broken = {line.run_key: line.trouble for line in lines if line.state == DAMAGED}
     broken = dict(list(broken.items())[:UNREADABLE_SHOWN])
+    lines = with_retries(lines)
     by_job: dict[str, list[RunLine]] = {} if job is None else {job: []}
     for line in lines:
         if line.job and line.parent is None and (job is None or line.job == job):
@@ -46,6 +51,51 @@ def history_of(
         )
         for name, found in by_job.items()
     ]
+
+
+def with_retries(lines: list[RunLine]) -> list[RunLine]:
+    """Move the rows that completed retries answered from quarantine to the answers of their run."""
+    by_place = {line.run: line for line in lines}
+    answered: dict[str, int] = {}
+    for line in lines:
+        root = line
+        while root.parent is not None:
+            place = join(line.run.rpartition("/")[0], root.parent)
+            if place not in by_place:
+                break
+            root = by_place[place]
+        if root is not line and root.parent is None and line.quarantined is not None:
+            rows = line.rows - line.quarantined
+            answered[root.run] = answered.get(root.run, 0) + rows
+    return [
+        line
+        if line.run not in answered or line.good is None or line.quarantined is None
+        else replace(
+            line,
+            good=line.good + answered[line.run],
+            quarantined=line.quarantined - answered[line.run],
+        )
+        for line in lines
+    ]
+
+
+def changed_fields(page: HistoryPage, run: HistoryLine, options: Mapping[str, Any] | None) -> str:
+    """Return the job's fields in which a run differs from the one before it, input apart.
+
+    An empty text if there are none, or if the plans cannot be read.
+    """
+    before = next((b for s in run.shifts for b in page.runs if b.run_key == s.before), None)
+    if before is None:
+        return ""
+    try:
+        plans = [
+            Ledger(open_store(line.run, dict(options) if options else None)).load_plan()
+            for line in (before, run)
+        ]
+    except RayBatchError:
+        return ""
+    old, new = ({} if plan is None else plan.parts for plan in plans)
+    return ", ".join(k for k in differing(old, new) if k.partition(".")[0] in COMPARED_PARTS)
 
 
 def _needed(found: list[RunLine], most: int) -> list[RunLine]:
@@ -115,10 +165,11 @@ def _history_line(line: RunLine, options: Mapping[str, Any] | None) -> HistoryLi
         )
     return replace(
         entry,
-        good=report.good,
-        quarantined=report.failed,
+        good=line.good,
+        quarantined=line.quarantined,
         rate=report.rows_per_s,
         seconds=report.seconds,
+        elapsed=max(report.elapsed, report.seconds),
         cost=report.cost.get("total"),
         answers={kind: dict(counts) for kind, counts in report.answers.items()},
     )

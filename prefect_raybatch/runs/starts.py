@@ -60,6 +60,16 @@ def attempts_seconds(ledger: Ledger, plan: Plan) -> float:
     return covered([start for start, _ in spans], [end for _, end in spans])
 
 
+def engine_deaths(ledger: Ledger) -> int:
+    """Return how often an engine died in all attempts, from their last heartbeats."""
+    try:
+        beats = read_beats(ledger.store, ledger.attempts())
+    except RayBatchError as error:
+        log.info("the records of attempts cannot be read: %s", error)
+        return 0
+    return sum(beat.engine_deaths for beat in beats.values())
+
+
 def _notes(ledger: Ledger) -> list[dict[str, Any]]:
     notes = []
     try:

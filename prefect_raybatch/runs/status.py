@@ -39,7 +39,7 @@ from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.runs.costs import plain_price, with_cost
 from prefect_raybatch.runs.finalize_run import last_dashboard, load_report, of_whom
 from prefect_raybatch.runs.run import PARTIAL_STATE, state_name
-from prefect_raybatch.runs.starts import attempts_seconds, starts_of
+from prefect_raybatch.runs.starts import attempts_seconds, engine_deaths, starts_of
 from prefect_raybatch.spec.cluster import Prices
 from prefect_raybatch.storage import Store, open_store
 
@@ -223,7 +223,10 @@ def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
     notes += map(str, all_accepted(ledger))
     notes += [f"stopped: {stop.line()}", *stop.lines()] if stop else []
     made = reports.build(
-        store.uri, plan, tally, state, notes=notes, dashboard=last_dashboard(store)
+        *(store.uri, plan, tally, state),
+        notes=notes,
+        dashboard=last_dashboard(store),
+        engine_deaths=engine_deaths(ledger),
     )
     made = replace(made, starts=starts_of(attempts), precision=read_precision(store))
     made = replace(made, elapsed=round(attempts_seconds(ledger, plan), 1))

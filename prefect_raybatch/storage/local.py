@@ -402,8 +402,7 @@ def _os_errors(place: str, writing: int | None = None) -> Iterator[None]:
         reason = error.strerror or type(error).__name__
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StoreError(
-                f"disk full at {place}: {reason}, {writing or 0} bytes needed. Free some space or "
-                "choose another output, then run the same command again"
+                f"disk full at {place}: {reason}, {writing or 0} bytes needed. Free some space"
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             doing = "read" if writing is None else "write"

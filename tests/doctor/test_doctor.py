@@ -27,6 +27,7 @@ from helpers.ray_head import Head
 from helpers.small import make_job
 from packaging.specifiers import SpecifierSet
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from ray._private.utils import resolve_object_store_memory
 from s3server import S3Server, proxy
 
 from prefect_raybatch import doctor, installed
@@ -204,6 +205,25 @@ def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(machine, "SHM", tmp_path / "none")
     assert one(machine.check_shm).mark == "warn"
+
+
+@pytest.mark.parametrize(
+    ("memory", "shm", "mark"),  # in GiB
+    [(48, 8, "warn"), (48, 10, "pass"), (32, 8, "warn"), (16, 8, "pass"), (400, 200, "pass")],
+)
+def test_shared_memory_holds_the_object_store_that_ray_makes(
+    memory: int, shm: int, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mounted:
+        f_blocks = f_bavail = shm
+        f_frsize = 1 << 30
+
+    monkeypatch.setattr(machine.os, "statvfs", lambda path: Mounted)
+    monkeypatch.setattr(machine, "memory_bytes", lambda: float(memory << 30))
+    assert one(machine.check_shm).mark == mark
+    monkeypatch.setattr("ray._private.utils.get_shared_memory_bytes", lambda: shm << 30)
+    size = resolve_object_store_memory(memory << 30)
+    assert machine.object_store_bytes(memory << 30, shm << 30) == pytest.approx(size, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from prefect_raybatch.driver.heartbeat import Beat
 from prefect_raybatch.driver.monitor import ASK_ENGINES, Monitor
 from prefect_raybatch.errors import ConfigError, CostExceeded
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.edits import edited
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.layout import heartbeat_path
 from prefect_raybatch.ledger.ledger import Ledger
@@ -212,6 +213,9 @@ def test_a_run_stops_at_its_limit_is_resumed_and_reports_what_it_cost(tmp_path, 
         update={"output": small.output.model_copy(update={"uri": str(tmp_path / "new")})}
     )
     assert "no earlier run" in estimate(compile_job(elsewhere), H100S, 400).why
+    on_cpu = edited(small, {"engine.device": "cpu"}, "test")
+    text = estimate(compile_job(on_cpu), H100S, 400).warning
+    assert text == "limits.max_cost has no effect: the engines use no GPU"
 
 
 def test_what_reuse_has_saved_is_told_in_money(tmp_path, gpus):

@@ -13,7 +13,7 @@ from helpers.small import Passes, SmallRun, small_run, success_of
 
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.driver import heartbeat, monitor
-from prefect_raybatch.driver.driver import Driver
+from prefect_raybatch.driver.driver import Driver, Progress
 from prefect_raybatch.driver.heartbeat import (
     ENDED,
     INFERRING,
@@ -207,6 +207,28 @@ def test_a_heartbeat_goes_on_while_nothing_is_committed(tmp_path, quick):
     assert status(str(tmp_path)).beats == ()
     assert heard.progress == [0, 5, 10, 15, 20]
     assert heard.beats[-1].phase == ENDED and heard.beats[-1].done == 20
+
+
+def test_the_death_of_ray_on_this_host_is_told_once_before_the_process_ends(tmp_path, caplog):
+    run, died = small_run(tmp_path), [False]
+    watch = watched(run, Heard())
+    watch.joined("", dict, lambda: died[0])
+    progress = Progress(20, 4)
+    progress.tally.add(run.commit(0))
+    watch(progress)
+    watch.look()
+    for _ in range(3):
+        died[0] = True
+        watch.look()
+    lines = [r.getMessage() for r in caplog.records if "Ray on this host died" in r.getMessage()]
+    (line,) = lines
+    assert "5 of 20 rows are committed" in line
+    caplog.clear()
+    watch.joined("", dict, lambda: False)
+    watch.look()
+    watch.joined("", dict, lambda: True)  # once: as Ray is stopped
+    watch.look()
+    assert not caplog.messages
 
 
 def test_a_silent_attempt_is_shown_as_one(tmp_path, capsys):

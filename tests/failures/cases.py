@@ -149,7 +149,7 @@ def bad_rows(world: World) -> Seen:
         source={"uri": path, "rows_per_shard": 50},
         cluster={"job_server": world.head.url},
     )
-    texts = ("rows failed", "limits.max_failed_fraction", "Examples of failed rows")
+    texts = ("rows tried failed", "limits.max_failed_fraction", "Examples of failed rows")
     return failed(world, job, texts, 300)
 
 

@@ -7,6 +7,7 @@ import re
 import time
 from collections import Counter
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -49,6 +50,7 @@ from prefect_raybatch.flow.artifacts import ARTIFACT_KINDS, artifact_key, tune_k
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
 from prefect_raybatch.flow.page import Page
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.edits import edited
 from prefect_raybatch.ledger.layout import heartbeat_path
 from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.stats import ShardStats
@@ -531,6 +533,7 @@ def test_the_morning_page_is_one_artifact_of_the_job_and_tells_of_drift(
     job = nights.job(name="morning", source=source, sampling=choice, reuse=None)
     monkeypatch.setattr(nights, "answer", lambda prompt: "yes")
     nights.night("m1", job)
+    job = edited(job, {"prompt.template": "Another question: {text}"}, "test")
     monkeypatch.setattr(nights, "answer", lambda prompt: "no")
     run = plan_run(job, "m2")
     progress = nights.infer(job, run)
@@ -542,6 +545,8 @@ def test_the_morning_page_is_one_artifact_of_the_job_and_tells_of_drift(
     assert night(run, progress, return_state=True).is_completed()
     (drift,) = [event for event in emitted if event["event"] == "raybatch.answers.drifted"]
     assert drift["resource"]["prefect.resource.name"] == "m2"
+    about = drift["payload"]["about"]
+    assert about.endswith("; the job changed in prompt.template since then"), about
     assert drift["payload"]["before"] == "m1" and drift["payload"]["moved"] == {"labels": 1.0}
     made = {a.key: a for a in artifacts_of("raybatch-morning-history")}
     assert set(made) == {"raybatch-morning-history", "raybatch-morning-history-plots"}
@@ -553,6 +558,18 @@ def test_the_morning_page_is_one_artifact_of_the_job_and_tells_of_drift(
     # Collected again it is no news; a night that fails is on the page as well.
     assert night(plan_run(job, "m2"), return_state=True).is_completed()
     assert len([e for e in emitted if e["event"] == "raybatch.answers.drifted"]) == 1
+    # A tenth of the usual rows is told, though nobody set a limit.
+    nights.write(*(f"t{i}" for i in range(30)))
+    run = plan_run(job, "few")
+    assert night(run, nights.infer(job, run), return_state=True).is_completed()
+    (few,) = [event for event in emitted if event["event"] == "raybatch.rows.low"]
+    assert few["resource"]["prefect.resource.name"] == "few" and few["payload"]["rows"] == 30
+    assert few["payload"]["about"] == (
+        "Far fewer rows than usual: 30; the median of the last 2 completed runs is 300. "
+        "Check the input."
+    )
+    pages = [a.data for a in artifacts_of("raybatch-morning-history") if a.type == "markdown"]
+    assert any("Last run: 30 of 30 rows" in page and "usual: 30; " in page for page in pages)
     failed = night(plan_run(job, "m3"), return_state=True)
     assert failed.is_failed()
     pages = [a.data for a in artifacts_of("raybatch-morning-history") if a.type == "markdown"]
@@ -713,13 +730,14 @@ def beats_of(run: UUID, *tags: str) -> None:
 
 def test_each_automation_is_created_once_and_pages_someone(prefect_api):
     script = automations_script()
+    script.RINGS_ONCE = timedelta(hours=1)
     with pytest.raises(SystemExit, match=r"block .* does not exist"):
         script.deploy("custom-webhook/nobody")
     with pager() as pages, get_client(sync_client=True) as client:
         assert {what for _, what in script.deploy("custom-webhook/on-call", 10)} == {"created"}
         assert {what for _, what in script.deploy("custom-webhook/on-call", 10)} == {"updated"}
         known = [a for a in client.read_automations() if a.name.startswith("raybatch: ")]
-        assert len(known) == 9
+        assert len(known) == 10
         try:
             gone = in_state("gone-night", Running())
             by_hand = in_state("by-hand", Running())  # without a deployment that promises more
@@ -740,7 +758,8 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
                 live.see(beat, 61.0 * number)
                 live.told_high = live.told_late = False
                 live.events.emit("answers.drifted", about="the labels differ", run="s3://b/k")
-                if len({p["subject"] for p in pages}) >= 8:
+                live.events.emit("rows.low", about="60 instead of 600", run="s3://b/k")
+                if len({p["subject"] for p in pages}) >= 9:
                     break
                 time.sleep(1)
             state = client.read_flow_run(gone).state
@@ -749,11 +768,15 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
             for automation in known:
                 client.delete_automation(automation.id)
     said = {page["subject"]: page["body"] for page in pages}
+    # Their events came many times, as those of a busy SQLite do.
+    subjects = [page["subject"] for page in pages if page["subject"].startswith("industries-1")]
+    assert len(subjects) == len(set(subjects)), subjects
     assert set(said) == {
         "industries-1 stalls",
         "industries-1: many rows fail",
         "industries-1 will be late",
         "industries-1: answers have drifted",
+        "industries-1: far fewer rows than usual",
         "failed-night failed",
         "gone-night crashed",
         "late-night is late",
@@ -767,3 +790,7 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
     assert state.is_crashed() and "no heartbeat for 10 s" in state.message
     assert "prefect flow-run retry NAME" in state.message
     assert f"prefect flow-run retry {gone}" in said["gone-night crashed"]
+    refused = said["refused-night did not run"]
+    assert "because the run before it was still active" in refused
+    assert re.search(r"did not run at\n\d{4}-\d\d-\d\d \d\d:\d\d", refused), refused
+    assert re.search(r"`prefect flow-run retry [0-9a-f-]{36}`", refused), refused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import logging
@@ -9,9 +10,11 @@ import pickle
 import re
 import shlex
 import subprocess
+import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +26,12 @@ from helpers.heard import wait_for
 from helpers.prefect_server import artifacts_of, events_of
 from helpers.retries import first_run
 from helpers.small import make_job
-from prefect import flow, task
+from prefect import flow, flow_engine, task
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.logging.handlers import APILogHandler
-from prefect.states import Crashed
+from prefect.runtime import flow_run
+from prefect.states import Cancelling, Crashed
 
 from prefect_raybatch import (
     BatchJob,
@@ -47,8 +51,10 @@ from prefect_raybatch.errors import (
     PublishFailed,
     RayBatchError,
 )
-from prefect_raybatch.flow import away, continuing, failure
+from prefect_raybatch.flow import away, continuing, failure, page
 from prefect_raybatch.flow.away import ApiWatch, said_once, watched
+from prefect_raybatch.flow.cancelling import CancelWatch
+from prefect_raybatch.flow.job_flow import job_flow
 from prefect_raybatch.flow.tasks import OUR_LOGGER, logs_in_page, tune_engine
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.runs.run import Run
@@ -139,6 +145,25 @@ def test_rows_that_crossed_the_budget_are_shown_with_cause_and_command(
         state.result()
     assert pickle.loads(pickle.dumps(told.value)).plain == str(error.plain)
     assert told.value.plain and "What to do" not in told.value.plain
+
+
+@pytest.mark.parametrize(
+    ("limits", "failed", "tried", "changes"),
+    [
+        ({}, 9, 100, {"limits.max_failed_fraction": 0.14}),
+        ({}, 1, 100, {"limits.max_failed_fraction": 0.02}),
+        ({"max_failed_rows": 5}, 10, 100, {"limits.max_failed_rows": 90}),
+        ({"max_failed_rows": 5, "max_failed_fraction": 0.2}, 70, 100,
+         {"limits.max_failed_rows": 630, "limits.max_failed_fraction": 1.0}),
+        ({}, 100, 100, {}),  # a higher limit would fail again
+        ({}, 9, None, {"limits.max_failed_fraction": 0.02}),
+    ],
+)  # fmt: skip
+def test_the_suggested_limit_has_room_for_the_share_that_failed(
+    limits: dict[str, Any], failed: int, tried: int | None, changes: dict[str, float]
+) -> None:
+    stop = Stop(failed, 1, 5, 600, tried=tried)
+    assert failure.raised_limits(make_job(limits=limits), stop) == changes
 
 
 ODD = "'a\0b' and '\ud800'"  # as a row may hold, and an error that quotes it
@@ -332,8 +357,9 @@ def test_what_a_lost_process_can_say_no_more_is_said_by_its_plan(
     assert not said or said[0].endswith(f"prefect flow-run retry {told}")
 
 
-def test_a_run_that_prefect_ends_itself_says_why_and_what_to_do() -> None:
-    """As Prefect 3.7.7 does when it cannot renew a run's place under the concurrency limit."""
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_lost_lease_is_told_with_what_becomes_of_the_run(ends: bool) -> None:
+    """As Prefect 3.7.7 logs it when it cannot renew a run's place under the concurrency limit."""
     handler = "prefect.concurrency._leases"
 
     @flow
@@ -341,13 +367,76 @@ def test_a_run_that_prefect_ends_itself_says_why_and_what_to_do() -> None:
         leases = importlib.import_module(handler)
         scope = SimpleNamespace(cancel=lambda: None)
         error = httpx.HTTPStatusError("410 Gone", request=None, response=None)
-        leases._handle_lease_renewal_failure(error, uuid4(), True, False, scope)
+        leases._handle_lease_renewal_failure(error, uuid4(), ends, False, scope)
 
     told = night(return_state=True).state_details.flow_run_id
-    (line,) = [one for one in logs_of(told, "Finished in state") if "lease" in one]
-    assert line.startswith("Concurrency lease renewal failed. Prefect ends this flow run")
-    assert "LEASE_STORAGE" in line and line.endswith(f"  prefect flow-run retry {told}")
-    assert "Traceback" not in line and "410 Gone" not in line
+    lines = [one.message for one in all_logs_of(told, "Finished in state")]
+    (line,) = [one for one in lines if "lease" in one]
+    assert line.startswith("The lease of the deployment's concurrency limit expired: ")
+    assert "LEASE_STORAGE" in line and "Traceback" not in line and "410 Gone" not in line
+    if ends:
+        assert line.endswith(f"  prefect flow-run retry {told}")
+    else:
+        assert "This run continues; the next run may start beside it." in line
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_flow_of_ours_goes_on_without_its_lease(
+    ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an outage Prefect ended a run whose result was complete."""
+    lost = threading.Event()
+    leases = importlib.import_module("prefect.concurrency._leases")
+    handle = leases._handle_lease_renewal_failure
+
+    def renew(*_: Any) -> bool:
+        raise httpx.ConnectError("refused")
+
+    def handled(*arguments: Any) -> None:
+        handle(*arguments)
+        lost.set()
+
+    monkeypatch.setattr(leases, "_renew_concurrency_lease_with_retries", renew)
+    monkeypatch.setattr(leases, "_handle_lease_renewal_failure", handled)
+
+    def night() -> str:
+        with flow_engine.maintain_concurrency_lease(
+            uuid4(), 300, raise_on_lease_renewal_failure=True
+        ):
+            while not lost.wait(0.05):
+                pass
+        return "complete"
+
+    if ours:
+        assert job_flow(name="night")(night)(return_state=True).is_completed()
+    else:  # as Prefect does it: where this fails, Prefect no longer ends such runs
+        with pytest.raises(asyncio.CancelledError):
+            flow(night)()
+
+
+def test_a_cancellation_that_no_worker_notices_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an outage the worker no longer looks for cancellations: the run worked to its end."""
+    made = first_run(tmp_path, finish=False)
+    plan = made.plan
+    run = Run(made.store.uri, plan.run_key, plan.hash, plan.rows, plan.shards, False)
+    monkeypatch.setattr(page, "CancelWatch", partial(CancelWatch, 0.0))
+    monkeypatch.setattr(page, "CANCEL_LOOK", 0.05)
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", lambda *_: run)
+
+    def infer_run(job: BatchJob, run: Run, observe: Any) -> None:
+        with get_client(sync_client=True) as client:
+            id = UUID(str(flow_run.get_id()))
+            client.set_flow_run_state(id, Cancelling(), force=True)
+        threading.Event().wait()
+
+    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", infer_run)
+    job = make_job(name="unheeded", output={"uri": str(tmp_path)})
+    state = batch_inference(job, run.run_key, return_state=True)
+    assert state.is_cancelled(), state
+    assert "did not notice the cancellation" in str(state.message)
+    assert "Committed shards are kept" in str(state.message)
 
 
 @pytest.mark.parametrize("publishes", [False, True])

@@ -38,6 +38,7 @@ from prefect_raybatch.ledger.records import Commit
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.report.advice import DEADLINE_MISSED
 from prefect_raybatch.report.records import Advice, RunReport
+from prefect_raybatch.report.verdict import verdict_of
 from prefect_raybatch.runs.listing import list_runs
 from prefect_raybatch.runs.run import Run
 
@@ -95,6 +96,16 @@ def test_the_default_key_is_the_outermost_scheduled_start(calls: dict[str, list[
     assert start and keys == [f"inner-{start.astimezone(UTC):%Y%m%dT%H%M%SZ}"]
     assert re.fullmatch(r"inner-\d{8}T\d{6}Z", keys[0])
     assert keys[0] >= f"inner-{before:%Y%m%dT%H%M%SZ}"
+
+
+def test_the_state_of_a_completed_run_has_the_verdict(calls: dict[str, list[Any]]) -> None:
+    state = batch_inference(make_job(), "k", return_state=True)
+    report = batch_inference(make_job(), "k")  # callers get the report all the same
+    assert state.is_completed() and state.result() == report
+    assert state.message == verdict_of(report)
+    assert re.fullmatch(
+        r"99 of 100 rows, 1 in quarantine \(1\.0 %\), .*\. Nothing to do\.", state.message
+    )
 
 
 def test_engines_may_start_early_from_the_plan_to_the_end_of_inference(

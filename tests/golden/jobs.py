@@ -546,6 +546,7 @@ def _runs() -> Iterator[GoldenJob]:
             "stall_start_seconds": 600,
             "fail_on_stall": True,
             "deadline": "6h",
+            "min_rows": 10,
             "hang_seconds": 0,
             "function_seconds": 5,
         },

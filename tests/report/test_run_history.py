@@ -7,6 +7,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.nights import Nights
@@ -36,9 +37,11 @@ from prefect_raybatch.report.report import markdown
 from prefect_raybatch.report.run_history import (
     HistoryLine,
     HistoryPage,
+    headlines,
     history_markdown,
     history_rows,
 )
+from prefect_raybatch.report.verdict import outcome_text
 from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.runs.status import report_of
 from prefect_raybatch.stages.answer_counts import label_counts, length_counts
@@ -205,7 +208,9 @@ def test_the_report_of_a_failed_run_says_so_with_the_reason_above_the_figures(we
 def test_the_page_says_the_worst_first_and_shows_plots(week):
     text = history_markdown(page_of(week))
     assert text.index("n4 failed: ") < text.index("| started (UTC) |")
-    assert "28.0% of labels differ" in text and "failed, 50% committed" in text and "broken: " in text
+    assert (
+        "28.0% of labels differ" in text and "failed, 50% committed" in text and "broken: " in text
+    )
     assert "| Retail | 80.0% | 52.0% | 50.0% |" in text and "](data:image/svg+xml" in text
     page = history_html([page_of(week)], "now")
     for words in ("n4 failed: ", "28.0% of labels differ", "<svg", "Answers by label", "now"):
@@ -305,3 +310,33 @@ def test_few_answers_are_not_told_as_no_shift():
         f"not compared: fewer than {LEAST_ANSWERS} answers",
         "not compared: no earlier run",
     ]
+
+
+def test_the_first_line_is_the_verdict():
+    assert outcome_text(600_000, 598_211, 1_789, 2460.0, 12.4) == (
+        "598,211 of 600,000 rows, 1,789 in quarantine (0.3 %), 41 min 00 s, cost 12.40. "
+        "Nothing to do."
+    )
+    assert outcome_text(1, 1, 0, 5.0, None) == "1 of 1 row, 5 s. Nothing to do."
+
+    def run(key: str, rows: int, state: str = "completed", **more: Any) -> HistoryLine:
+        good = rows if state == "completed" else None
+        return HistoryLine(key, f"out/{key}", state, rows=rows, good=good, elapsed=275.0, **more)
+
+    usual = [run("b", 600), run("stopped", 3, "unfinished"), run("a", 610)]
+
+    def first(line: HistoryLine) -> str:
+        return headlines(HistoryPage("job", (line, *usual)))[0]
+
+    assert first(run("c", 600)) == "Last run: 600 of 600 rows, 4 min 35 s. Nothing to do."
+    assert first(run("c", 303)).endswith("Nothing to do.")
+    assert first(run("c", 60)) == (
+        "Last run: 60 of 60 rows, 4 min 35 s. Far fewer rows than usual: 60; the median of the "
+        "last 2 completed runs is 605. Check the input."
+    )
+    assert first(run("c", 600, "unfinished")) == "c is unfinished"
+    assert (
+        first(run("c", 600, "failed", failure="the disk is full")) == "c failed: the disk is full"
+    )
+    (row,) = history_rows(HistoryPage("job", (run("c", 60, seconds=82.0),)))
+    assert (row["time"], row["work"]) == ("4 min 35 s", "1 min 22 s")

@@ -8,11 +8,16 @@ from pathlib import Path
 from helpers.nights import Nights
 from helpers.small import small_run
 
+from prefect_raybatch.api import finalize_run
+from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import Beat
+from prefect_raybatch.job.edits import edited
 from prefect_raybatch.ledger.layout import heartbeat_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.runs.run import Run
 from prefect_raybatch.runs.starts import attempts_seconds
+from prefect_raybatch.runs.status import report_of
 from prefect_raybatch.storage import open_store
 
 
@@ -47,3 +52,17 @@ def test_a_report_says_how_long_the_attempts_took(tmp_path: Path) -> None:
     ledger = Ledger(open_store(report.run))
     seconds = attempts_seconds(ledger, need_plan(ledger))
     assert report.elapsed == round(seconds, 1) and report.elapsed >= report.seconds - 1
+
+
+def test_a_report_counts_the_engine_deaths_of_all_attempts(tmp_path: Path) -> None:
+    """The attempt that ends the run knows only of its own."""
+    run = small_run(tmp_path)
+    for name, deaths in (("a" * 32, 2), ("b" * 32, 0), ("c" * 32, 1)):
+        run.ledger.note_attempt(name, {"started": "2026-03-01T02:00:00+00:00"})
+        beat = Beat(1000.0, engine_deaths=deaths)
+        run.store.put(heartbeat_path(name), beat.to_bytes())
+    assert report_of(str(tmp_path)).engine_deaths == 3
+    run.commit_all()
+    job = edited(run.job, {"output.uri": str(tmp_path.parent)}, "test")
+    found = Run(run.store.uri, run.plan.run_key, run.plan.hash, run.plan.rows, 4, False)
+    assert finalize_run(job, found, Progress(20, 4, process_deaths=1)).engine_deaths == 3

@@ -74,6 +74,19 @@ def test_runs_are_listed_newest_first_with_their_state(several):
     assert [line.run_key for line in list_runs(str(several), job="another")] == ["other"]
 
 
+def test_rows_that_a_retry_answered_are_no_longer_in_quarantine(tmp_path):
+    root = first_run(tmp_path, key="one").store.uri
+    (page,) = history_of(str(tmp_path), job="nightly")
+    assert (page.runs[0].good, page.runs[0].quarantined) == (16, 4)
+    child = retried(root, failed={7: "ValueError"})
+    (page,) = history_of(str(tmp_path), job="nightly")
+    assert (page.runs[0].good, page.runs[0].quarantined) == (19, 1)
+    retried(child)
+    (page,) = history_of(str(tmp_path), job="nightly")
+    (line,) = page.runs
+    assert (line.run_key, line.good, line.quarantined) == ("one", 20, 0)
+
+
 def test_a_damaged_run_is_listed_with_what_is_wrong(out):
     (out / "two" / PLAN).write_text("{")
     (line,) = [line for line in list_runs(str(out)) if line.run_key == "two"]

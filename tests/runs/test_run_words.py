@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 from helpers.small import make_job
@@ -12,6 +14,8 @@ from helpers.small import make_job
 from prefect_raybatch.api import dry_run, plan_run, resolve_run
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.flow import flows
+from prefect_raybatch.flow.run_history import as_written
+from prefect_raybatch.flow.schedule import zone_of
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.run_words import date_of, date_of_key, run_words, with_run_words
 
@@ -148,3 +152,46 @@ def test_a_flow_takes_its_scheduled_date(tmp_path, monkeypatch):
     days = [Path(uri).parent.name for uri, _ in seen]
     assert days == ["2026-07-02", "2026-07-02", "2026-07-01"]
     assert seen[1][1] == "mine"
+
+
+def test_a_scheduled_date_is_that_of_the_schedules_own_time_zone(tmp_path, monkeypatch):
+    """In UTC a schedule at 01:00 in Berlin skipped a date in March and repeated one in October."""
+    dates: list[str] = []
+
+    class Planned(Exception):
+        pass
+
+    def plan_shards(job: BatchJob, key: str) -> None:
+        dates.append(Path(with_run_words(job, key).source.uri).parent.name)
+        assert as_written(with_run_words(job, key)).output.uri == written.output.uri
+        raise Planned
+
+    berlin = ZoneInfo("Europe/Berlin")
+    monkeypatch.setattr(flows, "plan_shards", plan_shards)
+    monkeypatch.setattr(flows, "scheduled_date", lambda start: start.astimezone(berlin).date())
+    written = nightly(tmp_path)
+    for first in (date(2026, 3, 28), date(2026, 10, 24)):
+        days = [first + timedelta(n) for n in range(3)]
+        for day in days:
+            start = datetime(day.year, day.month, day.day, 1, tzinfo=berlin).astimezone(UTC)
+            key = f"nightly-{start:%Y%m%dT%H%M%SZ}"
+            for arguments in ({"scheduled_for": start}, {"run_key": key}):
+                with pytest.raises(Planned):
+                    flows.batch_inference.fn(written, **arguments)
+        assert dates == [str(day) for day in days for _ in range(2)]
+        dates.clear()
+
+
+def test_the_time_zone_of_a_flow_run():
+    def schedule(id: int, zone: str | None) -> Any:
+        return SimpleNamespace(id=id, schedule=SimpleNamespace(timezone=zone))
+
+    def zone(creator: int | None, *schedules: Any) -> str:
+        by = None if creator is None else SimpleNamespace(id=creator)
+        run = SimpleNamespace(created_by=by)
+        return str(zone_of(run, SimpleNamespace(schedules=list(schedules))))
+
+    berlin, tokyo = schedule(1, "Europe/Berlin"), schedule(2, "Asia/Tokyo")
+    assert zone(2, berlin, tokyo) == "Asia/Tokyo"
+    assert zone(None, berlin) == zone(9, berlin) == "Europe/Berlin", "the run is a night's, by hand"
+    assert zone(None, berlin, tokyo) == zone(None) == zone(3, schedule(3, None)) == "UTC"

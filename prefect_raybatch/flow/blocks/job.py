@@ -138,7 +138,8 @@ class BatchInferenceJob(JobBlock[RunReport]):
 
     def _start(self, run_key: str | None) -> BatchInferenceRun:
         from prefect_raybatch.api import resolve_run
-        from prefect_raybatch.flow.flows import batch_inference, scheduled_start
+        from prefect_raybatch.flow.flows import batch_inference
+        from prefect_raybatch.flow.schedule import scheduled_start
         from prefect_raybatch.flow.tasks import with_blocks
 
         job = self.batch_job()

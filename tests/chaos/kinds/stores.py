@@ -166,9 +166,7 @@ def disk_full(t: Trial) -> None:
     _mount(t, mount, f"size={size}k,nr_inodes=10k")
     t.setup(rows=1200, per_shard=40)
     driver = t.start()
-    status = t.expect_error(
-        driver, "StoreError", "disk full", "Free some space", "run the same command"
-    )
+    status = t.expect_error(driver, "StoreError", "disk full", "Free some space")
     t.fault(f"{size} KB disk full at {len(t.commit_names())} commits: {status['text'][:60]}")
     t.keep()
     subprocess.run(["mount", "-o", "remount,size=64m", str(mount)], check=True)

@@ -1,0 +1,54 @@
+"""The outcome of a run in one line, for the run history and the states of flow runs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.report.report import duration
+from prefect_raybatch.words import counted, money
+
+FEW_ROWS = 0.5  # of the usual rows
+COMPARED_RUNS = 7  # completed runs that give the usual number of rows
+NOTHING_TO_DO = "Nothing to do."
+
+
+def outcome_text(
+    rows: int,
+    good: int,
+    failed: int,
+    seconds: float,
+    cost: float | None,
+    remarks: Sequence[str] = (),
+) -> str:
+    """Return the outcome of a completed run, and what to look at; `seconds` is its whole time."""
+    parts = [f"{good:,} of {counted(rows, 'row')}"]
+    if failed:
+        share = 100 * failed / rows
+        parts.append(f"{failed:,} in quarantine ({max(share, 0.1):.1f} %)")
+    parts.append(duration(seconds))
+    if cost is not None:
+        parts.append(f"cost {money(cost)}")
+    return " ".join([f"{', '.join(parts)}.", *(remarks or [NOTHING_TO_DO])])
+
+
+def verdict_of(report: RunReport, remarks: Sequence[str] = ()) -> str:
+    """Return the verdict on a run from its report."""
+    seconds = max(report.elapsed, report.seconds)
+    cost = report.cost.get("total")
+    return outcome_text(report.rows, report.good, report.failed, seconds, cost, remarks)
+
+
+def few_rows(rows: int, earlier: Sequence[int]) -> str | None:
+    """Return the remark on a run with far fewer rows than usual; None for any other run.
+
+    `earlier` are the rows of the completed runs before it, newest first.
+    """
+    compared = earlier[:COMPARED_RUNS]
+    if not compared or rows >= FEW_ROWS * (usual := median(compared)):
+        return None
+    return (
+        f"Far fewer rows than usual: {rows:,}; the median of the last "
+        f"{counted(len(compared), 'completed run')} is {usual:,.0f}. Check the input."
+    )
