@@ -45,9 +45,9 @@ FLOORS = [
     "publish",
     "compile",
     "runs",
+    "remote",
     "api",
     "doctor",
-    "remote",
     "flow",
     "tasks blocks",  # addresses of names that live in flow
     "cli",
@@ -272,7 +272,6 @@ JOB_IMPORTERS = """
     cli: commands drive outputs recovery
     doctor: __init__ finding services
     flow: assets blocks.cluster blocks.job continuing failure flows job_flow page run_history tasks
-    remote: __main__ follower places records
 """
 
 

@@ -19,6 +19,7 @@ from prefect_raybatch.api import finalize_run as finalize
 from prefect_raybatch.api import plan_run, recorded_attempt, retry
 from prefect_raybatch.api import publish_run as publish
 from prefect_raybatch.api.retry import Retry
+from prefect_raybatch.api.submission import infer_in_place
 from prefect_raybatch.api.tune import tune as try_settings
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.stops import Sample
@@ -43,7 +44,6 @@ from prefect_raybatch.job.run_words import date_of_key, today, with_run_words
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.job.trusted_places import check_blocks, check_run_place
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.remote.places import infer_in_place
 from prefect_raybatch.report import plots
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.advice import DEADLINE_MISSED
