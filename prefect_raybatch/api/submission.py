@@ -12,8 +12,7 @@ from typing import Any
 
 from prefect_raybatch.api import infer_run
 from prefect_raybatch.compile.fingerprint import LOOKED_UP, answer_fields, shown_parts
-from prefect_raybatch.compile.job import model_request, planned_job
-from prefect_raybatch.compile.public_job import public_job
+from prefect_raybatch.compile.job import model_request, planned_job, public_job
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job.batch_job import BatchJob

@@ -32,8 +32,7 @@ from prefect_raybatch.doctor.services import prefect_api
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.flow import origin  # noqa: F401  # says which jobs the policy limits
 from prefect_raybatch.flow.blocks.cluster import access_of
-from prefect_raybatch.job.cluster import Cluster
-from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.cluster import Cluster, ClusterAccess
 from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.job.trusted_places import check_server
 from prefect_raybatch.kuberay.api import KubeApi

@@ -22,7 +22,7 @@ from prefect_raybatch.api.retry import Retry
 from prefect_raybatch.api.submission import infer_in_place
 from prefect_raybatch.api.tune import tune as try_settings
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.driver.stops import Sample
+from prefect_raybatch.driver.stops import Sample, failed_sample
 from prefect_raybatch.errors import ConfigError, RayBatchError, StoreError, is_transient
 from prefect_raybatch.flow import origin  # noqa: F401  # says which jobs the policy limits
 from prefect_raybatch.flow import reconcile as flow_runs
@@ -51,7 +51,6 @@ from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import published_text
 from prefect_raybatch.runs import tune
 from prefect_raybatch.runs.attempts import FINALIZING, INFERENCE, record_command
-from prefect_raybatch.runs.failed_sample import failed_sample
 from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.retry import Nothing
 from prefect_raybatch.runs.run import Run, run_store

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from prefect_raybatch.job import answer_schema
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.job.job_file import with_fields
 
 

@@ -41,7 +41,7 @@ from prefect_raybatch.errors import (
     JobStopped,
     RayBatchError,
 )
-from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.job.secrets import hide_path
 from prefect_raybatch.ledger.increments import begin_asks, increment_of
 from prefect_raybatch.ledger.ledger import READERS, Ledger

@@ -36,7 +36,7 @@ from prefect_raybatch.ledger.increments import (
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Plan
-from prefect_raybatch.runs.planned_by import compare_code
+from prefect_raybatch.runs.attempts import compare_code
 from prefect_raybatch.runs.precision import decided_precision
 from prefect_raybatch.runs.run import Run, run_of, who
 from prefect_raybatch.sizing.prices import gpu_price

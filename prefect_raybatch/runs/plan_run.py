@@ -25,9 +25,9 @@ from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.accepting import check_acceptable, of_model
 from prefect_raybatch.publish.planned import check_targets_of
+from prefect_raybatch.runs.attempts import note_planner
 from prefect_raybatch.runs.estimate import estimate
 from prefect_raybatch.runs.new_plan import RunInput, new_plan
-from prefect_raybatch.runs.planned_by import note_planner
 from prefect_raybatch.runs.run import Run, run_of, who
 from prefect_raybatch.sizing.agreement import trial_rows
 from prefect_raybatch.sizing.sizes import assumed

@@ -36,14 +36,13 @@ from prefect_raybatch.compile.job import compile_job, compile_planned, finish_sp
 from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.ledger.increments import OF_ROWS, begin_asks, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.records import Plan, load
-from prefect_raybatch.plan.keying import keying_of
-from prefect_raybatch.plan.row_keys import RowKeys
+from prefect_raybatch.plan.row_keys import RowKeys, keying_of
 from prefect_raybatch.runs.increment import asks_of
 from prefect_raybatch.sizing.sizes import Capacity, expected_engines
 from prefect_raybatch.source import Inventory

@@ -32,7 +32,7 @@ from urllib3.util import parse_url
 
 from prefect_raybatch.api.submission import sendable
 from prefect_raybatch.compile.fingerprint import fingerprint
-from prefect_raybatch.compile.public_job import public_job
+from prefect_raybatch.compile.job import public_job
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.publish import PublishTarget

@@ -19,7 +19,7 @@ from helpers.web_server import served
 from prefect_raybatch.doctor import services
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError, StoreError
 from prefect_raybatch.flow.blocks.cluster import RayCluster
-from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.policy.in_force import operator_policy, under
 from prefect_raybatch.remote.server import JobServer
 from prefect_raybatch.source import peek

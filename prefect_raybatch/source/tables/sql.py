@@ -20,8 +20,7 @@ from urllib.parse import parse_qs, quote
 import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
-from prefect_raybatch.job.sql_types import arrow_type
-from prefect_raybatch.job.table_formats import SQL_SCHEMES
+from prefect_raybatch.job.table_formats import SQL_SCHEMES, arrow_type
 from prefect_raybatch.job.trusted_places import database_file
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
