@@ -271,7 +271,7 @@ TAKE_A_JOB = ("job", "compile", "api")
 JOB_IMPORTERS = """
     cli: commands drive outputs recovery
     doctor: __init__ finding services
-    flow: assets blocks.cluster blocks.job continuing failure flows job_flow page run_history tasks
+    flow: blocks.cluster blocks.job continuing failure flows job_flow page tasks
 """
 
 

@@ -57,7 +57,7 @@ def infer_in_place(
     check_trust(loaded)
     if not loaded.cluster.access.remote:
         return infer_run(loaded, run, observe)
-    check_made_cluster(loaded)
+    check_made_cluster(loaded.cluster.access, loaded.engine)
     owner = owner or Owner()
     return infer_remotely(submission_of(job, loaded, owner.api), run, observe, owner)
 

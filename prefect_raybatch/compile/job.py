@@ -20,7 +20,6 @@ from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.precision import precision_tries, without_tries
 from prefect_raybatch.job.secrets import catalog_place, hide_argument, is_masked, recorded
 from prefect_raybatch.job.source import Source
-from prefect_raybatch.job.tasks import pooling_fields
 from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.spec.cluster import ClusterSpec, Prices
@@ -191,7 +190,7 @@ def sampling_spec(job: BatchJob, planned: Planned | None = None) -> SamplingSpec
     logprobs = given.get("logprobs")
     return SamplingSpec(
         fields=schema_sampling_fields(given, _schema(job.output, planned)),
-        pooling=pooling_fields(job),
+        pooling=_pooling_fields(job),
         temperature=sampling.temperature,
         max_tokens=job.drawn.max_tokens,
         answers=answers_of(job),
@@ -367,3 +366,13 @@ def public_job(job: BatchJob, finish: FinishSpec | None = None) -> dict[str, Any
         if is_masked(hide_argument(engine.get(name), name)):
             del engine[name]
     return value
+
+
+def _pooling_fields(job: BatchJob) -> dict[str, Any]:
+    """Return vLLM's pooling fields of each row except `task`, which the model decides.
+
+    See `model.tasks`: `score` of two texts in one prompt is `classify`, of two vectors `embed`.
+    """
+    if job.engine.task == "embed" and not job.output.normalize:
+        return {"use_activation": False}
+    return {}

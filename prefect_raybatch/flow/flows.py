@@ -174,7 +174,7 @@ def _recorded_unplanned(job: BatchJob, run_key: str | None) -> Iterator[None]:
         if recorded is not None:
             store, key = recorded
             record_command(store, getattr(error, COMMAND, ""))
-            show_history(job, key)
+            show_history(job.name, job.output, key)
         raise
 
 

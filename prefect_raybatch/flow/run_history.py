@@ -8,7 +8,7 @@ from prefect.artifacts import ImageArtifact, MarkdownArtifact
 
 from prefect_raybatch.flow.artifacts import artifact_key, put
 from prefect_raybatch.flow.events import RunEvents
-from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.output import Output
 from prefect_raybatch.report.plots import data_uri, of_history
 from prefect_raybatch.report.run_history import HistoryLine, history_markdown
 from prefect_raybatch.runs.run_history import history_of
@@ -17,20 +17,19 @@ log = logging.getLogger(__name__)
 
 
 def show_history(
-    loaded: BatchJob, run_key: str, tell: bool = False, output: str | None = None
+    name: str, output: Output, run_key: str, tell: bool = False, uri: str | None = None
 ) -> None:
-    """Show the history of the job whose run has just ended.
+    """Show the history of the job `name` whose run has just ended.
 
-    `output` is the output URI as written in the job, which may contain {run_date}. `tell` emits an
-    event if the run's answers drifted. An error here is only logged and never fails the run.
+    `output` has its credentials; `uri` is the output URI as written in the job, which may contain
+    {run_date}. `tell` emits an event if the run's answers drifted. An error here is only logged and
+    never fails the run.
     """
     try:
-        (page,) = history_of(
-            output or loaded.output.uri, loaded.output.options or None, loaded.name
-        )
+        (page,) = history_of(uri or output.uri, output.options or None, name)
         if not page.runs:  # the run has no plan yet
             return
-        key = artifact_key(loaded.name)
+        key = artifact_key(name)
         text = MarkdownArtifact(markdown=history_markdown(page), description="Run history.")
         put(text, f"{key}-history", run_key)
         picture = of_history(page.runs)
@@ -43,7 +42,7 @@ def show_history(
         log.warning("could not show the run history: %s: %s", type(error).__name__, error)
         return
     if line is not None and tell:
-        _tell_drift(line, loaded.name)
+        _tell_drift(line, name)
 
 
 def _tell_drift(line: HistoryLine, job: str) -> None:

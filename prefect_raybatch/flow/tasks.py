@@ -189,7 +189,9 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
             report = finalize(loaded, run, progress)
         with watched() as api, api.within():
             _show_report(job, report)
-        show_history(loaded, run.run_key, tell=not run.finished, output=job.output.uri)
+        show_history(
+            *(loaded.name, loaded.output, run.run_key), tell=not run.finished, uri=job.output.uri
+        )
         if not run.finished:  # else an earlier flow run has logged it
             get_run_logger().info(
                 "run %s: %s = %s answered + %s in quarantine + %s left out, in %s",
@@ -202,7 +204,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
                     get_run_logger().warning(
                         "%s: %s. Use %s", advice.about, advice.evidence, advice.change
                     )
-            materialize_result(report, job, loaded.source)
+            materialize_result(report, job.name, job.output.uri, loaded.source)
             if not job.output.publish:  # else `publish_run` completes it
                 RunEvents(run.run_key, job.name).completed(report)
         return report
@@ -282,7 +284,7 @@ def failed_run_shown(job: BatchJob, run_key: str) -> Iterator[None]:
         loaded = _loaded(job, run_key)
         if is_explained(error) and not isinstance(error, StoreError) and _is_allowed(loaded):
             record_command(run_store(loaded.output, run_key), getattr(error, COMMAND, ""))
-            show_history(loaded, run_key, output=job.output.uri)
+            show_history(loaded.name, loaded.output, run_key, uri=job.output.uri)
         raise
 
 

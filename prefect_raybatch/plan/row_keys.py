@@ -16,8 +16,13 @@ import numpy as np
 import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
+from prefect_raybatch.job.counted_fields import FREE_ENGINE_ARGUMENTS
+from prefect_raybatch.job.precision import TRY_FP8
+from prefect_raybatch.job.secrets import hide_argument
 from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.model import adapters
 from prefect_raybatch.model import pinned as models
+from prefect_raybatch.model.pinned import PinnedModel
 from prefect_raybatch.plan.joining import PACKED_KEY, Join
 from prefect_raybatch.plan.prefix_order import RANK, compared_text, dealt_out, sort_text
 from prefect_raybatch.source import Inventory
@@ -30,19 +35,13 @@ from prefect_raybatch.stages.columns import DIGESTS_TYPE, KEY, KEY_BYTES, KEY_TY
 from prefect_raybatch.stages.images.rows import Digests, TooManyAway, row_images
 from prefect_raybatch.stages.pooling import Pooling
 from prefect_raybatch.stages.prepare import Prepare
-from prefect_raybatch.stages.request_key import Keying
+from prefect_raybatch.stages.request_key import Keying, context_of
 from prefect_raybatch.stages.texts import PrepareTexts, prepare_of
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
     from prefect_raybatch.stages.read import ShardReader
-from prefect_raybatch.job.counted_fields import FREE_ENGINE_ARGUMENTS
-from prefect_raybatch.job.precision import TRY_FP8
-from prefect_raybatch.job.secrets import hide_argument
-from prefect_raybatch.model import adapters
-from prefect_raybatch.model.pinned import PinnedModel
-from prefect_raybatch.stages.request_key import context_of
 
 log = logging.getLogger(__name__)
 ROWS_A_TASK = 1 << 16  # rows whose keys a task makes

@@ -37,9 +37,6 @@ from prefect_raybatch.stages.label_probabilities import check_labels
 from prefect_raybatch.storage import Store, is_remote, join
 
 if TYPE_CHECKING:
-    pass
-
-if TYPE_CHECKING:
     import ray.data
 
 log = logging.getLogger(__name__)
@@ -105,7 +102,7 @@ def _check_cluster(resolved: Resolved) -> None:
     from prefect_raybatch.installed import check_engine_packages
 
     spec = cluster_spec(resolved.job)
-    check_made_cluster(resolved.job)
+    check_made_cluster(spec.access, resolved.job.engine)
     if spec.access.remote:
         return
     if address := cluster.address_of(spec):
@@ -170,7 +167,7 @@ def check_pinned_model(spec: RunSpec, model: Mapping[str, Any], files: bool = Tr
 
     As far as its files tell; without `files`, by its config.json and its chat template only.
     """
-    model_check.check(spec, model, files)
+    model_check.check(spec.engine.model, spec.prompt, spec.sampling, model, files)
     chat_template.check_template(spec.prompt, spec.engine.model, model)
     check_labels(spec.sampling.labels, spec.engine.model, model)
 
@@ -196,7 +193,7 @@ def begin_run(
 
     If another process wrote its plan first, return that run. `dataset` replaces the source files.
     """
-    check_made_cluster(resolved.job)
+    check_made_cluster(resolved.job.cluster.access, resolved.job.engine)
     # a _SUCCESS without a plan is another run's, and would be found only at the end
     ledger.finished()
     ledger.store.probe()

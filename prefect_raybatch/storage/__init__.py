@@ -6,8 +6,10 @@ starts at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prefect_raybatch.storage.base import FileInfo, Store
 from prefect_raybatch.storage.local import LocalStore
@@ -31,10 +33,6 @@ from prefect_raybatch.storage.uri import contains, is_remote, join, normalize, s
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
 
 __all__ = [
     "FileInfo",

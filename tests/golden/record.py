@@ -106,7 +106,7 @@ def _recorded(golden: GoldenJob) -> dict[str, Any]:
             "files": [_file(file) for file in ledger.files(plan)],
             "shards": [ledger.shards(plan)[shard].rows for shard in range(plan.shards)],
             "keys": _keys(compile_job(resolve(job).job), plan, ledger),
-            "result": dict(result_columns(spec)),
+            "result": dict(result_columns(spec.finish, spec.sampling, spec.engine.model.task)),
             "expected_engines": {
                 name: expected_engines(spec.sizes, have) for name, have in CLUSTERS.items()
             },
