@@ -37,8 +37,8 @@ from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.job.trusted_places import check_server
 from prefect_raybatch.kuberay.api import KubeApi
 from prefect_raybatch.kuberay.run_cluster import delete_expired
+from prefect_raybatch.remote.client import JobServer, RayJob
 from prefect_raybatch.remote.follower import STOP_WAIT, Owner
-from prefect_raybatch.remote.server import JobServer, RayJob
 from prefect_raybatch.words import error_text
 
 log = logging.getLogger(__name__)

@@ -46,6 +46,7 @@ from prefect_raybatch.job.secrets import hide_path
 from prefect_raybatch.ledger.increments import begin_asks, increment_of
 from prefect_raybatch.ledger.ledger import READERS, Ledger
 from prefect_raybatch.ledger.records import Commit, Plan
+from prefect_raybatch.remote.client import JobServer, RayJob
 from prefect_raybatch.remote.logs import LOOK_SHARE, LogFeed
 from prefect_raybatch.remote.records import (
     JobRecords,
@@ -53,7 +54,6 @@ from prefect_raybatch.remote.records import (
     Record,
     job_digest,
 )
-from prefect_raybatch.remote.server import JobServer, RayJob
 from prefect_raybatch.runs.run import Run, load_run
 from prefect_raybatch.storage import open_store, read_ahead
 

@@ -19,7 +19,7 @@ from prefect_raybatch.doctor import services
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import ClusterAccess
-from prefect_raybatch.remote.server import JobServer
+from prefect_raybatch.remote.client import JobServer
 
 TOKEN, OTHER = "0123456789abcdef" * 3, "f" * 48
 WITH_TOKEN = """

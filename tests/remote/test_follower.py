@@ -50,11 +50,11 @@ from prefect_raybatch.ledger.accepted import Accepted
 from prefect_raybatch.ledger.layout import JOBS, heartbeat_path, job_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.remote import __main__ as remote
+from prefect_raybatch.remote import client as servers
 from prefect_raybatch.remote import follower as jobs
-from prefect_raybatch.remote import server as servers
+from prefect_raybatch.remote.client import JobServer
 from prefect_raybatch.remote.logs import LogFeed, MarkedLines
 from prefect_raybatch.remote.records import JobRecords, Outcome
-from prefect_raybatch.remote.server import JobServer
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.storage import open_store
 

@@ -18,7 +18,7 @@ from helpers.small import SmallRun, make_job, small_run
 from prefect_raybatch.api.submission import submission_of
 from prefect_raybatch.errors import ConfigError, JobServerUnavailable, JobStopped
 from prefect_raybatch.remote import follower as jobs
-from prefect_raybatch.remote.server import JobServer
+from prefect_raybatch.remote.client import JobServer
 from prefect_raybatch.runs.run import Run
 
 SCRIPT = """

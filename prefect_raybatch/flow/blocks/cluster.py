@@ -14,7 +14,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import SERVER
 from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.job.kubernetes import Kubernetes
-from prefect_raybatch.remote.server import connect_client
+from prefect_raybatch.remote.client import connect_client
 
 CLIENT_REFUSED = (
     "ray:// (Ray Client) is not supported, because it ends the work after 30 s without network; "
