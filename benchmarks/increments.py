@@ -114,8 +114,7 @@ def tabled(rows: int, cpus: int) -> dict[str, Any]:
     """Keys of a table's rows, written to buckets and joined with as many earlier ones of theirs."""
     from prefect_raybatch import BatchJob, source
     from prefect_raybatch.model import pinned
-    from prefect_raybatch.plan.keying import keying_of
-    from prefect_raybatch.plan.row_keys import RowKeys
+    from prefect_raybatch.plan.row_keys import RowKeys, keying_of
 
     with tempfile.TemporaryDirectory(prefix="raybatch-bench-") as folder:
         write_table(Path(folder, "in.parquet"), rows)

@@ -12,8 +12,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from prefect_raybatch.compile.job import compile_job
-from prefect_raybatch.compile.public_job import public_job
+from prefect_raybatch.compile.job import compile_job, public_job
 from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import Counts, Listener

@@ -22,7 +22,7 @@ ROOT = PACKAGE.parent
 # The rooms from the ground up: each line imports only from lines above it, and from itself.
 FLOORS = [
     "errors",
-    "words harmless exits bounded installed proxies",
+    "words harmless exit_codes bounded installed proxies",
     "temporary_server",
     "nvml",
     "demo",
@@ -31,7 +31,7 @@ FLOORS = [
     "spec",
     "storage",
     "ledger",
-    "finished",
+    "result_reader",
     "source",
     "model",
     "sizing",
@@ -45,9 +45,9 @@ FLOORS = [
     "publish",
     "compile",
     "runs",
+    "remote",
     "api",
     "doctor",
-    "remote",
     "flow",
     "tasks blocks",  # addresses of names that live in flow
     "cli",
@@ -87,8 +87,8 @@ ANYWHERE = {
         "cluster",
         "stages.read",
         "stages.ray_internals",
-        "remote.server",
-        "finished",
+        "remote.client",
+        "result_reader",
         "flow.blocks.cluster",
     },
     "vllm": {"stages.vllm.internals", "stages.vllm.multimodal"},
@@ -271,8 +271,7 @@ TAKE_A_JOB = ("job", "compile", "api")
 JOB_IMPORTERS = """
     cli: commands drive outputs recovery
     doctor: __init__ finding services
-    flow: assets blocks.cluster blocks.job continuing failure flows job_flow page run_history tasks
-    remote: __main__ follower places records
+    flow: blocks.cluster blocks.job continuing failure flows job_flow page tasks
 """
 
 

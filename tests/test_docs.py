@@ -24,6 +24,7 @@ from helpers.reference_tables import COMMANDS, GENERATED, TABLES, generated, rew
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from prefect_raybatch.api.submission import OUTPUT_ENV
 from prefect_raybatch.cli.commands import INTERRUPTED, exit_status
 from prefect_raybatch.cli.recovery import DRAINED_STATUS, PARTIAL_STATUS
 from prefect_raybatch.compile.job import model_request
@@ -33,7 +34,6 @@ from prefect_raybatch.flow.artifacts import ARTIFACT_KINDS
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.counted_fields import FREE_ENGINE_ARGUMENTS
 from prefect_raybatch.ledger.stats import MEANS, PEAKS
-from prefect_raybatch.remote.follower import OUTPUT_ENV
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.stages.vllm.forking import FIRST_VARIABLE
 from prefect_raybatch.stages.vllm.last_words import PLACE as LAST_WORDS

@@ -83,7 +83,7 @@ from functools import partial
 
 import image_captions
 from helpers.engines import FineEngine
-from prefect_raybatch.remote import follower
+from prefect_raybatch.api import submission
 from prefect_raybatch.stages.columns import (
     SHARD,
 )
@@ -94,7 +94,7 @@ class First(FineEngine):
             time.sleep(600)
         return super().__call__(table)
 
-follower.infer_run = partial(follower.infer_run, engine=First)
+submission.infer_run = partial(submission.infer_run, engine=First)
 image_captions.image_captions(*sys.argv[1:])
 """
 

@@ -24,8 +24,7 @@ from prefect_raybatch.driver import metrics
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import LOCAL
-from prefect_raybatch.job.edits import edited
-from prefect_raybatch.job.precision import with_precision
+from prefect_raybatch.job.edits import edited, with_precision
 from prefect_raybatch.job.run_words import (
     date_of_key,
     filled_uri,

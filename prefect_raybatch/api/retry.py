@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prefect_raybatch.compile.job import compile_job
-from prefect_raybatch.compile.public_job import public_job
+from prefect_raybatch.compile.job import compile_job, public_job
 from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob

@@ -98,7 +98,7 @@ def _run_here(
 
     `known` is the job with its credentials.
     """
-    from prefect_raybatch.remote.places import infer_in_place
+    from prefect_raybatch.api.submission import infer_in_place
 
     with engines_early():
         planned = plan()

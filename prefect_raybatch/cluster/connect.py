@@ -28,8 +28,7 @@ from prefect_raybatch.cluster.tokens import check_token_file, keep_token_private
 from prefect_raybatch.cluster.warm import IDLE_SECONDS, WarmEngines, WarmKind, WarmLease
 from prefect_raybatch.cluster.warm_hosts import RayHosts
 from prefect_raybatch.errors import ClusterUnavailable, ConfigError, InsufficientResources
-from prefect_raybatch.job.cluster import LOCAL
-from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.cluster import LOCAL, ClusterAccess
 from prefect_raybatch.job.ray_cluster import pod_groups
 from prefect_raybatch.sizing.cards import card
 from prefect_raybatch.sizing.sizes import Capacity, Pool, pool_for, rooms, to_be_made

@@ -48,8 +48,7 @@ from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.stages.block import Failure, is_lost
 from prefect_raybatch.stages.calls.calling import Calls
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage, engine_launch
-from prefect_raybatch.stages.finish import RECEIPT, Finish
-from prefect_raybatch.stages.finish_raw import RawFinish
+from prefect_raybatch.stages.finish import RECEIPT, Finish, RawFinish
 from prefect_raybatch.stages.images.rows import row_images
 from prefect_raybatch.stages.lookup import LookUp
 from prefect_raybatch.stages.pooling import Pooling

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from prefect_raybatch.bounded import within
 from prefect_raybatch.cluster.tokens import token_missing, token_sent, token_wrong
 from prefect_raybatch.errors import ClusterUnavailable, ConfigError
-from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.cluster import ClusterAccess
 
 CONNECT_SECONDS = 2.0  # seconds for a connection, and again for the answer
 REACH_SECONDS = 4.5  # in total, with the name lookup, which has no timeout of its own

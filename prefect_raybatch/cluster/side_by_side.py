@@ -16,7 +16,7 @@ from prefect_raybatch.errors import ClusterUnavailable, RayBatchError
 from prefect_raybatch.source.cuts import Everywhere
 from prefect_raybatch.source.side_copies import in_threads
 from prefect_raybatch.spec.cluster import ClusterSpec
-from prefect_raybatch.storage.ahead import Item, Value
+from prefect_raybatch.storage import Item, Value
 from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from prefect_raybatch.bounded import read_regular_file
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.cluster import ClusterAccess
 
 log = logging.getLogger(__name__)
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 from prefect_raybatch.compile.sizes import answers_of, size_spec
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.answer_schema import schema_sampling_fields
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.checks import is_web
 from prefect_raybatch.job.cluster import Cluster
 from prefect_raybatch.job.early_stop import choice_of
 from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.precision import precision_tries, without_tries
+from prefect_raybatch.job.secrets import catalog_place, hide_argument, is_masked, recorded
 from prefect_raybatch.job.source import Source
-from prefect_raybatch.job.tasks import pooling_fields
 from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.spec.cluster import ClusterSpec, Prices
@@ -188,7 +190,7 @@ def sampling_spec(job: BatchJob, planned: Planned | None = None) -> SamplingSpec
     logprobs = given.get("logprobs")
     return SamplingSpec(
         fields=schema_sampling_fields(given, _schema(job.output, planned)),
-        pooling=pooling_fields(job),
+        pooling=_pooling_fields(job),
         temperature=sampling.temperature,
         max_tokens=job.drawn.max_tokens,
         answers=answers_of(job),
@@ -336,3 +338,41 @@ def cluster_spec(job: BatchJob) -> ClusterSpec:
 
 def prices_of(cluster: Cluster) -> Prices:
     return Prices(cluster.price_per_gpu_hour, cluster.price_by_card)
+
+
+def public_job(job: BatchJob, finish: FinishSpec | None = None) -> dict[str, Any]:
+    """Return the job as the run directory keeps it: without possible secrets.
+
+    Store options, environment and URL signatures are left out. `finish` has the final names of the
+    result's columns.
+    """
+    value = job.to_dict()
+    if finish is not None:
+        for field in GIVE_WAY:
+            if getattr(finish, field) != getattr(job.output, field):
+                value["output"][field] = getattr(finish, field)
+    for group in ("source", "output"):
+        value.get(group, {}).pop("options", None)
+    if any(is_web(uri) for uri in job.source.uris):
+        plain = [recorded(uri) if is_web(uri) else uri for uri in job.source.uris]
+        value["source"]["uri"] = plain[0] if isinstance(job.source.uri, str) else plain
+    if job.output.publish:
+        value["output"]["publish"] = [target.public() for target in job.output.publish]
+    if job.source.catalog:
+        value["source"]["catalog"] = catalog_place(job.source.catalog)
+    engine = value.get("engine", {})
+    engine.pop("env", None)
+    for name in job.engine.given:
+        if is_masked(hide_argument(engine.get(name), name)):
+            del engine[name]
+    return value
+
+
+def _pooling_fields(job: BatchJob) -> dict[str, Any]:
+    """Return vLLM's pooling fields of each row except `task`, which the model decides.
+
+    See `model.tasks`: `score` of two texts in one prompt is `classify`, of two vectors `embed`.
+    """
+    if job.engine.task == "embed" and not job.output.normalize:
+        return {"use_activation": False}
+    return {}

@@ -13,7 +13,7 @@ from importlib import metadata
 from prefect_raybatch import demo, nvml
 from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.doctor.finding import CheckContext, Finding, failed, passed, warned
-from prefect_raybatch.exits import exit_text
+from prefect_raybatch.exit_codes import exit_text
 from prefect_raybatch.model import pinned as models
 
 START_LIMIT_SECONDS = 110.0  # for an engine to start and answer; about 15 on an idle machine

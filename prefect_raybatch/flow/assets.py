@@ -12,7 +12,6 @@ from typing import Any
 from prefect.assets import Asset, add_asset_metadata, materialize
 
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.report.records import RunReport
@@ -105,22 +104,22 @@ def metadata(report: RunReport) -> dict[str, Any]:
     }
 
 
-def materialize_result(report: RunReport, written: BatchJob, source: Source) -> None:
+def materialize_result(report: RunReport, name: str, output: str, source: Source) -> None:
     """Record the result as an asset with row count and location, and its inputs as upstream assets.
 
-    `written` is the job before {run_date} and {run_key} are filled in, if known; `source` has its
-    credentials. An error is only logged, because the result exists in any case.
+    `name` is the job's; `output` is its output URI before {run_date} and {run_key} are filled in,
+    if known; `source` has its credentials. An error is only logged, because the result exists in
+    any case.
     """
     try:
-        key = asset_key(written.output.uri, written.name)
+        key = asset_key(output, name)
         upstream = [source_key for source_key in source_keys(source) if source_key != key]
-        name = f"result-asset-{report.run_key}"
 
         @materialize(
             Asset(key=key),
             by="prefect-raybatch",
             name="result_asset",
-            task_run_name=name,
+            task_run_name=f"result-asset-{report.run_key}",
             asset_deps=[Asset(key=source_key) for source_key in upstream],
         )
         def result_asset() -> None:

@@ -191,7 +191,7 @@ def _recorded_unplanned(
         if recorded is not None:
             store, key = recorded
             record_command(store, getattr(error, COMMAND, ""))
-            show_history(job, key)
+            show_history(job.name, job.output, key)
         raise
 
 

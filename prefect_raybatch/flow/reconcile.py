@@ -32,14 +32,13 @@ from prefect_raybatch.doctor.services import prefect_api
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.flow import origin  # noqa: F401  # says which jobs the policy limits
 from prefect_raybatch.flow.blocks.cluster import access_of
-from prefect_raybatch.job.cluster import Cluster
-from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.cluster import Cluster, ClusterAccess
 from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.job.trusted_places import check_server
 from prefect_raybatch.kuberay.api import KubeApi
 from prefect_raybatch.kuberay.run_cluster import delete_expired
+from prefect_raybatch.remote.client import JobServer, RayJob
 from prefect_raybatch.remote.follower import STOP_WAIT, Owner
-from prefect_raybatch.remote.server import JobServer, RayJob
 from prefect_raybatch.words import error_text
 
 log = logging.getLogger(__name__)

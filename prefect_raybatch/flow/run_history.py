@@ -12,8 +12,7 @@ from prefect.artifacts import ImageArtifact, MarkdownArtifact
 
 from prefect_raybatch.flow.artifacts import artifact_key, put
 from prefect_raybatch.flow.events import RunEvents
-from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.edits import edited
+from prefect_raybatch.job.output import Output
 from prefect_raybatch.report.plots import data_uri, of_history
 from prefect_raybatch.report.run_history import HistoryLine, history_markdown, remarks
 from prefect_raybatch.runs.run_history import changed_fields, history_of
@@ -47,30 +46,31 @@ def flow_notes(output: str) -> Iterator[FlowNotes]:
         _notes.reset(token)
 
 
-def as_written(job: BatchJob) -> BatchJob:
-    """Return the job with its output URI as written, which all its runs have in common."""
+def written_uri(uri: str) -> str:
+    """Return a job's output URI as written, which all its runs have in common."""
     notes = _notes.get()
-    if notes is None or notes.output == job.output.uri:
-        return job
-    return edited(job, {"output.uri": notes.output}, "the job as written")
+    return uri if notes is None else notes.output
 
 
 def show_history(
-    loaded: BatchJob, run_key: str, tell: bool = False, output: str | None = None
+    name: str,
+    output: Output,
+    run_key: str,
+    tell: bool = False,
+    uri: str | None = None,
+    limited: bool = False,
 ) -> None:
-    """Show the history of the job whose run has just ended.
+    """Show the history of the job `name` whose run has just ended.
 
-    `output` is the output URI as written in the job, which may contain {run_date}. `tell` emits an
-    event if the run has far fewer rows than usual or its answers drifted. An error here is only
-    logged and never fails the run.
+    `output` has its credentials; `uri` is the output URI as written in the job, which may contain
+    {run_date}. `tell` emits an event if the run has far fewer rows than usual, unless `limited`, or
+    if its answers drifted. An error here is only logged and never fails the run.
     """
     try:
-        (page,) = history_of(
-            output or loaded.output.uri, loaded.output.options or None, loaded.name
-        )
+        (page,) = history_of(uri or output.uri, output.options or None, name)
         if not page.runs:  # the run has no plan yet
             return
-        key = artifact_key(loaded.name)
+        key = artifact_key(name)
         text = MarkdownArtifact(markdown=history_markdown(page), description="Run history.")
         put(text, f"{key}-history", run_key)
         picture = of_history(page.runs)
@@ -84,13 +84,12 @@ def show_history(
         return
     if line is None or line.good is None:
         return
-    unusual = [] if loaded.source.limit else remarks(page, line)
+    unusual = [] if limited else remarks(page, line)
     if (notes := _notes.get()) is not None:
         notes.remarks = [*unusual, *(["The answers have drifted."] if line.shifts else [])]
     if tell:
-        _tell_few_rows(line, loaded.name, unusual)
-        changed = changed_fields(page, line, loaded.output.options)
-        _tell_drift(line, loaded.name, changed)
+        _tell_few_rows(line, name, unusual)
+        _tell_drift(line, name, changed_fields(page, line, output.options))
 
 
 def _tell_few_rows(line: HistoryLine, job: str, unusual: list[str]) -> None:

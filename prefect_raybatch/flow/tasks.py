@@ -20,9 +20,10 @@ from prefect_raybatch.api import finalize_run as finalize
 from prefect_raybatch.api import plan_run, recorded_attempt, retry
 from prefect_raybatch.api import publish_run as publish
 from prefect_raybatch.api.retry import Retry
+from prefect_raybatch.api.submission import infer_in_place
 from prefect_raybatch.api.tune import tune as try_settings
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.driver.stops import Sample, Stop
+from prefect_raybatch.driver.stops import Sample, Stop, failed_sample, last_stop
 from prefect_raybatch.errors import ConfigError, RayBatchError, StoreError, is_transient
 from prefect_raybatch.flow import origin  # noqa: F401  # says which jobs the policy limits
 from prefect_raybatch.flow import reconcile as flow_runs
@@ -34,7 +35,7 @@ from prefect_raybatch.flow.blocks.store import options_of
 from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.flow.failure import COMMAND, ROWS_SHOWN, crash_advice, explained, is_explained
 from prefect_raybatch.flow.page import Observer, Page
-from prefect_raybatch.flow.run_history import as_written, show_history
+from prefect_raybatch.flow.run_history import show_history, written_uri
 from prefect_raybatch.flow.texts import STORABLE_LINES
 from prefect_raybatch.harmless import markdown_text
 from prefect_raybatch.job.batch_job import BatchJob
@@ -44,7 +45,6 @@ from prefect_raybatch.job.run_words import date_of_key, today, with_run_words
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.job.trusted_places import check_blocks, check_run_place
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.remote.places import infer_in_place
 from prefect_raybatch.report import plots
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.advice import DEADLINE_MISSED
@@ -52,7 +52,6 @@ from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import published_text, published_verb
 from prefect_raybatch.runs import tune
 from prefect_raybatch.runs.attempts import FINALIZING, INFERENCE, record_command
-from prefect_raybatch.runs.failed_sample import failed_sample, last_stop
 from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.retry import Nothing
 from prefect_raybatch.runs.run import Run, run_store
@@ -191,8 +190,13 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
             report = finalize(loaded, run, progress)
         with watched() as api, api.within():
             _show_report(job, report)
-        written = as_written(job)
-        show_history(loaded, run.run_key, tell=not run.finished, output=written.output.uri)
+        written = written_uri(job.output.uri)
+        show_history(
+            *(loaded.name, loaded.output, run.run_key),
+            tell=not run.finished,
+            uri=written,
+            limited=loaded.source.limit is not None,
+        )
         if not run.finished:  # else an earlier flow run has logged it
             get_run_logger().info(
                 "run %s: %s = %s answered + %s in quarantine + %s left out, in %s",
@@ -205,7 +209,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
                     get_run_logger().warning(
                         "%s: %s. Use %s", advice.about, advice.evidence, advice.change
                     )
-            materialize_result(report, written, loaded.source)
+            materialize_result(report, job.name, written, loaded.source)
             if not job.output.publish:  # else `publish_run` completes it
                 RunEvents(run.run_key, job.name).completed(report)
         return report
@@ -291,7 +295,8 @@ def failed_run_shown(job: BatchJob, run_key: str) -> Iterator[None]:
         loaded = _loaded(job, run_key)
         if is_explained(error) and not isinstance(error, StoreError) and _is_allowed(loaded):
             record_command(run_store(loaded.output, run_key), getattr(error, COMMAND, ""))
-            show_history(loaded, run_key, output=as_written(job).output.uri)
+            uri = written_uri(job.output.uri)
+            show_history(loaded.name, loaded.output, run_key, uri=uri)
         raise
 
 

@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import PrivateAttr, field_validator, model_validator
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import SERVER
-from prefect_raybatch.job.cluster_access import ClusterAccess
 from prefect_raybatch.job.group import Group, field
 from prefect_raybatch.job.kubernetes import Kubernetes
 
 RAY_CLUSTER = re.compile(r"ray-cluster/[a-z0-9][a-z0-9-]*")
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterAccess:
+    """The address or the job server of a cluster, both None for a local one.
+
+    `token` is Ray's, by default that of the environment; `headers` are sent with each request to
+    the job server, including the token. `block` is the block that these come from, None for the
+    job. No secret is in the repr.
+    """
+
+    address: str | None = None
+    job_server: str | None = None
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
+    token: str | None = dataclasses.field(default=None, repr=False)
+    block: str | None = None
+    kubernetes: Kubernetes | None = None
+
+    @property
+    def remote(self) -> bool:
+        """Return whether runs are jobs of a Ray job server and so work in no process of ours."""
+        return self.job_server is not None or self.kubernetes is not None
 
 
 class Stage(Group):

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from prefect_raybatch.job import answer_schema
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.job.job_file import with_fields
+from prefect_raybatch.job.precision import PRECISION_FIELDS, TRY_FP8, precision_tries
 
 
 def edited(job: BatchJob, changes: Mapping[str, object], where: str) -> BatchJob:
@@ -60,3 +61,17 @@ def with_answer_schema(job: BatchJob, text: str | None = None) -> BatchJob:
 def with_template_text(job: BatchJob, text: str) -> BatchJob:
     """Return the job with the text of its chat template."""
     return job.model_copy(update={"prompt": job.prompt.model_copy(update={"chat_template": text})})
+
+
+def with_precision(job: BatchJob, decided: Mapping[str, str]) -> BatchJob:
+    """Return the job with its trials replaced by the decision; {}: the model as it is stored."""
+    if not precision_tries(job.engine):
+        return job
+    engine = job.engine.model_copy()
+    extra = engine.model_extra
+    for name in PRECISION_FIELDS:
+        if extra is not None and extra.get(name) == TRY_FP8:
+            del extra[name]
+    if extra is not None:
+        extra.update(decided)
+    return job.model_copy(update={"engine": engine})

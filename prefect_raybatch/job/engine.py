@@ -267,7 +267,7 @@ class Engine(Group):
     def context(self) -> int | None:
         """`max_model_len` in tokens; None for the model's own.
 
-        `RunSpec.decide` settles `auto` later.
+        `decide` of the compiled spec settles `auto` later.
         """
         return None if self.max_model_len == "auto" else self.max_model_len
 

@@ -11,7 +11,7 @@ import yaml
 
 from prefect_raybatch.bounded import read_regular_file
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.job_file import MAX_JOB_BYTES
 from prefect_raybatch.job.kubernetes import GPU, Kubernetes, check_manifest, quantity
@@ -27,11 +27,10 @@ class PodGroup(NamedTuple):
     cpus: float
 
 
-def check_made_cluster(job: BatchJob) -> None:
-    """Call `check_shape` for a job; does nothing if it creates no cluster."""
-    made = job.cluster.access.kubernetes
-    if made is not None:
-        check_shape(made, job.engine)
+def check_made_cluster(access: ClusterAccess, engine: Engine) -> None:
+    """Call `check_shape` for the cluster that a job creates; does nothing if it creates none."""
+    if access.kubernetes is not None:
+        check_shape(access.kubernetes, engine)
 
 
 def check_shape(made: Kubernetes, engine: Engine) -> None:

@@ -21,9 +21,9 @@ from prefect_raybatch.job.filter_text import parse_filter
 from prefect_raybatch.job.group import Group, field
 from prefect_raybatch.job.run_words import check_run_words
 from prefect_raybatch.job.secrets import hide_users, holds_password, is_masked
-from prefect_raybatch.job.sql_types import arrow_type
 from prefect_raybatch.job.table_formats import (
     TABLE_FORMATS,
+    arrow_type,
     check_catalog,
     format_of_scheme,
     hub_name,

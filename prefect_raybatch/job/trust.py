@@ -42,7 +42,7 @@ def check_trust(job: BatchJob) -> None:
             check_module(name.partition(":")[0], field)
     check_engine_trust(job.engine, policy)
     check_reach(job, policy)
-    check_made_pods(job, policy)
+    check_made_pods(job.cluster, policy)
 
 
 def check_types(schema: pa.Schema, where: str, error: type[RayBatchError] = CorruptRun) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.cluster import Cluster
 from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.job.ray_cluster import given_manifest
 from prefect_raybatch.job.trusted_places import Reach
@@ -33,13 +33,13 @@ POD_PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
 POD_HOOKS = ("postStart", "preStop")
 
 
-def check_made_pods(job: BatchJob, policy: JobPolicy) -> None:
+def check_made_pods(cluster: Cluster, policy: JobPolicy) -> None:
     """Raise `ConfigError` for a cluster that the policy does not allow.
 
     Checks the job's own, and that of its RayCluster block if this is loaded.
     """
-    loaded = job.cluster.access_if_loaded
-    for made in (job.cluster.kubernetes.asked, loaded.kubernetes if loaded else None):
+    loaded = cluster.access_if_loaded
+    for made in (cluster.kubernetes.asked, loaded.kubernetes if loaded else None):
         if made is not None:
             check_pods(made, policy)
 

@@ -17,8 +17,7 @@ from prefect_raybatch.model import adapters, tasks
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.context import ModelConfig, longest_context, own_context, text_part
 from prefect_raybatch.spec.engine import ModelRequest
-from prefect_raybatch.spec.request import ImageSpec, SamplingSpec
-from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.request import ImageSpec, PromptSpec, SamplingSpec
 from prefect_raybatch.storage import Store, is_remote
 
 LONGER_ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # vLLM lets a longer context through then
@@ -33,7 +32,13 @@ TOKENIZER = (
 )
 
 
-def check(spec: RunSpec, model: models.PinnedModel, files: bool = True) -> None:
+def check(
+    request: ModelRequest,
+    prompt: PromptSpec,
+    sampling: SamplingSpec,
+    model: models.PinnedModel,
+    files: bool = True,
+) -> None:
     """Raise `ConfigError` for a model that cannot do what the run asks of it.
 
     It must do the task, take the images, have weights, tokenizer and complete files, room for the
@@ -41,15 +46,15 @@ def check(spec: RunSpec, model: models.PinnedModel, files: bool = True) -> None:
     `pinned.pin`. For a Hugging Face name, and for any model without `files` (as for an imagined
     cluster), only config.json is checked.
     """
-    request, source = spec.engine.model, str(model["source"])
+    source = str(model["source"])
     config, _ = models.read_config(model)
-    tasks.check_can(request, source, config, spec.prompt.paired)
-    if spec.prompt.images is not None:
-        check_images(request, spec.prompt.images, source, config)
+    tasks.check_can(request, source, config, prompt.paired)
+    if prompt.images is not None:
+        check_images(request, prompt.images, source, config)
     _check_length(request, config)
     if not request.pools:
-        _check_room(request, spec.sampling.max_tokens, config)
-        _check_vocabulary(request, spec.sampling, config)
+        _check_room(request, sampling.max_tokens, config)
+        _check_vocabulary(request, sampling, config)
     if found := adapters.pin_adapters(request) if files else {}:
         adapters.check_adapters_fit(request, found, config)
     if not files:

@@ -254,7 +254,7 @@ class Sink(ABC):
         return str(hide_users(line))[:ERROR_SHOWN]
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     if isinstance(value, dict):
         for name, inner in value.items():
             if name not in ("type", "name", "uri", "warehouse", "endpoint_url", "region"):

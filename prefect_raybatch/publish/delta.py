@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -18,6 +18,9 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.publish.base import PROPERTY, PUBLISH_TRIES, AnsweredRows, Observe
 from prefect_raybatch.publish.stores import FolderSink
 from prefect_raybatch.publish.types import converted_schema
+
+if TYPE_CHECKING:
+    from deltalake import DeltaTable
 
 # What delta-rs says of rows, columns and tables that it will not take at another time either.
 _REFUSED = re.compile(
@@ -92,7 +95,7 @@ class DeltaSink(FolderSink):
             handle = self._open()
             return handle is not None and _version_with(handle, plan, recorded) is not None
 
-    def _commit(self, handle: Any, rows: AnsweredRows) -> None:
+    def _commit(self, handle: DeltaTable, rows: AnsweredRows) -> None:
         from deltalake import CommitProperties, Transaction, write_deltalake
 
         # Beyond the last one: a table that was restored keeps the transactions it went back behind.
@@ -126,7 +129,7 @@ class DeltaSink(FolderSink):
             .execute()
         )
 
-    def _open(self) -> Any:
+    def _open(self) -> DeltaTable | None:
         from deltalake import DeltaTable
         from deltalake.exceptions import TableNotFoundError
 
@@ -135,7 +138,7 @@ class DeltaSink(FolderSink):
         except TableNotFoundError:
             return None
 
-    def _create(self, rows: AnsweredRows) -> Any:
+    def _create(self, rows: AnsweredRows) -> DeltaTable | None:
         """Return an empty table to commit to, or None if another writer created one meanwhile."""
         from deltalake import DeltaTable, Schema
         from deltalake.exceptions import DeltaError
@@ -158,7 +161,7 @@ def _app_id(plan: str) -> str:
     return f"{PROPERTY.rstrip('.')}:{plan}"
 
 
-def _version_with(handle: Any, plan: str, recorded: str = "") -> str | None:
+def _version_with(handle: DeltaTable, plan: str, recorded: str = "") -> str | None:
     """Return the version in the table's present history that wrote the rows of `plan`, or None.
 
     The application transaction alone does not tell: it survives a RESTORE to an earlier version. So
@@ -193,7 +196,7 @@ def _version_with(handle: Any, plan: str, recorded: str = "") -> str | None:
     return recorded or str(version)
 
 
-def _empties(handle: Any, commit: Mapping[str, Any]) -> bool:
+def _empties(handle: DeltaTable, commit: Mapping[str, Any]) -> bool:
     """Return whether a commit removed every earlier row from the table."""
     operation, given = str(commit.get("operation")), commit.get("operationParameters") or {}
     if operation.startswith(("TRUNCATE", "REPLACE TABLE", "CREATE OR REPLACE TABLE")):

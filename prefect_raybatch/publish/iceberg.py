@@ -16,7 +16,7 @@ import json
 import tempfile
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -26,6 +26,12 @@ from prefect_raybatch.publish.base import PROPERTY, PUBLISH_TRIES, AnsweredRows,
 from prefect_raybatch.publish.types import converted_schema
 from prefect_raybatch.source.tables.iceberg import open_catalog
 from prefect_raybatch.storage import iceberg_options, s3_settings
+
+if TYPE_CHECKING:
+    from pyiceberg.catalog import Catalog
+    from pyiceberg.expressions import BooleanExpression
+    from pyiceberg.table import Table
+    from pyiceberg.table.snapshots import Snapshot
 
 MOST_GROUPS = 1000  # of keys of several columns: the library looks at each for every row
 
@@ -104,7 +110,7 @@ class IcebergSink(Sink):
             table = self._load(self._catalog())
             return table is not None and _snapshot_with(table, plan, recorded) is not None
 
-    def _commit(self, table: Any, rows: AnsweredRows) -> None:
+    def _commit(self, table: Table, rows: AnsweredRows) -> None:
         retries = {"commit.retry.num-retries": "0"}
         # On this handle alone: the table's own properties are not touched.
         table.metadata = table.metadata.model_copy(
@@ -125,12 +131,12 @@ class IcebergSink(Sink):
                     warnings.filterwarnings("ignore", message="Delete operation did not match")
                     transaction.delete(self._same_keys(rows, there), rows.marks)
             transaction.append(data, snapshot_properties=rows.marks)
-            appended = transaction.table_metadata.current_snapshot()
+            appended = cast("Snapshot", transaction.table_metadata.current_snapshot())
             transaction.set_properties(
                 {_property(rows.plan): f"{appended.snapshot_id}:{_age(appended)}"}
             )
 
-    def _need_mergeable(self, table: Any) -> None:
+    def _need_mergeable(self, table: Table) -> None:
         """Raise `ConfigError` for a table that the library cannot merge into."""
         if not self.target.key:
             return
@@ -148,7 +154,7 @@ class IcebergSink(Sink):
                 "into a table without partitions"
             )
 
-    def _same_keys(self, rows: AnsweredRows, there: pa.Schema) -> Any:
+    def _same_keys(self, rows: AnsweredRows, there: pa.Schema) -> BooleanExpression:
         """Return an expression that is true for the table's rows with one of the rows' keys."""
         from pyiceberg import expressions
 
@@ -159,7 +165,8 @@ class IcebergSink(Sink):
         # The column of most values goes into one set for each group of the others.
         *names, last = sorted(names, key=lambda name: pc.count_distinct(keys[name]).as_py())
         if not names:
-            return of.In(last, keys[last].to_pylist())
+            among: BooleanExpression = of.In(last, keys[last].to_pylist())
+            return among
         groups = keys.group_by(names, use_threads=False).aggregate([(last, "list")]).to_pylist()
         if len(groups) > MOST_GROUPS:
             raise ConfigError(
@@ -167,26 +174,29 @@ class IcebergSink(Sink):
                 f"by {', '.join(names)}, but a merge allows {MOST_GROUPS:,}. Merge by one unique "
                 "column, or choose another format"
             )
-        alternatives = []
+        alternatives: list[BooleanExpression] = []
         for group in groups:
             terms = [of.EqualTo(name, group[name]) for name in names]
             alternatives.append(of.And(*terms, of.In(last, group[f"{last}_list"])))
-        return alternatives[0] if len(alternatives) == 1 else of.Or(*alternatives)
+        any_of: BooleanExpression = (
+            of.Or(*alternatives) if len(alternatives) > 1 else alternatives[0]
+        )
+        return any_of
 
-    def _catalog(self) -> Any:
+    def _catalog(self) -> Catalog:
         # Files are written with the keys of the store, but for those that the catalog gives.
         keys = s3_settings(self.options) if self.options else None
         return open_catalog({**iceberg_options(keys), **self.target.catalog})
 
-    def _load(self, catalog: Any) -> Any:
+    def _load(self, catalog: Catalog) -> Table | None:
         from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError
 
         try:
-            return catalog.load_table(self.target.table)
+            return catalog.load_table(str(self.target.table))
         except (NoSuchTableError, NoSuchNamespaceError):
             return None
 
-    def _need_namespace(self, catalog: Any) -> None:
+    def _need_namespace(self, catalog: Catalog) -> None:
         """Raise `ConfigError` if the namespace of a new table is missing.
 
         Credentials without permission to check are no error.
@@ -206,12 +216,12 @@ class IcebergSink(Sink):
             "correct table (namespace.table)"
         )
 
-    def _create(self, catalog: Any, rows: AnsweredRows) -> Any:
+    def _create(self, catalog: Catalog, rows: AnsweredRows) -> Table | None:
         from pyiceberg.exceptions import NoSuchNamespaceError, TableAlreadyExistsError
 
         try:
             return catalog.create_table(
-                self.target.table, schema=converted_schema(rows.schema, self.target)
+                str(self.target.table), schema=converted_schema(rows.schema, self.target)
             )
         except TableAlreadyExistsError:
             return None
@@ -228,12 +238,12 @@ def _property(plan: str) -> str:
     return f"{PROPERTY}published.{plan}"
 
 
-def _age(snapshot: Any) -> int:
+def _age(snapshot: Snapshot) -> int:
     """Return a number that is larger for later snapshots; tables of format 1 have none."""
     return int(snapshot.sequence_number or snapshot.timestamp_ms)
 
 
-def _snapshot_with(table: Any, plan: str, recorded: str = "") -> str | None:
+def _snapshot_with(table: Table, plan: str, recorded: str = "") -> str | None:
     """Return the snapshot in the table's present history that wrote the rows of `plan`, or None.
 
     Snapshots expire. If the history is cut off, the table's property decides (or, without it, the

@@ -6,7 +6,7 @@ An append cannot be fenced there: of two with the same rows, both are accepted.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 
@@ -14,6 +14,9 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.publish.base import PROPERTY, PUBLISH_TRIES, AnsweredRows, Observe
 from prefect_raybatch.publish.stores import FolderSink
 from prefect_raybatch.publish.types import converted_schema
+
+if TYPE_CHECKING:
+    from lance import LanceDataset
 
 PRIMARY_KEY = b"lance-schema:unenforced-primary-key"  # by it merges of the same keys conflict
 
@@ -82,7 +85,7 @@ class LanceSink(FolderSink):
                         raise
                     continue
                 observe("committed")
-                return str(self._open().version)
+                return str((self._open() or found).version)
         raise self.lost()
 
     def _create(
@@ -116,7 +119,7 @@ class LanceSink(FolderSink):
         observe("committed")
         return str(dataset.version)
 
-    def _own(self, found: Any, rows: AnsweredRows) -> str:
+    def _own(self, found: LanceDataset, rows: AnsweredRows) -> str:
         """Return the version of a dataset that must be this run's."""
         if _plan(found) != rows.plan:
             raise ConfigError(
@@ -125,7 +128,7 @@ class LanceSink(FolderSink):
             )
         return str(found.version)
 
-    def _open(self) -> Any:
+    def _open(self) -> LanceDataset | None:
         import lance
 
         try:
@@ -136,17 +139,17 @@ class LanceSink(FolderSink):
             return None
 
 
-def _is_empty(found: Any) -> bool:
+def _is_empty(found: LanceDataset) -> bool:
     """Return whether a dataset was emptied: only runs with rows create one."""
     return bool(found.count_rows() == 0)
 
 
-def _plan(found: Any) -> str | None:
+def _plan(found: LanceDataset) -> str | None:
     mark = (found.schema.metadata or {}).get(f"{PROPERTY}plan".encode())
     return mark.decode() if mark else None
 
 
-def _has_version(found: Any, recorded: str) -> bool:
+def _has_version(found: LanceDataset, recorded: str) -> bool:
     """Return whether a dataset's present history has version `recorded`.
 
     A restore leaves later versions out. True if its transactions were cleaned up.
@@ -156,8 +159,11 @@ def _has_version(found: Any, recorded: str) -> bool:
     version, wanted = int(found.version), int(recorded)
     while version > wanted:
         try:
-            operation = found.read_transaction(version).operation
+            transaction = found.read_transaction(version)
         except (OSError, ValueError):
             return True
+        if transaction is None:
+            return True
+        operation: Any = transaction.operation
         version = operation.version if type(operation).__name__ == "Restore" else version - 1
     return version == wanted

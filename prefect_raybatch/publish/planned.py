@@ -44,7 +44,7 @@ def check_targets_of(
     targets, keys = spec.output.targets, dict(spec.output.options)
     if not targets:
         return ()
-    known, whole = result_types(spec, given)
+    known, whole = result_types(spec.finish, spec.sampling, spec.engine.model.task, given)
     columns = _InputColumns(spec.finish, spec.read, given, found, store, later)
     return tuple(check_publish(targets, run_key, keys, known, whole, columns.check))
 

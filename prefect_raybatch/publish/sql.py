@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from pyarrow import types as kinds
@@ -27,9 +27,17 @@ from prefect_raybatch.publish.types import converted_schema
 from prefect_raybatch.source.tables.sql import DRIVERS, NO_PLACE, missing_driver
 from prefect_raybatch.words import storable_in
 
+if TYPE_CHECKING:
+    from sqlalchemy import Column, ColumnElement, Table
+    from sqlalchemy.engine import URL, Engine
+    from sqlalchemy.engine.interfaces import ReflectedColumn
+    from sqlalchemy.exc import DBAPIError
+    from sqlalchemy.types import TypeEngine
+
 OURS = "_raybatch_published"
 TURN = "merge"  # in place of a plan: the row whose lock a merge holds until it is committed
 INSERT_ROWS = 1000  # of one INSERT
+Convert = Callable[[Any], object]  # a value of a result to one of the database
 # About what a column holds, by the type that its values have in Python.
 COLUMN_KINDS: dict[type, pa.DataType] = {
     **{bool: pa.bool_(), int: pa.int64(), float: pa.float64(), Decimal: pa.decimal128(38, 9)},
@@ -38,7 +46,7 @@ COLUMN_KINDS: dict[type, pa.DataType] = {
 }
 NUMERIC_KINDS = (kinds.is_integer, kinds.is_floating, kinds.is_decimal, kinds.is_boolean)
 # What goes there without loss, by what a column holds; into any other column all that is text, too.
-FITTING_KINDS: dict[pa.DataType, tuple[Callable[[Any], bool], ...]] = {
+FITTING_KINDS: dict[pa.DataType, tuple[Callable[[pa.DataType], bool], ...]] = {
     **dict.fromkeys([pa.float64(), pa.decimal128(38, 9)], NUMERIC_KINDS),
     **dict.fromkeys([pa.bool_(), pa.int64()], (kinds.is_integer, kinds.is_boolean)),
     **{pa.date32(): (kinds.is_date,), pa.time64("us"): (kinds.is_time,)},
@@ -213,7 +221,7 @@ class SqlSink(Sink):
             engine.dispose()
         raise PublishFailed(f"{self.what}: the database did not accept the rows. Publish again")
 
-    def _attempt(self, engine: Any, rows: AnsweredRows, observe: Observe) -> bool:
+    def _attempt(self, engine: Engine, rows: AnsweredRows, observe: Observe) -> bool:
         """Return whether the rows are there; False if another publisher was faster.
 
         The table must then be checked again.
@@ -233,9 +241,9 @@ class SqlSink(Sink):
 
     def _insert(
         self,
-        engine: Any,
-        table: Any,
-        marks: Any,
+        engine: Engine,
+        table: Table,
+        marks: Table,
         stale: dict[str, str],
         rows: AnsweredRows,
         observe: Observe,
@@ -274,7 +282,7 @@ class SqlSink(Sink):
         return True
 
     def _published(
-        self, engine: Any, table: Any, marks: Any
+        self, engine: Engine, table: Table, marks: Table
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Return (plans whose rows are in the table, plans whose rows it lost).
 
@@ -311,10 +319,10 @@ class SqlSink(Sink):
         """Return the table in a mark. Its schema is that of the marks."""
         return _folded(self._names[1], self._url().get_backend_name())
 
-    def _mark(self, marks: Any, plan: str) -> tuple[Any, ...]:
+    def _mark(self, marks: Table, plan: str) -> tuple[ColumnElement[bool], ...]:
         return marks.c.plan == plan, marks.c.target == self._mark_name
 
-    def _marks(self) -> Any:
+    def _marks(self) -> Table:
         from sqlalchemy import BigInteger, Column, MetaData, String, Table
 
         return Table(
@@ -327,7 +335,7 @@ class SqlSink(Sink):
             Column("published_at", String(40)),
         )
 
-    def _check_marks(self, engine: Any) -> None:
+    def _check_marks(self, engine: Engine) -> None:
         """Raise `ConfigError` for a table with our name that holds something else."""
         there = self._columns_of(engine, OURS)
         names = {column["name"].lower() for column in there or ()}
@@ -338,7 +346,7 @@ class SqlSink(Sink):
                 "Publishing one of its runs again then writes the rows again"
             )
 
-    def _defined(self, engine: Any, wanted: pa.Schema) -> tuple[Any, Any]:
+    def _defined(self, engine: Engine, wanted: pa.Schema) -> tuple[Table, Table]:
         """Return (the table, as it is or as it will be created; the marks)."""
         from sqlalchemy import Column, MetaData, Table
 
@@ -352,7 +360,7 @@ class SqlSink(Sink):
             table = Table(_quoted(name, engine), MetaData(schema=schema or None), *columns)
         return table, self._marks()
 
-    def _tables(self, engine: Any, wanted: pa.Schema) -> tuple[Any, Any]:
+    def _tables(self, engine: Engine, wanted: pa.Schema) -> tuple[Table, Table]:
         """Return (the table, the marks), created if missing.
 
         In separate transactions, because many databases end one at such a statement.
@@ -370,10 +378,10 @@ class SqlSink(Sink):
                 pass  # another publisher has made it
         return table, marks
 
-    def _has(self, engine: Any, name: str) -> bool:
+    def _has(self, engine: Engine, name: str) -> bool:
         return self._columns_of(engine, name) is not None
 
-    def _columns_of(self, engine: Any, name: str) -> list[Any] | None:
+    def _columns_of(self, engine: Engine, name: str) -> list[ReflectedColumn] | None:
         from sqlalchemy import inspect
         from sqlalchemy.exc import NoSuchTableError
 
@@ -382,7 +390,7 @@ class SqlSink(Sink):
         except NoSuchTableError:
             return None
 
-    def _reflected(self, engine: Any) -> Any:
+    def _reflected(self, engine: Engine) -> Table | None:
         """Return the existing table, columns only: DuckDB's dialect cannot reflect keys."""
         from sqlalchemy import Column, MetaData, Table, Uuid
 
@@ -414,7 +422,7 @@ class SqlSink(Sink):
             return f"the database rejects {'the table' if self.planned else 'the rows'}"
         return None
 
-    def _url(self) -> Any:
+    def _url(self) -> URL:
         from sqlalchemy import make_url
         from sqlalchemy.exc import ArgumentError
 
@@ -424,7 +432,7 @@ class SqlSink(Sink):
             raise ConfigError(f"{self.what}: uri: {self.scrub(error)}") from None
         return url.set(drivername=DRIVERS.get(url.drivername, url.drivername))
 
-    def _engine(self) -> Any:
+    def _engine(self) -> Engine:
         from sqlalchemy import create_engine
         from sqlalchemy.exc import ArgumentError, NoSuchModuleError
         from sqlalchemy.pool import NullPool
@@ -469,7 +477,7 @@ class SqlSink(Sink):
             self.need_writable(os.path.dirname(os.path.abspath(file)), made=False)
 
 
-def _quoted(name: str, engine: Any) -> Any:
+def _quoted(name: str, engine: Engine) -> str:
     """Return a name that is quoted if necessary.
 
     DuckDB's dialect knows only PostgreSQL's reserved words ("at" is one of DuckDB's), so there each
@@ -491,7 +499,7 @@ def _folded(name: str, dialect: str) -> str:
     return name.lower()
 
 
-def _passes(error: Any) -> bool:
+def _passes(error: DBAPIError) -> bool:
     """Return whether a database error is transient, by SQLSTATE, MySQL's number, or its text.
 
     An unknown OperationalError may be, but not one of a database in a file.
@@ -517,23 +525,23 @@ def _passes(error: Any) -> bool:
     return True
 
 
-def _columns(table: Any) -> pa.Schema:
+def _columns(table: Table) -> pa.Schema:
     """Return names, nullability, and approximate types; null if a type is unknown."""
     return pa.schema([pa.field(c.name, _kind(c), bool(c.nullable)) for c in table.columns])
 
 
-def _kind(column: Any) -> pa.DataType:
+def _kind(column: Column[Any]) -> pa.DataType:
     try:
         return COLUMN_KINDS.get(column.type.python_type, pa.null())
     except NotImplementedError:
         return pa.null()
 
 
-def _unpacked(table: Any) -> dict[str, Callable[[Any], Any]]:
+def _unpacked(table: Table) -> dict[str, Convert]:
     """Return converters for values of columns that are not flat in the database, by column."""
     from sqlalchemy import ARRAY, JSON
 
-    found: dict[str, Callable[[Any], Any]] = {}
+    found: dict[str, Convert] = {}
     for column in table.columns:
         if isinstance(column.type, JSON):
             found[column.name] = lambda value: json.loads(_json(value))
@@ -542,7 +550,7 @@ def _unpacked(table: Any) -> dict[str, Callable[[Any], Any]]:
     return found
 
 
-def _create(engine: Any, table: Any) -> None:
+def _create(engine: Engine, table: Table) -> None:
     """Create a table unless it exists; another publisher may create it at the same moment."""
     from sqlalchemy import inspect
     from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
@@ -554,7 +562,7 @@ def _create(engine: Any, table: Any) -> None:
             raise
 
 
-def _sql_type(kind: Any, dialect: str) -> Any:
+def _sql_type(kind: pa.DataType, dialect: str) -> TypeEngine[Any]:
     import sqlalchemy as sql
 
     if kinds.is_decimal(kind):  # SQLite has none, and would make a float of it
@@ -580,14 +588,14 @@ def _values(
     rows: AnsweredRows,
     wanted: pa.Schema,
     dialect: str,
-    unpacked: dict[str, Callable[[Any], Any]],
-) -> Iterator[list[dict[str, Any]]]:
+    unpacked: dict[str, Convert],
+) -> Iterator[list[dict[str, object]]]:
     """Yield rows as a database's driver takes them.
 
     Nested values become JSON text unless `unpacked` names their column; in SQLite, decimals become
     text too.
     """
-    change: dict[str, Callable[[Any], Any]] = {}
+    change: dict[str, Convert] = {}
     for given, kept in zip(rows.schema, wanted, strict=True):
         if kinds.is_nested(given.type):
             change[given.name] = unpacked.get(given.name, _json)
@@ -621,11 +629,11 @@ def _first_nul(rows: AnsweredRows) -> str | None:
     return None
 
 
-def _utc(value: Any) -> Any:
+def _utc(value: datetime) -> datetime:
     return value.astimezone(UTC)
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return json.dumps(value, default=as_json, ensure_ascii=False)
 
 

@@ -15,25 +15,24 @@ import threading
 import time
 from dataclasses import replace
 from types import FrameType
+from typing import Any
 
 from prefect_raybatch.api import infer_run
+from prefect_raybatch.api.submission import OUTPUT_ENV, job_of_output, recorded_job
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import CorruptRun, RayBatchError, RunDrained
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.edits import edited
 from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.layout import job_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
-from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.policy.in_force import limit_process, operator_policy, under
-from prefect_raybatch.remote.follower import DIGEST_ENV, OUTPUT_ENV
+from prefect_raybatch.remote.follower import DIGEST_ENV
 from prefect_raybatch.remote.logs import MarkedLines
 from prefect_raybatch.remote.records import (
     JobRecords,
     Outcome,
     Record,
-    check_recorded_job,
 )
 from prefect_raybatch.runs.run import run_of
 from prefect_raybatch.storage import open_store
@@ -57,18 +56,24 @@ def work(uri: str, number: int) -> int:
 
 def _work(uri: str, number: int) -> int:
     check_run_place(uri)
-    ledger = Ledger(open_store(uri, _output(uri).output.options or None))
+    ledger = Ledger(open_store(uri, _output_options(uri) or None))
     plan = need_plan(ledger)
     records = JobRecords(ledger.store, plan.run_key, plan.hash)
     record = records.read(number)
     try:
-        job, accepted = _recorded_job(record, plan), record.accepted_fields
+        accepted = record.accepted_fields
+        _check_submitted(record)
+        job = recorded_job(record, plan)
     except RayBatchError as error:
         records.end(number, Outcome(type(error).__name__, str(error)))
         raise
     # This process runs on the cluster: Ray has set its address in the environment.
     here = {"cluster.address": "auto", "cluster.job_server": None, "cluster.block": None}
-    job = _with_keys(edited(job, here, f"job {number}"))
+    job = edited(job, here, f"job {number}")
+    if job.source.credentials_block or job.output.credentials_block:
+        from prefect_raybatch.flow.tasks import with_blocks
+
+        job = with_blocks(job)
     run = replace(
         run_of(ledger.store, plan, ledger),
         accepted=accepted,
@@ -96,46 +101,28 @@ def _work(uri: str, number: int) -> int:
     return 0
 
 
-def _recorded_job(record: Record, plan: Plan) -> BatchJob:
-    """Return the job of a record.
+def _output_options(uri: str) -> dict[str, Any]:
+    """Return the store options for the run directory, which contains the job."""
+    job = job_of_output(uri, json.loads(os.environ.get(OUTPUT_ENV, "{}")))
+    if job.output.credentials_block:
+        from prefect_raybatch.flow.tasks import with_blocks
 
-    Raises `CorruptRun` if it is not the job that was submitted, or not the plan's: anybody who may
-    write to the run directory can replace the record.
+        job = with_blocks(job)
+    return job.output.options
+
+
+def _check_submitted(record: Record) -> None:
+    """Raise `CorruptRun` if the record is not the one that was submitted.
+
+    Anybody who may write to the run directory can replace it.
     """
-    where = job_path(record.number)
     submitted = os.environ.get(DIGEST_ENV)
     if submitted is not None and record.digest != submitted:
         raise CorruptRun(
-            f"{where} differs from the job that was submitted, so it was not started. Check who "
-            "can write to the run directory, then run the same command again to submit a new job"
+            f"{job_path(record.number)} differs from the job that was submitted, so it was not "
+            "started. Check who can write to the run directory, then run the same command again "
+            "to submit a new job"
         )
-    job = BatchJob.from_dict(record.job, f"job {record.number}")
-    check_recorded_job(job, record.accepted_fields, plan, where)
-    return job
-
-
-def _output(uri: str) -> BatchJob:
-    """Return a job with only the access to the run directory, which contains the real job."""
-    given = json.loads(os.environ.get(OUTPUT_ENV, "{}"))
-    return _with_keys(
-        BatchJob.from_dict(
-            {
-                "name": "remote",
-                "source": {"uri": uri},
-                "prompt": {"template": "-"},
-                "output": {"uri": uri, **given},
-            },
-            OUTPUT_ENV,
-        )
-    )
-
-
-def _with_keys(job: BatchJob) -> BatchJob:
-    if not (job.source.credentials_block or job.output.credentials_block):
-        return job
-    from prefect_raybatch.flow.tasks import with_blocks
-
-    return with_blocks(job)
 
 
 def _superseded(records: JobRecords, number: int) -> bool:

@@ -19,21 +19,20 @@ some rows twice.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shlex
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from prefect_raybatch import errors
-from prefect_raybatch.api import infer_run
 from prefect_raybatch.driver.driver import OtherLedger, Progress
 from prefect_raybatch.driver.heartbeat import Counts, Listener, told_elsewhere, unheard
 from prefect_raybatch.errors import (
@@ -42,20 +41,19 @@ from prefect_raybatch.errors import (
     JobStopped,
     RayBatchError,
 )
-from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.job.secrets import hide_path
 from prefect_raybatch.ledger.increments import begin_asks, increment_of
 from prefect_raybatch.ledger.ledger import READERS, Ledger
 from prefect_raybatch.ledger.records import Commit, Plan
+from prefect_raybatch.remote.client import JobServer, RayJob
 from prefect_raybatch.remote.logs import LOOK_SHARE, LogFeed
 from prefect_raybatch.remote.records import (
     JobRecords,
     Outcome,
     Record,
     job_digest,
-    sendable,
 )
-from prefect_raybatch.remote.server import JobServer, RayJob
 from prefect_raybatch.runs.run import Run, load_run
 from prefect_raybatch.storage import open_store, read_ahead
 
@@ -66,7 +64,6 @@ LOOK_EVERY = 2.0  # seconds between looks for new commits; longer if looking tak
 STOP_WAIT = 25.0  # seconds for a job to stop: Prefect kills a cancelled process after 30
 ONE_BY_ONE = 1000  # commits to read individually; for more, the checkpoints are read
 MOST_JOBS = 100  # jobs in a row that may end without completing the run
-OUTPUT_ENV = "RAYBATCH_OUTPUT"  # store options for the run directory, without secrets
 DIGEST_ENV = "RAYBATCH_JOB_DIGEST"  # digest of the job as it was submitted
 JOBS_ENDED = (
     f"{MOST_JOBS} Ray jobs in a row ended without completing the run; see their logs in Ray's "
@@ -92,22 +89,20 @@ class Owner:
     retried: Callable[[], bool] = lambda: False
 
 
-def infer(
-    job: BatchJob,
-    loaded: BatchJob,
-    run: Run,
-    observe: Callable[[Progress], None] = lambda progress: None,
-    owner: Owner | None = None,
-) -> Progress:
-    """Run `infer_run` here or, if the job names a job server, as a Ray job that is followed here.
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """A job as it is sent to a cluster, and the access that stays in this process.
 
-    `loaded` is the job with the credentials of its blocks. Raises what the Ray job raised,
-    `JobServerUnavailable` and `JobLost` (a retry finds the job again), `JobStopped`, and
-    `ConfigError` for secrets that would be exposed.
+    `job` and `env` are what the cluster receives: the batch job and the environment variables of
+    the Ray job, without secrets. `options` are those of the store of the run directory.
     """
-    if loaded.cluster.access.job_server is None:
-        return infer_run(loaded, run, observe)
-    return Follower(job, loaded, run, observe, owner or Owner()).run_to_end()
+
+    name: str
+    job: Mapping[str, Any]
+    env: Mapping[str, str]
+    stop_on_crash: bool
+    access: ClusterAccess
+    options: Mapping[str, Any]
 
 
 class Follower:
@@ -115,8 +110,7 @@ class Follower:
 
     def __init__(
         self,
-        job: BatchJob,
-        loaded: BatchJob,
+        submission: Submission,
         run: Run,
         observe: Callable[[Progress], None],
         owner: Owner,
@@ -124,16 +118,15 @@ class Follower:
         command: str = REMOTE_COMMAND,
         sleep: Callable[[float], None] = time.sleep,
     ):
-        self.job, self.run, self.owner = job, run, owner
-        self.access = loaded.cluster.access
+        self.submission, self.run, self.owner = submission, run, owner
+        self.access = submission.access
         self.url = str(self.access.job_server)
-        self.sent, self.env = sendable(job), environment(job, owner.api)
         self.server_at, self.command, self.sleep = server_at, command, sleep
-        ledger = Ledger(open_store(run.uri, loaded.output.options or None))
+        ledger = Ledger(open_store(run.uri, submission.options or None))
         plan = load_run(ledger, run)[0]
         self.records = JobRecords(ledger.store, run.run_key, plan.hash)
-        self.digest = job_digest(plan.hash, self.sent, run.accepted, run.model)
-        self.env[DIGEST_ENV] = self.digest
+        self.digest = job_digest(plan.hash, submission.job, run.accepted, run.model)
+        self.env = {**submission.env, DIGEST_ENV: self.digest}
         self.watch = Watch(ledger, plan, observe)
         self._current: tuple[Record, JobServer] | None = None
 
@@ -178,7 +171,7 @@ class Follower:
                 self.submit_recorded(newest, server)
                 return newest, server
             if found.live:
-                if self.job.cluster.on_crash == "reattach" or _by_us(newest):
+                if not self.submission.stop_on_crash or _by_us(newest):
                     log.info("following the Ray job %s", newest.id)
                     self._check_accepted(newest)
                     return newest, server
@@ -202,7 +195,7 @@ class Follower:
                 )
 
     def _next(self, number: int) -> None:
-        self.records.add(number, self.sent, self.url, self.owner.id, self.run)
+        self.records.add(number, self.submission.job, self.url, self.owner.id, self.run)
 
     def _pass_over(self, record: Record) -> None:
         """Submit the next job instead of one that is recorded at another server.
@@ -293,7 +286,7 @@ class Follower:
         except BaseException:  # Prefect's TerminationSignal, KeyboardInterrupt, SystemExit
             if self._current is not None:
                 record, server = self._current
-                if self.job.cluster.on_crash == "stop" or self.owner.cancelled():
+                if self.submission.stop_on_crash or self.owner.cancelled():
                     self._stop(record, server)
                 else:
                     text = "the Ray job %s continues; start the same run again to follow it"
@@ -428,26 +421,6 @@ class Commits:
         found = sorted(read, key=lambda commit: commit.committed)
         self.seen |= fresh
         return found
-
-
-def environment(job: BatchJob, api: str) -> dict[str, str]:
-    """Return the environment variables of the Ray job, without secrets.
-
-    `api` is the URL of Prefect's API. Raises `ConfigError` if the job names blocks and the cluster
-    cannot reach the API.
-    """
-    block = job.output.credentials_block
-    output = {"options": job.output.options, "credentials_block": block}
-    env = {OUTPUT_ENV: json.dumps(output)}
-    if block or job.source.credentials_block:
-        if not api or "@" in api.split("/api", 1)[0]:
-            raise ConfigError(
-                "credentials_block with cluster.job_server: the cluster loads the block, so set "
-                "PREFECT_API_URL to an API that it can reach, without a password in the URL. Set "
-                "PREFECT_API_KEY in the nodes' environment"
-            )
-        env["PREFECT_API_URL"] = api
-    return env
 
 
 def error_of(outcome: Outcome) -> Exception:

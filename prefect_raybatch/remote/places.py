@@ -1,61 +1,49 @@
-"""Runs inference where the job asks for it: here, at a job server, or on a new cluster."""
+"""Runs a submission at its job server, or on a cluster that is created for the run."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import MAKING, Beat, Counts, Listener
 from prefect_raybatch.errors import is_transient
-from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.cluster_access import ClusterAccess
-from prefect_raybatch.job.edits import with_access
-from prefect_raybatch.job.kubernetes import Kubernetes
-from prefect_raybatch.job.ray_cluster import check_made_cluster
-from prefect_raybatch.job.trust import check_trust
-from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.kuberay.api import KubeApi
 from prefect_raybatch.kuberay.manifest import RunIdentity
 from prefect_raybatch.kuberay.run_cluster import RunCluster
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.remote.follower import Commits, Follower, Owner, infer
+from prefect_raybatch.remote.follower import Commits, Follower, Owner, Submission
 from prefect_raybatch.runs.run import Run, load_run
 from prefect_raybatch.storage import open_store
 
 
-def infer_in_place(
-    job: BatchJob,
-    loaded: BatchJob,
-    run: Run,
-    observe: Callable[[Progress], None] = lambda progress: None,
-    owner: Owner | None = None,
-    api_of: Callable[[Kubernetes], KubeApi] = KubeApi,
+def infer_remotely(
+    submission: Submission, run: Run, observe: Callable[[Progress], None], owner: Owner
 ) -> Progress:
-    """Run inference, on a cluster that is created for the run if `cluster.kubernetes` is set.
+    """Run inference as a Ray job that is followed here; return the progress at the end.
 
-    Raises what `infer` does, and `ClusterNotReady`, `ClusterUnavailable` (Kubernetes does not
-    answer) and `ConfigError` (Kubernetes rejects a request).
+    Raises what the Ray job raised, `JobServerUnavailable` and `JobLost` (a retry finds the job
+    again), `JobStopped`, `ClusterNotReady`, `ClusterUnavailable` (Kubernetes does not answer) and
+    `ConfigError` (Kubernetes rejects a request).
     """
-    check_run_place(run.uri)
-    check_trust(loaded)
-    made, owner = loaded.cluster.access.kubernetes, owner or Owner()
+    made = submission.access.kubernetes
     if made is None:
-        return infer(job, loaded, run, observe, owner)
-    check_made_cluster(loaded)
-    ledger = Ledger(open_store(run.uri, loaded.output.options or None))
+        return Follower(submission, run, observe, owner).run_to_end()
+    ledger = Ledger(open_store(run.uri, submission.options or None))
     plan = load_run(ledger, run)[0]
     commits = Commits(ledger, plan)
     commits.begin()
-    whose = RunIdentity(run.run_key, job.name, run.uri, plan.fingerprint, owner.id)
-    cluster = RunCluster(made, whose, api_of(made), partial(_tell, observe, commits.progress))
-    follower = Follower(job, _reached(loaded, cluster.url), run, observe, owner)
+    whose = RunIdentity(run.run_key, submission.name, run.uri, plan.fingerprint, owner.id)
+    cluster = RunCluster(made, whose, KubeApi(made), partial(_tell, observe, commits.progress))
+    access = replace(submission.access, job_server=cluster.url, kubernetes=None)
+    follower = Follower(replace(submission, access=access), run, observe, owner)
     if commits.whole:
         cluster.end_left_over()
         return follower.run_to_end()
     observe(commits.progress)
-    return _on_cluster(cluster, follower, owner, job.cluster.on_crash == "stop")
+    return _on_cluster(cluster, follower, owner, submission.stop_on_crash)
 
 
 def _on_cluster(cluster: RunCluster, follower: Follower, owner: Owner, stops: bool) -> Progress:
@@ -78,13 +66,6 @@ def _on_cluster(cluster: RunCluster, follower: Follower, owner: Owner, stops: bo
             raise
         cluster.end(keep=True)
     return progress
-
-
-def _reached(loaded: BatchJob, url: str) -> BatchJob:
-    """Return the job with another job server and the same credentials."""
-    was = loaded.cluster.access
-    access = ClusterAccess(None, url, was.headers, was.token, was.block)
-    return with_access(loaded, access)
 
 
 def _tell(observe: Callable[[Progress], None], progress: Progress, text: str) -> None:

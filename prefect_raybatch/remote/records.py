@@ -9,7 +9,6 @@ does not work alongside its successor for long.
 from __future__ import annotations
 
 import getpass
-import json
 import os
 import re
 import socket
@@ -19,26 +18,11 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from prefect_raybatch.compile.fingerprint import LOOKED_UP, answer_fields, shown_parts
-from prefect_raybatch.compile.job import model_request, planned_job
-from prefect_raybatch.compile.public_job import public_job
-from prefect_raybatch.errors import ConfigError, CorruptRun
-from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.edits import with_answer_schema, with_template_text
-from prefect_raybatch.job.secrets import (
-    SAFE_NAMES,
-    hide_argument,
-    hide_catalog,
-    hide_env,
-    hide_options,
-    masked,
-)
+from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.accepted import Accepted, accepted_in, accepted_note
 from prefect_raybatch.ledger.layout import JOB_NAME, JOBS, job_end_path, job_path
-from prefect_raybatch.ledger.many_uris import bounded_parts
 from prefect_raybatch.ledger.record_files import put_record, put_record_if_absent, read_record
-from prefect_raybatch.ledger.records import Plan, digest, dump, load
-from prefect_raybatch.ledger.same_job import differing
+from prefect_raybatch.ledger.records import digest, dump, load
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.storage import Store
 
@@ -124,7 +108,7 @@ class JobRecords:
     def add(
         self,
         number: int,
-        job: dict[str, Any],
+        job: Mapping[str, Any],
         server: str,
         flow_run: str | None,
         run: Run | None = None,
@@ -141,7 +125,7 @@ class JobRecords:
             id=self.id_of(number),
             server=server,
             plan_hash=self.plan_hash,
-            job=job,
+            job=dict(job),
             flow_run=flow_run,
             on_crash=str(job.get("cluster", {}).get("on_crash", "reattach")),
             host=socket.gethostname(),
@@ -188,90 +172,8 @@ def job_digest(
     return digest(dump({"plan": plan_hash, "job": job, "accepted": differences, "model": model}))
 
 
-def check_recorded_job(job: BatchJob, accepted: Iterable[Accepted], plan: Plan, where: str) -> None:
-    """Raise `CorruptRun` if a job from the run directory differs from the plan.
-
-    Accepted fields, and fields that do not change answers, may differ.
-    """
-    kept = planned_job(plan)
-    planned = {name: part for name, part in plan.parts.items() if name not in LOOKED_UP}
-    if "retry" in plan.parts:  # its rows come from the parent's quarantine
-        fields = answer_fields(kept)
-        planned |= {name: part for name, part in fields.items() if name.startswith("source.")}
-    fields = shown_parts(answer_fields(_with_planned_texts(job, plan)))
-    recorded = json.loads(dump(bounded_parts(fields)))
-    for parts, engine in ((planned, kept.engine), (recorded, job.engine)):
-        parts["engine.adapters"] = {"": engine.adapter, **engine.adapters}
-    names = {one.field for one in accepted}
-    differences = [
-        f"{name}: {before} -> {after}"
-        for name, (before, after) in differing(planned, recorded).items()
-        if not any(f"{name}.".startswith(f"{field}.") for field in names)
-    ]
-    if differences:
-        raise CorruptRun(
-            f"{where} contains a job that differs from the plan, so it was not started:\n  "
-            + "\n  ".join(differences)
-            + "\nNo flow writes such a record. Check who can write to the run directory, then run "
-            "the same command again to submit a new job"
-        )
-
-
-def _with_planned_texts(job: BatchJob, plan: Plan) -> BatchJob:
-    """Return the job with the chat template and the schema from the plan.
-
-    The files that the job names may not exist on this machine.
-    """
-    template = plan.parts.get("prompt.chat_template")
-    if job.prompt.chat_template is not None and isinstance(template, str):
-        job = with_template_text(job, template)
-    # A schema class named in the job is not imported, because the policy was not checked for it.
-    return with_answer_schema(job, plan.parts.get("output.schema_model") or "{}")
-
-
 def _accepted(run: Run | None) -> dict[str, Any]:
     if run is None or not run.accepted:
         return {}
     model = None if run.model is None else dict(run.model)
     return {**accepted_note(run.accepted), "model": model}
-
-
-def sendable(job: BatchJob) -> dict[str, Any]:
-    """Return the job as it may be recorded and sent to a cluster.
-
-    Raises `ConfigError` for a field that may contain a secret, because Ray's job server shows it to
-    everybody who can open its dashboard.
-    """
-    value = public_job(job)
-    value.get("cluster", {}).pop("kubernetes", None)  # not used on the cluster
-    for group, options in (("source", job.source.options), ("output", job.output.options)):
-        _refuse(
-            f"{group}.options",
-            hide_options(options),
-            f"Name a Prefect block in {group}.credentials_block, or give the cluster's nodes a "
-            "role or environment variables",
-        )
-        if options:
-            value.setdefault(group, {})["options"] = dict(options)
-    nodes = "in the environment of the cluster's nodes"
-    if job.source.catalog:
-        shown = hide_catalog(job.source.catalog)
-        _refuse("source.catalog", shown, f"Write ${{NAME}} there, and set the variable {nodes}")
-        value["source"]["catalog"] = dict(job.source.catalog)
-    _refuse("engine.env", hide_env(job.engine.env), f"Set it {nodes}")
-    if job.engine.env:
-        value.setdefault("engine", {})["env"] = dict(job.engine.env)
-    arguments = model_request(job.engine).given
-    hidden = {name: hide_argument(item, name) for name, item in arguments.items()}
-    _refuse("engine", hidden, f"Set HF_TOKEN or a similar variable {nodes}")
-    return value
-
-
-def _refuse(where: str, shown: Mapping[str, Any], remedy: str) -> None:
-    field = next(masked(shown, where), None)
-    if field is not None:
-        raise ConfigError(
-            f"{field} may be a secret, which Ray's dashboard at cluster.job_server would show. "
-            f"{remedy}. If it is not a secret, add its name to {SAFE_NAMES} in the flow's "
-            "environment"
-        )

@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, TypeAdapter
 
-from prefect_raybatch.finished import FinishedRows
 from prefect_raybatch.ledger.accepted import Accepted
 from prefect_raybatch.ledger.failures import FailureKey
 from prefect_raybatch.ledger.layout import DATA_FOLDER, REPORT
@@ -17,6 +16,7 @@ from prefect_raybatch.ledger.published import Published
 from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import Part, dump, with_checksum, without_checksum
 from prefect_raybatch.ledger.strict import STRICT, Number, read_json
+from prefect_raybatch.result_reader import FinishedRows
 from prefect_raybatch.storage import Store
 
 Point = Annotated[tuple[Number, ...], Field(min_length=4, max_length=4)]

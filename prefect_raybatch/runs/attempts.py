@@ -1,4 +1,7 @@
-"""Records how an attempt at a run went, even if it fails before there is a plan."""
+"""Records how an attempt at a run went, even if it fails before there is a plan.
+
+Also records which version of this package made the plan, to log when another one continues the run.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from datetime import UTC, date, datetime
 from typing import Any
 
 from prefect_raybatch.errors import ConfigError, JobStopped, PlanMismatch, RayBatchError, RunDrained
+from prefect_raybatch.installed import code_version
 from prefect_raybatch.job.checks import NAME, check_run_key, check_uri
 from prefect_raybatch.job.run_words import date_of_key, filled_uri, today
 from prefect_raybatch.job.secrets import MASK, hide_users
@@ -28,8 +32,10 @@ from prefect_raybatch.ledger.last_attempt import (
     not_waiting,
     read_last_attempt,
 )
-from prefect_raybatch.ledger.layout import PRUNED, SUCCESS
+from prefect_raybatch.ledger.layout import PLANNED_BY, PRUNED, SUCCESS
 from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
+from prefect_raybatch.ledger.records import dump, load
 from prefect_raybatch.runs.run import who
 from prefect_raybatch.runs.typed import typed_words
 from prefect_raybatch.storage import Store, join, open_store
@@ -195,3 +201,33 @@ def record_without_plan(
 def _is_of_another(store: Store, job: str) -> bool:
     plan = Ledger(store).load_plan()
     return plan is not None and plan.job_name != job
+
+
+def note_planner(store: Store) -> None:
+    """Record in the run directory which code made the plan, unless that is recorded already."""
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    try:
+        record = dump({"code": code_version(), "who": who(), "at": at})
+        put_record_if_absent(store, PLANNED_BY, record)
+    except RayBatchError as error:  # the plan is there, and that is what counts
+        log.warning("the version that made the plan could not be recorded: %s", error)
+
+
+def planner_code(store: Store) -> str | None:
+    """Return the code that made the plan; None if it is not recorded."""
+    try:
+        code = load(read_record(store, PLANNED_BY), PLANNED_BY).get("code")
+    except (FileNotFoundError, RayBatchError):
+        return None
+    return code if isinstance(code, str) else None
+
+
+def compare_code(store: Store) -> None:
+    """Warn if this process runs other code than the one that made the plan."""
+    planned, own = planner_code(store), code_version()
+    if planned is not None and planned != own:
+        log.warning(
+            "the plan was made by prefect_raybatch %s, and this process runs %s: new answers may "
+            "differ from the committed ones",
+            *(planned, own),
+        )

@@ -91,7 +91,7 @@ def dry_run_resolved(
     read = read_spec(job.source)
     check_places(read, job.output.uri)
     check_schema_names(job.output.output_schema)
-    check_made_cluster(job)
+    check_made_cluster(job.cluster.access, job.engine)
     copied = source.needs_snapshot(read)
     found = source.peek(read) if copied else source.inventory(read)
     spec = compile_job(job, found.schema.names)
@@ -115,7 +115,7 @@ def dry_run_resolved(
         format=found.format,
         sizing=fitted.sizing,
         columns=tuple(found.schema.names),
-        result=result_columns(spec),
+        result=result_columns(spec.finish, spec.sampling, spec.engine.model.task),
         model=resolved.model,
         run=join(job.output.uri, run_key or f"{job.name}-..."),
         needs=fitted.needs,

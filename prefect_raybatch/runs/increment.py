@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefect_raybatch.cluster import sizes as sized
-from prefect_raybatch.compile.public_job import public_job
+from prefect_raybatch.compile.job import public_job
 from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.increments import (
@@ -34,10 +34,9 @@ from prefect_raybatch.ledger.record_files import put_table
 from prefect_raybatch.ledger.records import Plan, digest, load
 from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan.joining import Join
-from prefect_raybatch.plan.keying import keying_of
 from prefect_raybatch.plan.plan import make_plan
 from prefect_raybatch.plan.prefix_order import MOST_ORDERED
-from prefect_raybatch.plan.row_keys import RowKeys
+from prefect_raybatch.plan.row_keys import RowKeys, keying_of
 from prefect_raybatch.runs.earlier import (
     ANSWERS_A_BATCH,
     DamagedAnswers,

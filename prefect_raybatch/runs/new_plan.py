@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cluster import sizes as sized
-from prefect_raybatch.compile.public_job import public_job
+from prefect_raybatch.compile.job import public_job
 from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.plan import image_bytes

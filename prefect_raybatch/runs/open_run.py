@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefect_raybatch.errors import NoSuchRun
-from prefect_raybatch.finished import FinishedRows
 from prefect_raybatch.job.trusted_places import check_run_read
 from prefect_raybatch.ledger.layout import partial_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.partials import all_partials, read_partial
 from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.result_reader import FinishedRows
 from prefect_raybatch.runs.status import report_of, state_of
 from prefect_raybatch.storage import open_store
 

@@ -25,9 +25,9 @@ from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.accepting import check_acceptable, of_model
 from prefect_raybatch.publish.planned import check_targets_of
+from prefect_raybatch.runs.attempts import note_planner
 from prefect_raybatch.runs.estimate import estimate
 from prefect_raybatch.runs.new_plan import RunInput, new_plan
-from prefect_raybatch.runs.planned_by import note_planner
 from prefect_raybatch.runs.run import Run, run_of, who
 from prefect_raybatch.sizing.agreement import trial_rows
 from prefect_raybatch.sizing.sizes import assumed
@@ -36,9 +36,6 @@ from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.label_probabilities import check_labels
 from prefect_raybatch.storage import Store, is_remote, join
 from prefect_raybatch.words import counted
-
-if TYPE_CHECKING:
-    pass
 
 if TYPE_CHECKING:
     import ray.data
@@ -106,7 +103,7 @@ def _check_cluster(resolved: Resolved) -> None:
     from prefect_raybatch.installed import check_engine_packages
 
     spec = cluster_spec(resolved.job)
-    check_made_cluster(resolved.job)
+    check_made_cluster(spec.access, resolved.job.engine)
     if spec.access.remote:
         return
     if address := cluster.address_of(spec):
@@ -171,7 +168,7 @@ def check_pinned_model(spec: RunSpec, model: Mapping[str, Any], files: bool = Tr
 
     As far as its files tell; without `files`, by its config.json and its chat template only.
     """
-    model_check.check(spec, model, files)
+    model_check.check(spec.engine.model, spec.prompt, spec.sampling, model, files)
     chat_template.check_template(spec.prompt, spec.engine.model, model)
     check_labels(spec.sampling.labels, spec.engine.model, model)
 
@@ -197,7 +194,7 @@ def begin_run(
 
     If another process wrote its plan first, return that run. `dataset` replaces the source files.
     """
-    check_made_cluster(resolved.job)
+    check_made_cluster(resolved.job.cluster.access, resolved.job.engine)
     # a _SUCCESS without a plan is another run's, and would be found only at the end
     ledger.finished()
     ledger.store.probe()

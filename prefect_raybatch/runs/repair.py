@@ -37,8 +37,11 @@ from prefect_raybatch.result.verify_records import (
     check_tables,
     check_told,
 )
-from prefect_raybatch.runs.restore_answers import restore_answers
-from prefect_raybatch.runs.restore_records import restore_precision, restore_records
+from prefect_raybatch.runs.restore_records import (
+    restore_answers,
+    restore_precision,
+    restore_records,
+)
 from prefect_raybatch.storage import Store, Sums, put_file_proved, put_proved
 from prefect_raybatch.words import counted
 

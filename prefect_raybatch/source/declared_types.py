@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, SourceError
-from prefect_raybatch.job.sql_types import arrow_type
+from prefect_raybatch.job.table_formats import arrow_type
 from prefect_raybatch.source.arrow_types import cast_exactly
 from prefect_raybatch.source.hive import Values, path_types
 from prefect_raybatch.spec.read import ReadSpec

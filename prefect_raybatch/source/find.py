@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +17,6 @@ from prefect_raybatch.job.checks import is_web
 from prefect_raybatch.job.trusted_places import check_links, url_check
 from prefect_raybatch.ledger.layout import RESULT_FOLDERS
 from prefect_raybatch.ledger.records import InputFile
-from prefect_raybatch.source.globs import hidden, matches
 from prefect_raybatch.source.hive import Values, path_values
 from prefect_raybatch.source.places import OPENED, Places, look, mark, saved_dataset
 from prefect_raybatch.spec.read import ReadSpec
@@ -53,6 +53,8 @@ DOCUMENTS = (".docx", ".doc", ".pdf", ".odt", ".rtf", ".pptx", ".html", ".htm", 
 
 
 Weights = tuple[tuple[int, int], ...]
+# What Windows leaves in folders that it shows; macOS and Linux use names that begin with a dot.
+SYSTEM_FILES = ("thumbs.db", "ehthumbs.db", "ehthumbs_vista.db", "desktop.ini", "$recycle.bin")
 
 
 @dataclass(frozen=True)
@@ -478,3 +480,31 @@ def _without(file: File, read: Sequence[File]) -> str:
 def some(files: Sequence[File]) -> str:
     more = f" and {len(files) - 2} more" if len(files) > 2 else ""
     return ", ".join(file.uri for file in files[:2]) + more
+
+
+def hidden(part: str) -> bool:
+    """Return whether a name is hidden: writers and desktops leave such files beside the data.
+
+    Examples are _SUCCESS, _temporary, .part-0.crc; .DS_Store, Thumbs.db, ~$open.xlsx.
+    """
+    return part.startswith(("_", ".", "~$")) or part.lower() in SYSTEM_FILES
+
+
+def matches(path: Sequence[str | None], pattern: Sequence[str]) -> bool:
+    """Match a glob part by part; `**` stands for any number of folders (at the end: also files).
+
+    A part of `path` that is None stands for any name that is not hidden.
+    """
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        if len(pattern) == 1:
+            return bool(path) and not any(hidden(part) for part in path if part is not None)
+        return matches(path, pattern[1:]) or (
+            bool(path) and not hidden(path[0] or "") and matches(path[1:], pattern)
+        )
+    if not path or (hidden(path[0] or "") and not hidden(pattern[0])):
+        return False
+    return (path[0] is None or fnmatch.fnmatchcase(path[0], pattern[0])) and matches(
+        path[1:], pattern[1:]
+    )

@@ -1,7 +1,7 @@
 """Splits a JSON array of objects into its items without holding more than a few of them.
 
 Python's decoder finds where an item ends, and its text is passed on unchanged, so that one parser
-reads arrays and lines alike.
+reads arrays and lines alike. Also determines how deep JSON is nested, before it is parsed.
 """
 
 from __future__ import annotations
@@ -11,17 +11,25 @@ import json
 import re
 from collections.abc import Iterator
 
+import numpy as np
+
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.source import streams
 from prefect_raybatch.source.encodings import UTF8_MARK, UTF8_ONLY, not_decoded
 from prefect_raybatch.source.find import File
-from prefect_raybatch.source.json_depth import MOST_LEVELS
 from prefect_raybatch.source.streams import open_bytes
 
 ITEM_CHARACTERS = 64 << 20  # a longer item is a file of another kind
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BREAKS = str.maketrans("\r\n", "  ")  # between tokens; within text they stand escaped
 _CUT = 16  # an error so near to the end may only mean that more is to come
+# Of nested JSON. pyarrow's parser ends the process with a segmentation fault at some thousand
+# levels, and Python's own code reaches its recursion limit.
+MOST_LEVELS = 100
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
+_OPEN, _CLOSE = np.zeros(256, np.int32), np.zeros(256, np.int32)
+_OPEN[[*b"[{"]] = 1
+_CLOSE[[*b"]}"]] = 1
 
 
 def is_array(file: File) -> bool:
@@ -162,3 +170,25 @@ def _decoded(file: File) -> Iterator[str]:
                 yield text
             if not data:
                 return
+
+
+def is_too_deep(text: bytes) -> bool:
+    """Return whether JSON nests more than MOST_LEVELS arrays and objects."""
+    if text.count(b"[") + text.count(b"{") <= MOST_LEVELS:
+        return False
+    values = np.frombuffer(_STRING.sub(b"", text), np.uint8)
+    return bool(np.cumsum(_OPEN[values] - _CLOSE[values]).max(initial=0) > MOST_LEVELS)
+
+
+def deep_line(block: bytes) -> int | None:
+    """Return the 0-based number of the first line that is nested too deep; None without one."""
+    if block.count(b"[") + block.count(b"{") <= MOST_LEVELS:
+        return None
+    values = np.frombuffer(block, np.uint8)
+    ends = np.append(np.flatnonzero(values == ord("\n")), len(values))
+    opened = np.searchsorted(np.flatnonzero(_OPEN[values]), ends)
+    suspects = np.flatnonzero(np.diff(opened, prepend=0) > MOST_LEVELS)
+    if not len(suspects):
+        return None
+    lines = block.split(b"\n")
+    return next((int(number) for number in suspects if is_too_deep(lines[number])), None)

@@ -16,8 +16,7 @@ from prefect_raybatch.source.bounds import COLUMN_BOUND, check_columns_bound
 from prefect_raybatch.source.columns import check_columns, types_in
 from prefect_raybatch.source.encodings import UTF8_ONLY, check_encoding, not_decoded
 from prefect_raybatch.source.find import File
-from prefect_raybatch.source.json_arrays import array_blocks, is_array
-from prefect_raybatch.source.json_depth import MOST_LEVELS, deep_line
+from prefect_raybatch.source.json_arrays import MOST_LEVELS, array_blocks, deep_line, is_array
 from prefect_raybatch.source.json_numbers import Path, inexact_paths, with_texts
 from prefect_raybatch.source.snapshot_writer import TABLE_CELLS, conform
 from prefect_raybatch.source.streams import one_line, open_bytes

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.cluster import Stage
-from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.cluster import ClusterAccess, Stage
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from prefect_raybatch.stages.answer_counts import (
 from prefect_raybatch.stages.answer_logprobs import logprobs_type
 from prefect_raybatch.stages.block import (
     Failure,
+    failures_of,
     input_columns,
     is_lost,
     lost_units,
@@ -58,6 +59,7 @@ from prefect_raybatch.stages.columns import (
 )
 from prefect_raybatch.stages.load import figures_of
 from prefect_raybatch.stages.output_schema import ResultColumn, fitting_columns, output_schema
+from prefect_raybatch.stages.raw_answers import raw_columns
 from prefect_raybatch.stages.result_columns import extra_type
 from prefect_raybatch.stages.row_outcomes import ColumnValues, FinishedRow, LeftOutRow, OutputRow
 from prefect_raybatch.stages.shard_figures import shard_figures
@@ -263,3 +265,25 @@ def _key(failure: Failure) -> FailureKey:
 
 def _receipts(receipts: list[Receipt]) -> pa.Table:
     return pa.table({RECEIPT: pa.array([r.to_json() for r in receipts], pa.string())})
+
+
+class RawFinish(Finish):
+    """Writes raw answers instead of result columns.
+
+    A truncated answer is kept too: the rows phase decides whether it fails its row.
+    """
+
+    def _outcomes(self, table: pa.Table) -> list[FinishedRow]:
+        return [failure or OutputRow({}) for failure in failures_of(table)]
+
+    def _result(
+        self, table: pa.Table, rows: Mapping[int, ColumnValues]
+    ) -> tuple[list[ResultColumn], dict[int, Failure]]:
+        answers = raw_columns(table.take(pa.array(list(rows))))
+        return [(field, answers[field.name].combine_chunks()) for field in answers.schema], {}
+
+    def _counts(self, table: pa.Table, outcomes: Sequence[FinishedRow]) -> dict[str, float]:
+        return {}  # the answers of rows are counted where rows are finished
+
+    def _extras(self, table: pa.Table, good: list[int]) -> list[ResultColumn]:
+        return []

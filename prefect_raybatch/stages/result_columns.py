@@ -10,7 +10,8 @@ from prefect_raybatch.job.answer_types import columns_of
 from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES
 from prefect_raybatch.job.tasks import TaskName, pools, probabilities
-from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.request import SamplingSpec
+from prefect_raybatch.spec.result import FinishSpec
 from prefect_raybatch.stages.answer_logprobs import logprobs_type
 from prefect_raybatch.stages.columns import DIGESTS_TYPE, PROBABILITIES_TYPE
 
@@ -23,10 +24,11 @@ def answer_columns(column: str, task: TaskName) -> list[str]:
     return [column, probabilities(column)] if task == "classify" else [column]
 
 
-def result_columns(spec: RunSpec) -> tuple[tuple[str, str], ...]:
+def result_columns(
+    output: FinishSpec, sampling: SamplingSpec, task: TaskName
+) -> tuple[tuple[str, str], ...]:
     """Return (name, type in words) of each column that is not from the input."""
-    output, answers = spec.finish, spec.sampling.answers
-    task = spec.engine.model.task
+    answers = sampling.answers
     if output.postprocess is not None:
         given = (output.types or {}).items()
         made = [(name, kind) for name, kind in given]
@@ -47,18 +49,19 @@ def result_columns(spec: RunSpec) -> tuple[tuple[str, str], ...]:
     made += [(name, str(extra_type(name, answers))) for name in output.extras]
     if output.probabilities:
         made.append((PROBABILITIES, str(PROBABILITIES_TYPE)))
-    if spec.sampling.logprobs is not None:
-        made.append((LOGPROBS, str(logprobs_type(spec.sampling.logprobs, answers))))
+    if sampling.logprobs is not None:
+        made.append((LOGPROBS, str(logprobs_type(sampling.logprobs, answers))))
     return (*made, (output.row_number, "int64"))
 
 
-def result_types(spec: RunSpec, given: pa.Schema) -> tuple[pa.Schema, bool]:
+def result_types(
+    output: FinishSpec, sampling: SamplingSpec, task: TaskName, given: pa.Schema
+) -> tuple[pa.Schema, bool]:
     """Return the result's columns with types known before a run, and whether that is all.
 
     `given` is the input's schema.
     """
-    output, answers, known = spec.finish, spec.sampling.answers, True
-    task = spec.engine.model.task
+    answers, known = sampling.answers, True
     fields = [given.field(name) for name in output.kept(given.names) if name in given.names]
     text = pa.list_(pa.string()) if answers > 1 else pa.string()
     if output.postprocess is not None:
@@ -74,7 +77,7 @@ def result_types(spec: RunSpec, given: pa.Schema) -> tuple[pa.Schema, bool]:
     else:
         known = False
     parsed = output.postprocess is None and output.parsing is not None
-    if parsed or spec.sampling.logprobs is not None:
+    if parsed or sampling.logprobs is not None:
         known = False
     fields += [pa.field(name, extra_type(name, answers)) for name in output.extras]
     if output.probabilities:

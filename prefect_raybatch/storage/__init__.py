@@ -6,15 +6,21 @@ starts at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from prefect_raybatch.storage.ahead import read_ahead
-from prefect_raybatch.storage.arrow_files import arrow_filesystem
 from prefect_raybatch.storage.base import FileInfo, Store
-from prefect_raybatch.storage.footers import footer_digest
 from prefect_raybatch.storage.local import LocalStore
-from prefect_raybatch.storage.proof import Sums, holds, put_file_proved, put_proved, put_same_proved
+from prefect_raybatch.storage.proof import (
+    Sums,
+    footer_digest,
+    holds,
+    put_file_proved,
+    put_proved,
+    put_same_proved,
+)
 from prefect_raybatch.storage.s3 import S3Store
 from prefect_raybatch.storage.s3_client import Connection
 from prefect_raybatch.storage.s3_settings import (
@@ -24,6 +30,9 @@ from prefect_raybatch.storage.s3_settings import (
     s3_settings,
 )
 from prefect_raybatch.storage.uri import contains, is_remote, join, normalize, split_glob
+
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
 
 __all__ = [
     "FileInfo",
@@ -48,6 +57,8 @@ __all__ = [
     "s3_settings",
     "split_glob",
 ]
+Item = TypeVar("Item")
+Value = TypeVar("Value")
 
 
 def open_store(uri: str, options: Mapping[str, Any] | None = None, links: bool = False) -> Store:
@@ -63,3 +74,53 @@ def open_store(uri: str, options: Mapping[str, Any] | None = None, links: bool =
     if is_remote(root):
         return S3Store(root, Connection.shared(options or {}))
     return LocalStore(root, links)
+
+
+def arrow_filesystem(store: Store) -> tuple[FileSystem, str]:
+    """Return (pyarrow file system, path of the store's root in it).
+
+    It is for code that reads whole tables. pyarrow reads with its own threads, which must not call
+    back into Python (see `Store.open`), so this does not wrap the store but configures pyarrow's
+    client with the same options. Contacts nothing. Raises ConfigError for a profile that does not
+    exist.
+    """
+    from pyarrow import fs
+
+    if not isinstance(store, S3Store):
+        return fs.LocalFileSystem(), store.uri
+    keys = s3_settings(store.connection.options)
+    scheme, _, host = (keys.endpoint or "").rpartition("://")
+    given: dict[str, Any] = {
+        "anonymous": keys.anon,
+        "access_key": keys.key,
+        "secret_key": keys.secret,
+        "session_token": keys.token,
+        "region": keys.region,
+        "scheme": scheme,
+        "endpoint_override": host.rstrip("/"),
+    }
+    used = {name: value for name, value in given.items() if value}
+    return fs.S3FileSystem(**used), store.uri.removeprefix("s3://")
+
+
+def read_ahead(
+    read: Callable[[Item], Value], items: Iterable[Item], threads: int, ahead: int
+) -> Iterator[Value]:
+    """Yield `read(item)` for each item in order; threads read up to `ahead` items ahead.
+
+    Memory is that of `ahead` results, however many items there are. An exception from `read` is
+    raised at its item. Then, or when the consumer stops early, pending reads are dropped and
+    running ones are not waited for.
+    """
+    waiting: deque[Future[Value]] = deque()
+    pool = ThreadPoolExecutor(threads)
+    try:
+        for item in items:
+            waiting.append(pool.submit(read, item))
+            if len(waiting) >= ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        # Garbage collection may end this in a thread that is just starting: a join there hangs.
+        pool.shutdown(wait=False, cancel_futures=True)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 from prefect_raybatch.errors import BadUpload, SourceError
 from prefect_raybatch.storage.base import FileInfo, Store
@@ -21,6 +21,8 @@ log = logging.getLogger("prefect_raybatch.storage")
 
 PROBE_TRIES = 3  # writes of one file before its store counts as broken
 CHUNK = 8 << 20  # bytes read at a time, on S3 one GET
+FOOTER_END = 8  # bytes: the length of a Parquet footer's metadata, and the magic word
+FOOTER_DIGITS = 32  # of its hash in hex: 128 bits
 
 
 @dataclass(frozen=True)
@@ -139,3 +141,19 @@ def bad_upload(store: Store, path: str) -> BadUpload:
         "was sent. Nothing was deleted: run the same command again. If this comes back, choose "
         "another output, and check the disks of the store or the proxy before it"
     )
+
+
+def footer_digest(handle: BinaryIO) -> str:
+    """Return a hash of the metadata at the end of a Parquet file, to see if it was rewritten.
+
+    It covers offsets, sizes and statistics of all column chunks. Raises ValueError if there is no
+    footer.
+    """
+    size = handle.seek(0, os.SEEK_END)
+    handle.seek(max(0, size - FOOTER_END))
+    end = handle.read(FOOTER_END)
+    length = int.from_bytes(end[:4], "little") + FOOTER_END
+    if end[4:] not in (b"PAR1", b"PARE") or length > size:
+        raise ValueError("no Parquet footer")
+    handle.seek(size - length)
+    return hashlib.sha256(handle.read(length)).hexdigest()[:FOOTER_DIGITS]

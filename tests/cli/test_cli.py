@@ -31,7 +31,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 import prefect_raybatch
 from prefect_raybatch import errors
-from prefect_raybatch.api import default_run_key, finalize_run, infer_run, plan_run
+from prefect_raybatch.api import default_run_key, finalize_run, infer_run, plan_run, submission
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cli.commands import exit_status
 from prefect_raybatch.cli.drive import page_hint, retry_options
@@ -40,7 +40,6 @@ from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ErrorBudgetExceeded, IncompleteRun, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import Limits
-from prefect_raybatch.remote import follower
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.open_run import open_run
@@ -160,7 +159,7 @@ def test_a_run_over_its_budget_shows_which_rows_failed(local_ray, tmp_path, call
 def test_the_command_ends_with_1_over_the_budget_and_keeps_what_is_committed(
     without_ray: None, tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follower, "infer_run", partial(infer_run, engine=FakeEngine))
+    monkeypatch.setattr(submission, "infer_run", partial(infer_run, engine=FakeEngine))
     limits = ("--set", "limits.max_failed_fraction=null", "--set", "limits.max_failed_rows=0")
     code, _, err = call("run", write_job(tmp_path), "--run-key", "k", "--no-prefect", *limits)
     assert code == 1 and "ErrorBudgetExceeded" in err and "limits.max_failed_rows 0" in err
@@ -574,7 +573,7 @@ def test_running_a_finished_run_starts_nothing_and_reports(made, call, monkeypat
     def never(*_: object, **__: object) -> None:
         raise AssertionError("nothing may start")
 
-    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", never)
+    monkeypatch.setattr("prefect_raybatch.api.submission.infer_run", never)
     monkeypatch.setattr("prefect_raybatch.cli.drive.run_flow", never)
     code, out, _ = call("run", path, "--run-key", "key")
     assert code == 0 and "was complete before" in out and "39 answered + 1 in quarantine" in out

@@ -29,7 +29,7 @@ from prefect_raybatch.cluster import reach
 from prefect_raybatch.cluster.sharing import User
 from prefect_raybatch.compile.job import cluster_spec, compile_job
 from prefect_raybatch.errors import ClusterUnavailable, ConfigError, InsufficientResources
-from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss
 from prefect_raybatch.ledger.records import Receipt
 

@@ -18,15 +18,15 @@ from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.doctor import services
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.cluster_access import ClusterAccess
-from prefect_raybatch.remote.server import JobServer
+from prefect_raybatch.job.cluster import ClusterAccess
+from prefect_raybatch.remote.client import JobServer
 
 TOKEN, OTHER = "0123456789abcdef" * 3, "f" * 48
 WITH_TOKEN = """
 import json, sys
 from prefect_raybatch.cluster.connect import connected
 from prefect_raybatch.compile.job import cluster_spec
-from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.cluster import ClusterAccess
 from helpers.small import make_job
 import os
 job = make_job(cluster={"block": "ray-cluster/locked"})

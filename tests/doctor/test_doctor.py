@@ -35,7 +35,7 @@ from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.doctor import CheckContext, Finding, engine, machine, places, services
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.cluster import ClusterAccess
 
 
 def free_port() -> int:

@@ -27,7 +27,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.runs.costs import with_cost
 from prefect_raybatch.runs.estimate import estimate
-from prefect_raybatch.runs.phases import meter_for
+from prefect_raybatch.runs.infer_run import meter_for
 from prefect_raybatch.runs.status import report_of, status
 from prefect_raybatch.sizing.prices import gpu_price
 from prefect_raybatch.sizing.sizes import Capacity, pool_for

@@ -26,6 +26,7 @@ from s3server import S3Server
 
 from prefect_raybatch import BatchJob
 from prefect_raybatch.api import finalize_run
+from prefect_raybatch.api.submission import sendable
 from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError
 from prefect_raybatch.flow import tasks
@@ -38,7 +39,6 @@ from prefect_raybatch.flow.blocks import (
 )
 from prefect_raybatch.flow.tasks import with_blocks
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.remote.records import sendable
 from prefect_raybatch.runs.run import Run
 
 BLOCKS = [RayCluster, ObjectStore, BatchInferenceJob]

@@ -28,7 +28,7 @@ from prefect_raybatch.demo.customers import companies, write_customers
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.job.source import Source
-from prefect_raybatch.remote.server import JobServer, RayJob
+from prefect_raybatch.remote.client import JobServer, RayJob
 from prefect_raybatch.report.answers import shifts
 from prefect_raybatch.report.plots import data_uri, of_history
 from prefect_raybatch.report.run_history import HistoryLine, HistoryPage, history_markdown

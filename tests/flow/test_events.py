@@ -416,7 +416,7 @@ def test_events_artifacts_and_asset_are_on_the_server_and_survive_a_retry(
             raise StoreUnavailable("away")
         return good(job, run, observe)
 
-    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", infer_run)
+    monkeypatch.setattr("prefect_raybatch.api.submission.infer_run", infer_run)
     monkeypatch.setattr("prefect_raybatch.flow.tasks.finalize", lambda *_: done)
 
     @flow
@@ -497,7 +497,7 @@ def test_finishing_goes_on_with_the_artifacts_of_its_flow_run(prefect_api, tmp_p
     run = Run(str(tmp_path), "night-9", "h", 100, 10, False)
     done = full(run_key="night-9", run="/nowhere/k")
     tries: list[int] = []
-    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", steady(0.2, 10, failed=3))
+    monkeypatch.setattr("prefect_raybatch.api.submission.infer_run", steady(0.2, 10, failed=3))
     monkeypatch.setattr("prefect_raybatch.flow.tasks.finalize", lambda *_: done)
 
     def completed(self: Any, report: Any) -> None:
@@ -675,7 +675,7 @@ def test_calls_of_a_steady_run_at_the_client(prefect_api, tmp_path, monkeypatch)
         began.append(time.monotonic())  # what starts a flow run takes as long as it takes
         return commits(job, run, observe)
 
-    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", infer_run)
+    monkeypatch.setattr("prefect_raybatch.api.submission.infer_run", infer_run)
     run = Run(str(tmp_path), "steady", "h", 14_000, 1400, False)
 
     @flow

@@ -38,7 +38,7 @@ class Echo(Nights):
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Echo:
     """In place of Ray and vLLM."""
     made = Echo(tmp_path)
-    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", made.infer)
+    monkeypatch.setattr("prefect_raybatch.api.submission.infer_run", made.infer)
     monkeypatch.syspath_prepend(str(ROOT / "flows"))
     yield made
     for name in ("nightly_increment", "chained"):

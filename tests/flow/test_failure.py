@@ -76,7 +76,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, run: Run, error: Exception) -> None
         raise error
 
     monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", lambda *_: run)
-    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", infer_run)
+    monkeypatch.setattr("prefect_raybatch.api.submission.infer_run", infer_run)
 
 
 def logs_of(run: Any, text: str) -> list[str]:
@@ -184,7 +184,7 @@ def test_characters_that_prefects_database_refuses_keep_nothing_from_being_told(
         raise kind(f"no number: {ODD}")
 
     monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", lambda *_: run)
-    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", infer_run)
+    monkeypatch.setattr("prefect_raybatch.api.submission.infer_run", infer_run)
     job = make_job(name=name, output={"uri": str(tmp_path)})
     state = batch_inference(job, plan.run_key, return_state=True)
     assert state.is_failed() and f"no number: {HELD}" in str(state.message)

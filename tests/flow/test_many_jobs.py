@@ -23,9 +23,8 @@ from prefect_raybatch import (
     infer_shards,
     plan_shards,
 )
-from prefect_raybatch.api import infer_run
+from prefect_raybatch.api import infer_run, submission
 from prefect_raybatch.flow.artifacts import of_run
-from prefect_raybatch.remote import follower
 from prefect_raybatch.report.records import RunReport
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "local_ray")
@@ -40,7 +39,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> None:
     def infer(job: BatchJob, run: Any, observe: Any) -> Any:
         return infer_run(job, run, observe, engine=FakeEngine)
 
-    monkeypatch.setattr(follower, "infer_run", infer)
+    monkeypatch.setattr(submission, "infer_run", infer)
 
 
 def job_in(folder: Path, name: str) -> BatchJob:

@@ -24,8 +24,8 @@ from prefect_raybatch.errors import ConfigError, JobServerUnavailable
 from prefect_raybatch.flow import reconcile as flow_runs
 from prefect_raybatch.flow.blocks.cluster import RayCluster
 from prefect_raybatch.flow.reconcile import Action, reconcile_jobs, restart_crashed
-from prefect_raybatch.job.cluster_access import ClusterAccess
-from prefect_raybatch.remote.server import JobServer
+from prefect_raybatch.job.cluster import ClusterAccess
+from prefect_raybatch.remote.client import JobServer
 
 URL, ID = "http://head:8265", "raybatch-k-abc-1"
 

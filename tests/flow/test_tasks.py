@@ -72,7 +72,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
         return report()
 
     monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", plan_run)
-    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", infer_run)
+    monkeypatch.setattr("prefect_raybatch.api.submission.infer_run", infer_run)
     monkeypatch.setattr("prefect_raybatch.flow.tasks.finalize", finalize_run)
     return made
 
@@ -113,7 +113,7 @@ def test_engines_may_start_early_from_the_plan_to_the_end_of_inference(
 ) -> None:
     """The tasks are in the flow's context, however Prefect calls them."""
     seen: list[EarlyStart | None] = []
-    names = ("flow.tasks.plan_run", "remote.follower.infer_run", "flow.tasks.finalize")
+    names = ("flow.tasks.plan_run", "api.submission.infer_run", "flow.tasks.finalize")
     for name in names:
         place, _, last = f"prefect_raybatch.{name}".rpartition(".")
         plain = getattr(importlib.import_module(place), last)
@@ -188,7 +188,7 @@ def test_a_start_error_is_terminal_and_the_flow_is_failed(
         calls["infer"].append(run)
         raise EngineStartError("no such model")
 
-    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", infer_run)
+    monkeypatch.setattr("prefect_raybatch.api.submission.infer_run", infer_run)
     state = batch_inference(make_job(), "k", return_state=True)
     assert state.is_failed() and "no such model" in (state.message or "")
     assert len(calls["infer"]) == 1 and not calls["finalize"]
@@ -323,7 +323,7 @@ def test_the_flow_that_retries_failed_rows(tmp_path: Path, monkeypatch: pytest.M
     def infer_run(job: BatchJob, run: Run, observe: Any = None) -> None:
         work(run, job, {7: "Again"})
 
-    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", infer_run)
+    monkeypatch.setattr("prefect_raybatch.api.submission.infer_run", infer_run)
     output = {"publish": [delta(tmp_path)]}
     uri = first_run(tmp_path, output=output).store.uri
     # Targets come from whoever calls it, and not from the run directory.

@@ -36,14 +36,13 @@ from prefect_raybatch.compile.job import compile_job, compile_planned, finish_sp
 from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.ledger.increments import OF_ROWS, begin_asks, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.records import Plan, load
-from prefect_raybatch.plan.keying import keying_of
-from prefect_raybatch.plan.row_keys import RowKeys
+from prefect_raybatch.plan.row_keys import RowKeys, keying_of
 from prefect_raybatch.runs.increment import asks_of
 from prefect_raybatch.sizing.sizes import Capacity, expected_engines
 from prefect_raybatch.source import Inventory
@@ -107,7 +106,7 @@ def _recorded(golden: GoldenJob) -> dict[str, Any]:
             "files": [_file(file) for file in ledger.files(plan)],
             "shards": [ledger.shards(plan)[shard].rows for shard in range(plan.shards)],
             "keys": _keys(compile_job(resolve(job).job), plan, ledger),
-            "result": dict(result_columns(spec)),
+            "result": dict(result_columns(spec.finish, spec.sampling, spec.engine.model.task)),
             "expected_engines": {
                 name: expected_engines(spec.sizes, have) for name, have in CLUSTERS.items()
             },

@@ -69,7 +69,7 @@ class Shown:
 def stand_in(folder: Path, patch: pytest.MonkeyPatch) -> Industries:
     made = Industries(folder)
     patch.delenv("RAY_ADDRESS", raising=False)
-    patch.setattr("prefect_raybatch.remote.follower.infer_run", made.infer)
+    patch.setattr("prefect_raybatch.api.submission.infer_run", made.infer)
     patch.setattr(ray, "init", lambda **options: None)
     patch.setattr(ray, "shutdown", lambda: None)
     patch.setattr(drive, "quiet_engine", lambda: None)

@@ -13,10 +13,10 @@ from prefect_raybatch.compile.job import (
     finish_spec,
     model_request,
     prompt_spec,
+    public_job,
     read_spec,
     sampling_spec,
 )
-from prefect_raybatch.compile.public_job import public_job
 from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.images import Images

@@ -19,12 +19,12 @@ from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 
 from prefect_raybatch.api import plan_run
+from prefect_raybatch.api.submission import sendable
 from prefect_raybatch.compile.fingerprint import fingerprint
-from prefect_raybatch.compile.public_job import public_job
+from prefect_raybatch.compile.job import public_job
 from prefect_raybatch.errors import ConfigError, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.secrets import MASK
-from prefect_raybatch.remote.records import sendable
 from prefect_raybatch.runs.run import run_store
 from prefect_raybatch.storage import S3Store, s3_silence
 

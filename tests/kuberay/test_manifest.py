@@ -14,6 +14,7 @@ from helpers.small import make_job
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefect_raybatch.api.submission import sendable
 from prefect_raybatch.compile.fingerprint import fingerprint
 from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.compile.sizes import size_spec
@@ -27,7 +28,6 @@ from prefect_raybatch.kuberay.manifest import (
     ray_cluster,
     spec_hash,
 )
-from prefect_raybatch.remote.records import sendable
 
 ROOT = Path(__file__).parents[2]
 LABEL = re.compile(r"(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?")

@@ -131,7 +131,8 @@ def test_a_context_that_no_engine_takes_is_refused_by_the_plan(
 
     def look(**engine: Any) -> None:
         job = make_job(engine={"model": str(tmp_path), "task": task, **engine})
-        check(compile_job(job), model, files=False)
+        spec = compile_job(job)
+        check(spec.engine.model, spec.prompt, spec.sampling, model, files=False)
 
     look(max_model_len=512)
     with pytest.raises(ConfigError, match=r"max_model_len: 8,192 is more than the 512 tokens"):

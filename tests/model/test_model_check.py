@@ -12,7 +12,7 @@ from helpers.small import job_dict
 
 from prefect_raybatch import demo
 from prefect_raybatch.api import dry_run, plan_run, precheck
-from prefect_raybatch.compile.job import compile_job, model_request
+from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.vllm import fields as vllm_fields
@@ -51,6 +51,12 @@ def refused(folder: Path, **groups: Any) -> str:
     return said
 
 
+def accepted(job: BatchJob) -> None:
+    spec = compile_job(job)
+    model = models.pin(spec.engine.model)
+    model_check.check(spec.engine.model, spec.prompt, spec.sampling, model)
+
+
 def edit(folder: Path, **fields: Any) -> Path:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
@@ -59,14 +65,14 @@ def edit(folder: Path, **fields: Any) -> Path:
 
 def test_the_bundled_model_passes_in_a_folder_of_its_own(folder: Path) -> None:
     job = BatchJob.from_dict(job_dict(engine={"model": str(folder)}))
-    model_check.check(compile_job(job), models.pin(model_request(job.engine)))
+    accepted(job)
 
 
 def test_no_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     assert "has no weights" in refused(folder)
     job = BatchJob.from_dict(job_dict(engine={"model": str(folder), "load_format": "dummy"}))
-    model_check.check(compile_job(job), models.pin(model_request(job.engine)))  # needs none
+    accepted(job)  # needs none
 
 
 def test_weights_cut_off(folder: Path) -> None:
@@ -96,7 +102,7 @@ def test_no_tokenizer(folder: Path, tmp_path: Path) -> None:
     assert "has no tokenizer" in refused(folder) and "engine.tokenizer" in refused(folder)
     other = {"model": str(folder), "tokenizer": demo.demo_model_path()}
     job = BatchJob.from_dict(job_dict(engine=other))
-    model_check.check(compile_job(job), models.pin(model_request(job.engine)))
+    accepted(job)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +122,7 @@ def test_a_runner_that_pools(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["ChatGLMModel", "GPT2LMHeadModel", "NewestForCausalLM"])
 def test_generating_models_pass(folder: Path, name: str) -> None:
     job = BatchJob.from_dict(job_dict(engine={"model": str(edit(folder, architectures=[name]))}))
-    model_check.check(compile_job(job), models.pin(model_request(job.engine)))
+    accepted(job)
 
 
 def test_vllms_own_lists_are_read() -> None:

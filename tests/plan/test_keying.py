@@ -9,7 +9,7 @@ from helpers.small import MODEL, make_job
 
 from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.plan.keying import keying_of
+from prefect_raybatch.plan.row_keys import keying_of
 
 
 def context(job: BatchJob, **model: Any) -> str:

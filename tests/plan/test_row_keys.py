@@ -21,8 +21,7 @@ from prefect_raybatch.compile.job import cluster_spec, compile_job, read_spec
 from prefect_raybatch.compile.sizes import size_spec
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.plan.keying import keying_of
-from prefect_raybatch.plan.row_keys import RowKeys
+from prefect_raybatch.plan.row_keys import RowKeys, keying_of
 from prefect_raybatch.runs.run import load_run, run_store
 from prefect_raybatch.source import inventory
 from prefect_raybatch.storage import open_store

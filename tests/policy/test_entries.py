@@ -22,6 +22,7 @@ from prefect_raybatch.api import (
 )
 from prefect_raybatch.api.backfill import planned_runs
 from prefect_raybatch.api.retry import plan_retry
+from prefect_raybatch.api.submission import infer_in_place
 from prefect_raybatch.api.tune import tune
 from prefect_raybatch.doctor import CheckContext
 from prefect_raybatch.doctor.policy import check_policy
@@ -30,7 +31,6 @@ from prefect_raybatch.flow import reconcile, tasks
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.policy.in_force import STRICT_POLICY, owner_policy, under
 from prefect_raybatch.remote.__main__ import work
-from prefect_raybatch.remote.places import infer_in_place
 from prefect_raybatch.runs import attempts
 from prefect_raybatch.runs.open_run import open_run
 from prefect_raybatch.runs.run import run_of

@@ -24,6 +24,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_raybatch.api import plan_run
+from prefect_raybatch.api.submission import (
+    OUTPUT_ENV,
+    environment,
+    infer_in_place,
+    sendable,
+    submission_of,
+)
 from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import ENDED, INFERRING, STARTING, UNHEARD, Beat, Listener
@@ -43,11 +50,11 @@ from prefect_raybatch.ledger.accepted import Accepted
 from prefect_raybatch.ledger.layout import JOBS, heartbeat_path, job_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.remote import __main__ as remote
+from prefect_raybatch.remote import client as servers
 from prefect_raybatch.remote import follower as jobs
-from prefect_raybatch.remote import server as servers
+from prefect_raybatch.remote.client import JobServer
 from prefect_raybatch.remote.logs import LogFeed, MarkedLines
-from prefect_raybatch.remote.records import JobRecords, Outcome, sendable
-from prefect_raybatch.remote.server import JobServer
+from prefect_raybatch.remote.records import JobRecords, Outcome
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.storage import open_store
 
@@ -90,7 +97,13 @@ class World:
         job = job or self.job()
         owner = jobs.Owner("flow", lambda id, server: self.attached.append(id), self._cancelled)
         return jobs.Follower(
-            job, job, self.run, lambda progress: None, owner, self.server, "run", sleep
+            submission_of(job, job),
+            self.run,
+            lambda progress: None,
+            owner,
+            self.server,
+            "run",
+            sleep,
         )
 
     def _cancelled(self) -> bool:
@@ -120,7 +133,7 @@ class World:
     def submitted(self, number: int = 1, status: str = "RUNNING") -> str:
         """A job that an earlier flow submitted."""
         follower = self.follower()
-        assert self.records.add(number, follower.sent, URL, "earlier")
+        assert self.records.add(number, follower.submission.job, URL, "earlier")
         record = self.records.read(number)
         follower.submit_recorded(record, self.server(URL))
         self.head.jobs[record.id].status = status
@@ -325,7 +338,7 @@ def test_a_planted_record_gets_no_keys(world: World, caplog: pytest.LogCaptureFi
     asked: list[str] = []
     follower = world.follower()
     follower.server_at = lambda url, **more: asked.append(url) or world.server(url, **more)
-    assert world.records.add(1, follower.sent, planted, "earlier")
+    assert world.records.add(1, follower.submission.job, planted, "earlier")
     assert follower.run_to_end().done == 20
     assert set(asked) == {URL} and world.head.started == [world.id(2)]
     assert "evil.example.com" in caplog.text and "s3cr3t" not in caplog.text
@@ -613,7 +626,7 @@ def test_a_night_that_reuses_answers_is_followed_over_both_of_its_ledgers(tmp_pa
     assert {whole for _, whole in seen} == {6 + 8}
     assert done == sorted(done) and (done[0], done[-1]) == (0, 14) and len(set(done)) >= 4
     assert (watch.progress.rows, watch.progress.done) == (8, 8)
-    assert jobs.infer(job, job, run).done == 8
+    assert infer_in_place(job, job, run).done == 8
 
 
 # --- the job's own side -------------------------------------------------------------------------
@@ -793,7 +806,7 @@ def test_a_secret_is_refused_with_the_remedy(
 ) -> None:
     job = make_job(**{group: fields, "cluster": {"job_server": URL}})
     with pytest.raises(ConfigError, match=field) as error:
-        jobs.Follower(job, job, world.run, lambda progress: None, jobs.Owner())
+        submission_of(job, job)
     assert "s3cr3t" not in str(error.value)
 
 
@@ -808,8 +821,9 @@ def test_keys_of_blocks_reach_neither_record_nor_server(
     )
     options = {"key": "AKIA", "secret": "s3cr3t"}
     loaded = job.model_copy(update={"output": job.output.model_copy(update={"options": options})})
+    submission = submission_of(job, loaded, "http://prefect:4200/api")
     follower = jobs.Follower(
-        job, loaded, world.run, lambda progress: None, jobs.Owner(api="http://prefect:4200/api"),
+        submission, world.run, lambda progress: None, jobs.Owner(),
         world.server, "run", lambda seconds: world.work(),
     )  # fmt: skip
     follower.run_to_end()
@@ -819,7 +833,7 @@ def test_keys_of_blocks_reach_neither_record_nor_server(
         assert secret not in request and secret not in record
     env = world.head.submissions[0]["runtime_env"]["env_vars"]
     assert env["PREFECT_API_URL"] == "http://prefect:4200/api" and "PREFECT_API_KEY" not in env
-    assert json.loads(env[jobs.OUTPUT_ENV])["credentials_block"] == "aws-credentials/nightly"
+    assert json.loads(env[OUTPUT_ENV])["credentials_block"] == "aws-credentials/nightly"
     assert world.records.read(1).job["engine"]["env"] == {"TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -827,7 +841,7 @@ def test_blocks_need_an_api_that_the_cluster_can_reach() -> None:
     job = make_job(output={"uri": "o", "credentials_block": "a/b"}, cluster={"job_server": URL})
     for url in ("", "http://me:pw@prefect/api"):
         with pytest.raises(ConfigError, match="PREFECT_API_URL"):
-            jobs.environment(job, url)
+            environment(job, url)
 
 
 @pytest.mark.parametrize(

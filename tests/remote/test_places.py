@@ -11,6 +11,7 @@ from helpers.kube_server import KubeServer
 from helpers.small import make_job, small_run
 
 from prefect_raybatch.api import dry_run, plan_run
+from prefect_raybatch.api.submission import infer_in_place
 from prefect_raybatch.cluster.connect import connected, glance
 from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.driver.driver import Progress
@@ -24,8 +25,7 @@ from prefect_raybatch.errors import (
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.kuberay.manifest import RunIdentity
 from prefect_raybatch.remote import places
-from prefect_raybatch.remote.follower import Owner
-from prefect_raybatch.remote.places import infer_in_place
+from prefect_raybatch.remote.follower import Owner, Submission
 from prefect_raybatch.runs.run import Run
 
 
@@ -36,8 +36,8 @@ class FakeFollower:
     ends: Callable[[], Progress]
     urls: list[str]
 
-    def __init__(self, job: BatchJob, loaded: BatchJob, *_: object):
-        self.urls.append(str(loaded.cluster.access.job_server))
+    def __init__(self, submission: Submission, *_: object):
+        self.urls.append(str(submission.access.job_server))
 
     def run_to_end(self) -> Progress:
         return type(self).ends()

@@ -30,7 +30,7 @@ from prefect_raybatch.demo.customers import write_customers
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.kuberay.manifest import HOLDER
 from prefect_raybatch.kuberay.run_cluster import notes_of
-from prefect_raybatch.remote.server import JobServer, RayJob
+from prefect_raybatch.remote.client import JobServer, RayJob
 
 pytestmark = [pytest.mark.e2e, pytest.mark.whole, pytest.mark.timeout(1200)]
 

@@ -15,9 +15,10 @@ import pytest
 from helpers.ray_head import Head
 from helpers.small import SmallRun, make_job, small_run
 
+from prefect_raybatch.api.submission import submission_of
 from prefect_raybatch.errors import ConfigError, JobServerUnavailable, JobStopped
 from prefect_raybatch.remote import follower as jobs
-from prefect_raybatch.remote.server import JobServer
+from prefect_raybatch.remote.client import JobServer
 from prefect_raybatch.runs.run import Run
 
 SCRIPT = """
@@ -58,8 +59,7 @@ def follower(
         step()
 
     return jobs.Follower(
-        job,
-        job,
+        submission_of(job, job),
         run,
         lambda progress: None,
         jobs.Owner(**owner),

@@ -21,13 +21,12 @@ from helpers.retries import first_run
 from helpers.small import job_dict
 
 from prefect_raybatch import BatchJob
-from prefect_raybatch.api import infer_run
+from prefect_raybatch.api import infer_run, submission
 from prefect_raybatch.api.backfill import backfill, planned_runs
 from prefect_raybatch.cluster.connect import SHARED
 from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.errors import ConfigError, IncompleteRun
 from prefect_raybatch.flow.flows import backfill_job
-from prefect_raybatch.remote import follower
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.backfill import DatedRun, summary
 from prefect_raybatch.storage import open_store
@@ -80,7 +79,7 @@ class Beside:
 @pytest.fixture
 def beside(monkeypatch: pytest.MonkeyPatch) -> Beside:
     found = Beside()
-    monkeypatch.setattr(follower, "infer_run", found.infer)
+    monkeypatch.setattr(submission, "infer_run", found.infer)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     return found
 

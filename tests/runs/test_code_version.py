@@ -17,7 +17,7 @@ from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.layout import PLANNED_BY
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.report.report import result_rows
-from prefect_raybatch.runs.planned_by import compare_code, note_planner, planner_code
+from prefect_raybatch.runs.attempts import compare_code, note_planner, planner_code
 from prefect_raybatch.storage import open_store
 
 

@@ -21,7 +21,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 
 from prefect_raybatch import BatchJob, batch_inference
-from prefect_raybatch.api import finalize_run, infer_run, plan_run
+from prefect_raybatch.api import finalize_run, infer_run, plan_run, submission
 from prefect_raybatch.cli.commands import exit_status
 from prefect_raybatch.driver.driver import Driver, Progress
 from prefect_raybatch.errors import ConfigError, RunDrained
@@ -29,7 +29,6 @@ from prefect_raybatch.flow.flows import called as called_flow
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger import drains
 from prefect_raybatch.ledger.drains import Draining, put_drain
-from prefect_raybatch.remote import follower
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.drain import drain_run
 from prefect_raybatch.runs.status import status
@@ -201,7 +200,7 @@ def test_a_run_is_drained_and_resumed_as_a_flow_that_is_neither_failed_nor_compl
 
         return infer_run(job, run, both, engine=HeldEngine)
 
-    monkeypatch.setattr(follower, "infer_run", infer)
+    monkeypatch.setattr(submission, "infer_run", infer)
     with pytest.raises(RunDrained, match="drained: "):
         called_flow(batch_inference, job, key)
     run = plan_run(job, key)

@@ -589,7 +589,7 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     def infer_run(job: BatchJob, run: Any, observe: Any = None) -> None:
         work(run, job, fails)
 
-    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", infer_run)
+    monkeypatch.setattr("prefect_raybatch.api.submission.infer_run", infer_run)
 
     def call(*arguments: object, failed: dict[int, str] | None = None) -> tuple[int, str, str]:
         fails.clear()

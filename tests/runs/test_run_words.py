@@ -14,7 +14,7 @@ from helpers.small import make_job
 from prefect_raybatch.api import dry_run, plan_run, resolve_run
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.flow import flows
-from prefect_raybatch.flow.run_history import as_written
+from prefect_raybatch.flow.run_history import written_uri
 from prefect_raybatch.flow.schedule import zone_of
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.run_words import date_of, date_of_key, run_words, with_run_words
@@ -163,7 +163,7 @@ def test_a_scheduled_date_is_that_of_the_schedules_own_time_zone(tmp_path, monke
 
     def plan_shards(job: BatchJob, key: str) -> None:
         dates.append(Path(with_run_words(job, key).source.uri).parent.name)
-        assert as_written(with_run_words(job, key)).output.uri == written.output.uri
+        assert written_uri(with_run_words(job, key).output.uri) == written.output.uri
         raise Planned
 
     berlin = ZoneInfo("Europe/Berlin")

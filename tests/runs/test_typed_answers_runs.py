@@ -22,8 +22,7 @@ from helpers.specs import check_columns
 
 from prefect_raybatch.api import dry_run
 from prefect_raybatch.cli import show
-from prefect_raybatch.compile.job import compile_planned
-from prefect_raybatch.compile.public_job import public_job
+from prefect_raybatch.compile.job import compile_planned, public_job
 from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob

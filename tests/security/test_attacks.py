@@ -30,8 +30,9 @@ from helpers.small import make_job, small_run
 from helpers.specs import check_template_of, reads
 from urllib3.util import parse_url
 
+from prefect_raybatch.api.submission import sendable
 from prefect_raybatch.compile.fingerprint import fingerprint
-from prefect_raybatch.compile.public_job import public_job
+from prefect_raybatch.compile.job import public_job
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.publish import PublishTarget
@@ -41,7 +42,6 @@ from prefect_raybatch.job.trusted_places import Reach
 from prefect_raybatch.model import chat_template
 from prefect_raybatch.policy.in_force import operator_policy, owner_policy, under
 from prefect_raybatch.policy.policy import JobPolicy
-from prefect_raybatch.remote.records import sendable
 from prefect_raybatch.source import peek
 from prefect_raybatch.storage.internet import allowed, shown_url
 

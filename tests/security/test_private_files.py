@@ -14,9 +14,9 @@ from helpers.small import small_run
 from typer.testing import CliRunner
 
 from prefect_raybatch.api import finalize_run, recorded_attempt
+from prefect_raybatch.api.submission import sendable
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.remote.records import sendable
 from prefect_raybatch.runs import tune
 from prefect_raybatch.runs.attempts import INFERENCE
 from prefect_raybatch.runs.run import run_of

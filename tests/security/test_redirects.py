@@ -19,9 +19,9 @@ from helpers.web_server import served
 from prefect_raybatch.doctor import services
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError, StoreError
 from prefect_raybatch.flow.blocks.cluster import RayCluster
-from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.policy.in_force import operator_policy, under
-from prefect_raybatch.remote.server import JobServer
+from prefect_raybatch.remote.client import JobServer
 from prefect_raybatch.source import peek
 from prefect_raybatch.source.tables.iceberg import open_catalog
 from prefect_raybatch.stages.images.decode import BadImage

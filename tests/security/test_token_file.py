@@ -15,8 +15,8 @@ from attacks import PLANTED_FILES
 from prefect_raybatch import doctor
 from prefect_raybatch.cluster.tokens import check_token_file, keep_token_private, token_sent
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.cluster_access import ClusterAccess
-from prefect_raybatch.remote.server import connect_client
+from prefect_raybatch.job.cluster import ClusterAccess
+from prefect_raybatch.remote.client import connect_client
 
 
 @pytest.fixture(autouse=True)

@@ -44,7 +44,7 @@ from prefect_raybatch.cluster.warm import WarmKind
 from prefect_raybatch.compile.job import compile_job, compile_planned
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.job.edits import edited, with_access
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Unit

@@ -221,7 +221,7 @@ def test_what_is_no_table_or_lacks_files_is_told(tmp_path):
 def test_a_missing_library_is_told_with_what_to_install(tmp_path, monkeypatch):
     uri = table_of(tmp_path / "t", companies(0, 3))
     monkeypatch.setattr(
-        "prefect_raybatch.source.tables.registry.find_spec", lambda name: None, raising=True
+        "prefect_raybatch.source.tables.copying.find_spec", lambda name: None, raising=True
     )
     refused(uri, 'pip install "prefect-raybatch[delta]"', error=ConfigError)
 

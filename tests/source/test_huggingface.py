@@ -31,7 +31,7 @@ from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.source import detect_format, needs_snapshot, peek
 from prefect_raybatch.source.filters import Filter
-from prefect_raybatch.source.tables.registry import open_table
+from prefect_raybatch.source.tables.copying import open_table
 from prefect_raybatch.storage import open_store
 
 URI = "hf://datasets/team/rows"
@@ -448,7 +448,7 @@ def test_what_is_no_dataset_is_told(tmp_path, monkeypatch):
     state["_data_files"] = [{"filename": "../outside.arrow"}]
     (tmp_path / "d/state.json").write_text(json.dumps(state))
     refused(uri, "outside.arrow", "as one of its files")
-    monkeypatch.setattr("prefect_raybatch.source.tables.registry.find_spec", lambda name: None)
+    monkeypatch.setattr("prefect_raybatch.source.tables.copying.find_spec", lambda name: None)
     refused(URI, 'pip install "prefect-raybatch[huggingface]"', error=ConfigError)
 
 

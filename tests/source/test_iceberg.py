@@ -181,7 +181,7 @@ def test_what_is_wrong_with_a_table_or_a_catalog_is_told(tmp_path, catalog, monk
     next((folder / "data").rglob("*.parquet")).unlink()
     refused(str(folder), "Iceberg table", "a file is missing")
     monkeypatch.setattr(
-        "prefect_raybatch.source.tables.registry.find_spec", lambda name: None, raising=True
+        "prefect_raybatch.source.tables.copying.find_spec", lambda name: None, raising=True
     )
     refused(str(folder), 'pip install "prefect-raybatch[iceberg]"', error=ConfigError)
 

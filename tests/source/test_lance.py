@@ -104,7 +104,7 @@ def test_what_is_no_data_set_is_told(tmp_path, monkeypatch):
     with pytest.raises(SourceError, match="has no rows"):
         copied(tmp_path, data_set(tmp_path / "e", companies(0, 0)))
     monkeypatch.setattr(
-        "prefect_raybatch.source.tables.registry.find_spec", lambda name: None, raising=True
+        "prefect_raybatch.source.tables.copying.find_spec", lambda name: None, raising=True
     )
     refused(uri, 'pip install "prefect-raybatch[lance]"', error=ConfigError)
 

@@ -16,7 +16,7 @@ from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.source import peek
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
-from prefect_raybatch.source.tables.registry import OPENERS
+from prefect_raybatch.source.tables.copying import OPENERS
 
 
 class Given(TableSource):

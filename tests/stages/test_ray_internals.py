@@ -89,7 +89,7 @@ CONTRACT = {
     "_private/state.py": {"": ["actors(actor_id, job_id)"]},
     "_private/services.py": {"": ["canonicalize_bootstrap_address(addr)"]},
     "_private/authentication/authentication_token_setup.py": {"": ["AUTH_MODE_ENV_VAR"]},
-    # Bounded requests to the job server (remote/server.py).
+    # Bounded requests to the job server (remote/client.py).
     "dashboard/modules/dashboard_sdk.py": {
         "SubmissionClient": ["_do_request(method, endpoint)"],
     },

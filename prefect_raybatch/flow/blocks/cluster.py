@@ -9,13 +9,12 @@ from prefect.types import SecretDict
 from pydantic import ConfigDict, HttpUrl, SecretStr, field_validator, model_validator
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.flow.blocks.fields import block_field
-from prefect_raybatch.flow.blocks.store import load_block
+from prefect_raybatch.flow.blocks.store import block_field, load_block
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import SERVER
-from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.job.kubernetes import Kubernetes
-from prefect_raybatch.remote.server import connect_client
+from prefect_raybatch.remote.client import connect_client
 
 CLIENT_REFUSED = (
     "ray:// (Ray Client) is not supported, because it ends the work after 30 s without network; "

@@ -23,11 +23,10 @@ from pydantic import ConfigDict, HttpUrl, model_validator
 
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError
 from prefect_raybatch.flow.blocks.cluster import RayCluster
-from prefect_raybatch.flow.blocks.fields import block_field
-from prefect_raybatch.flow.blocks.store import ObjectStore, reference
+from prefect_raybatch.flow.blocks.store import ObjectStore, block_field, reference
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import check_run_key
-from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.job.edits import edited
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.storage import is_remote

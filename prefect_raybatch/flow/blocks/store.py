@@ -6,10 +6,9 @@ from typing import Any
 
 from prefect.blocks.abstract import CredentialsBlock
 from prefect.blocks.core import Block
-from pydantic import ConfigDict, HttpUrl, SecretStr, field_validator, model_validator
+from pydantic import ConfigDict, Field, HttpUrl, SecretStr, field_validator, model_validator
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.flow.blocks.fields import block_field
 from prefect_raybatch.storage import Store, open_store
 
 # s3fs's option, and the fields of prefect-aws's AwsCredentials and MinIOCredentials it comes from.
@@ -19,6 +18,11 @@ KEYS = {
     "token": ("aws_session_token",),
     "profile": ("profile_name",),
 }
+
+
+def block_field(default: Any, *, title: str, text: str, **kwargs: Any) -> Any:
+    """Return a field with a title and a description for Prefect's form."""
+    return Field(default, title=title, description=text, **kwargs)
 
 
 class ObjectStore(CredentialsBlock):

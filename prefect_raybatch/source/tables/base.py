@@ -12,7 +12,7 @@ To add a format:
    schemes of its URIs, what source.version may be; the name in the `Literal` of `source.format`
    (`prefect_raybatch/job/source.py`);
 2. a subclass of `TableSource` in a module of its own here, and the function that opens it in
-   `OPENERS` (`prefect_raybatch/source/tables/registry.py`). The library is imported in that
+   `OPENERS` (`prefect_raybatch/source/tables/copying.py`). The library is imported in that
    function, never at module level. `said_plainly` converts its errors to ours;
 3. if the contents of a folder show that it has the format: `mark` and `OPENED`
    (`prefect_raybatch/source/places.py`).

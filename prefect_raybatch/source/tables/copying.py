@@ -1,13 +1,15 @@
-"""Copies a table source to a snapshot, or describes it for a plan beforehand."""
+"""Opens a table source, and copies it to a snapshot or describes it for a plan beforehand."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pyarrow as pa
 
-from prefect_raybatch.errors import SourceError
+from prefect_raybatch.errors import ConfigError, SourceError
+from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.plan_tables import encode_schema
 from prefect_raybatch.ledger.records import InputFile
@@ -18,11 +20,22 @@ from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.find import Inventory
 from prefect_raybatch.source.snapshot_writer import conform
 from prefect_raybatch.source.tables.base import TableSource
-from prefect_raybatch.source.tables.registry import open_table
+from prefect_raybatch.source.tables.delta import open_delta
+from prefect_raybatch.source.tables.huggingface import open_huggingface
+from prefect_raybatch.source.tables.iceberg import open_iceberg
+from prefect_raybatch.source.tables.lance_sets import open_lance
+from prefect_raybatch.source.tables.sql import open_sql
 from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.storage import Store
 
 GUESS_ROWS = 10_000  # looked at for a guess at the rows that pass a filter
+OPENERS: dict[str, Callable[[ReadSpec], TableSource]] = {
+    "delta": open_delta,
+    "iceberg": open_iceberg,
+    "lance": open_lance,
+    "sql": open_sql,
+    "huggingface": open_huggingface,
+}
 
 
 def snapshot_of(format: str, source: ReadSpec, run_store: Store, attempt: str) -> Inventory:
@@ -141,3 +154,24 @@ def _check_storable(name: str, schema: pa.Schema) -> None:
                 f"{name}: column {field.name!r} has type {field.type}, which Parquet cannot store "
                 f"({error}). Convert it in the table, or leave it out with source.columns"
             ) from None
+
+
+def open_table(format: str, source: ReadSpec) -> TableSource:
+    """Return the table that `source` names, at source.version or as it is now.
+
+    Raises ConfigError for a missing extra or a malformed source.version, SourceError for a table or
+    version that does not exist or may not be read, `StoreUnavailable` if the location does not
+    answer.
+    """
+    need_extra(format)
+    return OPENERS[format](source)
+
+
+def need_extra(format: str) -> None:
+    """Raise ConfigError unless the library of a table format is installed."""
+    known = TABLE_FORMATS[format]
+    if find_spec(known.module) is None:
+        raise ConfigError(
+            f"source.format: {known.title} needs {known.module}, which is not installed. Run pip "
+            f'install "prefect-raybatch[{known.extra}]"'
+        )

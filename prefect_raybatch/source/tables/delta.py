@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -22,6 +22,9 @@ from prefect_raybatch.source.tables.base import (
 )
 from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.storage import is_remote, join, object_store_options, s3_settings
+
+if TYPE_CHECKING:
+    from deltalake import DeltaTable
 
 # One partition reads the files one after the other, so that the order is the same each time.
 HISTORY = 1000  # commits looked through for the time of a version
@@ -67,7 +70,7 @@ def open_delta(source: ReadSpec) -> TableSource:
     return opened
 
 
-def _go_to(table: Any, version: str) -> None:
+def _go_to(table: DeltaTable, version: str) -> None:
     if version.isdecimal():
         table.load_as_version(int(version))
         return
@@ -83,7 +86,7 @@ def _go_to(table: Any, version: str) -> None:
 class DeltaSource(TableSource):
     """A Delta table at a version."""
 
-    def __init__(self, table: Any, uri: str, made: str | None, scrub: Scrub = str) -> None:
+    def __init__(self, table: DeltaTable, uri: str, made: str | None, scrub: Scrub = str) -> None:
         self._table, self._uri, self._scrub = table, uri, scrub
         self.pin = TablePin(
             format="delta",
@@ -115,7 +118,7 @@ def _name(column: str) -> str:
     return '"' + column.replace('"', '""') + '"'
 
 
-def _made(newest: Any, version: int) -> str | None:
+def _made(newest: DeltaTable, version: int) -> str | None:
     """Return when a version was committed, by the log; None if that was cleaned up, or is far back.
 
     It asks the newest version: for another one, the library counts the log's entries wrongly.
@@ -129,7 +132,7 @@ def _made(newest: Any, version: int) -> str | None:
     return None
 
 
-def _files(table: Any, uri: str) -> Iterator[str]:
+def _files(table: DeltaTable, uri: str) -> Iterator[str]:
     """Yield the locations of the table's files.
 
     Its log names them by URL: below the table's folder, or anywhere.
@@ -139,7 +142,7 @@ def _files(table: Any, uri: str) -> Iterator[str]:
         yield path if "://" in path else unquote(path) if whole else f"{uri}/{unquote(path)}"
 
 
-def _rows(table: Any) -> int | None:
+def _rows(table: DeltaTable) -> int | None:
     """Return the rows by the log's statistics, which writers may leave out, minus deleted ones."""
     actions = pa.table(table.get_add_actions(flatten=True))
     if "num_records" not in actions.column_names:

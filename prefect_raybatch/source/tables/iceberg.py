@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -42,6 +42,11 @@ from prefect_raybatch.storage import (
     s3_settings,
 )
 from prefect_raybatch.storage.redirects import redirect_text
+
+if TYPE_CHECKING:
+    from pyiceberg.catalog import Catalog
+    from pyiceberg.table import Table
+    from pyiceberg.table.snapshots import Snapshot
 
 METADATA_FILE = re.compile(
     r"(?:v(?P<hadoop>\d+)|(?P<number>\d+)-[^/]*)(?:\.gz)?\.metadata\.json(?:\.gz)?"
@@ -81,7 +86,7 @@ def _scrub(keys: S3Settings | None, properties: Mapping[str, Any]) -> Callable[[
     return scrub
 
 
-def open_catalog(properties: Mapping[str, Any]) -> Any:
+def open_catalog(properties: Mapping[str, Any]) -> Catalog:
     """Return pyiceberg's catalog with these properties.
 
     A REST catalog follows no redirects: it would send its client's secret and its own headers to
@@ -103,7 +108,7 @@ def open_catalog(properties: Mapping[str, Any]) -> Any:
     return load_catalog(given.pop("name", None), **given)
 
 
-def _from_catalog(name: str, properties: dict[str, Any]) -> Any:
+def _from_catalog(name: str, properties: dict[str, Any]) -> Table:
     from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError
 
     database = str(properties.get("uri", ""))
@@ -123,7 +128,7 @@ def _from_catalog(name: str, properties: dict[str, Any]) -> Any:
         ) from None
 
 
-def _from_folder(place: str, options: Mapping[str, Any], properties: dict[str, str]) -> Any:
+def _from_folder(place: str, options: Mapping[str, Any], properties: dict[str, str]) -> Table:
     """Return the table by its newest metadata file, or by the one that `place` names.
 
     Not `StaticTable`: it lets properties in the metadata override ours, which may name Python code
@@ -166,7 +171,7 @@ def _newest(place: str, options: Mapping[str, Any]) -> str:
     return join(place, newest[0])
 
 
-def _snapshot(table: Any, version: str | None, place: str) -> Any:
+def _snapshot(table: Table, version: str | None, place: str) -> Snapshot:
     """Return a snapshot by id, branch, tag or time; the current one for None."""
     if version is None:
         found = table.current_snapshot()
@@ -199,7 +204,7 @@ class IcebergSource(TableSource):
     """An Iceberg table at a snapshot; files are read one after the other, by name."""
 
     def __init__(
-        self, table: Any, snapshot: Any, place: str, of_catalog: bool, scrub: Scrub = str
+        self, table: Table, snapshot: Snapshot, place: str, of_catalog: bool, scrub: Scrub = str
     ) -> None:
         from pyiceberg.io.pyarrow import schema_to_pyarrow
 

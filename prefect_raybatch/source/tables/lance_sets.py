@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import pyarrow as pa
 
@@ -21,6 +21,9 @@ from prefect_raybatch.source.tables.base import (
 from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.storage import is_remote, join, object_store_options, s3_settings
 
+if TYPE_CHECKING:
+    from lance import LanceDataset
+
 ABSENT = "was not found"  # what the library says of a data set or version
 
 
@@ -33,7 +36,7 @@ def open_lance(source: ReadSpec) -> TableSource:
     scrub = keys.scrub if keys else str
     what = f"source.uri: the Lance dataset {uri}"
 
-    def opened(version: int | str | None) -> Any:
+    def opened(version: int | str | None) -> LanceDataset:
         return lance.dataset(uri, version=version, storage_options=object_store_options(keys))
 
     with said_plainly(what, scrub):
@@ -46,15 +49,21 @@ def open_lance(source: ReadSpec) -> TableSource:
                 f"source.uri: no Lance dataset in {uri} (no _versions/). Set it to the folder of "
                 "the dataset, and check the path and the bucket"
             ) from None
-        versions = {entry["version"]: _utc(entry["timestamp"]) for entry in newest.versions()}
+        versions = {
+            entry["version"]: _utc(cast(datetime, entry["timestamp"]))
+            for entry in newest.versions()
+        }
     data = newest if source.version is None else _pinned(source.version, uri, versions, opened)
     with said_plainly(what, scrub):
         return LanceSource(data, uri, versions.get(data.version), scrub)
 
 
 def _pinned(
-    version: str, uri: str, versions: Mapping[int, datetime], opened: Callable[[int | str], Any]
-) -> Any:
+    version: str,
+    uri: str,
+    versions: Mapping[int, datetime],
+    opened: Callable[[int | str], LanceDataset],
+) -> LanceDataset:
     """Return the dataset at a version number, a tag, or as it was at a time."""
     when = None if version.isdecimal() else moment_of(version)
     chosen: int | str = int(version) if version.isdecimal() else version
@@ -71,7 +80,7 @@ def _pinned(
         ) from None
 
 
-def _files(data: Any, uri: str) -> Iterator[str]:
+def _files(data: LanceDataset, uri: str) -> Iterator[str]:
     """Yield the locations of the dataset's files, in its folder and in its base folders."""
     bases = [str(base.path) for base in data.base_paths().values()]
     yield from bases
@@ -90,7 +99,9 @@ def _utc(when: datetime) -> datetime:
 class LanceSource(TableSource):
     """A Lance dataset at a version; rows come in the order of its fragments."""
 
-    def __init__(self, data: Any, uri: str, made: datetime | None, scrub: Scrub = str) -> None:
+    def __init__(
+        self, data: LanceDataset, uri: str, made: datetime | None, scrub: Scrub = str
+    ) -> None:
         self._data, self._scrub = data, scrub
         self.pin = TablePin(
             format="lance",

@@ -14,18 +14,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qs, quote
 
 import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
-from prefect_raybatch.job.sql_types import arrow_type
-from prefect_raybatch.job.table_formats import SQL_SCHEMES
+from prefect_raybatch.job.table_formats import SQL_SCHEMES, arrow_type
 from prefect_raybatch.job.trusted_places import database_file
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
 from prefect_raybatch.spec.read import ReadSpec
+
+if TYPE_CHECKING:
+    from sqlalchemy.engine import URL, Connection
 
 FETCH_ROWS = 10_000  # held at a time; the first so many also tell the types
 LOGIN_SECONDS = 20
@@ -104,7 +106,7 @@ class SqlSource(TableSource):
     """A query's rows in an open transaction, which `close` ends."""
 
     def __init__(
-        self, connection: Any, source: ReadSpec, uri: str, what: str, secrets: Sequence[str]
+        self, connection: Connection, source: ReadSpec, uri: str, what: str, secrets: Sequence[str]
     ) -> None:
         self._connection, self._query = connection, str(source.query)
         self._what, self._secrets = what, secrets
@@ -234,15 +236,15 @@ class SqlSource(TableSource):
         if dialect == "sqlite":  # a file at hand
             query = self._query.strip().rstrip(";")
             counted = self._connection.exec_driver_sql(f"SELECT count(*) FROM ({query})")
-            return int(counted.scalar())
+            return int(counted.scalar_one())
         if dialect != "postgresql":
             return None
-        plan = self._connection.exec_driver_sql(f"EXPLAIN (FORMAT JSON) {self._query}").scalar()
+        plan = self._connection.exec_driver_sql(f"EXPLAIN (FORMAT JSON) {self._query}").scalar_one()
         found = json.loads(plan) if isinstance(plan, str) else plan
         return max(1, int(found[0]["Plan"]["Plan Rows"]))
 
 
-def _url(source: ReadSpec) -> tuple[Any, list[str]]:
+def _url(source: ReadSpec) -> tuple[URL, list[str]]:
     """Return the URL with user and password, and its parts that no message may contain."""
     import sqlalchemy
 
@@ -270,7 +272,7 @@ def _url(source: ReadSpec) -> tuple[Any, list[str]]:
     return url.set(username=given.get("username"), password=given.get("password")), secrets
 
 
-def _read_only(url: Any) -> Any:
+def _read_only(url: URL) -> URL:
     """Return the URL of a SQLite file opened for reading only.
 
     Otherwise SQLite creates a missing file. Raise `SourceError` if there is none, `ConfigError` for
@@ -295,13 +297,13 @@ def _modes_in(database: str) -> list[str]:
     return parse_qs(database.partition("?")[2]).get("mode", [])
 
 
-def _arguments(url: Any) -> Mapping[str, Any]:
+def _arguments(url: URL) -> Mapping[str, Any]:
     dialect = url.get_backend_name()
     if dialect == "sqlite":
         return {}
     if dialect == "duckdb":
-        place = url.database
-        plain = place and place != ":memory:" and not place.startswith(("file:", "md:"))
+        place = url.database or ":memory:"
+        plain = place != ":memory:" and not place.startswith(("file:", "md:"))
         if plain and not os.path.isfile(place):  # it would make an empty one
             raise SourceError(f"source.uri: no database file {place!r}. Check the path")
         return {"read_only": True} if plain else {}
@@ -309,23 +311,23 @@ def _arguments(url: Any) -> Mapping[str, Any]:
     return {"connect_timeout": LOGIN_SECONDS} if known else {}
 
 
-def _begin(connection: Any) -> None:
+def _begin(connection: Connection) -> None:
     """Begin a transaction that shows one state of the database.
 
     It is read-only if the database supports that.
     """
-    dialect = connection.dialect
+    dialect, driver = connection.dialect, cast(Any, connection.connection.dbapi_connection)
     connection.execution_options(no_parameters=True)  # else % has to be doubled
     if dialect.name == "sqlite":
         connection.exec_driver_sql("PRAGMA query_only = ON")
         # ATTACH makes a file that is not there, and reads any that is.
-        connection.connection.dbapi_connection.set_authorizer(_authorize)
+        driver.set_authorizer(_authorize)
         connection.exec_driver_sql("BEGIN")
         return
     if dialect.name == "duckdb":  # opened to be read, each transaction a snapshot of its own
         return
     with suppress(NotImplementedError):
-        levels = dialect.get_isolation_level_values(connection.connection.dbapi_connection)
+        levels = dialect.get_isolation_level_values(driver)
         level = next((level for level in LEVELS if level in levels), None)
         if level is not None:
             connection.execution_options(isolation_level=level)
@@ -368,13 +370,13 @@ def _explained(what: str, secrets: Sequence[str]) -> Iterator[None]:
             raise SourceError(f"source.query: {type(error.orig).__name__}: {said}") from None
 
 
-def _shown(url: Any) -> str:
+def _shown(url: URL) -> str:
     """Return a URL without user, password and options, which may hold credentials."""
     plain = type(url).create(url.drivername, host=url.host, port=url.port, database=url.database)
     return str(plain.render_as_string())
 
 
-def missing_driver(url: Any, error: Exception) -> str:
+def missing_driver(url: URL, error: Exception) -> str:
     """Return what to install if SQLAlchemy has no dialect or no driver for a URL."""
     dialect, name = url.get_backend_name(), url.drivername
     module = getattr(error, "name", None)

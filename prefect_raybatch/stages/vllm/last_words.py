@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import cast
 
-from prefect_raybatch.exits import signal_text
+from prefect_raybatch.exit_codes import signal_text
 from prefect_raybatch.stages.vllm.internals import NOT_THE_CAUSE
 
 PLACE = "RAYBATCH_LAST_WORDS"  # environment of an engine's processes: process id, colon, file

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from prefect_raybatch.exits import signal_text
+from prefect_raybatch.exit_codes import signal_text
 from prefect_raybatch.storage.private import make_private_folder, open_regular, private_folders
 
 START, PROMPT, ROWS = "start", "prompt", "rows"  # what an actor does while the note stands

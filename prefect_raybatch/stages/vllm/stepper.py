@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from prefect_raybatch.exits import exit_text
+from prefect_raybatch.exit_codes import exit_text
 from prefect_raybatch.job.vllm.structured_outputs import label_form
 from prefect_raybatch.stages.vllm import internals, multimodal
 from prefect_raybatch.stages.vllm.hang import HANG_LOOK, HangWatch, end_process

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from prefect_raybatch.cluster.tokens import check_token_file, token_missing, token_wrong
 from prefect_raybatch.errors import ConfigError, JobServerUnavailable
-from prefect_raybatch.job.cluster_access import ClusterAccess
+from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.storage.redirects import redirect_text
 
 log = logging.getLogger(__name__)
