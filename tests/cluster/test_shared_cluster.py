@@ -488,6 +488,7 @@ def test_a_cluster_that_is_late_is_started_again(
     assert len(starts) == 3
 
 
+@pytest.mark.timeout(1500)
 def test_two_jobs_at_once_share_a_cluster_that_the_last_one_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -502,7 +503,7 @@ def test_two_jobs_at_once_share_a_cluster_that_the_last_one_ends(
     monkeypatch.setattr(ray, "shutdown", lambda: (ends.append(ray.is_initialized()), shutdown()))
     settings = DataContext.get_current()
     done: dict[str, Progress | BaseException] = {}
-    planned = threading.Barrier(2, timeout=150)  # so that neither has ended before the other joins
+    planned = threading.Barrier(2, timeout=600)  # so that neither has ended before the other joins
 
     def work(job: BatchJob) -> None:
         try:
@@ -518,7 +519,7 @@ def test_two_jobs_at_once_share_a_cluster_that_the_last_one_ends(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(150)
+        thread.join(600)
     assert not any(thread.is_alive() for thread in threads), "they wait for each other"
     for job in jobs:
         found = done[job.name]
