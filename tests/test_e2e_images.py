@@ -1,6 +1,7 @@
 """Captions of images from a Lance data set to the result: the flow under a real Prefect, killed in
 the middle; real Ray, a real (tiny) vision model, what tables hold in place of images; a second run
-on the engine that is up; and the night after, which takes the captions over."""
+on the engine that is up, and one that gives typed answers; and the night after, which takes the
+captions over."""
 
 from __future__ import annotations
 
@@ -33,6 +34,7 @@ from PIL import Image
 from prefect_raybatch import BatchJob, RunReport
 from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.api.retry import Retry, plan_retry
+from prefect_raybatch.job.answer_schema import schema_engine_fields
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.result.verify_chain import verify_chain
 from prefect_raybatch.runs.finalize_run import load_report
@@ -98,17 +100,29 @@ submission.infer_run = partial(submission.infer_run, engine=First)
 image_captions.image_captions(*sys.argv[1:])
 """
 
-# Its second start, and another run that finds the engine up.
+# Its second start, and two other runs that find the engine up.
 SECOND = """
 import sys
 
 import image_captions
-from prefect_raybatch import warm_engines
+from prefect_raybatch import BatchJob, batch_inference, warm_engines
 
 data, out, model, key = sys.argv[1:]
 with warm_engines():
     image_captions.image_captions(data, out, model, key)
     image_captions.image_captions(data, out, model, "warm")
+    batch_inference(BatchJob.from_yaml("typed.yaml"), "typed")
+"""
+
+TYPED = """
+from typing import Literal
+from pydantic import BaseModel, Field
+
+
+class Photo(BaseModel):
+    place: Literal["Zoo", "Port", "Farm"]
+    sure: int = Field(ge=0, le=9)
+    known: bool
 """
 
 
@@ -133,9 +147,17 @@ def prepare(folder: Path) -> list[str]:
     job["limits"] = {"max_failed_fraction": 0.5}
     job["output"]["keep_answers"] = 30  # for the next night
     job["cluster"] = {"prepare": {"concurrency": 1}}  # each such process imports vLLM
+    # As engines of typed answers have it, so that one engine serves all runs.
+    job["engine"] = schema_engine_fields(job["engine"], "{}")
     (folder / "image_captions.yaml").write_text(yaml.safe_dump(job))
     model = make_vision_model(folder / "model")
-    return [str(folder / "photos"), str(folder / "out"), model, KEY]
+    places = [str(folder / "photos"), str(folder / "out"), model]
+    job["source"]["uri"], uri, job["engine"]["model"] = places
+    job["output"] = {"uri": uri, "schema_model": "typed:Photo", "columns": ["id"]}
+    job["sampling"] = {"temperature": 0, "max_tokens": 150}  # a seed would need another engine
+    (folder / "typed.py").write_text(TYPED)
+    (folder / "typed.yaml").write_text(yaml.safe_dump(job))
+    return [*places, KEY]
 
 
 @dataclass
@@ -158,7 +180,6 @@ class Told:
 
 @pytest.fixture(scope="module")
 def told(
-    local_ray: None,
     ray_head: Head,
     prefect_process: Prefect,
     tmp_path_factory: pytest.TempPathFactory,
@@ -225,6 +246,17 @@ def test_an_engine_that_is_up_answers_the_same_about_the_same_images(told: Told)
     assert len(captions) == len(told.captions()) and len(set(captions.values())) > 1
 
 
+def test_typed_answers_are_columns_of_their_types(told: Told) -> None:
+    uri = told.uri.replace(KEY, "typed")
+    table = pq.read_table(f"{uri}/data")
+    assert table.schema.field("sure").type == pa.int64()
+    assert len(table) > (ROWS - len(BAD)) / 2
+    for row in table.to_pylist():
+        assert row["place"] in {"Zoo", "Port", "Farm"}
+        assert 0 <= row["sure"] <= 9 and row["known"] in {True, False}
+    assert verify(open_store(uri)).ok
+
+
 def test_bad_images_are_kept_with_the_reason(told: Told) -> None:
     kept = told.table("_quarantine").sort_by("_row").to_pylist()
     assert [row["_row"] for row in kept] == sorted(BAD)
@@ -234,7 +266,7 @@ def test_bad_images_are_kept_with_the_reason(told: Told) -> None:
         assert words in row["message"] and row["input"]["image"]["bytes"] == image
 
 
-def test_a_retry_needs_nothing_but_the_quarantine(told: Told) -> None:
+def test_a_retry_needs_nothing_but_the_quarantine(without_ray: None, told: Told) -> None:
     wider = {"prompt.images.max_pixels": 1_000_000}
     child = plan_retry(told.uri, overrides=wider)
     assert isinstance(child, Retry)
@@ -247,7 +279,9 @@ def test_a_retry_needs_nothing_but_the_quarantine(told: Told) -> None:
     assert verify_chain(open_store(root), key).ok
 
 
-def test_the_night_after_takes_captions_over_by_the_bytes_of_the_images(told: Told) -> None:
+def test_the_night_after_takes_captions_over_by_the_bytes_of_the_images(
+    without_ray: None, told: Told
+) -> None:
     """Rows are gone, and one came back under another number: no engine is needed."""
     root, _, _ = told.uri.rpartition("/out/")
     photos = lance.dataset(f"{root}/photos")

@@ -43,7 +43,7 @@ def working(folder: Path, name: str = "one", pause: float = 0.0) -> Iterator[psu
 
 
 def test_what_could_commit_thousands_of_times_a_second_is_held(tmp_path: Path) -> None:
-    with held(find, lambda: committed(tmp_path), every=60.0), working(tmp_path) as process:
+    with held(find, lambda: committed(tmp_path), every=600.0), working(tmp_path) as process:
         until(lambda: process.status() == psutil.STATUS_STOPPED, 60, "the hold")
         before = committed(tmp_path)
         time.sleep(2)
@@ -51,7 +51,7 @@ def test_what_could_commit_thousands_of_times_a_second_is_held(tmp_path: Path) -
 
 
 def test_one_that_starts_later_is_held_as_well(tmp_path: Path) -> None:
-    with held(find, lambda: committed(tmp_path), every=60.0), working(tmp_path) as process:
+    with held(find, lambda: committed(tmp_path), every=600.0), working(tmp_path) as process:
         until(lambda: process.status() == psutil.STATUS_STOPPED, 60, "the hold")
         with working(tmp_path, "another") as another:
             until(lambda: another.status() == psutil.STATUS_STOPPED, 60, "the hold of another")

@@ -37,7 +37,7 @@ def comes_through_api() -> bool:
     if run is None and of_task is not None and of_task.task_run.flow_run_id is None:
         return False
     try:
-        return _root_is_scheduled(flow_run.get_root_flow_run_id())
+        return _root_is_scheduled(flow_run.get_id())
     except Exception as error:  # unknown while the API is away: apply the policy
         log.warning(
             "could not read the origin of this flow run from Prefect; the policy applies to it: %s",
@@ -51,9 +51,13 @@ def _is_scheduled(run: FlowRun) -> bool:
 
 
 @cache
-def _root_is_scheduled(root: str) -> bool:
+def _root_is_scheduled(run_id: str | None) -> bool:
+    """Return whether the root of the current flow run, `run_id`, is scheduled.
+
+    Every check of a job asks for this, so Prefect is asked once for each flow run.
+    """
     with get_client(sync_client=True) as client:
-        return _is_scheduled(client.read_flow_run(UUID(str(root))))
+        return _is_scheduled(client.read_flow_run(UUID(flow_run.get_root_flow_run_id())))
 
 
 ask_for_origin(comes_through_api)

@@ -135,7 +135,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Any:
     return partial(called, capsys)
 
 
-def test_a_run_over_its_budget_shows_which_rows_failed(local_ray, tmp_path, call):
+def test_a_run_over_its_budget_shows_which_rows_failed(without_ray, tmp_path, call):
     job = BatchJob.from_yaml(write_job(tmp_path))
     more, job = job, job.model_copy(update={"limits": Limits(max_failed_rows=0)})
     run = plan_run(job, "key")

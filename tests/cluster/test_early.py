@@ -58,7 +58,7 @@ def held_model() -> tuple[threading.Event, Callable[[], dict[str, Any]]]:
     gate = threading.Event()
 
     def pinned() -> dict[str, Any]:
-        assert gate.wait(10)
+        assert gate.wait(60)
         return MODEL
 
     return gate, pinned
@@ -266,7 +266,7 @@ def test_engines_are_kept_for_the_next_run_where_somebody_does(
         with engines_early() as other:  # the next run's would be a second one
             other.begin(compile_job(job), lambda: MODEL)
             assert other.thread is not None
-            other.thread.join(10)
+            other.thread.join(60)
         assert taken(found)[1] == [0]
     assert hosts.made == [0] and hosts.ended == [(0, True)]
 
@@ -337,7 +337,7 @@ def test_nothing_starts_early_that_a_limit_on_costs_cannot_count(
     with engines_early() as found:
         found.begin(compile_job(csv_job(tmp_path / "job", **cost)), lambda: MODEL)
         assert found.thread is not None
-        found.thread.join(10)
+        found.thread.join(60)
         assert not hosts.made
 
 
@@ -422,14 +422,14 @@ def test_nothing_starts_in_the_room_of_other_runs(
             stack.enter_context(cluster.SHARED.admitted(user, needs, total))
         if how == "waited for":
             waits.start()
-            assert told.wait(10)
+            assert told.wait(60)
         with engines_early() as found:
             found.begin(compile_job(csv_job(tmp_path / "job")), lambda: MODEL)
             assert found.thread is not None
-            found.thread.join(10)
+            found.thread.join(60)
             assert not hosts.made
     if how == "waited for":
-        waits.join(10)
+        waits.join(60)
 
 
 def test_the_copy_leaves_engines_their_room_until_they_have_it(
@@ -459,7 +459,7 @@ def test_a_small_input_starts_nothing(
     with engines_early() as found:
         found.begin(compile_job(csv_job(tmp_path / "job")), lambda: MODEL)
         assert found.thread is not None
-        found.thread.join(10)
+        found.thread.join(60)
     assert not ray.made
 
 
@@ -540,7 +540,7 @@ def test_a_cluster_that_does_not_answer_is_the_runs_to_tell_of(
     with engines_early() as found:
         found.begin(compile_job(csv_job(tmp_path / "job")), lambda: MODEL)
         assert found.thread is not None
-        found.thread.join(10)
+        found.thread.join(60)
         with pytest.raises(InsufficientResources), cluster.SHARED.joined(User("a"), None, 2):
             pytest.fail("it was joined")
 
@@ -697,7 +697,7 @@ def test_a_copy_that_fails_ends_the_engine_and_says_why(
         plan_run(job, "key")
     assert not cluster.is_joined()
     (start,) = notes(tmp_path / "job")
-    wait_for(lambda: not alive(start["pid"]), 30)
+    wait_for(lambda: not alive(start["pid"]), 120)
 
 
 @pytest.mark.whole

@@ -97,7 +97,7 @@ def test_where_nobody_listens_is_one_line_that_names_the_address() -> None:
 def test_a_name_that_is_looked_up_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reach, "REACH_SECONDS", 0.1)
     gate = threading.Event()
-    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: gate.wait(10))
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: gate.wait(60))
     with pytest.raises(ClusterUnavailable, match=r"head:6379: no answer within 0\.1 s"):
         reach.check_reachable("head:6379")
     gate.set()
@@ -197,16 +197,16 @@ def test_reconciling_needs_an_api_that_answers(capsys: pytest.CaptureFixture[str
 
 
 def test_a_call_without_a_limit_is_cut_off() -> None:
-    assert bounded.within(5, lambda: 7) == 7
-    assert bounded.within(5, lambda: None) is None
+    assert bounded.within(60, lambda: 7) == 7
+    assert bounded.within(60, lambda: None) is None
     setting: ContextVar[str] = ContextVar("setting", default="none")
     setting.set("the caller's")
-    assert bounded.within(5, setting.get) == "the caller's"
+    assert bounded.within(60, setting.get) == "the caller's"
     with pytest.raises(ZeroDivisionError):
-        bounded.within(5, lambda: 1 // 0)
+        bounded.within(60, lambda: 1 // 0)
     gate = threading.Event()
     with pytest.raises(TimeoutError, match=r"within 0\.05 s"):
-        bounded.within(0.05, lambda: gate.wait(10))
+        bounded.within(0.05, lambda: gate.wait(60))
     gate.set()
 
 
@@ -336,7 +336,7 @@ def test_a_long_token_is_sent_as_it_is() -> None:
         thread.start()
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         assert reach.token_refusal(address, ClusterAccess(address, token="t" * 1200)) == ""
-        thread.join(10)
+        thread.join(60)
     frame = got[0][got[0].index(b"\r\n\r\nSM\r\n\r\n") + 10 + 9 :]
     headers = dict(hpack.Decoder().decode(frame[9 : 9 + int.from_bytes(frame[:3])]))
     assert headers["authorization"] == "Bearer " + "t" * 1200

@@ -171,7 +171,7 @@ def test_a_cluster_that_does_not_answer_keeps_neither_stalls_nor_costs_from_bein
         asked.append(name)
         if how == "fails":
             raise ConnectionError("the head is gone")
-        gate.wait(60)
+        gate.wait(300)
         return {}
 
     for name in ("engines", "leaving", "deaths", "starts"):
@@ -181,7 +181,7 @@ def test_a_cluster_that_does_not_answer_keeps_neither_stalls_nor_costs_from_bein
     for at in (11.0, 31.0, 42.0, 53.0):
         clock.now = at
         made.look()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60  # each of them alone takes 300 s
     assert isinstance(made.failure, EngineFailure)
     assert "1 alive, 1 restarting (last known; Ray did not answer: " in str(made.failure)
     assert isinstance(made.spent, CostExceeded)
@@ -255,7 +255,7 @@ def test_a_pass_that_is_given_up_is_stopped(how, monkeypatch):
     def passes(units, isolated):
         try:
             yield Receipt(0, "a")
-            gate.wait(30)
+            gate.wait(120)
         finally:
             ended.set()
 
@@ -267,7 +267,7 @@ def test_a_pass_that_is_given_up_is_stopped(how, monkeypatch):
             next(found)
     else:
         found.close()
-    assert ended.wait(10)
+    assert ended.wait(60)
 
 
 def test_a_stop_that_hangs_does_not_hold_up_the_end(monkeypatch, caplog):
@@ -319,19 +319,17 @@ def test_a_real_run_with_an_engine_that_hangs_is_reported_ended_and_resumed(
         source={"uri": str(tmp_path / "in.parquet"), "rows_per_shard": 5},
         engine={"model": "demo", "max_model_len": 64, "num_cpus": 1, "env": {"GATE": str(gate)}},
         output={"uri": str(tmp_path / "out")},
-        limits={"stall_seconds": 2.0, "stall_start_seconds": 90.0, "fail_on_stall": True},
+        limits={"stall_seconds": 2.0, "stall_start_seconds": 900.0, "fail_on_stall": True},
     )
     run = plan_run(job, "key")
     heard = Heard()
-    began = time.monotonic()
     with pytest.raises(EngineFailure, match=r"no shard was committed for .* where 2 s are allowed"):
         infer_run(job, run, heard, engine=HangingEngine)
-    assert time.monotonic() - began < 100
     kept = status(run.uri).committed
     assert 0 < kept < 8
     assert "Engines: 1 alive" in caplog.text and "a listing took" in caplog.text
     assert any(beat.alarms for beat in heard.beats)
-    wait_for(lambda: not [t for t in threading.enumerate() if t.name == "raybatch-pass"], 30)
+    wait_for(lambda: not [t for t in threading.enumerate() if t.name == "raybatch-pass"])
     gate.unlink()
     # The caller's cluster is free again: the engine that hung has left its CPU.
     patient = with_fields(job.to_dict(), {"limits.stall_seconds": 60.0})

@@ -743,7 +743,7 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
             by_hand = in_state("by-hand", Running())  # without a deployment that promises more
             live = LiveEvents(RunEvents("industries-1", "industries"), "s3://b/k", 3, 60.0)
             # The server's services read automations when told of them: say it until it is heard.
-            for number in range(60):
+            for number in range(200):
                 if number % 5 == 0:
                     limit = Cancelled(message="Deployment concurrency limit reached.")
                     in_state("refused-night", limit)

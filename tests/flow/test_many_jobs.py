@@ -1,4 +1,5 @@
-"""Several jobs in one flow, in each form that Prefect has for it: real Ray, made-up engines."""
+"""Several jobs in one flow, in each form that Prefect has for it, with made-up engines; on real Ray
+where runs work side by side."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from prefect_raybatch.api import infer_run, submission
 from prefect_raybatch.flow.artifacts import of_run
 from prefect_raybatch.report.records import RunReport
 
-pytestmark = pytest.mark.usefixtures("prefect_api", "local_ray")
+pytestmark = pytest.mark.usefixtures("prefect_api")
 
 ROWS = 12
 
@@ -60,7 +61,9 @@ def ended(*reports: RunReport) -> None:
         assert Path(report.run, "_SUCCESS").exists()
 
 
-def test_partitions_are_mapped_beside_another_job_that_is_submitted(tmp_path: Path) -> None:
+def test_partitions_are_mapped_beside_another_job_that_is_submitted(
+    local_ray: None, tmp_path: Path
+) -> None:
     """Three runs in one flow run, side by side: none shows in another's artifacts."""
     job, other = job_in(tmp_path, "mapped"), job_in(tmp_path, "submitted")
     keys = [f"part-{number}" for number in range(2)]
@@ -82,7 +85,7 @@ def test_partitions_are_mapped_beside_another_job_that_is_submitted(tmp_path: Pa
 
 
 @pytest.mark.whole
-def test_an_async_flow_awaits_several_and_calls_one(tmp_path: Path) -> None:
+def test_an_async_flow_awaits_several_and_calls_one(local_ray: None, tmp_path: Path) -> None:
     jobs = [job_in(tmp_path, name) for name in ("alpha", "beta")]
 
     @flow
@@ -94,7 +97,9 @@ def test_an_async_flow_awaits_several_and_calls_one(tmp_path: Path) -> None:
     ended(*asyncio.run(night()))
 
 
-def test_subflows_of_a_scheduled_parent_have_its_start_in_their_keys(tmp_path: Path) -> None:
+def test_subflows_of_a_scheduled_parent_have_its_start_in_their_keys(
+    without_ray: None, tmp_path: Path
+) -> None:
     """Also when the parent is tried again, which makes new subflow runs: they find their runs."""
     jobs = [job_in(tmp_path, name) for name in ("morning",)]
     tries: list[list[RunReport]] = []

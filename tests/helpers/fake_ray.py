@@ -121,7 +121,7 @@ class Turns:
             if not self._back.acquire(timeout=60):
                 raise TimeoutError("a flow neither moved nor ended")
         for thread in threads.values():
-            thread.join(10)
+            thread.join(60)
 
     def _run(self, number: int, flow: Callable[[], Any]) -> None:
         self._go[number].acquire()

@@ -53,7 +53,7 @@ def postgresql() -> Iterator[str]:
         yield f"postgresql://127.0.0.1:{port}/postgres"
     finally:
         server.terminate()
-        server.wait(30)
+        server.wait(120)
         shutil.rmtree(folder, ignore_errors=True)
 
 

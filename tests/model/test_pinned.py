@@ -200,6 +200,7 @@ def silent_port() -> Iterator[int]:
 def look_up(home: Path, port: int) -> tuple[list[str], str, float]:
     kept = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
     env = {**kept, "HF_HOME": str(home), "HF_ENDPOINT": f"http://127.0.0.1:{port}"}
+    env |= {"HF_HUB_ETAG_TIMEOUT": "100", "HF_HUB_DOWNLOAD_TIMEOUT": "100"}
     env.pop("HF_HUB_OFFLINE", None)
     done = subprocess.run(
         [sys.executable, "-c", LOOKUP], env=env, capture_output=True, text=True, timeout=200
@@ -226,7 +227,7 @@ def test_a_cached_model_serves_where_the_hub_cannot_be_reached(
     assert lines == [COMMIT, "llama"]
     assert "Using owner/name from the local cache" in said and COMMIT in said
     assert "Traceback" not in said and len(said.splitlines()) == 1
-    assert seconds < 10  # two questions, and the client has limits of 10 s of its own
+    assert seconds < 60  # the client alone would wait 100 s
 
 
 @pytest.mark.parametrize("closed", [True, False])
@@ -235,4 +236,4 @@ def test_a_model_that_is_nowhere_is_one_line_within_seconds(
 ) -> None:
     (line,), said, seconds = look_up(tmp_path, 1 if closed else silent_port)
     assert "cannot be reached for 'owner/name'" in line and "Check the network" in line
-    assert not said and seconds < 10
+    assert not said and seconds < 60

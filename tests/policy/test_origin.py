@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -26,7 +27,7 @@ def in_context(monkeypatch: pytest.MonkeyPatch, flow_run: Any, task_run: Any = N
 
 def run(**fields: Any) -> SimpleNamespace:
     plain = {"deployment_id": None, "work_queue_id": None, "parent_task_run_id": None}
-    return SimpleNamespace(**{**plain, **fields})
+    return SimpleNamespace(**{"id": uuid4(), **plain, **fields})
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,26 @@ def test_flow_and_task_runs(
     monkeypatch.setattr(origin.flow_run, "get_root_flow_run_id", lambda: id)
     assert origin.comes_through_api() is limited
     assert in_force.policy_in_force().limited is limited
+
+
+def test_prefect_is_asked_once_for_each_flow_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every check of a job asks for the origin, and each answer takes some requests."""
+    asked: list[str] = []
+
+    def root() -> str:
+        asked.append("root")
+        if len(asked) == 1:
+            raise OSError("away")
+        return str(uuid4())
+
+    monkeypatch.setattr(origin.flow_run, "get_root_flow_run_id", root)
+    client = nullcontext(SimpleNamespace(read_flow_run=lambda root: run()))
+    monkeypatch.setattr(origin, "get_client", lambda sync_client: client)
+    for subflow in (run(parent_task_run_id=uuid4()), run(parent_task_run_id=uuid4())):
+        in_context(monkeypatch, subflow)
+        answers = [origin.comes_through_api() for _ in range(3)]
+        assert answers[1:] == [False, False]
+    assert asked.count("root") == 3  # an answer that did not come is asked for again
 
 
 def test_a_task_worker_serves_tasks_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ def together(*works: Callable[[], object]) -> list[BaseException]:
     ready = threading.Barrier(len(works))
 
     def work(one: Callable[[], object]) -> None:
-        ready.wait(30)
+        ready.wait(60)
         try:
             one()
         except BaseException as error:

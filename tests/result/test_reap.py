@@ -219,7 +219,7 @@ def test_a_driver_stopped_before_its_commit_loses_nothing_to_reap(tmp_path, winn
         assert found.files == ({} if winner == "the stopped one" else {"pieces": 1})
         os.kill(driver.pid, signal.SIGCONT)
         assert driver.stdout.readline() == ("won" if winner == "the stopped one" else "lost") + "\n"
-        assert driver.wait(30) == 0
+        assert driver.wait(60) == 0
     finally:
         driver.kill()
         driver.wait()

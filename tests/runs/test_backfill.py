@@ -138,7 +138,7 @@ def test_a_failure_may_stop_what_has_not_begun(nights, monkeypatch):
         raise ConfigError("it cannot work\nat all")
 
     def late(work: Any) -> Any:  # who hears of it last is not who must stop the next one
-        futures.wait(work, 20)
+        futures.wait(work, 60)
         return futures.as_completed(work)
 
     monkeypatch.setattr("prefect_raybatch.runs.backfill.as_completed", late)
@@ -161,7 +161,7 @@ def test_what_is_interrupted_begins_nothing_new(nights, monkeypatch):
     def works(night: DatedRun) -> Any:
         begun.append(night.date)
         if night.date == day(2):
-            assert called_off.wait(20)
+            assert called_off.wait(60)
         raise ConfigError("no")
 
     def told(night: DatedRun) -> None:
@@ -184,7 +184,7 @@ def test_one_cluster_is_held_and_its_runs_are_stopped_with_it(tmp_path, monkeypa
         user = User("a run")
         with connected(cluster_spec(job), user):
             ended.set()
-            assert user.stopped.wait(20)
+            assert user.stopped.wait(60)
             error = user.halted()
             assert error is not None
             raise error
@@ -200,7 +200,7 @@ def test_one_cluster_is_held_and_its_runs_are_stopped_with_it(tmp_path, monkeypa
     monkeypatch.setattr(SHARED, "stop_all", stop_all)
 
     def interrupted(work: Any) -> Any:
-        assert ended.wait(20)
+        assert ended.wait(60)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("prefect_raybatch.runs.backfill.as_completed", interrupted)

@@ -67,5 +67,5 @@ def test_the_bytes_of_what_is_answered_are_given_back(engine: SteppedEngine) -> 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert not any(thread.is_alive() for thread in threads) and max(Counting.held) == 6

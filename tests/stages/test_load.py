@@ -105,7 +105,7 @@ def test_samples_are_taken_beside_the_work_and_one_that_fails_ends_nothing():
         return {"running": 1}
 
     sampler = Sampler(load, dict, every=0.01).start()
-    assert enough.wait(30)
+    assert enough.wait(60)
     assert sampler.over(0, 1e12).running == 1
 
 

@@ -48,7 +48,7 @@ def test_phases_of_this_process_and_of_one_below_it_are_heard(vllm_log: logging.
         assert set(marks.read()) == {"imports", "weights"}
         below = multiprocessing.get_context("fork").Process(target=says, args=(COMPILES, READY))
         below.start()
-        below.join(30)
+        below.join(120)
         told = marks.read()
         assert set(told) == {"imports", "weights", "compile", "graphs"}
     says(LOADS)  # later, when nobody listens any more

@@ -543,7 +543,7 @@ def test_a_reaper_that_looks_seldom_is_told_of_another_engine(tmp_path: Path) ->
         process.kill()
         process.wait()
         try:
-            assert wait_until(lambda: "VLLM::" not in command(engine), 20)
+            assert wait_until(lambda: "VLLM::" not in command(engine), 60)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(engine, signal.SIGKILL)
