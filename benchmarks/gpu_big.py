@@ -72,7 +72,7 @@ METHODS: dict[str, dict[str, Any]] = {
     },
 }
 LAYOUT = re.compile(r"(?:tp(\d+))?(?:pp(\d+))?")
-# What vLLM 0.26 to 0.29 logs on its way; the last process to say it counts.
+# What vLLM logs on its way; the last process to say it counts.
 LOGGED = {
     "vLLM configured": r"Initializing a V1 LLM engine",
     "processes joined": r"world_size=\d+ rank=\d+ local_rank",
@@ -82,7 +82,7 @@ LOGGED = {
     "Dynamo done": r"Dynamo bytecode transform",
     "compiled": r"torch\.compile took",
     "profiled": r"Available KV cache memory",
-    "KV cache made": r"GPU KV cache size|CPU KV cache size",
+    "KV cache made": r"KV cache size: ",
     "CUDA graphs captured": r"Graph capturing finished",
     "engine initialized": r"init engine \(profile",
 }

@@ -7,6 +7,8 @@ import ctypes
 import logging
 import math
 import os
+import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -39,6 +41,7 @@ from prefect_raybatch.words import counted
 log = logging.getLogger(__name__)
 START_TRIES = 3  # of a local cluster
 KNOCK = 2.0  # seconds a node has to accept a connection
+WORKER_PYTHON = "RAYBATCH_WORKER_PYTHON"  # environment variable: the Python of Ray's workers
 
 LEVEL_LINE = b"Set ray log level from environment variable"
 
@@ -95,6 +98,7 @@ class _Ray:
         # Ray's C++ code logs an error for each actor that may be restarted, as engines may.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
+        quiet |= _worker_python(local=not address)
         if not address:
             quiet |= {"num_cpus": cpus, "include_dashboard": False}
             if access.token is None:
@@ -151,6 +155,23 @@ class _Ray:
         import ray
 
         return dict(ray.available_resources())
+
+
+def _worker_python(local: bool) -> dict[str, Any]:
+    """Return the option of `ray.init` that starts the workers with another Python, if one is set.
+
+    That Python's environment may have vLLM, and this process a Prefect that cannot be beside it.
+    Raise `ConfigError` if the path is not absolute or, for a local cluster, no program.
+    """
+    python = os.environ.get(WORKER_PYTHON)
+    if not python:
+        return {}
+    if not os.path.isabs(python) or (local and not shutil.which(python)):
+        raise ConfigError(
+            f"{WORKER_PYTHON}={python} is not the absolute path of a program. Set it to the Python "
+            "of the environment that has vLLM, such as /opt/engines/bin/python, or unset it"
+        )
+    return {"runtime_env": {"py_executable": shlex.quote(python)}}
 
 
 def _init(address: str | None, options: dict[str, Any]) -> None:

@@ -1,8 +1,9 @@
 """Context length of a model by its config.json: prompt and answer together.
 
-Follows the rule of vLLM 0.26 to 0.29 (`vllm/config/model.py`, `_get_and_verify_max_len`), so the
-plan rejects what its engines would reject after half a minute, and a prompt that is too long for
-them ends in quarantine.
+Follows the rule of vLLM (`vllm/config/model.py`, `_get_and_verify_max_len`), so the plan rejects
+what its engines would reject after half a minute, and a prompt that is too long for them ends in
+quarantine. Where the supported versions of vLLM differ, the shortest length counts: a plan may be
+made without vLLM.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ LENGTHS = (
     *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
 )
 ALONE_COUNTS = "model_max_length"  # where it is there, it alone counts
-UNSCALED = ("su", "longrope", "llama3")  # kinds of RoPE whose lengths hold their factor already
+YARN = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")
+# Kinds of RoPE whose lengths hold their factor already; those of YaRN since vLLM 0.30.
+UNSCALED = ("su", "longrope", "llama3", *YARN)
 ORIGINAL = "original_max_position_embeddings"
 
 
@@ -51,7 +54,8 @@ def longest_context(config: ModelConfig) -> int | None:
         if _kind(rope) not in UNSCALED:
             factor = rope.get("factor") or factor
         if _kind(rope) == "yarn" and _is_length(rope.get(ORIGINAL)):
-            length = rope[ORIGINAL]
+            # vLLM before 0.30 takes this length and no other.
+            length = min(length, int(rope[ORIGINAL] * (rope.get("factor") or 1.0)))
     return int(length * factor)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -32,6 +33,7 @@ from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.compile.job import cluster_spec, compile_job
 from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.sizing.sizes import Capacity
 from prefect_raybatch.stages.block import passes_by, units_of
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
@@ -371,6 +373,31 @@ def test_rays_line_about_its_log_level_stays_out_of_a_terminal(
     said = capfd.readouterr().err
     assert ("logging.cc" in said) is not terminal
     assert said.endswith("another line\nafter it\n")
+
+
+def test_workers_start_with_the_python_that_the_environment_names(
+    alone: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = list[dict[str, Any]]()
+    alone.setattr("ray.init", lambda **given: options.append(given))
+    alone.setattr("ray.shutdown", lambda: None)
+    alone.setattr(cluster, "capacity", lambda: Capacity(1, 0, 1, "here"))
+    python = tmp_path / "my engines"
+    alone.setenv(cluster.WORKER_PYTHON, str(python))
+    with (
+        pytest.raises(ConfigError, match="is not the absolute path of a program"),
+        cluster.connected(cluster_spec(make_job())),
+    ):
+        raise AssertionError
+    python.symlink_to(sys.executable)
+    with cluster.connected(cluster_spec(make_job())):
+        pass
+    alone.delenv(cluster.WORKER_PYTHON)
+    with cluster.connected(cluster_spec(make_job())):
+        pass
+    named, without = options
+    assert named["runtime_env"] == {"py_executable": f"'{python}'"}
+    assert "runtime_env" not in without
 
 
 def test_gpus_of_several_nodes_and_kinds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from helpers.small import make_job
 from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model.check import check
-from prefect_raybatch.model.context import longest_context, own_context
+from prefect_raybatch.model.context import ORIGINAL, longest_context, own_context
 from prefect_raybatch.model.memory import describe
 
 LLAMA = {
@@ -41,16 +41,9 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     "linear": ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}, 1024, 1024),
     "dynamic": ({**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 1024, 1024),
     "yarn": (
-        {
-            **LLAMA,
-            "rope_scaling": {
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "original_max_position_embeddings": 256,
-            },
-        },
-        1024,
-        1024,
+        {**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 128}},
+        512,
+        512,
     ),
     "llama3": (
         {
@@ -88,6 +81,13 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
 def test_the_tokens_that_a_model_takes(name: str) -> None:
     config, own, longest = CASES[name]
     assert (own_context(config), longest_context(config)) == (own, longest)
+
+
+@pytest.mark.parametrize("original", [64, 256])
+def test_of_the_lengths_that_versions_of_vllm_accept_the_shortest_counts(original: int) -> None:
+    """vLLM before 0.30 scales the original length, later ones take max_position_embeddings."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, ORIGINAL: original}
+    assert longest_context({**LLAMA, "rope_scaling": yarn}) == min(512, 4 * original)
 
 
 def test_gemma_3_holds_its_factor_and_what_says_nothing_is_unknown() -> None:

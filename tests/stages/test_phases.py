@@ -21,7 +21,7 @@ from prefect_raybatch.stages.vllm import phases, plugin, stepper
 from prefect_raybatch.stages.vllm.phases import Marks, StartMarks
 
 LOADS, COMPILES = "Starting to load model %s...", "Model loading took %s GiB memory"
-READY = "GPU KV cache size: %s tokens"
+READY = "%s KV cache size: 9 tokens"
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Valid values of vLLM's sampling fields, checked without importing it.
 
 vLLM checks them request by request, so a wrong one would fail every row once the engines are up.
-The ranges are those of `SamplingParams._verify_args` in vLLM 0.26 to 0.29; tests compare them. A
+The ranges are those of `SamplingParams._verify_args` in vLLM; tests compare them. A
 seed over 64 bits is only noticed in the engine, and ends it.
 """
 

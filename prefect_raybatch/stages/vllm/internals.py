@@ -1,8 +1,8 @@
 """Everything that this package uses of vLLM beyond its documented interface, in one file.
 
 A new version of vLLM may move any of it: `tests/stages/test_vllm_internals.py` looks for each name
-in the installed vLLM and says which one is gone. vLLM is imported where it is needed, because that
-takes over ten seconds. Works with vLLM 0.26 to 0.29.
+in the installed vLLM and says which one is gone; `make versions` does so for each supported vLLM.
+vLLM is imported where it is needed, because that takes over ten seconds.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 # Loggers of errors that are not why an engine ends: what a failing step was given; a form of one
 # row that no grammar could be made of, which the engine survives.
 NOT_THE_CAUSE = ("vllm.logging_utils", "vllm.v1.structured_output")
-# What vLLM logs (INFO) when a phase of an engine's start begins, and the phase. "compile" is its
-# run with the most rows, in which it compiles unless it is eager; "graphs" all that follows.
+# What a message of vLLM's log (INFO) contains when a phase of an engine's start begins, and the
+# phase. "compile" is its run with the most rows, in which it compiles unless it is eager; "graphs"
+# all that follows.
 PHASE_LINES = {
     "Starting to load model": "weights",
     "Model loading took": "compile",  # where the model is on a GPU
     "Warming up model for the compilation": "compile",  # where it is on a CPU
-    "GPU KV cache size": "graphs",  # said of a CPU's as well
+    "KV cache size: ": "graphs",  # after "GPU", or after the kind of device (vLLM 0.30)
 }
 
 # What the process of an engine's core imports before it makes its model.
@@ -379,8 +380,7 @@ def image_renderer(
     None if the model takes no images. Needs no GPU.
 
     `path`, `revision` and the engine's `arguments` say which model. `bounded` gets a callable that
-    applies the chat template, and calls it under a time limit. Raises ImportError if this version
-    of vLLM has no such renderer.
+    applies the chat template, and calls it under a time limit.
     """
     from vllm.config import DeviceConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs

@@ -1,9 +1,7 @@
 """Prepares images for a model with vLLM's own code but outside its engine.
 
-It makes tokens with placeholders, and features. An engine that gets these only copies them.
-
-Made for vLLM 0.29, whose renderer needs no GPU (`vllm launch render`); `Renderer` raises if another
-version has none.
+It makes tokens with placeholders, and features. An engine that gets these only copies them. vLLM's
+renderer needs no GPU (`vllm launch render`).
 """
 
 from __future__ import annotations
@@ -73,15 +71,9 @@ class Renderer:
     def __init__(self, path: str, revision: str | None, arguments: Mapping[str, Any]) -> None:
         given = {name: arguments[name] for name in RENDERING if name in arguments}
         self._limit = TemplateLimit(chat_template.TEMPLATE_SECONDS)
-        try:
-            render = internals.image_renderer(
-                path, revision, {**given, **WITH_IMAGES}, lambda apply: self._limit(apply)
-            )
-        except ImportError:
-            raise ConfigError(
-                f"prompt.images: vLLM {internals.version()} cannot prepare images outside of an "
-                "engine. Install vLLM 0.29"
-            ) from None
+        render = internals.image_renderer(
+            path, revision, {**given, **WITH_IMAGES}, lambda apply: self._limit(apply)
+        )
         if render is None:
             raise ConfigError(f"prompt.images: the model {path} accepts only text, no images")
         self._render = render

@@ -45,7 +45,7 @@ class _Phases(logging.Handler):
         self.path = path
 
     def emit(self, record: logging.LogRecord) -> None:
-        phase = next((p for line, p in PHASE_LINES.items() if str(record.msg).startswith(line)), "")
+        phase = next((p for line, p in PHASE_LINES.items() if line in str(record.msg)), "")
         if phase:
             with contextlib.suppress(OSError), open(self.path, "a", encoding="utf-8") as file:
                 file.write(f"{phase} {record.created}\n")

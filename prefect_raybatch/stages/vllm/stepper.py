@@ -4,8 +4,8 @@
 finished output: no asyncio task, no queue and no wake-up per row, which is what limits the other
 ways of driving vLLM (about 1 ms of Python a row, on one core, whatever the GPU could do).
 
-Works with vLLM 0.26 to 0.29, with the engine core in its own process (vLLM's default) or in this
-one (environment variable VLLM_ENABLE_V1_MULTIPROCESSING=0).
+The engine core is in its own process (vLLM's default) or in this one (environment variable
+VLLM_ENABLE_V1_MULTIPROCESSING=0).
 """
 
 from __future__ import annotations
