@@ -3,8 +3,9 @@
 The public Python interface is `__all__`: jobs and flows (`BatchJob`, `batch_inference`,
 `retry_failed`, `backfill_job`, `tune_job`), tasks (`plan_shards`, `infer_shards`, `finalize_run`,
 `publish_run`), functions (`open_run`, `finalize_partial`, `warm_engines`, `reconcile_jobs`,
-`restart_crashed`) and blocks (`RayCluster`, `ObjectStore`, `BatchInferenceJob`). Other modules may
-change.
+`restart_crashed`), functions for DataFrames and lists (`ask`, `ask_async`, `ask_run`, `embed`,
+`classify`, `score`, `end_engines`) and blocks (`RayCluster`, `ObjectStore`, `BatchInferenceJob`).
+Other modules may change.
 """
 
 from __future__ import annotations
@@ -27,6 +28,17 @@ if TYPE_CHECKING:
     )
     from prefect_raybatch.flow.reconcile import reconcile_jobs, restart_crashed
     from prefect_raybatch.flow.tasks import finalize_run, infer_shards, plan_shards, publish_run
+    from prefect_raybatch.frames.ask import (
+        Answered,
+        RowsFailed,
+        ask,
+        ask_async,
+        ask_run,
+        classify,
+        embed,
+        end_engines,
+        score,
+    )
     from prefect_raybatch.job.batch_job import BatchJob
     from prefect_raybatch.report.records import RunReport
     from prefect_raybatch.runs.open_run import OpenRun, open_run
@@ -37,16 +49,24 @@ __version__ = "0.1.0"
 # Names are imported on first use: `raybatch status` must not wait for Prefect to be imported.
 # `prefect block register -m prefect_raybatch` finds the blocks through `dir()`.
 _HOMES = {
+    "Answered": "frames.ask",
     "BatchInferenceJob": "flow.blocks",
     "BatchJob": "job.batch_job",
     "ObjectStore": "flow.blocks",
     "OpenRun": "runs.open_run",
     "RayBatchError": "errors",
     "RayCluster": "flow.blocks",
+    "RowsFailed": "frames.ask",
     "Run": "runs.run",
     "RunReport": "report.records",
+    "ask": "frames.ask",
+    "ask_async": "frames.ask",
+    "ask_run": "frames.ask",
     "backfill_job": "flow.flows",
     "batch_inference": "flow.flows",
+    "classify": "frames.ask",
+    "embed": "frames.ask",
+    "end_engines": "frames.ask",
     "finalize_partial": "api",
     "finalize_run": "flow.tasks",
     "infer_shards": "flow.tasks",
@@ -56,20 +76,29 @@ _HOMES = {
     "reconcile_jobs": "flow.reconcile",
     "restart_crashed": "flow.reconcile",
     "retry_failed": "flow.flows",
+    "score": "frames.ask",
     "tune_job": "flow.flows",
     "warm_engines": "cluster.connect",
 }
 __all__ = [
+    "Answered",
     "BatchInferenceJob",
     "BatchJob",
     "ObjectStore",
     "OpenRun",
     "RayBatchError",
     "RayCluster",
+    "RowsFailed",
     "Run",
     "RunReport",
+    "ask",
+    "ask_async",
+    "ask_run",
     "backfill_job",
     "batch_inference",
+    "classify",
+    "embed",
+    "end_engines",
     "finalize_partial",
     "finalize_run",
     "infer_shards",
@@ -79,6 +108,7 @@ __all__ = [
     "reconcile_jobs",
     "restart_crashed",
     "retry_failed",
+    "score",
     "tune_job",
     "warm_engines",
 ]

@@ -51,6 +51,7 @@ FLOORS = [
     "flow",
     "tasks blocks",  # addresses of names that live in flow
     "cli",
+    "frames",
 ]
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}
 # No stage imports another.
@@ -265,7 +266,7 @@ def test_no_assert_guards_anything():
 
 
 # Rooms in which a job is written, compiled, and taken by the public functions.
-TAKE_A_JOB = ("job", "compile", "api")
+TAKE_A_JOB = ("job", "compile", "api", "frames")
 # Modules of other rooms that import BatchJob. None may be added: whoever needs a few fields of a
 # job is given these.
 JOB_IMPORTERS = """
@@ -480,16 +481,24 @@ def test_tests_go_through_what_is_public():
 
 def test_the_public_names_are_these_and_each_is_there():
     assert prefect_raybatch.__all__ == [
+        "Answered",
         "BatchInferenceJob",
         "BatchJob",
         "ObjectStore",
         "OpenRun",
         "RayBatchError",
         "RayCluster",
+        "RowsFailed",
         "Run",
         "RunReport",
+        "ask",
+        "ask_async",
+        "ask_run",
         "backfill_job",
         "batch_inference",
+        "classify",
+        "embed",
+        "end_engines",
         "finalize_partial",
         "finalize_run",
         "infer_shards",
@@ -499,6 +508,7 @@ def test_the_public_names_are_these_and_each_is_there():
         "reconcile_jobs",
         "restart_crashed",
         "retry_failed",
+        "score",
         "tune_job",
         "warm_engines",
     ]

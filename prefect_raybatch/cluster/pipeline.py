@@ -453,7 +453,8 @@ def warm_kind_of(
     if spec.sizes.spans_nodes or fewest != most:
         return None
     launch = launch_of(spec, model, size)
-    return warm_kind(engine, launch, resources_of(spec.sizes, size), size.concurrent)
+    calls = min(size.concurrent, size.shards)  # so that small runs of several sizes share engines
+    return warm_kind(engine, launch, resources_of(spec.sizes, size), calls)
 
 
 def launch_of(spec: RunSpec, model: Mapping[str, Any], size: Sizing, **more: Any) -> EngineLaunch:

@@ -44,7 +44,7 @@ def model_sizes(
         return None, str(error)
 
 
-def ask(spec: SizeSpec, where: ClusterSpec) -> tuple[Capacity, list[str]]:
+def capacity_or_assumed(spec: SizeSpec, where: ClusterSpec) -> tuple[Capacity, list[str]]:
     """Return the capacity of a cluster, or an assumed one with the reason why it is unknown."""
     if cluster.address_of(where):
         try:

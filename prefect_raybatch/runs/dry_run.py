@@ -176,7 +176,7 @@ def _fitted(
 ) -> _Fitted:
     """Return the sizes of a run of so many rows, on the job's cluster or on `what_if`."""
     asked = spec.sizes
-    have, problems = (what_if, []) if what_if else sized.ask(asked, spec.cluster)
+    have, problems = (what_if, []) if what_if else sized.capacity_or_assumed(asked, spec.cluster)
     known, unknown = sized.model_sizes(asked, model, have)
     if what_if:
         expected = sizes.expected_engines(asked, what_if)

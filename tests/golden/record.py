@@ -283,11 +283,12 @@ def _warm(spec: RunSpec, plan: Plan, size: Any, launch: EngineLaunch) -> dict[st
     if kind is None:
         return None
     resources = resources_of(spec.sizes, size)
-    own = warm_kind(EngineStage, launch, resources, size.concurrent)
+    calls = min(size.concurrent, size.shards)
+    own = warm_kind(EngineStage, launch, resources, calls)
     if own != kind:
         raise ValueError(f"{spec.name}: its engines are not the kind that warm_kind_of names")
     model = canonical(dict(launch.model), Path.cwd())
-    own = warm_kind(EngineStage, replace(launch, model=model), resources, size.concurrent)
+    own = warm_kind(EngineStage, replace(launch, model=model), resources, calls)
     return {
         "key": own and own.key,
         "calls": kind.calls,

@@ -310,7 +310,7 @@ def test_quantities() -> None:
 
 def test_sizes_are_for_the_pods_that_are_asked_for() -> None:
     from prefect_raybatch.cluster.connect import glance
-    from prefect_raybatch.cluster.sizes import ask, engines_to_plan_for
+    from prefect_raybatch.cluster.sizes import capacity_or_assumed, engines_to_plan_for
 
     shape = {"image": "r/b:1", "workers": 3, "gpus_per_worker": 2, "worker_cpu": "12500m"}
     job = make_job(cluster={"kubernetes": shape}, engine={"replicas": "auto", "engines_per_gpu": 1})
@@ -318,7 +318,7 @@ def test_sizes_are_for_the_pods_that_are_asked_for() -> None:
     assert have is not None and not have.assumed and have.gpus_by_node == (2.0, 2.0, 2.0)
     assert (have.gpus, have.nodes, have.cpus, have.cpus_a_gpu) == (6.0, 4, 41.0, 6.5)
     assert (
-        ask(size_spec(job), cluster_spec(job)) == (have, [])
+        capacity_or_assumed(size_spec(job), cluster_spec(job)) == (have, [])
         and engines_to_plan_for(size_spec(job), cluster_spec(job)) == 6
     )
 

@@ -1,0 +1,1 @@
+"""Answers for DataFrames and lists: `ask`, `embed`, `classify` and `score`."""

@@ -1,0 +1,395 @@
+"""Asks a model about each row of a DataFrame: runs in a cache folder, and answers as columns."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import hashlib
+import io
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
+
+from prefect_raybatch.api import finalize_run, infer_run, plan_run
+from prefect_raybatch.cli.show import TerminalProgress
+from prefect_raybatch.cluster.connect import warm_engines
+from prefect_raybatch.compile.job import compile_job
+from prefect_raybatch.compile.resolved import resolve
+from prefect_raybatch.errors import ConfigError, RayBatchError
+from prefect_raybatch.frames.convert import read_data
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.checks import template_fields
+from prefect_raybatch.job.edits import edited
+from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.runs.open_run import open_run
+from prefect_raybatch.stages.result_columns import result_columns
+from prefect_raybatch.storage import open_store
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pydantic import BaseModel
+
+    from prefect_raybatch.job.tasks import TaskName
+
+ANSWERS_VARIABLE = "RAYBATCH_ANSWERS"  # variable that names the folder for runs of `ask`
+REASON = "error"  # column with the reason why a row has no answer
+KEY_LENGTH = 24  # hex digits of the fingerprint that name a run
+KEEP_SECONDS = 600.0  # time that an engine waits for the next call
+LABEL_TOKENS, TEXT_TOKENS = 16, 256  # default length of an answer, with and without `choice`
+Data = TypeVar("Data")
+Schema = Mapping[str, Any] | str | type["BaseModel"]
+
+
+class RowsFailed(RayBatchError):
+    """Rows have no answer, and `errors="raise"` was asked for. The answers of others are kept."""
+
+
+class CallOptions(TypedDict, total=False):
+    """CallOptions of all calls.
+
+    settings      further fields of the job, such as {"prompt.on_null": "empty", "sampling.seed": 1}
+    errors        "column" (default): a row without an answer has the reason in a column `error`,
+                  which exists only if a row failed; "raise": raise `RowsFailed` after the last row
+    cache         folder or s3:// for the runs; default $RAYBATCH_ANSWERS, else
+                  $XDG_CACHE_HOME/prefect_raybatch/answers
+    progress      show progress on stderr; default True
+    keep_seconds  time that the engine waits for the next call of this process; default 600, 0 ends
+                  it with the call
+    engine        replaces the engine stage in tests
+    """
+
+    settings: Mapping[str, object]
+    errors: Literal["column", "raise"]
+    cache: str | os.PathLike[str]
+    progress: bool
+    keep_seconds: float
+    engine: type
+
+
+class AskOptions(CallOptions, total=False):
+    """CallOptions of `ask` beside `model`: see `ask_run`."""
+
+    choice: Sequence[str] | None
+    schema: Schema | None
+    system: str | None
+    column: str
+    max_tokens: int | None
+    temperature: float
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Answers to the rows of a call: `data` with the answer columns, and the run behind it.
+
+    `run` is the run directory, for `open_run` and `raybatch report`. Data without rows has no run:
+    `report` is None then, and `run` is empty.
+    """
+
+    data: Any
+    report: RunReport | None
+    run: str
+
+    def _repr_html_(self) -> str:
+        from prefect_raybatch.report.html import html
+
+        return html(self.report) if self.report is not None else "no rows"
+
+
+@overload
+def ask(
+    data: list[str], prompt: str, *, model: str, **options: Unpack[AskOptions]
+) -> list[dict[str, Any]]: ...
+@overload
+def ask(data: Data, prompt: str, *, model: str, **options: Unpack[AskOptions]) -> Data: ...
+def ask(data: Any, prompt: str, *, model: str, **options: Unpack[AskOptions]) -> Any:
+    """Ask a model about each row; return the data with the answers as new columns.
+
+    `data` is a pandas or Polars DataFrame, a pyarrow Table, a list of dicts, or a list of texts: of
+    these the column is called `text`, and a list of dicts is returned. In `prompt` {Column} is
+    replaced by the row's value. Index and order are kept; a row without an answer has nulls.
+
+    Each call is a run in a cache folder. The same call continues after a crash, an interrupt or a
+    restart, and returns the stored answers once it was complete. With temperature 0, equal rows are
+    asked once. `ask_run` lists the options, and returns the report too.
+    """
+    return ask_run(data, prompt, model=model, **options).data
+
+
+async def ask_async(data: Any, prompt: str, *, model: str, **options: Unpack[AskOptions]) -> Any:
+    """Call `ask` in a thread, so that the event loop goes on."""
+    return await asyncio.to_thread(partial(ask, data, prompt, model=model, **options))
+
+
+def ask_run(
+    data: Any,
+    prompt: str,
+    *,
+    model: str,
+    choice: Sequence[str] | None = None,
+    schema: Schema | None = None,
+    system: str | None = None,
+    column: str = "answer",
+    max_tokens: int | None = None,
+    temperature: float = 0.0,
+    **options: Unpack[CallOptions],
+) -> Answered:
+    """Ask a model about each row, as `ask` does; return the data, the report and the run directory.
+
+    model        Hugging Face name, folder, s3:// folder, or `demo`
+    choice       labels; each answer is exactly one of them
+    schema       pydantic class, JSON Schema or `package.module:Class`; its properties become typed
+                 columns in place of the answer column
+    system       system message
+    column       name of the answer column
+    max_tokens   longest answer in tokens; default 16 with `choice`, else 256
+    temperature  from 0 (always the most probable token) to 2
+
+    `options` are those of `CallOptions`. Raises `ConfigError` for wrong data or settings before an
+    engine starts, and the errors of a run, whose committed answers the next call takes.
+    """
+    sampling: dict[str, object] = {"temperature": temperature}
+    sampling["max_tokens"] = max_tokens or (TEXT_TOKENS if choice is None else LABEL_TOKENS)
+    if choice is not None:
+        sampling["choice"] = list(choice)
+    fields: dict[str, Any] = {
+        "prompt": {"template": prompt} | ({} if system is None else {"system": system}),
+        "sampling": sampling,
+        "engine": {"model": model, "order": "run" if temperature == 0 else "auto"},
+        "output": {"column": column} | ({} if schema is None else {"schema_model": _json(schema)}),
+    }
+    return _asked(data, "ask", fields, options)
+
+
+def embed(
+    data: Data, text: str, *, model: str, column: str = "vector", **options: Unpack[CallOptions]
+) -> Data:
+    """Compute the vector of a text for each row, as a new column.
+
+    `text` is a template such as "{title}. {abstract}"; a vector has length 1.
+    """
+    answers: Data = _pooled(data, "embed", text, model, column, options).data
+    return answers
+
+
+def classify(
+    data: Data, text: str, *, model: str, column: str = "label", **options: Unpack[CallOptions]
+) -> Data:
+    """Find the label of a text for each row by a classification model, as a new column.
+
+    A column `label_probabilities` has the probability of each label.
+    """
+    answers: Data = _pooled(data, "classify", text, model, column, options).data
+    return answers
+
+
+def score(
+    data: Data,
+    text: str,
+    second: str,
+    *,
+    model: str,
+    column: str = "score",
+    **options: Unpack[CallOptions],
+) -> Data:
+    """Compare two texts of each row by a model, as a new column of numbers.
+
+    `text` and `second` are templates such as "{query}" and "{passage}".
+    """
+    settings = {"prompt.second": second, **options.get("settings", {})}
+    answers: Data = _pooled(
+        data, "score", text, model, column, {**options, "settings": settings}
+    ).data
+    return answers
+
+
+def _pooled(
+    data: object, task: TaskName, text: str, model: str, column: str, options: CallOptions
+) -> Answered:
+    fields: dict[str, Any] = {
+        "prompt": {"template": text},
+        "engine": {"model": model, "task": task},
+        "output": {"column": column},
+    }
+    return _asked(data, task, fields, options)
+
+
+class _Kept:
+    """The engines of this process that wait for the next call."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def keep(self, seconds: float) -> None:
+        """Let engines wait for `seconds`, those too that wait already."""
+        stack = ExitStack()
+        stack.enter_context(warm_engines(seconds))
+        self.end()
+        self._stack = stack
+
+    def end(self) -> None:
+        self._stack.close()
+
+
+_KEPT = _Kept()
+atexit.register(_KEPT.end)
+
+
+def end_engines() -> None:
+    """End the engine that waits for the next call of `ask`, and the local cluster with it."""
+    _KEPT.end()
+
+
+def _json(schema: Schema) -> Mapping[str, Any] | str:
+    if isinstance(schema, Mapping | str):
+        return schema
+    make = getattr(schema, "model_json_schema", None)
+    if make is None:
+        raise ConfigError(
+            f"schema is {schema!r}. Give a pydantic class, a JSON Schema or package.module:Class"
+        )
+    described: Mapping[str, Any] = make()
+    return described
+
+
+def _asked(data: object, name: str, fields: dict[str, Any], options: CallOptions) -> Answered:
+    import pyarrow as pa
+
+    errors = options.get("errors", "column")
+    if errors not in ("column", "raise"):
+        raise ConfigError(f'errors is {errors!r}. Give "column" or "raise"')
+    place = str(options.get("cache") or _default_cache())
+    job = _job(name, fields, options.get("settings", {}), place)
+    table, add, names = read_data(data, _columns_of(job))
+    columns = _answer_columns(job, table.column_names)
+    _check_names([*columns, *([REASON] if errors == "column" else [])], names)
+    if table.num_rows == 0:
+        return Answered(add(pa.table(columns)), None, "")
+    job = edited(job, {"source.uri": _stored(table, place)}, f"the job of {name}()")
+    report = _run(job, options)
+    answers = _answers(report, job.output.row_number)
+    if report.failed and errors == "raise":
+        raise _failed(report, answers)
+    return Answered(add(answers), report, report.run)
+
+
+def _default_cache() -> str:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return os.environ.get(ANSWERS_VARIABLE) or str(Path(home) / "prefect_raybatch" / "answers")
+
+
+def _job(
+    name: str, fields: dict[str, Any], settings: Mapping[str, object] | None, place: str
+) -> BatchJob:
+    """Return the job without its input. The user's settings win over those of a call."""
+    made = {
+        "name": name,
+        "source": {"uri": f"{place}/inputs/unknown.parquet"},
+        "limits": {"max_failed_fraction": 1.0},
+        **fields,
+    }
+    made["output"] = {"uri": f"{place}/runs", "columns": [], **made["output"]}
+    where = f"the job of {name}()"
+    return edited(BatchJob.from_dict(made, where), settings or {}, where)
+
+
+def _columns_of(job: BatchJob) -> list[str]:
+    """Return the input columns that the job needs."""
+    prompt = job.prompt
+    wanted = [*template_fields(prompt.template or ""), *template_fields(prompt.second or "")]
+    wanted += [one for one in (prompt.messages, prompt.documents, prompt.adapter_column) if one]
+    wanted += [*prompt.images.columns, *(job.output.columns or ())]
+    return list(dict.fromkeys(wanted))
+
+
+def _stored(table: pa.Table, place: str) -> str:
+    """Store the input once, named by its content; return its URI."""
+    import pyarrow.parquet as pq
+
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer)
+    name = f"{hashlib.sha256(buffer.getbuffer()).hexdigest()}.parquet"
+    store = open_store(f"{place}/inputs")
+    store.put_if_absent(name, buffer.getvalue())
+    return f"{store.uri}/{name}"
+
+
+def _run(job: BatchJob, options: CallOptions) -> RunReport:
+    resolved = resolve(job)
+    key = resolved.identity.fingerprint[:KEY_LENGTH]
+    run = plan_run(resolved, key)
+    if keep := options.get("keep_seconds", KEEP_SECONDS):
+        _KEPT.keep(keep)
+    with _shown(options.get("progress", True)) as show:
+        done = infer_run(job, run, show, options.get("engine"))
+    if not keep:
+        _KEPT.end()
+    return finalize_run(job, run, done)
+
+
+@contextmanager
+def _shown(progress: bool) -> Iterator[TerminalProgress]:
+    show = TerminalProgress(quiet=not progress)
+    try:
+        yield show
+    finally:
+        show.close()
+
+
+def _answers(report: RunReport, number: str) -> pa.Table:
+    """Return the answer columns with a row for each input row; nulls where a row failed.
+
+    `number` names the column with the number of the input row.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    run = open_run(report.run)
+    rows = pa.array(range(report.rows))
+    good, failed = run.dataset().to_table(), run.quarantine().to_table()
+
+    def spread(column: pa.ChunkedArray, of: pa.Table) -> pa.ChunkedArray:
+        return column.take(pc.index_in(rows, value_set=of[number].combine_chunks()))
+
+    columns = {name: spread(good[name], good) for name in good.column_names if name != number}
+    if report.failed:
+        reason = pc.binary_join_element_wise(failed["error"], failed["message"], ": ")
+        columns[REASON] = spread(reason, failed)
+    return pa.table(columns)
+
+
+def _answer_columns(job: BatchJob, given: Sequence[str]) -> dict[str, pa.Array]:
+    """Return the answer columns of the job without rows; a type without a short name is null."""
+    import pyarrow as pa
+
+    columns = {}
+    for name, kind in result_columns(compile_job(job, given)):
+        try:
+            columns[name] = pa.array([], pa.type_for_alias(kind.partition(" ")[0]))
+        except ValueError:
+            columns[name] = pa.array([], pa.null())
+    columns.pop(job.output.row_number, None)
+    return columns
+
+
+def _check_names(added: Sequence[str], names: Sequence[str]) -> None:
+    for name in added:
+        if name not in names:
+            continue
+        if name == REASON:
+            remedy = 'Rename it, or set errors="raise"'
+        else:
+            remedy = "Rename it, or give column= another name"
+        raise ConfigError(f"the data has a column {name!r}, as the answers have. {remedy}")
+
+
+def _failed(report: RunReport, answers: pa.Table) -> RowsFailed:
+    reasons = answers[REASON].to_pylist()
+    first = next(i for i, reason in enumerate(reasons) if reason is not None)
+    return RowsFailed(
+        f"{report.failed:,} of {report.rows:,} rows have no answer. Row {first}: {reasons[first]}. "
+        f'The others are kept; errors="column" returns them with the reasons. Run: {report.run}'
+    )

@@ -1,0 +1,153 @@
+"""Turns the data of a caller into a table, and answers back into data of the same kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from prefect_raybatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+TEXT_COLUMN = "text"  # the column of a list of texts
+
+# Adds the columns of a table, which has a row for each row of the data, to a copy of the data.
+AddColumns = Callable[["pa.Table"], Any]
+
+
+def read_data(data: object, fields: Sequence[str]) -> tuple[pa.Table, AddColumns, list[str]]:
+    """Return the columns `fields` of the data, how to add columns to it, and its column names.
+
+    Other columns are not read, so they may hold any Python object. Raises `ConfigError` for data of
+    another kind, a missing column, and values that no Arrow type holds.
+    """
+    import pyarrow as pa
+
+    kind = f"{type(data).__module__.partition('.')[0]}.{type(data).__name__}"
+    if kind == "pandas.DataFrame":
+        table, add, names = _of_pandas(data, fields)
+    elif kind == "polars.DataFrame":
+        table, add, names = _of_polars(data, fields)
+    elif isinstance(data, pa.Table):
+        _check_columns(fields, data.column_names)
+        table, add, names = data.select(fields), partial(_joined, data), data.column_names
+    elif isinstance(data, list):
+        table, add, names = _of_list(data, fields)
+    else:
+        raise ConfigError(
+            f"the data is a {kind}. Give a pandas or Polars DataFrame, a pyarrow Table, or a list "
+            "of dicts or of texts"
+        )
+    return _normal(table), add, names
+
+
+def _normal(table: pa.Table) -> pa.Table:
+    """Return the table with texts of one type and no metadata.
+
+    So that equal texts of pandas, Polars and Arrow are the same input.
+    """
+    import pyarrow as pa
+
+    arrays = []
+    for column in table.columns:
+        kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+        if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+            kind = pa.string()
+        arrays.append(column if kind == column.type else column.cast(kind))
+    return pa.table(arrays, names=table.column_names)
+
+
+def _of_pandas(data: Any, fields: Sequence[str]) -> tuple[pa.Table, AddColumns, list[str]]:
+    import pyarrow as pa
+
+    names = [name for name in data.columns if isinstance(name, str)]
+    _check_columns(fields, names)
+    arrays = [_array(name, data[name], pa.Array.from_pandas) for name in fields]
+
+    def add(more: pa.Table) -> Any:
+        # Numbers with nulls stay numbers in pandas' own nullable types.
+        added = {name: _pandas_values(more[name]) for name in more.column_names}
+        return data.assign(**{name: _indexed(data, values) for name, values in added.items()})
+
+    return pa.table(arrays, names=list(fields)), add, names
+
+
+def _pandas_values(column: pa.ChunkedArray) -> Any:
+    import pandas
+    import pyarrow as pa
+
+    nullable = {
+        pa.int64(): pandas.Int64Dtype(),
+        pa.bool_(): pandas.BooleanDtype(),
+    }
+    return column.to_pandas(types_mapper=nullable.get)
+
+
+def _indexed(data: Any, values: Any) -> Any:
+    values.index = data.index
+    return values
+
+
+def _of_polars(data: Any, fields: Sequence[str]) -> tuple[pa.Table, AddColumns, list[str]]:
+    import polars
+
+    _check_columns(fields, data.columns)
+
+    def add(more: pa.Table) -> Any:
+        columns = [polars.Series(name, polars.from_arrow(more[name])) for name in more.column_names]
+        return data.with_columns(columns)
+
+    return data.select(fields).to_arrow(), add, list(data.columns)
+
+
+def _of_list(data: list[Any], fields: Sequence[str]) -> tuple[pa.Table, AddColumns, list[str]]:
+    import pyarrow as pa
+
+    rows: list[Mapping[str, Any]]
+    if all(isinstance(row, str) for row in data):
+        rows, names = [{TEXT_COLUMN: row} for row in data], [TEXT_COLUMN]
+    elif all(isinstance(row, Mapping) for row in data):
+        rows, names = data, list(dict.fromkeys(name for row in data for name in row))
+    else:
+        at = next(i for i, row in enumerate(data) if type(row) is not type(data[0]))
+        raise ConfigError(
+            f"row {at} is a {type(data[at]).__name__}, row 0 a {type(data[0]).__name__}. Give a "
+            "list of dicts or a list of texts"
+        )
+    if data:
+        _check_columns(fields, names)
+    arrays = [_array(name, [row.get(name) for row in rows], pa.array) for name in fields]
+
+    def add(more: pa.Table) -> list[dict[str, Any]]:
+        return [{**row, **new} for row, new in zip(rows, more.to_pylist(), strict=True)]
+
+    return pa.table(arrays, names=list(fields)), add, names
+
+
+def _array(name: str, values: Any, make: Callable[[Any], pa.Array]) -> pa.Array:
+    import pyarrow as pa
+
+    try:
+        return make(values)
+    except pa.ArrowException as error:
+        raise ConfigError(
+            f"column {name!r} mixes types or holds values that cannot be stored: {error}. Convert "
+            "its values to one type, such as text"
+        ) from None
+
+
+def _check_columns(fields: Sequence[str], names: Sequence[str]) -> None:
+    for name in fields:
+        if name not in names:
+            there = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+            raise ConfigError(f"the data has no column {name!r}. Its columns: {there or 'none'}")
+        if list(names).count(name) > 1:
+            raise ConfigError(f"the data has several columns {name!r}. Rename all but one")
+
+
+def _joined(data: pa.Table, more: pa.Table) -> pa.Table:
+    for name in more.column_names:
+        data = data.append_column(name, more[name])
+    return data

@@ -1,0 +1,156 @@
+"""Questions about the rows of a DataFrame, through the stages of a run with a stand-in engine."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pandas
+import polars
+import pyarrow as pa
+import pytest
+from helpers.engines import NoEngine, VectorEngine, with_answers
+from pydantic import BaseModel
+
+from prefect_raybatch import RowsFailed, ask, ask_async, ask_run, embed, open_run
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.stages.block import Failure, passes_by
+from prefect_raybatch.stages.columns import ERROR, TOKENS
+from prefect_raybatch.stages.engine import EngineLaunch
+
+pytestmark = pytest.mark.usefixtures("without_ray")
+
+
+class SumEngine:
+    """Answers with the sum of the prompt's tokens, refuses an even one, and counts the asks."""
+
+    asked = 0
+    refuses = False
+
+    def __init__(self, spec: EngineLaunch):
+        self.spec = spec
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        if passes_by(table):
+            return table
+        errors = table[ERROR].to_pylist()
+        sums = [sum(tokens or ()) for tokens in table[TOKENS].to_pylist()]
+        type(self).asked += sum(error is None for error in errors)
+        for i, number in enumerate(sums):
+            if self.refuses and number % 2 == 0 and errors[i] is None:
+                errors[i] = Failure("engine", "ValueError", "refused").to_dict()
+        return with_answers(table, errors, [self.text(number) for number in sums])
+
+    def text(self, number: int) -> str:
+        return str(number)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> type[SumEngine]:
+    monkeypatch.setattr(SumEngine, "asked", 0)
+    return SumEngine
+
+
+@pytest.fixture
+def options(engine: type[SumEngine], tmp_path: Path) -> dict[str, Any]:
+    return {"model": "demo", "cache": tmp_path, "engine": engine, "progress": False}
+
+
+NAMES = ["Smith Law", "Acme Health", "Smith Law", "Byte Tech"]
+QUESTION = "What industry is this company in: {Company}"
+
+
+def test_a_dataframe_gets_a_column_in_its_own_order(
+    options: dict[str, Any], engine: type[SumEngine]
+) -> None:
+    given = pandas.DataFrame({"Company": NAMES, "x": [object()] * 4}, index=list("dbca"))
+    found = ask(given, QUESTION, **options)
+    assert list(found.index) == list("dbca") and list(found.columns) == ["Company", "x", "answer"]
+    first, second, third, fourth = found["answer"]
+    assert first == third and len({first, second, fourth}) == 3
+    assert engine.asked == 3  # equal rows are asked once
+
+
+def test_the_same_call_takes_the_stored_answers(options: dict[str, Any]) -> None:
+    first = ask_run(polars.DataFrame({"Company": NAMES}), QUESTION, **options)
+    options["engine"] = NoEngine
+    again = ask_run([{"Company": name, "other": 1} for name in NAMES], QUESTION, **options)
+    assert again.run == first.run and again.report == first.report
+    assert [row["answer"] for row in again.data] == first.data["answer"].to_list()
+    page = vars(type(again))["_repr_html_"](again)  # as notebooks call it
+    assert "<html" in page and open_run(again.run).state == "completed"
+    with pytest.raises(AssertionError, match="an engine was started"):
+        ask(polars.DataFrame({"Company": NAMES}), QUESTION + "?", **options)
+
+
+def test_texts_in_an_event_loop(options: dict[str, Any]) -> None:
+    found = asyncio.run(
+        ask_async(["Smith Law", "Byte"], "Industry: {text}", column="is", **options)
+    )
+    assert [row["text"] for row in found] == ["Smith Law", "Byte"]
+    assert len({row["is"] for row in found}) == 2
+
+
+def test_failed_rows_have_the_reason(
+    options: dict[str, Any], engine: type[SumEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "refuses", True)
+    given = pa.table({"Company": ["Smith", None, "Byte", "Zoo", "Law", "Alpha", "Beta", "Gamma"]})
+    found = ask(given, QUESTION, **options).to_pylist()
+    assert found[1]["answer"] is None and "null" in found[1]["error"]
+    refused = [row for row in found if row["error"] == "ValueError: refused"]
+    assert refused and all(row["answer"] is None for row in refused)
+    assert all((row["answer"] is None) == (row["error"] is not None) for row in found)
+    options["errors"] = "raise"
+    failed = len(refused) + 1
+    with pytest.raises(RowsFailed, match=rf"{failed} of 8 rows have no answer. Row \d: .*Run: "):
+        ask(given, QUESTION, **options)
+
+
+class Company(BaseModel):
+    staff: int
+    city: str | None = None
+
+
+class JsonEngine(SumEngine):
+    def text(self, number: int) -> str:
+        return f'{{"staff": {number}, "city": null}}'
+
+
+def test_a_schema_makes_typed_columns(options: dict[str, Any]) -> None:
+    options["engine"] = JsonEngine
+    found = ask(pa.table({"Company": NAMES}), QUESTION, schema=Company, **options)
+    assert found.schema.field("staff").type == pa.int64() and found["city"].null_count == 4
+    empty = ask(found.slice(0, 0).select(["Company"]), QUESTION, schema=Company, **options)
+    assert empty.column_names == ["Company", "staff", "city"]
+    assert empty.schema.field("staff").type == pa.int64()
+
+
+def test_vectors(options: dict[str, Any]) -> None:
+    options["engine"] = VectorEngine
+    settings = {"engine.convert": "embed"}
+    found = embed(pa.table({"Company": NAMES}), "{Company}", settings=settings, **options)
+    assert found.column_names == ["Company", "vector"] and found["vector"].null_count == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        ({"answer": ["a"], "Company": ["b"]}, {}, r"has a column 'answer'.*column= another name"),
+        ({"error": ["a"], "Company": ["b"]}, {}, r"has a column 'error'.*errors=\"raise\""),
+        ({"Firm": ["a"]}, {}, r"no column 'Company'. Its columns: Firm"),
+        ({"Company": ["a"]}, {"errors": "ignore"}, r"errors is 'ignore'"),
+        ({"Company": ["a"]}, {"schema": 3}, r"schema is 3. Give a pydantic class"),
+        ({"Company": ["a"]}, {"settings": {"prompt.sytem": "x"}}, r"the job of ask\(\).*sytem"),
+        ({"Company": ["a"]}, {"temperature": -1}, r"temperature"),
+    ],
+)
+def test_wrong_calls_start_no_engine(
+    given: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s){message}"):
+        ask(
+            pa.table(given), QUESTION,
+            **{"model": "demo", "cache": tmp_path, "engine": NoEngine, **options},
+        )  # fmt: skip
