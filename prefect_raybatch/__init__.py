@@ -18,7 +18,7 @@ from wrapt import register_post_import_hook
 if TYPE_CHECKING:
     from prefect_raybatch.api import finalize_partial
     from prefect_raybatch.cluster.connect import warm_engines
-    from prefect_raybatch.errors import RayBatchError
+    from prefect_raybatch.errors import ConfigError, RayBatchError
     from prefect_raybatch.flow.blocks import BatchInferenceJob, ObjectStore, RayCluster
     from prefect_raybatch.flow.flows import (
         backfill_job,
@@ -52,6 +52,7 @@ _HOMES = {
     "Answered": "frames.ask",
     "BatchInferenceJob": "flow.blocks",
     "BatchJob": "job.batch_job",
+    "ConfigError": "errors",
     "ObjectStore": "flow.blocks",
     "OpenRun": "runs.open_run",
     "RayBatchError": "errors",
@@ -84,6 +85,7 @@ __all__ = [
     "Answered",
     "BatchInferenceJob",
     "BatchJob",
+    "ConfigError",
     "ObjectStore",
     "OpenRun",
     "RayBatchError",

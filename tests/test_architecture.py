@@ -484,6 +484,7 @@ def test_the_public_names_are_these_and_each_is_there():
         "Answered",
         "BatchInferenceJob",
         "BatchJob",
+        "ConfigError",
         "ObjectStore",
         "OpenRun",
         "RayBatchError",

@@ -48,7 +48,7 @@ READ = {
 }
 # Other programs' commands: why they are not run here.
 ELSEWHERE = {
-    r"(uv )?pip (install|uninstall|wheel) ": "an environment is there; tests/test_wheel.py",
+    r"(uv )?pip (install|uninstall|wheel|freeze) ": "an environment is there; tests/test_wheel.py",
     r"apt-get install ": "the machine has what it needs",
     r"(cd|mkdir|source|export|kill) ": "the reader's shell; tests/tour",
     r"kubectl ": "no cluster is here; tests/kuberay asks an API server that stands in",

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
@@ -49,18 +50,7 @@ class RowsFailed(RayBatchError):
 
 
 class CallOptions(TypedDict, total=False):
-    """CallOptions of all calls.
-
-    settings      further fields of the job, such as {"prompt.on_null": "empty", "sampling.seed": 1}
-    errors        "column" (default): a row without an answer has the reason in a column `error`,
-                  which exists only if a row failed; "raise": raise `RowsFailed` after the last row
-    cache         folder or s3:// for the runs; default $RAYBATCH_ANSWERS, else
-                  $XDG_CACHE_HOME/prefect_raybatch/answers
-    progress      show progress on stderr; default True
-    keep_seconds  time that the engine waits for the next call of this process; default 600, 0 ends
-                  it with the call
-    engine        replaces the engine stage in tests
-    """
+    """Options of all calls; the help of `ask` says what they do."""
 
     settings: Mapping[str, object]
     errors: Literal["column", "raise"]
@@ -71,7 +61,7 @@ class CallOptions(TypedDict, total=False):
 
 
 class AskOptions(CallOptions, total=False):
-    """CallOptions of `ask` beside `model`: see `ask_run`."""
+    """Options of `ask`; its help says what they do."""
 
     choice: Sequence[str] | None
     schema: Schema | None
@@ -108,13 +98,36 @@ def ask(data: Data, prompt: str, *, model: str, **options: Unpack[AskOptions]) -
 def ask(data: Any, prompt: str, *, model: str, **options: Unpack[AskOptions]) -> Any:
     """Ask a model about each row; return the data with the answers as new columns.
 
-    `data` is a pandas or Polars DataFrame, a pyarrow Table, a list of dicts, or a list of texts: of
-    these the column is called `text`, and a list of dicts is returned. In `prompt` {Column} is
-    replaced by the row's value. Index and order are kept; a row without an answer has nulls.
+    `data` is a pandas or Polars DataFrame, a pyarrow Table, a list of dicts, or a list of texts or
+    a pandas Series: the column of these two is called `text` unless the Series has a name, and they
+    come back as a list of dicts and as a DataFrame. In `prompt` {Column} is replaced by the row's
+    value. Index and order are kept; a row without an answer has nulls.
 
-    Each call is a run in a cache folder. The same call continues after a crash, an interrupt or a
-    restart, and returns the stored answers once it was complete. With temperature 0, equal rows are
-    asked once. `ask_run` lists the options, and returns the report too.
+    model         Hugging Face name, folder, s3:// folder, or `demo`
+    choice        labels; each answer is exactly one of them
+    schema        pydantic class, JSON Schema or `package.module:Class`; its properties become typed
+                  columns in place of the answer column
+    system        system message
+    column        name of the answer column; default `answer`
+    max_tokens    longest answer in tokens; default 16 with `choice`, else 256
+    temperature   from 0 (default: always the most probable token) to 2
+    settings      further fields of the job, such as {"prompt.on_null": "empty"}; they win over the
+                  options above
+    errors        "column" (default): a row without an answer has the reason in a column `error`,
+                  which exists only if a row failed; "raise": raise `RowsFailed` after the last row
+    cache         folder or s3:// for the runs; default $RAYBATCH_ANSWERS, else
+                  $XDG_CACHE_HOME/prefect_raybatch/answers
+    progress      show progress on stderr; default True
+    keep_seconds  time that the engine waits for the next call of this process with the same model
+                  and kind of answer; default 600, 0 ends it with the call
+    engine        replaces the engine stage in tests
+
+    Each call is a run in the cache. A call with the same values, prompt and options continues after
+    a crash, an interrupt or a restart, and returns the stored answers once it was complete. With
+    temperature 0, equal rows of a call are asked once.
+
+    Raises `ConfigError` for wrong data or options before an engine starts, and the errors of a run,
+    whose committed answers the next call takes.
     """
     return ask_run(data, prompt, model=model, **options).data
 
@@ -137,22 +150,18 @@ def ask_run(
     temperature: float = 0.0,
     **options: Unpack[CallOptions],
 ) -> Answered:
-    """Ask a model about each row, as `ask` does; return the data, the report and the run directory.
+    """Ask a model about each row; return the data, the report and the run directory.
 
-    model        Hugging Face name, folder, s3:// folder, or `demo`
-    choice       labels; each answer is exactly one of them
-    schema       pydantic class, JSON Schema or `package.module:Class`; its properties become typed
-                 columns in place of the answer column
-    system       system message
-    column       name of the answer column
-    max_tokens   longest answer in tokens; default 16 with `choice`, else 256
-    temperature  from 0 (always the most probable token) to 2
-
-    `options` are those of `CallOptions`. Raises `ConfigError` for wrong data or settings before an
-    engine starts, and the errors of a run, whose committed answers the next call takes.
+    Parameters and errors are those of `ask`.
     """
+    if choice is not None and schema is not None:
+        raise ConfigError("choice and schema exclude each other. Give one of them")
+    if isinstance(choice, str):
+        raise ConfigError(f"choice is the text {choice!r}. Give a list of labels")
     sampling: dict[str, object] = {"temperature": temperature}
-    sampling["max_tokens"] = max_tokens or (TEXT_TOKENS if choice is None else LABEL_TOKENS)
+    if max_tokens is None:
+        max_tokens = TEXT_TOKENS if choice is None else LABEL_TOKENS
+    sampling["max_tokens"] = max_tokens
     if choice is not None:
         sampling["choice"] = list(choice)
     fields: dict[str, Any] = {
@@ -258,27 +267,52 @@ def _json(schema: Schema) -> Mapping[str, Any] | str:
 def _asked(data: object, name: str, fields: dict[str, Any], options: CallOptions) -> Answered:
     import pyarrow as pa
 
+    _check_options(name, options)
     errors = options.get("errors", "column")
-    if errors not in ("column", "raise"):
-        raise ConfigError(f'errors is {errors!r}. Give "column" or "raise"')
-    place = str(options.get("cache") or _default_cache())
+    place = _place(options.get("cache"))
     job = _job(name, fields, options.get("settings", {}), place)
-    table, add, names = read_data(data, _columns_of(job))
+    wanted = _columns_of(job)
+    if not wanted:
+        raise ConfigError(
+            f"{name}(): the text {job.prompt.template!r} names no column, so each row would be the "
+            "same. Write the name of a column in braces, such as {text}"
+        )
+    table, add, names = read_data(data, wanted)
     columns = _answer_columns(job, table.column_names)
     _check_names([*columns, *([REASON] if errors == "column" else [])], names)
     if table.num_rows == 0:
         return Answered(add(pa.table(columns)), None, "")
     job = edited(job, {"source.uri": _stored(table, place)}, f"the job of {name}()")
     report = _run(job, options)
-    answers = _answers(report, job.output.row_number)
+    answers = _answers(report, job.output.row_number, columns)
     if report.failed and errors == "raise":
         raise _failed(report, answers)
     return Answered(add(answers), report, report.run)
 
 
-def _default_cache() -> str:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return os.environ.get(ANSWERS_VARIABLE) or str(Path(home) / "prefect_raybatch" / "answers")
+def _check_options(name: str, options: CallOptions) -> None:
+    """Raise TypeError for an unknown option, as Python does, and `ConfigError` for a bad value."""
+    for option in options:
+        if option not in CallOptions.__annotations__:
+            near = get_close_matches(option, AskOptions.__annotations__, 1)
+            hint = f". Did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{name}() got an unexpected keyword argument {option!r}{hint}")
+    errors, keep = options.get("errors", "column"), options.get("keep_seconds", KEEP_SECONDS)
+    if errors not in ("column", "raise"):
+        raise ConfigError(f'errors is {errors!r}. Give "column" or "raise"')
+    if not isinstance(keep, int | float) or keep < 0:
+        raise ConfigError(f"keep_seconds is {keep!r}. Give a number of seconds, 0 for none")
+
+
+def _place(cache: str | os.PathLike[str] | None) -> str:
+    """Return the folder of the runs; a local one that is made here is private."""
+    if cache is None:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        cache = os.environ.get(ANSWERS_VARIABLE) or Path(home) / "prefect_raybatch" / "answers"
+    place = str(cache)
+    if "://" not in place:
+        Path(place).mkdir(mode=0o700, parents=True, exist_ok=True)
+    return place
 
 
 def _job(
@@ -339,10 +373,11 @@ def _shown(progress: bool) -> Iterator[TerminalProgress]:
         show.close()
 
 
-def _answers(report: RunReport, number: str) -> pa.Table:
+def _answers(report: RunReport, number: str, expected: Mapping[str, pa.Array]) -> pa.Table:
     """Return the answer columns with a row for each input row; nulls where a row failed.
 
-    `number` names the column with the number of the input row.
+    `number` names the column with the number of the input row. Columns of `expected` that no row
+    has, since all failed, are null.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -355,6 +390,9 @@ def _answers(report: RunReport, number: str) -> pa.Table:
         return column.take(pc.index_in(rows, value_set=of[number].combine_chunks()))
 
     columns = {name: spread(good[name], good) for name in good.column_names if name != number}
+    for name, array in expected.items():
+        if name not in columns:
+            columns[name] = pa.nulls(report.rows, array.type)
     if report.failed:
         reason = pc.binary_join_element_wise(failed["error"], failed["message"], ": ")
         columns[REASON] = spread(reason, failed)
@@ -365,8 +403,10 @@ def _answer_columns(job: BatchJob, given: Sequence[str]) -> dict[str, pa.Array]:
     """Return the answer columns of the job without rows; a type without a short name is null."""
     import pyarrow as pa
 
+    spec = compile_job(job, given)
+    made = result_columns(spec.finish, spec.sampling, spec.engine.model.task)
     columns = {}
-    for name, kind in result_columns(compile_job(job, given)):
+    for name, kind in made:
         try:
             columns[name] = pa.array([], pa.type_for_alias(kind.partition(" ")[0]))
         except ValueError:
@@ -382,7 +422,7 @@ def _check_names(added: Sequence[str], names: Sequence[str]) -> None:
         if name == REASON:
             remedy = 'Rename it, or set errors="raise"'
         else:
-            remedy = "Rename it, or give column= another name"
+            remedy = "Rename one of them (column= names the answer)"
         raise ConfigError(f"the data has a column {name!r}, as the answers have. {remedy}")
 
 

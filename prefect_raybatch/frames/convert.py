@@ -26,7 +26,10 @@ def read_data(data: object, fields: Sequence[str]) -> tuple[pa.Table, AddColumns
     import pyarrow as pa
 
     kind = f"{type(data).__module__.partition('.')[0]}.{type(data).__name__}"
-    if kind == "pandas.DataFrame":
+    if kind == "pandas.Series":
+        series: Any = data
+        table, add, names = _of_pandas(series.to_frame(series.name or TEXT_COLUMN), fields)
+    elif kind == "pandas.DataFrame":
         table, add, names = _of_pandas(data, fields)
     elif kind == "polars.DataFrame":
         table, add, names = _of_polars(data, fields)
@@ -37,8 +40,8 @@ def read_data(data: object, fields: Sequence[str]) -> tuple[pa.Table, AddColumns
         table, add, names = _of_list(data, fields)
     else:
         raise ConfigError(
-            f"the data is a {kind}. Give a pandas or Polars DataFrame, a pyarrow Table, or a list "
-            "of dicts or of texts"
+            f"the data is a {kind}. Give a pandas or Polars DataFrame, a pandas Series, a pyarrow "
+            "Table, or a list of dicts or of texts"
         )
     return _normal(table), add, names
 
@@ -62,9 +65,13 @@ def _normal(table: pa.Table) -> pa.Table:
 def _of_pandas(data: Any, fields: Sequence[str]) -> tuple[pa.Table, AddColumns, list[str]]:
     import pyarrow as pa
 
-    names = [name for name in data.columns if isinstance(name, str)]
+    names = [str(name) for name in data.columns]
     _check_columns(fields, names)
-    arrays = [_array(name, data[name], pa.Array.from_pandas) for name in fields]
+    columns = [data.iloc[:, names.index(name)] for name in fields]
+    arrays = [
+        _array(name, column, pa.Array.from_pandas)
+        for name, column in zip(fields, columns, strict=True)
+    ]
 
     def add(more: pa.Table) -> Any:
         # Numbers with nulls stay numbers in pandas' own nullable types.
@@ -106,15 +113,15 @@ def _of_list(data: list[Any], fields: Sequence[str]) -> tuple[pa.Table, AddColum
     import pyarrow as pa
 
     rows: list[Mapping[str, Any]]
-    if all(isinstance(row, str) for row in data):
+    if all(isinstance(row, str | None) for row in data):
         rows, names = [{TEXT_COLUMN: row} for row in data], [TEXT_COLUMN]
     elif all(isinstance(row, Mapping) for row in data):
         rows, names = data, list(dict.fromkeys(name for row in data for name in row))
     else:
         at = next(i for i, row in enumerate(data) if type(row) is not type(data[0]))
         raise ConfigError(
-            f"row {at} is a {type(data[at]).__name__}, row 0 a {type(data[0]).__name__}. Give a "
-            "list of dicts or a list of texts"
+            f"row {at} has the type {type(data[at]).__name__}, row 0 {type(data[0]).__name__}. "
+            "Give a list of dicts or a list of texts"
         )
     if data:
         _check_columns(fields, names)

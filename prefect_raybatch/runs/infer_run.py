@@ -40,7 +40,6 @@ from prefect_raybatch.spec.sizes import SizeSpec
 
 if TYPE_CHECKING:
     from prefect_raybatch.cluster.pipeline import Pipeline
-    from prefect_raybatch.cluster.raylet import raylet_watch
     from prefect_raybatch.cluster.sharing import User
     from prefect_raybatch.cluster.warm import WarmKind
     from prefect_raybatch.driver.driver import OtherLedger, Progress, RunPass
@@ -179,6 +178,7 @@ def infer_phase(
         return progress
     attempt.check()
     from prefect_raybatch.cluster import connect as cluster
+    from prefect_raybatch.cluster.raylet import raylet_watch
     from prefect_raybatch.cluster.sharing import User
 
     user = joined.user if joined is not None else User(phase.spec.name)

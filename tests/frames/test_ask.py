@@ -137,13 +137,22 @@ def test_vectors(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
-        ({"answer": ["a"], "Company": ["b"]}, {}, r"has a column 'answer'.*column= another name"),
+        (
+            {"answer": ["a"], "Company": ["b"]},
+            {},
+            r"has a column 'answer'.*column= names the answer",
+        ),
         ({"error": ["a"], "Company": ["b"]}, {}, r"has a column 'error'.*errors=\"raise\""),
         ({"Firm": ["a"]}, {}, r"no column 'Company'. Its columns: Firm"),
         ({"Company": ["a"]}, {"errors": "ignore"}, r"errors is 'ignore'"),
         ({"Company": ["a"]}, {"schema": 3}, r"schema is 3. Give a pydantic class"),
         ({"Company": ["a"]}, {"settings": {"prompt.sytem": "x"}}, r"the job of ask\(\).*sytem"),
         ({"Company": ["a"]}, {"temperature": -1}, r"temperature"),
+        ({"Company": ["a"]}, {"choice": "Law"}, r"choice is the text 'Law'. Give a list"),
+        ({"Company": ["a"]}, {"choice": ["a"], "schema": {}}, r"choice and schema exclude"),
+        ({"Company": ["a"]}, {"keep_seconds": -1}, r"keep_seconds is -1. Give a number"),
+        ({"Company": ["a"]}, {"max_tokens": 0}, r"max_tokens"),
+        ({"Company": ["a"]}, {"settings": {"prompt.template": "x"}}, r"'x' names no column"),
     ],
 )
 def test_wrong_calls_start_no_engine(
@@ -154,3 +163,22 @@ def test_wrong_calls_start_no_engine(
             pa.table(given), QUESTION,
             **{"model": "demo", "cache": tmp_path, "engine": NoEngine, **options},
         )  # fmt: skip
+
+
+def test_an_unknown_option_is_a_type_error_with_the_nearest_name(tmp_path: Path) -> None:
+    wrong: dict[str, Any] = {"choices": ["a"]}
+    with pytest.raises(TypeError, match=r"ask\(\) got .* 'choices'. Did you mean 'choice'\?"):
+        ask(["a"], "{text}", model="demo", engine=NoEngine, cache=tmp_path, **wrong)
+
+
+def test_data_of_which_all_rows_fail_has_the_columns(options: dict[str, Any]) -> None:
+    found = ask([{"Company": None}] * 2, QUESTION, **options)
+    assert all(row["answer"] is None and "null" in row["error"] for row in found)
+    typed = ask([{"Company": None}], QUESTION, schema=Company, **options)
+    assert {"Company", "staff", "city", "error"} == set(typed[0])
+
+
+def test_a_new_cache_is_private(options: dict[str, Any], tmp_path: Path) -> None:
+    options["cache"] = tmp_path / "new"
+    ask(["Smith"], "{text}", **options)
+    assert options["cache"].stat().st_mode & 0o077 == 0

@@ -54,14 +54,40 @@ def test_lists_of_dicts_and_of_texts() -> None:
         (pandas.DataFrame({"a": [1]}), ["c"], r"no column 'c'. Its columns: a$"),
         (pandas.DataFrame([[1, 2]], columns=["a", "a"]), ["a"], r"several columns 'a'. Rename"),
         (pandas.DataFrame({"a": ["x", 1]}), ["a"], r"column 'a' mixes types .* Convert"),
-        ([{"a": 1}, "b"], ["a"], r"row 1 is a str, row 0 a dict. Give a list"),
+        ([{"a": 1}, "b"], ["a"], r"row 1 has the type str, row 0 dict. Give a list"),
         ([{"a": object()}], ["a"], r"column 'a' mixes types or holds values"),
         (["p"], ["a"], r"no column 'a'. Its columns: text$"),
         ({"a": [1]}, ["a"], r"the data is a builtins.dict. Give a pandas"),
         (polars.DataFrame({"a": [1]}).lazy(), ["a"], r"the data is a polars.LazyFrame. Give"),
-        (pandas.Series(["a"]), ["text"], r"the data is a pandas.Series. Give"),
+        (pandas.Series(["a"], name="b"), ["text"], r"no column 'text'. Its columns: b$"),
     ],
 )
 def test_data_that_cannot_be_used(data: object, fields: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_data(data, fields)
+
+
+def test_a_series_an_empty_text_and_names_that_are_numbers() -> None:
+    table, add, _ = read_data(pandas.Series(["p", "q"], index=[7, 8]), ["text"])
+    assert table.to_pydict() == {"text": ["p", "q"]} and list(add(ANSWERS).index) == [7, 8]
+    table, add, _ = read_data(["p", None], ["text"])
+    assert table["text"].to_pylist() == ["p", None] and add(ANSWERS)[1]["text"] is None
+    table, add, _ = read_data(pandas.DataFrame([["p"], ["q"]]), ["0"])
+    assert table.to_pydict() == {"0": ["p", "q"]} and list(add(ANSWERS).columns) == [
+        0,
+        "answer",
+        "score",
+    ]
+
+
+def test_the_same_texts_are_the_same_table() -> None:
+    texts = ["p", "q", "p"]
+    kinds = [
+        pandas.DataFrame({"a": texts}),
+        pandas.DataFrame({"a": pandas.Categorical(texts)}),
+        polars.DataFrame({"a": texts}),
+        pa.table({"a": pa.array(texts, pa.large_string())}),
+        [{"a": text} for text in texts],
+    ]
+    first, *others = [read_data(kind, ["a"])[0] for kind in kinds]
+    assert all(other.schema == first.schema and other == first for other in others)
