@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import logging
+import re
 import threading
 import time
 
@@ -240,7 +241,7 @@ def test_a_silent_attempt_is_shown_as_one(tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.main(["status", str(tmp_path)])
     told = capsys.readouterr().out
-    assert "new:1, heartbeat 3 s ago: inferring, pass 1, 2 engines" in told
+    assert re.search(r"new:1, heartbeat \d+ s ago: inferring, pass 1, 2 engines", told)
     assert "old:1, no heartbeat for 1 h 00 min; it may be dead" in told
     run.commit_all()
     assert len(status(str(tmp_path)).beats) == 2
