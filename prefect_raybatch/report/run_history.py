@@ -10,7 +10,7 @@ from prefect_raybatch.harmless import markdown_text
 from prefect_raybatch.report.answers import LEAST_ANSWERS, Shift
 from prefect_raybatch.report.plots import data_uri, of_history
 from prefect_raybatch.report.report import DASH, duration, number, table_lines
-from prefect_raybatch.report.verdict import few_rows, outcome_text
+from prefect_raybatch.report.verdict import LATE_REMARK, few_rows, outcome_text
 from prefect_raybatch.words import counted, money
 
 LABELS_SHOWN = 8  # most common labels in the table of answers
@@ -44,6 +44,7 @@ class HistoryLine:
     failure: str = ""
     command: str = ""
     elapsed: float | None = None  # seconds of all attempts, start-up and waits included
+    is_late: bool = False  # missed its deadline
 
 
 @dataclass(frozen=True)
@@ -164,8 +165,8 @@ def headlines(page: HistoryPage) -> list[str]:
         return [f"{run.run_key} is {run.state}"]
     # The shifts have lines of their own.
     about, shifted = remarks(page, run), [f"{run.run_key}: {shift.line()}" for shift in run.shifts]
-    if shifted:
-        about = [*about, "The answers have drifted."]
+    about += [LATE_REMARK] if run.is_late else []
+    about += ["The answers have drifted."] if shifted else []
     failed, seconds = run.quarantined or 0, run.elapsed or 0.0
     return [
         f"Last run: {outcome_text(run.rows, run.good, failed, seconds, run.cost, about)}",

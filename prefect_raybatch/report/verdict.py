@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
+from prefect_raybatch.report.advice import DEADLINE_MISSED
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import duration
 from prefect_raybatch.words import counted, money
@@ -12,6 +13,7 @@ from prefect_raybatch.words import counted, money
 FEW_ROWS = 0.5  # of the usual rows
 COMPARED_RUNS = 7  # completed runs that give the usual number of rows
 NOTHING_TO_DO = "Nothing to do."
+LATE_REMARK = "The deadline was missed: see the advice in the report."
 
 
 def outcome_text(
@@ -27,6 +29,8 @@ def outcome_text(
     if failed:
         share = 100 * failed / rows
         parts.append(f"{failed:,} in quarantine ({max(share, 0.1):.1f} %)")
+    if left_out := rows - good - failed:
+        parts.append(f"{left_out:,} left out")
     parts.append(duration(seconds))
     if cost is not None:
         parts.append(f"cost {money(cost)}")
@@ -37,7 +41,14 @@ def verdict_of(report: RunReport, remarks: Sequence[str] = ()) -> str:
     """Return the verdict on a run from its report."""
     seconds = max(report.elapsed, report.seconds)
     cost = report.cost.get("total")
+    if missed_deadline(report):
+        remarks = [*remarks, LATE_REMARK]
     return outcome_text(report.rows, report.good, report.failed, seconds, cost, remarks)
+
+
+def missed_deadline(report: RunReport) -> bool:
+    """Return whether a run took longer than limits.deadline."""
+    return any(advice.about == DEADLINE_MISSED for advice in report.advice)
 
 
 def few_rows(rows: int, earlier: Sequence[int]) -> str | None:

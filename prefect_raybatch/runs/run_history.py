@@ -12,6 +12,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.same_job import differing
 from prefect_raybatch.report.answers import comparable, shifts
 from prefect_raybatch.report.run_history import HistoryLine, HistoryPage
+from prefect_raybatch.report.verdict import missed_deadline
 from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.listing import COMPLETED, DAMAGED, RunLine, list_runs, run_age
 from prefect_raybatch.runs.run import STORE_AWAY
@@ -170,6 +171,7 @@ def _history_line(line: RunLine, options: Mapping[str, Any] | None) -> HistoryLi
         rate=report.rows_per_s,
         seconds=report.seconds,
         elapsed=max(report.elapsed, report.seconds),
+        is_late=missed_deadline(report),
         cost=report.cost.get("total"),
         answers={kind: dict(counts) for kind, counts in report.answers.items()},
     )

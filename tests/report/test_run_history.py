@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from helpers.nights import Nights
+from helpers.reports import REPORT as WHOLE_REPORT
 from helpers.small import small_run
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from prefect_raybatch.api import plan_run
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.job.run_words import dated_parts
 from prefect_raybatch.ledger.layout import REPORT
+from prefect_raybatch.report.advice import DEADLINE_MISSED
 from prefect_raybatch.report.answers import (
     CHANCE,
     LEAST_ANSWERS,
@@ -33,6 +35,7 @@ from prefect_raybatch.report.answers import (
 )
 from prefect_raybatch.report.html import history_html, html
 from prefect_raybatch.report.plots import of_history
+from prefect_raybatch.report.records import Advice
 from prefect_raybatch.report.report import markdown
 from prefect_raybatch.report.run_history import (
     HistoryLine,
@@ -41,7 +44,7 @@ from prefect_raybatch.report.run_history import (
     history_markdown,
     history_rows,
 )
-from prefect_raybatch.report.verdict import outcome_text
+from prefect_raybatch.report.verdict import LATE_REMARK, outcome_text, verdict_of
 from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.runs.status import report_of
 from prefect_raybatch.stages.answer_counts import label_counts, length_counts
@@ -318,6 +321,10 @@ def test_the_first_line_is_the_verdict():
         "Nothing to do."
     )
     assert outcome_text(1, 1, 0, 5.0, None) == "1 of 1 row, 5 s. Nothing to do."
+    assert outcome_text(9, 6, 0, 5.0, None) == "6 of 9 rows, 3 left out, 5 s. Nothing to do."
+    late = (Advice(DEADLINE_MISSED, "the run took 9 s", "2 engines"),)
+    assert verdict_of(replace(WHOLE_REPORT, advice=late)).endswith(f"s. {LATE_REMARK}")
+    assert verdict_of(WHOLE_REPORT).endswith(" s. Nothing to do.")
 
     def run(key: str, rows: int, state: str = "completed", **more: Any) -> HistoryLine:
         good = rows if state == "completed" else None
@@ -330,6 +337,7 @@ def test_the_first_line_is_the_verdict():
 
     assert first(run("c", 600)) == "Last run: 600 of 600 rows, 4 min 35 s. Nothing to do."
     assert first(run("c", 303)).endswith("Nothing to do.")
+    assert first(run("c", 600, is_late=True)).endswith(f"35 s. {LATE_REMARK}")
     assert first(run("c", 60)) == (
         "Last run: 60 of 60 rows, 4 min 35 s. Far fewer rows than usual: 60; the median of the "
         "last 2 completed runs is 605. Check the input."
