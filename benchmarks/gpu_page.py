@@ -211,7 +211,7 @@ def summary(records: list[Record]) -> list[str]:
         if chat is None or mine is None:
             raise SystemExit(f"{file} has no record of LLM.chat or none of ours")
         what = f"{SIZE[mine['size']]}, {WORK[mine['work']].partition(':')[0]}"
-        what += f", {mine['rows']:,} rows"
+        what += f", {mine['rows']:,} rows" + (f", {mine['pair']}" if "pair" in mine else "")
         times = f"{mine['rows_s'] / chat['rows_s']:.2f}"
         row = [what, card_of(mine), rate_text(chat["rows_s"]), rate_text(mine["rows_s"]), times]
         row += [whole_text(chat), whole_text(mine), _start(group), mine["date"]]

@@ -32,7 +32,7 @@ os.environ["PYTHONPATH"] = environ.python_path()
 # decide a test.
 CACHE = tempfile.TemporaryDirectory(prefix="raybatch-cache-")
 os.environ["RAYBATCH_CACHE"] = CACHE.name
-os.environ["RAYBATCH_POLICY"] = str(Path(__file__).parent / "data" / "policy.yaml")
+os.environ["RAYBATCH_POLICY"] = environ.POLICY
 # Processes that tests start keep what they compile: an engine start is half as dear.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

@@ -580,6 +580,23 @@ except SystemExit as end:
     assert python(code + LOADED) == []
 
 
+def test_commands_before_the_first_run_load_nothing_heavy_but_the_template(tmp_path):
+    commands = [["init", "--example"], ["schema"], ["plan", "companies.yaml"], ["runs", "out"]]
+    code = f"""
+import os
+from prefect_raybatch import cli
+os.chdir({str(tmp_path)!r})
+os.mkdir("out")
+for command in {commands!r}:
+    try:
+        cli.main(command)
+    except SystemExit as end:
+        if end.code:
+            raise
+"""
+    assert set(python(code + LOADED)) <= {"jinja2", "pynvml"}  # the first prompts, and this machine's GPUs
+
+
 def test_a_run_with_nothing_left_to_infer_loads_nothing_heavy(tmp_path):
     run = small_run(tmp_path)
     run.commit_all()

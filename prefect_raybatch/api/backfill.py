@@ -13,13 +13,13 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.run_words import places_are_dated
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.runs.backfill import NightRun, dated_run, run_dates
+from prefect_raybatch.runs.backfill import DatedRun, dated_run, run_dates
 from prefect_raybatch.storage import open_store
 
 MOST_DATES = 10_000
 
 
-def planned_nights(job: BatchJob, first: date, last: date) -> list[NightRun]:
+def planned_runs(job: BatchJob, first: date, last: date) -> list[DatedRun]:
     """Return the runs from `first` to `last`, both included, with the state of each.
 
     `job` has its credentials. Starts nothing and reads no input. Raises `ConfigError` for a job
@@ -39,7 +39,7 @@ def planned_nights(job: BatchJob, first: date, last: date) -> list[NightRun]:
     return [_planned(job, first + timedelta(days=number)) for number in range(days)]
 
 
-def _planned(job: BatchJob, day: date) -> NightRun:
+def _planned(job: BatchJob, day: date) -> DatedRun:
     filled, key = resolve_run(job, None, None, day)
     check_trust(filled)
     root = open_store(filled.output.uri, filled.output.options or None)
@@ -55,23 +55,23 @@ def _planned(job: BatchJob, day: date) -> NightRun:
 
 def backfill(
     job: BatchJob,
-    nights: Sequence[NightRun],
-    run_night: Callable[[NightRun], RunReport],
+    runs: Sequence[DatedRun],
+    run_date: Callable[[DatedRun], RunReport],
     at_most: int = 1,
     stop_on_failure: bool = False,
-    observe: Callable[[NightRun], None] = lambda night: None,
-) -> list[NightRun]:
+    observe: Callable[[DatedRun], None] = lambda run: None,
+) -> list[DatedRun]:
     """Run the incomplete dates in order, at most `at_most` at once; return the state of all.
 
-    `run_night` runs one to its end, in a thread; `observe` is called with each that has ended. A
+    `run_date` runs one to its end, in a thread; `observe` is called with each that has ended. A
     failed run stops the others only with `stop_on_failure`: active ones finish, and nothing new
     begins. A signal stops all; committed shards are kept. One Ray cluster serves all of them.
     Raises `ConfigError` for `at_most` under 1, and errors of starting the cluster.
     """
     if at_most < 1:
         raise ConfigError(f"at most {at_most} concurrent runs is none. Give 1 or more.")
-    todo = [night for night in nights if not night.done]
+    todo = [run for run in runs if not run.done]
     if not todo:
-        return list(nights)
+        return list(runs)
     cluster = cluster_spec(resolve_run(job, None, None, todo[0].date)[0])
-    return run_dates(cluster, nights, run_night, at_most, stop_on_failure, observe)
+    return run_dates(cluster, runs, run_date, at_most, stop_on_failure, observe)

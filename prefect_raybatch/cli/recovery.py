@@ -17,7 +17,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.run_words import date_of
 
 if TYPE_CHECKING:
-    from prefect_raybatch.runs.backfill import NightRun
+    from prefect_raybatch.runs.backfill import DatedRun
 
 recovery = typer.Typer()
 PARTIAL_STATUS, DRAINED_STATUS = 3, 4  # exit statuses that are neither success nor failure
@@ -87,10 +87,10 @@ def backfill_command(
 
     loaded = BatchJob.from_yaml(job)
     known = with_keys(loaded)
-    runs = backfill.planned_nights(known, date_of(first), date_of(last))
+    runs = backfill.planned_runs(known, date_of(first), date_of(last))
     found = {run.date: run for run in runs}
 
-    def show(run: NightRun) -> None:
+    def show(run: DatedRun) -> None:
         found[run.date] = run
         if not as_json:
             err.print(f"{run.date} {run.state} {run.trouble}".rstrip(), markup=False)
@@ -115,14 +115,14 @@ def backfill_command(
         raise typer.Exit(75 if all(run.transient for run in incomplete) else 1)
 
 
-def _show_dates(runs: list[NightRun], as_json: bool) -> None:
+def _show_dates(runs: list[DatedRun], as_json: bool) -> None:
     """Print the state of each date, why it is not complete, and how many are."""
     from prefect_raybatch.runs import backfill
 
     if as_json:
         print_json({"runs": [{**asdict(one), "date": f"{one.date}"} for one in runs]})
         return
-    show_rows(backfill.nights_table(runs))
+    show_rows(backfill.dates_table(runs))
     for run in runs:
         if run.trouble:
             out.print(f"{run.date}: {run.trouble}", markup=False)

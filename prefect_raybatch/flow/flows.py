@@ -18,7 +18,7 @@ from prefect.states import Cancelled, Completed
 from pydantic import AwareDatetime, Field
 
 from prefect_raybatch.api import default_run_key, record_unplanned, resolve_run
-from prefect_raybatch.api.backfill import backfill, planned_nights
+from prefect_raybatch.api.backfill import backfill, planned_runs
 from prefect_raybatch.cluster.connect import end_by_sigterm
 from prefect_raybatch.cluster.early import engines_early
 from prefect_raybatch.driver.driver import DRAINED_TEXT, Progress
@@ -41,7 +41,7 @@ from prefect_raybatch.job.edits import edited
 from prefect_raybatch.job.run_words import run_words, today, with_run_words
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.attempts import record_bad_job, record_command
-from prefect_raybatch.runs.backfill import NightRun, nights_table, summary
+from prefect_raybatch.runs.backfill import DatedRun, dates_table, summary
 from prefect_raybatch.runs.retry import Nothing
 from prefect_raybatch.runs.run import Run, complete_before
 
@@ -307,15 +307,15 @@ def backfill_job(
     """
     with explained("backfill_job", job, None):
         loaded = with_blocks(job)
-        by_date = {run.date: run for run in planned_nights(loaded, first, last)}
+        by_date = {run.date: run for run in planned_runs(loaded, first, last)}
 
-        def show(run: NightRun) -> None:
+        def show(run: DatedRun) -> None:
             by_date[run.date] = run
             text = "Runs of the backfill, one per date."
-            table = TableArtifact(table=nights_table([*by_date.values()]), description=text)
+            table = TableArtifact(table=dates_table([*by_date.values()]), description=text)
             put(table, f"{artifact_key(job.name)}-backfill")
 
-        def run_date(run: NightRun) -> RunReport:
+        def run_date(run: DatedRun) -> RunReport:
             return batch_inference(job, run.run_key, run_date=run.date)
 
         runs = backfill(loaded, [*by_date.values()], run_date, at_most, stop_on_failure, show)
@@ -324,7 +324,7 @@ def backfill_job(
         incomplete = [f"{run.date}: {run.state} {run.trouble}" for run in runs if not run.complete]
         if incomplete:
             raise IncompleteRun("\n".join([summary(runs), *incomplete]))
-        return nights_table(runs)
+        return dates_table(runs)
 
 
 @job_flow(name="tune_job", flow_run_name="tune {job.name}", persist_result=False)

@@ -89,6 +89,11 @@ class FailureKey:
         return core_schema.no_info_after_validator_function(cls.parse, handler.generate_schema(str))
 
 
+def counted_message(message: str) -> str:
+    """Return the message as failed rows are counted by it, with "..." where it is cut."""
+    return message if len(message) <= COUNTED_BY else f"{message[: COUNTED_BY - 3]}..."
+
+
 Failures = Mapping[FailureKey, Count]
 """Failed rows by why they failed."""
 

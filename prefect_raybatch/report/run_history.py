@@ -72,7 +72,7 @@ def _row(run: HistoryLine, with_cost: bool) -> dict[str, str]:
         began = datetime.fromtimestamp(run.began, UTC).strftime("%Y-%m-%d %H:%M")
     state = run.state
     if run.committed is not None and run.state != "completed":
-        state = f"{state} {run.committed:.0%}"
+        state = f"{state}, {run.committed:.0%} committed"
     cost = {"cost": DASH if run.cost is None else money(run.cost)} if with_cost else {}
     return {
         "run": run.run_key,

@@ -24,11 +24,11 @@ from prefect_raybatch.storage import Store
 
 log = logging.getLogger(__name__)
 
-NOT_BEGUN, NIGHT_FAILED, STOPPED = "not begun", "failed", "stopped"
+NOT_STARTED, DATE_FAILED, STOPPED = "not started", "failed", "stopped"
 
 
 @dataclass(frozen=True)
-class NightRun:
+class DatedRun:
     """A run of a backfill.
 
     `state` is that of the run, or failed or stopped by this call. Rows are known for a completed
@@ -39,7 +39,7 @@ class NightRun:
     date: date
     run_key: str
     run: str
-    state: str = NOT_BEGUN
+    state: str = NOT_STARTED
     rows: int | None = None
     quarantined: int | None = None
     seconds: float | None = None
@@ -54,12 +54,12 @@ class NightRun:
 
 def dated_run(
     root: Store, key: str, day: date, identity: Callable[[], Identity], has_targets: bool
-) -> NightRun:
+) -> DatedRun:
     """Return the run of a date below `root`, with its state.
 
     `identity` computes what its job is now: a run of another job under that key is failed.
     """
-    run = NightRun(day, key, root.sub(key).uri)
+    run = DatedRun(day, key, root.sub(key).uri)
     line = line_of(root, key)
     if line is None:
         return run
@@ -76,9 +76,9 @@ def dated_run(
     return _completed(run, report, done=not has_targets)
 
 
-def _completed(night: NightRun, report: RunReport, done: bool) -> NightRun:
+def _completed(run: DatedRun, report: RunReport, done: bool) -> DatedRun:
     return replace(
-        night,
+        run,
         state=COMPLETED,
         rows=report.rows,
         quarantined=report.failed,
@@ -88,13 +88,13 @@ def _completed(night: NightRun, report: RunReport, done: bool) -> NightRun:
     )
 
 
-def _failed(night: NightRun, error: BaseException, seconds: float | None) -> NightRun:
-    state = STOPPED if isinstance(error, JobStopped) else NIGHT_FAILED
+def _failed(run: DatedRun, error: BaseException, seconds: float | None) -> DatedRun:
+    state = STOPPED if isinstance(error, JobStopped) else DATE_FAILED
     text = (getattr(error, "plain", None) or str(error)).strip() or "no message"
     lines = text.splitlines()
     more = " ..." if len(lines) > 1 else ""
     return replace(
-        night,
+        run,
         state=state,
         seconds=seconds,
         trouble=f"{type(error).__name__}: {lines[0]}{more}",
@@ -104,49 +104,47 @@ def _failed(night: NightRun, error: BaseException, seconds: float | None) -> Nig
 
 def run_dates(
     cluster: ClusterSpec,
-    nights: Sequence[NightRun],
-    run_night: Callable[[NightRun], RunReport],
+    runs: Sequence[DatedRun],
+    run_date: Callable[[DatedRun], RunReport],
     at_most: int,
     stop_on_failure: bool,
-    observe: Callable[[NightRun], None],
-) -> list[NightRun]:
+    observe: Callable[[DatedRun], None],
+) -> list[DatedRun]:
     """Run the incomplete dates on one cluster; see `api.backfill.backfill`."""
-    runs = {night.date: night for night in nights}
+    latest = {run.date: run for run in runs}
     context = copy_context()  # of before the cluster is held: runs within a run are refused
     failed = threading.Event()
 
-    def run_one(night: NightRun) -> NightRun | None:
+    def run_one(run: DatedRun) -> DatedRun | None:
         # Checked and set in this thread: the main thread gets a result only after the next began.
         if failed.is_set():
             return None
-        ended = _ended(run_night, night)
+        ended = _ended(run_date, run)
         if stop_on_failure and not ended.complete:
             failed.set()
         return ended
 
     with _held(cluster) as stop_others, ThreadPoolExecutor(at_most) as pool:
-        work = [
-            pool.submit(context.copy().run, run_one, night) for night in nights if not night.done
-        ]
+        work = [pool.submit(context.copy().run, run_one, run) for run in runs if not run.done]
         try:
             for future in as_completed(work):
                 if (ended := future.result()) is not None:
-                    runs[ended.date] = ended
+                    latest[ended.date] = ended
                     observe(ended)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             stop_others()
             raise
-    return [runs[night.date] for night in nights]
+    return [latest[run.date] for run in runs]
 
 
-def _ended(run_night: Callable[[NightRun], RunReport], night: NightRun) -> NightRun:
+def _ended(run_date: Callable[[DatedRun], RunReport], run: DatedRun) -> DatedRun:
     began = time.monotonic()
     try:
-        return _completed(night, run_night(night), done=False)
+        return _completed(run, run_date(run), done=False)
     except Exception as error:
-        log.info("the run of %s is not complete: %s", night.date, error)
-        return _failed(night, error, round(time.monotonic() - began, 1))
+        log.info("the run of %s is not complete: %s", run.date, error)
+        return _failed(run, error, round(time.monotonic() - began, 1))
 
 
 @contextmanager
@@ -166,26 +164,26 @@ def _held(cluster: ClusterSpec) -> Iterator[Callable[[], None]]:
         yield lambda: SHARED.stop_all(but=keeper)
 
 
-def nights_table(nights: Sequence[NightRun]) -> list[dict[str, str]]:
+def dates_table(runs: Sequence[DatedRun]) -> list[dict[str, str]]:
     """Return one row for each run, for display."""
     return [
         {
-            "date": f"{night.date}",
-            "run key": night.run_key,
-            "state": f"{night.state} before" if night.done else night.state,
-            "rows": _number(night.rows),
-            "quarantined": _number(night.quarantined),
-            "seconds": "-" if night.seconds is None else f"{night.seconds:,.1f}",
+            "date": f"{run.date}",
+            "run key": run.run_key,
+            "state": f"{run.state} before" if run.done else run.state,
+            "rows": _number(run.rows),
+            "quarantined": _number(run.quarantined),
+            "seconds": "-" if run.seconds is None else f"{run.seconds:,.1f}",
         }
-        for night in nights
+        for run in runs
     ]
 
 
-def summary(nights: Sequence[NightRun]) -> str:
+def summary(runs: Sequence[DatedRun]) -> str:
     """Return how many are complete, in a line."""
-    complete = sum(night.complete for night in nights)
-    before = sum(night.done for night in nights)
-    return f"{complete:,} of {len(nights):,} dates are complete, {before:,} of them were before"
+    complete = sum(run.complete for run in runs)
+    before = sum(run.done for run in runs)
+    return f"{complete:,} of {len(runs):,} dates are complete, {before:,} of them were before"
 
 
 def _number(value: int | None) -> str:

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from prefect_raybatch.installed import code_version
 from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES
-from prefect_raybatch.ledger.failures import COUNTED_BY, FailureKey, Loss
+from prefect_raybatch.ledger.failures import FailureKey, Loss, counted_message
 from prefect_raybatch.ledger.layout import piece_path
 from prefect_raybatch.ledger.part_files import dictionary_columns
 from prefect_raybatch.ledger.positions import Positions
@@ -258,7 +258,7 @@ def quarantine(rows: pa.Table, failures: list[Failure], attempts: int = 1) -> pa
 
 
 def _key(failure: Failure) -> FailureKey:
-    return FailureKey(failure.stage, failure.kind, failure.message[:COUNTED_BY])
+    return FailureKey(failure.stage, failure.kind, counted_message(failure.message))
 
 
 def _receipts(receipts: list[Receipt]) -> pa.Table:

@@ -13,6 +13,8 @@ import time
 import uuid
 from pathlib import Path
 
+from helpers import environ
+
 from . import processes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,9 +36,8 @@ def base_env() -> dict[str, str]:
     """The environment of drivers and nodes: our code and the tests on the path, no other Ray."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "AWS_", "CHAOS_"))}
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    policy = str(ROOT / "tests/data/policy.yaml")  # allows the variables of the hooks
     kept |= {**SETTINGS, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-    return {**kept, "RAYBATCH_POLICY": policy}
+    return {**kept, "RAYBATCH_POLICY": environ.POLICY}  # allows the variables of the hooks
 
 
 class Nodes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import tempfile
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import programs
 import pytest
+from helpers import environ
 from helpers.browser import SIZE, browser_page, expect, picture
 from helpers.ray_head import ROOT
 from playwright.sync_api import Page
@@ -101,6 +103,7 @@ def main() -> int:
     if unknown := [name for name in only if name not in names]:
         parser.error(f"--only: {', '.join(unknown)} not known; {', '.join(names)} are")
     programs.install()
+    os.environ["RAYBATCH_POLICY"] = environ.POLICY
     found, failed = dict[str, str](), 0
     for case in CASES:
         if case.name not in only:

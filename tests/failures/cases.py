@@ -23,7 +23,7 @@ from s3server import proxy
 from .world import World
 
 BUCKET = "night"
-STALLED = "Meanwhile check that the store is up"
+STALLED = "Check that the store is up and can be reached"
 AWAY, BACK = "has not answered for", "Prefect was unreachable for"
 
 

@@ -20,6 +20,7 @@ import pyarrow.csv
 import pyarrow.feather
 import pyarrow.parquet as pq
 import yaml
+from helpers import environ
 from helpers.models import LLAMA_8B, LLAMA_70B, MIXTRAL
 from PIL import Image
 
@@ -144,7 +145,7 @@ def world(folder: Path) -> Iterator[Path]:
     for name in before:
         if name.startswith(SETTINGS):
             del os.environ[name]
-    os.environ["RAYBATCH_POLICY"] = str(Path(__file__).parents[1] / "data" / "policy.yaml")
+    os.environ["RAYBATCH_POLICY"] = environ.POLICY
     os.environ["RAYBATCH_CACHE"] = str(folder / "cache")
     os.chdir(folder)
     try:

@@ -9,6 +9,8 @@ from pathlib import Path
 # Machines that run tests are busy. Ray puts its workers behind everything else, where beside other
 # work an engine takes minutes to start.
 BUSY = {"RAY_worker_niceness": "0"}
+# What jobs of the tests may do that come through Prefect's API or a job server.
+POLICY = str(Path(__file__).parents[1] / "data" / "policy.yaml")
 
 
 def clean() -> dict[str, str]:

@@ -14,6 +14,7 @@ from prefect_raybatch.ledger.failures import (
     Loss,
     add_failures,
     alike,
+    counted_message,
     failure_texts,
 )
 
@@ -90,10 +91,15 @@ def test_messages_that_differ_in_numbers_alone_are_one_group():
         key("77 tokens, more than 4096"): 3,
         key("77 tokens, more than 4096", "F"): 1,
         key("no number"): 4,
-        key((long + "1 of the tokens of it, and the rest")[:120]): 1,
-        key((long + "1234 of the tokens of it, and the rest")[:120]): 1,
+        key(counted_message(long + "1 of the tokens of it, and the rest")): 1,
+        key(counted_message(long + "1234 of the tokens of it, and the rest")): 1,
     }
     found = alike(failures)
     assert found[key("N tokens, more than 4096")] == 5
     assert found[key("77 tokens, more than 4096", "F")] == 1 and found[key("no number")] == 4
     assert sorted(found.values()) == [1, 2, 4, 5] and len(found) == 4
+
+
+def test_a_message_is_counted_by_its_beginning_and_shows_where_it_is_cut():
+    assert counted_message("x" * 120) == "x" * 120
+    assert counted_message("x" * 121) == "x" * 117 + "..."

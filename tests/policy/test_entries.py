@@ -20,7 +20,7 @@ from prefect_raybatch.api import (
     publish_run,
     record_unplanned,
 )
-from prefect_raybatch.api.backfill import planned_nights
+from prefect_raybatch.api.backfill import planned_runs
 from prefect_raybatch.api.retry import plan_retry
 from prefect_raybatch.api.tune import tune
 from prefect_raybatch.doctor import CheckContext
@@ -49,8 +49,8 @@ ENTRIES: dict[str, tuple[Callable[[Any, Any, str], Any], str]] = {
     "finalize_whole": (lambda job, run, uri: finalize_whole(uri), RUN),
     "open_run": (lambda job, run, uri: open_run(uri), RUN),
     "plan_retry": (lambda job, run, uri: tasks.plan_retry.fn(uri), RUN),
-    "planned_nights": (
-        lambda job, run, uri: planned_nights(dated(job), date(2026, 1, 1), date(2026, 1, 1)),
+    "planned_runs": (
+        lambda job, run, uri: planned_runs(dated(job), date(2026, 1, 1), date(2026, 1, 1)),
         JOB,
     ),
     "with_blocks": (

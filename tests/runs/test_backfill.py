@@ -22,14 +22,14 @@ from helpers.small import job_dict
 
 from prefect_raybatch import BatchJob
 from prefect_raybatch.api import infer_run
-from prefect_raybatch.api.backfill import backfill, planned_nights
+from prefect_raybatch.api.backfill import backfill, planned_runs
 from prefect_raybatch.cluster.connect import SHARED
 from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.errors import ConfigError, IncompleteRun
 from prefect_raybatch.flow.flows import backfill_job
 from prefect_raybatch.remote import follower
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.runs.backfill import NightRun, summary
+from prefect_raybatch.runs.backfill import DatedRun, summary
 from prefect_raybatch.storage import open_store
 
 FIRST = date(2026, 11, 1)
@@ -91,7 +91,7 @@ def test_every_night_is_run_failed_ones_stop_no_other_and_done_ones_are_left(
     path = write_job(tmp_path, missing=2)
     asked = ("backfill", path, "--from", day(1), "--to", day(4))
     code, said, _ = called(capsys, *asked, "--dry-run")
-    assert code == 0 and said.count("not begun") == 4 and not (tmp_path / "out").exists()
+    assert code == 0 and said.count("not started") == 4 and not (tmp_path / "out").exists()
     code, said, _ = called(capsys, *asked, "--at-most", "2")
     assert code == 1 and "3 of 4 dates are complete" in said
     assert "SourceError" in said and "2026-11-02.parquet" in said
@@ -125,16 +125,16 @@ def test_the_flow_is_failed_until_all_are_complete_and_its_table_is_an_artifact(
 
 
 @pytest.fixture
-def nights(tmp_path) -> tuple[BatchJob, list[NightRun]]:
+def nights(tmp_path) -> tuple[BatchJob, list[DatedRun]]:
     job = BatchJob.from_yaml(write_job(tmp_path, cluster={"job_server": "http://head:8265"}))
-    return job, planned_nights(job, day(1), day(4))
+    return job, planned_runs(job, day(1), day(4))
 
 
 def test_a_failure_may_stop_what_has_not_begun(nights, monkeypatch):
     job, planned = nights
     begun: list[date] = []
 
-    def fails(night: NightRun) -> Any:
+    def fails(night: DatedRun) -> Any:
         begun.append(night.date)
         raise ConfigError("it cannot work\nat all")
 
@@ -147,7 +147,7 @@ def test_a_failure_may_stop_what_has_not_begun(nights, monkeypatch):
     assert begun == [day(1)]
     assert found[0].state == "failed"
     assert found[0].trouble == "ConfigError: it cannot work ..." and not found[0].transient
-    assert found[-1].state == "not begun" and summary(found).startswith("0 of 4")
+    assert found[-1].state == "not started" and summary(found).startswith("0 of 4")
 
 
 def test_what_is_interrupted_begins_nothing_new(nights, monkeypatch):
@@ -159,13 +159,13 @@ def test_what_is_interrupted_begins_nothing_new(nights, monkeypatch):
         work[-1].add_done_callback(lambda last: called_off.set())
         return futures.as_completed(work)
 
-    def works(night: NightRun) -> Any:
+    def works(night: DatedRun) -> Any:
         begun.append(night.date)
         if night.date == day(2):
             assert called_off.wait(20)
         raise ConfigError("no")
 
-    def told(night: NightRun) -> None:
+    def told(night: DatedRun) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("prefect_raybatch.runs.backfill.as_completed", watched)
@@ -178,7 +178,7 @@ def test_one_cluster_is_held_and_its_runs_are_stopped_with_it(tmp_path, monkeypa
     job = BatchJob.from_yaml(write_job(tmp_path))
     ended = threading.Event()
 
-    def works(night: NightRun) -> Any:
+    def works(night: DatedRun) -> Any:
         from prefect_raybatch.cluster.connect import connected
         from prefect_raybatch.cluster.sharing import User
 
@@ -197,7 +197,7 @@ def test_one_cluster_is_held_and_its_runs_are_stopped_with_it(tmp_path, monkeypa
         seen.append(but)
         real(but=but)
 
-    planned = planned_nights(job, day(1), day(2))
+    planned = planned_runs(job, day(1), day(2))
     monkeypatch.setattr(SHARED, "stop_all", stop_all)
 
     def interrupted(work: Any) -> Any:
@@ -225,7 +225,7 @@ def test_one_cluster_is_held_and_its_runs_are_stopped_with_it(tmp_path, monkeypa
 def test_what_is_no_back_fill_is_refused_at_once(tmp_path, uri, first, last, said, capsys):
     path = write_job(tmp_path, source={"uri": f"{tmp_path}/{uri}"})
     with pytest.raises(ConfigError, match=said):
-        planned_nights(BatchJob.from_yaml(path), day(first), day(last))
+        planned_runs(BatchJob.from_yaml(path), day(first), day(last))
     code, _, told = called(capsys, "backfill", path, "--from", day(first), "--to", day(last))
     assert code == 2 and "ConfigError" in told
 
@@ -233,5 +233,5 @@ def test_what_is_no_back_fill_is_refused_at_once(tmp_path, uri, first, last, sai
 def test_a_run_of_another_job_is_not_taken_for_done(tmp_path):
     job = BatchJob.from_yaml(write_job(tmp_path))
     first_run(tmp_path / "out", key="nightly-20261101T000000Z")
-    (night,) = planned_nights(job, day(1), day(1))
+    (night,) = planned_runs(job, day(1), day(1))
     assert (night.state, night.done) == ("failed", False) and "PlanMismatch" in night.trouble
