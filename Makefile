@@ -22,7 +22,7 @@ export RAYBATCH_TEST_WITHOUT := $(WITHOUT)
 PYTEST_M := -m pytest -q --durations=10 -n $(PROCESSES) --dist loadscope --no-loadscope-reorder
 PYTEST := $(BIN)/python $(PYTEST_M)
 
-.PHONY: help demo check test test-all rest programs lint types coverage chaos failures bench tour docs lock clean
+.PHONY: help demo check test test-all rest programs lint types coverage chaos failures versions bench tour docs lock clean
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -90,6 +90,9 @@ chaos: programs .venv/.ready ## Faults injected at random, then every row checke
 
 failures: programs .venv/.ready ## Nights that fail, each seen in the page: pictures into docs/images
 	PYTHONPATH=tests $(BIN)/python -m failures $(ARGS)
+
+versions: .venv/.ready ## Contract tests and a small run with each supported vLLM, the newest Ray and Prefect
+	@$(BIN)/python tests/versions.py --wheels $(TORCH_WHEELS) $(ARGS)
 
 bench: .venv/.ready ## Peers and us side by side on this machine
 	$(BIN)/python benchmarks/cpu.py $(ARGS)

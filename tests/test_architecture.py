@@ -604,10 +604,8 @@ for command in {commands!r}:
         if end.code:
             raise
 """
-    assert set(python(code + LOADED)) <= {
-        "jinja2",
-        "pynvml",
-    }  # the first prompts, and this machine's GPUs
+    # The first is for prompts, the second for this machine's GPUs.
+    assert set(python(code + LOADED)) <= {"jinja2", "pynvml"}
 
 
 def test_a_run_with_nothing_left_to_infer_loads_nothing_heavy(tmp_path):

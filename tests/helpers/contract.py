@@ -25,14 +25,13 @@ def folder_of(package: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def version_of(*distributions: str) -> str:
-    """Name and version of the first of these that is installed."""
-    for name in distributions:
-        try:
-            return f"{name} {metadata.version(name)}"
-        except metadata.PackageNotFoundError:
-            continue
-    raise AssertionError(f"none of {distributions} is installed")
+def version_of(package: str, *distributions: str) -> str:
+    """Name and version of the one of these distributions that the package is imported from."""
+    folder = folder_of(package).parent
+    for found in metadata.distributions(path=[str(folder)]):
+        if found.name in (distributions or (package,)):
+            return f"{found.name} {found.version}"
+    raise AssertionError(f"none of {distributions or package} is installed in {folder}")
 
 
 def moved(folder: Path, contract: Contract, version: str) -> list[str]:

