@@ -367,7 +367,7 @@ class Driver:
             f"  {counted(number, 'row')}: {key.stage}: {key.error}: {key.message}"
             for key, number in common
         ]
-        lines += ["Such as:"] if stop.sample else []
+        lines += ["Examples:"] if stop.sample else []
         lines += [f"  {line}" for line in stop.lines()]
         done, shards = self.progress.tally.shards, counted(self.plan.shards, "shard")
         raise ErrorBudgetExceeded(

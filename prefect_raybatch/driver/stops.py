@@ -25,7 +25,7 @@ from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
 
-KEPT, SAID = 20, 5  # failed rows that a stop keeps, and that are said in a message
+KEPT, SAID = 20, 2  # failed rows that a stop keeps, and that are said in a message
 TEXT, LINE = 500, 160  # characters of a row's message that are kept and said
 MAX_PIECE = 1 << 30  # bytes
 COMMITS_READ = 1000  # commits that are looked through for failed rows: more would take too long

@@ -431,7 +431,7 @@ def test_a_cancellation_that_no_worker_notices_ends_the_run(
             client.set_flow_run_state(id, Cancelling(), force=True)
         threading.Event().wait()
 
-    monkeypatch.setattr("prefect_raybatch.remote.follower.infer_run", infer_run)
+    monkeypatch.setattr("prefect_raybatch.api.submission.infer_run", infer_run)
     job = make_job(name="unheeded", output={"uri": str(tmp_path)})
     state = batch_inference(job, run.run_key, return_state=True)
     assert state.is_cancelled(), state
