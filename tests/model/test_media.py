@@ -82,10 +82,14 @@ def test_the_class_that_overrides_the_models_own_counts():
     )
 
 
+def check_model(spec, model):
+    model_check.check(spec.engine.model, spec.prompt, spec.sampling, model, files=False)
+
+
 def test_it_is_told_when_the_model_is_checked(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     asked = job(model=str(tmp_path))
     model = {"source": str(tmp_path), "revision": None}
     with pytest.raises(ConfigError, match="accepts only text"):
-        model_check.check(compile_job(asked), model, files=False)
-    model_check.check(compile_job(make_job()), model, files=False)
+        check_model(compile_job(asked), model)
+    check_model(compile_job(make_job()), model)

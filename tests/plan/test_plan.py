@@ -289,6 +289,7 @@ CHANGED: dict[str, Any] = {
     "prompt.images.allow_private": True,
     "limits.max_failed_fraction": 0.5,
     "limits.max_failed_rows": 7,
+    "limits.min_rows": 3,
     "limits.engine_deaths": 3,
     "limits.warn_failed": 5,
     "limits.stall_seconds": 90.0,
