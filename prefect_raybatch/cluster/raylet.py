@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -17,15 +16,15 @@ def find_raylet() -> psutil.Process | None:
 
     When it dies, Ray's C++ code ends the driver without an exception.
     """
-    import ray
+    from prefect_raybatch.stages.ray_internals import raylet_socket
 
-    with suppress(Exception):  # the address is internal to Ray, and only explains a crash
-        node: Any = ray._private.worker._global_node
-        socket = node.raylet_socket_name
-        for process in psutil.process_iter(["cmdline"]):
-            words = process.info["cmdline"] or [""]
-            if Path(words[0]).name == "raylet" and any(socket in word for word in words):
-                return process
+    socket = raylet_socket()
+    if socket is None:
+        return None
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or [""]
+        if Path(words[0]).name == "raylet" and any(socket in word for word in words):
+            return process
     return None
 
 

@@ -28,7 +28,7 @@ PACKAGES = ("prefect", "fastapi", "sqlalchemy", "ray", "pyarrow", "s3fs")
 IMPORT = 25.0  # seconds for importing packages that may be incompatible
 SHM = Path("/dev/shm")
 SHM_LEAST = 1 << 30  # bytes; Docker's default is 64 MiB
-# How Ray sizes its object store (ray._private.utils.resolve_object_store_memory): this share of the
+# How Ray sizes its object store (resolve_object_store_memory): this share of the
 # memory, at most this share of /dev/shm, but no less than STORE_CAP.
 STORE_SHARE, SHM_SHARE, STORE_CAP = 0.3, 0.95, 10**10
 MEMORY_LIMITS = (  # of this container

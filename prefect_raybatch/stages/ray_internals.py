@@ -371,6 +371,14 @@ def dashboard_address() -> str:
     return str(worker.get_dashboard_url() or "")
 
 
+def raylet_socket() -> str | None:
+    """Return the socket of the raylet to which this driver is connected; None without one."""
+    from ray._private import worker
+
+    node = worker._global_node
+    return None if node is None else str(node.raylet_socket_name)
+
+
 def actors_of_this_job() -> list[dict[str, Any]]:
     """Return Ray's table of this driver's actors; its public form needs the dashboard."""
     import ray

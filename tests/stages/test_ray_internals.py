@@ -85,7 +85,8 @@ CONTRACT = {
         ],
     },
     # The cluster.
-    "_private/worker.py": {"": ["get_dashboard_url"]},
+    "_private/worker.py": {"": ["get_dashboard_url", "_global_node"]},
+    "_private/node.py": {"Node": ["raylet_socket_name"]},
     "_private/state.py": {"": ["actors(actor_id, job_id)"]},
     "_private/services.py": {"": ["canonicalize_bootstrap_address(addr)"]},
     "_private/authentication/authentication_token_setup.py": {"": ["AUTH_MODE_ENV_VAR"]},
