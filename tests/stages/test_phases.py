@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import logging.config
 import multiprocessing
 import threading
 import time
@@ -34,9 +35,14 @@ def vllm_log() -> Iterator[logging.Logger]:
     log.handlers[:] = handlers
 
 
-def says(*lines: str) -> None:
-    """What a process of vLLM does: loads our plugin, then logs."""
+def says(*lines: str, configures: bool = False) -> None:
+    """What a process of vLLM does: loads our plugin, perhaps configures its loggers, then logs."""
     plugin.register()
+    if configures:  # vLLM 0.32, in the process of an engine's core
+        loggers = {"vllm": {"level": "INFO", "handlers": [], "propagate": False}}
+        logging.config.dictConfig(
+            {"version": 1, "disable_existing_loggers": False, "loggers": loggers}
+        )
     for line in lines:
         logging.getLogger("vllm.v1.worker").info(line, "x")
 
@@ -46,7 +52,9 @@ def test_phases_of_this_process_and_of_one_below_it_are_heard(vllm_log: logging.
     with marks.heard():
         says("Initializing a V1 LLM engine %s", LOADS)
         assert set(marks.read()) == {"imports", "weights"}
-        below = multiprocessing.get_context("fork").Process(target=says, args=(COMPILES, READY))
+        below = multiprocessing.get_context("fork").Process(
+            target=says, args=(COMPILES, READY), kwargs={"configures": True}
+        )
         below.start()
         below.join(120)
         told = marks.read()

@@ -14,10 +14,12 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from typing import cast
 
 from prefect_raybatch.exit_codes import signal_text
 from prefect_raybatch.stages.vllm.internals import NOT_THE_CAUSE
+from prefect_raybatch.stages.vllm.log_tap import listen_to_vllm
 
 PLACE = "RAYBATCH_LAST_WORDS"  # environment of an engine's processes: process id, colon, file
 MOST_TEXT = 500  # characters of an error that are kept
@@ -27,25 +29,21 @@ WAIT = 2.0  # seconds that its end is waited for
 STARTED = re.compile(r"'[^']*': (-\d+)")  # vLLM, of a core that did not start: {'EngineCore': -4}
 
 
-class _Listener(logging.Handler):
-    """Writes what vLLM logs as an error, except in the process that reads it."""
-
-    def __init__(self, place: str) -> None:
-        super().__init__(logging.ERROR)
-        reader, _, self.path = place.partition(":")
-        self.reader = int(reader)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if os.getpid() == self.reader or record.name.startswith(NOT_THE_CAUSE):
-            return
-        error = record.exc_info[1] if record.exc_info else None
-        text = f"{type(error).__name__}: {error}" if error else record.getMessage()
-        if NO_CODE in text:
-            text = text.replace(NO_CODE, f"exit code: {_code(record.args)}")
-        elif error is None and not EXIT.search(text):
-            return
-        with contextlib.suppress(OSError), open(self.path, "a", encoding="utf-8") as file:
-            file.write(" ".join(text.split())[:MOST_TEXT] + "\n")
+def _note_error(place: str, record: logging.LogRecord) -> None:
+    """Write to the file what vLLM logs as an error, except in the process that reads it."""
+    reader, _, path = place.partition(":")
+    if record.levelno < logging.ERROR or os.getpid() == int(reader):
+        return
+    if record.name.startswith(NOT_THE_CAUSE):
+        return
+    error = record.exc_info[1] if record.exc_info else None
+    text = f"{type(error).__name__}: {error}" if error else record.getMessage()
+    if NO_CODE in text:
+        text = text.replace(NO_CODE, f"exit code: {_code(record.args)}")
+    elif error is None and not EXIT.search(text):
+        return
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(" ".join(text.split())[:MOST_TEXT] + "\n")
 
 
 def _code(args: object) -> int | None:
@@ -62,12 +60,8 @@ def _code(args: object) -> int | None:
 def listen() -> None:
     """Listen in this process and those forked from it, if an engine's reader wants it."""
     place = os.environ.get(PLACE)
-    if place is None:
-        return
-    log = logging.getLogger("vllm")
-    for old in [handler for handler in log.handlers if isinstance(handler, _Listener)]:
-        log.removeHandler(old)
-    log.addHandler(_Listener(place))
+    if place is not None:
+        listen_to_vllm("errors", partial(_note_error, place))
 
 
 class LastWords:

@@ -14,9 +14,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import IO
 
 from prefect_raybatch.stages.vllm.internals import PHASE_LINES
+from prefect_raybatch.stages.vllm.log_tap import listen_to_vllm
 
 log = logging.getLogger(__name__)
 
@@ -37,27 +39,18 @@ TellStart = Callable[[str, Marks], None]
 """Takes an engine's id and its marks so far; it may be slow, and it may raise."""
 
 
-class _Phases(logging.Handler):
-    """Writes when vLLM logs that a phase begins."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(logging.INFO)
-        self.path = path
-
-    def emit(self, record: logging.LogRecord) -> None:
-        phase = next((p for line, p in PHASE_LINES.items() if line in str(record.msg)), "")
-        if phase:
-            with contextlib.suppress(OSError), open(self.path, "a", encoding="utf-8") as file:
-                file.write(f"{phase} {record.created}\n")
+def _note_phase(path: str, record: logging.LogRecord) -> None:
+    """Write to the file when vLLM logs that a phase begins."""
+    phase = next((p for line, p in PHASE_LINES.items() if line in str(record.msg)), "")
+    if phase:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{phase} {record.created}\n")
 
 
 def listen_for_phases() -> None:
     """Listen in this process and those forked from it, if a starting engine wants it."""
-    heard = logging.getLogger("vllm")
-    for old in [handler for handler in heard.handlers if isinstance(handler, _Phases)]:
-        heard.removeHandler(old)
-    if place := os.environ.get(PHASES_PLACE):
-        heard.addHandler(_Phases(place))
+    place = os.environ.get(PHASES_PLACE)
+    listen_to_vllm("phases", partial(_note_phase, place) if place else None)
 
 
 class StartMarks:

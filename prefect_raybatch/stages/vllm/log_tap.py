@@ -1,0 +1,39 @@
+"""Shows what vLLM logs in this process to listeners, whatever vLLM does with its handlers.
+
+vLLM configures its loggers again in the process of an engine's core (0.32), which removes handlers
+added before. The factory of log records stays: vLLM wraps it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+RecordListener = Callable[[logging.LogRecord], None]
+
+_listeners: dict[str, RecordListener] = {}
+
+
+def listen_to_vllm(what: str, listener: RecordListener | None) -> None:
+    """Call `listener` with each record of vLLM's loggers that is enabled, in place of the former.
+
+    `what` tells the listeners of a process apart, and None ends one. Processes forked from this one
+    inherit them. A listener's errors are dropped.
+    """
+    if listener is None:
+        _listeners.pop(what, None)
+        return
+    _listeners[what] = listener
+    if logging.getLogRecordFactory() is logging.LogRecord:
+        logging.setLogRecordFactory(_made)
+
+
+def _made(*arguments: Any, **options: Any) -> logging.LogRecord:
+    record = logging.LogRecord(*arguments, **options)
+    if record.name.partition(".")[0] == "vllm":
+        for listener in list(_listeners.values()):
+            with contextlib.suppress(Exception):
+                listener(record)
+    return record
