@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import logging.config
 import multiprocessing
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -64,6 +66,40 @@ def test_phases_of_this_process_and_of_one_below_it_are_heard(vllm_log: logging.
     told = marks.read()
     assert set(told) == {*phases.ENGINE_PHASES, "stepped"}
     assert began - 1 < told["imports"] <= told["weights"] <= told["stepped"] <= time.time()
+
+
+FACTORIES = """
+import logging
+from prefect_raybatch.stages.vllm.log_tap import listen_to_vllm
+
+def wrapped(make, name):
+    def factory(*arguments, **options):
+        record = make(*arguments, **options)
+        setattr(record, name, True)
+        return record
+    return factory
+
+heard = []
+logging.basicConfig(level=logging.INFO, format="%(message)s %(before)s %(after)s")
+logging.setLogRecordFactory(wrapped(logging.getLogRecordFactory(), "before"))  # Ray's
+listen_to_vllm("a", lambda record: heard.append(("a", record.msg, record.before)))
+listen_to_vllm("b", lambda record: 1 / 0)
+logging.setLogRecordFactory(wrapped(logging.getLogRecordFactory(), "after"))  # vLLM's
+logging.getLogger("vllm.core").info("one")
+logging.getLogger("vllms").info("of another")
+listen_to_vllm("a", None)
+logging.getLogger("vllm").info("two")
+assert heard == [("a", "one", True)], heard
+"""
+
+
+def test_factories_of_log_records_before_and_after_ours_are_kept() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FACTORIES], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert lines == ["one True True", "of another True True", "two True True"]
 
 
 class Told:

@@ -9,11 +9,15 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 RecordListener = Callable[[logging.LogRecord], None]
 
 _listeners: dict[str, RecordListener] = {}
+_taps: list[
+    Callable[..., logging.LogRecord]
+] = []  # the factory of this process, once it is in place
 
 
 def listen_to_vllm(what: str, listener: RecordListener | None) -> None:
@@ -26,12 +30,15 @@ def listen_to_vllm(what: str, listener: RecordListener | None) -> None:
         _listeners.pop(what, None)
         return
     _listeners[what] = listener
-    if logging.getLogRecordFactory() is logging.LogRecord:
-        logging.setLogRecordFactory(_made)
+    if not _taps:
+        _taps.append(partial(_made, logging.getLogRecordFactory()))
+        logging.setLogRecordFactory(_taps[0])
 
 
-def _made(*arguments: Any, **options: Any) -> logging.LogRecord:
-    record = logging.LogRecord(*arguments, **options)
+def _made(
+    make: Callable[..., logging.LogRecord], *arguments: Any, **options: Any
+) -> logging.LogRecord:
+    record = make(*arguments, **options)
     if record.name.partition(".")[0] == "vllm":
         for listener in list(_listeners.values()):
             with contextlib.suppress(Exception):
