@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from prefect_raybatch.api import (
     recorded_attempt,
     resolve_run,
 )
-from prefect_raybatch.cli.show import TerminalProgress
+from prefect_raybatch.cli.show import TerminalProgress, progress_shown
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.early import engines_early
 from prefect_raybatch.compile.job import cluster_spec, read_spec
@@ -82,7 +81,7 @@ def run_job(
         return _published(known, finalize_run(known, complete)), False
     with recorded_attempt(store, known, key, PLANNING, begin=False):
         resolved = precheck(resolved, store, accept)
-    with _progress(quiet) as show:
+    with progress_shown(quiet) as show:
         if prefect:
             show.begin(store.uri)
             options = {"accept": list(accept)} if accept else {}
@@ -131,7 +130,7 @@ def retry_rows(
     from prefect_raybatch.api import retry
     from prefect_raybatch.runs.retry import Nothing
 
-    with _progress(quiet) as show:
+    with progress_shown(quiet) as show:
         if prefect:
             report = run_flow("retry_failed", arguments, show, asked.known.job)
             message = "Other runs have retried all of these rows; none is left that failed"
@@ -234,13 +233,3 @@ def quiet_engine() -> None:
     """Make engines that start in this process print only errors."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[TerminalProgress]:
-    """Show progress in the terminal within the block."""
-    show = TerminalProgress(quiet)
-    try:
-        yield show
-    finally:
-        show.close()

@@ -8,7 +8,8 @@ import math
 import shlex
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,16 @@ if TYPE_CHECKING:
 
 TEXT_SHOWN = 2000  # characters of a prompt
 LINE_EVERY = 5.0  # seconds between progress lines where there is no terminal
+
+
+@contextmanager
+def progress_shown(quiet: bool) -> Iterator[TerminalProgress]:
+    """Show progress in the terminal within the block."""
+    show = TerminalProgress(quiet)
+    try:
+        yield show
+    finally:
+        show.close()
 
 
 class TerminalProgress(Listener):

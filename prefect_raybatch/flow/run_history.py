@@ -15,6 +15,7 @@ from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.report.plots import data_uri, of_history
 from prefect_raybatch.report.run_history import HistoryLine, history_markdown, remarks
+from prefect_raybatch.report.verdict import DRIFT_REMARK
 from prefect_raybatch.runs.run_history import changed_fields, history_of
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def show_history(
         return
     unusual = [] if limited else remarks(page, line)
     if (notes := _notes.get()) is not None:
-        notes.remarks = [*unusual, *(["The answers have drifted."] if line.shifts else [])]
+        notes.remarks = [*unusual, *([DRIFT_REMARK] if line.shifts else [])]
     if tell:
         _tell_few_rows(line, name, unusual)
         _tell_drift(line, name, changed_fields(page, line, output.options))

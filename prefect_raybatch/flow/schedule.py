@@ -29,14 +29,18 @@ def scheduled_date(start: datetime) -> date:
 
     In UTC, a schedule at 01:00 in Berlin would skip one date and repeat another when clocks change.
     """
+    return start.astimezone(_zone()).date()
+
+
+def _zone() -> tzinfo:
     root = flow_run.get_root_flow_run_id()
     if root is None:
-        return start.astimezone(UTC).date()
+        return UTC
     with get_client(sync_client=True) as client:
         run = client.read_flow_run(UUID(str(root)))
         if run.deployment_id is None:
-            return start.astimezone(UTC).date()
-        return start.astimezone(zone_of(run, client.read_deployment(run.deployment_id))).date()
+            return UTC
+        return zone_of(run, client.read_deployment(run.deployment_id))
 
 
 def zone_of(run: FlowRun, deployment: DeploymentResponse) -> tzinfo:

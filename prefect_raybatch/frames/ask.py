@@ -7,8 +7,8 @@ import atexit
 import hashlib
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from prefect_raybatch.api import finalize_run, infer_run, plan_run
-from prefect_raybatch.cli.show import TerminalProgress
+from prefect_raybatch.cli.show import progress_shown
 from prefect_raybatch.cluster.connect import warm_engines
 from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.compile.resolved import resolve
@@ -357,20 +357,11 @@ def _run(job: BatchJob, options: CallOptions) -> RunReport:
     run = plan_run(resolved, key)
     if keep := options.get("keep_seconds", KEEP_SECONDS):
         _KEPT.keep(keep)
-    with _shown(options.get("progress", True)) as show:
+    with progress_shown(quiet=not options.get("progress", True)) as show:
         done = infer_run(job, run, show, options.get("engine"))
     if not keep:
         _KEPT.end()
     return finalize_run(job, run, done)
-
-
-@contextmanager
-def _shown(progress: bool) -> Iterator[TerminalProgress]:
-    show = TerminalProgress(quiet=not progress)
-    try:
-        yield show
-    finally:
-        show.close()
 
 
 def _answers(report: RunReport, number: str, expected: Mapping[str, pa.Array]) -> pa.Table:

@@ -10,7 +10,7 @@ from prefect_raybatch.harmless import markdown_text
 from prefect_raybatch.report.answers import LEAST_ANSWERS, Shift
 from prefect_raybatch.report.plots import data_uri, of_history
 from prefect_raybatch.report.report import DASH, duration, number, table_lines
-from prefect_raybatch.report.verdict import LATE_REMARK, few_rows, outcome_text
+from prefect_raybatch.report.verdict import DRIFT_REMARK, LATE_REMARK, few_rows, outcome_text
 from prefect_raybatch.words import counted, money
 
 LABELS_SHOWN = 8  # most common labels in the table of answers
@@ -166,7 +166,7 @@ def headlines(page: HistoryPage) -> list[str]:
     # The shifts have lines of their own.
     about, shifted = remarks(page, run), [f"{run.run_key}: {shift.line()}" for shift in run.shifts]
     about += [LATE_REMARK] if run.is_late else []
-    about += ["The answers have drifted."] if shifted else []
+    about += [DRIFT_REMARK] if shifted else []
     failed, seconds = run.quarantined or 0, run.elapsed or 0.0
     return [
         f"Last run: {outcome_text(run.rows, run.good, failed, seconds, run.cost, about)}",

@@ -13,6 +13,7 @@ from prefect_raybatch.words import counted, money
 FEW_ROWS = 0.5  # of the usual rows
 COMPARED_RUNS = 7  # completed runs that give the usual number of rows
 NOTHING_TO_DO = "Nothing to do."
+DRIFT_REMARK = "The answers have drifted."
 LATE_REMARK = "The deadline was missed: see the advice in the report."
 
 

@@ -59,11 +59,12 @@ def with_retries(lines: list[RunLine]) -> list[RunLine]:
     by_place = {line.run: line for line in lines}
     answered: dict[str, int] = {}
     for line in lines:
-        root = line
+        root, seen = line, {line.run}
         while root.parent is not None:
             place = join(line.run.rpartition("/")[0], root.parent)
-            if place not in by_place:
+            if place not in by_place or place in seen:  # records may name each other
                 break
+            seen.add(place)
             root = by_place[place]
         if root is not line and root.parent is None and line.quarantined is not None:
             rows = line.rows - line.quarantined

@@ -10,37 +10,28 @@ import pandas
 import polars
 import pyarrow as pa
 import pytest
-from helpers.engines import NoEngine, VectorEngine, with_answers
+from helpers.engines import FakeEngine, NoEngine, VectorEngine
 from pydantic import BaseModel
 
 from prefect_raybatch import RowsFailed, ask, ask_async, ask_run, embed, open_run
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.stages.block import Failure, passes_by
 from prefect_raybatch.stages.columns import ERROR, TOKENS
-from prefect_raybatch.stages.engine import EngineLaunch
 
 pytestmark = pytest.mark.usefixtures("without_ray")
 
 
-class SumEngine:
+class SumEngine(FakeEngine):
     """Answers with the sum of the prompt's tokens, refuses an even one, and counts the asks."""
 
     asked = 0
     refuses = False
 
-    def __init__(self, spec: EngineLaunch):
-        self.spec = spec
+    def numbers(self, table: pa.Table) -> list[int]:
+        type(self).asked += table.num_rows - sum(table[ERROR].is_valid().to_pylist())
+        return [sum(tokens or ()) for tokens in table[TOKENS].to_pylist()]
 
-    def __call__(self, table: pa.Table) -> pa.Table:
-        if passes_by(table):
-            return table
-        errors = table[ERROR].to_pylist()
-        sums = [sum(tokens or ()) for tokens in table[TOKENS].to_pylist()]
-        type(self).asked += sum(error is None for error in errors)
-        for i, number in enumerate(sums):
-            if self.refuses and number % 2 == 0 and errors[i] is None:
-                errors[i] = Failure("engine", "ValueError", "refused").to_dict()
-        return with_answers(table, errors, [self.text(number) for number in sums])
+    def refused(self, number: int) -> bool:
+        return self.refuses and number % 2 == 0
 
     def text(self, number: int) -> str:
         return str(number)

@@ -43,12 +43,22 @@ class FakeEngine:
         if passes_by(table):
             return table
         errors = table[ERROR].to_pylist()
-        # The asks of a run that keeps answers hold only the columns that the prompt is made of.
-        numbers = table["id" if "id" in table.column_names else POSITION].to_pylist()
+        numbers = self.numbers(table)
         for i, number in enumerate(numbers):
-            if number == self.FAILS and errors[i] is None:
+            if self.refused(number) and errors[i] is None:
                 errors[i] = Failure("engine", "ValueError", "refused").to_dict()
-        return with_answers(table, errors, [f"answer {number}" for number in numbers])
+        return with_answers(table, errors, [self.text(number) for number in numbers])
+
+    def numbers(self, table: pa.Table) -> list[int]:
+        """The rows' numbers, by which they are answered."""
+        # The asks of a run that keeps answers hold only the columns that the prompt is made of.
+        return table["id" if "id" in table.column_names else POSITION].to_pylist()
+
+    def refused(self, number: int) -> bool:
+        return number == self.FAILS
+
+    def text(self, number: int) -> str:
+        return f"answer {number}"
 
 
 class NotedEngine(FakeEngine):

@@ -31,10 +31,10 @@ from prefect_raybatch.ledger.layout import PLAN, PRUNED, SUCCESS
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify_chain import verify_chain
-from prefect_raybatch.runs.listing import latest_complete, list_runs
+from prefect_raybatch.runs.listing import COMPLETED, RunLine, latest_complete, list_runs
 from prefect_raybatch.runs.prune import prune_runs
 from prefect_raybatch.runs.repair import repair_run
-from prefect_raybatch.runs.run_history import history_of
+from prefect_raybatch.runs.run_history import history_of, with_retries
 from prefect_raybatch.spec.run import Identity
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.storage.local import LocalStore
@@ -337,3 +337,12 @@ def test_runs_on_s3_are_listed_and_removed(several, s3: S3Server):
     }
     found = prune_runs(place, 1, options=options)
     assert not found.removed and "directory of run 'two'" in found.kept["copy"]
+
+
+def test_runs_that_name_each_other_as_parents_are_left_as_they_are() -> None:
+    """Records are foreign data, and whoever follows them must come to an end."""
+    one, two = (
+        RunLine(key, f"/o/{key}", COMPLETED, rows=9, good=8, quarantined=1, parent=parent)
+        for key, parent in (("a", "b"), ("b", "a"))
+    )
+    assert with_retries([one, two]) == [one, two]
