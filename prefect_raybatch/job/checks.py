@@ -8,7 +8,7 @@ import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, InitErrorDetails
@@ -18,6 +18,7 @@ from prefect_raybatch.job.secrets import USERINFO
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
+FILE_FUNCTION = re.compile(r"[^\n\0]+\.py:[A-Za-z_]\w*\Z")
 # No user:password@, which would be kept in clear, and no path: Ray's client appends its own.
 SERVER = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?/?\Z")
 SCHEMES = ("", "file", "s3")
@@ -27,6 +28,21 @@ BRACES = "write {{ and }} for literal braces"
 
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+Checked = TypeVar("Checked")
+
+
+def run_checks(checks: Iterable[Callable[[Checked], None]], value: Checked) -> None:
+    """Run all checks; raise one ValueError with a line for each that fails."""
+    faults: dict[str, None] = {}
+    for check in checks:
+        try:
+            check(value)
+        except ValueError as error:
+            faults.update(dict.fromkeys(str(error).splitlines()))
+    if faults:
+        raise ValueError("\n".join(faults))
 
 
 def seconds_of(text: str) -> float:
@@ -90,15 +106,25 @@ def check_web(uri: str) -> str:
 
 
 def check_function(name: str) -> str:
-    """Return `package.module:function`; raise ValueError otherwise. Imports nothing."""
-    if not FUNCTION.match(name):
-        raise ValueError(f"{name!r} is not a function name; write package.module:function")
+    """Return `package.module:function` or `file.py:function`; raise ValueError otherwise.
+
+    Imports nothing.
+    """
+    if FILE_FUNCTION.match(name):
+        if "://" in name:
+            raise ValueError(f"{name!r} is not a local file; write file.py:function")
+    elif not FUNCTION.match(name):
+        raise ValueError(
+            f"{name!r} is not a function name; write package.module:function, or file.py:function "
+            "for a file beside the job file"
+        )
     return name
 
 
 def class_name(value: object) -> str | None:
-    """Return the `package.module:Class` that replaces a schema, else None."""
-    return value if isinstance(value, str) and FUNCTION.match(value) else None
+    """Return the `package.module:Class` or `file.py:Class` that replaces a schema, else None."""
+    is_name = isinstance(value, str) and (FUNCTION.match(value) or FILE_FUNCTION.match(value))
+    return str(value) if is_name else None
 
 
 def template_fields(template: str) -> tuple[str, ...]:

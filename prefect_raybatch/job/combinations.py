@@ -229,7 +229,6 @@ def check_answer_schema(job: BatchJob) -> None:
         )
 
 
-# Checked in this order; the first failure is reported.
 COMBINATIONS = (
     check_task,
     check_adapters,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, field_validator, model_validator
 
 from prefect_raybatch.job import answer_schema, chat, tasks
-from prefect_raybatch.job.checks import RESERVED, check_function, check_uri
+from prefect_raybatch.job.checks import RESERVED, check_function, check_uri, run_checks
 from prefect_raybatch.job.group import Group, field
 from prefect_raybatch.job.publish import PublishTarget, check_targets
 from prefect_raybatch.job.run_words import check_run_words
@@ -247,8 +247,7 @@ class Output(Group):
 
     @model_validator(mode="after")
     def _combined(self) -> Output:
-        for check in _CHECKS:
-            check(self)
+        run_checks(_CHECKS, self)
         return self
 
     @property
@@ -318,5 +317,4 @@ def _check_cut_off(output: Output) -> None:
         )
 
 
-# Checked in this order; the first failure is reported.
 _CHECKS = (_check_column_names, _check_files, _check_types, _check_parsers, _check_cut_off)

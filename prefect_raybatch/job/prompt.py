@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import field_validator, model_validator
 
 from prefect_raybatch.job import chat
-from prefect_raybatch.job.checks import check_function, template_fields
+from prefect_raybatch.job.checks import check_function, run_checks, template_fields
 from prefect_raybatch.job.group import Group, field
 from prefect_raybatch.job.images import Images
 
@@ -166,8 +166,7 @@ class Prompt(Group):
 
     @model_validator(mode="after")
     def _combined(self) -> Prompt:
-        for check in (_check_form, _check_without_images, _check_with_images):
-            check(self)
+        run_checks((_check_form, _check_without_images, _check_with_images), self)
         return self
 
     @property

@@ -14,6 +14,7 @@ from prefect_raybatch.job.checks import (
     check_uri,
     check_web,
     is_web,
+    run_checks,
     without_user,
 )
 from prefect_raybatch.job.csv_options import Csv
@@ -260,8 +261,7 @@ class Source(Group):
 
     @model_validator(mode="after")
     def _combined(self) -> Source:
-        for check in _CHECKS:
-            check(self)
+        run_checks(_CHECKS, self)
         return self
 
     @property
@@ -347,5 +347,4 @@ def _check_hub(source: Source) -> None:
         raise ValueError("version: uri already names a revision after the @; remove one of them")
 
 
-# Checked in this order; the first failure is reported.
 _CHECKS = (_check_query, _check_single_table, _check_catalog_and_version, _check_hub)
