@@ -48,6 +48,8 @@ FIELD_READERS: dict[str, Callable[[BatchJob], Any]] = {
     "output.on_cut_off": lambda job: "fail" if job.output.on_cut_off == "fail" else None,
 }
 COUNTED_WHEN: dict[str, Callable[[BatchJob], bool]] = {  # the other fields always count
+    "source.sample": lambda job: job.source.sample is not None,
+    "source.sample_seed": lambda job: job.source.sample is not None,
     "engine.max_model_len_percentile": lambda job: job.engine.max_model_len == "auto",
     "output.reasoning_column": lambda job: job.output.reasoning_parser is not None,
     "output.tool_calls_column": lambda job: job.output.tool_parser is not None,

@@ -123,6 +123,8 @@ def read_spec(source: Source) -> ReadSpec:
         table_format=source.table_format,
         stored=source.stored,
         limit=source.limit,
+        sample=source.sample,
+        sample_seed=source.sample_seed,
         columns=None if source.columns is None else tuple(source.columns),
         filter=source.filter,
         version=source.version,

@@ -14,7 +14,7 @@ from typing import Any
 
 from prefect_raybatch.bounded import read_regular_file
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.checks import FUNCTION, class_name, without_user
+from prefect_raybatch.job.checks import FUNCTION, class_name, missing_path, without_user
 from prefect_raybatch.job.functions import check_defined_in, check_module, import_failure
 from prefect_raybatch.job.schema_limits import (
     MOST_SCHEMA_BYTES,
@@ -75,6 +75,8 @@ def _loaded(value: str | Mapping[str, object]) -> dict[str, Any]:
         return _of_class(name)
     try:
         data = read_regular_file(value, MOST_SCHEMA_BYTES + 1)
+    except FileNotFoundError:
+        raise ValueError(f"{missing_path(value)}; check the path") from None
     except OSError as error:
         raise ValueError(
             f"{value} cannot be read: {error.strerror or error}; check the path"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -88,6 +89,16 @@ def check_uri(uri: str) -> str:
     if scheme == "s3" and not uri.split("://", 1)[1].split("/", 1)[0]:
         raise ValueError(f"{uri!r} names no bucket; write s3://bucket/key")
     return uri
+
+
+def missing_path(path: str | os.PathLike[str]) -> str:
+    """Return in words that a local path does not exist, with the folder it was looked for in."""
+    given = os.fspath(path).removeprefix("file://")
+    folder, name = os.path.split(os.path.abspath(os.path.expanduser(given)))
+    start = "" if os.path.isabs(given) else f" (relative paths start at {os.getcwd()})"
+    if not os.path.isdir(folder):
+        return f"no folder {folder!r}, in which {name!r} should be{start}"
+    return f"no file or folder {name!r} in {folder}{start}"
 
 
 def is_web(uri: str) -> bool:
