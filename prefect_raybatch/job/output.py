@@ -9,6 +9,7 @@ from pydantic import ConfigDict, field_validator, model_validator
 from prefect_raybatch.job import answer_schema, chat, tasks
 from prefect_raybatch.job.checks import RESERVED, check_function, check_uri, run_checks
 from prefect_raybatch.job.group import Group, field
+from prefect_raybatch.job.own_code.loading import own_name
 from prefect_raybatch.job.publish import PublishTarget, check_targets
 from prefect_raybatch.job.run_words import check_run_words
 from prefect_raybatch.job.vllm import fields as vllm_fields
@@ -195,6 +196,16 @@ class Output(Group):
         if any(c in value for c in "*?["):
             raise ValueError(f"{value!r} contains a wildcard; name one folder")
         return value
+
+    @field_validator("schema_model", mode="before")
+    @classmethod
+    def _class(cls, value: object) -> object:
+        return answer_schema.form_of_class(value)
+
+    @field_validator("postprocess", mode="before")
+    @classmethod
+    def _callable(cls, value: object) -> object:
+        return own_name(value) if callable(value) else value
 
     @field_validator("postprocess")
     @classmethod

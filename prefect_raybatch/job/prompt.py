@@ -10,6 +10,7 @@ from prefect_raybatch.job import chat
 from prefect_raybatch.job.checks import check_function, run_checks, template_fields
 from prefect_raybatch.job.group import Group, field
 from prefect_raybatch.job.images import Images
+from prefect_raybatch.job.own_code.loading import own_name
 
 # Fields of the prompt that vLLM's preparing of images is not told of.
 WITHOUT_IMAGES = (
@@ -141,6 +142,11 @@ class Prompt(Group):
         if value is not None:
             template_fields(value)
         return value
+
+    @field_validator("function", mode="before")
+    @classmethod
+    def _callable(cls, value: object) -> object:
+        return own_name(value) if callable(value) else value
 
     @field_validator("function")
     @classmethod
