@@ -17,9 +17,9 @@ from prefect_raybatch.job.checks import FILE_FUNCTION
 from prefect_raybatch.job.faults import FieldPlace
 from prefect_raybatch.policy.in_force import policy_in_force
 
-# Fields of a job file that are expanded. `output.publish` and the catalogs are not: their ${NAME} is
-# filled in where the flow runs, so that no record of a run holds the value.
 FUNCTION_FIELDS = ("prompt.function", "output.postprocess", "output.schema_model")
+# `output.publish` and the catalogs are not expanded: their ${NAME} is filled in where the flow runs,
+# so that no record of a run holds the value.
 EXPANDED_FIELDS = (
     "source.uri",
     "source.media_root",

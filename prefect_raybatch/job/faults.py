@@ -50,9 +50,7 @@ def explain(
             number = _line_of(message, place, text)
             line = None if number is None else f"line {number}"
             told_of = ".".join(map(str, place))
-            lines.append(
-                (number or 0, ": ".join(filter(None, (where, line, told_of, message))))
-            )
+            lines.append((number or 0, ": ".join(filter(None, (where, line, told_of, message)))))
     return "\n".join(dict.fromkeys(line for _, line in sorted(lines, key=itemgetter(0))))
 
 

@@ -29,7 +29,9 @@ def read_job_file(path: str | Path) -> YamlText:
             raise ConfigError(f"{path}: is larger than 4 MiB; name a job file")
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such job file: {missing_path(path)}; check the path") from None
+        raise ConfigError(
+            f"{path}: no such job file: {missing_path(path)}; check the path"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     try:

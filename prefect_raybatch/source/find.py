@@ -341,7 +341,9 @@ def _nothing(given: str) -> str:
     if pattern is not None:
         if not is_remote(root) and not os.path.isdir(root):
             return f"source.uri: {missing_path(root)}. Check the path"
-        return f"source.uri: no file in {root} matches {pattern!r}. Check the folder and the pattern"
+        return (
+            f"source.uri: no file in {root} matches {pattern!r}. Check the folder and the pattern"
+        )
     if not is_remote(given) and os.path.isdir(root):
         return (
             f"source.uri: folder {given!r} has no files to read. Check the path; hidden files, "

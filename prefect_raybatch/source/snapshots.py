@@ -35,6 +35,7 @@ from prefect_raybatch.source.hive import add_columns
 from prefect_raybatch.source.ipc_files import arrow_rows, arrow_tables
 from prefect_raybatch.source.json_arrays import array_blocks, is_array
 from prefect_raybatch.source.json_lines import json_tables
+from prefect_raybatch.source.row_sample import sample_of
 from prefect_raybatch.source.side_copies import (
     NotSideBySide,
     ShareCopier,
@@ -42,7 +43,6 @@ from prefect_raybatch.source.side_copies import (
     in_threads,
     shares_of,
 )
-from prefect_raybatch.source.row_sample import sample_of
 from prefect_raybatch.source.snapshot_writer import conform
 from prefect_raybatch.source.tables import copying
 from prefect_raybatch.spec.read import ReadSpec
@@ -247,7 +247,7 @@ def seen_csv(source: ReadSpec) -> tuple[dict[str, Any], bool]:
     if table_format(source) is None:
         kind, files = find(source)
         if kind == "csv":
-            return csv_as_seen(files[0])
+            return csv_as_seen(files[0], source.csv)
     return {}, False
 
 

@@ -77,7 +77,10 @@ def test_keys_that_a_merge_brings_may_be_given_again() -> None:
         ("a: 1\n  b: 2", "line 2, column 4: is not valid YAML: the field is indented below a v"),
         ("a:\n\t- b", "line 2, column 1: is not valid YAML: there is a tab; indent with spaces"),
         ("a: 1\nb: [", "line 2, column 5: is not valid YAML: a bracket or brace is not closed"),
-        ("a: {x: 1\nb: 3\n", "line 1, column 4: is not valid YAML: a bracket or brace is not closed"),
+        (
+            "a: {x: 1\nb: 3\n",
+            "line 1, column 4: is not valid YAML: a bracket or brace is not closed",
+        ),
         ("a: 1\nb 2\nc: 3", "line 2, column 1: is not valid YAML: a colon with a space behind it"),
         ("a: 1\nb:2\nc: 3", "line 2, column 1: is not valid YAML: a colon with a space behind it"),
         ("a: 1\nb: 'x\nc: 3", "line 2, column 4: is not valid YAML: a quote is opened and not cl"),

@@ -147,7 +147,9 @@ def test_a_class_that_is_no_model_is_refused(file: Path) -> None:
         _ = job_of(file).output.answer_form
 
 
-@pytest.mark.parametrize("policy", [STRICT_POLICY, JobPolicy("all modules", function_modules=("*",))])
+@pytest.mark.parametrize(
+    "policy", [STRICT_POLICY, JobPolicy("all modules", function_modules=("*",))]
+)
 @pytest.mark.parametrize("field", ["prompt.function", "output.postprocess", "output.schema_model"])
 @pytest.mark.parametrize("place", ["{file}", "__main__"])
 def test_a_job_from_elsewhere_may_not_name_a_file_or_a_script(
@@ -174,7 +176,7 @@ def test_the_operators_policy_is_strict_by_default() -> None:
 
 # --- scripts and notebooks ----------------------------------------------------------------------
 
-CELLS = '''
+CELLS = """
 WORD = "industry"
 LIMITS = {"a": [1, 2]}
 
@@ -186,7 +188,7 @@ def helper(text):
 
 def ask(row):
     return f"{WORD} of {helper(row['Company'])}?"
-'''
+"""
 
 
 @pytest.fixture
