@@ -145,7 +145,8 @@ def _write_first_job(
                 prompt["template"],
                 lambda text: first_job.check_template(text, columns),
             )
-    model = _option_or_answer("Model", model, first_job.DEMO)
+    question = "Model (demo only knows the industries of companies)"
+    model = _option_or_answer(question, model, first_job.DEMO)
     text = first_job.job_text(
         seen,
         name=name or first_job.name_of(table),
@@ -173,7 +174,8 @@ def _options_named() -> Iterator[None]:
     try:
         yield
     except RayBatchError as error:
-        fields = dict.fromkeys(re.findall(r"\bsource\.(?!uri\b)[a-z]+(?:\.[a-z_]+)?", str(error)))
+        remedy = str(error).partition(": ")[2]
+        fields = dict.fromkeys(re.findall(r"\bsource\.(?!uri\b)[a-z]+(?:\.[a-z_]+)?", remedy))
         ways = [OPTIONS.get(field, f"--set {field}=VALUE") for field in fields]
         if not ways:
             raise

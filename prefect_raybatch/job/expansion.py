@@ -18,8 +18,8 @@ from prefect_raybatch.job.faults import FieldPlace
 from prefect_raybatch.policy.in_force import policy_in_force
 
 FUNCTION_FIELDS = ("prompt.function", "output.postprocess", "output.schema_model")
-# `output.publish` and the catalogs are not expanded: their ${NAME} is filled in where the flow runs,
-# so that no record of a run holds the value.
+# `output.publish` and the catalogs are not expanded: their ${NAME} is filled in where the flow
+# runs, so that no record of a run holds the value.
 EXPANDED_FIELDS = (
     "source.uri",
     "source.media_root",
@@ -86,7 +86,9 @@ def anchored(value: dict[str, Any], folder: Path) -> dict[str, Any]:
     for field in FUNCTION_FIELDS:
         group, name = field.split(".")
         fields = value.get(group)
-        text = fields.get(name) if isinstance(fields, dict) else None
+        if not isinstance(fields, dict):
+            continue
+        text = fields.get(name)
         if isinstance(text, str) and FILE_FUNCTION.match(text):
             value[group] = {**fields, name: os.path.join(folder.absolute(), text)}
     return value

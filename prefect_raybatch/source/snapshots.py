@@ -62,7 +62,7 @@ def snapshot(
 
     Files are copied in parallel, by default in threads of this process; `everywhere(bytes, whether
     all of the input is reachable from elsewhere)` chooses where instead. Rows, their order and
-    types are those of a sequential copy, which is used with `limit` and `sample`, and for files over
+    types are those of a sequential copy, which is used with `limit` or `sample` and for files over
     http(s).
 
     The URIs of the inventory are relative to `run_store`. Types come from the values: CSV cells are
@@ -197,8 +197,8 @@ def _guess(
 def peek(source: ReadSpec) -> Inventory:
     """Return what `snapshot` would give, estimated from the first block with rows; write nothing.
 
-    Rows are estimated from the sizes of the files (never more than `limit` or `sample`), types may still widen.
-    Raises like `snapshot` for faults in that block.
+    Rows are estimated from the sizes of the files (never more than `limit` or `sample`), types may
+    still widen. Raises like `snapshot` for faults in that block.
     """
     if (table := table_format(source)) is not None:
         return copying.peek_at(table, source)
