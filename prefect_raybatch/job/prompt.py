@@ -40,7 +40,7 @@ class Prompt(Group):
         None,
         title="Prompt function",
         text="Python function that builds the prompt in place of a template, as "
-        "package.module:function. It takes the row (a dict) and returns the user message, a list "
+        "package.module:function or file.py:function. It takes the row (a dict) and returns the user message, a list "
         "of chat messages, or {'messages': [...], 'sampling': {...}}.",
     )
     on_null: Literal["fail", "empty"] = field(
