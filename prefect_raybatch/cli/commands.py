@@ -61,7 +61,7 @@ from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, RayBat
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.edits import edited
-from prefect_raybatch.job.expansion import expanded
+from prefect_raybatch.job.expansion import anchored, expanded
 from prefect_raybatch.job.job_file import read_job_file
 from prefect_raybatch.job.run_words import (
     date_of,
@@ -248,7 +248,10 @@ def tune(
     tuned = try_settings(with_keys(loaded), minutes, seconds, limit, show)
     path = write or Path(job).with_suffix(".tuned.yaml")
     # Readable by its owner alone, because the job file may hold credentials.
-    write_private(path, tuning.job_file(_raw(job), tuned))
+    value = _raw(job)
+    if path.parent.absolute() != Path(job).parent.absolute():
+        value = anchored(expanded(value)[0], Path(job).parent)
+    write_private(path, tuning.job_file(value, tuned))
     if as_json:
         print_json({**asdict(tuned), "settings": tuning.settings(tuned), "written": str(path)})
         return

@@ -101,6 +101,10 @@ def _no_group(name: str, kind: type[BaseModel], given: object) -> str:
     label = f"- {{{first}: {shown}}}" if name.isdecimal() else f"{name}: {{{first}: {shown}}}"
     if given is None:
         return f"is empty; write its fields indented below it, such as {label}, or remove it"
+    if hasattr(given, "columns"):
+        return (
+            f"must be a mapping and is a {type(given).__name__}; call ask(...) for data in memory"
+        )
     what = "text" if isinstance(given, str) else "a list" if isinstance(given, list) else "a value"
     return f"must be a mapping and is {what}; write {label}"
 

@@ -142,9 +142,7 @@ def test_init_says_what_is_wrong_with_a_table(table, capsys):
 
 
 def write_tables(folder: Path) -> None:
-    text = (
-        "id;web address;body;tag\n1;https://example.org/a/long/one/that/is/here;it is late;x\n"
-    )
+    text = "id;web address;body;tag\n1;https://example.org/a/long/one/that/is/here;it is late;x\n"
     (folder / "in.txt").write_text(text, encoding="utf-8")
     (folder / "in$DATA.csv").write_text(text, encoding="utf-8")
     (folder / "in.tsv").write_bytes(text.replace(";", "\t").encode("utf-16"))

@@ -7,6 +7,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import yaml
 from helpers.small import job_dict
@@ -124,6 +125,11 @@ output:
         ["line 10", "engine.adapters.a"],
         ["line 13", "output.colunm"],
     ]
+
+
+def test_data_in_memory_is_no_source() -> None:
+    (line,) = told(job_dict(source=pa.table({"a": [1]})))
+    assert line == "source: must be a mapping and is a Table; call ask(...) for data in memory"
 
 
 def test_all_fields_that_do_not_go_together_are_named(tmp_path: Path) -> None:

@@ -170,6 +170,23 @@ def test_a_job_from_elsewhere_may_not_name_a_file_or_a_script(
                 load_function(name, field)
 
 
+@pytest.mark.parametrize(
+    "cluster", [{"job_server": "http://head:8265"}, {"kubernetes": {"image": "ray:1"}}]
+)
+def test_a_job_that_runs_elsewhere_names_no_file(file: Path, cluster: dict[str, Any]) -> None:
+    name = f"{file}:ask"
+    with pytest.raises(ConfigError, match=r"prompt\.function: .*is not on the machines of cluster"):
+        make_job(prompt={"function": name}, cluster=cluster)
+    make_job(prompt={"function": "helpers.functions:ask"}, cluster=cluster)
+
+
+def test_all_tasks_of_a_run_get_the_text_that_the_first_got(file: Path) -> None:
+    function = prompt_spec(job_of(file)).function
+    first = pickle.loads(pickle.dumps(function))
+    file.write_text(PROMPTS.replace("industry", "country"))
+    assert pickle.loads(pickle.dumps(function)).payload == first.payload
+
+
 def test_the_operators_policy_is_strict_by_default() -> None:
     assert operator_policy().limited
 

@@ -16,24 +16,25 @@ from prefect_raybatch.job.own_code.loading import MAIN, is_own_code, load_own
 class OwnFunction(str):
     """The name of a function that workers cannot import; pickled, it carries the function.
 
-    `payload` is the pickled function in a worker, None in the process that defines it.
+    `payload` is the pickled function in a worker, None in the process that defines it. There `sent`
+    is what the first worker got, so that all tasks of a run get the same though the file changes.
     """
 
     field: str
     payload: bytes | None
+    sent: bytes | None
 
     def __new__(cls, name: str, field: str, payload: bytes | None = None) -> OwnFunction:
         made = super().__new__(cls, name)
-        made.field, made.payload = field, payload
+        made.field, made.payload, made.sent = field, payload, payload
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        payload = self.payload
-        if payload is None:
+        if self.sent is None:
             # Finalizing needs no function: if its file is gone, only a worker that calls it fails.
             with suppress(ConfigError):
-                payload = packed(self, self.field)
-        return OwnFunction, (str(self), self.field, payload)
+                self.sent = packed(self, self.field)
+        return OwnFunction, (str(self), self.field, self.sent)
 
     def __deepcopy__(self, memo: object) -> OwnFunction:
         return self
