@@ -42,8 +42,8 @@ class Output(Group):
         None,
         title="Postprocess function",
         text="Python function that replaces the answer column, as "
-        "package.module:function or file.py:function. It takes the row with the answer (a dict) and returns a dict "
-        "of columns, or None to drop the row.",
+        "package.module:function or file.py:function. It takes the row with the answer (a dict) "
+        "and returns a dict of columns, or None to drop the row.",
     )
     output_schema: dict[str, str] | None = field(
         5,
@@ -99,8 +99,8 @@ class Output(Group):
         None,
         title="Answer schema",
         text="JSON Schema that each answer must match: inline, as a .json file, or as "
-        "a pydantic class (package.module:Class or file.py:Class). Its properties become typed columns in place "
-        "of the answer column; postprocess receives the parsed object instead.",
+        "a pydantic class (package.module:Class or file.py:Class). Its properties become typed "
+        "columns in place of the answer column; postprocess receives the parsed object instead.",
     )
     extras: list[Literal["finish_reason", "prompt_tokens", "output_tokens", "image_digests"]] = (
         field(

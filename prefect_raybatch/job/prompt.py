@@ -40,8 +40,8 @@ class Prompt(Group):
         None,
         title="Prompt function",
         text="Python function that builds the prompt in place of a template, as "
-        "package.module:function or file.py:function. It takes the row (a dict) and returns the user message, a list "
-        "of chat messages, or {'messages': [...], 'sampling': {...}}.",
+        "package.module:function or file.py:function. It takes the row (a dict) and returns the "
+        "user message, a list of chat messages, or {'messages': [...], 'sampling': {...}}.",
     )
     on_null: Literal["fail", "empty"] = field(
         4,
