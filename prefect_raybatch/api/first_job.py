@@ -21,6 +21,7 @@ from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.job.yaml_text import visible_yaml
 from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.model.pinned import DEMO
 
 if TYPE_CHECKING:
     from prefect_raybatch.source import Inventory
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 MOST_COLUMNS = 40  # named in the file; the rest are counted
 EXAMPLE_TABLE, EXAMPLE_JOB, EXAMPLE_ROWS = "companies.csv", "companies.yaml", 300
 ROWS_READ = 100  # at most, to tell which column has the text
-DEMO = "demo"
 DEMO_WARNING = "The bundled model `demo` only knows the industries of companies."
 _CONVERSATION = re.compile(r"(large_)?list<\w+: struct<(role: .*content: |content: .*role: )")
 _TEXT = ("string", "large_string", "string_view")
@@ -140,7 +140,7 @@ def default_prompt(columns: list[SeenColumn]) -> dict[str, str]:
     return {"template": f"What is this? {{{chosen.name}}}"}
 
 
-def check_template(template: str, columns: list[SeenColumn]) -> str:
+def check_first_template(template: str, columns: list[SeenColumn]) -> str:
     """Return the template. Raises `ConfigError` if it is none, or names a column that is not there.
 
     A template without columns is refused too, because each row would ask the same.

@@ -19,11 +19,12 @@ from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.harmless import visible
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.table_formats import format_of_scheme, scheme_of
+from prefect_raybatch.model.pinned import DEMO
 from prefect_raybatch.words import counted
 
 first_job_file = typer.Typer()
 # The option of `init` for a field of the source; the others are set by --set.
-OPTIONS = {
+OPTION_OF_FIELD = {
     "source.format": "--format",
     "source.query": "--query",
     "source.csv.delimiter": "--delimiter",
@@ -135,7 +136,7 @@ def _write_first_job(
         seen = first_job.seen_table(source)
     columns = seen.columns
     if "template" in prompt:
-        first_job.check_template(prompt["template"], columns)
+        first_job.check_first_template(prompt["template"], columns)
     elif not prompt:
         prompt = first_job.default_prompt(columns)
         if "template" in prompt and sys.stdin.isatty():
@@ -143,10 +144,10 @@ def _write_first_job(
             prompt["template"] = _answer(
                 "Prompt of a row",
                 prompt["template"],
-                lambda text: first_job.check_template(text, columns),
+                lambda text: first_job.check_first_template(text, columns),
             )
     question = "Model (demo only knows the industries of companies)"
-    model = _option_or_answer(question, model, first_job.DEMO)
+    model = _option_or_answer(question, model, DEMO)
     text = first_job.job_text(
         seen,
         name=name or first_job.name_of(table),
@@ -157,7 +158,7 @@ def _write_first_job(
     )
     file.write_text(text, encoding="utf-8")
     err.print(f"wrote {file}: {counted(len(columns), 'column')} in {table}", markup=False)
-    if model == first_job.DEMO:
+    if model == DEMO:
         warning = f"{first_job.DEMO_WARNING} For anything else set engine.model, or use --model."
         err.print(warning, markup=False)
     words = ["raybatch", "preview", str(file)]
@@ -176,7 +177,7 @@ def _options_named() -> Iterator[None]:
     except RayBatchError as error:
         remedy = str(error).partition(": ")[2]
         fields = dict.fromkeys(re.findall(r"\bsource\.(?!uri\b)[a-z]+(?:\.[a-z_]+)?", remedy))
-        ways = [OPTIONS.get(field, f"--set {field}=VALUE") for field in fields]
+        ways = [OPTION_OF_FIELD.get(field, f"--set {field}=VALUE") for field in fields]
         if not ways:
             raise
         raise type(error)(f"{error} (here: {', '.join(ways)})") from None

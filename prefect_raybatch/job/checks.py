@@ -31,10 +31,10 @@ BRACES = "write {{ and }} for literal braces"
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-Checked = TypeVar("Checked")
+CheckedValue = TypeVar("CheckedValue")
 
 
-def run_checks(checks: Iterable[Callable[[Checked], None]], value: Checked) -> None:
+def run_checks(checks: Iterable[Callable[[CheckedValue], None]], value: CheckedValue) -> None:
     """Run all checks; raise one ValueError with a line for each that fails."""
     faults: dict[str, None] = {}
     for check in checks:

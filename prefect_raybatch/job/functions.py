@@ -15,8 +15,8 @@ from typing import Any
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.function_faults import check_call, check_defined_in, import_failure
-from prefect_raybatch.job.own_code.loading import check_own, is_own_code, own_digest
-from prefect_raybatch.job.own_code.shipping import OwnFunction, packed
+from prefect_raybatch.job.own_code.loading import check_owner, is_own_code, own_digest
+from prefect_raybatch.job.own_code.shipping import OwnFunction, by_value
 from prefect_raybatch.policy.in_force import POLICY_FILE, policy_in_force
 
 # Parts of Python that `sys.stdlib_module_names` leaves out, and what a process was started with.
@@ -43,7 +43,7 @@ def check_module(module: str, field: str) -> None:
 def check_place(name: str, field: str) -> None:
     """Raise `ConfigError` unless a function or class of that name may be used. Imports nothing."""
     if is_own_code(name):
-        check_own(name, field)
+        check_owner(name, field)
     else:
         check_module(name.partition(":")[0], field)
 
@@ -102,7 +102,7 @@ def source_digest(name: str, field: str) -> str:
     """
     function = load_function(name, field)
     if is_own_code(name):
-        packed(name, field)
+        by_value(name, field)
         return own_digest(name, field)
     try:
         data = Path(inspect.getsourcefile(function) or "").read_bytes()

@@ -22,7 +22,7 @@ from prefect_raybatch.source.arrow_types import written
 from prefect_raybatch.source.columns import Shape
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.find import Inventory, Weights
-from prefect_raybatch.source.row_sample import RowNumbers, RowSample, taken
+from prefect_raybatch.source.row_sample import RowSample, SampledNumbers, taken
 from prefect_raybatch.source.snapshot_writer import SnapshotWriter, conform
 from prefect_raybatch.storage import Store
 
@@ -119,7 +119,7 @@ def copy_blocks(
     chosen: Chosen | None = None,
     limit: int | None = None,
     keep_error: bool = False,
-    numbers: RowNumbers | None = None,
+    numbers: SampledNumbers | None = None,
 ) -> Copied:
     """Write blocks, or what is `chosen` of them, as files with one schema.
 
@@ -153,7 +153,7 @@ def _write(
     parts: SnapshotWriter,
     chosen: Chosen | None,
     limit: int | None,
-    numbers: RowNumbers | None,
+    numbers: SampledNumbers | None,
 ) -> tuple[int, int, ConfigError | None]:
     """Read all blocks once; return how many rows, how many of them the filter lets through.
 

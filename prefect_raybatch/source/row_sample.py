@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from prefect_raybatch.spec.read import ReadSpec
 
-RowNumbers: TypeAlias = NDArray[np.int64]
+SampledNumbers: TypeAlias = NDArray[np.int64]
 Hashes: TypeAlias = NDArray[np.uint64]
-AT_ONCE = 1 << 20  # row numbers that are hashed together
+HASHED_TOGETHER = 1 << 20  # row numbers that are hashed together
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class RowSample:
     rows: int
     seed: int
 
-    def numbers(self, total: int) -> RowNumbers:
+    def numbers(self, total: int) -> SampledNumbers:
         """Return the numbers of the chosen ones among `total` rows, in increasing order."""
         best = np.empty(0, np.uint64)
-        for start in range(0, total, AT_ONCE):
-            hashes = self._hashes(start, min(total, start + AT_ONCE))
+        for start in range(0, total, HASHED_TOGETHER):
+            hashes = self._hashes(start, min(total, start + HASHED_TOGETHER))
             best = np.concatenate([best, hashes])
             if len(best) > self.rows:
                 best = np.partition(best, self.rows - 1)[: self.rows]
@@ -39,8 +39,9 @@ class RowSample:
             return np.arange(total, dtype=np.int64)
         highest = best.max()  # no two numbers have the same hash
         parts = [
-            start + np.flatnonzero(self._hashes(start, min(total, start + AT_ONCE)) <= highest)
-            for start in range(0, total, AT_ONCE)
+            start
+            + np.flatnonzero(self._hashes(start, min(total, start + HASHED_TOGETHER)) <= highest)
+            for start in range(0, total, HASHED_TOGETHER)
         ]
         return np.concatenate(parts).astype(np.int64)
 
@@ -58,7 +59,7 @@ def sample_of(source: ReadSpec) -> RowSample | None:
     return None if source.sample is None else RowSample(source.sample, source.sample_seed)
 
 
-def taken(table: pa.Table, first: int, numbers: RowNumbers) -> pa.Table:
+def taken(table: pa.Table, first: int, numbers: SampledNumbers) -> pa.Table:
     """Return the rows of a table, of which the first has the number `first`, with these numbers."""
     start, end = np.searchsorted(numbers, [first, first + table.num_rows])
     return table.take(pa.array(numbers[start:end] - first))

@@ -14,7 +14,6 @@ from helpers.specs import reads
 from helpers.table_sources import copied
 
 from prefect_raybatch.api import dry_run, plan_run
-from prefect_raybatch.api.tune import _sampled
 from prefect_raybatch.compile.fingerprint import fingerprint
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.batch_job import BatchJob
@@ -80,7 +79,7 @@ def test_a_sample_is_spread_and_nested_and_another_seed_chooses_other_rows(
     assert np.histogram(numbers, 10, (0, 100_000))[0].min() > 60
     assert set(RowSample(100, 0).numbers(100_000)) < set(numbers)
     assert len(set(numbers) & set(RowSample(1000, 1).numbers(100_000))) < 60
-    monkeypatch.setattr(row_sample, "AT_ONCE", 999)
+    monkeypatch.setattr(row_sample, "HASHED_TOGETHER", 999)
     assert (RowSample(1000, 0).numbers(100_000) == numbers).all()
     assert RowSample(5, 0).numbers(0).tolist() == []
 
@@ -93,7 +92,6 @@ def test_a_run_of_a_sample_is_planned_again_with_the_same_rows(tmp_path: Path) -
     ledger = Ledger(open_store(f"{tmp_path}/o/a"))
     assert ledger.load_plan().rows == 30
     assert plan_run(job, "a") == run
-    assert _sampled(job).source.sample == 30
 
 
 def test_a_sample_counts_in_the_fingerprint_and_only_if_it_is_set(tmp_path: Path) -> None:

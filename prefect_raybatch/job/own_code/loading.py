@@ -24,7 +24,7 @@ from prefect_raybatch.job.function_faults import check_defined_in, import_failur
 from prefect_raybatch.policy.in_force import POLICY_FILE, policy_in_force
 
 MAIN = "__main__"  # a notebook, or the script that Python was started with
-MOST_BYTES = 4 << 20  # of a file with functions
+MOST_CODE_BYTES = 4 << 20  # of a file with functions
 
 _lock = threading.RLock()  # loading a file may load another
 _modules: dict[str, tuple[str, ModuleType]] = {}  # by path: the digest of its content, the module
@@ -51,7 +51,7 @@ def shown_name(name: str) -> str:
     return f"{Path(place).name}:{attribute}" if is_own_code(name) else name
 
 
-def check_own(name: str, field: str) -> None:
+def check_owner(name: str, field: str) -> None:
     """Raise `ConfigError` unless the job is its owner's. Reads no file."""
     policy = policy_in_force()
     if policy.limited:
@@ -67,7 +67,7 @@ def load_own(name: str, field: str) -> Any:
 
     Raises `ConfigError` that names `field`, and the file and line if they are known.
     """
-    check_own(name, field)
+    check_owner(name, field)
     place, _, attribute = name.rpartition(":")
     module = sys.modules[MAIN] if place == MAIN else _file_module(place, field)
     found = getattr(module, attribute, None)
@@ -125,13 +125,13 @@ def _file_module(path: str, field: str) -> ModuleType:
 def read_own_file(path: str, field: str) -> bytes:
     """Return the content of a file with functions; raise `ConfigError` if that is impossible."""
     try:
-        data = read_regular_file(path, MOST_BYTES + 1)
+        data = read_regular_file(path, MOST_CODE_BYTES + 1)
     except FileNotFoundError:
         raise ConfigError(f"{field}: {missing_path(path)}; check the path") from None
     except OSError as error:
         raise ConfigError(f"{field}: {path} cannot be read: {error.strerror or error}") from None
-    if len(data) > MOST_BYTES:
-        raise ConfigError(f"{field}: {path} has over {MOST_BYTES:,} bytes; make it smaller")
+    if len(data) > MOST_CODE_BYTES:
+        raise ConfigError(f"{field}: {path} has over {MOST_CODE_BYTES:,} bytes; make it smaller")
     return data
 
 

@@ -33,7 +33,7 @@ class OwnFunction(str):
         if self.sent is None:
             # Finalizing needs no function: if its file is gone, only a worker that calls it fails.
             with suppress(ConfigError):
-                self.sent = packed(self, self.field)
+                self.sent = by_value(self, self.field)
         return OwnFunction, (str(self), self.field, self.sent)
 
     def __deepcopy__(self, memo: object) -> OwnFunction:
@@ -58,7 +58,7 @@ def shipped(name: str | None, field: str) -> str | None:
     return OwnFunction(name, field) if name is not None and is_own_code(name) else name
 
 
-def packed(name: str, field: str) -> bytes:
+def by_value(name: str, field: str) -> bytes:
     """Return a function pickled by value, with all of its file or notebook that it uses.
 
     Raises `ConfigError` if it holds something that cannot be sent.
