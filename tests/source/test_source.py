@@ -593,8 +593,8 @@ def test_a_source_that_changes_while_copied(tmp_path, monkeypatch):
     path = Path(text(tmp_path / "a.csv", "a\n1\n"))
     kept = snapshots.copy_tables
 
-    def slow(*args: Any) -> Inventory:
-        made = kept(*args)
+    def slow(*args: Any, **more: Any) -> Inventory:
+        made = kept(*args, **more)
         path.write_text("a\n1\n2\n")
         return made
 
@@ -608,8 +608,8 @@ def test_a_source_that_is_rewritten_while_copied_with_its_size_and_time(tmp_path
     info = path.stat()
     kept = snapshots.copy_tables
 
-    def slow(*args: Any) -> Inventory:
-        made = kept(*args)
+    def slow(*args: Any, **more: Any) -> Inventory:
+        made = kept(*args, **more)
         path.write_text("a\n2\n")
         os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
         return made
