@@ -377,9 +377,11 @@ def _first_rows_of(job: BatchJob, rows: int, folder: str) -> BatchJob:
 
     Without quantization trials, and with its result in `folder`.
     """
-    limit = min(rows, job.source.limit or rows)
+    limit = min(rows, job.source.most_rows or rows)
     changes: dict[str, Any] = {
         "source.limit": limit,
+        "source.sample": None,
+        "source.sample_seed": 0,
         "source.rows_per_shard": limit,
         "engine.replicas": 1,
         "engine.engines_per_gpu": 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,12 @@ from prefect_raybatch.compile.job import read_spec
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.harmless import clean
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.checks import nearest, template_fields
 from prefect_raybatch.job.csv_options import Csv
+from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.job.yaml_text import visible_yaml
 from prefect_raybatch.ledger.records import Unit
-from prefect_raybatch.spec.options import HiddenOptions
+from prefect_raybatch.model.pinned import DEMO
 
 if TYPE_CHECKING:
     from prefect_raybatch.source import Inventory
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 MOST_COLUMNS = 40  # named in the file; the rest are counted
 EXAMPLE_TABLE, EXAMPLE_JOB, EXAMPLE_ROWS = "companies.csv", "companies.yaml", 300
 ROWS_READ = 100  # at most, to tell which column has the text
+DEMO_WARNING = "The bundled model `demo` only knows the industries of companies."
+_CONVERSATION = re.compile(r"(large_)?list<\w+: struct<(role: .*content: |content: .*role: )")
 _TEXT = ("string", "large_string", "string_view")
 _MARKUP = re.compile(r"[{}\[\].:!]")  # what a template takes for more than a name
 _UNFIT = re.compile(r"[^A-Za-z0-9._-]+")
@@ -33,11 +38,20 @@ _UNFIT = re.compile(r"[^A-Za-z0-9._-]+")
 
 @dataclass(frozen=True)
 class SeenColumn:
-    """A column of a table; `length` is the mean characters of its first values if it is text."""
+    """A column of a table; `length` is the mean characters of its first values if it is text.
+
+    `is_prose`: most of these values have several words.
+    """
 
     name: str
     kind: str
     length: float | None = None
+    is_prose: bool = False
+
+    @property
+    def is_nameable(self) -> bool:
+        """Return whether a template can name the column."""
+        return not _MARKUP.search(self.name)
 
 
 @dataclass(frozen=True)
@@ -53,15 +67,17 @@ class SeenTable:
     guessed: bool = False
 
 
-def seen_table(uri: str, options: dict[str, Any] | None = None) -> SeenTable:
-    """Return a table as its first rows show it.
+def seen_table(fields: Mapping[str, Any]) -> SeenTable:
+    """Return a table as its first rows show it, by the fields of `source` that are known.
 
     Raises like `raybatch plan` for unreadable input.
     """
     from prefect_raybatch import source
 
-    job = BatchJob.from_dict(_fields("first", uri, "-", "demo", "out"))
-    given = replace(read_spec(job.source), options=HiddenOptions(options))
+    made = {"name": "first", "prompt": {"template": "-"}, "output": {"uri": "out"}}
+    job = BatchJob.from_dict({**made, "source": dict(fields)}, "init")
+    check_trust(job)
+    given = read_spec(job.source)
     csv, guessed = source.seen_csv(given)
     given = replace(given, csv=Csv(**csv))
     if source.needs_snapshot(given):
@@ -70,8 +86,7 @@ def seen_table(uri: str, options: dict[str, Any] | None = None) -> SeenTable:
     else:
         found = source.inventory(given)
         schema, rows = found.schema, _first_rows(found, dict(given.options))
-    columns = [SeenColumn(f.name, str(f.type), _mean_length(rows, f)) for f in schema]
-    return SeenTable(columns, csv, guessed)
+    return SeenTable([_seen_column(rows, field) for field in schema], csv, guessed)
 
 
 def _first_rows(found: Inventory, options: dict[str, Any] | None) -> pa.Table:
@@ -88,64 +103,128 @@ def _first_rows(found: Inventory, options: dict[str, Any] | None) -> pa.Table:
     return found.schema.empty_table()
 
 
-def _mean_length(rows: pa.Table, field: pa.Field) -> float | None:
-    if str(field.type) not in _TEXT or field.name not in rows.column_names or not rows.num_rows:
-        return None
-    lengths = pc.utf8_length(rows[field.name].cast(pa.large_string()).slice(0, ROWS_READ))
-    return float(pc.sum(lengths).as_py() or 0) / float(min(ROWS_READ, rows.num_rows))
+def _seen_column(rows: pa.Table, field: pa.Field) -> SeenColumn:
+    name, kind = field.name, str(field.type)
+    if kind not in _TEXT or name not in rows.column_names or not rows.num_rows:
+        return SeenColumn(name, kind)
+    values = rows[name].cast(pa.large_string()).slice(0, ROWS_READ)
+    length = float(pc.sum(pc.utf8_length(values)).as_py() or 0) / len(values)
+    several = pc.sum(pc.match_substring_regex(values, r"\S\s+\S")).as_py() or 0
+    return SeenColumn(name, kind, length, 2 * several > len(values))
 
 
 def name_of(uri: str) -> str:
     """Return a job's name from the last part of a URI: `customers` for data/customers.csv.gz."""
-    last = uri.rstrip("/").rpartition("/")[2].partition("?")[0].partition(".")[0]
-    return _UNFIT.sub("-", last).strip("-._") or "job"
+    parts = uri.partition("?")[0].rstrip("/").split("/")
+    plain = [part for part in parts if not set("*?[") & set(part)] or [""]
+    return _UNFIT.sub("-", plain[-1].partition(".")[0]).strip("-._") or "job"
 
 
-def default_template(columns: list[SeenColumn]) -> str:
-    """Return a question about the column with the longest text, or about the first column."""
-    plain = [column for column in columns if not _MARKUP.search(column.name)] or columns
-    chosen = max(plain, key=lambda column: column.length or 0.0)  # the first of equal ones
-    return f"What is this? {{{chosen.name}}}"
+def default_prompt(columns: list[SeenColumn]) -> dict[str, str]:
+    """Return the fields of a prompt that fit the columns.
+
+    That is a column of conversations, else a question about the column with the longest text of
+    several words, about that with the longest text, or about the first column. Raises `ConfigError`
+    if a template can name none of them.
+    """
+    for column in columns:
+        if _CONVERSATION.match(column.kind):
+            return {"messages": column.name}
+    nameable = [column for column in columns if column.is_nameable]
+    if not nameable:
+        raise ConfigError(
+            f"a template can name no column, because of the signs in {columns[0].name!r}. Rename "
+            "the columns, or build the prompt with --function FILE.py:NAME"
+        )
+    chosen = max(nameable, key=lambda one: (one.is_prose, one.length or 0.0))  # the first of equals
+    return {"template": f"What is this? {{{chosen.name}}}"}
+
+
+def check_first_template(template: str, columns: list[SeenColumn]) -> str:
+    """Return the template. Raises `ConfigError` if it is none, or names a column that is not there.
+
+    A template without columns is refused too, because each row would ask the same.
+    """
+    names = [column.name for column in columns]
+    try:
+        used = template_fields(template)
+    except ValueError as error:
+        raise ConfigError(f"the template {error}") from None
+    for name in used:
+        if name not in names:
+            raise ConfigError(
+                f"the table has no column {name!r}{nearest(name, {*names})} (columns: "
+                f"{', '.join(names[:MOST_COLUMNS])})"
+            )
+    if not used:
+        raise ConfigError(
+            f"the template names no column, so each row would ask the same. Write one in braces, "
+            f"such as {{{names[0]}}}"
+        )
+    return template
 
 
 def job_text(
-    table: SeenTable, *, name: str, uri: str, template: str, model: str, output: str
+    table: SeenTable,
+    *,
+    name: str,
+    source: Mapping[str, Any],
+    prompt: Mapping[str, str],
+    model: str,
+    output: str,
 ) -> str:
-    """Return the commented job file. Raises `ConfigError` if these make no valid job."""
-    fields = _fields(name, uri, template, model, output)
-    BatchJob.from_dict({**fields, "source": {"uri": uri, "csv": table.csv}})
-    columns = table.columns
-    shown = [f"#   {clean(f'{column.name}: {column.kind}')}" for column in columns[:MOST_COLUMNS]]
-    if len(columns) > MOST_COLUMNS:
-        shown.append(f"#   and {len(columns) - MOST_COLUMNS} more")
-    put = {key: _scalar(value) for key, value in _leaves(fields)}
+    """Return the commented job file. Raises `ConfigError` if these make no valid job.
+
+    `source` are the fields with which the table was read, `prompt` those of its prompt.
+    """
+    shown = dict(source)
+    shown.pop("csv", None)
+    # Dollar signs of a path that was read as it is are no variables.
+    shown["uri"] = str(shown["uri"]).replace("$", "$$")
+    fields: dict[str, Any] = {
+        "name": name,
+        "source": {**source, **({"csv": table.csv} if table.csv else {})},
+        "prompt": dict(prompt),
+        "engine": {"model": model},
+        "output": {"uri": output},
+    }
+    BatchJob.from_dict(fields)
     lines = [
         "# A batch inference job: each row of the input is answered once.",
+        "#   raybatch preview FILE       types, prompts and the first answers",
         "#   raybatch plan FILE          what would run, before anything starts",
         "#   raybatch run FILE           run it; the same command again resumes",
-        f"name: {put['name']}",
+        f"name: {_scalar(name)}",
         "source:",
-        f"  uri: {put['source.uri']}",
+        *(f"  {key}: {_scalar(value)}" for key, value in shown.items()),
         *_csv_lines(table),
         "  limit: 100                  # first rows only, for a trial; remove it for all",
         "# Columns seen there, which a template may name:",
-        *shown,
+        *_column_lines(table.columns),
         "prompt:",
-        "  system: Answer in one word.",
-        f"  template: {put['prompt.template']}",
+        *([] if "messages" in prompt else ["  system: Answer in one word."]),
+        *(f"  {key}: {_scalar(value)}" for key, value in prompt.items()),
         "sampling:",
         "  temperature: 0",
         "  max_tokens: 64              # of an answer, at most",
         '  # choice: ["yes", "no"]     # the only answers there may be',
+        *([f"# {DEMO_WARNING}"] if model == DEMO else []),
         "engine:",
-        f"  model: {put['engine.model']}",
+        f"  model: {_scalar(model)}",
         "output:",
-        f"  uri: {put['output.uri']}",
+        f"  uri: {_scalar(output)}",
         "  column: answer",
         "# limits:",
         "#   max_failed_fraction: 0.05   # more failed rows than that stop the run",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _column_lines(columns: list[SeenColumn]) -> list[str]:
+    shown = [f"#   {clean(f'{column.name}: {column.kind}')}" for column in columns[:MOST_COLUMNS]]
+    if len(columns) > MOST_COLUMNS:
+        shown.append(f"#   and {len(columns) - MOST_COLUMNS} more")
+    return shown
 
 
 def _csv_lines(table: SeenTable) -> list[str]:
@@ -158,27 +237,9 @@ def _csv_lines(table: SeenTable) -> list[str]:
     return [f"  csv: {{{made}}}{note}"]
 
 
-def _fields(name: str, uri: str, template: str, model: str, output: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "source": {"uri": uri},
-        "prompt": {"template": template},
-        "engine": {"model": model},
-        "output": {"uri": output},
-    }
-
-
-def _leaves(value: dict[str, Any], above: str = "") -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    for key, inner in value.items():
-        path = f"{above}{key}"
-        found += _leaves(inner, f"{path}.") if isinstance(inner, dict) else [(path, inner)]
-    return found
-
-
-def _scalar(text: str) -> str:
-    """Return a text as one line of YAML."""
-    return visible_yaml([text], width=10**6, default_flow_style=True).strip()[1:-1]
+def _scalar(value: object) -> str:
+    """Return a value as one line of YAML."""
+    return visible_yaml([value], width=10**6, default_flow_style=True).strip()[1:-1]
 
 
 def write_example(folder: Path, replace_files: bool = False) -> list[Path]:

@@ -108,5 +108,6 @@ def _sampled(job: BatchJob) -> BatchJob:
         "reuse": None,
     }
     if source.needs_snapshot(read_spec(job.source)):
-        changes["source.limit"] = min(job.source.limit or COPIED_ROWS, COPIED_ROWS)
+        name = "limit" if job.source.sample is None else "sample"
+        changes[f"source.{name}"] = min(job.source.most_rows or COPIED_ROWS, COPIED_ROWS)
     return edited(job, changes, "the job of a trial")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from prefect_raybatch.errors import ConfigError
 
 JobFile = Annotated[str, typer.Argument(metavar="JOB", help="Job file in YAML")]
 RunDir = Annotated[str, typer.Argument(metavar="RUN_DIR", help="Run directory, local or s3://")]
@@ -28,3 +30,21 @@ TargetsFromPlan = Annotated[
 UsePrefect = Annotated[bool, typer.Option(help="Run as a Prefect flow")]
 DryRunOnly = Annotated[bool, typer.Option("--dry-run", help="Only show what would be done")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object only")]
+
+
+def field_changes(overrides: list[str] | None) -> dict[str, Any]:
+    """Return the changes of `--set FIELD=VALUE` as {field: value}; values are YAML."""
+    from prefect_raybatch.job.yaml_text import read_yaml
+
+    changes = {}
+    for text in overrides or ():
+        field, equals, new = text.partition("=")
+        if not equals or not field:
+            raise ConfigError(
+                f"--set {text!r} is no change. Write FIELD=VALUE, e.g. source.limit=100."
+            )
+        try:
+            changes[field] = read_yaml(new).value
+        except ValueError as error:
+            raise ConfigError(f"--set {text!r}: the value is no valid YAML: {error}") from None
+    return changes

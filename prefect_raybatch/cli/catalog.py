@@ -16,7 +16,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 
 COMMAND_EXAMPLES: dict[str, tuple[str, str]] = {
-    "init": ("raybatch init customers.csv", "raybatch init --example"),
+    "init": (
+        "raybatch init customers.csv --model Qwen/Qwen2.5-0.5B-Instruct",
+        'raybatch init sqlite:///sales.db --query "SELECT * FROM notes"',
+    ),
     "preview": (
         "raybatch preview job.yaml --rows 3",
         "raybatch preview job.yaml --no-answers",

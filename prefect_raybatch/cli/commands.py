@@ -28,10 +28,12 @@ from prefect_raybatch.cli.arguments import (
     RunKeyOption,
     TargetsFromPlan,
     UsePrefect,
+    field_changes,
 )
 from prefect_raybatch.cli.catalog import CommandGroups, in_catalog
 from prefect_raybatch.cli.drive import is_readable, retry_options, retry_rows, run_job, with_keys
 from prefect_raybatch.cli.ending import print_next, show_ending
+from prefect_raybatch.cli.init import first_job_file
 from prefect_raybatch.cli.outputs import outputs
 from prefect_raybatch.cli.recovery import DRAINED_STATUS, recovery
 from prefect_raybatch.cli.show import (
@@ -59,6 +61,7 @@ from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, RayBat
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.edits import edited
+from prefect_raybatch.job.expansion import anchored, expanded
 from prefect_raybatch.job.job_file import read_job_file
 from prefect_raybatch.job.run_words import (
     date_of,
@@ -245,7 +248,10 @@ def tune(
     tuned = try_settings(with_keys(loaded), minutes, seconds, limit, show)
     path = write or Path(job).with_suffix(".tuned.yaml")
     # Readable by its owner alone, because the job file may hold credentials.
-    write_private(path, tuning.job_file(_raw(job), tuned))
+    value = _raw(job)
+    if path.parent.absolute() != Path(job).parent.absolute():
+        value = anchored(expanded(value)[0], Path(job).parent)
+    write_private(path, tuning.job_file(value, tuned))
     if as_json:
         print_json({**asdict(tuned), "settings": tuning.settings(tuned), "written": str(path)})
         return
@@ -344,7 +350,7 @@ def retry_failed(
     from prefect_raybatch.api import retry
     from prefect_raybatch.runs.retry import Nothing
 
-    changes = _changes(set_)
+    changes = field_changes(set_)
     if targets_from_plan:
         _refuse_both(job)
         changes.setdefault("output.publish", retry.planned_targets(run_dir, changes, with_keys))
@@ -551,13 +557,13 @@ def _verify_chain(run_dir: str, as_json: bool) -> None:
 
 
 def _job(path: str, overrides: list[str] | None) -> BatchJob:
-    return edited(BatchJob.from_yaml(path), _changes(overrides), f"{path} with --set")
+    return edited(BatchJob.from_yaml(path), field_changes(overrides), f"{path} with --set")
 
 
 def _record_bad_job(path: str, run_key: str | None, error: ConfigError) -> None:
     """Record the failed attempt, if the job file can be read far enough to find its output."""
     with suppress(ConfigError):
-        record_bad_job(_raw(path), run_key, error)
+        record_bad_job(expanded(_raw(path))[0], run_key, error)
 
 
 def _raw(path: str) -> dict[str, Any]:
@@ -570,24 +576,7 @@ def _refuse_both(job: str | None) -> None:
         raise ConfigError("--job and --targets-from-plan exclude each other. Use one of them.")
 
 
-def _changes(overrides: list[str] | None) -> dict[str, Any]:
-    """Return the changes of `--set FIELD=VALUE` as {field: value}; values are YAML."""
-    from prefect_raybatch.job.yaml_text import read_yaml
-
-    changes = {}
-    for text in overrides or ():
-        field, equals, new = text.partition("=")
-        if not equals or not field:
-            raise ConfigError(
-                f"--set {text!r} is no change. Write FIELD=VALUE, e.g. source.limit=100."
-            )
-        try:
-            changes[field] = read_yaml(new).value
-        except ValueError as error:
-            raise ConfigError(f"--set {text!r}: the value is no valid YAML: {error}") from None
-    return changes
-
-
+app.add_typer(first_job_file)
 app.add_typer(outputs)
 app.add_typer(recovery)
 

@@ -1,9 +1,8 @@
-"""Commands for job files and output folders: init, preview, schema, runs, history and prune."""
+"""Commands for job files and output folders: preview, schema, runs, history and prune."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -15,9 +14,8 @@ from prefect_raybatch.cli.arguments import DryRunOnly, JobFile, JobName, Json, O
 from prefect_raybatch.cli.catalog import in_catalog
 from prefect_raybatch.cli.ending import print_next
 from prefect_raybatch.cli.show import print_json, print_prompt, show_rows, write_page
-from prefect_raybatch.cli.terminal import err, out
+from prefect_raybatch.cli.terminal import out
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.harmless import visible
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.run_words import dated_parts
@@ -33,84 +31,6 @@ outputs = typer.Typer()
 PROMPTS_SHOWN, CELL_SHOWN = 3, 60  # prompts; characters of a cell
 INPUTS_SHOWN = 3  # input columns beside an answer
 FAILURE_COLUMNS = ("stage", "error", "message")
-
-
-@outputs.command(**in_catalog("init"))
-def init(
-    table: Annotated[
-        str | None, typer.Argument(metavar="TABLE", help="File, folder or table to read")
-    ] = None,
-    file: Annotated[Path, typer.Option(metavar="FILE", help="Job file to write")] = Path(
-        "job.yaml"
-    ),
-    name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the job; else that of the table")
-    ] = None,
-    template: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Prompt of a row, with {Column} for values")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Hugging Face name or local folder")
-    ] = None,
-    output: Annotated[str | None, typer.Option(metavar="OUTPUT", help="Folder of the runs")] = None,
-    example: Annotated[
-        bool, typer.Option("--example", help="Write companies.csv and a job for it")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that exist")] = False,
-) -> None:
-    """Write a commented job file for a table.
-
-    In a terminal it prompts for missing options; elsewhere it uses the defaults. With --example
-    it writes a table of 300 companies and a job for it into the current folder.
-    """
-    if example == (table is not None):
-        raise ConfigError("init needs either TABLE or --example. Try `raybatch init --help`.")
-    if example:
-        _write_example(force)
-        return
-    if file.exists() and not force:
-        raise ConfigError(f"{file} already exists. Name another --file, or replace it with --force")
-    _write_first_job(str(table), file, name, template, model, output)
-
-
-def _write_example(force: bool) -> None:
-    from prefect_raybatch.api import first_job
-
-    for path in first_job.write_example(Path(), force):
-        err.print(f"wrote {path}", markup=False)
-    print_next("raybatch", "plan", first_job.EXAMPLE_JOB)
-
-
-def _write_first_job(
-    table: str,
-    file: Path,
-    name: str | None,
-    template: str | None,
-    model: str | None,
-    output: str | None,
-) -> None:
-    """Write a job file for `table`; print its columns, and the next command."""
-    from prefect_raybatch.api import first_job
-
-    seen = first_job.seen_table(table)
-    text = first_job.job_text(
-        seen,
-        name=name or first_job.name_of(table),
-        uri=table,
-        template=_option_or_answer(
-            "Prompt of a row", template, first_job.default_template(seen.columns)
-        ),
-        model=_option_or_answer("Model", model, "demo"),
-        output=_option_or_answer("Folder of the runs", output, "out"),
-    )
-    file.write_text(text, encoding="utf-8")
-    err.print(f"wrote {file}: {counted(len(seen.columns), 'column')} in {table}", markup=False)
-    words = ["raybatch", "plan", str(file)]
-    if seen.guessed:
-        guess = f"source.csv.encoding: {seen.csv['encoding']}"
-        err.print(f"{table} is not UTF-8, and {guess} is a guess. Check the prompts.", markup=False)
-        words = ["raybatch", "preview", str(file), "--no-answers"]
-    print_next(*words)
 
 
 @outputs.command(**in_catalog("preview"))
@@ -160,15 +80,6 @@ def _show_preview(found: Preview) -> None:
 def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= CELL_SHOWN else f"{text[:CELL_SHOWN]}..."
-
-
-def _option_or_answer(question: str, option: str | None, default: str) -> str:
-    """Return the option's value; without one, ask on a terminal and elsewhere take the default."""
-    if option is not None or not sys.stdin.isatty():
-        return option or default
-    shown = visible(f"{question} [{default}]")
-    answer: str = typer.prompt(shown, default=default, show_default=False, err=True)
-    return answer
 
 
 @outputs.command(**in_catalog("schema"))

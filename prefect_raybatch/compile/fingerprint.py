@@ -12,6 +12,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import is_web
 from prefect_raybatch.job.counted_fields import FINGERPRINTED, FREE_ENGINE_ARGUMENTS
 from prefect_raybatch.job.functions import source_digest
+from prefect_raybatch.job.own_code.loading import shown_name
 from prefect_raybatch.job.secrets import (
     catalog_place,
     counted_catalog,
@@ -30,6 +31,10 @@ def _uris(job: BatchJob) -> list[str]:
     return [unsigned(uri) if is_web(uri) else uri for uri in job.source.uris]
 
 
+def _shown(name: str | None) -> str | None:
+    return None if name is None else shown_name(name)
+
+
 def _catalog(job: BatchJob) -> dict[str, Any]:
     return counted_catalog(job.source.catalog) if job.source.catalog else {}
 
@@ -43,11 +48,15 @@ def _engine_arguments(job: BatchJob) -> dict[str, Any]:
 FIELD_READERS: dict[str, Callable[[BatchJob], Any]] = {
     "source.uri": _uris,
     "source.catalog": _catalog,
+    "prompt.function": lambda job: _shown(job.prompt.function),
+    "output.postprocess": lambda job: _shown(job.output.postprocess),
     "engine.(extra)": _engine_arguments,
     "output.schema_model": lambda job: job.output.answer_form,
     "output.on_cut_off": lambda job: "fail" if job.output.on_cut_off == "fail" else None,
 }
 COUNTED_WHEN: dict[str, Callable[[BatchJob], bool]] = {  # the other fields always count
+    "source.sample": lambda job: job.source.sample is not None,
+    "source.sample_seed": lambda job: job.source.sample is not None,
     "engine.max_model_len_percentile": lambda job: job.engine.max_model_len == "auto",
     "output.reasoning_column": lambda job: job.output.reasoning_parser is not None,
     "output.tool_calls_column": lambda job: job.output.tool_parser is not None,

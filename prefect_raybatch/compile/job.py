@@ -17,6 +17,7 @@ from prefect_raybatch.job.early_stop import choice_of
 from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.output import Output
+from prefect_raybatch.job.own_code.shipping import shipped
 from prefect_raybatch.job.precision import precision_tries, without_tries
 from prefect_raybatch.job.secrets import catalog_place, hide_argument, is_masked, recorded
 from prefect_raybatch.job.source import Source
@@ -123,6 +124,8 @@ def read_spec(source: Source) -> ReadSpec:
         table_format=source.table_format,
         stored=source.stored,
         limit=source.limit,
+        sample=source.sample,
+        sample_seed=source.sample_seed,
         columns=None if source.columns is None else tuple(source.columns),
         filter=source.filter,
         version=source.version,
@@ -150,7 +153,7 @@ def prompt_spec(job: BatchJob, planned: Planned | None = None) -> PromptSpec:
         template=prompt.template,
         second=prompt.second,
         system=prompt.system,
-        function=prompt.function,
+        function=shipped(prompt.function, "prompt.function"),
         messages=prompt.messages,
         documents=prompt.documents,
         adapter_column=prompt.adapter_column,
@@ -239,7 +242,7 @@ def finish_spec(
         column=_named(output, "column", names),
         columns=None if kept is None else tuple(kept),
         row_number=_named(output, "row_number", names),
-        postprocess=output.postprocess,
+        postprocess=shipped(output.postprocess, "output.postprocess"),
         types=output.output_schema,
         extras=tuple(output.extras),
         probabilities=output.probabilities,

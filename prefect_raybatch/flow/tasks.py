@@ -195,7 +195,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
             *(loaded.name, loaded.output, run.run_key),
             tell=not run.finished,
             uri=written,
-            limited=loaded.source.limit is not None,
+            limited=loaded.source.most_rows is not None,
         )
         if not run.finished:  # else an earlier flow run has logged it
             get_run_logger().info(

@@ -14,8 +14,10 @@ from typing import Any
 
 from prefect_raybatch.bounded import read_regular_file
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.checks import FUNCTION, class_name, without_user
-from prefect_raybatch.job.functions import check_defined_in, check_module, import_failure
+from prefect_raybatch.job.checks import class_name, missing_path, without_user
+from prefect_raybatch.job.function_faults import check_defined_in, import_failure
+from prefect_raybatch.job.functions import check_module
+from prefect_raybatch.job.own_code.loading import is_own_code, load_own
 from prefect_raybatch.job.schema_limits import (
     MOST_SCHEMA_BYTES,
     VALUES,
@@ -31,6 +33,14 @@ BACKEND = "guidance"
 where xgrammar passes over some of it. It can be asked in a fifth of a second, without torch."""
 
 
+def form_of_class(value: object) -> object:
+    """Return the JSON Schema of a pydantic class; any other value as it is."""
+    make = getattr(value, "model_json_schema", None) if isinstance(value, type) else None
+    if isinstance(value, type) and make is None:
+        raise ValueError(f"{value.__name__} is no pydantic class; derive it from BaseModel")
+    return value if make is None else make()
+
+
 def check_form(value: str | dict[str, Any]) -> str:
     """Return the form of an answer as JSON text, the path of a .json file or package.module:Class.
 
@@ -43,10 +53,10 @@ def check_form(value: str | dict[str, Any]) -> str:
         return json.dumps(_parsed(value), ensure_ascii=False, separators=(",", ":"))
     if value.lstrip().startswith("{"):
         _parsed(value)
-    elif not value.endswith(".json") and not FUNCTION.match(value):
+    elif not value.endswith(".json") and class_name(value) is None:
         raise ValueError(
             f"{value!r} is not a JSON Schema; write the schema, a file that ends in .json, or a "
-            "pydantic class as package.module:Class"
+            "pydantic class as package.module:Class or file.py:Class"
         )
     else:
         without_user(value)
@@ -75,6 +85,8 @@ def _loaded(value: str | Mapping[str, object]) -> dict[str, Any]:
         return _of_class(name)
     try:
         data = read_regular_file(value, MOST_SCHEMA_BYTES + 1)
+    except FileNotFoundError:
+        raise ValueError(f"{missing_path(value)}; check the path") from None
     except OSError as error:
         raise ValueError(
             f"{value} cannot be read: {error.strerror or error}; check the path"
@@ -106,6 +118,16 @@ def _of_class(name: str) -> dict[str, Any]:
     from pydantic import BaseModel
     from pydantic.errors import PydanticUserError
 
+    found = load_own(name, FIELD) if is_own_code(name) else _module_class(name)
+    if not isinstance(found, type) or not issubclass(found, BaseModel):
+        raise ConfigError(f"{FIELD}: {name} is no pydantic class; correct the name")
+    try:
+        return _parsed(found.model_json_schema())
+    except PydanticUserError as error:
+        raise ValueError(f"{name} cannot be converted to a JSON Schema: {error.message}") from None
+
+
+def _module_class(name: str) -> object:
     module_name, _, attribute = name.partition(":")
     check_module(module_name, FIELD)
     try:
@@ -117,14 +139,11 @@ def _of_class(name: str) -> dict[str, Any]:
         ) from None
     except (Exception, SystemExit) as error:  # whatever the module's own code raises
         raise ValueError(import_failure(module_name, error)) from None
-    found = getattr(module, attribute, None)
-    if not isinstance(found, type) or not issubclass(found, BaseModel):
+    found: object = getattr(module, attribute, None)
+    if not isinstance(found, type):
         raise ValueError(f"{module_name} has no pydantic class {attribute!r}; correct the name")
     check_defined_in(found, module_name, attribute, FIELD)
-    try:
-        return _parsed(found.model_json_schema())
-    except PydanticUserError as error:
-        raise ValueError(f"{name} cannot be converted to a JSON Schema: {error.message}") from None
+    return found
 
 
 def _check(schema: dict[str, Any]) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 from pydantic import ValidationError, field_validator, model_validator
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.checks import NAME, check_uri
+from prefect_raybatch.job.checks import NAME, check_uri, run_checks
 from prefect_raybatch.job.cluster import Cluster
 from prefect_raybatch.job.combinations import COMBINATIONS
 from prefect_raybatch.job.engine import Engine
-from prefect_raybatch.job.faults import Words, explain, unknown_words
+from prefect_raybatch.job.expansion import anchored, expanded
+from prefect_raybatch.job.faults import FieldPlace, explain
 from prefect_raybatch.job.group import Group, field
 from prefect_raybatch.job.job_file import read_job_file
 from prefect_raybatch.job.limits import Limits
@@ -27,6 +28,7 @@ from prefect_raybatch.job.sampling import Sampling
 from prefect_raybatch.job.secrets import CLEAR
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.tasks import pools
+from prefect_raybatch.job.yaml_text import NO_TEXT, YamlText
 
 
 class BatchJob(Group):
@@ -110,8 +112,7 @@ class BatchJob(Group):
 
     @model_validator(mode="after")
     def _combined(self) -> BatchJob:
-        for check in COMBINATIONS:
-            check(self)
+        run_checks(COMBINATIONS, self)
         return self
 
     @property
@@ -128,18 +129,30 @@ class BatchJob(Group):
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> BatchJob:
-        """Return the job of a file; raise `ConfigError` if it is missing, not YAML or not a job."""
+        """Return the job of a file, with `~` and variables in its paths expanded.
+
+        Raises `ConfigError` if it is missing, not YAML or not a job.
+        """
         content = read_job_file(path)
-        return cls._validated(content.value, str(path), content.words)
+        value, faults = expanded(content.value)
+        return cls._validated(anchored(value, Path(path).parent), str(path), content, faults)
 
     @classmethod
     def _validated(
-        cls, value: Mapping[str, Any], where: str, words: Words = unknown_words
+        cls,
+        value: Mapping[str, Any],
+        where: str,
+        text: YamlText = NO_TEXT,
+        faults: Mapping[FieldPlace, str] | None = None,
     ) -> BatchJob:
+        wrong = None
         try:
-            return cls.model_validate(dict(value))
+            job = cls.model_validate(dict(value))
         except ValidationError as error:
-            raise ConfigError(explain(error, cls, where, words)) from None
+            wrong = error
+        if wrong is None and not faults:
+            return job
+        raise ConfigError(explain(wrong, cls, where, text, faults))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for YAML or JSON, without what equals its default."""

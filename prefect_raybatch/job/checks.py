@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, InitErrorDetails
@@ -18,6 +19,7 @@ from prefect_raybatch.job.secrets import USERINFO
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
+FILE_FUNCTION = re.compile(r"[^\n\0]+\.py:[A-Za-z_]\w*\Z")
 # No user:password@, which would be kept in clear, and no path: Ray's client appends its own.
 SERVER = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?/?\Z")
 SCHEMES = ("", "file", "s3")
@@ -27,6 +29,21 @@ BRACES = "write {{ and }} for literal braces"
 
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+CheckedValue = TypeVar("CheckedValue")
+
+
+def run_checks(checks: Iterable[Callable[[CheckedValue], None]], value: CheckedValue) -> None:
+    """Run all checks; raise one ValueError with a line for each that fails."""
+    faults: dict[str, None] = {}
+    for check in checks:
+        try:
+            check(value)
+        except ValueError as error:
+            faults.update(dict.fromkeys(str(error).splitlines()))
+    if faults:
+        raise ValueError("\n".join(faults))
 
 
 def seconds_of(text: str) -> float:
@@ -74,6 +91,16 @@ def check_uri(uri: str) -> str:
     return uri
 
 
+def missing_path(path: str | os.PathLike[str]) -> str:
+    """Return in words that a local path does not exist, with the folder it was looked for in."""
+    given = os.fspath(path).removeprefix("file://")
+    folder, name = os.path.split(os.path.abspath(os.path.expanduser(given)))
+    start = "" if os.path.isabs(given) else f" (relative paths start at {os.getcwd()})"
+    if not os.path.isdir(folder):
+        return f"no folder {folder!r}, in which {name!r} should be{start}"
+    return f"no file or folder {name!r} in {folder}{start}"
+
+
 def is_web(uri: str) -> bool:
     """Return whether `uri` is an http(s) URL."""
     return uri.partition("://")[0].lower() in WEB_SCHEMES and "://" in uri
@@ -90,15 +117,25 @@ def check_web(uri: str) -> str:
 
 
 def check_function(name: str) -> str:
-    """Return `package.module:function`; raise ValueError otherwise. Imports nothing."""
-    if not FUNCTION.match(name):
-        raise ValueError(f"{name!r} is not a function name; write package.module:function")
+    """Return `package.module:function` or `file.py:function`; raise ValueError otherwise.
+
+    Imports nothing.
+    """
+    if FILE_FUNCTION.match(name):
+        if "://" in name:
+            raise ValueError(f"{name!r} is not a local file; write file.py:function")
+    elif not FUNCTION.match(name):
+        raise ValueError(
+            f"{name!r} is not a function name; write package.module:function, or file.py:function "
+            "for a file beside the job file"
+        )
     return name
 
 
 def class_name(value: object) -> str | None:
-    """Return the `package.module:Class` that replaces a schema, else None."""
-    return value if isinstance(value, str) and FUNCTION.match(value) else None
+    """Return the `package.module:Class` or `file.py:Class` that replaces a schema, else None."""
+    is_name = isinstance(value, str) and (FUNCTION.match(value) or FILE_FUNCTION.match(value))
+    return str(value) if is_name else None
 
 
 def template_fields(template: str) -> tuple[str, ...]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from prefect_raybatch.job.checks import class_name
 from prefect_raybatch.job.images import DIGESTS_COLUMN
+from prefect_raybatch.job.own_code.loading import is_own_code
 from prefect_raybatch.job.precision import TRY_FP8, precision_tries
 from prefect_raybatch.job.tasks import pools
 
@@ -229,8 +231,27 @@ def check_answer_schema(job: BatchJob) -> None:
         )
 
 
-# Checked in this order; the first failure is reported.
+def check_own_code(job: BatchJob) -> None:
+    """Raise ValueError for a function of a file or notebook in a job that is sent elsewhere."""
+    cluster = job.cluster
+    server = (
+        "job_server" if cluster.job_server else "kubernetes" if cluster.kubernetes.asked else ""
+    )
+    names = {
+        "prompt.function": job.prompt.function,
+        "output.postprocess": job.output.postprocess,
+        "output.schema_model": class_name(job.output.schema_model),
+    }
+    own = [field for field, name in names.items() if name is not None and is_own_code(name)]
+    if server and own:
+        raise ValueError(
+            f"{own[0]}: {names[own[0]]} is not on the machines of cluster.{server}; move it to a "
+            "module that is installed there"
+        )
+
+
 COMBINATIONS = (
+    check_own_code,
     check_task,
     check_adapters,
     check_without_images,

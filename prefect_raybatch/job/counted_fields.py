@@ -9,6 +9,8 @@ FINGERPRINTED = {
     "source.uri": "other rows",
     "source.format": "other parsing, other values",
     "source.limit": "other rows",
+    "source.sample": "other rows",
+    "source.sample_seed": "other rows; counts with a sample",
     "source.columns": "other columns in the result",
     "source.version": "other rows",
     "source.filter": "other rows",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import re
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from types import UnionType
 from typing import Literal, Union, get_args, get_origin
 
@@ -13,39 +15,51 @@ from pydantic_core import ErrorDetails
 
 from prefect_raybatch.job.checks import nearest
 from prefect_raybatch.job.secrets import hide_users
+from prefect_raybatch.job.yaml_text import NO_TEXT, YamlText
 
 FieldPlace = tuple[int | str, ...]  # names of fields and numbers in lists, from the top
-Words = Callable[[FieldPlace], str | None]  # what stands there, as it was written
 HIDDEN = {"options", "env", "hf_token"}  # fields whose values are not shown
 NO_GROUP = ("model_type", "model_attributes_type", "dataclass_type")
 YES_OR_NO = {True: ("true", "yes, on and true", "yes"), False: ("false", "no, off and false", "no")}
 
 
-def unknown_words(place: FieldPlace) -> None:
-    """Return None: the values come from no file."""
-    return
-
-
 def explain(
-    error: ValidationError, model: type[BaseModel], where: str, words: Words = unknown_words
+    error: ValidationError | None,
+    model: type[BaseModel],
+    where: str,
+    text: YamlText = NO_TEXT,
+    more: Mapping[FieldPlace, str] | None = None,
 ) -> str:
     """Return a pydantic error as lines that name the field, what is wrong, and the value.
 
-    `words` returns how a value was written in the job's file.
+    `text` is the job file, from which come the numbers of lines and how a value was written.
+    `more` are further faults by place.
     """
-    items = [(item, *_place(model, item["loc"])) for item in error.errors(include_url=False)]
-    told: dict[FieldPlace, list[str]] = {}
+    found = [] if error is None else error.errors(include_url=False)
+    items = [(item, *_place(model, item["loc"])) for item in found]
+    told: dict[FieldPlace, list[str]] = {place: [fault] for place, fault in (more or {}).items()}
     for item, place, kind, branch in items:
         deeper = any(len(p) > len(place) and p[: len(place)] == place for _, p, _, _ in items)
         if branch and deeper:  # what it should be instead has the shape, and a fault inside
             continue
-        told.setdefault(place, []).append(_message(item, place, kind, words))
-    lines = []
+        told.setdefault(place, []).append(_message(item, place, kind, text))
+    lines: list[tuple[int, str]] = []
     for place, messages in told.items():
         quote = [message for message in messages if "; quote it" in message]
         for message in quote[:1] or _joined(messages):
-            lines.append(": ".join(filter(None, (where, ".".join(map(str, place)), message))))
-    return "\n".join(dict.fromkeys(lines))
+            number = _line_of(message, place, text)
+            line = None if number is None else f"line {number}"
+            told_of = ".".join(map(str, place))
+            lines.append((number or 0, ": ".join(filter(None, (where, line, told_of, message)))))
+    return "\n".join(dict.fromkeys(line for _, line in sorted(lines, key=itemgetter(0))))
+
+
+def _line_of(message: str, place: FieldPlace, text: YamlText) -> int | None:
+    """Return the line of the field that a message is about: at `place`, or named by its start."""
+    first = re.match(r"\w+(\.\w+)*", message)
+    inner = (*place, *first[0].split(".")) if first else place
+    around, named = text.line(place), text.line(inner)
+    return around if named is None else named
 
 
 def _joined(messages: list[str]) -> Iterator[str]:
@@ -58,7 +72,7 @@ def _joined(messages: list[str]) -> Iterator[str]:
     yield from (" or ".join(dict.fromkeys(plain)) + value).splitlines()
 
 
-def _message(item: ErrorDetails, place: FieldPlace, kind: object, words: Words) -> str:
+def _message(item: ErrorDetails, place: FieldPlace, kind: object, text: YamlText) -> str:
     last = str(place[-1]) if place else ""
     given, told = item.get("input"), item["type"]
     hidden = bool({*item["loc"]} & HIDDEN)
@@ -70,7 +84,7 @@ def _message(item: ErrorDetails, place: FieldPlace, kind: object, words: Words) 
     if told in NO_GROUP and isinstance(kind, type):
         return _no_group(last, kind, given)
     if told == "string_type":
-        return _no_text(given, None if hidden else words(place), hidden)
+        return _no_text(given, None if hidden else text.words(place), hidden)
     if told == "list_type" and isinstance(given, str) and not hidden:
         return f"must be a list and is text; write {last}: [{_short(given)!r}]"
     if hidden or isinstance(given, (dict, BaseModel)):
@@ -87,6 +101,10 @@ def _no_group(name: str, kind: type[BaseModel], given: object) -> str:
     label = f"- {{{first}: {shown}}}" if name.isdecimal() else f"{name}: {{{first}: {shown}}}"
     if given is None:
         return f"is empty; write its fields indented below it, such as {label}, or remove it"
+    if hasattr(given, "columns"):
+        return (
+            f"must be a mapping and is a {type(given).__name__}; call ask(...) for data in memory"
+        )
     what = "text" if isinstance(given, str) else "a list" if isinstance(given, list) else "a value"
     return f"must be a mapping and is {what}; write {label}"
 

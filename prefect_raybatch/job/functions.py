@@ -1,22 +1,26 @@
-"""Loads the functions that a job names, only from modules that the operator installed."""
+"""Loads the functions that a job names.
+
+Those of modules that the operator installed; for a job's owner also those of `own_code`.
+"""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
 import inspect
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.function_faults import check_call, check_defined_in, import_failure
+from prefect_raybatch.job.own_code.loading import check_owner, is_own_code, own_digest
+from prefect_raybatch.job.own_code.shipping import OwnFunction, by_value
 from prefect_raybatch.policy.in_force import POLICY_FILE, policy_in_force
 
 # Parts of Python that `sys.stdlib_module_names` leaves out, and what a process was started with.
-UNLISTED = ("__main__", "__mp_main__", "_distutils_hack", "builtins", "test")
+UNLISTED = ("__mp_main__", "_distutils_hack", "builtins", "test")
 
 
 def check_module(module: str, field: str) -> None:
@@ -36,41 +40,42 @@ def check_module(module: str, field: str) -> None:
         )
 
 
-def check_defined_in(value: object, module: str, attribute: str, field: str) -> None:
-    """Raise `ConfigError` unless a function or class is defined in the module that names it.
-
-    A name that a module only imports may be anything, such as `subprocess.check_call`.
-    """
-    while isinstance(value, (functools.partial, functools.partialmethod)):
-        value = value.func
-    home = getattr(value, "__module__", None)
-    if home == module:
-        return
-    if not isinstance(home, str):
-        raise ConfigError(
-            f"{field}: {module}:{attribute} does not say which module defines it; define a "
-            "function that calls it, and name that"
-        )
-    raise ConfigError(
-        f"{field}: {module}:{attribute} is defined in {home}, not in {module}; write "
-        f"{home}:{getattr(value, '__name__', attribute)}, or define a function in {module} that "
-        "calls it"
-    )
+def check_place(name: str, field: str) -> None:
+    """Raise `ConfigError` unless a function or class of that name may be used. Imports nothing."""
+    if is_own_code(name):
+        check_owner(name, field)
+    else:
+        check_module(name.partition(":")[0], field)
 
 
 def load_function(name: str, field: str) -> Callable[..., Any]:
-    """Return the callable `package.module:function`.
+    """Return the callable `package.module:function`, `file.py:function` or `__main__:function`.
 
-    Raises `ConfigError` that names `field` if it cannot be loaded.
+    Raises `ConfigError` that names `field` if it cannot be loaded, or called with a row.
     """
+    if is_own_code(name):
+        own = name if isinstance(name, OwnFunction) else OwnFunction(name, field)
+        function = own.load()
+    else:
+        function = _module_function(name, field)
+    if not callable(function):
+        raise ConfigError(f"{field}: {name} is no function; correct the name")
+    check_call(function, name, field)
+    return function
+
+
+def _module_function(name: str, field: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
     check_module(module_name, field)
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
+        if _is_inside(module_name, error):
+            raise ConfigError(f"{field}: {import_failure(module_name, error)}") from None
         raise ConfigError(
             f"{field}: module {module_name!r} cannot be imported ({error}); install it where the "
-            "driver and the workers run, or set PYTHONPATH to the folder that holds it"
+            "driver and the workers run, or set PYTHONPATH to the folder that holds it. For a file "
+            f"beside the job file, write {module_name.rpartition('.')[2]}.py:{attribute}"
         ) from None
     except (Exception, SystemExit) as error:  # whatever the module's own code raises
         raise ConfigError(f"{field}: {import_failure(module_name, error)}") from None
@@ -81,18 +86,10 @@ def load_function(name: str, field: str) -> Callable[..., Any]:
     return function
 
 
-def import_failure(module: str, error: BaseException) -> str:
-    """Return in a line what a module's own code raised on import, and where."""
-    if isinstance(error, SyntaxError):
-        reason, place = error.msg, f"{error.filename}, line {error.lineno}"
-    else:
-        reason = (str(error).splitlines() or [""])[0]
-        frames = traceback.extract_tb(error.__traceback__)
-        place = f"{frames[-1].filename}, line {frames[-1].lineno}"
-    return (
-        f"importing module {module!r} fails with {type(error).__name__}: {reason} ({place}); "
-        "correct the module"
-    )
+def _is_inside(module: str, error: ImportError) -> bool:
+    """Return whether the module was found, and an import within it failed."""
+    missing = error.name or ""
+    return not (module == missing or module.startswith(f"{missing}."))
 
 
 def source_digest(name: str, field: str) -> str:
@@ -100,9 +97,13 @@ def source_digest(name: str, field: str) -> str:
 
     It changes with a helper in the same file too.
 
-    Falls back to the function's own source, then to its name (a builtin has none).
+    Falls back to the function's own source, then to its name (a builtin has none). A function that
+    is sent to the workers by value is tried too: raises `ConfigError` if that is impossible.
     """
     function = load_function(name, field)
+    if is_own_code(name):
+        by_value(name, field)
+        return own_digest(name, field)
     try:
         data = Path(inspect.getsourcefile(function) or "").read_bytes()
     except (OSError, TypeError):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.checks import missing_path
 
 if TYPE_CHECKING:
     from prefect_raybatch.job.yaml_text import YamlText
@@ -28,7 +29,9 @@ def read_job_file(path: str | Path) -> YamlText:
             raise ConfigError(f"{path}: is larger than 4 MiB; name a job file")
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such job file; check the path") from None
+        raise ConfigError(
+            f"{path}: no such job file: {missing_path(path)}; check the path"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     try:
@@ -43,8 +46,10 @@ def read_job_file(path: str | Path) -> YamlText:
             "smaller"
         )
     if not isinstance(found.value, dict):
+        glued = isinstance(found.value, str) and ":" in found.value
+        space = ", and a space behind each colon" if glued else ""
         raise ConfigError(
-            f"{path}: is not a mapping; write the fields name, source, prompt and output"
+            f"{path}: is not a mapping; write the fields name, source, prompt and output{space}"
         )
     return found
 

@@ -129,7 +129,7 @@ class Limits(Group):
         None,
         title="Minimum rows",
         text="Minimum number of input rows. A run with fewer fails before it starts engines, "
-        "unless source.limit leaves rows out.",
+        "unless source.limit or source.sample leaves rows out.",
         gt=0,
     )
 

@@ -7,8 +7,9 @@ from typing import Any, Literal
 from pydantic import ConfigDict, field_validator, model_validator
 
 from prefect_raybatch.job import answer_schema, chat, tasks
-from prefect_raybatch.job.checks import RESERVED, check_function, check_uri
+from prefect_raybatch.job.checks import RESERVED, check_function, check_uri, run_checks
 from prefect_raybatch.job.group import Group, field
+from prefect_raybatch.job.own_code.loading import own_name
 from prefect_raybatch.job.publish import PublishTarget, check_targets
 from prefect_raybatch.job.run_words import check_run_words
 from prefect_raybatch.job.vllm import fields as vllm_fields
@@ -41,8 +42,8 @@ class Output(Group):
         None,
         title="Postprocess function",
         text="Python function that replaces the answer column, as "
-        "package.module:function. It takes the row with the answer (a dict) and returns a dict "
-        "of columns, or None to drop the row.",
+        "package.module:function or file.py:function. It takes the row with the answer (a dict) "
+        "and returns a dict of columns, or None to drop the row.",
     )
     output_schema: dict[str, str] | None = field(
         5,
@@ -98,8 +99,8 @@ class Output(Group):
         None,
         title="Answer schema",
         text="JSON Schema that each answer must match: inline, as a .json file, or as "
-        "a pydantic class (package.module:Class). Its properties become typed columns in place "
-        "of the answer column; postprocess receives the parsed object instead.",
+        "a pydantic class (package.module:Class or file.py:Class). Its properties become typed "
+        "columns in place of the answer column; postprocess receives the parsed object instead.",
     )
     extras: list[Literal["finish_reason", "prompt_tokens", "output_tokens", "image_digests"]] = (
         field(
@@ -196,6 +197,16 @@ class Output(Group):
             raise ValueError(f"{value!r} contains a wildcard; name one folder")
         return value
 
+    @field_validator("schema_model", mode="before")
+    @classmethod
+    def _class(cls, value: object) -> object:
+        return answer_schema.form_of_class(value)
+
+    @field_validator("postprocess", mode="before")
+    @classmethod
+    def _callable(cls, value: object) -> object:
+        return own_name(value) if callable(value) else value
+
     @field_validator("postprocess")
     @classmethod
     def _function(cls, value: str | None) -> str | None:
@@ -247,8 +258,7 @@ class Output(Group):
 
     @model_validator(mode="after")
     def _combined(self) -> Output:
-        for check in _CHECKS:
-            check(self)
+        run_checks(_CHECKS, self)
         return self
 
     @property
@@ -318,5 +328,4 @@ def _check_cut_off(output: Output) -> None:
         )
 
 
-# Checked in this order; the first failure is reported.
 _CHECKS = (_check_column_names, _check_files, _check_types, _check_parsers, _check_cut_off)

@@ -7,9 +7,10 @@ from typing import Any, Literal
 from pydantic import field_validator, model_validator
 
 from prefect_raybatch.job import chat
-from prefect_raybatch.job.checks import check_function, template_fields
+from prefect_raybatch.job.checks import check_function, run_checks, template_fields
 from prefect_raybatch.job.group import Group, field
 from prefect_raybatch.job.images import Images
+from prefect_raybatch.job.own_code.loading import own_name
 
 # Fields of the prompt that vLLM's preparing of images is not told of.
 WITHOUT_IMAGES = (
@@ -39,8 +40,8 @@ class Prompt(Group):
         None,
         title="Prompt function",
         text="Python function that builds the prompt in place of a template, as "
-        "package.module:function. It takes the row (a dict) and returns the user message, a list "
-        "of chat messages, or {'messages': [...], 'sampling': {...}}.",
+        "package.module:function or file.py:function. It takes the row (a dict) and returns the "
+        "user message, a list of chat messages, or {'messages': [...], 'sampling': {...}}.",
     )
     on_null: Literal["fail", "empty"] = field(
         4,
@@ -142,6 +143,11 @@ class Prompt(Group):
             template_fields(value)
         return value
 
+    @field_validator("function", mode="before")
+    @classmethod
+    def _callable(cls, value: object) -> object:
+        return own_name(value) if callable(value) else value
+
     @field_validator("function")
     @classmethod
     def _function(cls, value: str | None) -> str | None:
@@ -166,8 +172,7 @@ class Prompt(Group):
 
     @model_validator(mode="after")
     def _combined(self) -> Prompt:
-        for check in (_check_form, _check_without_images, _check_with_images):
-            check(self)
+        run_checks((_check_form, _check_without_images, _check_with_images), self)
         return self
 
     @property

@@ -11,6 +11,7 @@ import yaml
 
 from prefect_raybatch.bounded import read_regular_file
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.checks import missing_path
 from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.job_file import MAX_JOB_BYTES
@@ -142,6 +143,8 @@ def given_manifest(made: Kubernetes) -> dict[str, Any] | None:
     try:
         text = read_regular_file(made.manifest_file, MAX_JOB_BYTES).decode()
         found = list(yaml.safe_load_all(text))
+    except FileNotFoundError:
+        raise ConfigError(f"{where}: {missing_path(made.manifest_file)}; check the path") from None
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

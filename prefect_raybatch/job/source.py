@@ -14,6 +14,7 @@ from prefect_raybatch.job.checks import (
     check_uri,
     check_web,
     is_web,
+    run_checks,
     without_user,
 )
 from prefect_raybatch.job.csv_options import Csv
@@ -176,6 +177,24 @@ class Source(Group):
         min_length=1,
     )
 
+    sample: int | None = field(
+        18,
+        None,
+        title="Row sample",
+        text="Read N rows, chosen by a hash of the row's number after source.filter, so that "
+        "the same input gives the same rows. The whole input is read for it. Default: all rows.",
+        gt=0,
+        le=10_000_000,
+    )
+    sample_seed: int = field(
+        19,
+        0,
+        title="Sample seed",
+        text="Another number chooses other rows for source.sample.",
+        ge=0,
+        lt=1 << 63,
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _signed(cls, value: object) -> object:
@@ -260,13 +279,17 @@ class Source(Group):
 
     @model_validator(mode="after")
     def _combined(self) -> Source:
-        for check in _CHECKS:
-            check(self)
+        run_checks(_CHECKS, self)
         return self
 
     @property
     def uris(self) -> list[str]:
         return [self.uri] if isinstance(self.uri, str) else list(self.uri)
+
+    @property
+    def most_rows(self) -> int | None:
+        """The most rows that limit or sample let through; None for any number."""
+        return self.sample if self.limit is None else self.limit
 
     @property
     def table_format(self) -> str | None:
@@ -347,5 +370,15 @@ def _check_hub(source: Source) -> None:
         raise ValueError("version: uri already names a revision after the @; remove one of them")
 
 
-# Checked in this order; the first failure is reported.
-_CHECKS = (_check_query, _check_single_table, _check_catalog_and_version, _check_hub)
+def _check_sample(source: Source) -> None:
+    """Raise ValueError for a sample beside a limit, and for a seed without a sample."""
+    if source.sample is not None and source.limit is not None:
+        raise ValueError("sample and limit exclude each other; remove one of them")
+    if source.sample is None and source.sample_seed:
+        raise ValueError("sample_seed applies only to sample; set sample, or remove sample_seed")
+
+
+_CHECKS = (
+    *(_check_query, _check_single_table, _check_catalog_and_version, _check_hub),
+    _check_sample,
+)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from prefect_raybatch.errors import CorruptRun, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import class_name
-from prefect_raybatch.job.functions import check_module
+from prefect_raybatch.job.functions import check_place
 from prefect_raybatch.job.trusted_engine import check_engine_trust
 from prefect_raybatch.job.trusted_places import check_reach
 from prefect_raybatch.job.trusted_pods import check_made_pods
@@ -39,7 +39,7 @@ def check_trust(job: BatchJob) -> None:
         ("output.schema_model", class_name(job.output.schema_model)),
     ):
         if name:
-            check_module(name.partition(":")[0], field)
+            check_place(name, field)
     check_engine_trust(job.engine, policy)
     check_reach(job, policy)
     check_made_pods(job.cluster, policy)

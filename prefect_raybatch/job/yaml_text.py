@@ -58,17 +58,42 @@ class YamlText:
 
         None for a quoted text, a collection, or a value that comes from elsewhere.
         """
-        node = self.root
-        for part in place:
-            if isinstance(node, yaml.MappingNode):
-                at = {key.value: inner for key, inner in node.value if _is_scalar(key)}
-                node = at.get(str(part))
-            elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
-                node = node.value[part] if part < len(node.value) else None
-            else:
-                return None
+        nodes = self._nodes(place)
+        node = nodes[-1][0] if len(nodes) > len(place) else None
         plain = isinstance(node, yaml.ScalarNode) and node.style is None
         return str(node.value) if node is not None and plain else None
+
+    def line(self, place: Sequence[int | str]) -> int | None:
+        """Return the line, from 1, in which the value at `place` is named.
+
+        If it is missing, the line of the group around it; None if that is the whole text.
+        """
+        nodes = self._nodes(place)
+        return nodes[-1][1] if len(nodes) > 1 else None
+
+    def _nodes(self, place: Sequence[int | str]) -> list[tuple[yaml.Node, int]]:
+        """Return the nodes on the way to `place` as far as they exist, each with its line."""
+        if self.root is None:
+            return []
+        nodes = [(self.root, 1)]
+        for part in place:
+            node = nodes[-1][0]
+            if isinstance(node, yaml.MappingNode):
+                pairs = [pair for pair in node.value if _is_scalar(pair[0])]
+                found = [(inner, key) for key, inner in pairs if key.value == str(part)]
+            elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+                found = [(inner, inner) for inner in node.value[part : part + 1]]
+            else:
+                break
+            if not found:
+                break
+            inner, named = found[-1]
+            nodes.append((inner, named.start_mark.line + 1))
+        return nodes
+
+
+NO_TEXT = YamlText(None)
+"""The text of values that come from no file."""
 
 
 def read_yaml(text: str) -> YamlText:
@@ -80,7 +105,7 @@ def read_yaml(text: str) -> YamlText:
     try:
         return _read(text)
     except yaml.MarkedYAMLError as error:
-        raise ValueError(f"{_line(error)}is not valid YAML: {_problem(error)}") from None
+        raise ValueError(_problem(error, text.splitlines())) from None
     except yaml.YAMLError as error:
         raise ValueError(f"is not valid YAML: {error}") from None
 
@@ -156,15 +181,88 @@ def _is_scalar(node: yaml.Node) -> bool:
     return isinstance(node, yaml.ScalarNode)
 
 
-def _line(error: yaml.MarkedYAMLError) -> str:
-    mark = error.problem_mark or error.context_mark
-    return f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+# What PyYAML says, what is likely wrong, and whether the error's own place is where it begins.
+_CAUSES = (
+    (
+        "found character '\\t' that cannot start",
+        "there is a tab; indent with spaces, not with tabs",
+        True,
+    ),
+    (
+        "that cannot start any token",
+        "text begins with a character that has a meaning in YAML; put quotes around it",
+        True,
+    ),
+    (
+        "could not find expected ':'",
+        "a colon with a space behind it is missing; write NAME: VALUE",
+        False,
+    ),
+    (
+        "found unexpected end of stream",
+        "a quote is opened and not closed; close it at the end of the text",
+        False,
+    ),
+    (
+        "expected ',' or",
+        "a bracket or brace is not closed, a comma is missing, or text with braces has no quotes; "
+        "complete it",
+        False,
+    ),
+    (
+        "expected the node content, but found",
+        "a bracket or brace is not closed; complete it",
+        False,
+    ),
+    (
+        "but found '<scalar>'",
+        "there is more text behind the end of a value; put quotes around the whole, and write a "
+        "quote within single quotes twice",
+        True,
+    ),
+    (
+        "expected <block end>",
+        "the indentation differs from that of the lines above; align the fields of a group",
+        True,
+    ),
+    (
+        "found undefined alias",
+        "text that begins with * is an alias; put quotes around it",
+        True,
+    ),
+    (
+        "found unhashable key",
+        "text begins with two braces; put quotes around it",
+        True,
+    ),
+    (
+        "found unknown escape character",
+        "a backslash within double quotes has a meaning; use single quotes",
+        True,
+    ),
+    (
+        "expected escape sequence",
+        "a backslash within double quotes has a meaning; use single quotes",
+        True,
+    ),
+)
 
 
-def _problem(error: yaml.MarkedYAMLError) -> str:
-    told = ", ".join(filter(None, (error.context, error.problem)))
-    if error.problem == "mapping values are not allowed here":
-        return f"{told}; put quotes around text that contains a colon and a space"
-    if error.problem == "found character '\\t' that cannot start any token":
-        return f"{told}; indent with spaces, not with tabs"
-    return told
+def _problem(error: yaml.MarkedYAMLError, lines: Sequence[str]) -> str:
+    """Return where a text is no YAML, and the likely cause with its remedy."""
+    problem, mark = error.problem or "", error.problem_mark or error.context_mark
+    cause = ", ".join(filter(None, (error.context, error.problem)))
+    if problem == "mapping values are not allowed here" and mark is not None:
+        before = lines[mark.line][: mark.column] if mark.line < len(lines) else ""
+        cause = (
+            "text contains a colon and a space; put quotes around it"
+            if ":" in before
+            else "the field is indented below a value; align it with the fields of its group"
+        )
+    for words, told, is_place in _CAUSES:
+        if words in problem:
+            cause = told
+            mark = mark if is_place else error.context_mark or mark
+            break
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    return f"{where}is not valid YAML: {cause}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.checks import missing_path
 from prefect_raybatch.ledger.records import digest, dump
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.context import ModelConfig, text_part
@@ -170,7 +171,10 @@ def _listing(field: str, source: str) -> bytes:
 
 def _store(field: str, source: str) -> Store:
     if not is_remote(source) and not Path(source).is_dir():
-        raise ConfigError(f"{field}: {source!r} is neither a local folder nor a Hugging Face name")
+        raise ConfigError(
+            f"{field}: {source!r} is neither a local folder nor a Hugging Face name: "
+            f"{missing_path(source)}"
+        )
     store = open_store(source)
     there = {file.path for file in store.list()}
     missing = [name for name in ADAPTER_FILES if name not in there]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from prefect_raybatch.bounded import read_regular_file, within
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.chat import is_template_text
-from prefect_raybatch.job.checks import nearest
+from prefect_raybatch.job.checks import missing_path, nearest
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.spec.engine import ModelRequest
 from prefect_raybatch.spec.request import PromptSpec
@@ -131,6 +131,11 @@ def _read(name: str) -> str:
         else:
             data = read_regular_file(join(name), MAX_TEMPLATE_BYTES + 1)
     except (OSError, ValueError) as error:
+        if isinstance(error, FileNotFoundError) and not is_remote(name):
+            raise ConfigError(
+                f"prompt.chat_template: {missing_path(name)}. Check the path, or write the "
+                "template's text"
+            ) from None
         raise ConfigError(
             f"prompt.chat_template: {name!r} cannot be read ({error}). Name a Jinja file, or write "
             "the template's text"

@@ -11,6 +11,7 @@ from typing import Any
 from prefect_raybatch import demo
 from prefect_raybatch.bounded import read_regular_file, within
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.checks import missing_path
 from prefect_raybatch.ledger.records import digest, dump
 from prefect_raybatch.model.context import own_context
 from prefect_raybatch.spec.engine import ModelRequest
@@ -49,7 +50,7 @@ def pin(request: ModelRequest) -> dict[str, Any]:
     if source.startswith((".", "/", "~")) or source.count("/") != 1:
         raise ConfigError(
             f"engine.model: {source!r} is neither a local folder nor a Hugging Face name "
-            "(owner/name)"
+            f"(owner/name): {missing_path(source)}"
         )
     revision = hub_commit(source, request.revision)
     return {"source": source, "revision": revision, "identity": f"{source}@{revision}"}

@@ -242,7 +242,7 @@ def _write_plan(
 
 def _check_rows(spec: RunSpec, rows: int) -> None:
     """Raise `SourceError` if the input has fewer rows than the job expects."""
-    least, limit = spec.limits.min_rows, spec.read.limit
+    least, limit = spec.limits.min_rows, spec.read.most_rows
     if least is None or rows >= least or (limit is not None and rows >= limit):
         return
     raise SourceError(
@@ -263,6 +263,11 @@ def _taken_input(resolved: Resolved, store: Store, dataset: ray.data.Dataset | N
     spec, attempt = compile_job(resolved.job), uuid.uuid4().hex
     read, copying = spec.read, partial(copying_for, spec.cluster)
     if dataset is not None:
+        if read.sample is not None:
+            raise ConfigError(
+                "source.sample does not apply to a dataset. Remove it, and pass "
+                "dataset.random_sample(...)"
+            )
         found = source.snapshot_dataset(dataset, store, attempt, read.limit, read.columns, copying)
         return RunInput(found, store, attempt, copied=True)
     if not source.needs_snapshot(read):

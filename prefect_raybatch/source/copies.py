@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import pyarrow as pa
@@ -22,6 +22,7 @@ from prefect_raybatch.source.arrow_types import written
 from prefect_raybatch.source.columns import Shape
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.find import Inventory, Weights
+from prefect_raybatch.source.row_sample import RowSample, SampledNumbers, taken
 from prefect_raybatch.source.snapshot_writer import SnapshotWriter, conform
 from prefect_raybatch.storage import Store
 
@@ -93,6 +94,7 @@ class Copied:
     read: int = 0  # rows, of which a filter may leave some out
     unfit: ConfigError | None = None  # why the filter does not go with `schema`
     error: RayBatchError | None = None
+    kept: int = 0  # rows that the filter lets through
     part: bool = False  # of a file, whose other parts may have wider types
 
     def under(self, shape: Shape) -> bool:
@@ -117,17 +119,20 @@ def copy_blocks(
     chosen: Chosen | None = None,
     limit: int | None = None,
     keep_error: bool = False,
+    numbers: SampledNumbers | None = None,
 ) -> Copied:
     """Write blocks, or what is `chosen` of them, as files with one schema.
+
+    `numbers` are the numbers, among the chosen rows, of those that are written (None: all).
 
     From a block on that the schema so far cannot hold, nothing is written, but all blocks are read,
     so that another copy knows every type. With `keep_error`, errors of reading are in the outcome.
     """
     parts = SnapshotWriter(store, f"{INPUT}/{attempt}-{uuid.uuid4()}")
-    read, unfit, error = 0, None, None
+    read, kept, unfit, error = 0, 0, None, None
     try:
         try:
-            read, unfit = _write(blocks, types, parts, chosen, limit)
+            read, kept, unfit = _write(blocks, types, parts, chosen, limit, numbers)
         except RayBatchError as fault:
             if not keep_error:
                 raise
@@ -139,7 +144,7 @@ def copy_blocks(
     if files is None:
         parts.abandon()
     schema, weights = written(types.schema), tuple(parts.weights)
-    return Copied(files, schema, (), (), parts.row_bytes, weights, read, unfit, error)
+    return Copied(files, schema, (), (), parts.row_bytes, weights, read, unfit, error, kept)
 
 
 def _write(
@@ -148,8 +153,12 @@ def _write(
     parts: SnapshotWriter,
     chosen: Chosen | None,
     limit: int | None,
-) -> tuple[int, ConfigError | None]:
-    """Read all blocks once; return how many rows, and why the filter does not fit the types."""
+    numbers: SampledNumbers | None,
+) -> tuple[int, int, ConfigError | None]:
+    """Read all blocks once; return how many rows, how many of them the filter lets through.
+
+    And why the filter does not fit the types.
+    """
     read, kept, unfit, first, faulty = 0, 0, None, None, None
     for where, table in blocks:
         if limit is not None and chosen is None:
@@ -170,12 +179,12 @@ def _write(
                 continue
             schema = chosen.schema(schema)
             table = table if limit is None else table.slice(0, limit - kept)
-        kept += table.num_rows
-        parts.write(table, schema)
+        first_number, kept = kept, kept + table.num_rows
+        parts.write(table if numbers is None else taken(table, first_number, numbers), schema)
         if kept == limit:
             break
     # A later value may have changed the types to some that the filter fits.
-    return read, unfit if faulty == written(types.schema) else None
+    return read, kept, unfit if faulty == written(types.schema) else None
 
 
 def copy_until_settled(
@@ -225,10 +234,21 @@ def copy_tables(
     limit: int | None,
     kind: str,
     chosen: Chosen | None = None,
+    sample: RowSample | None = None,
 ) -> Inventory:
-    """Copy all blocks, or what is `chosen` of them, as one piece."""
+    """Copy all blocks, or what is `chosen` of them, as one piece.
+
+    With a `sample`, the rows are counted first: each pass over the blocks that finds another number
+    of rows, or other types, is followed by one more.
+    """
+    counted = 0
 
     def copy(_: Sequence[int]) -> list[tuple[int, Copied]]:
-        return [(0, copy_blocks(blocks(), shape, store, attempt, chosen, limit))]
+        nonlocal counted
+        numbers = None if sample is None else sample.numbers(counted)
+        made = copy_blocks(blocks(), shape, store, attempt, chosen, limit, numbers=numbers)
+        if sample is not None and made.kept != counted:
+            counted, made = made.kept, replace(made, files=None)
+        return [(0, made)]
 
     return inventory_of(copy_until_settled(1, shape, copy), written(shape.schema), kind, chosen)

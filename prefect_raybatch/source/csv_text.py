@@ -164,13 +164,14 @@ def delimiter_of(file: File, options: Csv) -> str:
     return options.delimiter or ("\t" if ".tsv" in file.info.path.lower() else ",")
 
 
-def csv_as_seen(file: File) -> tuple[dict[str, Any], bool]:
+def csv_as_seen(file: File, given: Csv) -> tuple[dict[str, Any], bool]:
     """Return (fields of `source.csv`, whether the encoding is a guess) by the start of a CSV file.
 
-    Only fields that differ from their defaults.
+    Only fields that differ from their defaults, and those that are set in `given`.
     """
+    told = given.model_dump(exclude_unset=True)
     try:
-        encoding, guessed = seen_encoding(file)
+        encoding, guessed = (given.encoding, False) if "encoding" in told else seen_encoding(file)
         written = _Written.of(file, Csv(encoding=encoding))
         first = _first_line(file, written)
     except OSError as error:  # what is compressed may be damaged
@@ -179,11 +180,13 @@ def csv_as_seen(file: File) -> tuple[dict[str, Any], bool]:
             "correct source.csv"
         ) from None
     fields: dict[str, Any] = {}
-    if (named := _named_by_excel(first)) is not None:
+    if {"delimiter", "skip_rows"} & told.keys():
+        pass
+    elif (named := _named_by_excel(first)) is not None:
         fields = {"delimiter": named, "skip_rows": 1}
     elif (other := _another_delimiter(first, written.delimiter)) is not None:
         fields = {"delimiter": other}
-    return fields | ({} if encoding == "utf-8" else {"encoding": encoding}), guessed
+    return fields | ({} if encoding == "utf-8" else {"encoding": encoding}) | told, guessed
 
 
 @dataclass(frozen=True)

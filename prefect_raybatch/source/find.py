@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, SourceError
-from prefect_raybatch.job.checks import is_web
+from prefect_raybatch.job.checks import is_web, missing_path
 from prefect_raybatch.job.trusted_places import check_links, url_check
 from prefect_raybatch.ledger.layout import RESULT_FOLDERS
 from prefect_raybatch.ledger.records import InputFile
@@ -146,7 +146,8 @@ def detect_format(source: ReadSpec) -> str:
 
 def needs_snapshot(source: ReadSpec) -> bool:
     """Return whether `source` is read through a Parquet snapshot. Raises like `detect_format`."""
-    in_place = source.filter is None and not any(map(is_web, source.uris))
+    chosen = source.filter is not None or source.sample is not None
+    in_place = not chosen and not any(map(is_web, source.uris))
     return not in_place or detect_format(source) != "parquet"
 
 
@@ -336,18 +337,22 @@ def _is_within(uri: str, root: str, pattern: str | None) -> bool:
 
 
 def _nothing(given: str) -> str:
-    if split_glob(given)[1] is not None:
-        return f"source.uri: no file matches {given!r}. Check the folder and the pattern"
-    if not is_remote(given) and os.path.isdir(split_glob(given)[0]):
+    root, pattern = split_glob(given)
+    if pattern is not None:
+        if not is_remote(root) and not os.path.isdir(root):
+            return f"source.uri: {missing_path(root)}. Check the path"
+        return (
+            f"source.uri: no file in {root} matches {pattern!r}. Check the folder and the pattern"
+        )
+    if not is_remote(given) and os.path.isdir(root):
         return (
             f"source.uri: folder {given!r} has no files to read. Check the path; hidden files, "
             "names that begin with _ and system files such as Thumbs.db are ignored"
         )
     if is_remote(given):
         return f"source.uri: {given!r} does not exist. Check the path and the bucket"
-    folder, _, name = split_glob(given)[0].rpartition("/")
-    start = "" if os.path.isabs(given) else f" (relative paths start at {os.getcwd()})"
-    return f"source.uri: no file or folder {name!r} in {folder or '/'}. Check the path{start}"
+    dollar = ". Variables such as $HOME are filled in only in a job file" if "$" in given else ""
+    return f"source.uri: {missing_path(given)}. Check the path{dollar}"
 
 
 def _as_it_stands(given: str, options: Mapping[str, object]) -> tuple[str, str | None]:

@@ -35,6 +35,7 @@ from prefect_raybatch.source.hive import add_columns
 from prefect_raybatch.source.ipc_files import arrow_rows, arrow_tables
 from prefect_raybatch.source.json_arrays import array_blocks, is_array
 from prefect_raybatch.source.json_lines import json_tables
+from prefect_raybatch.source.row_sample import sample_of
 from prefect_raybatch.source.side_copies import (
     NotSideBySide,
     ShareCopier,
@@ -61,7 +62,8 @@ def snapshot(
 
     Files are copied in parallel, by default in threads of this process; `everywhere(bytes, whether
     all of the input is reachable from elsewhere)` chooses where instead. Rows, their order and
-    types are those of a sequential copy, which is used with `limit` and for files over http(s).
+    types are those of a sequential copy, which is used with `limit` or `sample` and for files over
+    http(s).
 
     The URIs of the inventory are relative to `run_store`. Types come from the values: CSV cells are
     int64, float64, bool or string, whichever is the narrowest that reproduces each value as written
@@ -81,7 +83,7 @@ def snapshot(
 
     reader = partial(_tables, kind, source=reads, types=types, pushed=pushed)
     made = None
-    if source.limit is None and not any(is_web(file.uri) for file in files):
+    if source.most_rows is None and not any(is_web(file.uri) for file in files):
         typing = _typing(kind, types)
         copier = ShareCopier(
             reader, run_store, attempt, chosen, *typing, _read_as(kind, source, types)
@@ -96,7 +98,10 @@ def snapshot(
 
     if made is None:
         shape = _shape(kind, reads.columns, types)
-        made = copy_tables(blocks, shape, run_store, attempt, source.limit, kind, chosen)
+        made = copy_tables(
+            *(blocks, shape, run_store, attempt, source.limit, kind, chosen),
+            sample=sample_of(source),
+        )
     if not made.rows:
         raise _without_rows(kind, files, bool(source.filter))
     check_columns(source.columns, list(known), "the input")
@@ -192,8 +197,8 @@ def _guess(
 def peek(source: ReadSpec) -> Inventory:
     """Return what `snapshot` would give, estimated from the first block with rows; write nothing.
 
-    Rows are estimated from the sizes of the files (never more than `limit`), types may still widen.
-    Raises like `snapshot` for faults in that block.
+    Rows are estimated from the sizes of the files (never more than `limit` or `sample`), types may
+    still widen. Raises like `snapshot` for faults in that block.
     """
     if (table := table_format(source)) is not None:
         return copying.peek_at(table, source)
@@ -214,7 +219,7 @@ def peek(source: ReadSpec) -> Inventory:
     schema = written(shape.schema)
     fits = _fitting(kind, wanted, table, schema).num_rows / table.num_rows
     stored = _stored_row_bytes(kind, first)
-    chosen, left = [], source.limit
+    chosen, left = [], source.most_rows
     whole = (  # the block is the file
         len(files) == 1
         and kind in ("csv", "jsonl")
@@ -242,7 +247,7 @@ def seen_csv(source: ReadSpec) -> tuple[dict[str, Any], bool]:
     if table_format(source) is None:
         kind, files = find(source)
         if kind == "csv":
-            return csv_as_seen(files[0])
+            return csv_as_seen(files[0], source.csv)
     return {}, False
 
 

@@ -17,7 +17,8 @@ class ReadSpec:
     `format` is as the job names it, `auto` to infer it from the files; `table_format` is the kind
     of table that format or scheme tell, None if only a look at the files can. `stored`: the URIs
     name files and folders, not a table in a catalog. `limit` is the number of first rows to read,
-    None for all. `options` are s3fs options, `catalog` pyiceberg properties.
+    None for all. `sample` is the number of rows to choose by a hash and `sample_seed`.
+    `options` are s3fs options, `catalog` pyiceberg properties.
     """
 
     uris: tuple[str, ...] = field(repr=False)  # may be signed
@@ -25,6 +26,8 @@ class ReadSpec:
     table_format: str | None
     stored: bool
     limit: int | None
+    sample: int | None
+    sample_seed: int
     columns: tuple[str, ...] | None
     filter: str | None
     version: str | None
@@ -36,3 +39,8 @@ class ReadSpec:
     web: Web
     catalog: HiddenOptions
     options: HiddenOptions
+
+    @property
+    def most_rows(self) -> int | None:
+        """The most rows that limit or sample let through; None for any number."""
+        return self.sample if self.limit is None else self.limit

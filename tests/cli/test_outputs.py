@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pandas as pd
@@ -15,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from deltalake import write_deltalake
 from helpers.retries import first_run
 
 from prefect_raybatch import demo
@@ -90,7 +94,7 @@ def test_init_says_how_a_csv_file_is_written(
     Path("in.csv").write_bytes(text.encode(encoding))
     code, out, err = said(capsys, "init", "in.csv")
     assert code == 0, err
-    assert ("is a guess" in err) is guessed and ("preview" in out) is guessed
+    assert ("is a guess" in err) is guessed and ("--no-answers" in out) is guessed
     job = BatchJob.from_yaml("job.yaml")
     assert job.source.csv.model_dump(exclude_unset=True) == csv
     code, shown, err = said(capsys, "preview", "job.yaml", "--no-answers")
@@ -135,6 +139,119 @@ def test_init_takes_what_options_say_and_replaces_nothing_unasked(table, capsys)
 def test_init_says_what_is_wrong_with_a_table(table, capsys):
     code, _, err = said(capsys, "init", "missing.parquet")
     assert code != 0 and "missing.parquet" in err and not Path("job.yaml").exists()
+
+
+def write_tables(folder: Path) -> None:
+    text = "id;web address;body;tag\n1;https://example.org/a/long/one/that/is/here;it is late;x\n"
+    (folder / "in.txt").write_text(text, encoding="utf-8")
+    (folder / "in$DATA.csv").write_text(text, encoding="utf-8")
+    (folder / "in.tsv").write_bytes(text.replace(";", "\t").encode("utf-16"))
+    with sqlite3.connect(folder / "in.db") as database:
+        database.execute("CREATE TABLE t (id INTEGER, body TEXT)")
+        database.execute("INSERT INTO t VALUES (1, 'it is late')")
+    (folder / "hive/year=2024").mkdir(parents=True)
+    (folder / "hive/year=2024/a.csv").write_text(text)
+    write_deltalake(folder / "delta", pa.table({"id": [1], "body": ["it is late"]}))
+
+
+@pytest.mark.parametrize(
+    ("argv", "fields"),
+    [
+        (["in.txt", "--format", "csv"], {"format": "csv", "csv": {"delimiter": ";"}}),
+        (
+            ["in.txt", "--format=csv", "--delimiter=;", "--set", 'source.csv.quote="\'"'],
+            {"format": "csv", "csv": {"delimiter": ";", "quote": "'"}},
+        ),
+        (["in$DATA.csv"], {"csv": {"delimiter": ";"}}),
+        (["in.tsv", "--encoding", "utf-16"], {"csv": {"encoding": "utf-16"}}),
+        (
+            ["sqlite:///in.db", "--query", "SELECT * FROM t"],
+            {"query": "SELECT * FROM t"},
+        ),
+        (["hive"], {"csv": {"delimiter": ";"}}),
+        (["hive/*/*.csv", "--set", "source.columns=[body]"], {"columns": ["body"]}),
+        (["delta"], {}),
+        (["delta", "--format", "delta", "--set", "source.version='0'"], {"version": "0"}),
+    ],
+)
+def test_init_reads_every_table_that_plan_reads(
+    argv: list[str],
+    fields: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_tables(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    code, out, err = said(capsys, "init", *argv)
+    assert code == 0, err
+    assert out == "next    raybatch preview job.yaml\n"
+    assert "only knows the industries of companies" in err
+    job = BatchJob.from_yaml("job.yaml")
+    assert job.source.uri == argv[0] and job.source.limit == 100
+    found = job.source.model_dump(exclude_unset=True)
+    assert {name: found.get(name) for name in fields} == fields
+    assert job.prompt.template == "What is this? {body}"
+    code, out, err = said(capsys, "plan", "job.yaml")
+    assert code == 0, err
+
+
+def test_init_proposes_a_column_of_conversations(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    chat = [[{"role": "user", "content": "Hello there"}]]
+    pq.write_table(pa.table({"id": ["a long key"], "chat": chat}), "in.parquet")
+    code, _, err = said(capsys, "init", "in.parquet", "--model", "owner/model")
+    assert code == 0 and "only knows" not in err
+    job = BatchJob.from_yaml("job.yaml")
+    assert (job.prompt.messages, job.prompt.template, job.prompt.system) == ("chat", None, None)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["in.txt"], "(here: --format)"),
+        (["sqlite:///in.db"], "is a database. Add --query"),
+        (["in.db"], "source.query to a SELECT (here: --query)"),
+        (["none/a.csv"], "no folder"),
+        (["in.txt", "--format", "csv", "--template", "Is {bdy}?"], "did you mean 'body'?"),
+        (["in.txt", "--format", "csv", "--template", "Is it?"], "names no column"),
+        (["in.txt", "--template", "{id}", "--function", "a.py:b"], "exclude each other"),
+        (["in.txt", "--set", "engine.model=x"], "init sets fields of source only"),
+        (["odd.csv"], "a template can name no column"),
+    ],
+)
+def test_init_says_what_to_add(
+    argv: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_tables(tmp_path)
+    (tmp_path / "odd.csv").write_text("a.b,c[0]\n1,2\n")
+    monkeypatch.chdir(tmp_path)
+    code, _, err = said(capsys, "init", *argv)
+    assert code != 0 and words in " ".join(err.split()) and not Path("job.yaml").exists()
+
+
+def test_init_takes_a_function_of_a_file(table, capsys):
+    Path("prompts.py").write_text("def ask(row):\n    return row['Company']\n")
+    assert said(capsys, "init", "firms.parquet", "--function", "prompts.py:ask")[0] == 0
+    code, out, err = said(capsys, "preview", "job.yaml", "--no-answers")
+    assert code == 0 and "Acme" in out, err
+
+
+def test_init_asks_again_in_a_terminal(table, monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal("{Compny}?\n{Company}?\nowner/model\nresults\n"))
+    code, _, err = said(capsys, "init", "firms.parquet")
+    assert code == 0 and "did you mean 'Company'?" in err
+    job = BatchJob.from_yaml("job.yaml")
+    assert (job.prompt.template, job.engine.model) == ("{Company}?", "owner/model")
+    assert job.output.uri == "results"
 
 
 def test_init_writes_an_example_that_can_be_planned(tmp_path, monkeypatch, capsys):

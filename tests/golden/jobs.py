@@ -96,6 +96,11 @@ def _inputs() -> Iterator[GoldenJob]:
         },
     )
     yield made(
+        "input-sample",
+        "Rows of a file chosen by a hash.",
+        source={"uri": "data/several/[ab].csv", "sample": 12, "sample_seed": 3},
+    )
+    yield made(
         "input-partitions",
         "Folders key=value, with a declared type and a filter.",
         source={
@@ -688,7 +693,7 @@ def _refused() -> Iterator[GoldenJob]:
     yield made(
         "refused-model",
         "A model that is not there.",
-        engine={"model": "./models/none"},
+        engine={"model": "/models/none"},
     )
     yield made(
         "refused-answer-room",

@@ -109,7 +109,7 @@ def test_inline_text_file_and_class_are_the_same_schema(tmp_path):
         (thing(a={"$ref": "https://example.org/a.json"}), "refers to another document"),
         (thing(default={"$ref": "other.json"}), "refers to another document"),
         (thing(a={"$ref": "#/$defs/A"}), "has no target"),
-        ("no/such.json", "cannot be read"),
+        ("no/such.json", "no folder"),
         ("{", "is not valid JSON"),
         ("no_such_module:A", "module 'no_such_module' cannot be imported"),
         ("job.test_answer_schema:thing", "has no pydantic class 'thing'"),

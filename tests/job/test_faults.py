@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import yaml
 from helpers.small import job_dict
@@ -24,6 +26,11 @@ output: {uri: out}
 
 
 def lines_of(folder: Path, text: str) -> list[str]:
+    """What is said of the job file `text`, without the name of the file and the fields' lines."""
+    return [re.sub(r"\Aline \d+: ", "", line) for line in numbered_lines_of(folder, text)]
+
+
+def numbered_lines_of(folder: Path, text: str) -> list[str]:
     """What is said of the job file `text`, without the name of the file."""
     path = folder / "job.yaml"
     path.write_text(text, encoding="utf-8")
@@ -67,18 +74,76 @@ def test_keys_that_a_merge_brings_may_be_given_again() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("a: b: c", "line 1, column 5: is not valid YAML: text contains a colon and a space; p"),
+        ("a: 1\n  b: 2", "line 2, column 4: is not valid YAML: the field is indented below a v"),
+        ("a:\n\t- b", "line 2, column 1: is not valid YAML: there is a tab; indent with spaces"),
+        ("a: 1\nb: [", "line 2, column 5: is not valid YAML: a bracket or brace is not closed"),
         (
-            "a: b: c",
-            "line 1, column 5: is not valid YAML: mapping values are not allowed here; p",
+            "a: {x: 1\nb: 3\n",
+            "line 1, column 4: is not valid YAML: a bracket or brace is not closed",
         ),
-        ("a:\n\t- b", "line 2, column 1: is not valid YAML: while scanning for the next token, f"),
-        ("a: 1\nb: [", "line 2, column 5: is not valid YAML: while parsing a flow node, expected "),
+        ("a: 1\nb 2\nc: 3", "line 2, column 1: is not valid YAML: a colon with a space behind it"),
+        ("a: 1\nb:2\nc: 3", "line 2, column 1: is not valid YAML: a colon with a space behind it"),
+        ("a: 1\nb: 'x\nc: 3", "line 2, column 4: is not valid YAML: a quote is opened and not cl"),
+        ("a: 'it's'", "line 1, column 8: is not valid YAML: there is more text behind the end of"),
+        ("a: {Company} is", "line 1, column 14: is not valid YAML: there is more text behind the"),
+        ("a:\n  b: 1\n c: 2", "line 3, column 2: is not valid YAML: the indentation differs fr"),
+        ("a: @x", "line 1, column 4: is not valid YAML: text begins with a character that has a"),
+        ("a: *x", "line 1, column 4: is not valid YAML: text that begins with * is an alias; put"),
+        ("a: {{x}}", "line 1, column 5: is not valid YAML: text begins with two braces; put quo"),
+        ('a: "c:\\data"', "line 1, column 8: is not valid YAML: a backslash within double quotes"),
         ("a: 2026-99-99", "is not valid YAML: month must be in 1..12"),
         ("a: 1\n---\nb: 1\n", "line 2, column 1: is not valid YAML: expected a single document"),
     ],
 )
 def test_what_is_no_yaml_is_named_by_its_line(tmp_path: Path, text: str, said: str) -> None:
     assert lines_of(tmp_path, text)[0].startswith(said)
+
+
+def test_each_wrong_field_is_named_with_its_line(tmp_path: Path) -> None:
+    text = """\
+name: a b
+source:
+  uri: in.csv
+  limit: 0
+prompt:
+  function: m:f
+  template: "{A}"
+engine:
+  replicas: many
+  adapters: {a: yes}
+output:
+  uri: out
+  colunm: x
+"""
+    lines = numbered_lines_of(tmp_path, text)
+    assert [line.split(": ")[:2] for line in lines] == [
+        ["line 1", "name"],
+        ["line 4", "source.limit"],
+        ["line 5", "prompt"],
+        ["line 9", "engine.replicas"],
+        ["line 10", "engine.adapters.a"],
+        ["line 13", "output.colunm"],
+    ]
+
+
+def test_data_in_memory_is_no_source() -> None:
+    (line,) = told(job_dict(source=pa.table({"a": [1]})))
+    assert line == "source: must be a mapping and is a Table; call ask(...) for data in memory"
+
+
+def test_all_fields_that_do_not_go_together_are_named(tmp_path: Path) -> None:
+    text = JOB.replace("{uri: in.csv}", "{uri: in.csv, media_root: a, query: SELECT 1, split: x}")
+    lines = lines_of(tmp_path, text.replace("in.csv", "in.csv, format: csv"))
+    assert [line.split(" ")[1] for line in lines] == ["query", "split"]
+    text = JOB.replace("{uri: in.csv}", "{uri: in.csv, media_root: a}")
+    text += "limits:\n  max_cost: 3\nengine:\n  adapter: x\n  adapters: {a: b}\n"
+    lines = numbered_lines_of(tmp_path, text)
+    assert [tuple(line.split(" ")[1:3]) for line in lines] == [
+        ("2:", "source.media_root"),
+        ("6:", "limits.max_cost"),
+        ("8:", "engine.adapter"),
+    ]
 
 
 def test_libraries_that_change_the_reader_all_share_change_nothing_here(

@@ -158,11 +158,14 @@ instance, method = Asker(), Asker().ask
 def ask(row): ...
 
 
+def two(row, more): ...
+
+
 @functools.wraps(ask)
 def wrapped(row): ...
 
 
-partly = functools.partial(ask, 1)
+partly = functools.partial(two, more=1)
 """
 
 

@@ -187,6 +187,8 @@ CHANGED: dict[str, Any] = {
     "source.uri": "data/other.parquet",
     "source.format": "parquet",
     "source.limit": 5,
+    "source.sample": 5,
+    "source.sample_seed": 7,
     "source.columns": ["Company"],
     "source.rows_per_shard": 7,
     "source.options": {"anon": True},
@@ -317,6 +319,7 @@ CHANGED: dict[str, Any] = {
 # What must be there for the changed value to be valid, in both jobs that are compared.
 WITH_IMAGES = {"prompt.images.columns": ["image"]}
 NEEDS: dict[str, dict[str, Any]] = {
+    "source.sample_seed": {"source.sample": 5},
     "source.media_root": WITH_IMAGES,
     "limits.max_cost": {"cluster.price_per_gpu_hour": 2.0},
     **{

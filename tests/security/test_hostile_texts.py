@@ -210,7 +210,14 @@ def test_a_first_job_file_reads_as_it_is(text: str) -> None:
     text = text.encode("utf-8", "replace").decode().replace("\0", "")  # no table or file has these
     seen = SeenTable([SeenColumn(text, f"struct<{text}: string>")], {})
     template = f"Zürich {text} {{a}}"
-    made = job_text(seen, name="x", uri="a.csv", template=template, model=f"a{text}", output="out")
+    made = job_text(
+        seen,
+        name="x",
+        source={"uri": "a.csv"},
+        prompt={"template": template},
+        model=f"a{text}",
+        output="out",
+    )
     job = yaml.safe_load(made)
     assert not OBEYED.search(made) and "Zürich" in made
     assert job["engine"]["model"] == f"a{text}" and job["prompt"]["template"] == template
@@ -227,7 +234,14 @@ def test_a_tuned_job_file_reads_as_it_is(text: str) -> None:
 def test_a_columns_name_adds_nothing_to_a_first_job_file() -> None:
     name = "a\nlimits: {max_failed_fraction: 1.0}\n# \x1b[31m\u202e"
     seen = SeenTable([SeenColumn(name, "string"), SeenColumn("b", "string")], {})
-    text = job_text(seen, name="x", uri="in.csv", template="{b}", model="demo", output="out")
+    text = job_text(
+        seen,
+        name="x",
+        source={"uri": "in.csv"},
+        prompt={"template": "{b}"},
+        model="demo",
+        output="out",
+    )
     assert "limits" not in yaml.safe_load(text) and not OBEYED.search(text)
 
 

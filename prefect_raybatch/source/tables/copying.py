@@ -18,6 +18,7 @@ from prefect_raybatch.source.columns import Shape, check_columns
 from prefect_raybatch.source.copies import Blocks, copy_tables
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.find import Inventory
+from prefect_raybatch.source.row_sample import sample_of
 from prefect_raybatch.source.snapshot_writer import conform
 from prefect_raybatch.source.tables.base import TableSource
 from prefect_raybatch.source.tables.delta import open_delta
@@ -47,7 +48,10 @@ def snapshot_of(format: str, source: ReadSpec, run_store: Store, attempt: str) -
             for rows in chosen.tables(pushed=True):
                 yield table.pin.uri, rows
 
-        made = copy_tables(blocks, Shape(), run_store, attempt, source.limit, format)
+        made = copy_tables(
+            *(blocks, Shape(), run_store, attempt, source.limit, format),
+            sample=sample_of(source),
+        )
         if not made.rows:
             which = (
                 "no row matches source.filter. Change the filter"
@@ -71,8 +75,8 @@ def peek_at(format: str, source: ReadSpec) -> Inventory:
         guessed = not whole and not counted
         if source.filter and looked:
             rows = max(1, round(rows * sample.num_rows / looked))
-        if source.limit is not None and rows >= source.limit:
-            rows, guessed = source.limit, False
+        if source.most_rows is not None and rows >= source.most_rows:
+            rows, guessed = source.most_rows, False
         if not looked:
             raise SourceError(
                 f"{chosen.name}: the table has no rows. Check source.uri and source.version"

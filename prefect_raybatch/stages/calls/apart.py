@@ -32,7 +32,7 @@ HUNG = 3
 BOOT = (  # the child gets this process's sys.path, so that it finds the same modules
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from prefect_raybatch.stages.calls.child import serve; "
-    "serve(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])"
+    "serve(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])"
 )
 
 
@@ -86,11 +86,12 @@ class Apart:
 
     def child(self) -> Child:
         """Return a child that has imported the function's module: the last one, while it lives."""
-        children: dict[tuple[str, str], Child] = _kept.__dict__.setdefault("children", {})
-        child = children.get((self.name, self.field))
+        children: dict[tuple[object, ...], Child] = _kept.__dict__.setdefault("children", {})
+        # Another text of a function, sent by value, has the same name.
+        key = (self.name, self.field, getattr(self.name, "payload", None))
+        child = children.get(key)
         if child is None or not child.lives:
-            child = Child(self.name, self.field, self.seconds)
-            children[self.name, self.field] = child
+            child = children[key] = Child(self.name, self.field, self.seconds)
         return child
 
     def __call__(self, row: object) -> Any:
@@ -160,7 +161,7 @@ class Child:
         command = [sys.executable, "-P", "-c", BOOT, json.dumps([str(path) for path in sys.path])]
         with theirs:
             self.process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid()), name, field],
+                [*command, str(theirs.fileno()), str(os.getpid()), field],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # so that what it starts can be killed with it
@@ -169,6 +170,7 @@ class Child:
         self._close = weakref.finalize(self, _kill, self.process, self._wire)
         limit = None if seconds is None else max(seconds, START_SECONDS)
         try:
+            self.say(pickle.dumps(name))
             kind, *rest = self.hear(limit)
         except _Ended:
             raise NoChild(

@@ -28,8 +28,11 @@ PR_SET_PDEATHSIG = 1
 READY, REFUSED, BEGUN, GAVE, RAISED = range(5)
 
 
-def serve(fd: int, parent: int, name: str, field: str) -> None:
-    """Call the function for each row received over socket `fd`, until none comes."""
+def serve(fd: int, parent: int, field: str) -> None:
+    """Call the function for each row received over socket `fd`, until none comes.
+
+    The function's name, or the function by value, is received first.
+    """
     _end_with(parent)
     _leave_nobody()
     faulthandler.enable()  # a segmentation fault shows in the worker's log where it was
@@ -37,7 +40,7 @@ def serve(fd: int, parent: int, name: str, field: str) -> None:
     os.set_inheritable(fd, False)
     wire = socket.socket(fileno=fd)
     try:
-        function = load_function(name, field)
+        function = load_function(_next(wire), field)
     except ConfigError as error:
         _send(wire, REFUSED, str(error))
         return

@@ -1,0 +1,76 @@
+"""Says in one line what is wrong with a user's function, with its file and line."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from prefect_raybatch.errors import ConfigError
+
+
+def check_defined_in(
+    value: object, module: str, attribute: str, field: str, place: str | None = None
+) -> None:
+    """Raise `ConfigError` unless a function or class is defined in the module that names it.
+
+    A name that a module only imports may be anything, such as `subprocess.check_call`. `place` is
+    how the job names the module, by default as `module`.
+    """
+    while isinstance(value, (functools.partial, functools.partialmethod)):
+        value = value.func
+    home = getattr(value, "__module__", None)
+    if home == module:
+        return
+    place = place or module
+    if not isinstance(home, str):
+        raise ConfigError(
+            f"{field}: {place}:{attribute} does not say which module defines it; define a "
+            "function that calls it, and name that"
+        )
+    raise ConfigError(
+        f"{field}: {place}:{attribute} is defined in {home}, not in {place}; write "
+        f"{home}:{getattr(value, '__name__', attribute)}, or define a function in {place} that "
+        "calls it"
+    )
+
+
+def check_call(function: Callable[..., Any], name: str, field: str) -> None:
+    """Raise `ConfigError` if a function cannot be called with one argument, the row."""
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{field}: {name} is async{defined_at(function)}; write it with `def`")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a function in C
+        return
+    try:
+        signature.bind({})
+    except TypeError as error:
+        raise ConfigError(
+            f"{field}: {name}{signature} cannot be called with one argument, the row: {error}"
+            f"{defined_at(function)}; change its parameters"
+        ) from None
+
+
+def defined_at(function: object) -> str:
+    """Return the file and line of a function in parentheses, "" if it has none."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return "" if code is None else f" ({code.co_filename}, line {code.co_firstlineno})"
+
+
+def import_failure(module: str, error: BaseException) -> str:
+    """Return in a line what a module's own code raised on import, and where."""
+    if isinstance(error, SyntaxError):
+        reason, place = error.msg, f"{error.filename}, line {error.lineno}"
+    else:
+        reason = (str(error).splitlines() or [""])[0]
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not frame.filename.startswith("<frozen ")]
+        last = (own or frames)[-1]
+        place = f"{last.filename}, line {last.lineno}"
+    return (
+        f"importing module {module!r} fails with {type(error).__name__}: {reason} ({place}); "
+        "correct the module"
+    )

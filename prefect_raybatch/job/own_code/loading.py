@@ -1,0 +1,198 @@
+"""Finds functions and classes that no worker could import: `file.py:ask` and `__main__:ask`.
+
+Only a job's owner may name them. A job that comes through Prefect's API or a job server may not,
+whatever the operator's policy allows, because its author could name any file of the machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from prefect_raybatch.bounded import read_regular_file
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.checks import FILE_FUNCTION, missing_path
+from prefect_raybatch.job.function_faults import check_defined_in, import_failure
+from prefect_raybatch.policy.in_force import POLICY_FILE, policy_in_force
+
+MAIN = "__main__"  # a notebook, or the script that Python was started with
+MOST_CODE_BYTES = 4 << 20  # of a file with functions
+
+_lock = threading.RLock()  # loading a file may load another
+_modules: dict[str, tuple[str, ModuleType]] = {}  # by path: the digest of its content, the module
+
+
+def is_own_code(name: str) -> bool:
+    """Return whether `name` is that of a function or class of a file, a notebook or a script."""
+    return FILE_FUNCTION.match(name) is not None or name.startswith(f"{MAIN}:")
+
+
+def own_name(value: object) -> str:
+    """Return `module:name` of a function or class; raise ValueError if no name leads to it."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    if not isinstance(module, str) or not name.isidentifier():
+        raise ValueError(
+            f"{name or value!r} cannot be found by a name; define it at the top level with `def`"
+        )
+    return f"{module}:{name}"
+
+
+def shown_name(name: str) -> str:
+    """Return the name without the folder of its file, which a moved job file changes."""
+    place, _, attribute = name.rpartition(":")
+    return f"{Path(place).name}:{attribute}" if is_own_code(name) else name
+
+
+def check_owner(name: str, field: str) -> None:
+    """Raise `ConfigError` unless the job is its owner's. Reads no file."""
+    policy = policy_in_force()
+    if policy.limited:
+        raise ConfigError(
+            f"{field}: under {policy.title}, functions and classes may not come from "
+            f"{name.rpartition(':')[0]!r}; move them to an installed module, and add that to "
+            f"function_modules in the file of {POLICY_FILE} where the flow runs"
+        )
+
+
+def load_own(name: str, field: str) -> Any:
+    """Return the function or class that `name` leads to.
+
+    Raises `ConfigError` that names `field`, and the file and line if they are known.
+    """
+    check_owner(name, field)
+    place, _, attribute = name.rpartition(":")
+    module = sys.modules[MAIN] if place == MAIN else _file_module(place, field)
+    found = getattr(module, attribute, None)
+    if found is None:
+        raise ConfigError(f"{field}: {_unknown_name(place, attribute, module)}")
+    check_defined_in(found, module.__name__, attribute, field, place)
+    return found
+
+
+def _unknown_name(place: str, attribute: str, module: ModuleType) -> str:
+    own = [name for name, value in vars(module).items() if _is_defined_in(value, module)]
+    close = get_close_matches(attribute, own, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else "correct the name"
+    if place != MAIN:
+        return f"{place} has no function {attribute!r}; {hint}"
+    return (
+        f"this process has no function {attribute!r} in its notebook or script; {hint} A run with "
+        "such a function continues only where it is defined; a file beside the job file "
+        "(file.py:function) works everywhere"
+    )
+
+
+def _is_defined_in(value: object, module: ModuleType) -> bool:
+    return callable(value) and getattr(value, "__module__", None) == module.__name__
+
+
+def _file_module(path: str, field: str) -> ModuleType:
+    """Return the module of a file, executed again only if its content changed."""
+    data = read_own_file(path, field)
+    digest = hashlib.sha256(data).hexdigest()
+    with _lock:
+        loaded = _modules.get(path)
+        if loaded is not None and loaded[0] == digest:
+            return loaded[1]
+        unique = hashlib.sha256(f"{path}\n{digest}".encode()).hexdigest()[:16]
+        module = ModuleType(f"raybatch_file_{unique}")
+        module.__file__ = path
+        sys.modules[module.__name__] = module  # dataclasses and pydantic look there
+        try:
+            # Not by an import: that would leave bytecode beside the user's file, and take a file
+            # that was changed within a second for the one before.
+            exec(compile(data, path, "exec", dont_inherit=True), module.__dict__)
+        except (Exception, SystemExit) as error:
+            del sys.modules[module.__name__]
+            alone = (
+                ". Only installed modules can be imported there, not files beside it"
+                if isinstance(error, ImportError)
+                else ""
+            )
+            raise ConfigError(f"{field}: {import_failure(path, error)}{alone}") from None
+        _modules[path] = digest, module
+        return module
+
+
+def read_own_file(path: str, field: str) -> bytes:
+    """Return the content of a file with functions; raise `ConfigError` if that is impossible."""
+    try:
+        data = read_regular_file(path, MOST_CODE_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(f"{field}: {missing_path(path)}; check the path") from None
+    except OSError as error:
+        raise ConfigError(f"{field}: {path} cannot be read: {error.strerror or error}") from None
+    if len(data) > MOST_CODE_BYTES:
+        raise ConfigError(f"{field}: {path} has over {MOST_CODE_BYTES:,} bytes; make it smaller")
+    return data
+
+
+def own_digest(name: str, field: str) -> str:
+    """Return the SHA-256 of the source of a function: of its file, or for `__main__` its own.
+
+    In a notebook or script, that is the text of the function, of the functions and classes there
+    that it uses, and the plain values: other cells or lines may change.
+    """
+    place = name.rpartition(":")[0]
+    if place != MAIN:
+        return hashlib.sha256(read_own_file(place, field)).hexdigest()
+    texts = dict(sorted(_texts(load_own(name, field))))
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+
+
+def _texts(first: object) -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of a function of `__main__` and all that it uses there."""
+    main = sys.modules[MAIN]
+    pending, seen = [("", first)], {""}
+    while pending:
+        name, value = pending.pop()
+        if not _is_defined_in(value, main):
+            yield name, _value_text(value)
+            continue
+        yield name, _source_text(value)
+        for used in sorted(_used_names(value)):
+            if used in vars(main) and used not in seen:
+                seen.add(used)
+                pending.append((used, vars(main)[used]))
+
+
+def _codes(value: Any) -> Iterator[CodeType]:
+    """Yield the code of a function, or of the functions of a class, with inner functions."""
+    members = list(vars(value).values()) if isinstance(value, type) else [value]
+    codes = [inspect.unwrap(one).__code__ for one in members if inspect.isfunction(one)]
+    while codes:
+        code = codes.pop()
+        yield code
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+
+
+def _used_names(value: object) -> set[str]:
+    return {name for code in _codes(value) for name in code.co_names}
+
+
+def _source_text(value: Any) -> str:
+    try:
+        return inspect.getsource(value)
+    except (OSError, TypeError):  # typed at a prompt: what it was compiled to
+        return repr([(c.co_code, c.co_names, _plain_constants(c)) for c in _codes(value)])
+
+
+def _plain_constants(code: CodeType) -> list[object]:
+    return [one for one in code.co_consts if not isinstance(one, CodeType)]
+
+
+def _value_text(value: object) -> str:
+    if isinstance(value, ModuleType):
+        return value.__name__
+    try:
+        return json.dumps(value, sort_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,85 @@
+"""Sends functions to Ray's workers by value, because workers have neither file nor notebook."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.own_code.loading import MAIN, is_own_code, load_own
+
+
+class OwnFunction(str):
+    """The name of a function that workers cannot import; pickled, it carries the function.
+
+    `payload` is the pickled function in a worker, None in the process that defines it. There `sent`
+    is what the first worker got, so that all tasks of a run get the same though the file changes.
+    """
+
+    field: str
+    payload: bytes | None
+    sent: bytes | None
+
+    def __new__(cls, name: str, field: str, payload: bytes | None = None) -> OwnFunction:
+        made = super().__new__(cls, name)
+        made.field, made.payload, made.sent = field, payload, payload
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.sent is None:
+            # Finalizing needs no function: if its file is gone, only a worker that calls it fails.
+            with suppress(ConfigError):
+                self.sent = by_value(self, self.field)
+        return OwnFunction, (str(self), self.field, self.sent)
+
+    def __deepcopy__(self, memo: object) -> OwnFunction:
+        return self
+
+    def load(self) -> Callable[..., Any]:
+        """Return the function. Raises `ConfigError` if it cannot be loaded here."""
+        if self.payload is None:
+            function: Callable[..., Any] = load_own(self, self.field)
+            return function
+        try:
+            return _unpacked(self.payload)
+        except Exception as error:  # whatever a module that it uses does on import
+            raise ConfigError(
+                f"{self.field}: {self} cannot be loaded on this node "
+                f"({type(error).__name__}: {error}); install what it imports there"
+            ) from None
+
+
+def shipped(name: str | None, field: str) -> str | None:
+    """Return the name of a job's function as the stages take it to the workers."""
+    return OwnFunction(name, field) if name is not None and is_own_code(name) else name
+
+
+def by_value(name: str, field: str) -> bytes:
+    """Return a function pickled by value, with all of its file or notebook that it uses.
+
+    Raises `ConfigError` if it holds something that cannot be sent.
+    """
+    import cloudpickle
+
+    function = load_own(name, field)
+    module = sys.modules[function.__module__]
+    if module.__name__ != MAIN:  # which always is pickled by value
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        data: bytes = cloudpickle.dumps(function)
+    except Exception as error:  # whatever pickling a value of the user's raises
+        raise ConfigError(
+            f"{field}: {name} uses something that cannot be sent to other processes "
+            f"({type(error).__name__}: {error}); create it within the function"
+        ) from None
+    return data
+
+
+@lru_cache(maxsize=16)  # one copy a process, so that what the function keeps lasts over blocks
+def _unpacked(payload: bytes) -> Callable[..., Any]:
+    function: Callable[..., Any] = pickle.loads(payload)
+    return function

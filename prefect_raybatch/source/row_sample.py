@@ -1,0 +1,73 @@
+"""Chooses the rows of `source.sample`: those whose numbers have the smallest hashes.
+
+A hash and not a random generator, so that the choice is the same with every version of numpy. A
+larger sample with the same seed includes a smaller one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from prefect_raybatch.spec.read import ReadSpec
+
+SampledNumbers: TypeAlias = NDArray[np.int64]
+Hashes: TypeAlias = NDArray[np.uint64]
+HASHED_TOGETHER = 1 << 20  # row numbers that are hashed together
+
+
+@dataclass(frozen=True)
+class RowSample:
+    """`rows` of the input, chosen by `seed`."""
+
+    rows: int
+    seed: int
+
+    def numbers(self, total: int) -> SampledNumbers:
+        """Return the numbers of the chosen ones among `total` rows, in increasing order."""
+        best = np.empty(0, np.uint64)
+        for start in range(0, total, HASHED_TOGETHER):
+            hashes = self._hashes(start, min(total, start + HASHED_TOGETHER))
+            best = np.concatenate([best, hashes])
+            if len(best) > self.rows:
+                best = np.partition(best, self.rows - 1)[: self.rows]
+        if len(best) < self.rows:
+            return np.arange(total, dtype=np.int64)
+        highest = best.max()  # no two numbers have the same hash
+        parts = [
+            start
+            + np.flatnonzero(self._hashes(start, min(total, start + HASHED_TOGETHER)) <= highest)
+            for start in range(0, total, HASHED_TOGETHER)
+        ]
+        return np.concatenate(parts).astype(np.int64)
+
+    def _hashes(self, start: int, end: int) -> Hashes:
+        """Return the hash of each number: splitmix64, which maps distinct numbers to distinct ones.
+
+        The seed is hashed too: with seeds added to the numbers, samples would be shifted copies.
+        """
+        seed = _mixed(np.array([self.seed], np.uint64))[0]
+        return _mixed(np.arange(start, end, dtype=np.uint64) ^ seed)
+
+
+def sample_of(source: ReadSpec) -> RowSample | None:
+    """Return the sample that a source asks for, or None."""
+    return None if source.sample is None else RowSample(source.sample, source.sample_seed)
+
+
+def taken(table: pa.Table, first: int, numbers: SampledNumbers) -> pa.Table:
+    """Return the rows of a table, of which the first has the number `first`, with these numbers."""
+    start, end = np.searchsorted(numbers, [first, first + table.num_rows])
+    return table.take(pa.array(numbers[start:end] - first))
+
+
+def _mixed(values: Hashes) -> Hashes:
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: Hashes = values ^ (values >> np.uint64(31))
+    return mixed
