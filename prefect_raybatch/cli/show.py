@@ -94,7 +94,7 @@ class TerminalProgress(Listener):
                 self.draw(progress)
             elif time.time() - self.printed >= LINE_EVERY or progress.whole_done == progress.whole:
                 self.printed = time.time()
-                self.say(progress_line(progress, self.phase, self.about))
+                self.say(describe_progress(progress, self.phase, self.about))
 
     def draw(self, progress: Progress) -> None:
         """Draw the bar."""
@@ -110,7 +110,7 @@ class TerminalProgress(Listener):
             )
             self.bar.add_task("rows", total=progress.whole, note="")
             self.bar.start()
-        note = progress_line(progress, self.phase, self.about)
+        note = describe_progress(progress, self.phase, self.about)
         self.bar.update(self.bar.task_ids[0], completed=progress.whole_done, note=note)
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class TerminalProgress(Listener):
             self.bar = None
 
 
-def progress_line(progress: Progress, phase: str, about: str) -> str:
+def describe_progress(progress: Progress, phase: str, about: str) -> str:
     """Return the state of a run in one line."""
     rows = counted(progress.whole, *progress.unit)
     if not progress.recent:

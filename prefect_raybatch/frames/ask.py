@@ -127,8 +127,9 @@ def ask(data: Any, prompt: str, *, model: str, **options: Unpack[AskOptions]) ->
 
     Each call is a run in the cache. A call with the same values, prompt and options continues after
     a crash, an interrupt or a restart, and returns the stored answers once it was complete; rows
-    that failed in the engine are asked again. A call about other data asks only requests that no
-    complete call made. With temperature 0, equal rows are asked once.
+    that failed in the engine are asked again, except for an answer that would be cut off again. A
+    call about other data asks only requests that no complete call made. With temperature 0, equal
+    rows are asked once.
 
     Raises `ConfigError` for wrong data or options before an engine starts, and the errors of a run,
     whose committed answers the next call takes.

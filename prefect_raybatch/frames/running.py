@@ -11,7 +11,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.api import finalize_run, infer_run, plan_run
-from prefect_raybatch.cli.show import TerminalProgress, progress_line
+from prefect_raybatch.cli.show import TerminalProgress, describe_progress
 from prefect_raybatch.cli.terminal import err
 from prefect_raybatch.cluster.connect import SHARED, warm_engines
 from prefect_raybatch.compile.resolved import Resolved, resolve
@@ -19,6 +19,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.failures import FailureKey
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.run import Run, run_keys
+from prefect_raybatch.stages.text_answers import CUT_OFF
 from prefect_raybatch.storage import open_store
 
 if TYPE_CHECKING:
@@ -95,13 +96,18 @@ def _newest_run(resolved: Resolved) -> Run:
 
 
 def _may_succeed(job: BatchJob, report: RunReport) -> bool:
-    """Return whether failed rows may be answered by another try.
+    """Return whether another try may answer failed rows.
 
     A row that was no request (a null, a prompt that is too long) fails for the same reason again,
-    unless a function or an image took part.
+    unless a function or an image took part. An answer that is always the same is cut off again.
     """
-    changes = job.prompt.function is not None or bool(job.prompt.images.columns)
-    return any(changes or FailureKey.parse(text).stage != "prepare" for text in report.failures)
+    prompts_vary = job.prompt.function is not None or bool(job.prompt.images.columns)
+    answers_vary = prompts_vary or job.sampling.temperature > 0
+    failures = (FailureKey.parse(text) for text in report.failures)
+    return any(
+        prompts_vary if one.stage == "prepare" else answers_vary or one.error != CUT_OFF
+        for one in failures
+    )
 
 
 @contextmanager
@@ -131,7 +137,7 @@ class NotebookProgress(TerminalProgress):
         if now - self._drawn < REDRAW_SECONDS and progress.whole_done < whole:
             return
         self._drawn = now
-        note = escape(progress_line(progress, self.phase, self.about))
+        note = escape(describe_progress(progress, self.phase, self.about))
         bar = HTML(f'<progress max="{whole}" value="{progress.whole_done}"></progress> {note}')
         if self._display is None:
             self._display = display(bar, display_id=True)

@@ -36,7 +36,7 @@ from prefect_raybatch.storage import Store, open_store
 from prefect_raybatch.storage.proof import CHUNK
 
 log = logging.getLogger(__name__)
-LATEST, ALL = "latest", "all"
+LATEST, EVERY_RUN = "latest", "all"
 ANSWERS_A_BATCH = 16_384
 
 Held = list[tuple[Store, Answers]]
@@ -163,8 +163,8 @@ def _held_answers(spec: RunSpec, run_key: str | None, skipped: Collection[str] =
     if spec.reuse.run is None:
         return None
     options = dict(spec.output.options) or None
-    if spec.reuse.run in (LATEST, ALL):
-        every = spec.reuse.run == ALL
+    if spec.reuse.run in (LATEST, EVERY_RUN):
+        every = spec.reuse.run == EVERY_RUN
         root = open_store(spec.output.uri, options)
         newest = _newest_first(root, spec.name, run_key, retries=every)
         if every:

@@ -10,7 +10,7 @@ import pandas
 import polars
 import pyarrow as pa
 import pytest
-from helpers.engines import FakeEngine, NoEngine, VectorEngine
+from helpers.engines import FakeEngine, NoEngine, VectorEngine, with_answers
 from pydantic import BaseModel
 
 from prefect_raybatch import (
@@ -25,6 +25,7 @@ from prefect_raybatch import (
 )
 from prefect_raybatch.cluster.connect import SHARED
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.stages.block import Failure
 from prefect_raybatch.stages.columns import ERROR, TOKENS
 
 pytestmark = pytest.mark.usefixtures("without_ray")
@@ -171,6 +172,22 @@ class Company(BaseModel):
 class JsonEngine(SumEngine):
     def text(self, number: int) -> str:
         return f'{{"staff": {number}, "city": null}}'
+
+
+class CutOffEngine(FakeEngine):
+    def __call__(self, table: pa.Table) -> pa.Table:
+        cut = Failure("engine", "AnswerCutOff", "it is long").to_dict()
+        return with_answers(table, [cut] * table.num_rows, [""] * table.num_rows)
+
+
+def test_an_answer_that_is_always_cut_off_is_not_asked_for_again(options: dict[str, Any]) -> None:
+    options["engine"] = CutOffEngine
+    hot = {**options, "temperature": 0.5}
+    first, sampled = ask_run(["a"], "{text}", **options), ask_run(["a"], "{text}", **hot)
+    assert "AnswerCutOff" in first.data[0]["error"]
+    assert ask_run(["a"], "{text}", **hot).run != sampled.run
+    options["engine"] = NoEngine
+    assert ask_run(["a"], "{text}", **options).run == first.run
 
 
 class YesEngine(SumEngine):
