@@ -63,7 +63,10 @@ class GateEngine(FakeEngine):
         return f"answer {self.texts[number]}"
 
 
-@pytest.mark.parametrize("where", ["here", "another process"])
+@pytest.mark.timeout(900)  # two starts of Ray
+@pytest.mark.parametrize(
+    "where", ["here", pytest.param("another process", marks=pytest.mark.whole)]
+)
 def test_the_same_call_continues_after_ctrl_c(where: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "gate")
     env = {**clean(), "PYTHONPATH": python_path()}
