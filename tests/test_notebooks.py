@@ -10,7 +10,7 @@ from notebooks import NOTEBOOKS, executed, results
 
 
 @pytest.mark.whole
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_gives_its_stored_outputs(path: Path, tmp_path: Path) -> None:
     book = executed(path, tmp_path)

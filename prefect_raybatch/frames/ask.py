@@ -8,7 +8,7 @@ import io
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -80,7 +80,7 @@ class Answered:
     """
 
     data: Any
-    report: RunReport | None
+    report: RunReport | None = field(repr=False)
     run: str
 
     def _repr_html_(self) -> str:
