@@ -1,9 +1,11 @@
-"""Hooks of `make docs`: add pages from outside docs/ to the site, and correct links to them."""
+"""Hooks of `make docs`: add pages from outside docs/ and notebooks to the site; correct links."""
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,32 @@ OUTSIDE = {
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the files from outside docs/."""
+    """Add the files from outside docs/, and a page for each notebook."""
     for name, there in OUTSIDE.items():
         text = (ROOT / name).read_text(encoding="utf-8")
         files.append(File.generated(config, there, content=text))
+    for path in sorted((ROOT / "docs").rglob("*.ipynb")):
+        name = path.relative_to(ROOT / "docs").with_suffix(".md").as_posix()
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        text = "\n\n".join(part for cell in cells for part in cell_markdown(cell))
+        files.append(File.generated(config, name, content=text))
     return files
+
+
+def cell_markdown(cell: dict[str, Any]) -> Iterator[str]:
+    """Yield a cell of a notebook and its outputs as Markdown."""
+    source = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+        yield source
+        return
+    yield f"```python\n{source}\n```"
+    for output in cell["outputs"]:
+        shown = output.get("data", {"text/plain": output.get("text", "")})
+        if html := "".join(shown.get("text/html", "")):
+            # Without empty lines, at which Markdown would end the block.
+            yield "\n".join(line for line in html.splitlines() if line.strip())
+        elif text := "".join(shown["text/plain"]):
+            yield f"```text\n{text}\n```"
 
 
 def on_config(config: Any) -> Any:
@@ -49,7 +72,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     def led(found: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, found[2]))
-        place = OUTSIDE.get(target, target.removeprefix("docs/"))
+        place = OUTSIDE.get(target, target.removeprefix("docs/")).replace(".ipynb", ".md")
         return f"{found[1]}{posixpath.relpath(place, folder_in_site)}{found[3]}"
 
     return LINK.sub(led, markdown)

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
         ask_run,
         classify,
         embed,
-        end_engines,
         score,
     )
+    from prefect_raybatch.frames.running import end_engines
     from prefect_raybatch.job.batch_job import BatchJob
     from prefect_raybatch.report.records import RunReport
     from prefect_raybatch.runs.open_run import OpenRun, open_run
@@ -67,7 +67,7 @@ _HOMES = {
     "batch_inference": "flow.flows",
     "classify": "frames.ask",
     "embed": "frames.ask",
-    "end_engines": "frames.ask",
+    "end_engines": "frames.running",
     "finalize_partial": "api",
     "finalize_run": "flow.tasks",
     "infer_shards": "flow.tasks",

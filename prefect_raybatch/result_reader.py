@@ -1,4 +1,4 @@
-"""Opens the rows of a finished run with other libraries: pyarrow, pandas, Polars, Ray Data."""
+"""Opens the rows of a finished run with pyarrow, pandas, Polars, DuckDB and Ray Data."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from prefect_raybatch.ledger.success import Success, check_parts
 from prefect_raybatch.storage import Store, arrow_filesystem, open_store
 
 if TYPE_CHECKING:
+    import duckdb
     import pandas
     import polars
     import pyarrow.dataset
@@ -29,9 +30,10 @@ class FinishedRows:
     """The rows of a run's result: exactly the files that its `_SUCCESS` names.
 
     For a partial result (RUN_DIR/partial/_UUID), the files that its own record names. `options` are
-    s3fs's, as in `output.options`; without them, credentials come from the environment. Each method
-    raises `IncompleteRun` while the run is not finished, `CorruptRun` for a file that is missing or
-    has another size, and `ConfigError` if the run was not compacted.
+    s3fs's, as in `output.options`; without them, credentials come from the environment. With
+    `quarantine`, a method returns the failed rows in place of the answered ones. Each method raises
+    `IncompleteRun` while the run is not finished, `CorruptRun` for a file that is missing or has
+    another size, and `ConfigError` if the run was not compacted.
     """
 
     @abstractmethod
@@ -46,27 +48,45 @@ class FinishedRows:
         """Return the failed rows: stage, error, message, attempts and the input row."""
         return _dataset(*self._opened(options), "quarantine")
 
-    def to_pandas(self, options: Options = None) -> pandas.DataFrame:
-        """Return the answered rows as a pandas DataFrame, in memory."""
-        return self.dataset(options).to_table().to_pandas()
+    def to_arrow(self, options: Options = None, *, quarantine: bool = False) -> pyarrow.Table:
+        """Return the answered rows as a pyarrow Table, in memory."""
+        return self._rows(options, quarantine).to_table()
 
-    def to_polars(self, options: Options = None) -> polars.LazyFrame:
+    def to_pandas(self, options: Options = None, *, quarantine: bool = False) -> pandas.DataFrame:
+        """Return the answered rows as a pandas DataFrame, in memory."""
+        return self.to_arrow(options, quarantine=quarantine).to_pandas()
+
+    def to_polars(self, options: Options = None, *, quarantine: bool = False) -> polars.LazyFrame:
         """Return the answered rows as a Polars LazyFrame; needs polars."""
         try:
             import polars
         except ImportError:
             raise ConfigError("to_polars() needs polars: pip install polars") from None
-        return polars.scan_pyarrow_dataset(self.dataset(options))
+        return polars.scan_pyarrow_dataset(self._rows(options, quarantine))
 
-    def ray_dataset(self, options: Options = None) -> ray.data.Dataset:
+    def to_duckdb(
+        self, options: Options = None, *, quarantine: bool = False
+    ) -> duckdb.DuckDBPyRelation:
+        """Return the answered rows as a relation of DuckDB's default connection; needs duckdb."""
+        try:
+            import duckdb
+        except ImportError:
+            raise ConfigError("to_duckdb() needs duckdb: pip install duckdb") from None
+        return duckdb.from_arrow(self._rows(options, quarantine))
+
+    def to_ray(self, options: Options = None, *, quarantine: bool = False) -> ray.data.Dataset:
         """Return the answered rows as a Ray dataset, read by Ray's workers."""
         import ray.data
 
         store, success = self._opened(options)
-        names, filesystem = _files(store, success, "data")
+        kind = "quarantine" if quarantine else "data"
+        names, filesystem = _files(store, success, kind)
         if not names:
-            return ray.data.from_arrow(_empty(success, "data"))
+            return ray.data.from_arrow(_empty(success, kind))
         return ray.data.read_parquet(names, filesystem=filesystem)
+
+    def _rows(self, options: Options, quarantine: bool) -> pyarrow.dataset.Dataset:
+        return self.quarantine(options) if quarantine else self.dataset(options)
 
     def _opened(self, options: Options) -> tuple[Store, Success | PartialResult]:
         place, known = self._place()

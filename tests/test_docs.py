@@ -323,8 +323,9 @@ def test_the_site_is_built_and_each_of_its_links_and_anchors_leads_somewhere(
 
 
 def test_the_list_of_pages_names_every_page_once() -> None:
-    listed = re.findall(r"\]\(([\w./-]+\.md)\)", text_of("README.md"))
-    own = [page.relative_to(DOCS).as_posix() for page in PAGES if page.is_relative_to(DOCS)]
+    listed = re.findall(r"\]\(([\w./-]+\.(?:md|ipynb))\)", text_of("README.md"))
+    every = [*PAGES, *DOCS.rglob("*.ipynb")]
+    own = [page.relative_to(DOCS).as_posix() for page in every if page.is_relative_to(DOCS)]
     pages = [name for name in own if name != "README.md" and not name.startswith("decisions/")]
     inside = [name for name in listed if not name.startswith(("../", "decisions/"))]
     assert sorted(inside) == sorted(pages)

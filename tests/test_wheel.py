@@ -32,6 +32,7 @@ NEEDED = [
     "demo/model/tokenizer.json",
     "py.typed",
     "report/report.html.j2",
+    "report/fragment.html.j2",
     "stages/vllm/reaper.py",
 ]
 

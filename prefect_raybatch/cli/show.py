@@ -60,7 +60,7 @@ class TerminalProgress(Listener):
     """Show progress: a bar on a terminal, a line every few seconds elsewhere."""
 
     def __init__(self, quiet: bool):
-        self.quiet = quiet
+        self.quiet, self.draws = quiet, err.is_terminal
         self.bar: Bar | None = None
         self.printed = 0.0
         self.phase, self.about = STARTING, ""
@@ -90,13 +90,14 @@ class TerminalProgress(Listener):
             return
         with self._lock:
             self.progress = progress
-            if err.is_terminal:
-                self._bar(progress)
+            if self.draws:
+                self.draw(progress)
             elif time.time() - self.printed >= LINE_EVERY or progress.whole_done == progress.whole:
                 self.printed = time.time()
-                self.say(_progress_line(progress, self.phase, self.about))
+                self.say(describe_progress(progress, self.phase, self.about))
 
-    def _bar(self, progress: Progress) -> None:
+    def draw(self, progress: Progress) -> None:
+        """Draw the bar."""
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bar
 
@@ -109,7 +110,7 @@ class TerminalProgress(Listener):
             )
             self.bar.add_task("rows", total=progress.whole, note="")
             self.bar.start()
-        note = _progress_line(progress, self.phase, self.about)
+        note = describe_progress(progress, self.phase, self.about)
         self.bar.update(self.bar.task_ids[0], completed=progress.whole_done, note=note)
 
     def close(self) -> None:
@@ -118,7 +119,8 @@ class TerminalProgress(Listener):
             self.bar = None
 
 
-def _progress_line(progress: Progress, phase: str, about: str) -> str:
+def describe_progress(progress: Progress, phase: str, about: str) -> str:
+    """Return the state of a run in one line."""
     rows = counted(progress.whole, *progress.unit)
     if not progress.recent:
         # In the rows phase, requests that this attempt has answered count as done too.

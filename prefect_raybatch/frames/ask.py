@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import hashlib
 import io
+import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
-from prefect_raybatch.api import finalize_run, infer_run, plan_run
-from prefect_raybatch.cli.show import progress_shown
-from prefect_raybatch.cluster.connect import warm_engines
 from prefect_raybatch.compile.job import compile_job
-from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.frames.convert import read_data
+from prefect_raybatch.frames.running import KEEP_SECONDS, run_call
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import template_fields
 from prefect_raybatch.job.edits import edited
@@ -38,9 +34,10 @@ if TYPE_CHECKING:
 
 ANSWERS_VARIABLE = "RAYBATCH_ANSWERS"  # variable that names the folder for runs of `ask`
 REASON = "error"  # column with the reason why a row has no answer
-KEY_LENGTH = 24  # hex digits of the fingerprint that name a run
-KEEP_SECONDS = 600.0  # time that an engine waits for the next call
+FOLDER_LENGTH = 16  # hex digits of a hash that name the folder of a question
 LABEL_TOKENS, TEXT_TOKENS = 16, 256  # default length of an answer, with and without `choice`
+# Names that other libraries give to options of `ask`: Daft and Marvin, instructor, Daft.
+FAMILIAR = {"labels": "choice", "response_model": "schema", "return_format": "schema"}
 Data = TypeVar("Data")
 Schema = Mapping[str, Any] | str | type["BaseModel"]
 
@@ -55,7 +52,7 @@ class CallOptions(TypedDict, total=False):
     settings: Mapping[str, object]
     errors: Literal["column", "raise"]
     cache: str | os.PathLike[str]
-    progress: bool
+    progress: bool | None
     keep_seconds: float
     engine: type
 
@@ -64,7 +61,10 @@ class AskOptions(CallOptions, total=False):
     """Options of `ask`; its help says what they do."""
 
     choice: Sequence[str] | None
+    labels: Sequence[str] | None
     schema: Schema | None
+    response_model: Schema | None
+    return_format: Schema | None
     system: str | None
     column: str
     max_tokens: int | None
@@ -80,13 +80,13 @@ class Answered:
     """
 
     data: Any
-    report: RunReport | None
+    report: RunReport | None = field(repr=False)
     run: str
 
     def _repr_html_(self) -> str:
-        from prefect_raybatch.report.html import html
+        from prefect_raybatch.report.html import fragment
 
-        return html(self.report) if self.report is not None else "no rows"
+        return fragment(self.report) if self.report is not None else "no rows"
 
 
 @overload
@@ -104,9 +104,10 @@ def ask(data: Any, prompt: str, *, model: str, **options: Unpack[AskOptions]) ->
     value. Index and order are kept; a row without an answer has nulls.
 
     model         Hugging Face name, folder, s3:// folder, or `demo`
-    choice        labels; each answer is exactly one of them
+    choice        labels; each answer is exactly one of them. May be called `labels`
     schema        pydantic class, JSON Schema or `package.module:Class`; its properties become typed
-                  columns in place of the answer column
+                  columns in place of the answer column. May be called `response_model` or
+                  `return_format`
     system        system message
     column        name of the answer column; default `answer`
     max_tokens    longest answer in tokens; default 16 with `choice`, else 256
@@ -117,14 +118,18 @@ def ask(data: Any, prompt: str, *, model: str, **options: Unpack[AskOptions]) ->
                   which exists only if a row failed; "raise": raise `RowsFailed` after the last row
     cache         folder or s3:// for the runs; default $RAYBATCH_ANSWERS, else
                   $XDG_CACHE_HOME/prefect_raybatch/answers
-    progress      show progress on stderr; default True
+    progress      True: show a bar, and lines where there is neither a notebook nor a terminal;
+                  False: nothing; default: only a bar
     keep_seconds  time that the engine waits for the next call of this process with the same model
-                  and kind of answer; default 600, 0 ends it with the call
+                  and kind of answer; default 600, 0 ends it with the call. In a block
+                  `with warm_engines():` it ends with the block instead
     engine        replaces the engine stage in tests
 
     Each call is a run in the cache. A call with the same values, prompt and options continues after
-    a crash, an interrupt or a restart, and returns the stored answers once it was complete. With
-    temperature 0, equal rows of a call are asked once.
+    a crash, an interrupt or a restart, and returns the stored answers once it was complete; rows
+    that failed in the engine are asked again, except for an answer that would be cut off again. A
+    call about other data asks only requests that no complete call made. With temperature 0, equal
+    rows are asked once.
 
     Raises `ConfigError` for wrong data or options before an engine starts, and the errors of a run,
     whose committed answers the next call takes.
@@ -137,31 +142,22 @@ async def ask_async(data: Any, prompt: str, *, model: str, **options: Unpack[Ask
     return await asyncio.to_thread(partial(ask, data, prompt, model=model, **options))
 
 
-def ask_run(
-    data: Any,
-    prompt: str,
-    *,
-    model: str,
-    choice: Sequence[str] | None = None,
-    schema: Schema | None = None,
-    system: str | None = None,
-    column: str = "answer",
-    max_tokens: int | None = None,
-    temperature: float = 0.0,
-    **options: Unpack[CallOptions],
-) -> Answered:
+def ask_run(data: Any, prompt: str, *, model: str, **options: Unpack[AskOptions]) -> Answered:
     """Ask a model about each row; return the data, the report and the run directory.
 
     Parameters and errors are those of `ask`.
     """
+    named = _by_our_names(options)
+    choice, schema = named.pop("choice", None), named.pop("schema", None)
+    system, column = named.pop("system", None), named.pop("column", "answer")
+    temperature, max_tokens = named.pop("temperature", 0.0), named.pop("max_tokens", None)
     if choice is not None and schema is not None:
         raise ConfigError("choice and schema exclude each other. Give one of them")
     if isinstance(choice, str):
         raise ConfigError(f"choice is the text {choice!r}. Give a list of labels")
-    sampling: dict[str, object] = {"temperature": temperature}
     if max_tokens is None:
         max_tokens = TEXT_TOKENS if choice is None else LABEL_TOKENS
-    sampling["max_tokens"] = max_tokens
+    sampling: dict[str, object] = {"temperature": temperature, "max_tokens": max_tokens}
     if choice is not None:
         sampling["choice"] = list(choice)
     fields: dict[str, Any] = {
@@ -170,7 +166,18 @@ def ask_run(
         "engine": {"model": model, "order": "run" if temperature == 0 else "auto"},
         "output": {"column": column} | ({} if schema is None else {"schema_model": _json(schema)}),
     }
-    return _asked(data, "ask", fields, options)
+    return _asked(data, "ask", fields, named)
+
+
+def _by_our_names(options: AskOptions) -> Any:
+    """Return the options with the names of other libraries replaced."""
+    named: dict[str, object] = dict(options)
+    for familiar, ours in FAMILIAR.items():
+        if familiar in named:
+            if ours in named:
+                raise ConfigError(f"{familiar} and {ours} are the same option. Give one of them")
+            named[ours] = named.pop(familiar)
+    return named
 
 
 def embed(
@@ -226,32 +233,6 @@ def _pooled(
     return _asked(data, task, fields, options)
 
 
-class _Kept:
-    """The engines of this process that wait for the next call."""
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-
-    def keep(self, seconds: float) -> None:
-        """Let engines wait for `seconds`, those too that wait already."""
-        stack = ExitStack()
-        stack.enter_context(warm_engines(seconds))
-        self.end()
-        self._stack = stack
-
-    def end(self) -> None:
-        self._stack.close()
-
-
-_KEPT = _Kept()
-atexit.register(_KEPT.end)
-
-
-def end_engines() -> None:
-    """End the engine that waits for the next call of `ask`, and the local cluster with it."""
-    _KEPT.end()
-
-
 def _json(schema: Schema) -> Mapping[str, Any] | str:
     if isinstance(schema, Mapping | str):
         return schema
@@ -283,7 +264,8 @@ def _asked(data: object, name: str, fields: dict[str, Any], options: CallOptions
     if table.num_rows == 0:
         return Answered(add(pa.table(columns)), None, "")
     job = edited(job, {"source.uri": _stored(table, place)}, f"the job of {name}()")
-    report = _run(job, options)
+    keep, progress = options.get("keep_seconds", KEEP_SECONDS), options.get("progress")
+    report = run_call(job, keep, progress, options.get("engine"))
     answers = _answers(report, job.output.row_number, columns)
     if report.failed and errors == "raise":
         raise _failed(report, answers)
@@ -295,7 +277,10 @@ def _check_options(name: str, options: CallOptions) -> None:
     for option in options:
         if option not in CallOptions.__annotations__:
             near = get_close_matches(option, AskOptions.__annotations__, 1)
-            hint = f". Did you mean {near[0]!r}?" if near else ""
+            if name != "ask" and FAMILIAR.get(option, option) in ("choice", "schema"):
+                hint = f". For labels or types of your own, use ask(..., {option}=...)"
+            else:
+                hint = f". Did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"{name}() got an unexpected keyword argument {option!r}{hint}")
     errors, keep = options.get("errors", "column"), options.get("keep_seconds", KEEP_SECONDS)
     if errors not in ("column", "raise"):
@@ -318,16 +303,25 @@ def _place(cache: str | os.PathLike[str] | None) -> str:
 def _job(
     name: str, fields: dict[str, Any], settings: Mapping[str, object] | None, place: str
 ) -> BatchJob:
-    """Return the job without its input. The user's settings win over those of a call."""
+    """Return the job without its input. The user's settings win over those of a call.
+
+    The runs of a question have a folder of their own, in which all answers are looked for.
+    """
+    runs, where = f"{place}/runs", f"the job of {name}()"
     made = {
         "name": name,
         "source": {"uri": f"{place}/inputs/unknown.parquet"},
         "limits": {"max_failed_fraction": 1.0},
+        "reuse": "all",
         **fields,
     }
-    made["output"] = {"uri": f"{place}/runs", "columns": [], **made["output"]}
-    where = f"the job of {name}()"
-    return edited(BatchJob.from_dict(made, where), settings or {}, where)
+    made["output"] = {"uri": runs, "columns": [], **made["output"]}
+    job = edited(BatchJob.from_dict(made, where), settings or {}, where)
+    if job.output.uri != runs:
+        return job
+    asked = job.model_dump(mode="json", include={"name", "prompt", "sampling", "engine"})
+    question = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+    return edited(job, {"output.uri": f"{runs}/{question[:FOLDER_LENGTH]}"}, where)
 
 
 def _columns_of(job: BatchJob) -> list[str]:
@@ -349,19 +343,6 @@ def _stored(table: pa.Table, place: str) -> str:
     store = open_store(f"{place}/inputs")
     store.put_if_absent(name, buffer.getvalue())
     return f"{store.uri}/{name}"
-
-
-def _run(job: BatchJob, options: CallOptions) -> RunReport:
-    resolved = resolve(job)
-    key = resolved.identity.fingerprint[:KEY_LENGTH]
-    run = plan_run(resolved, key)
-    if keep := options.get("keep_seconds", KEEP_SECONDS):
-        _KEPT.keep(keep)
-    with progress_shown(quiet=not options.get("progress", True)) as show:
-        done = infer_run(job, run, show, options.get("engine"))
-    if not keep:
-        _KEPT.end()
-    return finalize_run(job, run, done)
 
 
 def _answers(report: RunReport, number: str, expected: Mapping[str, pa.Array]) -> pa.Table:

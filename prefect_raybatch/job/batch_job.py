@@ -70,7 +70,7 @@ class BatchJob(Group):
         title="Reuse answers from",
         text="Earlier run whose raw answers are reused for rows with the same "
         "request. Either the URI of a run, or latest: the newest complete run of this job under "
-        "output.uri.",
+        "output.uri, or all: each of them.",
         min_length=1,
     )
 
@@ -106,7 +106,7 @@ class BatchJob(Group):
     @field_validator("reuse")
     @classmethod
     def _reuse(cls, value: str | None) -> str | None:
-        if value is not None and value != "latest":
+        if value is not None and value not in ("latest", "all"):
             check_uri(value)
         return value
 

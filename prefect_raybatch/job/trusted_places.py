@@ -226,7 +226,7 @@ def check_reach(job: BatchJob, policy: JobPolicy) -> None:
             reach.model(f"engine.adapters.{name}" if name else "engine.adapter", adapter)
     reach.write("output.uri", output.uri)
     reach.options("output.options", output.options)
-    if job.reuse is not None and job.reuse != "latest":
+    if job.reuse is not None and job.reuse not in ("latest", "all"):
         reach.read("reuse", job.reuse)
     for target in output.publish:
         _check_target(reach, target)

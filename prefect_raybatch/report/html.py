@@ -26,24 +26,33 @@ LONGEST_CELL = 500  # characters of a cell
 
 def html(report: RunReport, made: str = "") -> str:
     """Return the page; `made` is the time for its footer."""
-    return _template().render(
-        report=report,
-        made=made,
-        verdict=verdict(report),
-        tiles=_tiles(report),
-        plots=[Markup(picture) for picture in plots.of_report(report).values()],
-        advice=reports.advice_table(report),
-        failures=reports.failure_table(report.failures),
-        result=reports.result_rows(report),
-        stages=reports.stage_table(report),
-        precision=reports.precision_text(report),
-        tries=reports.precision_table(report),
-        disagreements=reports.disagreement_table(report),
-        engines=[tuple(row.values()) for row in reports.engine_table(report)],
-        starts=reports.start_table(report),
-        nodes=reports.node_table(report),
-        files=reports.part_table(report),
-    )
+    pictures = [Markup(picture) for picture in plots.of_report(report).values()]
+    return _template().render(**_parts(report), plots=pictures, made=made)
+
+
+def fragment(report: RunReport) -> str:
+    """Return the report without plots and style, as a notebook shows it below a cell."""
+    return _template("fragment.html.j2").render(**_parts(report))
+
+
+def _parts(report: RunReport) -> dict[str, object]:
+    """Return what the templates of a report insert."""
+    return {
+        "report": report,
+        "verdict": verdict(report),
+        "tiles": _tiles(report),
+        "advice": reports.advice_table(report),
+        "failures": reports.failure_table(report.failures),
+        "result": reports.result_rows(report),
+        "stages": reports.stage_table(report),
+        "precision": reports.precision_text(report),
+        "tries": reports.precision_table(report),
+        "disagreements": reports.disagreement_table(report),
+        "engines": [tuple(row.values()) for row in reports.engine_table(report)],
+        "starts": reports.start_table(report),
+        "nodes": reports.node_table(report),
+        "files": reports.part_table(report),
+    }
 
 
 def history_html(pages: Sequence[HistoryPage], made: str = "") -> str:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.family import Family, Member, load_family, place
 from prefect_raybatch.ledger.forks import MOST_FORKS, follow_forks, forks_of
 from prefect_raybatch.ledger.increments import AnswerPart, Answers, read_answers
+from prefect_raybatch.ledger.layout import REUSED_FOLDER
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.part_files import local_disk
 from prefect_raybatch.ledger.records import Plan
@@ -34,7 +36,7 @@ from prefect_raybatch.storage import Store, open_store
 from prefect_raybatch.storage.proof import CHUNK
 
 log = logging.getLogger(__name__)
-LATEST = "latest"
+LATEST, EVERY_RUN = "latest", "all"
 ANSWERS_A_BATCH = 16_384
 
 Held = list[tuple[Store, Answers]]
@@ -127,7 +129,8 @@ def find_earlier(
     """Return the runs that `reuse` names.
 
     Those in `skipped` (URIs) have damaged answers and are left out. Raises `ConfigError` for a run
-    that is missing, unfinished, or keeps no answers; `latest` without such a run is no error.
+    that is missing, unfinished, or keeps no answers; `latest` or `all` without such a run is no
+    error.
     """
     held = _held_answers(spec, run_key, skipped)
     if held is None:
@@ -160,9 +163,14 @@ def _held_answers(spec: RunSpec, run_key: str | None, skipped: Collection[str] =
     if spec.reuse.run is None:
         return None
     options = dict(spec.output.options) or None
-    if spec.reuse.run == LATEST:
+    if spec.reuse.run in (LATEST, EVERY_RUN):
+        every = spec.reuse.run == EVERY_RUN
         root = open_store(spec.output.uri, options)
-        keys = _newest_first(root, spec.name, run_key)
+        newest = _newest_first(root, spec.name, run_key, retries=every)
+        if every:
+            stores = [(root.sub(key), _own(answers)) for key, answers in newest]
+            return [pair for pair in stores if pair[0].uri not in skipped] or None
+        keys = [key for key, _ in newest]
     else:
         root, key = place(spec.reuse.run, options)
         keys = [_follow_forks(root, key)]
@@ -173,6 +181,15 @@ def _held_answers(spec: RunSpec, run_key: str | None, skipped: Collection[str] =
             if error.run not in skipped:
                 pass_over(error)
     return None
+
+
+def _own(answers: Answers) -> Answers:
+    """Return the answers that the run asked for itself.
+
+    Copies of an earlier run's are left out, because a sampled answer is reused for one row only.
+    """
+    own = tuple(part for part in answers.files if not part.path.startswith(f"{REUSED_FOLDER}/"))
+    return replace(answers, files=own)
 
 
 def _kept_by(root: Store, key: str, skipped: Collection[str]) -> Held:
@@ -259,14 +276,21 @@ def _follow_forks(root: Store, key: str) -> str:
     return key
 
 
-def _newest_first(root: Store, name: str, run_key: str | None) -> list[str]:
-    """Return the keys of the complete runs of a job below `root` that still keep answers."""
-    found: list[tuple[datetime, int, float, str]] = []
+def _newest_first(
+    root: Store, name: str, run_key: str | None, retries: bool
+) -> list[tuple[str, Answers]]:
+    """Return the complete runs of a job below `root` that still keep answers: (key, answers).
+
+    `retries`: also those that retried failed rows.
+    """
+    found: list[tuple[tuple[datetime, int, float, str], tuple[str, Answers]]] = []
     for key in run_keys(root):
         ledger = Ledger(root.sub(key))
         try:
             plan = ledger.load_plan()
-            if plan is None or plan.job_name != name or plan.parent is not None or key == run_key:
+            if plan is None or plan.job_name != name or key == run_key:
+                continue
+            if plan.parent is not None and not retries:
                 continue
             if plan.run_key != key:  # a link to a run, or a copy of one
                 continue
@@ -274,11 +298,12 @@ def _newest_first(root: Store, name: str, run_key: str | None) -> list[str]:
                 continue
             answers = read_answers(ledger.store)
         except CorruptRun as error:  # damaged, of another version, or not ours
-            log.warning("reuse: latest skips run %s: %s", key, error)
+            log.warning("reuse: run %s is skipped: %s", key, error)
             continue
         if answers is not None and answers.files and not answers.expired:
-            found.append((night_of(plan), forks_of(key), success.finished, key))
-    return [key for *_, key in sorted(found, reverse=True)]
+            order = (night_of(plan), forks_of(key), success.finished, key)
+            found.append((order, (key, answers)))
+    return [run for _, run in sorted(found, key=itemgetter(0), reverse=True)]
 
 
 def night_of(plan: Plan) -> datetime:

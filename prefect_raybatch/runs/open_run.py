@@ -38,6 +38,12 @@ class OpenRun(FinishedRows):
         """Return the report of the run; for an unfinished one, from its commits so far."""
         return report_of(self.uri, dict(self.options or {}) or None)
 
+    def _repr_html_(self) -> str:
+        """Return the report, which a notebook shows."""
+        from prefect_raybatch.report.html import fragment
+
+        return fragment(self.report)
+
 
 def open_run(
     uri: str, options: Mapping[str, Any] | None = None, partial: bool | str = False

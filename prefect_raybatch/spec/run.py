@@ -36,9 +36,9 @@ class ReuseSpec:
     """Which answers of earlier runs a run reuses, and whether it keeps its own for later ones.
 
     `run` is the URI of the run whose answers are reused, `latest` for the newest complete one of
-    the job, None for none. `keep_days` is how many days raw answers are kept, None for as long as
-    the run. `keeps`: the run looks its answers up and keeps them for later runs. `ordered`: the
-    requests of the whole run are asked in the order of their prompts.
+    the job, `all` for each complete one, None for none. `keep_days` is how many days raw answers
+    are kept, None for as long as the run. `keeps`: the run looks its answers up and keeps them for
+    later runs. `ordered`: the requests of the whole run are asked in the order of their prompts.
     """
 
     run: str | None

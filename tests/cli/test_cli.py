@@ -177,7 +177,7 @@ def test_the_result_holds_every_row_once_in_order(made):
     assert data["response"].to_pylist() == [f"answer {i}" for i in data["id"].to_pylist()]
     assert [row["input"]["id"] for row in bad.to_pylist()] == [FAILS]
     assert verify(open_store(run.uri)).ok
-    assert open_run(run.uri).ray_dataset().count() == ROWS - 1
+    assert open_run(run.uri).to_ray().count() == ROWS - 1
     assert not Path(run.uri, "_raybatch/pieces").exists()
 
 

@@ -10,11 +10,22 @@ import pandas
 import polars
 import pyarrow as pa
 import pytest
-from helpers.engines import FakeEngine, NoEngine, VectorEngine
+from helpers.engines import FakeEngine, NoEngine, VectorEngine, with_answers
 from pydantic import BaseModel
 
-from prefect_raybatch import RowsFailed, ask, ask_async, ask_run, embed, open_run
+from prefect_raybatch import (
+    RowsFailed,
+    ask,
+    ask_async,
+    ask_run,
+    embed,
+    end_engines,
+    open_run,
+    warm_engines,
+)
+from prefect_raybatch.cluster.connect import SHARED
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.stages.block import Failure
 from prefect_raybatch.stages.columns import ERROR, TOKENS
 
 pytestmark = pytest.mark.usefixtures("without_ray")
@@ -70,9 +81,63 @@ def test_the_same_call_takes_the_stored_answers(options: dict[str, Any]) -> None
     assert again.run == first.run and again.report == first.report
     assert [row["answer"] for row in again.data] == first.data["answer"].to_list()
     page = vars(type(again))["_repr_html_"](again)  # as notebooks call it
-    assert "<html" in page and open_run(again.run).state == "completed"
+    assert "All 4 rows are accounted for" in page and open_run(again.run).state == "completed"
     with pytest.raises(AssertionError, match="an engine was started"):
         ask(polars.DataFrame({"Company": NAMES}), QUESTION + "?", **options)
+
+
+def test_changed_data_asks_only_new_requests(
+    options: dict[str, Any], engine: type[SumEngine]
+) -> None:
+    first = ask(["Smith", "Acme"], "Industry: {text}", **options)
+    ask(["Byte"], "Industry: {text}", **options)
+    assert engine.asked == 3
+    found = ask(["Zoo", "Byte", "Acme", "Smith"], "Industry: {text}", **options)
+    assert engine.asked == 4
+    assert [row["answer"] for row in found[:1:-1]] == [row["answer"] for row in first]
+    options["engine"] = NoEngine
+    assert ask(["Acme", "Zoo"], "Industry: {text}", **options)[1]["answer"] == found[0]["answer"]
+    ask(["Acme"], "Industry: {text}", column="other", **options)
+    with pytest.raises(AssertionError, match="an engine was started"):
+        ask(["Acme"], "Industry: {text}", max_tokens=7, **options)
+
+
+def test_the_same_call_asks_rows_again_that_failed_in_the_engine(
+    options: dict[str, Any], engine: type[SumEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["Smith", "Acme", "Byte", "Law", "Zoo", None]
+    monkeypatch.setattr(engine, "refuses", True)
+    first = ask_run(texts, "Industry: {text}", **options)
+    refused = sum(row["error"] == "ValueError: refused" for row in first.data)
+    assert refused and engine.asked == 5
+    monkeypatch.setattr(engine, "refuses", False)
+    second = ask_run(texts, "Industry: {text}", **options)
+    assert engine.asked == 5 + refused and second.run != first.run
+    assert [row["error"] is not None for row in second.data] == [False] * 5 + [True]
+    options["engine"] = NoEngine  # a null is no request, so it is not asked again
+    assert ask_run(texts, "Industry: {text}", **options).run == second.run
+
+
+def test_progress_is_off_without_a_terminal_unless_wanted(
+    options: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    del options["progress"]
+    ask(["a"], "{text}", **options)
+    assert "rows" not in capfd.readouterr().err
+    ask(["b"], "{text}", progress=True, **options)
+    assert "2 of 2 requests and rows" in capfd.readouterr().err
+
+
+def test_an_engine_ends_with_the_block_of_warm_engines(options: dict[str, Any]) -> None:
+    end_engines()
+    with warm_engines():
+        ask(["a"], "{text}", **options)
+        assert SHARED.warm.kept
+    assert not SHARED.warm.kept
+    ask(["b"], "{text}", **options)
+    assert SHARED.warm.kept
+    end_engines()
+    assert not SHARED.warm.kept
 
 
 def test_texts_in_an_event_loop(options: dict[str, Any]) -> None:
@@ -107,6 +172,41 @@ class Company(BaseModel):
 class JsonEngine(SumEngine):
     def text(self, number: int) -> str:
         return f'{{"staff": {number}, "city": null}}'
+
+
+class CutOffEngine(FakeEngine):
+    def __call__(self, table: pa.Table) -> pa.Table:
+        cut = Failure("engine", "AnswerCutOff", "it is long").to_dict()
+        return with_answers(table, [cut] * table.num_rows, [""] * table.num_rows)
+
+
+def test_an_answer_that_is_always_cut_off_is_not_asked_for_again(options: dict[str, Any]) -> None:
+    options["engine"] = CutOffEngine
+    hot = {**options, "temperature": 0.5}
+    first, sampled = ask_run(["a"], "{text}", **options), ask_run(["a"], "{text}", **hot)
+    assert "AnswerCutOff" in first.data[0]["error"]
+    assert ask_run(["a"], "{text}", **hot).run != sampled.run
+    options["engine"] = NoEngine
+    assert ask_run(["a"], "{text}", **options).run == first.run
+
+
+class YesEngine(SumEngine):
+    def text(self, number: int) -> str:
+        return "yes"
+
+
+@pytest.mark.parametrize("familiar", ["labels", "response_model", "return_format"])
+def test_names_of_other_libraries(familiar: Any, options: dict[str, Any]) -> None:
+    ours: Any = "choice" if familiar == "labels" else "schema"
+    value = ["yes", "no"] if familiar == "labels" else Company
+    options["engine"] = YesEngine if familiar == "labels" else JsonEngine
+    first = ask_run(["a"], "{text}", **{ours: value}, **options)
+    assert first.report is not None and not first.report.failed
+    assert ask_run(["a"], "{text}", **{familiar: value}, **options).run == first.run
+    with pytest.raises(ConfigError, match=f"{familiar} and {ours} are the same option"):
+        ask(["a"], "{text}", **{familiar: value, ours: value}, **options)
+    with pytest.raises(TypeError, match=rf"embed\(\) got .* '{familiar}'. .* use ask"):
+        embed(["a"], "{text}", **{familiar: value}, **options)
 
 
 def test_a_schema_makes_typed_columns(options: dict[str, Any]) -> None:

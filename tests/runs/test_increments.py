@@ -321,6 +321,30 @@ def test_latest_is_the_newest_complete_run_that_is_there_and_keeps_answers(night
     assert latest() == ()
 
 
+def test_all_reuses_the_answers_of_each_complete_run(nights: Nights) -> None:
+    every = nights.job(reuse="all")
+    for key, texts in {"n1": "ab", "n2": "cd", "n3": "ace"}.items():
+        nights.write(*texts)
+        nights.night(key, every)
+    assert asked(nights) == ["a", "b", "c", "d", "e"]
+    (path,) = Path(run_dir(nights, "n2"), "_raybatch/asks/data").glob("*.parquet")
+    path.write_bytes(b"gone")
+    nights.write(*"abcde")
+    report = nights.night("n4", every)
+    assert asked(nights) == ["c", "d"]  # n3 holds a copy of c, and a copy is not reused
+    assert report.reuse["reused"] == 3 and answers(nights, "n4") == right(*"abcde")
+
+
+def test_a_sampled_answer_that_was_copied_is_reused_once(nights: Nights) -> None:
+    hot = nights.job(reuse="all", sampling={"temperature": 0.9, "max_tokens": 4})
+    nights.write("a")
+    nights.night("n1", hot)
+    nights.night("n2", hot)
+    assert asked(nights) == ["a"]
+    nights.write("a", "a")
+    assert nights.night("n3", hot).reuse["reused"] == 1 and asked(nights) == ["a"]
+
+
 def test_a_night_that_reuses_is_published_whole(nights: Nights) -> None:
     out = {"uri": str(nights.folder / "out"), "columns": ["text"]}
     target = {"format": "jsonl", "uri": str(nights.folder / "lake/{run_key}")}

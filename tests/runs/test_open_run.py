@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.dataset as ds
@@ -13,6 +14,7 @@ from s3server import S3Server
 
 from prefect_raybatch import open_run
 from prefect_raybatch.errors import ConfigError, CorruptRun, IncompleteRun, NoSuchRun
+from prefect_raybatch.report.html import fragment
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.open_run import OpenRun
 from prefect_raybatch.storage import open_store
@@ -44,6 +46,27 @@ def test_a_report_gives_the_rows_it_is_about(run):
     report = RunReport.from_bytes(run.report.to_bytes())
     assert report.dataset().to_table().equals(run.dataset().to_table())
     assert report.quarantine().count_rows() == report.failed
+
+
+def test_each_library_reads_the_answers_and_the_quarantine(run):
+    assert run.to_arrow()["_row"].to_pylist() == ANSWERED
+    assert run.to_arrow(quarantine=True).equals(run.quarantine().to_table())
+    assert dict(run.to_pandas(quarantine=True)[["_row", "error"]].values) == FAILED
+    assert run.to_polars(quarantine=True).collect()["_row"].to_list() == list(FAILED)
+    assert run.to_duckdb().filter("id = 5").fetchall()[0][3] == "answer 5"
+    errors = run.to_duckdb(quarantine=True).project("_row, error").fetchall()
+    assert dict(errors) == FAILED
+
+
+def test_a_notebook_shows_the_report_and_no_mark_of_a_row(tmp_path):
+    store = first_run(tmp_path / "out").store
+    page = vars(OpenRun)["_repr_html_"](open_run(store.uri))  # as notebooks call it
+    assert "16 answered" in page and "Most common failures" in page
+    report = replace(
+        open_run(store.uri).report, failures={"engine|<img src=x>|<script>alert(1)</script>": 4}
+    )
+    shown = fragment(report)
+    assert "<script" not in shown and "<img" not in shown and "&lt;script&gt;" in shown
 
 
 def test_pandas_polars_and_duckdb_read_it(run):
