@@ -9,8 +9,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from math import sqrt
 from pathlib import Path
 
@@ -67,9 +67,7 @@ def main() -> int:
     ]
     if names:
         inside(copy, str(args.minutes), str(args.processes), *names)
-    candidates = mutants(copy, args.room)
-    print(described(sample(candidates, args.sample, args.seed), known))
-    print(f"of {len(candidates)} mutants; left out by rule: {left_out(candidates)}")
+    print(described(sample(mutants(copy, args.room), args.sample, args.seed), known))
     return 0
 
 
@@ -110,7 +108,8 @@ def sample(candidates: Sequence[Mutant], size: int | None, seed: str) -> list[Mu
     def turn(mutant: Mutant) -> bytes:
         return hashlib.sha256(f"{seed} {mutant.name}".encode()).digest()
 
-    return sorted((m for m in candidates if m.rule is None), key=turn)[:size]
+    counting = (mutant for mutant in sorted(candidates, key=turn) if mutant.change.rule is None)
+    return list(islice(counting, size))
 
 
 def inside(copy: Path, *arguments: str) -> None:
@@ -158,7 +157,7 @@ def described(chosen: Sequence[Mutant], known: dict[tuple[str, str, str, str], s
     share, (low, high) = killed / max(tried, 1), interval(killed, tried)
     listed = [
         f"{m.path}:{m.line} {m.function}{' (no test)' if m.exit_code == NO_TEST else ''}\n"
-        f"  - {m.before}\n  + {m.after}"
+        f"  - {m.change.texts[0]}\n  + {m.change.texts[1]}"
         for m in sorted(survivors, key=lambda m: (m.path, m.line))
     ]
     score = (
@@ -166,9 +165,3 @@ def described(chosen: Sequence[Mutant], known: dict[tuple[str, str, str, str], s
         f"equivalent {len(same)}; not tried yet {sum(m.exit_code is None for m in chosen)}"
     )
     return "\n".join([*listed, score])
-
-
-def left_out(candidates: Sequence[Mutant]) -> str:
-    """Return how many mutants each rule leaves out."""
-    rules = Counter(mutant.rule for mutant in candidates if mutant.rule)
-    return ", ".join(f"{rule} {count}" for rule, count in rules.most_common()) or "none"

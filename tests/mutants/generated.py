@@ -23,15 +23,13 @@ class Mutant:
     path: Path
     line: int  # of the function in the project's file
     function: str
-    before: str  # the statement, without the statements inside of it
-    after: str
-    rule: str | None  # why it is left out, or None
+    change: Change
     exit_code: int | None  # pytest's, None before the tests have run
 
     @property
     def key(self) -> tuple[str, str, str, str]:
         """What a mutant keeps when the lines of its file move."""
-        return (str(self.path), self.function, self.before, self.after)
+        return (str(self.path), self.function, *self.change.texts)
 
     @property
     def survived(self) -> bool:
@@ -44,34 +42,25 @@ class Mutant:
 
 def mutants(copy: Path, room: str) -> list[Mutant]:
     """Return all mutants of a room, with the verdicts so far."""
-    found = []
+    found: list[Mutant] = []
     for meta in sorted((copy / "mutants/prefect_raybatch" / room).rglob("*.py.meta")):
         path = meta.relative_to(copy / "mutants").with_suffix("")
         exit_codes = json.loads(meta.read_text(encoding="utf-8"))["exit_code_by_key"]
         if exit_codes:
-            found += list(_of_file(copy, path, exit_codes))
+            found += _of_file(copy, path, exit_codes)
     return found
 
 
 def _of_file(copy: Path, path: Path, exit_codes: dict[str, int | None]) -> Iterator[Mutant]:
     tree = ast.parse((copy / "mutants" / path).read_text(encoding="utf-8"))
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)}
-    original = ast.parse((copy / path).read_text(encoding="utf-8"))
-    lines = dict(_lines(original, ""))
+    lines = dict(_lines(ast.parse((copy / path).read_text(encoding="utf-8")), ""))
     for name, exit_code in exit_codes.items():
         short = name.rpartition(".")[2]
         base = short.rpartition("__mutmut_")[0]
         function = base.removeprefix("x_").removeprefix("xǁ").replace("ǁ", ".")
         change = Change(functions[f"{base}__mutmut_orig"], functions[short])
-        yield Mutant(
-            name,
-            path,
-            lines.get(function, 1),
-            function,
-            *change.texts,
-            change.rule,
-            exit_code,
-        )
+        yield Mutant(name, path, lines[function], function, change, exit_code)
 
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -86,12 +75,18 @@ def _lines(node: ast.AST, prefix: str) -> Iterator[tuple[str, int]]:
 
 
 class Change:
-    """Where two functions differ, as the road of nodes that leads there."""
+    """The difference of two functions; looked for when it is asked about."""
 
     def __init__(self, before: ast.AST, after: ast.AST) -> None:
-        self.road: list[tuple[ast.AST, ast.AST]] = [(before, after)]
-        while (step := _step(*self.road[-1])) is not None:
-            self.road.append(step)
+        self.functions = before, after
+
+    @cached_property
+    def road(self) -> list[tuple[ast.AST, ast.AST]]:
+        """The nodes that differ, each within the one before."""
+        road = [self.functions]
+        while (step := _step(*road[-1])) is not None:
+            road.append(step)
+        return road
 
     @cached_property
     def texts(self) -> tuple[str, str]:
@@ -104,7 +99,7 @@ class Change:
         before, after = self.road[at]
         return _head(before), _head(after)
 
-    @property
+    @cached_property
     def rule(self) -> str | None:
         """Why no test should notice the change, or None: what people read is free to change, and a
         type's or an encoding's name has no other value to fail with."""
