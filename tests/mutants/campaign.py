@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from .generated import NO_TEST, Mutant, mutants
+from .generated import NO_TEST, TIMED_OUT, Mutant, mutants
 
 ROOT = Path(__file__).parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent.yaml")
@@ -38,7 +38,7 @@ only_mutate = ["prefect_raybatch/{room}/*"]
 also_copy = {also_copy}
 process_isolation = "forkserver"
 timeout_constant = 10.0
-timeout_multiplier = 4.0
+timeout_multiplier = 20.0
 track_dependencies = false
 use_git_change_detection = false
 on_dependency_change = "ignore"
@@ -160,8 +160,10 @@ def described(chosen: Sequence[Mutant], known: dict[tuple[str, str, str, str], s
         f"  - {m.change.texts[0]}\n  + {m.change.texts[1]}"
         for m in sorted(survivors, key=lambda m: (m.path, m.line))
     ]
+    timed_out = sum(m.exit_code in TIMED_OUT for m in chosen)
     score = (
-        f"killed {killed} of {tried} ({share:.1%}; 95 % interval {low:.1%} to {high:.1%}); "
+        f"killed {killed} of {tried} ({share:.1%}; 95 % interval {low:.1%} to {high:.1%}), "
+        f"{timed_out} of them by the time limit; "
         f"equivalent {len(same)}; not tried yet {sum(m.exit_code is None for m in chosen)}"
     )
     return "\n".join([*listed, score])

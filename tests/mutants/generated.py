@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 NO_TEST = 33  # mutmut's code for a function that no test calls
+TIMED_OUT = {36, -24, 24, 152, 255, -9}  # mutmut's codes, and signals at its limits
 SURVIVED = {0, 5, NO_TEST}  # pytest's codes for "all passed" and "no tests"
 LOGS = {"debug", "info", "warning", "error", "exception", "log", "warn"}
 PARTS_OF_BODIES = {"body", "orelse", "finalbody", "handlers", "cases"}
