@@ -157,8 +157,8 @@ def _dump(node: object) -> str:
 def _head(node: ast.AST) -> str:
     """A statement's own text."""
     bare = type(node)(**dict(ast.iter_fields(node)))
-    for name in PARTS_OF_BODIES & set(node._fields):
-        if isinstance(getattr(node, name), list):
+    for name in PARTS_OF_BODIES:
+        if isinstance(getattr(node, name, None), list):
             setattr(bare, name, [ast.Expr(ast.Constant(...))] if name == "body" else [])
     if isinstance(bare, ast.Try):
         bare.finalbody = [ast.Pass()]
