@@ -22,7 +22,7 @@ export RAYBATCH_TEST_WITHOUT := $(WITHOUT)
 PYTEST_M := -m pytest -q --durations=10 -n $(PROCESSES) --dist loadscope --no-loadscope-reorder
 PYTEST := $(BIN)/python $(PYTEST_M)
 
-.PHONY: help demo check test test-all rest programs lint types coverage chaos failures versions bench tour docs lock clean
+.PHONY: help demo check test test-all rest programs lint types coverage mutants chaos failures versions bench tour docs lock clean
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -79,6 +79,17 @@ coverage: .venv/.ready ## Which lines the unit tests reach, in the processes tha
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report --skip-covered
 
+# mutmut is not in the lock: only this command needs it. It lies beside .venv, with hashes of its own.
+.mutants/tools/.ready: .venv/.ready tests/mutants/requirements.txt
+	$(BIN)/uv pip install -q --python $(BIN)/python --target .mutants/tools --no-deps --require-hashes \
+	  -r tests/mutants/requirements.txt
+	@touch $@
+
+SAMPLE ?= all
+
+mutants: .mutants/tools/.ready ## Survivors of generated mutants of ROOM=ledger, 20 minutes at a time: SAMPLE=300
+	PYTHONPATH=tests $(BIN)/python -m mutants $(ROOM) --sample $(SAMPLE) $(ARGS)
+
 # Of the simulation, which comes first; its seed is a new one each time.
 SCHEDULES ?= 10000
 
@@ -109,4 +120,4 @@ lock: ## Resolve requirements.lock anew, with the hashes of all wheels (needs uv
 	  --extra cpu --extra kubernetes --extra delta --extra iceberg --extra lance --extra huggingface --extra postgresql --extra polars --extra docs --group dev pyproject.toml - -o requirements.lock
 
 clean: ## Remove what was made here
-	rm -rf .venv raybatch-demo dist build site
+	rm -rf .venv .mutants raybatch-demo dist build site

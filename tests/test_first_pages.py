@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from helpers.pages import DOCS, ROOT, blocks
+from helpers.without_ray import outside_ray
 from prefect.cli.deploy._config import _load_deploy_configs_and_actions
 from rich.console import Console
 from test_deployments import automations_script, under
@@ -37,7 +38,7 @@ def test_the_job_of_the_readme_runs_over_the_example_file(
     (text,) = [block.text for block in blocks(README) if block.language == "yaml"]
     job = BatchJob.from_dict(yaml.safe_load(text))
     shutil.copy(ROOT / "deployments/customers.csv", tmp_path / str(job.source.uri))
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    outside_ray(monkeypatch)
     monkeypatch.chdir(tmp_path)
     found = dry_run(job)
     assert (found.problems, found.files) == ((), 1)

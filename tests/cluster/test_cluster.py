@@ -26,6 +26,7 @@ from helpers.nvidia import Card, show
 from helpers.processes import until
 from helpers.small import make_job
 from helpers.spanning import SpanningEngine
+from helpers.without_ray import outside_ray
 
 from prefect_raybatch import warm_engines
 from prefect_raybatch.api import finalize_run, infer_run, plan_run
@@ -322,9 +323,8 @@ def test_an_engine_spans_nodes_and_gives_its_gpus_back_after_each_pass(
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """No cluster anywhere."""
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    outside_ray(monkeypatch)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("ray.is_initialized", lambda: False)
     return monkeypatch
 
 

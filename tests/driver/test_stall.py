@@ -161,6 +161,7 @@ def test_a_cluster_that_does_not_answer_keeps_neither_stalls_nor_costs_from_bein
 ):
     monkeypatch.setattr(monitor, "ANSWER", 0.2)
     asked: list[str] = []
+    waited: list[str] = []
     limits = {"stall_start_seconds": 30.0, "fail_on_stall": True, "max_cost": 1.0}
     made, clock, heard = stalled(tmp_path, **limits)
     made.meter = CostMeter(price=3600.0, gpus_an_engine=1.0)
@@ -172,16 +173,16 @@ def test_a_cluster_that_does_not_answer_keeps_neither_stalls_nor_costs_from_bein
         if how == "fails":
             raise ConnectionError("the head is gone")
         gate.wait(300)
+        waited.append(name)
         return {}
 
     for name in ("engines", "leaving", "deaths", "starts"):
         setattr(made, name, partial(away, name))
     made.store.list = lambda prefix="", recursive=True: away("store")
-    began = time.monotonic()
     for at in (11.0, 31.0, 42.0, 53.0):
         clock.now = at
         made.look()
-    assert time.monotonic() - began < 60  # each of them alone takes 300 s
+    assert not waited  # those that hang still do
     assert isinstance(made.failure, EngineFailure)
     assert "1 alive, 1 restarting (last known; Ray did not answer: " in str(made.failure)
     assert isinstance(made.spent, CostExceeded)
@@ -191,13 +192,13 @@ def test_a_cluster_that_does_not_answer_keeps_neither_stalls_nor_costs_from_bein
     assert caplog.text.count("Ray does not report its engines") == 1
     gate.set()
     made.engines = lambda: {"ALIVE": 2}
-    for _ in range(50):  # until those that hung have ended
+
+    def answered() -> bool:  # once those that hung have ended
         clock.now += 11.0
         made.look()
-        if heard.beats[-1].engines == {"ALIVE": 2}:
-            break
-        time.sleep(0.02)
-    assert heard.beats[-1].engines == {"ALIVE": 2}
+        return heard.beats[-1].engines == {"ALIVE": 2}
+
+    wait_for(answered)
 
 
 @pytest.mark.parametrize("hangs", ["starts", "note"])

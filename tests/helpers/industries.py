@@ -26,6 +26,7 @@ from .engines import with_answers
 from .nights import Nights
 from .pages import ROOT as PAGES_ROOT
 from .pages import blocks
+from .without_ray import outside_ray
 
 ROWS = 900  # three shards
 
@@ -68,7 +69,7 @@ class Shown:
 
 def stand_in(folder: Path, patch: pytest.MonkeyPatch) -> Industries:
     made = Industries(folder)
-    patch.delenv("RAY_ADDRESS", raising=False)
+    outside_ray(patch)
     patch.setattr("prefect_raybatch.api.submission.infer_run", made.infer)
     patch.setattr(ray, "init", lambda **options: None)
     patch.setattr(ray, "shutdown", lambda: None)

@@ -18,6 +18,13 @@ from .small import receipts
 CLUSTER = Capacity(cpus=4.0, gpus=0.0, nodes=1, address="here")
 
 
+def outside_ray(patch: pytest.MonkeyPatch) -> None:
+    """Has this process be in no cluster, and know of none. `raybatch plan` names the one that a
+    process is in, as an earlier test may have left it."""
+    patch.delenv("RAY_ADDRESS", raising=False)
+    patch.setattr("ray.is_initialized", lambda: False)
+
+
 def instead_of_ray(patch: pytest.MonkeyPatch) -> None:
     """Has every run of this process join a cluster that is this process alone. What the stages, the
     driver and the ledger do is the same; no engine dies, and nothing is side by side."""

@@ -244,6 +244,14 @@ def test_a_commit_of_another_format_is_refused():
         ("shards_table", "a/b.parquet"),
         ("files_table", "x.txt"),
         ("files_table", 5),
+        ("parent", "../k"),
+        ("forked_from", {"run_key": "k"}),
+        ("forked_from", {"run_key": "k", "plan": 1}),
+        ("forked_from", {"run_key": "../k", "plan": "h"}),
+        ("context", {"max_model_len": 0}),
+        ("context", {"max_model_len": True}),
+        ("table", {"format": "delta", "uri": "u", "id": "i"}),
+        ("table", {"format": "delta", "uri": "u", "id": "i", "version": 1}),
     ],
 )
 def test_a_plan_with_wrong_values_is_corrupt(name, value):
