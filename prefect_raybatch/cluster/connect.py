@@ -35,6 +35,7 @@ from prefect_raybatch.job.ray_cluster import pod_groups
 from prefect_raybatch.sizing.cards import card
 from prefect_raybatch.sizing.sizes import Capacity, Pool, pool_for, rooms, to_be_made
 from prefect_raybatch.spec.cluster import ClusterSpec
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.words import counted
 
@@ -43,6 +44,7 @@ START_TRIES = 3  # of a local cluster
 KNOCK = 2.0  # seconds a node has to accept a connection
 WORKER_PYTHON = "RAYBATCH_WORKER_PYTHON"  # environment variable: the Python of Ray's workers
 
+Nodes = list[dict[str, Any]]  # rows of Ray's table of nodes
 LEVEL_LINE = b"Set ray log level from environment variable"
 
 
@@ -97,7 +99,7 @@ class _Ray:
         PROGRESS_LOG.setLevel(logging.ERROR)
         # Ray's C++ code logs an error for each actor that may be restarted, as engines may.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-        quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
+        quiet: dict[str, object] = {"logging_level": "error", "log_to_driver": False}
         quiet |= _worker_python(local=not address)
         if not address:
             quiet |= {"num_cpus": cpus, "include_dashboard": False}
@@ -157,7 +159,7 @@ class _Ray:
         return dict(ray.available_resources())
 
 
-def _worker_python(local: bool) -> dict[str, Any]:
+def _worker_python(local: bool) -> dict[str, object]:
     """Return the option of `ray.init` that starts the workers with another Python, if one is set.
 
     That Python's environment may have vLLM, and this process a Prefect that cannot be beside it.
@@ -174,7 +176,7 @@ def _worker_python(local: bool) -> dict[str, Any]:
     return {"runtime_env": {"py_executable": shlex.quote(python)}}
 
 
-def _init(address: str | None, options: dict[str, Any]) -> None:
+def _init(address: str | None, options: StoreOptions) -> None:
     """Call `ray.init`, and retry if a new local cluster is not up within Ray's limit of 30 s.
 
     Raise `ClusterUnavailable` if no attempt succeeds, and `InsufficientResources` if no cluster
@@ -429,7 +431,7 @@ def dashboard_url() -> str:
     return url if not url or "://" in url else f"http://{url}"
 
 
-def nodes(ask: Callable[[Callable[[], Any]], Any] = lambda work: work()) -> set[str]:
+def nodes(ask: Callable[[Callable[[], Nodes]], Nodes] = lambda work: work()) -> set[str]:
     """Return the ids of the live nodes of the joined cluster; `ask` calls Ray's head.
 
     Each node is contacted, because Ray takes up to half a minute to notice that one is dead.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from prefect_raybatch.cluster.warm import (
     IDLE_SECONDS,
@@ -25,6 +25,10 @@ from prefect_raybatch.cluster.warm import (
     WarmLease,
 )
 from prefect_raybatch.errors import ConfigError, JobStopped
+
+if TYPE_CHECKING:
+    from prefect_raybatch.stages.engine import EngineLaunch
+
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +181,7 @@ class Shared:
     def begin_early(
         self,
         kind: WarmKind,
-        spec: Any,
+        spec: EngineLaunch,
         count: int,
         total: Mapping[str, float],
         spare: Mapping[str, float],

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from prefect_raybatch.cluster.warm import ActorOptions
 from prefect_raybatch.errors import EngineFailure, RayBatchError
 from prefect_raybatch.stages.trial import Row, RowOutcome, TrialEngine, TrialStages
 
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
 log = logging.getLogger(__name__)
+Made = TypeVar("Made")
 
 HALT_LOOK = 1.0  # seconds between looks whether the run is stopped
 CLOSING = 30.0  # seconds that an engine may take to end by itself
@@ -22,7 +27,7 @@ AskSample = Callable[[bool], dict[Row, RowOutcome]]
 def trial_on_worker(
     engine: type,
     stages: TrialStages,
-    resources: Mapping[str, Any],
+    resources: ActorOptions,
     halted: Callable[[], RayBatchError | None] = lambda: None,
 ) -> Iterator[AskSample]:
     """Yield `ask(again)`, which returns the outcomes of a `TrialEngine` that exists for the block.
@@ -45,7 +50,7 @@ def trial_on_worker(
         ray.kill(actor)
 
 
-def _waited(reference: Any, halted: Callable[[], RayBatchError | None]) -> Any:
+def _waited(reference: ObjectRef[Made], halted: Callable[[], RayBatchError | None]) -> Made:
     import ray
     from ray.exceptions import RayActorError, RayTaskError
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.images import UNKNOWN
@@ -85,7 +84,7 @@ def _sizes(
                     yield [size for size in sizes if size is not None]
 
 
-def _each(value: Any) -> list[Any]:
+def _each(value: object) -> list[object]:
     many = value if isinstance(value, list) else [value]
     return [one.get("bytes") if isinstance(one, dict) else one for one in many]
 
@@ -131,7 +130,7 @@ def made_pixels(pixels: float, processor: ModelConfig) -> float:
     return each
 
 
-def processor_of(model: models.PinnedModel) -> dict[str, Any]:
+def processor_of(model: models.PinnedModel) -> ModelConfig:
     """Return the settings of the model's image processor; {} if they cannot be read here."""
     for name in PROCESSOR_FILES:
         try:
@@ -156,7 +155,7 @@ def _read(model: models.PinnedModel, name: str) -> bytes:
         raise OSError(str(error)) from error
 
 
-def _fixed(size: Any) -> float | None:
+def _fixed(size: object) -> float | None:
     """Return the pixels of a fixed size; None if the size varies."""
     if isinstance(size, int):
         return size * size

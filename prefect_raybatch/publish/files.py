@@ -12,7 +12,6 @@ import math
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import pyarrow as pa
@@ -213,7 +212,7 @@ class _File:
                 one.close()
 
 
-def _quoted(value: Any) -> str:
+def _quoted(value: object) -> str:
     """Return a partition's name or value as part of a folder's name.
 
     An empty text is empty, a null as Hive writes it, and the text that Hive uses for null has an
@@ -225,7 +224,7 @@ def _quoted(value: Any) -> str:
     return quote(text, safe="") if text != NULL_FOLDER else text.replace("_", "%5F", 1)
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     """Return NaN and infinity as null, because JSON has no form for them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None

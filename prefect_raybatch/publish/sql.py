@@ -637,7 +637,7 @@ def _json(value: object) -> str:
     return json.dumps(value, default=as_json, ensure_ascii=False)
 
 
-def as_json(value: Any) -> Any:
+def as_json(value: object) -> object:
     """Return values that JSON has no type for: decimals and times as text, bytes in base64."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()

@@ -40,7 +40,7 @@ SUFFIX = {"method": "suffix", "num_speculative_tokens": 8}
 SUFFIX_PACKAGE = "arctic_inference"  # that vLLM takes its suffix trees from
 
 
-def alterations(spec: RunSpec, have: Capacity, experts: int) -> list[dict[str, Any]]:
+def alterations(spec: RunSpec, have: Capacity, experts: int) -> list[Changes]:
     """Return changes to try one by one, each {field: value}.
 
     `experts` is the number in a layer of the model, 0 for a dense one.
@@ -48,7 +48,7 @@ def alterations(spec: RunSpec, have: Capacity, experts: int) -> list[dict[str, A
     given, sizes = spec.engine.model.given, spec.sizes
     if spec.engine.model.pools:
         return []
-    found: list[dict[str, Any]] = []
+    found: list[Changes] = []
     on_gpu = sizes.device_for(have.gpus) == "gpu"
     decided = "quantization" in given or any("quantization" in t for t in spec.engine.tries)
     if on_gpu and not decided:
@@ -67,13 +67,13 @@ def alterations(spec: RunSpec, have: Capacity, experts: int) -> list[dict[str, A
     return found
 
 
-def _wider(sizes: SizeSpec, times: int) -> dict[str, Any]:
+def _wider(sizes: SizeSpec, times: int) -> Changes:
     """Return the changes for engines over `times` as many GPUs.
 
     Fewer copies by that factor if the job sets their number, at least one, and one engine per GPU,
     because the best so far may be several.
     """
-    changes: dict[str, Any] = {
+    changes: dict[str, object] = {
         "engine.tensor_parallel_size": times * sizes.tensor,
         "engine.engines_per_gpu": 1,
     }

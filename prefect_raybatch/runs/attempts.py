@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, date, datetime
-from typing import Any
 
 from prefect_raybatch.errors import ConfigError, JobStopped, PlanMismatch, RayBatchError, RunDrained
 from prefect_raybatch.installed import code_version
@@ -35,9 +34,10 @@ from prefect_raybatch.ledger.last_attempt import (
 from prefect_raybatch.ledger.layout import PLANNED_BY, PRUNED, SUCCESS
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
-from prefect_raybatch.ledger.records import dump, load
+from prefect_raybatch.ledger.records import JsonObject, dump, load
 from prefect_raybatch.runs.run import who
 from prefect_raybatch.runs.typed import typed_words
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import Store, join, open_store
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ def outcome_of(error: BaseException) -> str:
 
 
 def record_bad_job(
-    value: Mapping[str, Any],
+    value: JsonObject,
     run_key: str | None,
     error: BaseException,
     scheduled: datetime | None = None,
@@ -175,7 +175,7 @@ def _masked(text: str, secrets: Sequence[str]) -> str:
 
 def record_without_plan(
     output: str,
-    options: Mapping[str, Any] | None,
+    options: StoreOptions | None,
     inputs: Sequence[str],
     name: str,
     key: str,

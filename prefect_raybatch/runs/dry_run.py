@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.compile.job import compile_job, read_spec
@@ -12,7 +11,9 @@ from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job.ray_cluster import check_made_cluster
 from prefect_raybatch.ledger.increments import RowCounts
+from prefect_raybatch.ledger.records import JsonObject
 from prefect_raybatch.model.memory import Model
+from prefect_raybatch.model.pinned import PinnedModel
 from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
@@ -53,14 +54,14 @@ class DryRun:
     sizing: Sizing
     columns: tuple[str, ...]
     result: tuple[tuple[str, str], ...]
-    model: dict[str, Any]
+    model: PinnedModel
     run: str
-    needs: dict[str, Any]
-    have: dict[str, Any]
+    needs: JsonObject
+    have: JsonObject
     figures: tuple[Figure, ...]
     problems: tuple[str, ...]
     tokens: PromptLengths | None = None
-    table: Mapping[str, Any] | None = None
+    table: JsonObject | None = None
     publish: tuple[str, ...] = ()
     reuse: ReusePlan | None = None
     types: tuple[str, ...] = ()  # of `columns`
@@ -134,7 +135,7 @@ def dry_run_resolved(
 
 def _prompt_lengths(
     spec: RunSpec,
-    model: Mapping[str, Any],
+    model: PinnedModel,
     found: Inventory,
     copied: bool,
     run_key: str | None,
@@ -162,14 +163,14 @@ class _Fitted:
 
     sizing: Sizing
     capacity: Capacity
-    needs: dict[str, Any]
+    needs: JsonObject
     known: Model | None
     problems: tuple[str, ...]
 
 
 def _fitted(
     spec: RunSpec,
-    model: Mapping[str, Any],
+    model: PinnedModel,
     rows: int,
     row_bytes: float,
     what_if: Capacity | None,

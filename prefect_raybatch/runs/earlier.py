@@ -22,7 +22,7 @@ from prefect_raybatch.ledger.forks import MOST_FORKS, follow_forks, forks_of
 from prefect_raybatch.ledger.increments import AnswerPart, Answers, read_answers
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.part_files import local_disk
-from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.records import JsonObject, Plan
 from prefect_raybatch.ledger.same_job import difference
 from prefect_raybatch.plan.prompt_lengths import PromptLengths
 from prefect_raybatch.result.rows import reading_parquet
@@ -121,7 +121,7 @@ def find_earlier(
     spec: RunSpec,
     run_key: str | None,
     context: str,
-    parts: dict[str, Any],
+    parts: JsonObject,
     skipped: Collection[str] = (),
 ) -> Earlier:
     """Return the runs that `reuse` names.

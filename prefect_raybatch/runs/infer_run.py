@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.driver.cost import CostMeter, Spent, check_cost, spent_on
@@ -354,11 +354,11 @@ class _Attempt:
 class AttemptLog:
     """The record of an attempt in the run directory, to which several threads add."""
 
-    def __init__(self, ledger: Ledger, attempt: str, known: dict[str, Any]):
+    def __init__(self, ledger: Ledger, attempt: str, known: dict[str, object]):
         self.ledger, self.attempt, self.known = ledger, attempt, known
         self._lock = threading.Lock()
 
-    def note(self, **more: Any) -> None:
+    def note(self, **more: object) -> None:
         """Add fields to the record and write it."""
         with self._lock:
             self.known |= more
@@ -417,7 +417,7 @@ def _halted(user: User, monitor: Monitor) -> RayBatchError | None:
     return user.halted() or monitor.spent
 
 
-def _about(plan: Plan) -> dict[str, Any]:
+def _about(plan: Plan) -> dict[str, object]:
     """Return what the record of an attempt says about its process."""
     user, _, host = who().rpartition("@")
     return {

@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.cluster.warm import ActorOptions
 from prefect_raybatch.driver.cost import CostMeter
 from prefect_raybatch.errors import (
     ConfigError,
@@ -265,7 +266,7 @@ class SampleBench:
             stack.enter_context(self.meter.holding(gpus))
             yield stack.enter_context(trial_on_worker(engine, stages, resources, self.halted))
 
-    def _stages(self, spec: RunSpec, size: Sizing) -> tuple[TrialStages, dict[str, Any], type]:
+    def _stages(self, spec: RunSpec, size: Sizing) -> tuple[TrialStages, ActorOptions, type]:
         from prefect_raybatch.cluster.pipeline import Pipeline
         from prefect_raybatch.stages.engine import EngineStage
         from prefect_raybatch.stages.read import ShardReader

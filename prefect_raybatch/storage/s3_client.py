@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, cast
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage.base import local_size
 from prefect_raybatch.storage.internet import MOVED
 from prefect_raybatch.storage.redirects import redirect_text
@@ -32,13 +33,13 @@ class Connection:
 
     known: dict[str, Connection] = {}
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: StoreOptions) -> None:
         self.options = dict(options)
         self.silence = Silence()
         self._by_process: dict[int, Any] = {}  # keyed by pid: a fork must not share sockets
 
     @classmethod
-    def shared(cls, options: Mapping[str, Any]) -> Connection:
+    def shared(cls, options: StoreOptions) -> Connection:
         """Return one connection for equal options and AWS environment.
 
         Opening one takes about 0.1 s.
@@ -53,7 +54,7 @@ class Connection:
     def __repr__(self) -> str:
         return "Connection()"  # options hold secrets
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return (Connection.shared, (self.options,))
 
     def filesystem(self) -> Any:
