@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
@@ -35,7 +35,6 @@ from prefect_raybatch.job.ray_cluster import pod_groups
 from prefect_raybatch.sizing.cards import card
 from prefect_raybatch.sizing.sizes import Capacity, Pool, pool_for, rooms, to_be_made
 from prefect_raybatch.spec.cluster import ClusterSpec
-from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.words import counted
 
@@ -72,20 +71,20 @@ class _Ray:
         self._over = threading.Event()  # ends the thread that started Ray
         self._leaving = Question(END_SECONDS)  # a head that hangs would block ray.shutdown
         self._auth: dict[str, str | None] = {}  # Ray's token variables before the start
-        self.access = ClusterAccess()  # to the cluster that is joined next
 
     def joined(self) -> bool:
         # None as well while another thread imports it.
         is_initialized = getattr(sys.modules.get("ray"), "is_initialized", None)
         return is_initialized is not None and not self._leaving.under_way and bool(is_initialized())
 
-    def start(self, address: str | None, cpus: int) -> None:
+    def start(self, address: str | None, cpus: int, access: ClusterAccess) -> None:
         if self._leaving.under_way:
             raise ClusterUnavailable(
                 "this process cannot leave the Ray cluster of an earlier run, because its head "
                 "does not answer, and so cannot join another. Run it again in a new process"
             )
-        access = self.access if self.access.address == address else ClusterAccess(address)
+        if access.address != address:  # RAY_ADDRESS names the cluster, and the job no token for it
+            access = ClusterAccess(address)
         if address:
             check_reachable(address, access)
         else:
@@ -176,7 +175,7 @@ def _worker_python(local: bool) -> dict[str, object]:
     return {"runtime_env": {"py_executable": shlex.quote(python)}}
 
 
-def _init(address: str | None, options: StoreOptions) -> None:
+def _init(address: str | None, options: Mapping[str, Any]) -> None:
     """Call `ray.init`, and retry if a new local cluster is not up within Ray's limit of 30 s.
 
     Raise `ClusterUnavailable` if no attempt succeeds, and `InsufficientResources` if no cluster
@@ -204,8 +203,7 @@ def _init(address: str | None, options: StoreOptions) -> None:
             ray.shutdown()
 
 
-RAY = _Ray()
-SHARED = Shared(RAY, WarmEngines(RayHosts()))
+SHARED = Shared(_Ray(), WarmEngines(RayHosts()))
 
 
 @contextmanager
@@ -249,9 +247,10 @@ def connected(cluster: ClusterSpec, user: User | None = None) -> Iterator[Capaci
             "cluster.kubernetes creates a cluster only for a run. For this command, set "
             "cluster.address to an existing cluster, or remove both"
         )
-    RAY.access = cluster.access
+    user = user or User(cluster.name)
+    user.access = cluster.access
     end_by_sigterm()
-    with SHARED.joined(user or User(cluster.name), address_of(cluster), local_cpus(cluster)):
+    with SHARED.joined(user, address_of(cluster), local_cpus(cluster)):
         yield capacity()
 
 
@@ -383,10 +382,11 @@ def capacity() -> Capacity:
 
 
 def glance(cluster: ClusterSpec) -> Capacity | None:
-    """Return the capacity of a run's cluster without joining it; None for a remote cluster.
+    """Return the capacity of a run's cluster as far as it is known without joining it.
 
-    It is that of the cluster that this process is in, of this machine if the run will start one, or
-    of the pods that the run will request from Kubernetes.
+    A process that is in a cluster has that one's. Otherwise it is the capacity of this machine, for
+    a run that starts a local cluster, or of the pods that the run will request from Kubernetes.
+    None for any other cluster.
     """
     made = cluster.access.kubernetes
     if made is not None:

@@ -5,22 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from prefect_raybatch.bounded import Returned
 from prefect_raybatch.cluster.warm import ActorOptions
 from prefect_raybatch.errors import EngineFailure, RayBatchError
-from prefect_raybatch.stages.trial import Row, RowOutcome, TrialEngine, TrialStages
+from prefect_raybatch.stages.trial import RowOutcome, SampledRow, TrialEngine, TrialStages
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
 log = logging.getLogger(__name__)
-Made = TypeVar("Made")
 
 HALT_LOOK = 1.0  # seconds between looks whether the run is stopped
 CLOSING = 30.0  # seconds that an engine may take to end by itself
 
-AskSample = Callable[[bool], dict[Row, RowOutcome]]
+AskSample = Callable[[bool], dict[SampledRow, RowOutcome]]
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def trial_on_worker(
         ray.kill(actor)
 
 
-def _waited(reference: ObjectRef[Made], halted: Callable[[], RayBatchError | None]) -> Made:
+def _waited(reference: ObjectRef[Returned], halted: Callable[[], RayBatchError | None]) -> Returned:
     import ray
     from ray.exceptions import RayActorError, RayTaskError
 

@@ -19,7 +19,7 @@ from prefect_raybatch.model.tasks import overridden
 from prefect_raybatch.source import Inventory
 from prefect_raybatch.spec.engine import ModelRequest
 from prefect_raybatch.spec.read import ReadSpec
-from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.request import ImageSpec
 from prefect_raybatch.storage import Store, is_remote
 
 CHANNELS = 3
@@ -30,23 +30,24 @@ ROWS_A_LOOK, IMAGE_LOOKS = 8, 3  # rows looked at in each of so many places
 
 
 def row_bytes(
-    spec: RunSpec,
+    images: ImageSpec | None,
+    request: ModelRequest,
+    read: ReadSpec,
     model: models.PinnedModel,
     found: Inventory,
     store: Store | None = None,
-    read: bool = True,
+    samples: bool = True,
 ) -> float:
     """Return the uncompressed bytes of an input row, at least those of its prepared images.
 
-    `store` is the run's store if the files are its snapshot. If `read` is false, no row is read.
+    `store` is the run's store if the files are its snapshot. Unless `samples`, no row is read.
     """
-    images, request = spec.prompt.images, spec.engine.model
     if images is None:
         return found.row_bytes
     processor = processor_of(model)
     per_row: list[float] = []
-    if read and images.columns and not isinstance(images.resize, tuple):
-        for sizes in _sizes(images.columns, spec.read, found, store):
+    if samples and images.columns and not isinstance(images.resize, tuple):
+        for sizes in _sizes(images.columns, read, found, store):
             each = (image_bytes(request, model, images.pixels(s), processor) for s in sizes)
             per_row.append(sum(each))
     if per_row:

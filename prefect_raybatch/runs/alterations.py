@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Changes = Mapping[str, Any]  # of a job: {field: value}
+Changed = Callable[[Changes], RunSpec]  # what the run does with fields of its job changed
 LEAST_ANSWER = 16  # tokens out: guessing ahead in shorter answers saves no steps worth a start
 NGRAM = {
     "method": "ngram",
@@ -95,7 +96,7 @@ def sampled_rows(least: float, rows: int, tries: int) -> int:
 def agreements(
     bench: SampleBench,
     tried: Sequence[Changes],
-    changed: Callable[[Changes], RunSpec],
+    changed: Changed,
 ) -> Iterator[PrecisionTry]:
     """Yield how well the sampled answers of each change agree with the unchanged job's.
 

@@ -106,7 +106,9 @@ def dry_run_resolved(
         tokens = _prompt_lengths(spec, resolved.model, found, copied, run_key, sample)
         spec = spec.decide(context=tokens.max_model_len if auto else None)
     rows, model = sum(file.rows for file in found.files), resolved.model
-    row_bytes = image_bytes.row_bytes(spec, model, found, read=not copied)
+    row_bytes = image_bytes.row_bytes(
+        spec.prompt.images, spec.engine.model, read, model, found, samples=not copied
+    )
     fitted = _fitted(spec, model, rows, row_bytes, what_if)
     reuse = reuse_plan(resolved, spec, found, copied, run_key) if spec.reuse.keeps else None
     return DryRun(
@@ -121,7 +123,17 @@ def dry_run_resolved(
         run=join(job.output.uri, run_key or f"{job.name}-..."),
         needs=fitted.needs,
         have=asdict(fitted.capacity),
-        figures=tuple(figures(spec, fitted.capacity, fitted.sizing, fitted.known)),
+        figures=tuple(
+            figures(
+                spec.sizes,
+                spec.engine,
+                spec.cluster,
+                fitted.capacity,
+                fitted.sizing,
+                fitted.known,
+                spec.limits.min_agreement,
+            )
+        ),
         problems=tuple(fitted.problems),
         tokens=tokens,
         table=found.table,

@@ -27,7 +27,7 @@ from prefect_raybatch.ledger.same_job import difference
 from prefect_raybatch.plan.prompt_lengths import PromptLengths
 from prefect_raybatch.result.rows import reading_parquet
 from prefect_raybatch.runs.run import run_keys
-from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.result import OutputSpec
 from prefect_raybatch.stages.columns import KEY_TYPE
 from prefect_raybatch.stages.raw_answers import KEY_COLUMN
 from prefect_raybatch.storage import Store, open_store
@@ -118,18 +118,21 @@ class Earlier:
 
 
 def find_earlier(
-    spec: RunSpec,
+    reused: str | None,
+    output: OutputSpec,
+    name: str,
     run_key: str | None,
     context: str,
     parts: JsonObject,
     skipped: Collection[str] = (),
 ) -> Earlier:
-    """Return the runs that `reuse` names.
+    """Return the runs whose answers a run of the job `name` reuses.
 
+    `reused` is the `run` of its `ReuseSpec`, `output` where its runs are.
     Those in `skipped` (URIs) have damaged answers and are left out. Raises `ConfigError` for a run
     that is missing, unfinished, or keeps no answers; `latest` without such a run is no error.
     """
-    held = _held_answers(spec, run_key, skipped)
+    held = _held_answers(reused, output, name, run_key, skipped)
     if held is None:
         return Earlier()
     first = held[0][1]
@@ -140,14 +143,18 @@ def find_earlier(
 
 
 def with_earlier_length(
-    spec: RunSpec, run_key: str | None, measured: PromptLengths
+    reused: str | None,
+    output: OutputSpec,
+    name: str,
+    run_key: str | None,
+    measured: PromptLengths,
 ) -> PromptLengths:
     """Return the context length that `auto` resolves to in a run that reuses answers.
 
     It is that of the run with the reused answers, as long as the new prompts fit. Another length is
     another context, which reuses nothing.
     """
-    held = _held_answers(spec, run_key)
+    held = _held_answers(reused, output, name, run_key)
     before = held[0][1].parts.get("engine.max_model_len") if held is not None else None
     if not isinstance(before, int) or before <= measured.max_model_len:
         return measured
@@ -155,16 +162,22 @@ def with_earlier_length(
     return replace(measured, max_model_len=before, why=why)
 
 
-def _held_answers(spec: RunSpec, run_key: str | None, skipped: Collection[str] = ()) -> Held | None:
-    """Return what the run that `reuse` names and its retries keep, or None without such a run."""
-    if spec.reuse.run is None:
+def _held_answers(
+    reused: str | None,
+    output: OutputSpec,
+    name: str,
+    run_key: str | None,
+    skipped: Collection[str] = (),
+) -> Held | None:
+    """Return what the run named by `reused` and its retries keep, or None without such a run."""
+    if reused is None:
         return None
-    options = dict(spec.output.options) or None
-    if spec.reuse.run == LATEST:
-        root = open_store(spec.output.uri, options)
-        keys = _newest_first(root, spec.name, run_key)
+    options = dict(output.options) or None
+    if reused == LATEST:
+        root = open_store(output.uri, options)
+        keys = _newest_first(root, name, run_key)
     else:
-        root, key = place(spec.reuse.run, options)
+        root, key = place(reused, options)
         keys = [_follow_forks(root, key)]
     for key in keys:
         try:

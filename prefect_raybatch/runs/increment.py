@@ -133,7 +133,9 @@ def worked_out(
     skipped = set() if skipped is None else skipped
 
     def known_runs() -> Earlier:
-        return find_earlier(spec, run_key, keying.context, parts, skipped)
+        return find_earlier(
+            spec.reuse.run, spec.output, spec.name, run_key, keying.context, parts, skipped
+        )
 
     with ExitStack() as stack:
         known, join = _begun_join(known_runs if earlier else Earlier, rows.rows, ordered, skipped)
@@ -323,7 +325,9 @@ def _plan_asks(
         "asks",
         found.files,
         found.schema,
-        image_bytes.row_bytes(asks, resolved.model, found, ledger.store),
+        image_bytes.row_bytes(
+            asks.prompt.images, asks.engine.model, asks.read, resolved.model, found, ledger.store
+        ),
         snapshot=True,
         engines=sized.engines_to_plan_for(asks.sizes, asks.cluster),
         context=context,

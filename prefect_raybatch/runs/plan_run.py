@@ -185,7 +185,7 @@ def length_of_spec(
         return measured
     from prefect_raybatch.runs.earlier import with_earlier_length
 
-    return with_earlier_length(spec, run_key, measured)
+    return with_earlier_length(spec.reuse.run, spec.output, spec.name, run_key, measured)
 
 
 def begin_run(

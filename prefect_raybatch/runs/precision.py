@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.cluster.sharing import User
     from prefect_raybatch.cluster.trial_actor import AskSample
     from prefect_raybatch.sizing.sizes import Capacity, Sizing
-    from prefect_raybatch.stages.trial import Row, RowOutcome, TrialStages
+    from prefect_raybatch.stages.trial import RowOutcome, SampledRow, TrialStages
 
 log = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ class SampleBench:
         self,
         spec: RunSpec,
         tried: Mapping[str, str],
-        stored: Mapping[Row, RowOutcome],
+        stored: Mapping[SampledRow, RowOutcome],
         confidence: float,
     ) -> PrecisionTry:
         """Return how well the answers to `spec`, the run's with `tried`, agree with `stored`."""
@@ -243,7 +243,7 @@ class SampleBench:
             seconds=round(time.monotonic() - began, 1),
         )
 
-    def _number(self, row: Row) -> int:
+    def _number(self, row: SampledRow) -> int:
         """Return the row's number in the input of the run."""
         return self.shards[row[0]].start + row[1]
 
@@ -333,8 +333,8 @@ def drawn_rows(shards: Shards, rows: int, sample: int, seed: str) -> dict[int, l
 
 
 def _compared(
-    one: Mapping[Row, RowOutcome], other: Mapping[Row, RowOutcome]
-) -> tuple[int, int, Sequence[Row]]:
+    one: Mapping[SampledRow, RowOutcome], other: Mapping[SampledRow, RowOutcome]
+) -> tuple[int, int, Sequence[SampledRow]]:
     from prefect_raybatch.stages.trial import compared
 
     return compared(one, other)

@@ -27,9 +27,8 @@ from prefect_raybatch.ledger.precision import PrecisionTry
 from prefect_raybatch.ledger.records import JsonObject, Plan, Receipt, Unit
 from prefect_raybatch.report.advice import SPARE
 from prefect_raybatch.report.report import duration
-from prefect_raybatch.runs.alterations import Changes, agreements, sampled_rows
+from prefect_raybatch.runs.alterations import Changed, Changes, agreements, sampled_rows
 from prefect_raybatch.runs.precision import SampleBench
-from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
@@ -247,7 +246,7 @@ class Bench:
 
     def __init__(
         self,
-        changed: Callable[[Changes], RunSpec],
+        changed: Changed,
         plan: Plan,
         shards: Shards,
         store: Store,

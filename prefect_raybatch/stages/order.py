@@ -12,15 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
 
+from prefect_raybatch.bounded import Returned
 from prefect_raybatch.model.memory import CACHE_BLOCK
 from prefect_raybatch.spec.request import SamplingFields
-
-Made = TypeVar("Made")
 
 # Tokens in common, beyond what their neighbours share, that keep rows together.
 GROUP = 2 * CACHE_BLOCK
@@ -160,11 +158,13 @@ def common_tokens(keys: Sequence[bytes]) -> np.ndarray:
     return common
 
 
-def _by_identity(make: Callable[[SamplingFields], Made]) -> Callable[[SamplingFields], Made]:
+def _by_identity(
+    make: Callable[[SamplingFields], Returned],
+) -> Callable[[SamplingFields], Returned]:
     """Return `make` cached by the identity of the dict, because the job's own is one object."""
-    made: dict[int, Made] = {}
+    made: dict[int, Returned] = {}
 
-    def known(params: SamplingFields) -> Made:
+    def known(params: SamplingFields) -> Returned:
         key = id(params)
         if key not in made:
             made[key] = make(params)

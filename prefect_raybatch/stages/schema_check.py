@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError
     from jsonschema.protocols import Validator
 
-Schema = Mapping[str, Any]  # a part of a JSON Schema
+SchemaPart = Mapping[str, Any]  # a part of a JSON Schema
 Errors = Iterator["ValidationError"]
-Rule = Callable[["Validator", Any, Any, Schema], Errors | None]  # of jsonschema, for one keyword
+# A rule of jsonschema, for one keyword.
+Rule = Callable[["Validator", Any, Any, SchemaPart], Errors | None]
 SECONDS = 10.0  # for one answer; those in use take less than a thousandth of one
 
 
@@ -83,7 +84,7 @@ class SchemaCheck:
         )
 
     def _timed(self, rule: Rule) -> Rule:
-        def checked(validator: Validator, value: Any, instance: Any, schema: Schema) -> Errors:
+        def checked(validator: Validator, value: Any, instance: Any, schema: SchemaPart) -> Errors:
             self._left("time")
             yield from rule(validator, value, instance, schema) or ()
 
@@ -108,7 +109,7 @@ class SchemaCheck:
             yield ValidationError(f"{instance!r} does not match {pattern!r}")
 
     def _pattern_properties(
-        self, validator: Validator, patterns: Schema, instance: Any, _: object
+        self, validator: Validator, patterns: SchemaPart, instance: Any, _: object
     ) -> Errors:
         if not validator.is_type(instance, "object"):
             return
@@ -120,7 +121,7 @@ class SchemaCheck:
     def _additional(self, rule: Rule) -> Rule:
         """Return the rule for unnamed properties, without those that a pattern covers."""
 
-        def checked(validator: Validator, value: Any, instance: Any, schema: Schema) -> Errors:
+        def checked(validator: Validator, value: Any, instance: Any, schema: SchemaPart) -> Errors:
             patterns = schema.get("patternProperties")
             if patterns and validator.is_type(instance, "object"):
                 instance = {

@@ -79,7 +79,7 @@ class Encoded:
     cut: bool = False
 
 
-class Cut(TypedDict, total=False):
+class Truncation(TypedDict, total=False):
     """How a tokenizer shortens texts; empty for whole texts."""
 
     truncation: bool
@@ -220,14 +220,17 @@ class PrepareTexts(Prepare):
             texts[i] = text[-ids.characters :] if end else text[: ids.characters]
         return given if tuple(texts) == given.texts else replace(given, texts=tuple(texts))
 
-    def _alone(self, given: Input, **cut: Unpack[Cut]) -> Encoded | Failure:
+    def _alone(self, given: Input, **cut: Unpack[Truncation]) -> Encoded | Failure:
         try:
             return self._whole([given.texts], given.plain, **cut)[0]
         except Exception as error:
             return Failure.of("prepare", error)
 
     def _whole(
-        self, texts: Sequence[tuple[str, ...]], plain: Plain | None = None, **cut: Unpack[Cut]
+        self,
+        texts: Sequence[tuple[str, ...]],
+        plain: Plain | None = None,
+        **cut: Unpack[Truncation],
     ) -> list[Encoded]:
         """Return the tokens of texts, from the tokenizer itself or from its `plain` copy."""
         tokenizer = self._tokenizer() if plain is None else plain.tokenizer
@@ -245,7 +248,7 @@ class PrepareTexts(Prepare):
         tokenizer: Tokenizer,
         texts: Sequence[tuple[str, ...]],
         plain: Plain | None,
-        **cut: Unpack[Cut],
+        **cut: Unpack[Truncation],
     ) -> list[Encoded]:
         def of(ids: list[TokenIds]) -> list[TokenIds]:
             return ids if plain is None else list(map(plain.original, ids))

@@ -19,7 +19,7 @@ from prefect_raybatch.stages.block import Failure
 from prefect_raybatch.stages.row_outcomes import ColumnValues
 from prefect_raybatch.stages.schema_check import AnswerMisfit, SchemaCheck
 
-JsonObject = dict[str, object]
+AnswerObject = dict[str, object]
 NOT_VALID = "AnswerNotValid"
 MAX_ANSWER = 32_000  # characters that are kept of an answer that fails its row
 MAX_REASON = 500
@@ -38,7 +38,7 @@ class AnswerReader:
         """Return the columns' types."""
         return pa.schema([shape.field(name) for name, shape in self.columns.items()])
 
-    def read(self, text: str) -> tuple[JsonObject, ColumnValues] | Failure:
+    def read(self, text: str) -> tuple[AnswerObject, ColumnValues] | Failure:
         """Return an answer as an object and as columns for Arrow, or the failure."""
         try:
             found = _parsed(text)
@@ -58,10 +58,10 @@ def reader_of(schema: str) -> AnswerReader:
     return AnswerReader(schema)
 
 
-def _parsed(text: str) -> JsonObject:
+def _parsed(text: str) -> AnswerObject:
     """Return the JSON of an answer, which the check of the schema then requires to be an object."""
     try:
-        found: JsonObject = json.loads(
+        found: AnswerObject = json.loads(
             text,
             object_pairs_hook=_object,
             parse_constant=_constant,
@@ -79,7 +79,7 @@ def _parsed(text: str) -> JsonObject:
     return found
 
 
-def _object(pairs: Sequence[tuple[str, object]]) -> JsonObject:
+def _object(pairs: Sequence[tuple[str, object]]) -> AnswerObject:
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]

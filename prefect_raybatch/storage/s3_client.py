@@ -18,7 +18,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage.base import local_size
 from prefect_raybatch.storage.internet import MOVED
-from prefect_raybatch.storage.redirects import redirect_text
+from prefect_raybatch.storage.redirects import redirect_problem
 from prefect_raybatch.storage.s3_silence import Silence, without_keys
 
 PARALLEL_PARTS = 4  # s3fs keeps this many parts in memory
@@ -167,7 +167,7 @@ class _WithoutRedirects:
 def _redirect_error(status: int, url: str, location: str | None) -> Exception:
     from botocore.exceptions import ClientError
 
-    failed = {"Code": "Redirect", "Message": redirect_text(url, location)}
+    failed = {"Code": "Redirect", "Message": str(redirect_problem(url, location))}
     found = {"Error": failed, "ResponseMetadata": {"HTTPStatusCode": status}}
     error: Exception = ClientError(found, "request")
     return error

@@ -36,6 +36,7 @@ from prefect_raybatch.compile.job import compile_job, compile_planned
 from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.errors import InsufficientResources, SourceError
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.model.memory import describe
 from prefect_raybatch.sizing.sizes import Capacity, imagined
@@ -183,7 +184,7 @@ class FakeRay:
     def joined(self) -> bool:
         return self.there
 
-    def start(self, address: str | None, cpus: int) -> None:
+    def start(self, address: str | None, cpus: int, access: ClusterAccess) -> None:
         self.there = True
         self.made.append("start")
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from prefect_raybatch.errors import (
     JobStopped,
 )
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.sizing.sizes import Capacity
 
 ROWS = 48
@@ -44,17 +47,21 @@ class FakeRay:
     def __init__(self, there: bool = False, lingers: int = 0):
         self.there, self.lingers = there, lingers
         self.made: list[Any] = []
+        self.entered = False
+        self.tokens: list[str | None] = []  # of each start
         self.gate: threading.Event | None = None
 
     def joined(self) -> bool:
         return self.there
 
-    def start(self, address: str | None, cpus: int) -> None:
+    def start(self, address: str | None, cpus: int, access: ClusterAccess) -> None:
         assert not self.there, "Ray: you called ray.init twice"
+        self.entered = True
         if self.gate:
             assert self.gate.wait(120)
         self.there = True
         self.made.append((address, cpus))
+        self.tokens.append(access.token)
 
     def end(self) -> None:
         assert self.there
@@ -227,7 +234,7 @@ def test_a_run_within_a_run_is_an_error_not_a_wait_for_ever(shared: Shared) -> N
 def test_a_start_that_fails_leaves_the_door_open(ray: FakeRay, shared: Shared) -> None:
     ray.there = True
 
-    def start(address: str | None, cpus: int) -> None:
+    def start(address: str | None, cpus: int, access: ClusterAccess) -> None:
         raise InsufficientResources("no")
 
     broken = FakeRay()
@@ -237,6 +244,38 @@ def test_a_start_that_fails_leaves_the_door_open(ray: FakeRay, shared: Shared) -
         with pytest.raises(InsufficientResources), door.joined(User("a"), None, 2):
             pass
     assert broken.made == []
+
+
+def test_a_cluster_is_joined_with_the_access_of_the_run_that_joins_it(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if another run asks for the cluster while Ray starts."""
+    asked: list[str] = []
+
+    class Door(Shared):
+        def joined(self, user: User, *more: Any) -> AbstractContextManager[None]:
+            asked.append(user.name)
+            return super().joined(user, *more)
+
+    monkeypatch.setattr(cluster, "SHARED", Door(ray, WarmEngines(FakeHosts())))
+    monkeypatch.setattr(cluster, "capacity", lambda: None)
+    ray.gate = threading.Event()
+
+    def run(name: str) -> None:
+        access = ClusterAccess("10.0.0.1:6379", token=f"token of {name}")
+        spec = replace(cluster_spec(make_job()), loaded=access)
+        with cluster.connected(spec, User(name)):
+            pass
+
+    threads = [threading.Thread(target=run, args=(name,), daemon=True) for name in ("one", "two")]
+    threads[0].start()
+    wait_for(lambda: ray.entered)
+    threads[1].start()
+    wait_for(lambda: "two" in asked)
+    ray.gate.set()
+    for thread in threads:
+        thread.join(120)
+    assert ray.tokens[0] == "token of one"
 
 
 def test_a_run_waits_until_actors_of_the_one_before_have_let_go(shared: Shared) -> None:
@@ -566,7 +605,7 @@ def test_a_larger_run_gets_a_cluster_of_its_size(ray: FakeRay, shared: Shared) -
 
 
 def test_an_early_start_that_fails_is_told_by_the_run(ray: FakeRay, shared: Shared) -> None:
-    def away(address: str | None, cpus: int) -> None:
+    def away(address: str | None, cpus: int, access: ClusterAccess) -> None:
         raise InsufficientResources("no room")
 
     ray.start = away  # type: ignore[method-assign]
