@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Host = Any  # an actor that holds an engine: Ray has no type for a class chosen at run time
 ActorOptions = Mapping[str, Any]  # options of ray.remote by name
 
 IDLE_SECONDS = 600.0  # seconds that an engine waits for another run

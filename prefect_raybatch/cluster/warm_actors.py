@@ -13,8 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.cluster.warm import ActorOptions, WarmKind
-from prefect_raybatch.cluster.warm_hosts import Host
+from prefect_raybatch.cluster.warm import ActorOptions, Host, WarmKind
 from prefect_raybatch.ledger.failures import (
     ENGINE_DIED,
     ENGINES_DIED,

@@ -7,13 +7,12 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from prefect_raybatch.cluster.warm import WarmKind
+from prefect_raybatch.cluster.warm import Host, WarmKind
 
 if TYPE_CHECKING:
     from prefect_raybatch.stages.engine import EngineLaunch
 
 
-Host = Any  # an actor of EngineHost: Ray types no handle whose class is chosen at run time
 IDLE_WAIT = 10.0  # seconds in which an engine's actor says whether it is idle
 EARLY = "early"  # the token of a prewarmed start
 ENDING = 30.0  # seconds that engines may take to end by themselves

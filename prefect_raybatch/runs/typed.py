@@ -16,7 +16,6 @@ from prefect_raybatch.job.secrets import (
     safe_option,
 )
 from prefect_raybatch.job.yaml_text import read_yaml
-from prefect_raybatch.runs.alterations import Changes
 
 SECRET_GROUPS = FREE_ARGUMENTS.union(
     ("options", "env", "env_vars", "headers", "catalog", "client_kwargs")
@@ -42,7 +41,7 @@ def name_typed_run(run_key: str) -> None:
         _typed.set(_with_option(words, "--run-key", run_key))
 
 
-def typed_words(run_key: str | None = None, changes: Changes | None = None) -> list[str]:
+def typed_words(run_key: str | None = None, changes: Mapping[str, object] | None = None) -> list[str]:
     """Return the words that were typed, completed for later use.
 
     A `raybatch run` gets another run key and changed fields of the job, if given. Empty if nothing
