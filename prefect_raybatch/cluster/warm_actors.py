@@ -71,7 +71,7 @@ def warm_kind(
 class EngineHost:
     """An actor that holds the engine stage of successive runs.
 
-    A run is identified by a `token`, one for each pass; `by` is its actor that forwards blocks.
+    A `token` identifies one pass of a run, and `by` the Forwarder of that pass, which sends it blocks.
     `leaving` returns, in the actor, whether its node is being drained: then it accepts no more
     blocks and no run.
     """

@@ -207,7 +207,10 @@ def experts_of(config: ModelConfig) -> int:
 
 
 def _parameters(text: ModelConfig) -> tuple[float, float, float]:
-    """Return the parameters (of all layers, of embeddings, that a token passes through)."""
+    """Return numbers of parameters: of all layers, of the embeddings, and those used for one token.
+
+    The last is less than all in a mixture of experts.
+    """
     hidden, layers = text["hidden_size"], text["num_hidden_layers"]
     dense = text.get("intermediate_size") or 0
     experts = experts_of(text)
@@ -255,7 +258,7 @@ def _adapters(text: ModelConfig, arguments: EngineFields) -> tuple[int, int]:
 
 
 def _attention(text: ModelConfig) -> float:
-    """Return the attention parameters of a layer."""
+    """Return the number of parameters in the attention of one layer."""
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
     latent = text.get("kv_lora_rank")
     if latent:

@@ -234,10 +234,10 @@ def hub_commit(
 
 
 def _is_network(error: BaseException) -> bool:
-    """Return whether the error says that nobody answers.
+    """Return whether an error, or one that caused it, means that Hugging Face could not be reached.
 
-    The hub's HTTP client raises its own errors, which are no OSErrors, and is another library in
-    other versions.
+    Its HTTP client raises errors that are no OSErrors, and its library depends on the version, so
+    they are recognized by the names of their classes.
     """
     own = (kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("http"))
     return isinstance(error, OSError) or "TransportError" in own

@@ -110,9 +110,9 @@ class FilesSink(Sink):
             return self._whole(open_store(self.target.uri or "", self.options), plan)
 
     def _mark(self, plan: str) -> str:
-        """Return the file that is written last.
+        """Return the name of the marker: a file that is written last, when the others are complete.
 
-        It names the format: two targets may share a folder.
+        The target's format is part of the name, because two targets may share a folder.
         """
         return f"_{PROPERTY}{plan[:16]}.{self.target.format}.json"
 

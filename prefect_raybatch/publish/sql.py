@@ -467,7 +467,10 @@ class SqlSink(Sink):
         return str(url.database)
 
     def _database_is_there(self) -> bool:
-        """Return whether a connection would create no file."""
+        """Return whether the database exists, so that connecting would not create its file.
+
+        True for a database on a server, which has no file here.
+        """
         file = self._file()
         return file is None or os.path.exists(file)
 

@@ -67,7 +67,10 @@ class RowText:
     _patterns: dict[str, re.Pattern[str]] = field(default_factory=dict, compare=False, repr=False)
 
     def with_fragments(self, before: str, after: str) -> RowText:
-        """Return it for a template that writes `before` in front of row text and `after` behind."""
+        """Return a copy that also finds texts which a chat template completes to a control token.
+
+        The template writes `before` in front of row text and `after` behind it.
+        """
         parts = {part for text in self.controls for part in _completed(text, before, after)}
         return replace(self, fragments=tuple({*self.fragments, *parts}), _patterns={})
 

@@ -268,9 +268,10 @@ def _status(error: BaseException | None) -> int | None:
 
 
 def _unanswered(error: BaseException | None) -> bool:
-    """Return whether nobody answered.
+    """Return whether an error, or one that caused it, means that the Hub could not be reached.
 
-    The Hub's HTTP client has its own errors, and is another library in other versions.
+    The Hub's HTTP client raises errors of its own, and its library depends on the version, so they
+    are recognized by the names of their classes.
     """
     while error is not None:
         own = (kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("http"))
