@@ -71,9 +71,9 @@ def warm_kind(
 class EngineHost:
     """An actor that holds the engine stage of successive runs.
 
-    A `token` identifies one pass of a run, and `by` the Forwarder of that pass, which sends it blocks.
-    `leaving` returns, in the actor, whether its node is being drained: then it accepts no more
-    blocks and no run.
+    A `token` identifies one pass of a run, and `by` the Forwarder of that pass, which sends it
+    blocks. `leaving` returns, in the actor, whether its node is being drained: then it accepts no
+    more blocks and no run.
     """
 
     def __init__(self, engine: type, leaving: Callable[[], bool] = lambda: False):
