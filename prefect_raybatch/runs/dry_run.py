@@ -123,17 +123,7 @@ def dry_run_resolved(
         run=join(job.output.uri, run_key or f"{job.name}-..."),
         needs=fitted.needs,
         have=asdict(fitted.capacity),
-        figures=tuple(
-            figures(
-                spec.sizes,
-                spec.engine,
-                spec.cluster,
-                fitted.capacity,
-                fitted.sizing,
-                fitted.known,
-                spec.limits.min_agreement,
-            )
-        ),
+        figures=fitted.figures(spec),
         problems=tuple(fitted.problems),
         tokens=tokens,
         table=found.table,
@@ -178,6 +168,13 @@ class _Fitted:
     needs: JsonObject
     known: Model | None
     problems: tuple[str, ...]
+
+    def figures(self, spec: RunSpec) -> tuple[Figure, ...]:
+        """Return all sizes with their reasons."""
+        least = spec.limits.min_agreement
+        have, size, model = self.capacity, self.sizing, self.known
+        found = figures(spec.sizes, spec.engine, spec.cluster, have, size, model, least)
+        return tuple(found)
 
 
 def _fitted(
