@@ -29,7 +29,7 @@ CALL_TYPE = pa.struct([("id", pa.string()), ("name", pa.string()), ("arguments",
 
 def each_text(text: AnswerText) -> list[str | None]:
     """Return the texts of a row's answers."""
-    return text if isinstance(text, list) else [text]
+    return [*text] if isinstance(text, list) else [text]
 
 
 def parsed_types(parsing: ParsingSpec) -> list[tuple[str, pa.DataType]]:
