@@ -172,7 +172,7 @@ def read_units(
             if done is not None and _is_done(done, unit.shard):
                 continue
             began = time.time()
-            table = _read_unit(unit, parts, files, schema)
+            table = _read_unit(unit, parts, files)
             yield table if blocks.is_lost(table) else blocks.timed(table, "read", began)
 
 
@@ -184,7 +184,7 @@ def _is_done(done: Done, shard: int) -> bool:
         return False
 
 
-def _read_unit(unit: Unit, parts: Sequence[FileRows], files: _Files, schema: pa.Schema) -> pa.Table:
+def _read_unit(unit: Unit, parts: Sequence[FileRows], files: _Files) -> pa.Table:
     tables: list[pa.Table] = []
     for part in parts:
         try:
