@@ -25,7 +25,7 @@ from prefect_raybatch.api import precheck
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import pipeline as passes
-from prefect_raybatch.cluster import reach
+from prefect_raybatch.cluster import ray_process, reach
 from prefect_raybatch.cluster.sharing import User
 from prefect_raybatch.compile.job import cluster_spec, compile_job
 from prefect_raybatch.errors import ClusterUnavailable, ConfigError, InsufficientResources
@@ -248,12 +248,12 @@ def test_a_head_that_hangs_holds_up_no_pass_and_blames_no_row(
 def test_a_head_that_hangs_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `ray.shutdown` was seen to wait for a GCS and for a raylet that are stopped."""
     gate, kept = threading.Event(), list[Any]()
-    monkeypatch.setattr(cluster, "END_SECONDS", 0.2)
+    monkeypatch.setattr(ray_process, "END_SECONDS", 0.2)
     monkeypatch.setattr("ray.shutdown", lambda: gate.wait(300))
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.init", lambda **options: kept.append(options))
     monkeypatch.setattr("atexit.unregister", kept.append)
-    ours = type(cluster.SHARED.ray)()
+    ours = ray_process.RayProcess()
     ours.end()
     assert kept == [ray.shutdown]
     assert not ours.joined(), "a run would work in a cluster that is half left"

@@ -24,6 +24,7 @@ from helpers.small import make_job
 
 from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.cluster import connect as cluster
+from prefect_raybatch.cluster.ray_process import START_TRIES
 from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.cluster.warm import WarmEngines
 from prefect_raybatch.compile.job import cluster_spec
@@ -326,6 +327,7 @@ ENDING = """
 import signal, os, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from prefect_raybatch.cluster.ray_process import START_TRIES
 from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.cluster.warm import WarmEngines
 
@@ -514,7 +516,7 @@ def test_a_cluster_that_is_late_is_started_again(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(cluster, "capacity", lambda: Capacity(1, 0, 1, "here"))
-    if late < cluster.START_TRIES:
+    if late < START_TRIES:
         with cluster.connected(cluster_spec(make_job(name="a"))):
             pass
     else:
