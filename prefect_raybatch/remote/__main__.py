@@ -21,7 +21,6 @@ from prefect_raybatch.api import infer_run
 from prefect_raybatch.api.submission import OUTPUT_ENV, job_of_output, recorded_job
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import CorruptRun, RayBatchError, RunDrained
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.edits import edited
 from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.layout import job_path
@@ -71,7 +70,10 @@ def _work(uri: str, number: int) -> int:
     # This process runs on the cluster: Ray has set its address in the environment.
     here = {"cluster.address": "auto", "cluster.job_server": None, "cluster.block": None}
     job = edited(job, here, f"job {number}")
-    job = _with_blocks(job)
+    if job.source.credentials_block or job.output.credentials_block:
+        from prefect_raybatch.flow.tasks import with_blocks
+
+        job = with_blocks(job)
     run = replace(
         run_of(ledger.store, plan, ledger),
         accepted=accepted,
@@ -102,16 +104,11 @@ def _work(uri: str, number: int) -> int:
 def _output_options(uri: str) -> dict[str, Any]:
     """Return the store options for the run directory, which contains the job."""
     job = job_of_output(uri, json.loads(os.environ.get(OUTPUT_ENV, "{}")))
-    return _with_blocks(job).output.options
+    if job.output.credentials_block:
+        from prefect_raybatch.flow.tasks import with_blocks
 
-
-def _with_blocks(job: BatchJob) -> BatchJob:
-    """Return the job with the credentials of its blocks; imports Prefect only if it names one."""
-    if not (job.source.credentials_block or job.output.credentials_block):
-        return job
-    from prefect_raybatch.flow.tasks import with_blocks
-
-    return with_blocks(job)
+        job = with_blocks(job)
+    return job.output.options
 
 
 def _check_submitted(record: Record) -> None:
