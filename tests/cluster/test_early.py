@@ -534,7 +534,7 @@ def test_a_run_that_is_there_first_starts_its_own(
 def test_a_cluster_that_does_not_answer_is_the_runs_to_tell_of(
     ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def away(address: str | None, cpus: int) -> None:
+    def away(address: str | None, cpus: int, access: ClusterAccess) -> None:
         raise InsufficientResources("no room")
 
     monkeypatch.setattr(ray, "start", away)
