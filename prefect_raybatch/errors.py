@@ -6,6 +6,19 @@ its only argument and pickles without help.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The two parts of a message: what is wrong and where, then what to do about it."""
+
+    fault: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.fault}. {self.remedy}"
+
 
 class RayBatchError(Exception):
     """Base of every error that this package raises on purpose.

@@ -23,6 +23,7 @@ from prefect_raybatch.driver.heartbeat import ENDED, MAKING, STARTING, Beat, Lis
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.ledger.layout import PARTIAL_FOLDER
+from prefect_raybatch.ledger.records import JsonObject
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import duration, failure_table
 from prefect_raybatch.runs.listing import COMPLETED
@@ -340,7 +341,7 @@ def print_json(value: object) -> None:
     print(json.dumps(value, default=str))
 
 
-def _driver(beat: dict[str, Any]) -> str:
+def _driver(beat: JsonObject) -> str:
     """Return which process drives a run, and what its last heartbeat says."""
     from prefect_raybatch.driver.heartbeat import SILENT_AFTER, alive
 

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import logging
 import math
 import os
-import shlex
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
 from prefect_raybatch import nvml
-from prefect_raybatch.bounded import Question
-from prefect_raybatch.cluster.reach import check_reachable, check_temp_folder
-from prefect_raybatch.cluster.sharing import END_SECONDS, Shared, User
-from prefect_raybatch.cluster.tokens import check_token_file, keep_token_private
+from prefect_raybatch.cluster.ray_process import RayProcess
+from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.cluster.warm import IDLE_SECONDS, WarmEngines, WarmKind, WarmLease
 from prefect_raybatch.cluster.warm_hosts import RayHosts
-from prefect_raybatch.errors import ClusterUnavailable, ConfigError, InsufficientResources
-from prefect_raybatch.job.cluster import LOCAL, ClusterAccess
+from prefect_raybatch.errors import ConfigError, InsufficientResources
+from prefect_raybatch.job.cluster import LOCAL
 from prefect_raybatch.job.ray_cluster import pod_groups
 from prefect_raybatch.sizing.cards import card
 from prefect_raybatch.sizing.sizes import Capacity, Pool, pool_for, rooms, to_be_made
@@ -39,11 +30,9 @@ from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
-START_TRIES = 3  # of a local cluster
 KNOCK = 2.0  # seconds a node has to accept a connection
-WORKER_PYTHON = "RAYBATCH_WORKER_PYTHON"  # environment variable: the Python of Ray's workers
 
-LEVEL_LINE = b"Set ray log level from environment variable"
+Nodes = list[dict[str, Any]]  # rows of Ray's table of nodes
 
 
 @dataclass(frozen=True)
@@ -63,147 +52,7 @@ def address_of(cluster: ClusterSpec) -> str | None:
     return None if address in ("", LOCAL) else address
 
 
-class _Ray:
-    """Ray, behind the interface of `sharing`."""
-
-    def __init__(self) -> None:
-        self._over = threading.Event()  # ends the thread that started Ray
-        self._leaving = Question(END_SECONDS)  # a head that hangs would block ray.shutdown
-        self._auth: dict[str, str | None] = {}  # Ray's token variables before the start
-        self.access = ClusterAccess()  # to the cluster that is joined next
-
-    def joined(self) -> bool:
-        # None as well while another thread imports it.
-        is_initialized = getattr(sys.modules.get("ray"), "is_initialized", None)
-        return is_initialized is not None and not self._leaving.under_way and bool(is_initialized())
-
-    def start(self, address: str | None, cpus: int) -> None:
-        if self._leaving.under_way:
-            raise ClusterUnavailable(
-                "this process cannot leave the Ray cluster of an earlier run, because its head "
-                "does not answer, and so cannot join another. Run it again in a new process"
-            )
-        access = self.access if self.access.address == address else ClusterAccess(address)
-        if address:
-            check_reachable(address, access)
-        else:
-            check_temp_folder()
-
-        # Ray Data sets the levels of its loggers when it is imported, so set ours afterwards.
-        from prefect_raybatch.stages.ray_internals import PROGRESS_LOG, put_back_auth, use_token
-
-        self._auth = use_token(access.token)
-        logging.getLogger("ray.data").setLevel(logging.WARNING)  # no plans and timings
-        PROGRESS_LOG.setLevel(logging.ERROR)
-        # Ray's C++ code logs an error for each actor that may be restarted, as engines may.
-        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-        quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
-        quiet |= _worker_python(local=not address)
-        if not address:
-            quiet |= {"num_cpus": cpus, "include_dashboard": False}
-            if access.token is None:
-                keep_token_private()
-        if access.token is None:
-            check_token_file()
-        try:
-            with _sigterm_kept(), _quiet_start(not address):
-                self._lasting(lambda: _init(address, quiet))
-        except BaseException:
-            put_back_auth(self._auth)
-            raise
-
-    def end(self) -> None:
-        import ray
-
-        from prefect_raybatch.stages.ray_internals import put_back_auth
-
-        try:
-            self._leaving(ray.shutdown)
-        except TimeoutError as error:
-            log.warning("could not disconnect from Ray's head; continuing: %s", error)
-            atexit.unregister(ray.shutdown)  # would hang again
-        finally:
-            put_back_auth(self._auth)
-            self._over.set()
-
-    def _lasting(self, start: Callable[[], object]) -> None:
-        """Call `start` in a thread that lives until the cluster ends.
-
-        Linux kills the processes that Ray starts when the thread that started them ends
-        (PR_SET_PDEATHSIG), and a run's thread may end while other runs are in the cluster.
-        """
-        if threading.current_thread() is threading.main_thread():
-            start()
-            return
-        outcome: Future[None] = Future()
-        self._over = over = threading.Event()
-
-        def work() -> None:
-            try:
-                start()
-            except BaseException as error:  # raised in the caller
-                outcome.set_exception(error)
-                return
-            outcome.set_result(None)
-            over.wait()
-
-        run = copy_context().run
-        threading.Thread(target=run, args=(work,), name="raybatch-ray", daemon=True).start()
-        outcome.result()
-
-    def free(self) -> dict[str, float]:
-        import ray
-
-        return dict(ray.available_resources())
-
-
-def _worker_python(local: bool) -> dict[str, Any]:
-    """Return the option of `ray.init` that starts the workers with another Python, if one is set.
-
-    That Python's environment may have vLLM, and this process a Prefect that cannot be beside it.
-    Raise `ConfigError` if the path is not absolute or, for a local cluster, no program.
-    """
-    python = os.environ.get(WORKER_PYTHON)
-    if not python:
-        return {}
-    if not os.path.isabs(python) or (local and not shutil.which(python)):
-        raise ConfigError(
-            f"{WORKER_PYTHON}={python} is not the absolute path of a program. Set it to the Python "
-            "of the environment that has vLLM, such as /opt/engines/bin/python, or unset it"
-        )
-    return {"runtime_env": {"py_executable": shlex.quote(python)}}
-
-
-def _init(address: str | None, options: dict[str, Any]) -> None:
-    """Call `ray.init`, and retry if a new local cluster is not up within Ray's limit of 30 s.
-
-    Raise `ClusterUnavailable` if no attempt succeeds, and `InsufficientResources` if no cluster
-    answers.
-    """
-    import ray
-
-    for tries_left in reversed(range(START_TRIES)):
-        try:
-            ray.init(address=address or "local", **options)
-            return
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise InsufficientResources(
-                f"no Ray cluster answers at {address or 'this machine'}: {error}"
-            ) from None
-        except Exception as error:
-            if address or type(error) is not Exception:  # Ray has no class for this one
-                raise
-            if not tries_left:
-                raise ClusterUnavailable(
-                    f"Ray did not start on this machine in {START_TRIES} attempts ({error}). "
-                    "Reduce the load of the machine, or see the logs in /tmp/ray"
-                ) from None
-            log.warning("Ray did not start in time; starting it again (%s)", error)
-            ray.shutdown()
-
-
-RAY = _Ray()
-SHARED = Shared(RAY, WarmEngines(RayHosts()))
+SHARED = Shared(RayProcess(), WarmEngines(RayHosts()))
 
 
 @contextmanager
@@ -247,9 +96,10 @@ def connected(cluster: ClusterSpec, user: User | None = None) -> Iterator[Capaci
             "cluster.kubernetes creates a cluster only for a run. For this command, set "
             "cluster.address to an existing cluster, or remove both"
         )
-    RAY.access = cluster.access
+    user = user or User(cluster.name)
+    user.access = cluster.access
     end_by_sigterm()
-    with SHARED.joined(user or User(cluster.name), address_of(cluster), local_cpus(cluster)):
+    with SHARED.joined(user, address_of(cluster), local_cpus(cluster)):
         yield capacity()
 
 
@@ -302,54 +152,6 @@ def end_by_sigterm() -> None:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
-@contextmanager
-def _sigterm_kept() -> Iterator[None]:
-    """Restore the previous SIGTERM handler after the block; without one, keep Ray's.
-
-    Ray replaces Prefect's handler, which would turn a cancellation into a crash. Ray's C++ code
-    also sets a handler that Python does not see: it calls Python's, and ends the process by SIGABRT
-    if that takes over 3 s (ray#64830). The main thread replaces it by setting Python's handler
-    again; any other thread restores the C handler.
-    """
-    before = signal.getsignal(signal.SIGTERM)
-    libc, below = ctypes.CDLL(None), ctypes.create_string_buffer(1024)  # a `struct sigaction`
-    libc.sigaction(signal.SIGTERM, None, below)
-    try:
-        yield
-    finally:
-        if callable(before):
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, before)
-            else:
-                libc.sigaction(signal.SIGTERM, below, None)
-
-
-@contextmanager
-def _quiet_start(local: bool) -> Iterator[None]:
-    """Drop the line in which Ray's C++ code reports that it has read RAY_BACKEND_LOG_LEVEL.
-
-    It would break a terminal's progress bar, and no setting silences it. Other output is printed
-    after the block. Does nothing for a remote cluster, which may take minutes to join.
-    """
-    if not (local and os.isatty(2)):
-        yield
-        return
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as caught:
-        terminal = os.dup(2)
-        os.dup2(caught.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(terminal, 2)
-            os.close(terminal)
-            caught.seek(0)
-            for line in caught:
-                if LEVEL_LINE not in line:
-                    os.write(2, line)
-
-
 def local_cpus(cluster: ClusterSpec) -> int:
     """Return the logical CPUs of a local cluster: the machine's, or more if the stages need more.
 
@@ -381,10 +183,11 @@ def capacity() -> Capacity:
 
 
 def glance(cluster: ClusterSpec) -> Capacity | None:
-    """Return the capacity of a run's cluster without joining it; None for a remote cluster.
+    """Return the capacity of a run's cluster as far as it is known without joining it.
 
-    It is that of the cluster that this process is in, of this machine if the run will start one, or
-    of the pods that the run will request from Kubernetes.
+    A process that is in a cluster has that one's. Otherwise it is the capacity of this machine, for
+    a run that starts a local cluster, or of the pods that the run will request from Kubernetes.
+    None for any other cluster.
     """
     made = cluster.access.kubernetes
     if made is not None:
@@ -429,7 +232,7 @@ def dashboard_url() -> str:
     return url if not url or "://" in url else f"http://{url}"
 
 
-def nodes(ask: Callable[[Callable[[], Any]], Any] = lambda work: work()) -> set[str]:
+def nodes(ask: Callable[[Callable[[], Nodes]], Nodes] = lambda work: work()) -> set[str]:
     """Return the ids of the live nodes of the joined cluster; `ask` calls Ray's head.
 
     Each node is contacted, because Ray takes up to half a minute to notice that one is dead.

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import sizes as sized
@@ -26,6 +26,7 @@ from prefect_raybatch.cluster.near import EngineShape, near_sizes
 from prefect_raybatch.cluster.sharing import END_SECONDS, User
 from prefect_raybatch.cluster.warm import IDLE_SECONDS, EarlyHosts, WarmKind
 from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.model.pinned import PinnedModel
 from prefect_raybatch.sizing import sizes as sizing
 from prefect_raybatch.sizing.prices import gpu_price
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
@@ -36,6 +37,7 @@ from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
     from prefect_raybatch.source import Inventory
+    from prefect_raybatch.stages.engine import EngineLaunch
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +80,7 @@ class EarlyPlan:
     """The engines that a run will certainly start: their number, and the `launch` of each."""
 
     kind: WarmKind
-    launch: Any
+    launch: EngineLaunch
     engines: int
     gpus_an_engine: float
 
@@ -117,7 +119,7 @@ def why_late(spec: RunSpec) -> str:
 
 def early_plan(
     spec: RunSpec,
-    model: Mapping[str, Any],
+    model: PinnedModel,
     have: Capacity,
     guess: Guess,
     engine: type | None = None,
@@ -219,7 +221,7 @@ class EarlyStart:
         self._spent = 0.0
         self._most = math.inf  # GPU-seconds that limits.max_cost allows
 
-    def begin(self, spec: RunSpec, model: Callable[[], Mapping[str, Any]]) -> None:
+    def begin(self, spec: RunSpec, model: Callable[[], PinnedModel]) -> None:
         """Start the engines in a thread, unless the job prevents it.
 
         `model` returns the pinned model. A second call, as in a retry of planning, has no effect.
@@ -276,7 +278,7 @@ class EarlyStart:
         if self.thread is not None:
             self.thread.join(END_SECONDS)
 
-    def _main(self, spec: RunSpec, model: Callable[[], Mapping[str, Any]]) -> None:
+    def _main(self, spec: RunSpec, model: Callable[[], PinnedModel]) -> None:
         try:
             guess = guessed(spec)
             if guess.rows and guess.whole < WORTH_BYTES:
@@ -395,7 +397,7 @@ def current_early() -> EarlyStart | None:
     return _EARLY.get()
 
 
-def begin_early(spec: RunSpec, model: Callable[[], Mapping[str, Any]]) -> None:
+def begin_early(spec: RunSpec, model: Callable[[], PinnedModel]) -> None:
     """Start the engines of the run, whose input is being copied from now on."""
     if (early := current_early()) is not None:
         early.begin(spec, model)

@@ -11,7 +11,7 @@ import threading
 import uuid
 import warnings
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -24,7 +24,7 @@ from prefect_raybatch.bounded import ANSWER, Question
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.lookups import look_up
 from prefect_raybatch.cluster.spanning import SpanningGroups
-from prefect_raybatch.cluster.warm import WarmKind, WarmLease
+from prefect_raybatch.cluster.warm import ActorOptions, WarmKind, WarmLease
 from prefect_raybatch.cluster.warm_actors import Deaths, EngineHost, Forwarder, warm_kind
 from prefect_raybatch.errors import EngineFailure, SourceError
 from prefect_raybatch.job.cluster import Stage
@@ -236,7 +236,7 @@ class Pipeline:
                 context.autoscaling_config,
                 actor_pool_util_upscaling_threshold=_threshold(self.size, isolated),
             )
-            forwarded: list[Any] = []
+            forwarded: list[object] = []
             if self.warm is not None:
                 hosts = self.warm.engines(self._pool(len(units), isolated).min_size)
                 forwarded = [hosts, uuid.uuid4().hex, self.warm.kind, self.warm.access.make]
@@ -283,7 +283,7 @@ class Pipeline:
         return look_up(pools, self.plan, increment, self.store, prepare, keying), None, finish
 
     def _dataset(
-        self, units: Sequence[Unit], isolated: bool, forwarded: Sequence[Any] = ()
+        self, units: Sequence[Unit], isolated: bool, forwarded: Sequence[object] = ()
     ) -> Dataset:
         first, launch, finish = self.stages(isolated)
         takes = self.spec.cluster
@@ -296,7 +296,7 @@ class Pipeline:
             return prepared.map_batches(finish, **_batches(), **_stage(takes.finish))
         if not forwarded:
             stage: type = self.engine
-            arguments: list[Any] = [launch]
+            arguments: list[object] = [launch]
             placed = self._placed(resources_of(self.spec.sizes, self.size))
         else:
             deaths = Deaths(
@@ -310,7 +310,7 @@ class Pipeline:
         answered = map_actors(prepared, stage, **options, **_batches(), **placed)
         return answered.map_batches(finish, **_batches(), **_stage(takes.finish))
 
-    def _placed(self, resources: dict[str, Any]) -> dict[str, Any]:
+    def _placed(self, resources: ActorOptions) -> ActorOptions:
         """Return the resources of an engine's actor, in a placement group if it may span nodes."""
         sizes = self.spec.sizes
         if not (sizes.spans_nodes and self.size.pool.device == "gpu"):
@@ -399,7 +399,7 @@ class Pipeline:
             enable_true_multi_threading=True,
         )
 
-    def engine_resources(self) -> dict[str, Any]:
+    def engine_resources(self) -> ActorOptions:
         """Return the resources that Ray reserves for each engine, and its restarts."""
         return resources_of(self.spec.sizes, self.size)
 
@@ -424,9 +424,9 @@ class Missing:
         return [unit for units in self._of.values() for unit in units]
 
 
-def resources_of(spec: SizeSpec, size: Sizing) -> dict[str, Any]:
+def resources_of(spec: SizeSpec, size: Sizing) -> ActorOptions:
     """Return the resources that Ray reserves for each engine, and its restarts."""
-    resources: dict[str, Any] = {
+    resources: dict[str, object] = {
         "num_cpus": spec.cpus,
         # Ray does not retry a task that died; the driver runs what is missing in isolation. By
         # default Ray would retry forever (measured: 15 engine deaths in 80 s on one poison row).
@@ -443,7 +443,7 @@ def resources_of(spec: SizeSpec, size: Sizing) -> dict[str, Any]:
 
 
 def warm_kind_of(
-    spec: RunSpec, model: Mapping[str, Any], size: Sizing, engine: type = EngineStage
+    spec: RunSpec, model: models.PinnedModel, size: Sizing, engine: type = EngineStage
 ) -> WarmKind | None:
     """Return the kind of engines of a run with that pinned model; None if they cannot be reused.
 
@@ -457,7 +457,7 @@ def warm_kind_of(
     return warm_kind(engine, launch, resources_of(spec.sizes, size), calls)
 
 
-def launch_of(spec: RunSpec, model: Mapping[str, Any], size: Sizing, **more: Any) -> EngineLaunch:
+def launch_of(spec: RunSpec, model: models.PinnedModel, size: Sizing, **more: Any) -> EngineLaunch:
     """Return the launch of an engine of a run with that pinned model."""
     task = Pooling.of(spec, models.with_tokenizer(model, spec.engine.model))
     return replace(engine_launch(spec, dict(model), size, task=task), **more)
@@ -562,17 +562,17 @@ def _is_nodes(error: BaseException) -> bool:
     return by_class or (isinstance(error, ActorDiedError) and "node has died" in str(error))
 
 
-def _batches() -> dict[str, Any]:
+def _batches() -> ActorOptions:
     return {"batch_size": None, "batch_format": "pyarrow", "zero_copy_batch": True}
 
 
-def _stage(stage: Stage) -> dict[str, Any]:
+def _stage(stage: Stage) -> ActorOptions:
     return {**_resources(stage), **_given(concurrency=stage.concurrency), **ONCE}
 
 
-def _resources(stage: Stage) -> dict[str, Any]:
+def _resources(stage: Stage) -> ActorOptions:
     return _given(num_cpus=stage.num_cpus, memory=stage.memory)
 
 
-def _given(**options: object) -> dict[str, Any]:
+def _given(**options: object) -> ActorOptions:
     return {name: value for name, value in options.items() if value is not None}

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 from prefect_raybatch.bounded import within
 from prefect_raybatch.cluster.tokens import token_missing, token_sent, token_wrong
-from prefect_raybatch.errors import ClusterUnavailable, ConfigError
+from prefect_raybatch.errors import ClusterUnavailable, ConfigError, Problem
 from prefect_raybatch.job.cluster import ClusterAccess
 
-CONNECT_SECONDS = 2.0  # seconds for a connection, and again for the answer
-REACH_SECONDS = 4.5  # in total, with the name lookup, which has no timeout of its own
+CONNECT_SECONDS = 2.0  # seconds to connect, and again to wait for the answer
+# Seconds for the whole check. The name lookup counts, because nothing else limits its time.
+REACH_SECONDS = 4.5
 REMEDY = "Start it (ray start --head), or correct cluster.address or RAY_ADDRESS"
 
 # A hand-written HTTP/2 request (RFC 9113), because a gRPC library would conflict with Ray's own. An
@@ -69,20 +70,21 @@ def check_reachable(address: str, access: ClusterAccess | None = None) -> None:
     if trouble := silent(address):
         raise ClusterUnavailable(f"no Ray cluster answers at {address}: {trouble}. {REMEDY}")
     if refused := token_refusal(address, access or ClusterAccess(address)):
-        raise ConfigError(refused)
+        raise ConfigError(str(refused))
 
 
-def token_refusal(address: str, access: ClusterAccess) -> str:
-    """Return what is wrong with our token for the head at the address; "" if nothing or unknown.
+def token_refusal(address: str, access: ClusterAccess) -> Problem | None:
+    """Return what is wrong with the token that we would send to the head at an address.
 
-    Ray itself would retry for 20 s, or forever.
+    None if the head accepts it, or if that cannot be found out. Ray itself would retry for 20 s, or
+    forever.
     """
     token = token_sent(access)
     try:
         if not within(REACH_SECONDS, lambda: _refuses(address, token)):
-            return ""
+            return None
     except (OSError, TimeoutError):
-        return ""
+        return None
     who = f"the Ray cluster at {address}"
     return token_wrong(who, access) if token else token_missing(who, access)
 
@@ -143,7 +145,10 @@ def _plain() -> bool:
 
 
 def _answer(line: socket.socket, question: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Return the header of a gRPC service's answer; empty if there is none."""
+    """Send a gRPC request with the headers `question`; return the raw header of the response.
+
+    Empty if the server closes the connection or does not answer within CONNECT_SECONDS.
+    """
     header = b"".join(b"\0" + _text(name) + _text(value) for name, value in question)
     line.sendall(
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from prefect_raybatch.cluster.warm import (
     IDLE_SECONDS,
@@ -25,6 +25,11 @@ from prefect_raybatch.cluster.warm import (
     WarmLease,
 )
 from prefect_raybatch.errors import ConfigError, JobStopped
+from prefect_raybatch.job.cluster import ClusterAccess
+
+if TYPE_CHECKING:
+    from prefect_raybatch.stages.engine import EngineLaunch
+
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +48,8 @@ class RayAccess(Protocol):
     def joined(self) -> bool:
         """Return whether this process is in a cluster."""
 
-    def start(self, address: str | None, cpus: int) -> None:
-        """Join the cluster at `address`; without one, start a local cluster."""
+    def start(self, address: str | None, cpus: int, access: ClusterAccess) -> None:
+        """Join the cluster at `address` by `access`; without one, start a local cluster."""
 
     def end(self) -> None:
         """Leave the cluster, and end it if it was started here."""
@@ -59,13 +64,15 @@ class User:
 
     `waits` is called with the reason why the run waits, and with "" once it no longer does; it must
     be quick. `stopped` is set when the process must end. `works` is False for a user that only
-    queries the cluster or holds it for a later run.
+    queries the cluster or holds it for a later run. `access` says how to reach the cluster if the
+    run is the one that joins it.
     """
 
     name: str
     waits: Callable[[str], None] = lambda text: None
     stopped: threading.Event = field(default_factory=threading.Event)
     works: bool = True
+    access: ClusterAccess = field(default_factory=ClusterAccess)
 
     def halted(self) -> JobStopped | None:
         """Return the error to raise if this run was stopped."""
@@ -177,7 +184,7 @@ class Shared:
     def begin_early(
         self,
         kind: WarmKind,
-        spec: Any,
+        spec: EngineLaunch,
         count: int,
         total: Mapping[str, float],
         spare: Mapping[str, float],
@@ -310,7 +317,7 @@ class Shared:
                     self._end_unused(outgrown=True)
                     start = True
                 if start:
-                    self._start(address, cpus)
+                    self._start(address, cpus, user.access)
                 elif not self._users and not self._kept:  # started and ended by other code
                     self._ours, self._worked = False, self.warm.kept
                 self._users.append(user)
@@ -326,10 +333,10 @@ class Shared:
                 "Ray cluster. Set the same address in both, or run them in separate processes"
             )
 
-    def _start(self, address: str | None, cpus: int) -> None:
+    def _start(self, address: str | None, cpus: int, access: ClusterAccess) -> None:
         with self._unlocked():
             try:
-                self.ray.start(address, cpus)
+                self.ray.start(address, cpus, access)
             except BaseException:
                 if self.ray.joined():  # a signal arrived after Ray had started
                     self.ray.end()

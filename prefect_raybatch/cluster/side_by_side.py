@@ -51,14 +51,14 @@ def copying_for(cluster: ClusterSpec, size: int, reachable: bool) -> Iterator[Ev
 def _everywhere(
     at_once: int,
     room: Callable[[], int | None] | None,
-    work: Callable[[Any], Any],
-    items: Iterable[Any],
+    work: Callable[[Item], Value],
+    items: Iterable[Item],
     size: int,
-) -> Generator[tuple[int, Any], None, None]:
+) -> Generator[tuple[int, Value], None, None]:
     yield from side_by_side(partial(_numbered, work), enumerate(items), at_once, room)
 
 
-def _numbered(work: Callable[[Any], Any], item: tuple[int, Any]) -> tuple[int, Any]:
+def _numbered(work: Callable[[Item], Value], item: tuple[int, Item]) -> tuple[int, Value]:
     return item[0], work(item[1])
 
 
@@ -103,7 +103,9 @@ def side_by_side(
 
     from prefect_raybatch.stages.ray_internals import still_running
 
-    task = ray.remote(num_cpus=1, max_retries=TASK_RETRIES, scheduling_strategy="SPREAD")(_done)
+    task: Any = ray.remote(num_cpus=1, max_retries=TASK_RETRIES, scheduling_strategy="SPREAD")(
+        _done
+    )
     shared, under_way = ray.put(work), set[Any]()
     try:
         for item in items:
@@ -117,7 +119,7 @@ def side_by_side(
             ray.cancel(reference, recursive=False)
 
 
-def _done(work: Callable[[Any], Any], item: Any) -> Any:
+def _done(work: Callable[[Item], Value], item: Item) -> Value | RayBatchError:
     """Return the result of an item, or its `RayBatchError`, which Ray would wrap if raised."""
     try:
         return work(item)

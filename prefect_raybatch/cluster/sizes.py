@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
 
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.errors import ConfigError, InsufficientResources
-from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.records import JsonObject, Plan
 from prefect_raybatch.model import adapters, memory
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing import sizes as sizing
@@ -31,7 +29,7 @@ def for_attempt(spec: SizeSpec, plan: Plan, have: Capacity) -> Sizing:
 
 
 def model_sizes(
-    spec: SizeSpec, model: Mapping[str, Any], have: Capacity
+    spec: SizeSpec, model: models.PinnedModel, have: Capacity
 ) -> tuple[memory.Model | None, str]:
     """Return the model's GPU memory, or why it is unknown; None on a CPU, which needs none."""
     if spec.device_for(have.gpus) == "cpu":
@@ -55,7 +53,7 @@ def capacity_or_assumed(spec: SizeSpec, where: ClusterSpec) -> tuple[Capacity, l
     return cluster.glance(where) or sizing.assumed(spec), []
 
 
-def checked_needs(spec: SizeSpec, have: Capacity, size: Sizing, wrong: list[str]) -> dict[str, Any]:
+def checked_needs(spec: SizeSpec, have: Capacity, size: Sizing, wrong: list[str]) -> JsonObject:
     if not have.assumed:
         try:
             cluster.check_fit(spec, have, size.pool)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -48,7 +47,7 @@ class SpanningGroups:
         self.bundles = [first, *[dict(bundle) for _ in range(gpus - 1)]]
         self.groups: list[PlacementGroup] = []
 
-    def __call__(self) -> dict[str, Any]:
+    def __call__(self) -> dict[str, _Made]:
         return {"scheduling_strategy": _Made(self._make)}
 
     def _make(self) -> PlacementGroup:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from prefect_raybatch.bounded import read_regular_file
-from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.errors import ConfigError, Problem
 from prefect_raybatch.job.cluster import ClusterAccess
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,10 @@ def token_sent(access: ClusterAccess) -> str | None:
 
 
 def check_token_file() -> None:
-    """Raise `ConfigError` if Ray would read its token from a pipe or a device and block forever."""
+    """Raise `ConfigError` if Ray's token file is a pipe or a device.
+
+    Ray would wait forever for its end.
+    """
     try:
         file = token_file()
         mode = file.stat().st_mode if file is not None else stat.S_IFREG
@@ -110,21 +113,23 @@ def _put_token(file: Path) -> None:
         os.unlink(temporary)
 
 
-def token_missing(who: str, access: ClusterAccess) -> str:
-    """Return the message for a cluster that requires a token and got none."""
+def token_missing(who: str, access: ClusterAccess) -> Problem:
+    """Return what is wrong with a cluster `who` that requires Ray's token and got none."""
     remedy = f"set {BY_ENVIRONMENT} for the flow"
     if access.block is None:
         remedy += ", or save it in a RayCluster block and name that in cluster.block"
     else:
         remedy = f"save it as the token of the block {access.block}, or {remedy}"
-    return f"{who} requires Ray's token, but none was sent. {remedy[0].upper()}{remedy[1:]}"
+    return Problem(
+        f"{who} requires Ray's token, but none was sent", f"{remedy[0].upper()}{remedy[1:]}"
+    )
 
 
-def token_wrong(who: str, access: ClusterAccess) -> str:
-    """Return the message for a cluster that rejects the token."""
+def token_wrong(who: str, access: ClusterAccess) -> Problem:
+    """Return what is wrong with the token that the cluster `who` rejects."""
     ours = access.token is not None or any(n.lower() == "authorization" for n in access.headers)
     of = f"the block {access.block}" if ours and access.block else "this environment"
-    return (
-        f"{who} rejects Ray's token from {of}, because the cluster has another. Replace it with "
-        "the output of `ray get-auth-token` on the head"
+    return Problem(
+        f"{who} rejects Ray's token from {of}, because the cluster has another",
+        "Replace it with the output of `ray get-auth-token` on the head",
     )

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from prefect_raybatch.bounded import Returned
+from prefect_raybatch.cluster.warm import ActorOptions
 from prefect_raybatch.errors import EngineFailure, RayBatchError
-from prefect_raybatch.stages.trial import Row, RowOutcome, TrialEngine, TrialStages
+from prefect_raybatch.stages.trial import RowOutcome, SampledRow, TrialEngine, TrialStages
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
 
 log = logging.getLogger(__name__)
 
 HALT_LOOK = 1.0  # seconds between looks whether the run is stopped
 CLOSING = 30.0  # seconds that an engine may take to end by itself
 
-AskSample = Callable[[bool], dict[Row, RowOutcome]]
+AskSample = Callable[[bool], dict[SampledRow, RowOutcome]]
 
 
 @contextmanager
 def trial_on_worker(
     engine: type,
     stages: TrialStages,
-    resources: Mapping[str, Any],
+    resources: ActorOptions,
     halted: Callable[[], RayBatchError | None] = lambda: None,
 ) -> Iterator[AskSample]:
     """Yield `ask(again)`, which returns the outcomes of a `TrialEngine` that exists for the block.
@@ -45,7 +50,7 @@ def trial_on_worker(
         ray.kill(actor)
 
 
-def _waited(reference: Any, halted: Callable[[], RayBatchError | None]) -> Any:
+def _waited(reference: ObjectRef[Returned], halted: Callable[[], RayBatchError | None]) -> Returned:
     import ray
     from ray.exceptions import RayActorError, RayTaskError
 

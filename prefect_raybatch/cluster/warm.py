@@ -16,12 +16,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prefect_raybatch.job.secrets import hide_argument
+from prefect_raybatch.spec.engine import EngineFields
 from prefect_raybatch.words import counted
 
+if TYPE_CHECKING:
+    from prefect_raybatch.stages.engine import EngineLaunch
+
+
 log = logging.getLogger(__name__)
+
+Host = Any  # an actor that holds an engine: Ray has no type for a class chosen at run time
+ActorOptions = Mapping[str, Any]  # options of ray.remote by name
 
 IDLE_SECONDS = 600.0  # seconds that an engine waits for another run
 TIDY_EVERY = 5.0  # seconds between looks for engines that have waited long enough
@@ -38,10 +46,10 @@ class WarmKind:
 
     key: str
     engine: type
-    options: Mapping[str, Any] = field(compare=False)
+    options: ActorOptions = field(compare=False)
     calls: int
     takes: Mapping[str, float] = field(compare=False)
-    arguments: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    arguments: EngineFields = field(default_factory=dict, compare=False, repr=False)
     base: str = field(default="", compare=False)
 
     def beside(self, other: WarmKind) -> str:
@@ -63,29 +71,29 @@ class WarmKind:
 class HostAccess(Protocol):
     """The operations on actors that hold engines."""
 
-    def make(self, kind: WarmKind) -> Any:
+    def make(self, kind: WarmKind) -> object:
         """Start an actor, whose engine starts with the first run."""
 
-    def begin(self, host: Any, spec: Any) -> Any:
+    def begin(self, host: object, spec: EngineLaunch) -> object:
         """Start its engine before a run leases it; return a handle for `begun`."""
 
-    def begun(self, starts: Sequence[Any]) -> bool:
+    def begun(self, starts: Sequence[object]) -> bool:
         """Return whether all these starts have ended, successfully or not."""
 
-    def idle(self, hosts: Sequence[Any]) -> list[bool]:
+    def idle(self, hosts: Sequence[object]) -> list[bool]:
         """Return for each whether it is alive and empty, on a node that is not being drained."""
 
-    def leaving(self, hosts: Sequence[Any]) -> list[bool]:
+    def leaving(self, hosts: Sequence[object]) -> list[bool]:
         """Return for each whether its node is being drained."""
 
-    def end(self, hosts: Sequence[Any], kindly: bool) -> None:
+    def end(self, hosts: Sequence[object], kindly: bool) -> None:
         """End the actors; `kindly`: let each close its engine first."""
 
 
 @dataclass(eq=False)
 class _Kept:
     kind: WarmKind
-    host: Any
+    host: object
     since: float
     early: bool = False  # prewarmed for a run that is still being planned
 
@@ -184,7 +192,7 @@ class WarmEngines:
         with self._lock:
             return sum(one.kind == kind for one in self._idle)
 
-    def start_early(self, kind: WarmKind, spec: Any, count: int) -> EarlyHosts:
+    def start_early(self, kind: WarmKind, spec: EngineLaunch, count: int) -> EarlyHosts:
         """Start `count` engines for a later run, which leases them by their kind."""
         early = EarlyHosts(self.access)
         for _ in range(count):
@@ -272,10 +280,10 @@ class EarlyHosts:
 
     def __init__(self, access: HostAccess):
         self.access = access
-        self.hosts: list[Any] = []
-        self._starts: list[Any] = []
+        self.hosts: list[object] = []
+        self._starts: list[object] = []
 
-    def add(self, host: Any, start: Any) -> None:
+    def add(self, host: object, start: object) -> None:
         self.hosts.append(host)
         self._starts.append(start)
 
@@ -288,7 +296,7 @@ class WarmLease:
     """The engines of one run, reused or started by it; those in `early` may still be starting."""
 
     def __init__(
-        self, access: HostAccess, kind: WarmKind, hosts: list[Any], early: Sequence[Any] = ()
+        self, access: HostAccess, kind: WarmKind, hosts: list[object], early: Sequence[object] = ()
     ):
         self.access, self.kind, self.hosts, self.early = access, kind, hosts, list(early)
 
@@ -297,7 +305,7 @@ class WarmLease:
         """Return the resources that its engines hold now, by Ray's names."""
         return {name: value * len(self.hosts) for name, value in self.kind.takes.items()}
 
-    def engines(self, count: int) -> list[Any]:
+    def engines(self, count: int) -> list[object]:
         """Return at least `count` live engines for a new pass.
 
         Replaces engines that died, are not empty, or are on a node that is being drained.

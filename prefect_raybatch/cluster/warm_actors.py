@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.cluster.warm import WarmKind
+from prefect_raybatch.cluster.warm import ActorOptions, Host, WarmKind
 from prefect_raybatch.ledger.failures import (
     ENGINE_DIED,
     ENGINES_DIED,
@@ -34,7 +34,7 @@ HOST_CALLS = 64  # minimum number of blocks, so that runs with other numbers can
 
 
 def warm_kind(
-    engine: type, spec: EngineLaunch, resources: dict[str, Any], calls: int
+    engine: type, spec: EngineLaunch, resources: ActorOptions, calls: int
 ) -> WarmKind | None:
     """Return the kind of an engine with this spec and these Ray `resources`.
 
@@ -71,9 +71,9 @@ def warm_kind(
 class EngineHost:
     """An actor that holds the engine stage of successive runs.
 
-    A run is identified by a `token`, one for each pass; `by` is its actor that forwards blocks.
-    `leaving` returns, in the actor, whether its node is being drained: then it accepts no more
-    blocks and no run.
+    A `token` identifies one pass of a run, and `by` the Forwarder of that pass, which sends it
+    blocks. `leaving` returns, in the actor, whether its node is being drained: then it accepts no
+    more blocks and no run.
     """
 
     def __init__(self, engine: type, leaving: Callable[[], bool] = lambda: False):
@@ -177,13 +177,13 @@ class Forwarder:
     def __init__(
         self,
         spec: EngineLaunch,
-        hosts: Sequence[Any],
+        hosts: Sequence[Host],
         token: str,
         kind: WarmKind,
-        made: Callable[[WarmKind], Any],
+        made: Callable[[WarmKind], Host],
         leaving: Callable[[], bool],
         most: Deaths,
-        restarts: Callable[[Any], int],
+        restarts: Callable[[Host], int],
     ):
         import ray
 
@@ -201,7 +201,7 @@ class Forwarder:
         self._begun = False
         self._begin()
 
-    def _found(self, hosts: list[Any]) -> Any:
+    def _found(self, hosts: list[Host]) -> Host:
         """Return a host that no other forwarder of the pass has, running ones first.
 
         If others have all of them (this forwarder replaces a dead one), return any.
@@ -247,7 +247,7 @@ class Forwarder:
                         return
                     time.sleep(REACH_AGAIN)
 
-    def _move(self, host: Any) -> None:
+    def _move(self, host: Host) -> None:
         """Replace an engine on a node that is being drained; the old one ends once it is empty."""
         with self._lock:
             if self.host is not host:  # another thread has replaced it
@@ -288,7 +288,7 @@ class Forwarder:
             # The death is already counted in Ray's table of actors.
             return lost_all(table, Loss(ENGINE_DIED, _how_it_died(error), counted=True))
 
-    def _count_death(self, host: Any, error: Exception) -> None:
+    def _count_death(self, host: Host, error: Exception) -> None:
         """Give up the host if it died too often without an answered block in between."""
         restarts = self._restarts(host)
         with self._lock:
@@ -305,7 +305,7 @@ class Forwarder:
                 )
 
 
-def _end_when_empty(host: Any) -> None:
+def _end_when_empty(host: Host) -> None:
     """End a host once it is empty, so that its node can leave before the drain deadline."""
     import ray
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from prefect_raybatch.cluster.warm import WarmKind
+from prefect_raybatch.cluster.warm import Host, WarmKind
+
+if TYPE_CHECKING:
+    from prefect_raybatch.stages.engine import EngineLaunch
+
 
 IDLE_WAIT = 10.0  # seconds in which an engine's actor says whether it is idle
 EARLY = "early"  # the token of a prewarmed start
@@ -17,7 +21,7 @@ ENDING = 30.0  # seconds that engines may take to end by themselves
 class RayHosts:
     """The actors in the cluster that this process has joined."""
 
-    def make(self, kind: WarmKind) -> Any:
+    def make(self, kind: WarmKind) -> Host:
         import ray
 
         # Imported here, because commands that only show a run need no engine stage.
@@ -29,21 +33,21 @@ class RayHosts:
         actor = made.options(**options, max_concurrency=kind.calls)
         return actor.remote(kind.engine, node_is_leaving)
 
-    def begin(self, host: Any, spec: Any) -> Any:
+    def begin(self, host: Host, spec: EngineLaunch) -> object:
         return host.begin.remote(EARLY, spec)
 
-    def begun(self, starts: Sequence[Any]) -> bool:
+    def begun(self, starts: Sequence[object]) -> bool:
         import ray
 
         return not ray.wait(list(starts), num_returns=len(starts), timeout=0)[1]
 
-    def idle(self, hosts: Sequence[Any]) -> list[bool]:
+    def idle(self, hosts: Sequence[Host]) -> list[bool]:
         return [found is True for found in self._asked([(h, "is_idle") for h in hosts], IDLE_WAIT)]
 
-    def leaving(self, hosts: Sequence[Any]) -> list[bool]:
+    def leaving(self, hosts: Sequence[Host]) -> list[bool]:
         return [found is True for found in self._asked([(h, "leaves") for h in hosts], IDLE_WAIT)]
 
-    def end(self, hosts: Sequence[Any], kindly: bool) -> None:
+    def end(self, hosts: Sequence[Host], kindly: bool) -> None:
         import ray
 
         if not ray.is_initialized():
@@ -54,11 +58,11 @@ class RayHosts:
             with contextlib.suppress(Exception):  # the cluster has ended, with its actors
                 ray.kill(host)
 
-    def _asked(self, calls: Sequence[tuple[Any, str]], seconds: float) -> list[Any]:
+    def _asked(self, calls: Sequence[tuple[Host, str]], seconds: float) -> list[object]:
         """Return the answers of the hosts, all within `seconds`; errors in place of answers."""
         import ray
 
-        found: list[Any] = []
+        found: list[object] = []
         until = time.monotonic() + seconds
         try:
             references = [getattr(host, method).remote() for host, method in calls]

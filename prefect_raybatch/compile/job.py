@@ -38,11 +38,12 @@ GIVE_WAY = ("row_number", "column")
 
 @dataclass(frozen=True)
 class Planned:
-    """What the plan of a run settled, whatever the files and classes of its job say now.
+    """The parts of a run that its plan fixes: a resumed run takes them from here.
 
-    `context` is the context length that `auto` resolved to, `schema` and `chat_template` are texts,
-    and `names` are the columns that were renamed (GIVE_WAY); None and {} if the job does not use
-    them. `layout` is that of the result's files.
+    The files and classes that its job names may have changed since. `context` is the context length
+    that `auto` resolved to; `schema` and `chat_template` are the texts that were read from files or
+    classes; None where the job does not use them. `names` maps a field of GIVE_WAY to the name that
+    its column got, {} if none was renamed. `layout` is that of the result's files.
     """
 
     context: int | None

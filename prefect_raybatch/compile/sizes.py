@@ -20,7 +20,7 @@ FIRST_AND_REST = 2  # tokens of an answer whose first one is asked for: few leav
 def size_spec(job: BatchJob) -> SizeSpec:
     """Return what a job says about sizes.
 
-    A context length of `auto` counts as the model's own until `RunSpec.decide` settles it.
+    A context length of `auto` counts as the model's own until it is measured.
     """
     engine, replicas = job.engine, job.engine.replicas
     if isinstance(replicas, int):

@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from importlib import metadata
 from typing import Any
@@ -22,13 +23,13 @@ from prefect_raybatch.cluster.tokens import token_missing, token_sent, token_wro
 from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.compile.sizes import size_spec
 from prefect_raybatch.doctor.finding import CheckContext, Finding, failed, passed, warned
-from prefect_raybatch.errors import PrefectUnavailable, RayBatchError
+from prefect_raybatch.errors import PrefectUnavailable, Problem, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.kuberay.api import KubeApi
 from prefect_raybatch.sizing.sizes import Capacity, pool_for
-from prefect_raybatch.storage.redirects import open_without_redirects, redirect_text
+from prefect_raybatch.storage.redirects import open_without_redirects, redirect_problem
 from prefect_raybatch.words import counted
 
 REQUEST_SECONDS = 5.0  # seconds for one request
@@ -145,7 +146,7 @@ def check_cluster(context: CheckContext) -> Iterator[Finding]:
         yield failed("cluster", f"no Ray head answers at {address}: {trouble}", remedy)
         return
     if refused := token_refusal(address, access):
-        yield _failed_as_told(refused, remedy)
+        yield _problem(refused)
         return
     found = _join(job)
     if "error" in found:
@@ -223,11 +224,11 @@ def job_server(access: ClusterAccess) -> Finding:
     except urllib.error.HTTPError as error:
         who = f"the job server {url}"
         if error.code in (401, 403):
-            say = token_missing if error.code == 401 else token_wrong
-            return _failed_as_told(say(who, access), remedy)
+            problem = token_missing if error.code == 401 else token_wrong
+            return _problem(problem(who, access))
         if 300 <= error.code < 400:
-            text = redirect_text(url, error.headers.get("Location"))
-            return _failed_as_told(f"the job server {text}", remedy)
+            found = redirect_problem(url, error.headers.get("Location"))
+            return _problem(replace(found, fault=f"the job server {found.fault}"))
         return failed("cluster", f"{who} does not answer: {error}", remedy)
     except (OSError, ValueError, KeyError) as error:
         return failed("cluster", f"the job server {url} does not answer: {error}", remedy)
@@ -237,10 +238,9 @@ def job_server(access: ClusterAccess) -> Finding:
     return passed("cluster", text)
 
 
-def _failed_as_told(message: str, remedy: str) -> Finding:
-    """Return a failed check for a message that ends with its own remedy, else with `remedy`."""
-    fault, _, advice = message.partition(". ")
-    return failed("cluster", fault, f"{advice[0].lower()}{advice[1:]}" if advice else remedy)
+def _problem(found: Problem) -> Finding:
+    """Return the failed check of the cluster; remedies begin in lower case in the table."""
+    return failed("cluster", found.fault, f"{found.remedy[0].lower()}{found.remedy[1:]}")
 
 
 def kubernetes(made: Kubernetes) -> Finding:

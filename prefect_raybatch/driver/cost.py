@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from prefect_raybatch.driver.heartbeat import alive, read_beats
 from prefect_raybatch.errors import CostExceeded
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.increments import asks_ledger, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.records import JsonObject, Plan
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import are, counted, money
 
@@ -137,7 +136,7 @@ class CostMeter:
             return None
         return self.whole + self.gpus * seconds_left * self.price / HOUR
 
-    def figures(self, seconds_left: float | None) -> dict[str, Any]:
+    def figures(self, seconds_left: float | None) -> JsonObject:
         """Return the cost fields of a heartbeat."""
         found = {
             "cost": self.cost,

@@ -8,18 +8,18 @@ failed rows of committed shards.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
 
 from prefect_raybatch.errors import CorruptRun, RayBatchError
 from prefect_raybatch.ledger.layout import POSITION_COLUMN, piece_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import from_parquet
-from prefect_raybatch.ledger.records import Piece, Plan
+from prefect_raybatch.ledger.records import JsonObject, Piece, Plan
 from prefect_raybatch.ledger.row_numbers import RowNumbers
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import Store, open_store
 from prefect_raybatch.words import counted
 
@@ -58,11 +58,11 @@ class Stop:
     sample: tuple[Sample, ...] = ()
     tried: int | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         return asdict(self)
 
     @classmethod
-    def from_note(cls, note: Mapping[str, Any]) -> Stop | None:
+    def from_note(cls, note: JsonObject) -> Stop | None:
         """Read the stop from an attempt's note; None if there is none or it is unreadable."""
         try:
             value = dict(note["stopped"])
@@ -140,7 +140,7 @@ def _short(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def failed_sample(uri: str, options: dict[str, Any] | None, most: int) -> list[Sample]:
+def failed_sample(uri: str, options: StoreOptions | None, most: int) -> list[Sample]:
     """Return up to `most` failed rows of a run.
 
     They are of the shard that crossed the error budget, which no commit covers, and of committed
@@ -153,7 +153,7 @@ def failed_sample(uri: str, options: dict[str, Any] | None, most: int) -> list[S
         return []
 
 
-def last_stop(uri: str, options: dict[str, Any] | None) -> Stop | None:
+def last_stop(uri: str, options: StoreOptions | None) -> Stop | None:
     """Return why the latest attempt at a run stopped, if it was the error budget."""
     try:
         return _latest_stop(Ledger(open_store(uri, options)))

@@ -92,7 +92,7 @@ def today() -> date:
 
 
 def of_today(job: BatchJob) -> BatchJob:
-    """Return it with {run_date} and {run_key} as for a run of today."""
+    """Return the job with {run_date} and {run_key} filled in as a run of today would have them."""
     return with_run_words(job, f"{job.name}-{today():%Y%m%d}T000000Z")
 
 

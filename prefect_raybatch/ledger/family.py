@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
-from typing import Any
 
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job.checks import check_run_key
@@ -17,6 +16,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import no_run
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import Store, is_remote, join, open_store
 
 MOST_CHILDREN = 9999  # children of a root; a longer number in a folder's name is not one of ours
@@ -63,7 +63,7 @@ class Family:
         return taken >= member.failed
 
 
-def place(run_dir: str, options: dict[str, Any] | None = None) -> tuple[Store, str]:
+def place(run_dir: str, options: StoreOptions | None = None) -> tuple[Store, str]:
     """Return (store of the output root, run key) of a run directory.
 
     Raises `ConfigError` for a name that no run can have.

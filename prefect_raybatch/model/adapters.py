@@ -8,14 +8,14 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import missing_path
-from prefect_raybatch.ledger.records import digest, dump
+from prefect_raybatch.ledger.records import JsonObject, digest, dump
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.context import ModelConfig, text_part
-from prefect_raybatch.spec.engine import ModelRequest
+from prefect_raybatch.spec.engine import EngineFields, ModelRequest
 from prefect_raybatch.storage import Store, is_remote, open_store
 from prefect_raybatch.storage.node_cache import cached_folder
 
@@ -32,7 +32,7 @@ HUB_SCHEME = "hf://"  # before a Hugging Face name, which may also stand alone: 
 FROM_HIDDEN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
-PinnedAdapter = Mapping[str, Any]
+PinnedAdapter = JsonObject
 """A LoRA adapter as a plan keeps it: source, revision, identity and rank."""
 
 
@@ -51,9 +51,9 @@ def identities(request: ModelRequest) -> dict[str, str]:
     }
 
 
-def pin_adapters(request: ModelRequest) -> dict[str, dict[str, Any]]:
+def pin_adapters(request: ModelRequest) -> dict[str, PinnedAdapter]:
     """Return {name: {source, revision, identity, rank}} of the job's adapters, for the plan."""
-    pinned = {}
+    pinned: dict[str, PinnedAdapter] = {}
     for name, source in named(request).items():
         revision = None
         if _is_name(source):
@@ -68,7 +68,7 @@ def pin_adapters(request: ModelRequest) -> dict[str, dict[str, Any]]:
     return pinned
 
 
-def arguments(pinned: Mapping[str, PinnedAdapter], given: Mapping[str, Any]) -> dict[str, Any]:
+def arguments(pinned: Mapping[str, PinnedAdapter], given: EngineFields) -> EngineFields:
     """Return vLLM's engine arguments for adapters; arguments in the job win."""
     if not pinned:
         return {}
@@ -83,7 +83,7 @@ def arguments(pinned: Mapping[str, PinnedAdapter], given: Mapping[str, Any]) -> 
 
 
 def check_adapters_fit(
-    request: ModelRequest, pinned: Mapping[str, Any], config: ModelConfig
+    request: ModelRequest, pinned: Mapping[str, PinnedAdapter], config: ModelConfig
 ) -> None:
     """Raise `ConfigError` for an adapter that does not fit the model or that vLLM cannot load.
 
@@ -185,7 +185,7 @@ def _store(field: str, source: str) -> Store:
     return store
 
 
-def _config(field: str, adapter: PinnedAdapter) -> dict[str, Any]:
+def _config(field: str, adapter: PinnedAdapter) -> JsonObject:
     source = str(adapter["source"])
     try:
         if adapter.get("revision") is not None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+
+from prefect_raybatch.spec.engine import EngineFields
 
 USABLE = 0.92  # of a GPU, for its engines together; the rest is the driver's and fragmentation
 
@@ -23,16 +23,16 @@ class EngineArguments:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int | None = None
-    more: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold a token
+    more: EngineFields = field(default_factory=dict, repr=False)  # may hold a token
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> EngineArguments:
+    def of(cls, arguments: EngineFields) -> EngineArguments:
         """Parse arguments as vLLM takes them."""
         named = {f.name for f in fields(cls)} & arguments.keys()
         more = {name: value for name, value in arguments.items() if name not in named}
         return cls(**{name: arguments[name] for name in named}, more=more)
 
-    def vllm(self) -> dict[str, Any]:
+    def vllm(self) -> EngineFields:
         """Return them as vLLM takes them."""
         named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "more"}
         if self.max_model_len is None:

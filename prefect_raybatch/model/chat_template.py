@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prefect_raybatch.bounded import read_regular_file, within
 from prefect_raybatch.errors import ConfigError
@@ -17,6 +17,7 @@ from prefect_raybatch.storage import Store, is_remote, join, open_store
 
 if TYPE_CHECKING:
     import jinja2
+    from jinja2.runtime import Context
 
 TEMPLATE_SECONDS = 20.0  # for a prompt; one takes about a ten-thousandth of a second
 MOST_EXPONENT = 1000
@@ -75,7 +76,7 @@ def _check_ends(text: str, where: str, prompt: PromptSpec) -> None:
     import jinja2
 
     def render() -> None:
-        content: Any = "u"
+        content: object = "u"
         if prompt.images is not None:
             content = [{"type": "image"}, {"type": "text", "text": "u"}]
         messages = [{"role": "system", "content": "s"}, {"role": "user", "content": content}]
@@ -228,7 +229,7 @@ class TemplateTooLarge(Exception):
     """An operation in a chat template makes a value too large for any prompt."""
 
 
-def _bounded_operation(operator: str, left: Any, right: Any) -> None:
+def _bounded_operation(operator: str, left: object, right: object) -> None:
     """Raise `TemplateTooLarge` before a power or repetition that no timeout could interrupt."""
     if operator == "**":
         too_large = isinstance(right, (int, float)) and abs(right) > MOST_EXPONENT
@@ -264,7 +265,9 @@ def _environment(checked: bool = False) -> jinja2.Environment:
     class Checked(ImmutableSandboxedEnvironment):
         intercepted_binops = frozenset({"*", "**"})
 
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        def call_binop(
+            self, context: Context, operator: str, left: object, right: object
+        ) -> object:
             _bounded_operation(operator, left, right)
             return super().call_binop(context, operator, left, right)
 

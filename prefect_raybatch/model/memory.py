@@ -7,13 +7,13 @@ others are allocating, and dies with "No available memory for the cache blocks".
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.context import ModelConfig, own_context, text_part
+from prefect_raybatch.spec.engine import EngineFields
 
 FIXED = int(2.5 * 2**30)  # bytes an engine: CUDA context, graphs, NCCL and workspaces
 LEAST_FIXED = 1 << 30  # what no engine does without
@@ -94,7 +94,7 @@ class Precision:
     kv_cache_dtype: str
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Precision:
+    def of(cls, arguments: EngineFields) -> Precision:
         """Parse arguments as vLLM takes them."""
         return cls(
             dtype=str(arguments.get("dtype") or "auto"),
@@ -103,7 +103,7 @@ class Precision:
         )
 
 
-def describe(config: ModelConfig, arguments: Mapping[str, Any], stored: int | None = None) -> Model:
+def describe(config: ModelConfig, arguments: EngineFields, stored: int | None = None) -> Model:
     """Return the sizes of a model from its config.json.
 
     `arguments` are the engine's, of which the `Precision` counts; `stored` the bytes of the weight
@@ -207,7 +207,10 @@ def experts_of(config: ModelConfig) -> int:
 
 
 def _parameters(text: ModelConfig) -> tuple[float, float, float]:
-    """Return the parameters (of all layers, of embeddings, that a token passes through)."""
+    """Return numbers of parameters: of all layers, of the embeddings, and those used for one token.
+
+    The last is less than all in a mixture of experts.
+    """
     hidden, layers = text["hidden_size"], text["num_hidden_layers"]
     dense = text.get("intermediate_size") or 0
     experts = experts_of(text)
@@ -232,7 +235,7 @@ def _parameters(text: ModelConfig) -> tuple[float, float, float]:
     )
 
 
-def _adapters(text: ModelConfig, arguments: Mapping[str, Any]) -> tuple[int, int]:
+def _adapters(text: ModelConfig, arguments: EngineFields) -> tuple[int, int]:
     """Return the bytes for LoRA adapters (on each GPU of a layer, split over those GPUs).
 
     vLLM reserves them when it starts: for `max_loras` adapters, both matrices of every linear layer
@@ -255,7 +258,7 @@ def _adapters(text: ModelConfig, arguments: Mapping[str, Any]) -> tuple[int, int
 
 
 def _attention(text: ModelConfig) -> float:
-    """Return the attention parameters of a layer."""
+    """Return the number of parameters in the attention of one layer."""
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
     latent = text.get("kv_lora_rank")
     if latent:

@@ -12,15 +12,15 @@ from prefect_raybatch import demo
 from prefect_raybatch.bounded import read_regular_file, within
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import missing_path
-from prefect_raybatch.ledger.records import digest, dump
-from prefect_raybatch.model.context import own_context
+from prefect_raybatch.ledger.records import JsonObject, digest, dump
+from prefect_raybatch.model.context import ModelConfig, own_context
 from prefect_raybatch.spec.engine import ModelRequest
 from prefect_raybatch.storage import FileInfo, Store, is_remote, open_store
 from prefect_raybatch.storage.node_cache import cached_folder
 
 log = logging.getLogger(__name__)
 
-PinnedModel = Mapping[str, Any]
+PinnedModel = JsonObject
 """A model as a plan keeps it: source, revision, identity and, if it has any, its adapters."""
 
 DEMO = "demo"
@@ -62,7 +62,7 @@ def cpu_dtype(request: ModelRequest) -> str | None:
     return said or (demo.CPU_DTYPE if request.name == DEMO else None)
 
 
-def local_path(model: dict[str, Any]) -> str:
+def local_path(model: PinnedModel) -> str:
     """Return what vLLM and transformers load on this node; downloads an s3:// model once."""
     source = str(model["source"])
     if source == DEMO:
@@ -76,7 +76,7 @@ def store_of(model: PinnedModel) -> Store:
     return open_store(demo.demo_model_path() if source == DEMO else source)
 
 
-def tokenizer_place(model: dict[str, Any]) -> tuple[str, str | None, bool]:
+def tokenizer_place(model: PinnedModel) -> tuple[str, str | None, bool]:
     """Return (path or name, revision, trust_remote_code) of the engine's tokenizer."""
     trust = bool(model.get("trust_remote_code"))
     if model.get("tokenizer"):
@@ -84,14 +84,14 @@ def tokenizer_place(model: dict[str, Any]) -> tuple[str, str | None, bool]:
     return local_path(model), model.get("revision"), trust
 
 
-def with_tokenizer(model: PinnedModel, request: ModelRequest) -> dict[str, Any]:
+def with_tokenizer(model: PinnedModel, request: ModelRequest) -> PinnedModel:
     """Return the plan's model together with engine arguments that choose another tokenizer."""
     extra = request.given
     names = ("tokenizer", "tokenizer_revision", "trust_remote_code")
     return {**model, **{name: extra[name] for name in names if extra.get(name)}}
 
 
-def read_config(model: PinnedModel) -> tuple[dict[str, Any], int | None]:
+def read_config(model: PinnedModel) -> tuple[ModelConfig, int | None]:
     """Return (config.json, bytes of the weight files or None) without downloading weights.
 
     Raises `ConfigError` if its config.json is not available from here.
@@ -114,7 +114,7 @@ def read_config(model: PinnedModel) -> tuple[dict[str, Any], int | None]:
         ) from None
 
 
-def _object(data: bytes) -> dict[str, Any]:
+def _object(data: bytes) -> ModelConfig:
     value = json.loads(data)
     if not isinstance(value, dict):
         raise ValueError(f"it holds {type(value).__name__}, not an object")
@@ -132,7 +132,7 @@ def _weight_bytes(sizes: Mapping[str, int]) -> int | None:
     return None
 
 
-def _hub_config(name: str, revision: str | None) -> tuple[dict[str, Any], int | None]:
+def _hub_config(name: str, revision: str | None) -> tuple[ModelConfig, int | None]:
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
@@ -235,10 +235,10 @@ def hub_commit(
 
 
 def _is_network(error: BaseException) -> bool:
-    """Return whether the error says that nobody answers.
+    """Return whether an error, or one that caused it, means that Hugging Face could not be reached.
 
-    The hub's HTTP client raises its own errors, which are no OSErrors, and is another library in
-    other versions.
+    Its HTTP client raises errors that are no OSErrors, and its library depends on the version, so
+    they are recognized by the names of their classes.
     """
     own = (kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("http"))
     return isinstance(error, OSError) or "TransportError" in own

@@ -6,7 +6,7 @@ An engine reports the same faults after a minute, less clearly.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.vllm import fields as vllm_fields
@@ -23,7 +23,7 @@ EMBEDS = ("ForTextEncoding", "EmbeddingModel", "ForMaskedLM")
 PoolingTask = Literal["embed", "classify"]
 
 
-def overridden(request: ModelRequest, config: ModelConfig) -> dict[str, Any]:
+def overridden(request: ModelRequest, config: ModelConfig) -> ModelConfig:
     """Return config.json as vLLM sees it, with engine.hf_overrides."""
     extra = request.given.get("hf_overrides")
     return {**config, **(extra if isinstance(extra, Mapping) else {})}

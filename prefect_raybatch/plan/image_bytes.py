@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.images import UNKNOWN
@@ -20,7 +19,7 @@ from prefect_raybatch.model.tasks import overridden
 from prefect_raybatch.source import Inventory
 from prefect_raybatch.spec.engine import ModelRequest
 from prefect_raybatch.spec.read import ReadSpec
-from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.request import ImageSpec
 from prefect_raybatch.storage import Store, is_remote
 
 CHANNELS = 3
@@ -31,23 +30,24 @@ ROWS_A_LOOK, IMAGE_LOOKS = 8, 3  # rows looked at in each of so many places
 
 
 def row_bytes(
-    spec: RunSpec,
+    images: ImageSpec | None,
+    request: ModelRequest,
+    read: ReadSpec,
     model: models.PinnedModel,
     found: Inventory,
     store: Store | None = None,
-    read: bool = True,
+    samples: bool = True,
 ) -> float:
     """Return the uncompressed bytes of an input row, at least those of its prepared images.
 
-    `store` is the run's store if the files are its snapshot. If `read` is false, no row is read.
+    `store` is the run's store if the files are its snapshot. Unless `samples`, no row is read.
     """
-    images, request = spec.prompt.images, spec.engine.model
     if images is None:
         return found.row_bytes
     processor = processor_of(model)
     per_row: list[float] = []
-    if read and images.columns and not isinstance(images.resize, tuple):
-        for sizes in _sizes(images.columns, spec.read, found, store):
+    if samples and images.columns and not isinstance(images.resize, tuple):
+        for sizes in _sizes(images.columns, read, found, store):
             each = (image_bytes(request, model, images.pixels(s), processor) for s in sizes)
             per_row.append(sum(each))
     if per_row:
@@ -85,7 +85,7 @@ def _sizes(
                     yield [size for size in sizes if size is not None]
 
 
-def _each(value: Any) -> list[Any]:
+def _each(value: object) -> list[object]:
     many = value if isinstance(value, list) else [value]
     return [one.get("bytes") if isinstance(one, dict) else one for one in many]
 
@@ -131,7 +131,7 @@ def made_pixels(pixels: float, processor: ModelConfig) -> float:
     return each
 
 
-def processor_of(model: models.PinnedModel) -> dict[str, Any]:
+def processor_of(model: models.PinnedModel) -> ModelConfig:
     """Return the settings of the model's image processor; {} if they cannot be read here."""
     for name in PROCESSOR_FILES:
         try:
@@ -156,7 +156,7 @@ def _read(model: models.PinnedModel, name: str) -> bytes:
         raise OSError(str(error)) from error
 
 
-def _fixed(size: Any) -> float | None:
+def _fixed(size: object) -> float | None:
     """Return the pixels of a fixed size; None if the size varies."""
     if isinstance(size, int):
         return size * size

@@ -13,12 +13,12 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from prefect_raybatch.spec.request import PromptSpec
 from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.stages.block import Row
 from prefect_raybatch.words import counted
 
 MOST_FIELDS = 8  # of a template: each set of them is counted
@@ -39,10 +39,10 @@ class TemplateCells:
     fields: tuple[str, ...]
     sizes: tuple[float, ...]
     around: tuple[float, float]  # before the first, after the last
-    values: Sequence[tuple[Any, ...]]
+    values: Sequence[tuple[object, ...]]
 
     @classmethod
-    def of(cls, prompt: PromptSpec, rows: Sequence[dict[str, Any]]) -> TemplateCells | None:
+    def of(cls, prompt: PromptSpec, rows: Sequence[Row]) -> TemplateCells | None:
         """Return the cells, or None if a prompt is not made of distinct fields and text only."""
         if prompt.template is None or prompt.images is not None or len(rows) < LEAST_SAMPLED:
             return None
@@ -90,7 +90,7 @@ class TemplateCells:
         return distinct_of(Counter(tuple(row[f] for f in chosen) for row in self.values), rows)
 
 
-def distinct_of(seen: Counter[Any], rows: int) -> float:
+def distinct_of(seen: Counter[tuple[object, ...]], rows: int) -> float:
     """Estimate how many distinct values `rows` rows have, from those of a sample."""
     counts = np.array(list(seen.values()))
     sample, found = int(counts.sum()), len(counts)
@@ -105,7 +105,7 @@ def distinct_of(seen: Counter[Any], rows: int) -> float:
 
 
 def prefix_hints(
-    spec: RunSpec, rows: int, sampled: Sequence[dict[str, Any]], tokens: float
+    spec: RunSpec, rows: int, sampled: Sequence[Row], tokens: float
 ) -> tuple[str, ...]:
     """Return a line for each change that would let prompts share more.
 

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.checks import template_fields
-from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.ledger.records import JsonObject, Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.memory import CACHE_BLOCK
 from prefect_raybatch.plan.prefix_hints import prefix_hints
 from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.spec.request import PromptSpec
 from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.stages.block import Failure, Row
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 
@@ -70,7 +71,7 @@ class PromptLengths:
     p90: int
     p99: int
     most: int
-    longest: Mapping[str, Any]
+    longest: JsonObject
     histogram: tuple[tuple[int, int, int], ...]
     shared: float
     repeated: float
@@ -81,7 +82,7 @@ class PromptLengths:
     examples: tuple[PromptExample, ...] = ()
     hints: tuple[str, ...] = ()  # what would let prompts share more
 
-    def context(self) -> dict[str, Any]:
+    def context(self) -> JsonObject:
         """Return what a plan keeps of it (`Plan.context`)."""
         names = ("max_model_len", "why", "rows", "median", "p99", "most")
         hints = {"hints": list(self.hints)} if self.hints else {}
@@ -164,10 +165,12 @@ class _Seen:
     needs: list[int] = field(default_factory=list)  # with the answer
     keys: list[bytes] = field(default_factory=list)
     requests: set[tuple[bytes, str]] = field(default_factory=set)
-    failures: list[Any] = field(default_factory=list)
-    longest: dict[str, Any] = field(default_factory=dict)
-    first: list[tuple[str, int, Any]] = field(default_factory=list)  # file, row, token ids
-    values: list[dict[str, Any]] = field(default_factory=list)  # of the columns of a template
+    failures: list[Failure] = field(default_factory=list)
+    longest: dict[str, object] = field(default_factory=dict)
+    first: list[tuple[str, int, Sequence[int]]] = field(
+        default_factory=list
+    )  # file, row, token ids
+    values: list[Row] = field(default_factory=list)  # of the columns of a template
 
 
 def measure(
@@ -258,7 +261,7 @@ def _look(
 
 
 def _summary(
-    share: float, quarantines: bool, model: dict[str, Any], seen: _Seen, seconds: float
+    share: float, quarantines: bool, model: models.PinnedModel, seen: _Seen, seconds: float
 ) -> PromptLengths:
     import numpy as np
 
@@ -296,7 +299,7 @@ def _summary(
     )
 
 
-def _examples(model: dict[str, Any], seen: _Seen) -> tuple[PromptExample, ...]:
+def _examples(model: models.PinnedModel, seen: _Seen) -> tuple[PromptExample, ...]:
     from prefect_raybatch.stages.block import load_tokenizer
 
     tokenizer = load_tokenizer(*models.tokenizer_place(model))
@@ -348,7 +351,7 @@ def _shared(keys: list[bytes]) -> float:
     return float(held.sum()) / (sum(map(len, keys)) / 4)
 
 
-def _models_own(model: dict[str, Any]) -> int | None:
+def _models_own(model: models.PinnedModel) -> int | None:
     """Return the model's context length by config.json or its tokenizer."""
     own = models.context_length(models.local_path(model))
     if own is None:

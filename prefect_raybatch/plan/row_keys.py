@@ -6,11 +6,11 @@ A key depends on a context (`keying_of`): an answer is never reused under anothe
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +19,7 @@ from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
 from prefect_raybatch.job.counted_fields import FREE_ENGINE_ARGUMENTS
 from prefect_raybatch.job.precision import TRY_FP8
 from prefect_raybatch.job.secrets import hide_argument
-from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.ledger.records import JsonObject, Unit
 from prefect_raybatch.model import adapters
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.pinned import PinnedModel
@@ -33,6 +33,7 @@ from prefect_raybatch.stages.calls.apart import NoChild
 from prefect_raybatch.stages.calls.calling import Calls
 from prefect_raybatch.stages.columns import DIGESTS_TYPE, KEY, KEY_BYTES, KEY_TYPE
 from prefect_raybatch.stages.images.rows import Digests, TooManyAway, row_images
+from prefect_raybatch.stages.messages import ChatRequest
 from prefect_raybatch.stages.pooling import Pooling
 from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.stages.request_key import Keying, context_of
@@ -94,7 +95,7 @@ class RowKeys:
     def of(
         cls,
         spec: RunSpec,
-        model: dict[str, Any],
+        model: models.PinnedModel,
         found: Inventory,
         store: Store | None,
         keying: Keying,
@@ -190,7 +191,7 @@ class RowKeys:
             return next(filter(None, self._texts(self.prepare.requests(table), table)), b"")
         return b""
 
-    def _texts(self, requests: list[Any], table: pa.Table) -> list[bytes]:
+    def _texts(self, requests: Sequence[ChatRequest | Failure], table: pa.Table) -> list[bytes]:
         adapters = self.keying.adapters_of(table)
         return [sort_text(*pair) for pair in zip(requests, adapters, strict=True)]
 
@@ -219,7 +220,9 @@ class RowKeys:
             rows = rows.append_column(KEY, column).append_column(RANK, pa.array(numbers))
             yield "the requests", rows
 
-    def _requests(self, start: int, table: pa.Table) -> tuple[list[Any], list[Digests]]:
+    def _requests(
+        self, start: int, table: pa.Table
+    ) -> tuple[list[ChatRequest | Failure], list[Digests]]:
         try:
             return self.prepare.keyed_requests(table)
         except NoChild as error:
@@ -244,7 +247,7 @@ def _chunks(start: int, stop: int, size: int) -> list[tuple[int, int]]:
     return list(pairwise([*range(start, stop, size), stop]))
 
 
-def keying_of(spec: RunSpec, model: PinnedModel) -> tuple[Keying, dict[str, Any]]:
+def keying_of(spec: RunSpec, model: PinnedModel) -> tuple[Keying, JsonObject]:
     """Return (keying, context) for requests to the pinned `model`.
 
     The context holds what all request keys depend on, without secrets.
@@ -261,7 +264,7 @@ def keying_of(spec: RunSpec, model: PinnedModel) -> tuple[Keying, dict[str, Any]
     return keying, {**parts, "engine": hide_argument(parts["engine"], "engine")}
 
 
-def _context(spec: RunSpec, model: PinnedModel) -> dict[str, Any]:
+def _context(spec: RunSpec, model: PinnedModel) -> JsonObject:
     prompt, finish, request = spec.prompt, spec.finish, spec.engine.model
     sampling = dict(spec.sampling.fields)
     if request.pools:  # nothing is drawn
@@ -269,7 +272,7 @@ def _context(spec: RunSpec, model: PinnedModel) -> dict[str, Any]:
     # As the job has them: what a trial decides is noted beside the answers.
     undecided = {name: TRY_FP8 for tried in spec.engine.tries for name in tried}
     engine = {**request.given, **undecided}
-    parts: dict[str, Any] = {
+    parts: dict[str, object] = {
         "version": KEY_VERSION,
         "engine.model": model["identity"],
         "engine.max_model_len": request.context,

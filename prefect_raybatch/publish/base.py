@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any
 
 import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, PublishFailed, RayBatchError
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.publish.types import converted_schema, fitted, to_schema
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage.library_errors import failure_in
 
 PUBLISH_TRIES = 20  # of one publishing: each lost to another writer of the table
@@ -71,9 +71,7 @@ class Sink(ABC):
     never_null: tuple[str, ...] = ()  # columns of the result to which the table takes no null
     extra = ""  # what brings it
 
-    def __init__(
-        self, target: PublishTarget, options: dict[str, Any], planned: bool = False
-    ) -> None:
+    def __init__(self, target: PublishTarget, options: StoreOptions, planned: bool = False) -> None:
         self.target, self.options, self.planned = target, options, planned
 
     @property

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.ledger.records import JsonObject
 from prefect_raybatch.publish.base import PROPERTY, PUBLISH_TRIES, AnsweredRows, Observe
 from prefect_raybatch.publish.stores import FolderSink
 from prefect_raybatch.publish.types import converted_schema
@@ -196,7 +197,7 @@ def _version_with(handle: DeltaTable, plan: str, recorded: str = "") -> str | No
     return recorded or str(version)
 
 
-def _empties(handle: DeltaTable, commit: Mapping[str, Any]) -> bool:
+def _empties(handle: DeltaTable, commit: JsonObject) -> bool:
     """Return whether a commit removed every earlier row from the table."""
     operation, given = str(commit.get("operation")), commit.get("operationParameters") or {}
     if operation.startswith(("TRUNCATE", "REPLACE TABLE", "CREATE OR REPLACE TABLE")):
@@ -208,7 +209,7 @@ def _empties(handle: DeltaTable, commit: Mapping[str, Any]) -> bool:
     return operation == "DELETE" and everything
 
 
-def _restored_version(commit: Mapping[str, Any], commits: Mapping[int, Any]) -> int | None:
+def _restored_version(commit: JsonObject, commits: Mapping[int, Any]) -> int | None:
     """Return the version that a RESTORE restored, named by number or time; None if unknown."""
     given = commit.get("operationParameters") or {}
     version, at = str(given.get("version")), given.get("datetime") or given.get("timestamp")

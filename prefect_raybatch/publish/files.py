@@ -12,7 +12,6 @@ import math
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import pyarrow as pa
@@ -111,9 +110,9 @@ class FilesSink(Sink):
             return self._whole(open_store(self.target.uri or "", self.options), plan)
 
     def _mark(self, plan: str) -> str:
-        """Return the file that is written last.
+        """Return the name of the marker: a file that is written last, when the others are complete.
 
-        It names the format: two targets may share a folder.
+        The target's format is part of the name, because two targets may share a folder.
         """
         return f"_{PROPERTY}{plan[:16]}.{self.target.format}.json"
 
@@ -213,7 +212,7 @@ class _File:
                 one.close()
 
 
-def _quoted(value: Any) -> str:
+def _quoted(value: object) -> str:
     """Return a partition's name or value as part of a folder's name.
 
     An empty text is empty, a null as Hive writes it, and the text that Hive uses for null has an
@@ -225,7 +224,7 @@ def _quoted(value: Any) -> str:
     return quote(text, safe="") if text != NULL_FOLDER else text.replace("_", "%5F", 1)
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     """Return NaN and infinity as null, because JSON has no form for them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -27,6 +26,7 @@ from prefect_raybatch.publish.iceberg import IcebergSink
 from prefect_raybatch.publish.lance_sets import LanceSink
 from prefect_raybatch.publish.sql import SqlSink
 from prefect_raybatch.result.rows import data_of, data_schema
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import contains
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ KEYS_NAMED = 3  # keys that stand there twice, named in an error
 
 
 def open_sink(
-    target: PublishTarget, run_key: str, options: Mapping[str, Any], planned: bool = False
+    target: PublishTarget, run_key: str, options: StoreOptions, planned: bool = False
 ) -> Sink:
     """Return the target with all placeholders filled in; `planned`: opened for planning.
 
@@ -58,7 +58,7 @@ def open_sink(
 def check_publish(
     targets: Sequence[PublishTarget],
     run_key: str,
-    options: Mapping[str, Any],
+    options: StoreOptions,
     schema: pa.Schema,
     whole: bool = True,
     look: Callable[[PublishTarget, Sequence[str]], None] = lambda target, never_null: None,
@@ -106,7 +106,7 @@ def _check_apart(sinks: Sequence[Sink]) -> None:
 def publish(
     member: Member,
     targets: Sequence[PublishTarget],
-    options: Mapping[str, Any],
+    options: StoreOptions,
     observe: Observe = lambda step: None,
 ) -> list[Published]:
     """Publish a finished run to each of the targets that do not have its rows.

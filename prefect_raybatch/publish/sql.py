@@ -467,7 +467,10 @@ class SqlSink(Sink):
         return str(url.database)
 
     def _database_is_there(self) -> bool:
-        """Return whether a connection would create no file."""
+        """Return whether the database exists, so that connecting would not create its file.
+
+        True for a database on a server, which has no file here.
+        """
         file = self._file()
         return file is None or os.path.exists(file)
 
@@ -637,7 +640,7 @@ def _json(value: object) -> str:
     return json.dumps(value, default=as_json, ensure_ascii=False)
 
 
-def as_json(value: Any) -> Any:
+def as_json(value: object) -> object:
     """Return values that JSON has no type for: decimals and times as text, bytes in base64."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()

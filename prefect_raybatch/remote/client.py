@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from prefect_raybatch.cluster.tokens import check_token_file, token_missing, token_wrong
 from prefect_raybatch.errors import ConfigError, JobServerUnavailable
 from prefect_raybatch.job.cluster import ClusterAccess
-from prefect_raybatch.storage.redirects import redirect_text
+from prefect_raybatch.storage.redirects import redirect_problem
 
 log = logging.getLogger(__name__)
 
@@ -141,9 +141,8 @@ class JobServer:
     def _token_error(self, message: str) -> str:
         """Return what is wrong with the token, from the message of Ray's AuthenticationError."""
         wrong = message.startswith("Authentication failed")  # Ray's text for 403
-        return (token_wrong if wrong else token_missing)(
-            f"cluster.job_server: {self.url}", self.access
-        )
+        problem = token_wrong if wrong else token_missing
+        return str(problem(f"cluster.job_server: {self.url}", self.access))
 
     def _find(self, id: str) -> RayJob | None:
         try:
@@ -217,7 +216,7 @@ def connect_client(url: str, headers: Mapping[str, str] | None = None) -> Any:
             answer = super()._do_request(method, endpoint, **kwargs)
             if 300 <= answer.status_code < 400:
                 location = answer.headers.get("Location")
-                raise ConfigError(f"cluster.job_server: {redirect_text(url, location)}")
+                raise ConfigError(f"cluster.job_server: {redirect_problem(url, location)}")
             return answer
 
     with _env_lock:  # RAY_ADDRESS overrides the argument, and this variable overrides RAY_ADDRESS

@@ -34,7 +34,10 @@ _PAGES = (ColumnField.FIRST_PAGE, ColumnField.INDEX_PAGE, ColumnField.DICTIONARY
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a single-row-group Parquet file, or those after the first."""
+    """A Parquet file of one row group (`data`), and which of its columns to copy.
+
+    All of them, or with `after_first` all but the first.
+    """
 
     data: bytes
     after_first: bool = False

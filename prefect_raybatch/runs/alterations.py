@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Changes = Mapping[str, Any]  # of a job: {field: value}
+Changed = Callable[[Changes], RunSpec]  # what the run does with fields of its job changed
 LEAST_ANSWER = 16  # tokens out: guessing ahead in shorter answers saves no steps worth a start
 NGRAM = {
     "method": "ngram",
@@ -40,7 +41,7 @@ SUFFIX = {"method": "suffix", "num_speculative_tokens": 8}
 SUFFIX_PACKAGE = "arctic_inference"  # that vLLM takes its suffix trees from
 
 
-def alterations(spec: RunSpec, have: Capacity, experts: int) -> list[dict[str, Any]]:
+def alterations(spec: RunSpec, have: Capacity, experts: int) -> list[Changes]:
     """Return changes to try one by one, each {field: value}.
 
     `experts` is the number in a layer of the model, 0 for a dense one.
@@ -48,7 +49,7 @@ def alterations(spec: RunSpec, have: Capacity, experts: int) -> list[dict[str, A
     given, sizes = spec.engine.model.given, spec.sizes
     if spec.engine.model.pools:
         return []
-    found: list[dict[str, Any]] = []
+    found: list[Changes] = []
     on_gpu = sizes.device_for(have.gpus) == "gpu"
     decided = "quantization" in given or any("quantization" in t for t in spec.engine.tries)
     if on_gpu and not decided:
@@ -67,13 +68,13 @@ def alterations(spec: RunSpec, have: Capacity, experts: int) -> list[dict[str, A
     return found
 
 
-def _wider(sizes: SizeSpec, times: int) -> dict[str, Any]:
+def _wider(sizes: SizeSpec, times: int) -> Changes:
     """Return the changes for engines over `times` as many GPUs.
 
     Fewer copies by that factor if the job sets their number, at least one, and one engine per GPU,
     because the best so far may be several.
     """
-    changes: dict[str, Any] = {
+    changes: dict[str, object] = {
         "engine.tensor_parallel_size": times * sizes.tensor,
         "engine.engines_per_gpu": 1,
     }
@@ -95,7 +96,7 @@ def sampled_rows(least: float, rows: int, tries: int) -> int:
 def agreements(
     bench: SampleBench,
     tried: Sequence[Changes],
-    changed: Callable[[Changes], RunSpec],
+    changed: Changed,
 ) -> Iterator[PrecisionTry]:
     """Yield how well the sampled answers of each change agree with the unchanged job's.
 

@@ -140,7 +140,11 @@ def _pairs(rows: np.ndarray, numbers: np.ndarray) -> pa.Table:
 def _with_answers(
     pairs: Iterator[tuple[str, pa.Table]], known: Known, taken: int
 ) -> Iterator[tuple[str, pa.Table]]:
-    """Yield the answers of rows, with the rows as their RANK; failed requests have none."""
+    """Yield the raw answers of each table of pairs (row, number of its answer).
+
+    Numbers below `taken` are those of reused answers, the others those of this run. Column RANK
+    holds the rows. A row whose request failed is left out.
+    """
     for what, every in pairs:
         for start in range(0, every.num_rows, FOUND_AT_ONCE):
             part = every.slice(start, FOUND_AT_ONCE)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, date, datetime
-from typing import Any
+from typing import TYPE_CHECKING
 
 from prefect_raybatch.errors import ConfigError, JobStopped, PlanMismatch, RayBatchError, RunDrained
 from prefect_raybatch.installed import code_version
@@ -35,10 +36,15 @@ from prefect_raybatch.ledger.last_attempt import (
 from prefect_raybatch.ledger.layout import PLANNED_BY, PRUNED, SUCCESS
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
-from prefect_raybatch.ledger.records import dump, load
+from prefect_raybatch.ledger.records import JsonObject, Plan, dump, load
 from prefect_raybatch.runs.run import who
 from prefect_raybatch.runs.typed import typed_words
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import Store, join, open_store
+
+if TYPE_CHECKING:
+    from prefect_raybatch.driver.starting import Starting
+    from prefect_raybatch.driver.stops import Stop
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +121,7 @@ def outcome_of(error: BaseException) -> str:
 
 
 def record_bad_job(
-    value: Mapping[str, Any],
+    value: JsonObject,
     run_key: str | None,
     error: BaseException,
     scheduled: datetime | None = None,
@@ -175,7 +181,7 @@ def _masked(text: str, secrets: Sequence[str]) -> str:
 
 def record_without_plan(
     output: str,
-    options: Mapping[str, Any] | None,
+    options: StoreOptions | None,
     inputs: Sequence[str],
     name: str,
     key: str,
@@ -231,3 +237,45 @@ def compare_code(store: Store) -> None:
             "differ from the committed ones",
             *(planned, own),
         )
+
+
+class AttemptLog:
+    """The record of an attempt in the run directory, to which several threads add."""
+
+    def __init__(self, ledger: Ledger, attempt: str, known: dict[str, object]):
+        self.ledger, self.attempt, self.known = ledger, attempt, known
+        self._lock = threading.Lock()
+
+    def note(self, **more: object) -> None:
+        """Add fields to the record and write it."""
+        with self._lock:
+            self.known |= more
+            self.ledger.note_attempt(self.attempt, self.known)
+
+    def note_stop(self, stop: Stop) -> None:
+        """Record why the attempt stopped.
+
+        A store that fails is only logged, so that the run ends with its own error.
+        """
+        try:
+            self.note(stopped=stop.to_dict())
+        except RayBatchError as error:
+            log.warning("the failed rows could not be recorded in the run directory: %s", error)
+
+    def note_start(self, starting: Starting) -> None:
+        """Record how long each phase of the engines' start took."""
+        if starting.engines:
+            self.note(start={"engines": starting.engines, "seconds": starting.seconds()})
+
+
+def about_process(plan: Plan) -> dict[str, object]:
+    """Return what the record of an attempt at a plan says about its process."""
+    user, _, host = who().rpartition("@")
+    return {
+        "host": host,
+        "pid": os.getpid(),
+        "user": user,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "plan": plan.hash,
+        "code": code_version(),
+    }

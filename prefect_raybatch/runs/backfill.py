@@ -57,7 +57,8 @@ def dated_run(
 ) -> DatedRun:
     """Return the run of a date below `root`, with its state.
 
-    `identity` computes what its job is now: a run of another job under that key is failed.
+    `identity` computes the identity of the job as it is now. A run under that key that belongs to
+    another job has the state failed.
     """
     run = DatedRun(day, key, root.sub(key).uri)
     line = line_of(root, key)

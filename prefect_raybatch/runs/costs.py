@@ -1,19 +1,44 @@
-"""The cost of a run in money, for its report."""
+"""The cost of a run in money: counted while it runs, and for its report."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
-from prefect_raybatch.driver.cost import HOUR, Spent, spent_on
+from prefect_raybatch.driver.cost import HOUR, CostMeter, Spent, spent_on
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.spec.cluster import Prices
+from prefect_raybatch.sizing.prices import gpu_price
+from prefect_raybatch.sizing.sizes import Capacity, Pool
+from prefect_raybatch.spec.cluster import ClusterSpec, Prices
+
+log = logging.getLogger(__name__)
 
 
 def plain_price(prices: Prices) -> float | None:
     """Return the price of a GPU-hour if it is the same on every card; else None."""
     return None if prices.by_card else prices.hour
+
+
+def meter_for(
+    cluster: ClusterSpec, limits: Limits, capacity: Capacity, pool: Pool, spent: Spent
+) -> CostMeter:
+    """Return a meter for the costs of an attempt with that pool, on top of earlier costs.
+
+    Raises `ConfigError` if a limit on costs is set and no price is known.
+    """
+    price = gpu_price(cluster, capacity)
+    if price.hour is None and pool.gpus[1] and price.why:
+        if limits.max_cost is not None:
+            raise ConfigError(
+                f"limits.max_cost: {price.why}. Add its price there, or set "
+                "cluster.price_per_gpu_hour for all other cards"
+            )
+        log.warning("the cost of this run is not counted: %s", price.why)
+    return CostMeter(price.hour, pool.gpus_a_replica / pool.engines_per_gpu, pool.fewest, spent)
 
 
 def with_cost(

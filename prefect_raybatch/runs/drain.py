@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from prefect_raybatch.driver.heartbeat import SILENT_AFTER
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.ledger.drains import put_drain
 from prefect_raybatch.ledger.increments import asks_ledger
+from prefect_raybatch.ledger.records import JsonObject
 from prefect_raybatch.runs.run import who
 from prefect_raybatch.runs.status import Status, status
+from prefect_raybatch.spec.options import StoreOptions
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Drained:
 
     run: str
     run_key: str
-    live: tuple[dict[str, Any], ...]
+    live: tuple[JsonObject, ...]
     done: int
     rows: int
 
 
-def drain_run(run_dir: str, options: Mapping[str, Any] | None = None) -> Drained:
+def drain_run(run_dir: str, options: StoreOptions | None = None) -> Drained:
     """Ask every attempt at a run to commit its in-flight shards and stop; return at once.
 
     The attempts start no further shards and end with `RunDrained`. Later attempts are not affected.
@@ -52,5 +52,5 @@ def drain_run(run_dir: str, options: Mapping[str, Any] | None = None) -> Drained
     return Drained(found.run, found.run_key, tuple(beats), found.done, found.rows)
 
 
-def _beats(found: Status) -> list[dict[str, Any]]:
+def _beats(found: Status) -> list[JsonObject]:
     return [*found.beats, *(found.asks.beats if found.asks is not None else ())]

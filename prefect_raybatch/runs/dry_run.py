@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.compile.job import compile_job, read_spec
@@ -12,7 +11,9 @@ from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job.ray_cluster import check_made_cluster
 from prefect_raybatch.ledger.increments import RowCounts
+from prefect_raybatch.ledger.records import JsonObject
 from prefect_raybatch.model.memory import Model
+from prefect_raybatch.model.pinned import PinnedModel
 from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
@@ -53,14 +54,14 @@ class DryRun:
     sizing: Sizing
     columns: tuple[str, ...]
     result: tuple[tuple[str, str], ...]
-    model: dict[str, Any]
+    model: PinnedModel
     run: str
-    needs: dict[str, Any]
-    have: dict[str, Any]
+    needs: JsonObject
+    have: JsonObject
     figures: tuple[Figure, ...]
     problems: tuple[str, ...]
     tokens: PromptLengths | None = None
-    table: Mapping[str, Any] | None = None
+    table: JsonObject | None = None
     publish: tuple[str, ...] = ()
     reuse: ReusePlan | None = None
     types: tuple[str, ...] = ()  # of `columns`
@@ -105,7 +106,9 @@ def dry_run_resolved(
         tokens = _prompt_lengths(spec, resolved.model, found, copied, run_key, sample)
         spec = spec.decide(context=tokens.max_model_len if auto else None)
     rows, model = sum(file.rows for file in found.files), resolved.model
-    row_bytes = image_bytes.row_bytes(spec, model, found, read=not copied)
+    row_bytes = image_bytes.row_bytes(
+        spec.prompt.images, spec.engine.model, read, model, found, samples=not copied
+    )
     fitted = _fitted(spec, model, rows, row_bytes, what_if)
     reuse = reuse_plan(resolved, spec, found, copied, run_key) if spec.reuse.keeps else None
     return DryRun(
@@ -120,7 +123,7 @@ def dry_run_resolved(
         run=join(job.output.uri, run_key or f"{job.name}-..."),
         needs=fitted.needs,
         have=asdict(fitted.capacity),
-        figures=tuple(figures(spec, fitted.capacity, fitted.sizing, fitted.known)),
+        figures=fitted.figures(spec),
         problems=tuple(fitted.problems),
         tokens=tokens,
         table=found.table,
@@ -134,7 +137,7 @@ def dry_run_resolved(
 
 def _prompt_lengths(
     spec: RunSpec,
-    model: Mapping[str, Any],
+    model: PinnedModel,
     found: Inventory,
     copied: bool,
     run_key: str | None,
@@ -162,14 +165,21 @@ class _Fitted:
 
     sizing: Sizing
     capacity: Capacity
-    needs: dict[str, Any]
+    needs: JsonObject
     known: Model | None
     problems: tuple[str, ...]
+
+    def figures(self, spec: RunSpec) -> tuple[Figure, ...]:
+        """Return all sizes with their reasons."""
+        least = spec.limits.min_agreement
+        have, size, model = self.capacity, self.sizing, self.known
+        found = figures(spec.sizes, spec.engine, spec.cluster, have, size, model, least)
+        return tuple(found)
 
 
 def _fitted(
     spec: RunSpec,
-    model: Mapping[str, Any],
+    model: PinnedModel,
     rows: int,
     row_bytes: float,
     what_if: Capacity | None,

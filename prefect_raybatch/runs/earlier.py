@@ -24,12 +24,12 @@ from prefect_raybatch.ledger.increments import AnswerPart, Answers, read_answers
 from prefect_raybatch.ledger.layout import REUSED_FOLDER
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.part_files import local_disk
-from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.records import JsonObject, Plan
 from prefect_raybatch.ledger.same_job import difference
 from prefect_raybatch.plan.prompt_lengths import PromptLengths
 from prefect_raybatch.result.rows import reading_parquet
 from prefect_raybatch.runs.run import run_keys
-from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.result import OutputSpec
 from prefect_raybatch.stages.columns import KEY_TYPE
 from prefect_raybatch.stages.raw_answers import KEY_COLUMN
 from prefect_raybatch.storage import Store, open_store
@@ -120,19 +120,22 @@ class Earlier:
 
 
 def find_earlier(
-    spec: RunSpec,
+    reused: str | None,
+    output: OutputSpec,
+    name: str,
     run_key: str | None,
     context: str,
-    parts: dict[str, Any],
+    parts: JsonObject,
     skipped: Collection[str] = (),
 ) -> Earlier:
-    """Return the runs that `reuse` names.
+    """Return the runs whose answers a run of the job `name` reuses.
 
+    `reused` is the `run` of its `ReuseSpec`, `output` where its runs are.
     Those in `skipped` (URIs) have damaged answers and are left out. Raises `ConfigError` for a run
     that is missing, unfinished, or keeps no answers; `latest` or `all` without such a run is no
     error.
     """
-    held = _held_answers(spec, run_key, skipped)
+    held = _held_answers(reused, output, name, run_key, skipped)
     if held is None:
         return Earlier()
     first = held[0][1]
@@ -143,14 +146,18 @@ def find_earlier(
 
 
 def with_earlier_length(
-    spec: RunSpec, run_key: str | None, measured: PromptLengths
+    reused: str | None,
+    output: OutputSpec,
+    name: str,
+    run_key: str | None,
+    measured: PromptLengths,
 ) -> PromptLengths:
     """Return the context length that `auto` resolves to in a run that reuses answers.
 
     It is that of the run with the reused answers, as long as the new prompts fit. Another length is
     another context, which reuses nothing.
     """
-    held = _held_answers(spec, run_key)
+    held = _held_answers(reused, output, name, run_key)
     before = held[0][1].parts.get("engine.max_model_len") if held is not None else None
     if not isinstance(before, int) or before <= measured.max_model_len:
         return measured
@@ -158,21 +165,27 @@ def with_earlier_length(
     return replace(measured, max_model_len=before, why=why)
 
 
-def _held_answers(spec: RunSpec, run_key: str | None, skipped: Collection[str] = ()) -> Held | None:
-    """Return what the run that `reuse` names and its retries keep, or None without such a run."""
-    if spec.reuse.run is None:
+def _held_answers(
+    reused: str | None,
+    output: OutputSpec,
+    name: str,
+    run_key: str | None,
+    skipped: Collection[str] = (),
+) -> Held | None:
+    """Return what the run named by `reused` and its retries keep, or None without such a run."""
+    if reused is None:
         return None
-    options = dict(spec.output.options) or None
-    if spec.reuse.run in (LATEST, EVERY_RUN):
-        every = spec.reuse.run == EVERY_RUN
-        root = open_store(spec.output.uri, options)
-        newest = _newest_first(root, spec.name, run_key, retries=every)
+    options = dict(output.options) or None
+    if reused in (LATEST, EVERY_RUN):
+        every = reused == EVERY_RUN
+        root = open_store(output.uri, options)
+        newest = _newest_first(root, name, run_key, retries=every)
         if every:
             stores = [(root.sub(key), _own(answers)) for key, answers in newest]
             return [pair for pair in stores if pair[0].uri not in skipped] or None
         keys = [key for key, _ in newest]
     else:
-        root, key = place(spec.reuse.run, options)
+        root, key = place(reused, options)
         keys = [_follow_forks(root, key)]
     for key in keys:
         try:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from prefect_raybatch.errors import CorruptRun, RayBatchError
 from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.listing import COMPLETED, list_runs
 from prefect_raybatch.sizing.prices import gpu_price
 from prefect_raybatch.sizing.sizes import Capacity
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.words import counted, money
@@ -69,7 +68,7 @@ def estimate(spec: RunSpec, have: Capacity, rows: int) -> CostEstimate | None:
     return CostEstimate(rows, found.cost, found.gpu_hours, by, warning=text)
 
 
-def _last_known(output: str, options: Mapping[str, Any], job: str) -> tuple[str, float] | None:
+def _last_known(output: str, options: StoreOptions, job: str) -> tuple[str, float] | None:
     """Return (run key, GPU-hours per asked row) of the newest run of the job that knows it."""
     lines = list_runs(output, options, job)
     done = [line for line in lines if line.state == COMPLETED and line.parent is None]

@@ -119,10 +119,14 @@ def completed_report(
         losses=progress.losses if progress else None,
         dashboard=last_dashboard(store),
     )
-    starts = read_starts(ledger)
-    made = replace(made, elapsed=round(attempts_seconds(ledger, plan), 1))
-    made = replace(made, advice=advise(made, spec), accepted=accepted, starts=starts)
-    made = replace(made, precision=precision_of(store))
+    made = replace(
+        made,
+        elapsed=round(attempts_seconds(ledger, plan), 1),
+        accepted=accepted,
+        starts=read_starts(ledger),
+        precision=precision_of(store),
+    )
+    made = replace(made, advice=advise(made, spec))
     increment = increment_of(plan)
     if increment is not None and increment.ledger == OF_ROWS:
         # Answers that were only asked apart to put rows in order are of no use to later runs.

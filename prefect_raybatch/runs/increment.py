@@ -31,7 +31,7 @@ from prefect_raybatch.ledger.layout import REUSED_FOLDER
 from prefect_raybatch.ledger.part_files import PartFiles
 from prefect_raybatch.ledger.plan_tables import to_parquet
 from prefect_raybatch.ledger.record_files import put_table
-from prefect_raybatch.ledger.records import Plan, digest, load
+from prefect_raybatch.ledger.records import JsonObject, Plan, digest, load
 from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan.joining import Join
 from prefect_raybatch.plan.plan import make_plan
@@ -66,9 +66,9 @@ def increment_for(
     spec: RunSpec,
     run_key: str,
     taken: RunInput,
-    context: Mapping[str, Any] | None = None,
+    context: JsonObject | None = None,
     earlier: bool = True,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return `Plan.increment` of a new run, with everything that it names written.
 
     `context` records what an automatic context length resolved to. Raises like `worked_out`.
@@ -97,7 +97,7 @@ class Worked:
     """What a run would reuse and ask; `join` gives it row by row."""
 
     keying: Keying
-    parts: dict[str, Any]
+    parts: JsonObject
     earlier: Earlier
     join: Join
     rows: RowKeys
@@ -133,7 +133,9 @@ def worked_out(
     skipped = set() if skipped is None else skipped
 
     def known_runs() -> Earlier:
-        return find_earlier(spec, run_key, keying.context, parts, skipped)
+        return find_earlier(
+            spec.reuse.run, spec.output, spec.name, run_key, keying.context, parts, skipped
+        )
 
     with ExitStack() as stack:
         known, join = _begun_join(known_runs if earlier else Earlier, rows.rows, ordered, skipped)
@@ -179,7 +181,7 @@ def planned(
     resolved: Resolved,
     spec: RunSpec,
     taken: RunInput,
-    context: Mapping[str, Any] | None = None,
+    context: JsonObject | None = None,
 ) -> Increment:
     """Write everything that the run's plan is going to name.
 
@@ -302,7 +304,7 @@ def _plan_asks(
     resolved: Resolved,
     spec: RunSpec,
     taken: RunInput,
-    context: Mapping[str, Any] | None,
+    context: JsonObject | None,
     precision: TakenPrecision | None,
 ) -> Plan:
     """Write the input of the requests phase and the tables of its plan.
@@ -323,7 +325,9 @@ def _plan_asks(
         "asks",
         found.files,
         found.schema,
-        image_bytes.row_bytes(asks, resolved.model, found, ledger.store),
+        image_bytes.row_bytes(
+            asks.prompt.images, asks.engine.model, asks.read, resolved.model, found, ledger.store
+        ),
         snapshot=True,
         engines=sized.engines_to_plan_for(asks.sizes, asks.cluster),
         context=context,
@@ -354,7 +358,7 @@ def asks_of(spec: RunSpec) -> RunSpec:
     return replace(spec, finish=finish, output=output, reuse=reuse)
 
 
-def _asks_job(job: Mapping[str, Any]) -> dict[str, Any]:
+def _asks_job(job: Mapping[str, Any]) -> JsonObject:
     """Return a public job as the plan of its requests phase keeps it (`asks_of`)."""
     by_default = ("postprocess", "schema", "keep_answers", "extras", "publish", "row_number")
     output = {n: value for n, value in job["output"].items() if n not in (*by_default, "compact")}

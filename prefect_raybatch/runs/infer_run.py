@@ -3,49 +3,21 @@
 from __future__ import annotations
 
 import logging
-import os
-import threading
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from prefect_raybatch.cluster import sizes as sized
-from prefect_raybatch.driver.cost import CostMeter, Spent, check_cost, spent_on
-from prefect_raybatch.driver.stops import Stop
-from prefect_raybatch.errors import ConfigError, RayBatchError
-from prefect_raybatch.installed import code_version
-from prefect_raybatch.job.limits import Limits
-from prefect_raybatch.ledger.accepted import accepted_note
-from prefect_raybatch.ledger.drains import Draining
-from prefect_raybatch.ledger.increments import (
-    OF_ROWS,
-    Increment,
-    begin_asks,
-    increment_of,
-    waiting_rows,
-)
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Plan
-from prefect_raybatch.runs.attempts import compare_code
-from prefect_raybatch.runs.precision import decided_precision
-from prefect_raybatch.runs.run import Run, run_of, who
-from prefect_raybatch.sizing.prices import gpu_price
+from prefect_raybatch.runs.attempt import Attempt, JoinedCluster
+from prefect_raybatch.runs.phases import Phase, begin_phases
+from prefect_raybatch.runs.run import Run
 from prefect_raybatch.spec.run import RunSpec
-from prefect_raybatch.spec.sizes import SizeSpec
 
 if TYPE_CHECKING:
-    from prefect_raybatch.cluster.pipeline import Pipeline
-    from prefect_raybatch.cluster.sharing import User
-    from prefect_raybatch.cluster.warm import WarmKind
-    from prefect_raybatch.driver.driver import OtherLedger, Progress, RunPass
-    from prefect_raybatch.driver.monitor import Monitor
-    from prefect_raybatch.driver.starting import Starting
-    from prefect_raybatch.sizing.sizes import Capacity, Pool, Sizing
+    from prefect_raybatch.driver.driver import OtherLedger, Progress
 
 log = logging.getLogger(__name__)
 
@@ -93,69 +65,6 @@ def _infer_both(
         return infer_phase(rows, observe, engine, joined, before=before)
 
 
-@dataclass(frozen=True)
-class Phase:
-    """One phase of a run: what it does, and its ledger with the plan and its shards.
-
-    `increment` is the plan's record of reuse, None for an ordinary run.
-    """
-
-    spec: RunSpec
-    run: Run
-    ledger: Ledger
-    plan: Plan
-    shards: Shards
-    increment: Increment | None
-
-    @property
-    def looks_up(self) -> bool:
-        """Return whether every answer of this phase exists already, so that it needs no engine."""
-        return self.increment is not None and self.increment.ledger == OF_ROWS
-
-    @property
-    def finished(self) -> bool:
-        """Return whether the phase's result is written."""
-        return self.ledger.finished(self.plan) is not None
-
-    @property
-    def extent(self) -> OtherLedger:
-        """Return the size of this phase, as the progress of the run's other phase shows it."""
-        from prefect_raybatch.driver.driver import OtherLedger
-
-        return OtherLedger(self.plan.rows, self.plan.shards)
-
-
-def begin_phases(
-    spec: RunSpec, run: Run, ledger: Ledger, plan: Plan, shards: Shards
-) -> tuple[Phase | None, Phase]:
-    """Return the requests phase of a run and its rows phase.
-
-    The first is None if the run has no requests to ask or is finished. Writes the plan of the
-    requests phase unless it exists.
-    """
-    increment = increment_of(plan)
-    own = plan if run.model is None else plan.with_model(run.model)
-    rows = Phase(spec, run, ledger, own, shards, increment)
-    if increment is None or rows.finished:
-        return None, rows
-    begun = begin_asks(ledger.store, increment)
-    if begun is None:
-        return None, rows
-    from prefect_raybatch.runs.increment import asks_of
-
-    asks, asked = begun
-    part = replace(run_of(asks.store, asked, asks), probed=run.probed)
-    return Phase(asks_of(spec), part, asks, asked, asks.shards(asked), increment_of(asked)), rows
-
-
-@dataclass(frozen=True)
-class JoinedCluster:
-    """The cluster that a phase runs on: this run as a user of it, and its capacity."""
-
-    user: User
-    capacity: Capacity
-
-
 def infer_phase(
     phase: Phase,
     observe: Callable[[Progress], None],
@@ -169,262 +78,12 @@ def infer_phase(
     The cluster is joined here unless it is `joined` already. `before` and `later` are the run's
     other phase, which its progress counts.
     """
-    attempt = _Attempt(phase, observe, engine)
-    monitor, progress = attempt.monitor, attempt.driver.progress
-    progress.before = before or progress.before
-    progress.later = later or progress.later
-    attempt.driver.resume()
-    if attempt.driver.done.all():  # before Ray is imported, which takes seconds
-        return progress
+    attempt = Attempt(phase, observe, engine)
+    if not attempt.resume(before, later):  # before Ray is imported, which takes seconds
+        return attempt.driver.progress
     attempt.check()
-    from prefect_raybatch.cluster import connect as cluster
-    from prefect_raybatch.cluster.raylet import raylet_watch
-    from prefect_raybatch.cluster.sharing import User
-
-    user = joined.user if joined is not None else User(phase.spec.name)
-    user.waits = monitor.held
     with ExitStack() as stack:
-        stack.enter_context(monitor)
-        if joined is None:
-            capacity = stack.enter_context(cluster.connected(phase.spec.cluster, user))
-            joined = JoinedCluster(user, capacity)
-        monitor.joined(cluster.dashboard_url(), cluster.leaving, raylet_watch())
-        spec = phase.spec
-        if phase.looks_up:
-            attempt.place_answers(user)
-        elif spec.engine.tries:
-            spec = spec.decide(precision=attempt.precision(joined))
-        pipeline = attempt.pipeline(stack, joined, spec)
-        monitor.watch(pipeline)
-        stack.callback(pipeline.forget)
-        stack.callback(monitor.note_start)
-        stack.callback(monitor.look_at_deaths)
-        run_pass = _interruptible(pipeline, monitor, user, phase.spec.limits)
-        suspects = pipeline.size.pool.engines * (1 + pipeline.size.concurrent)
-        return attempt.driver.run(run_pass, pipeline.quarantine, suspects)
-
-
-class _Attempt:
-    """One attempt at a phase: its log, monitor and driver, and the steps to its pipeline."""
-
-    def __init__(
-        self, phase: Phase, observe: Callable[[Progress], None], engine: type | None
-    ) -> None:
-        from prefect_raybatch.driver.driver import Driver
-        from prefect_raybatch.driver.monitor import Monitor
-
-        self.phase, self.engine = phase, engine
-        plan, ledger, limits = phase.plan, phase.ledger, phase.spec.limits
-        self.name = uuid.uuid4().hex
-        self.log = AttemptLog(
-            ledger, self.name, {**_about(plan), **accepted_note(phase.run.accepted)}
-        )
-        self.monitor = Monitor(
-            self.name, plan, ledger.store, limits, observe, on_started=self.log.note_start
-        )
-        waiting = None
-        if phase.increment is not None:
-            waiting = waiting_rows(ledger, phase.increment, phase.shards)
-        self.driver = Driver(
-            plan,
-            phase.shards,
-            ledger,
-            limits,
-            self.monitor,
-            self.log.note_stop,
-            waiting,
-            Draining(ledger.store, self.name).look,
-        )
-        self.spent = Spent()
-
-    @property
-    def committed(self) -> int:
-        return int(self.driver.done.sum())
-
-    def check(self) -> None:
-        """Run preflight checks, then record the attempt."""
-        phase = self.phase
-        self.spent = spent_on(phase.ledger, phase.plan)
-        check_cost(phase.spec.limits, self.spent.at(None), phase.plan.shards, self.committed)
-        self.monitor(self.driver.progress)
-        if not phase.run.probed:  # an earlier command made the plan, and the store may differ now
-            phase.ledger.store.probe()
-        self.log.note()
-        compare_code(phase.ledger.store)
-
-    def place_answers(self, user: User) -> None:
-        """Record where the answer of each row is."""
-        from prefect_raybatch.cluster.lookups import known_answers
-        from prefect_raybatch.runs.answers_by_row import place_answers
-
-        phase, store = self.phase, self.phase.ledger.store
-        if phase.increment is not None:
-            known = known_answers(phase.spec.engine.model.pools, phase.increment, store)
-            place_answers(store, phase.plan, phase.increment, known, user.waits)
-
-    def precision(self, joined: JoinedCluster) -> Mapping[str, str]:
-        """Return the engine arguments of the precision that the run uses.
-
-        If it has not decided yet, engines of each precision answer a sample of the rows first.
-        """
-        phase, spec = self.phase, self.phase.spec
-        stored = sized.for_attempt(spec.sizes, phase.plan, joined.capacity)
-        self.monitor.meter = meter_for(spec, joined.capacity, stored.pool, self.spent)
-        return decided_precision(
-            spec,
-            phase.plan,
-            phase.shards,
-            phase.ledger,
-            joined.capacity,
-            joined.user,
-            self.name,
-            self.engine,
-            self.monitor.meter,
-            partial(_halted, joined.user, self.monitor),
-        )
-
-    def pipeline(self, stack: ExitStack, joined: JoinedCluster, spec: RunSpec) -> Pipeline:
-        """Return the stages with their sizes, once the cluster has room for them.
-
-        `stack` holds the room until it closes.
-        """
-        from prefect_raybatch.cluster import connect as cluster
-        from prefect_raybatch.cluster.early import engines_begun
-        from prefect_raybatch.cluster.pipeline import Pipeline
-        from prefect_raybatch.stages.engine import EngineStage
-
-        phase, capacity = self.phase, joined.capacity
-        engine = self.engine or EngineStage
-        sizes = spec.sizes.without_engine() if phase.looks_up else spec.sizes
-        size, kind = self._sizes(spec, sizes, capacity, engine)
-        cluster.check_fit(sizes, capacity, size.pool)
-        early = engines_begun(kind, size.pool.engines_for(phase.plan.shards - self.committed)[0])
-        meter = meter_for(spec, capacity, size.pool, self.spent)
-        self.monitor.meter = meter.after(self.monitor.meter, early.gpu_seconds)
-        check_cost(spec.limits, self.monitor.meter.whole, phase.plan.shards, self.committed)
-        lease = cluster.admitted(sizes, capacity, size.pool, joined.user, kind)
-        warm = stack.enter_context(lease)
-        if phase.increment is not None and not phase.looks_up:  # the report derives savings from it
-            self.log.note(gpus=size.pool.gpus[1])
-        return Pipeline(
-            spec,
-            phase.plan,
-            phase.shards,
-            phase.ledger.store,
-            self.name,
-            size,
-            # Another attempt may be alive. Ours is noted before we look, so that of two that start
-            # at the same moment one at least sees the other.
-            shuffle=self.name if len(phase.ledger.attempts()) > 1 else None,
-            engine=engine,
-            on_pass=self.monitor.pass_began,
-            warm=warm,
-            early=early.name,
-        )
-
-    def _sizes(
-        self, spec: RunSpec, sizes: SizeSpec, capacity: Capacity, engine: type
-    ) -> tuple[Sizing, WarmKind | None]:
-        """Return the sizes of this attempt, and the kind of engine by which running ones are found.
-
-        The kind is None for a phase without engines. Prefers running engines that are similar
-        enough.
-        """
-        from prefect_raybatch.cluster import connect as cluster
-        from prefect_raybatch.cluster.near import nearest_up
-        from prefect_raybatch.cluster.pipeline import warm_kind_of
-
-        plan = self.phase.plan
-
-        def size_of(asked: SizeSpec) -> Sizing:
-            return sized.for_attempt(asked, plan, capacity)
-
-        def kind_of(size: Sizing) -> WarmKind | None:
-            return warm_kind_of(spec, plan.model, size, engine)
-
-        if self.phase.looks_up:
-            return size_of(sizes), None
-        up = cluster.SHARED.warm.kinds
-        size, kind = nearest_up(sizes, size_of, size_of(sizes), kind_of, up)
-        for warning in size.warnings:
-            log.warning(warning)
-        return size, kind
-
-
-class AttemptLog:
-    """The record of an attempt in the run directory, to which several threads add."""
-
-    def __init__(self, ledger: Ledger, attempt: str, known: dict[str, Any]):
-        self.ledger, self.attempt, self.known = ledger, attempt, known
-        self._lock = threading.Lock()
-
-    def note(self, **more: Any) -> None:
-        """Add fields to the record and write it."""
-        with self._lock:
-            self.known |= more
-            self.ledger.note_attempt(self.attempt, self.known)
-
-    def note_stop(self, stop: Stop) -> None:
-        """Record why the attempt stopped.
-
-        A store that fails is only logged, so that the run ends with its own error.
-        """
-        try:
-            self.note(stopped=stop.to_dict())
-        except RayBatchError as error:
-            log.warning("the failed rows could not be recorded in the run directory: %s", error)
-
-    def note_start(self, starting: Starting) -> None:
-        """Record how long each phase of the engines' start took."""
-        if starting.engines:
-            self.note(start={"engines": starting.engines, "seconds": starting.seconds()})
-
-
-def meter_for(spec: RunSpec, capacity: Capacity, pool: Pool, spent: Spent) -> CostMeter:
-    """Return a meter for the costs of an attempt with that pool, on top of earlier costs.
-
-    Raises `ConfigError` if a limit on costs is set and no price is known.
-    """
-    price = gpu_price(spec.cluster, capacity)
-    if price.hour is None and pool.gpus[1] and price.why:
-        if spec.limits.max_cost is not None:
-            raise ConfigError(
-                f"limits.max_cost: {price.why}. Add its price there, or set "
-                "cluster.price_per_gpu_hour for all other cards"
-            )
-        log.warning("the cost of this run is not counted: %s", price.why)
-    return CostMeter(price.hour, pool.gpus_a_replica / pool.engines_per_gpu, pool.fewest, spent)
-
-
-def _interruptible(pipeline: Pipeline, monitor: Monitor, user: User, limits: Limits) -> RunPass:
-    """Return the pass such that a stall or its costs can end it.
-
-    A signal to the main thread also ends a run in another thread, in which it is not raised.
-    """
-    from prefect_raybatch.driver.stall import interruptible
-
-    # A nightly run that nobody watches needs `fail_on_stall`: Ray waits for ever for room in a
-    # cluster, which neither `hang_seconds` (engines) nor `function_seconds` (functions) sees.
-    may_end = limits.fail_on_stall or limits.max_cost is not None
-    if may_end or threading.current_thread() is not threading.main_thread():
-        halted = partial(_halted, user, monitor)
-        return interruptible(pipeline, lambda: monitor.failure, pipeline.stop, halted)
-    return pipeline
-
-
-def _halted(user: User, monitor: Monitor) -> RayBatchError | None:
-    """Return why the run must stop now; None to continue."""
-    return user.halted() or monitor.spent
-
-
-def _about(plan: Plan) -> dict[str, Any]:
-    """Return what the record of an attempt says about its process."""
-    user, _, host = who().rpartition("@")
-    return {
-        "host": host,
-        "pid": os.getpid(),
-        "user": user,
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "plan": plan.hash,
-        "code": code_version(),
-    }
+        joined = attempt.join(stack, joined)
+        attempt.decide(joined)
+        pipeline = attempt.pipeline(stack, joined)
+        return attempt.run(pipeline, joined.user)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
 from prefect_raybatch.errors import CorruptRun, NoSuchRun, RayBatchError
 from prefect_raybatch.ledger.last_attempt import (
@@ -22,6 +20,7 @@ from prefect_raybatch.ledger.layout import PLAN, PRUNED
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.runs.attempts import PLANNING
 from prefect_raybatch.runs.run import STORE_AWAY, run_keys, state_name
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import Store, is_remote, open_store
 
 _READERS = 8  # run directories read at once
@@ -63,7 +62,7 @@ class RunLine:
         return not self.has_plan
 
 
-def need_output(output: str, options: Mapping[str, Any] | None = None) -> None:
+def need_output(output: str, options: StoreOptions | None = None) -> None:
     """Raise `NoSuchRun` if `output` is no folder of runs: missing, a file, or itself a run.
 
     An empty folder is accepted.
@@ -81,7 +80,7 @@ def need_output(output: str, options: Mapping[str, Any] | None = None) -> None:
 
 
 def list_runs(
-    output: str, options: Mapping[str, Any] | None = None, job: str | None = None
+    output: str, options: StoreOptions | None = None, job: str | None = None
 ) -> list[RunLine]:
     """Return the runs below `output`, newest first, of one job if named.
 
@@ -103,7 +102,7 @@ def run_age(line: RunLine) -> tuple[float, float, str]:
 
 
 def latest_complete(
-    output: str, options: Mapping[str, Any] | None = None, job: str | None = None
+    output: str, options: StoreOptions | None = None, job: str | None = None
 ) -> RunLine:
     """Return the completed run below `output` that finished last.
 

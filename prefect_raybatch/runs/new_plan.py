@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.compile.job import public_job
 from prefect_raybatch.compile.resolved import Resolved
-from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.records import JsonObject, Plan
 from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan.plan import make_plan
 from prefect_raybatch.plan.prefix_order import MOST_ORDERED
@@ -50,7 +49,7 @@ def new_plan(
     spec: RunSpec,
     run_key: str,
     taken: RunInput,
-    context: Mapping[str, Any] | None = None,
+    context: JsonObject | None = None,
     numbers: bytes | None = None,
     earlier: bool = True,
 ) -> tuple[Plan, dict[str, bytes]]:
@@ -69,7 +68,14 @@ def new_plan(
         run_key,
         found.files,
         found.schema,
-        image_bytes.row_bytes(spec, resolved.model, found, taken.snapshot),
+        image_bytes.row_bytes(
+            spec.prompt.images,
+            spec.engine.model,
+            spec.read,
+            resolved.model,
+            found,
+            taken.snapshot,
+        ),
         snapshot=taken.copied,
         numbers=numbers,
         engines=sized.engines_to_plan_for(spec.sizes, spec.cluster),
@@ -85,9 +91,9 @@ def _increment(
     spec: RunSpec,
     run_key: str,
     taken: RunInput,
-    context: Mapping[str, Any] | None,
+    context: JsonObject | None,
     earlier: bool,
-) -> dict[str, Any] | None:
+) -> JsonObject | None:
     """Return the plan's record of reuse; None for a run without a requests phase."""
     if not spec.reuse.asks_apart:
         return None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from prefect_raybatch.errors import NoSuchRun
 from prefect_raybatch.job.trusted_places import check_run_read
@@ -15,6 +13,7 @@ from prefect_raybatch.ledger.partials import all_partials, read_partial
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.result_reader import FinishedRows
 from prefect_raybatch.runs.status import report_of, state_of
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import open_store
 
 
@@ -23,9 +22,9 @@ class OpenRun(FinishedRows):
     """An existing run; state and rows are read on demand."""
 
     uri: str
-    options: Mapping[str, Any] | None = field(default=None, repr=False)  # may hold keys
+    options: StoreOptions | None = field(default=None, repr=False)  # may hold keys
 
-    def _place(self) -> tuple[str, Mapping[str, Any] | None]:
+    def _place(self) -> tuple[str, StoreOptions | None]:
         return self.uri, self.options
 
     @property
@@ -45,9 +44,7 @@ class OpenRun(FinishedRows):
         return fragment(self.report)
 
 
-def open_run(
-    uri: str, options: Mapping[str, Any] | None = None, partial: bool | str = False
-) -> OpenRun:
+def open_run(uri: str, options: StoreOptions | None = None, partial: bool | str = False) -> OpenRun:
     """Open the run directory `uri`, a local folder or s3://.
 
     `options` are s3fs's, as in `output.options`; without them, credentials come from the
@@ -62,7 +59,7 @@ def open_run(
     return OpenRun(open_store(uri, options).uri, options)
 
 
-def partial_place(uri: str, options: Mapping[str, Any] | None, name: str | None) -> str:
+def partial_place(uri: str, options: StoreOptions | None, name: str | None) -> str:
     """Return the folder of a run's partial result, by default the newest. Raises `NoSuchRun`."""
     store = open_store(uri, options)
     plan = need_plan(Ledger(store))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from prefect_raybatch.compile.job import compile_plan
 from prefect_raybatch.errors import ConfigError, CorruptRun, IncompleteRun
@@ -35,13 +33,14 @@ from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.runs.finalize_run import of_whom, write_parts
 from prefect_raybatch.runs.run import PARTIAL_STATE, who
 from prefect_raybatch.spec.cluster import ClusterSpec
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import open_store
 
 log = logging.getLogger(__name__)
 
 
 def write_partial(
-    run_dir: str, options: Mapping[str, Any] | None, cluster: ClusterSpec | None
+    run_dir: str, options: StoreOptions | None, cluster: ClusterSpec | None
 ) -> RunReport:
     """Write the committed rows of an incomplete run; see `api.finalize_partial`.
 

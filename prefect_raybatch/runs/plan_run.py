@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prefect_raybatch.compile.job import cluster_spec, compile_job, read_spec
 from prefect_raybatch.compile.resolved import Resolved
@@ -21,6 +21,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.model import chat_template
 from prefect_raybatch.model import check as model_check
+from prefect_raybatch.model.pinned import PinnedModel
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.accepting import check_acceptable, of_model
@@ -163,7 +164,7 @@ def _checked(resolved: Resolved) -> Resolved:
     return replace(resolved, checked=True)
 
 
-def check_pinned_model(spec: RunSpec, model: Mapping[str, Any], files: bool = True) -> None:
+def check_pinned_model(spec: RunSpec, model: PinnedModel, files: bool = True) -> None:
     """Raise `ConfigError` if a pinned model cannot do what a run asks of it.
 
     As far as its files tell; without `files`, by its config.json and its chat template only.
@@ -184,7 +185,7 @@ def length_of_spec(
         return measured
     from prefect_raybatch.runs.earlier import with_earlier_length
 
-    return with_earlier_length(spec, run_key, measured)
+    return with_earlier_length(spec.reuse.run, spec.output, spec.name, run_key, measured)
 
 
 def begin_run(

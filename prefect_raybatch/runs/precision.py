@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.cluster.warm import ActorOptions
 from prefect_raybatch.driver.cost import CostMeter
 from prefect_raybatch.errors import (
     ConfigError,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.cluster.sharing import User
     from prefect_raybatch.cluster.trial_actor import AskSample
     from prefect_raybatch.sizing.sizes import Capacity, Sizing
-    from prefect_raybatch.stages.trial import Row, RowOutcome, TrialStages
+    from prefect_raybatch.stages.trial import RowOutcome, SampledRow, TrialStages
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +214,7 @@ class SampleBench:
         self,
         spec: RunSpec,
         tried: Mapping[str, str],
-        stored: Mapping[Row, RowOutcome],
+        stored: Mapping[SampledRow, RowOutcome],
         confidence: float,
     ) -> PrecisionTry:
         """Return how well the answers to `spec`, the run's with `tried`, agree with `stored`."""
@@ -242,7 +243,7 @@ class SampleBench:
             seconds=round(time.monotonic() - began, 1),
         )
 
-    def _number(self, row: Row) -> int:
+    def _number(self, row: SampledRow) -> int:
         """Return the row's number in the input of the run."""
         return self.shards[row[0]].start + row[1]
 
@@ -265,7 +266,7 @@ class SampleBench:
             stack.enter_context(self.meter.holding(gpus))
             yield stack.enter_context(trial_on_worker(engine, stages, resources, self.halted))
 
-    def _stages(self, spec: RunSpec, size: Sizing) -> tuple[TrialStages, dict[str, Any], type]:
+    def _stages(self, spec: RunSpec, size: Sizing) -> tuple[TrialStages, ActorOptions, type]:
         from prefect_raybatch.cluster.pipeline import Pipeline
         from prefect_raybatch.stages.engine import EngineStage
         from prefect_raybatch.stages.read import ShardReader
@@ -332,8 +333,8 @@ def drawn_rows(shards: Shards, rows: int, sample: int, seed: str) -> dict[int, l
 
 
 def _compared(
-    one: Mapping[Row, RowOutcome], other: Mapping[Row, RowOutcome]
-) -> tuple[int, int, Sequence[Row]]:
+    one: Mapping[SampledRow, RowOutcome], other: Mapping[SampledRow, RowOutcome]
+) -> tuple[int, int, Sequence[SampledRow]]:
     from prefect_raybatch.stages.trial import compared
 
     return compared(one, other)

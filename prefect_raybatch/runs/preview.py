@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -17,8 +17,10 @@ from prefect_raybatch.errors import (
     InsufficientResources,
     SourceError,
 )
+from prefect_raybatch.model.pinned import PinnedModel
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
+from prefect_raybatch.stages.block import Row
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
@@ -54,8 +56,8 @@ class Preview:
     columns: tuple[tuple[str, str], ...]
     asked: tuple[str, ...]
     prompts: tuple[PreviewedPrompt, ...]
-    answers: tuple[dict[str, Any], ...]
-    failed: tuple[dict[str, Any], ...]
+    answers: tuple[Row, ...]
+    failed: tuple[Row, ...]
     seconds: dict[str, float]
 
 
@@ -104,7 +106,7 @@ def preview_spec(
     if not answers or launch is None:
         return preview
     tables = _answered(prepared, launch, engine or pipeline.engine, clock)
-    rows: dict[str, list[dict[str, Any]]] = {"data": [], "quarantine": []}
+    rows: dict[str, list[Row]] = {"data": [], "quarantine": []}
     for table in tables:
         for kind, finished in _finished(ledger, plan, shards, finish(table)):
             rows[kind] += finished
@@ -141,7 +143,7 @@ def check_gpus_here(spec: SizeSpec, capacity: Capacity) -> None:
 
 def _finished(
     ledger: Ledger, plan: Plan, shards: Shards, table: pa.Table
-) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+) -> Iterator[tuple[str, list[Row]]]:
     """Yield (kind, rows as in the result) of what a block became."""
     from prefect_raybatch.ledger.layout import POSITION_COLUMN
     from prefect_raybatch.ledger.records import Receipt
@@ -159,7 +161,7 @@ def _finished(
             yield kind, piece.drop_columns([POSITION_COLUMN]).to_pylist()
 
 
-def _prompts(model: dict[str, Any], table: pa.Table) -> list[PreviewedPrompt]:
+def _prompts(model: PinnedModel, table: pa.Table) -> list[PreviewedPrompt]:
     from prefect_raybatch.ledger.layout import POSITION_COLUMN
     from prefect_raybatch.model import pinned as models
     from prefect_raybatch.stages.block import load_tokenizer, passes_by

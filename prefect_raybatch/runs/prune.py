@@ -9,9 +9,8 @@ by its mark, and the next call completes it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from prefect_raybatch.errors import ConfigError, StoreError
 from prefect_raybatch.ledger.layout import LAST_ATTEMPT, PLAN, PRUNED, SUCCESS
@@ -24,6 +23,7 @@ from prefect_raybatch.runs.listing import (
     lines_of,
 )
 from prefect_raybatch.runs.run import STORE_AWAY
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import Store, open_store
 
 _LAST = (PLAN, SUCCESS, PRUNED)  # in that order
@@ -57,7 +57,7 @@ def prune_runs(
     job: str | None = None,
     older_than: float = 0.0,
     dry_run: bool = False,
-    options: Mapping[str, Any] | None = None,
+    options: StoreOptions | None = None,
 ) -> Pruned:
     """Remove the complete runs below `output` except for the newest `keep` of each job.
 

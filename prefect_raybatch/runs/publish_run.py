@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from prefect_raybatch.errors import ConfigError, IncompleteRun
 from prefect_raybatch.job.publish import PublishTarget
@@ -15,6 +14,7 @@ from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.finalize_run import html_page, load_report
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import Store
 
 
@@ -34,7 +34,7 @@ def finished_member(store: Store) -> Member:
 def publish_member(
     member: Member,
     targets: Sequence[PublishTarget],
-    options: Mapping[str, Any],
+    options: StoreOptions,
     observe: Callable[[str], None],
 ) -> RunReport:
     """Publish a finished run to each target once; return its updated report.

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.precision import PrecisionNote, note_precision, read_precision
 from prefect_raybatch.ledger.record_files import put_record_if_absent, put_table, read_record
-from prefect_raybatch.ledger.records import FORMAT, Piece, Plan, Receipt, digest, dump
+from prefect_raybatch.ledger.records import FORMAT, JsonObject, Piece, Plan, Receipt, digest, dump
 from prefect_raybatch.ledger.success import read_success
 from prefect_raybatch.result.healthy import Tell, WholeShard, whole_shards
 from prefect_raybatch.result.verify_records import (
@@ -42,6 +41,7 @@ from prefect_raybatch.runs.restore_records import (
     restore_precision,
     restore_records,
 )
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import Store, Sums, put_file_proved, put_proved
 from prefect_raybatch.words import counted
 
@@ -67,11 +67,11 @@ class Repaired:
     published: tuple[str, ...] = ()  # targets that have rows of the old run
     restored: tuple[str, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         return asdict(self)
 
 
-def repair_run(run_dir: str, options: dict[str, Any] | None = None) -> Repaired:
+def repair_run(run_dir: str, options: StoreOptions | None = None) -> Repaired:
     """Create a new run from the intact shards of a damaged one.
 
     A commit, a piece, a table or a file of the result is lost or changed. The fork has a commit for

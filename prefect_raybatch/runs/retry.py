@@ -10,10 +10,9 @@ from __future__ import annotations
 import shlex
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +28,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.published import all_published
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
-from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.records import JsonObject, Plan
 from prefect_raybatch.ledger.row_numbers import among, numbers_table
 from prefect_raybatch.plan import prompt_lengths as tokens
 from prefect_raybatch.result.rows import quarantine_of
@@ -135,7 +134,7 @@ def check_classes(parent: Member, errors: Sequence[str]) -> None:
 
 
 def new_child(
-    family: Family, parent: Member, known: Resolved, selection: Mapping[str, Any]
+    family: Family, parent: Member, known: Resolved, selection: JsonObject
 ) -> tuple[Ledger, Plan] | Nothing:
     """Create a child run, with the next key, from failed rows that no other child has taken.
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import getpass
 import logging
 import socket
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from prefect_raybatch.errors import (
     CorruptRun,
@@ -22,6 +20,7 @@ from prefect_raybatch.ledger.accepted import Accepted
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.model.pinned import PinnedModel
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.storage import Store, join, open_store
 
@@ -44,7 +43,7 @@ class Run:
     probed: bool = field(default=False, compare=False)
     # In what the job differs, by a person's word; and the model, where it is another by that.
     accepted: tuple[Accepted, ...] = field(default=(), compare=False)
-    model: Mapping[str, Any] | None = field(default=None, compare=False)
+    model: PinnedModel | None = field(default=None, compare=False)
 
 
 def run_store(output: Output, run_key: str) -> Store:

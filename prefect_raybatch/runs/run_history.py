@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.run_words import dated_parts
@@ -16,6 +14,7 @@ from prefect_raybatch.report.verdict import missed_deadline
 from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.listing import COMPLETED, DAMAGED, RunLine, list_runs, run_age
 from prefect_raybatch.runs.run import STORE_AWAY
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import join, open_store
 
 RUNS_SHOWN = 14
@@ -26,7 +25,7 @@ DATES_LOOKED_AT = 400  # dated folders, where each run has one of its own
 
 def history_of(
     output: str,
-    options: Mapping[str, Any] | None = None,
+    options: StoreOptions | None = None,
     job: str | None = None,
     most: int = RUNS_SHOWN,
 ) -> list[HistoryPage]:
@@ -81,7 +80,7 @@ def with_retries(lines: list[RunLine]) -> list[RunLine]:
     ]
 
 
-def changed_fields(page: HistoryPage, run: HistoryLine, options: Mapping[str, Any] | None) -> str:
+def changed_fields(page: HistoryPage, run: HistoryLine, options: StoreOptions | None) -> str:
     """Return the job's fields in which a run differs from the one before it, input apart.
 
     An empty text if there are none, or if the plans cannot be read.
@@ -111,14 +110,14 @@ def _needed(found: list[RunLine], most: int) -> list[RunLine]:
     return found
 
 
-def _lines(output: str, options: Mapping[str, Any] | None) -> list[RunLine]:
+def _lines(output: str, options: StoreOptions | None) -> list[RunLine]:
     """Return the runs of all folders that `output` stands for, newest first."""
     folders = _dated_folders(output, options)
     lines = [line for folder in folders for line in list_runs(folder, options)]
     return lines if len(folders) == 1 else sorted(lines, key=run_age, reverse=True)
 
 
-def _dated_folders(output: str, options: Mapping[str, Any] | None) -> list[str]:
+def _dated_folders(output: str, options: StoreOptions | None) -> list[str]:
     """Return the dated folders, at most DATES_LOOKED_AT of the last names."""
     base, parts = dated_parts(output)
     folders = [base]
@@ -150,7 +149,7 @@ def _compared(lines: list[HistoryLine]) -> tuple[HistoryLine, ...]:
     return tuple(reversed(made))
 
 
-def _history_line(line: RunLine, options: Mapping[str, Any] | None) -> HistoryLine:
+def _history_line(line: RunLine, options: StoreOptions | None) -> HistoryLine:
     share = line.committed / line.shards if line.shards else None
     rows = line.rows if line.has_plan else None
     entry = HistoryLine(line.run_key, line.run, line.state, line.created, rows, share)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -13,7 +12,7 @@ from prefect_raybatch.driver.heartbeat import read_beats
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.ledger.increments import asks_ledger, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.ledger.records import Plan, dump
+from prefect_raybatch.ledger.records import JsonObject, Plan, dump
 from prefect_raybatch.report.records import StartTimes
 from prefect_raybatch.report.tally import covered
 
@@ -22,7 +21,7 @@ STARTS_SHOWN = 10  # attempts of a report, the latest
 _STARTS = TypeAdapter(StartTimes)
 
 
-def starts_of(notes: Sequence[Mapping[str, Any]]) -> tuple[StartTimes, ...]:
+def starts_of(notes: Sequence[JsonObject]) -> tuple[StartTimes, ...]:
     """Return the start times in the records of attempts, in order, the latest ones.
 
     Each has `attempt`, its name. Missing or invalid values are left out.
@@ -70,8 +69,8 @@ def engine_deaths(ledger: Ledger) -> int:
     return sum(beat.engine_deaths for beat in beats.values())
 
 
-def _notes(ledger: Ledger) -> list[dict[str, Any]]:
-    notes = []
+def _notes(ledger: Ledger) -> list[JsonObject]:
+    notes: list[JsonObject] = []
     try:
         for name in ledger.attempts():
             notes.append({**ledger.read_attempt(name), "attempt": name})

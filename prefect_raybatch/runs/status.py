@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prefect_raybatch.compile.job import planned_job, prices_of
 from prefect_raybatch.driver.cost import HOUR, spent_on
@@ -32,7 +32,7 @@ from prefect_raybatch.ledger.partials import (
 )
 from prefect_raybatch.ledger.precision import read_precision
 from prefect_raybatch.ledger.record_files import read_record
-from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.records import JsonObject, Plan
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
@@ -41,6 +41,7 @@ from prefect_raybatch.runs.finalize_run import last_dashboard, load_report, of_w
 from prefect_raybatch.runs.run import PARTIAL_STATE, state_name
 from prefect_raybatch.runs.starts import attempts_seconds, engine_deaths, starts_of
 from prefect_raybatch.spec.cluster import Prices
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import Store, open_store
 
 if TYPE_CHECKING:
@@ -81,8 +82,8 @@ class Status:
     rate: float
     seconds_left: float | None
     failures: dict[str, int]
-    attempts: tuple[dict[str, Any], ...]
-    beats: tuple[dict[str, Any], ...]
+    attempts: tuple[JsonObject, ...]
+    beats: tuple[JsonObject, ...]
     strays: tuple[str, ...] = ()
     stopped: Stop | None = None
     asks: Status | None = None
@@ -98,7 +99,7 @@ class Status:
     retry_options: tuple[str, ...] = ()
 
 
-def status(uri: str, options: dict[str, Any] | None = None) -> Status:
+def status(uri: str, options: StoreOptions | None = None) -> Status:
     """Read a run directory, even while it runs, from any machine."""
     store = open_store(uri, options)
     ledger = Ledger(store)
@@ -150,7 +151,7 @@ def status(uri: str, options: dict[str, Any] | None = None) -> Status:
     )
 
 
-def _retries(uri: str, plan: Plan, options: dict[str, Any] | None) -> tuple[tuple[str, ...], ...]:
+def _retries(uri: str, plan: Plan, options: StoreOptions | None) -> tuple[tuple[str, ...], ...]:
     """Return `retried_by` and `retry_options` of a finished run with failed rows."""
     from prefect_raybatch.runs.retry import options_of_retry
 
@@ -169,7 +170,7 @@ def _retries(uri: str, plan: Plan, options: dict[str, Any] | None) -> tuple[tupl
     return tuple(child.key for child in family.children(member.key)), needed
 
 
-def _asks(store: Store, plan: Plan, options: dict[str, Any] | None) -> Status | None:
+def _asks(store: Store, plan: Plan, options: StoreOptions | None) -> Status | None:
     """Return the state of the requests phase of a run that reuses answers.
 
     None for any other run, and before that phase has begun.
@@ -181,7 +182,7 @@ def _asks(store: Store, plan: Plan, options: dict[str, Any] | None) -> Status | 
     return None if ledger.load_plan() is None else status(ledger.store.uri, options)
 
 
-def state_of(uri: str, options: Mapping[str, Any] | None = None) -> str:
+def state_of(uri: str, options: StoreOptions | None = None) -> str:
     """Return planned, unfinished or completed, from a listing alone.
 
     Returns partial for the folder of a partial result. Raises `NoSuchRun`.
@@ -196,7 +197,7 @@ def state_of(uri: str, options: Mapping[str, Any] | None = None) -> str:
     return state_name(finished, finished or bool(ledger.committed(plan).any()))
 
 
-def report_of(uri: str, options: dict[str, Any] | None = None) -> RunReport:
+def report_of(uri: str, options: StoreOptions | None = None) -> RunReport:
     """Return the report of a run directory.
 
     It is the one written at its end or, before that, one from the commits so far. For a partial
@@ -246,7 +247,7 @@ def _prices(plan: Plan) -> Prices:
     return prices_of(planned_job(plan).cluster)
 
 
-def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
+def _attempts(ledger: Ledger) -> list[JsonObject]:
     found = []
     for name in ledger.attempts():
         try:
@@ -259,7 +260,7 @@ def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
     return sorted(found, key=lambda attempt: str(attempt.get("started")))
 
 
-def _stop_of(attempts: list[dict[str, Any]], done: np.ndarray) -> Stop | None:
+def _stop_of(attempts: Sequence[JsonObject], done: np.ndarray) -> Stop | None:
     """Return why the latest attempt stopped.
 
     None if the shard that it held back was committed meanwhile.
@@ -270,14 +271,14 @@ def _stop_of(attempts: list[dict[str, Any]], done: np.ndarray) -> Stop | None:
     return None if done[stop.shard] else stop
 
 
-def _drained(store: Store, attempts: list[dict[str, Any]]) -> Drain | None:
+def _drained(store: Store, attempts: Sequence[JsonObject]) -> Drain | None:
     """Return the drain request that stopped the latest attempt."""
     found = read_drain(store)
     latest = attempts[-1]["attempt"] if attempts else None
     return found if found is not None and latest in found.attempts else None
 
 
-def _beats(store: Store, attempts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _beats(store: Store, attempts: Sequence[JsonObject]) -> list[JsonObject]:
     """Return heartbeats of attempts that have not ended, with `age` in seconds by this clock."""
     from prefect_raybatch.driver.heartbeat import ENDED, read_beats
 

@@ -24,12 +24,11 @@ from prefect_raybatch.job.yaml_text import visible_yaml
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.precision import PrecisionTry
-from prefect_raybatch.ledger.records import Plan, Receipt, Unit
+from prefect_raybatch.ledger.records import JsonObject, Plan, Receipt, Unit
 from prefect_raybatch.report.advice import SPARE
 from prefect_raybatch.report.report import duration
-from prefect_raybatch.runs.alterations import Changes, agreements, sampled_rows
+from prefect_raybatch.runs.alterations import Changed, Changes, agreements, sampled_rows
 from prefect_raybatch.runs.precision import SampleBench
-from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
@@ -247,7 +246,7 @@ class Bench:
 
     def __init__(
         self,
-        changed: Callable[[Changes], RunSpec],
+        changed: Changed,
         plan: Plan,
         shards: Shards,
         store: Store,
@@ -495,7 +494,7 @@ def settings(tuned: Tuned) -> dict[str, Any]:
     return {**tuned.best.changes, **more}
 
 
-def job_file(value: Mapping[str, Any], tuned: Tuned) -> str:
+def job_file(value: JsonObject, tuned: Tuned) -> str:
     """Return a job file as YAML with the best settings, and the trials in comments."""
     rows = ("  ".join(cell for cell in row.values() if cell) for row in table(tuned))
     lines = "\n".join([*rows, *conclusion(tuned)]).splitlines()  # an error may have several

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 from prefect_raybatch.job.secrets import (
     ARGUMENT,
@@ -42,7 +41,9 @@ def name_typed_run(run_key: str) -> None:
         _typed.set(_with_option(words, "--run-key", run_key))
 
 
-def typed_words(run_key: str | None = None, changes: Mapping[str, Any] | None = None) -> list[str]:
+def typed_words(
+    run_key: str | None = None, changes: Mapping[str, object] | None = None
+) -> list[str]:
     """Return the words that were typed, completed for later use.
 
     A `raybatch run` gets another run key and changed fields of the job, if given. Empty if nothing

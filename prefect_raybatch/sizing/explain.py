@@ -12,8 +12,7 @@ from prefect_raybatch.sizing.agreement import CONFIDENCE, confidence_of_each, sa
 from prefect_raybatch.sizing.fit import Fit
 from prefect_raybatch.sizing.sizes import BATCHED, Capacity, Sizing
 from prefect_raybatch.spec.cluster import ClusterSpec
-from prefect_raybatch.spec.engine import ModelRequest
-from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.engine import EngineSpec, ModelRequest
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.words import counted
 
@@ -27,13 +26,24 @@ class Figure:
     why: str
 
 
-def figures(spec: RunSpec, have: Capacity, size: Sizing, model: Model | None) -> list[Figure]:
-    """Return all sizes, each after those that it follows from."""
+def figures(
+    asked: SizeSpec,
+    engine: EngineSpec,
+    cluster: ClusterSpec,
+    have: Capacity,
+    size: Sizing,
+    model: Model | None,
+    least: float,
+) -> list[Figure]:
+    """Return all sizes, each after those that it follows from.
+
+    `least` is the share of answers that must agree for a precision that a trial decides.
+    """
     return [
-        *_engine_figures(spec.sizes, spec.engine.model, have, size, model),
-        *_precision(spec.engine.tries, spec.limits.min_agreement),
+        *_engine_figures(asked, engine.model, have, size, model),
+        *_precision(engine.tries, least),
         Figure("rows a shard", f"{size.rows_per_shard:,}", size.rows_why),
-        *_stage_figures(spec.sizes, spec.cluster, have, size),
+        *_stage_figures(asked, cluster, have, size),
     ]
 
 

@@ -35,7 +35,10 @@ CopyShare = tuple[Stretch, ...]
 
 @dataclass(frozen=True)
 class _CopyRecord:
-    """A share without faults, on disk; types are Arrow schemas in base64."""
+    """The record on disk of a share of the input that was copied without faults.
+
+    `schema` and `types` are Arrow schemas in base64.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 

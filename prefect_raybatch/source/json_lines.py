@@ -209,7 +209,10 @@ def _parse_piece(file: File, piece: bytes, as_written: Collection[str]) -> pa.Ta
 
 
 def _with_number_texts(table: pa.Table, paths: set[Path]) -> pa.Table:
-    """Return a table with the texts at `paths` as NUMBER_TEXT, which is compatible with numbers."""
+    """Return a table whose columns at `paths` have the type NUMBER_TEXT instead of text.
+
+    That type marks numbers that are kept as text, so that they merge with columns of numbers.
+    """
 
     def typed(kind: pa.DataType, path: Path) -> pa.DataType:
         if path in paths:

@@ -60,7 +60,10 @@ _LOOKS: dict[pa.DataType, Callable[[pa.ChunkedArray], bool]] = {
 
 
 def common_text_type(one: pa.DataType | None, other: pa.DataType) -> pa.DataType:
-    """Return the type of a text column of which two parts have these types."""
+    """Return the type that holds two parts of a column of a text file, by the types of the parts.
+
+    It is text unless both have the same type, or one has no value (null) or was not seen (None).
+    """
     if one is None or pa.types.is_null(one) or one == other:
         return other
     return one if pa.types.is_null(other) else pa.string()

@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from prefect_raybatch.job.tasks import TaskName, pools
 
+# Fields of vLLM's EngineArgs by name; vLLM defines the type of each.
+EngineFields = Mapping[str, Any]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
@@ -27,7 +30,7 @@ class ModelRequest:
     context_share: float
     adapter: str | None
     adapters: Mapping[str, str]
-    given: Mapping[str, Any] = field(repr=False)  # a token may be among them
+    given: EngineFields = field(repr=False)  # a token may be among them
     env: Mapping[str, str]
 
     @property

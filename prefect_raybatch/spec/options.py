@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+StoreOptions = Mapping[str, Any]  # fields of s3fs by name; s3fs defines the type of each
 
-class HiddenOptions(Mapping[str, Any]):
+
+class HiddenOptions(StoreOptions):
     """A mapping that hides its values and that no record can be made of.
 
     `dict(options)` gives the values to the library that needs them.
     """
 
-    def __init__(self, values: Mapping[str, Any] | None = None):
+    def __init__(self, values: StoreOptions | None = None):
         self._values = dict(values or {})
 
     def __getitem__(self, name: str) -> Any:

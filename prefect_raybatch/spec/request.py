@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+# Fields of vLLM's SamplingParams or PoolingParams by name; vLLM defines the type of each.
+SamplingFields = Mapping[str, Any]
 OTHER_MODALITIES = ("video", "audio")  # what a model may take too, and no request of ours holds
 
 
@@ -99,8 +101,8 @@ class SamplingSpec:
     None if rows may.
     """
 
-    fields: Mapping[str, Any]
-    pooling: Mapping[str, Any]
+    fields: SamplingFields
+    pooling: SamplingFields
     temperature: float
     max_tokens: int
     answers: int

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
+
+from prefect_raybatch.spec.engine import EngineFields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class SizeSpec:
     pools: bool
     cpus: float
     stage_cpus: float
-    given: Mapping[str, Any] = field(repr=False)  # a token may be among them
+    given: EngineFields = field(repr=False)  # a token may be among them
     row: RowSpec
 
     @property

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import pyarrow as pa
 
 from prefect_raybatch.model import adapters
+from prefect_raybatch.model.pinned import PinnedModel
 from prefect_raybatch.stages.block import Failure
 
 Adapter = tuple[str, int, str]  # name, number from 1 on, folder on this node
@@ -24,7 +24,7 @@ class Adapted:
     """
 
     column: str | None
-    pinned: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    pinned: Mapping[str, PinnedModel] = field(default_factory=dict)
     null: bool = False
     alone: bool = True
 

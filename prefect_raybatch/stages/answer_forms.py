@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,6 +17,7 @@ from typing import Any, cast
 import pyarrow as pa
 
 from prefect_raybatch.job.early_stop import choice_of
+from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.spec.result import ParsingSpec
 from prefect_raybatch.stages.block import Failure, Tokenizer
 from prefect_raybatch.stages.columns import ANSWERS, REASONING_OPEN, TEXTS
@@ -43,7 +44,7 @@ class AnswerForm:
     labels: frozenset[str] = frozenset()
 
 
-def own_form(sampling: Mapping[str, Any] | None) -> str | None:
+def own_form(sampling: SamplingFields | None) -> str | None:
     """Return the JSON of the fields by which a row changes the form of its answer, or None."""
     fields = {name: sampling[name] for name in FORM_FIELDS if sampling and name in sampling}
     return json.dumps(fields, sort_keys=True) if fields else None
@@ -122,7 +123,7 @@ class Spelling:
         ids = self._table[ANSWERS][row][number].as_py()
         ids = ids[:-1] if ids and ids[-1] in tokenizer.all_special_ids else ids
         yield tokenizer.batch_decode([ids], skip_special_tokens=False)[0]
-        of_tokens = _bytes_of_tokens(cast(Any, tokenizer))
+        of_tokens = _bytes_of_tokens(tokenizer)
         if of_tokens is not None:
             with suppress(UnicodeDecodeError, IndexError):
                 yield b"".join(of_tokens[token] for token in ids).decode()
@@ -133,7 +134,7 @@ def _bare(text: str) -> str:
 
 
 @lru_cache(maxsize=4)
-def _bytes_of_tokens(tokenizer: Any) -> Sequence[bytes] | None:
+def _bytes_of_tokens(tokenizer: Tokenizer) -> Sequence[bytes] | None:
     return grammar_bytes(tokenizer)
 
 
@@ -144,7 +145,7 @@ def _choice(labels: frozenset[str]) -> AnswerForm:
     return AnswerForm("choice", misfit, labels)
 
 
-def _json(schema: Any) -> FormCheck:
+def _json(schema: object) -> FormCheck:
     check = SchemaCheck(schema if isinstance(schema, str) else json.dumps(schema))
 
     def misfit(text: str) -> str | None:
@@ -159,7 +160,7 @@ def _json(schema: Any) -> FormCheck:
     return misfit
 
 
-def _json_object(_: Any) -> FormCheck:
+def _json_object(_: object) -> FormCheck:
     def misfit(text: str) -> str | None:
         try:
             found = _loaded(text)
@@ -172,9 +173,9 @@ def _json_object(_: Any) -> FormCheck:
     return misfit
 
 
-def _loaded(text: str) -> Any:
+def _loaded(text: str) -> object:
     try:
-        return json.loads(text)
+        return cast(object, json.loads(text))
     except ValueError as error:
         raise AnswerMisfit("", "JSON", f"it is not JSON: {error}") from None
 

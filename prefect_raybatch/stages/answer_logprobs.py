@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
 import pyarrow as pa
 
@@ -14,6 +14,16 @@ Step = Mapping[int, float]  # the chosen token first, then the most probable one
 _TOKEN = [("token", pa.string()), ("id", pa.int32()), ("logprob", pa.float32())]
 
 
+class TokenLogprob(TypedDict):
+    """A token with its log probability, as `STEPS_TYPE` holds it."""
+
+    id: int
+    logprob: float
+
+
+TokenLogprobs = list[TokenLogprob]  # of one step: the chosen token first
+
+
 def logprobs_type(most: int, answers: int) -> pa.DataType:
     """Return the column's type: a list of tokens, or a list of such lists for several answers."""
     top = [("top", pa.list_(pa.struct(_TOKEN)))] if most else []
@@ -21,13 +31,13 @@ def logprobs_type(most: int, answers: int) -> pa.DataType:
     return pa.list_(one) if answers > 1 else one
 
 
-def steps_of(answers: Sequence[Sequence[Step]]) -> list[list[list[dict[str, Any]]]]:
+def steps_of(answers: Sequence[Sequence[Step]]) -> list[list[TokenLogprobs]]:
     """Return a row of `STEPS_TYPE`."""
     return [[_ordered(step) for step in steps] for steps in answers]
 
 
-def _ordered(step: Step) -> list[dict[str, Any]]:
-    told = [{"id": token, "logprob": value} for token, value in step.items()]
+def _ordered(step: Step) -> TokenLogprobs:
+    told: TokenLogprobs = [{"id": token, "logprob": value} for token, value in step.items()]
     return [*told[:1], *sorted(told, key=lambda one: -one["logprob"])]
 
 
@@ -47,17 +57,24 @@ class TokenTexts:
         return self._known[token]
 
 
-def logprobs_told(rows: Sequence[Any], most: int, several: bool, tokenizer: Tokenizer) -> list[Any]:
+def logprobs_told(
+    rows: Sequence[Sequence[Sequence[TokenLogprobs]] | None],
+    most: int,
+    several: bool,
+    tokenizer: Tokenizer,
+) -> list[object]:
     """Return the column for rows of `STEPS_TYPE`, with None for a row without an answer."""
     texts = TokenTexts(tokenizer)
     texts.learn(o["id"] for row in rows for steps in row or () for s in steps for o in s)
 
-    def named(one: Mapping[str, Any]) -> dict[str, Any]:
+    def named(one: TokenLogprob) -> dict[str, object]:
         return {"token": texts[one["id"]], **one}
 
-    def step(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def step(found: TokenLogprobs) -> dict[str, object]:
         top = {"top": [named(one) for one in found[1 : most + 1]]} if most else {}
         return {**named(found[0]), **top}
 
-    made = [row and [[step(found) for found in steps] for steps in row] for row in rows]
-    return made if several else [row and row[0] for row in made]
+    made = [
+        None if row is None else [[step(found) for found in steps] for steps in row] for row in rows
+    ]
+    return list(made) if several else [row and row[0] for row in made]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import time
-from collections.abc import Iterable, KeysView, Mapping, ValuesView
+from collections.abc import Iterable, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import pairwise, starmap
@@ -27,6 +27,7 @@ from prefect_raybatch.stages.columns import ERROR, LOST, LOST_ROWS, POSITION, SH
 from prefect_raybatch.words import storable
 
 MAX_ERROR = 500  # characters of a message that are kept
+Row = dict[str, Any]  # values by the names of their columns, as `to_pylist` returns them
 
 
 def tag(table: pa.Table, unit: Unit) -> pa.Table:
@@ -113,7 +114,7 @@ def with_failures(table: pa.Table, failures: Iterable[Failure | None]) -> pa.Tab
     return ERROR.add_to(table, [failure and failure.to_dict() for failure in failures])
 
 
-def rows_of(table: pa.Table, names: list[str]) -> list[Any]:
+def rows_of(table: pa.Table, names: list[str]) -> list[Row | Failure]:
     """Return rows as dicts of the named columns, or a `Failure` for an unreadable row.
 
     Python cannot represent, for example, invalid UTF-8 or a date after the year 9999.
@@ -127,9 +128,10 @@ def rows_of(table: pa.Table, names: list[str]) -> list[Any]:
         return [_row(part.slice(i, 1)) for i in range(part.num_rows)]
 
 
-def _row(one: pa.Table) -> Any:
+def _row(one: pa.Table) -> Row | Failure:
     try:
-        return one.to_pylist()[0]
+        (row,) = one.to_pylist()
+        return cast(Row, row)
     except (ValueError, OverflowError, pa.ArrowException) as error:
         return Failure.of("prepare", error)
 
@@ -150,7 +152,8 @@ def copied(value: object) -> Any:
     return copy.deepcopy(value) if isinstance(value, (set, np.ndarray)) else value
 
 
-Messages = list[dict[str, Any]]  # of a chat: role, content, and what a template may want
+Message = dict[str, Any]  # of a chat: role, content, and other fields that a template may use
+Messages = list[Message]
 
 
 class Tokenizer(Protocol):
@@ -161,6 +164,8 @@ class Tokenizer(Protocol):
     model_max_length: int
     truncation_side: str
     eos_token_id: int | None
+
+    def __hash__(self) -> int: ...
 
     def __call__(
         self,
@@ -184,10 +189,12 @@ class Tokenizer(Protocol):
         *,
         tokenize: bool,
         add_generation_prompt: bool,
-        **arguments: Any,
+        **arguments: object,
     ) -> list[str]: ...
 
-    def batch_decode(self, sequences: Any, *, skip_special_tokens: bool) -> list[str]: ...
+    def batch_decode(
+        self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool
+    ) -> list[str]: ...
 
 
 @lru_cache(maxsize=4)

@@ -52,10 +52,10 @@ class HiddenColumn(str):
         column.writers, column.readers = tuple(writers.split()), tuple(readers.split())
         return column
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return str, (str(self),)  # in a pickled stage it is only a name
 
-    def add_to(self, table: pa.Table, values: Iterable[Any]) -> pa.Table:
+    def add_to(self, table: pa.Table, values: Iterable[object]) -> pa.Table:
         """Return the block with this column, one of `values` for each row."""
         return table.append_column(str(self), pa.array(values, self.type))
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from prefect_raybatch.spec.request import PromptSpec
-from prefect_raybatch.stages.block import Messages
-from prefect_raybatch.stages.messages import ChatRequest
+from prefect_raybatch.stages.block import Message, Messages, Row
+from prefect_raybatch.stages.messages import ChatRequest, Document
 
 
 class Conversation:
@@ -23,7 +22,7 @@ class Conversation:
         self.system = [{"role": "system", "content": prompt.system}] if prompt.system else []
         self.continued = prompt.continue_final_message
 
-    def __call__(self, row: dict[str, Any]) -> ChatRequest:
+    def __call__(self, row: Row) -> ChatRequest:
         messages = messages_of(row[self.column], self.column)
         last = messages[-1]["role"] == "assistant"
         if last and not self.continued:
@@ -37,7 +36,7 @@ class Conversation:
         return ChatRequest([*self.system, *messages], job_messages=len(self.system))
 
 
-def messages_of(cell: Any, name: str) -> Messages:
+def messages_of(cell: object, name: str) -> Messages:
     """Return the messages of a cell of column `name`.
 
     Raises ValueError or TypeError that names the place of the fault.
@@ -48,7 +47,7 @@ def messages_of(cell: Any, name: str) -> Messages:
     return [_message(message, f"{name}[{i}]") for i, message in enumerate(found)]
 
 
-def documents_of(cell: Any, name: str) -> list[dict[str, Any]] | None:
+def documents_of(cell: object, name: str) -> list[Document] | None:
     """Return the documents of a cell; None for a null.
 
     A plain text is the `text` of one document.
@@ -59,11 +58,11 @@ def documents_of(cell: Any, name: str) -> list[dict[str, Any]] | None:
     for i, document in enumerate(_list(cell, name, "documents {title, text} or texts")):
         if not isinstance(document, (str, dict)):
             raise TypeError(f"{name}[{i}] is {_kind(document)}, not a text or {{title, text}}")
-        made.append({"text": document} if isinstance(document, str) else _plain(document))
+        made.append({"text": document} if isinstance(document, str) else _filled(document))
     return made
 
 
-def _list(cell: Any, name: str, what: str) -> list[Any]:
+def _list(cell: object, name: str, what: str) -> list[object]:
     if cell is None:
         raise ValueError(f"column {name} is null; it must hold a list of {what}")
     if isinstance(cell, (str, bytes)):
@@ -76,8 +75,8 @@ def _list(cell: Any, name: str, what: str) -> list[Any]:
     return cell
 
 
-def _message(value: Any, where: str) -> dict[str, Any]:
-    message: dict[str, Any] = _plain(value)
+def _message(value: object, where: str) -> Message:
+    message = _plain(value)
     if not isinstance(message, dict):
         raise TypeError(f"{where} is {_kind(value)}, not a message {{role, content}}")
     role = message.get("role")
@@ -101,7 +100,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     return message
 
 
-def _content(value: Any, where: str) -> str:
+def _content(value: object, where: str) -> str:
     """Return the text of a message; parts are joined as vLLM does it."""
     if isinstance(value, str):
         return value
@@ -119,10 +118,9 @@ def _content(value: Any, where: str) -> str:
     return "\n".join(texts)
 
 
-def _call(value: Any, where: str) -> dict[str, Any]:
+def _call(value: object, where: str) -> Message:
     """Return a tool call with its arguments as a mapping, as templates take it."""
-    function = value.get("function") if isinstance(value, dict) else None
-    if not isinstance(function, dict):
+    if not isinstance(value, dict) or not isinstance(function := value.get("function"), dict):
         raise TypeError(f"{where} is not of the form {{id, type, function: {{name, arguments}}}}")
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise ValueError(f"{where}.function.name is missing")
@@ -138,10 +136,10 @@ def _call(value: Any, where: str) -> dict[str, Any]:
     return {"type": "function", **value, "function": {**function, "arguments": given}}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return the value with maps as dicts, without the nulls of missing struct fields."""
     if isinstance(value, Mapping):
-        return {name: _plain(inner) for name, inner in value.items() if inner is not None}
+        return _filled(value)
     if isinstance(value, list):
         if value and all(isinstance(item, tuple) and len(item) == 2 for item in value):
             return {name: _plain(inner) for name, inner in value if inner is not None}
@@ -149,5 +147,9 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _kind(value: Any) -> str:
+def _filled(value: Mapping[str, object]) -> Row:
+    return {name: _plain(inner) for name, inner in value.items() if inner is not None}
+
+
+def _kind(value: object) -> str:
     return "null" if value is None else type(value).__name__

@@ -16,12 +16,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from prefect_raybatch.job.early_stop import label_cap, labels_cut_short, may_ask_rest
 from prefect_raybatch.spec.engine import EarlyStop
+from prefect_raybatch.spec.request import SamplingFields
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from prefect_raybatch.stages.block import Tokenizer
     from prefect_raybatch.stages.vllm.stepper import Completion, Request
 
 log = logging.getLogger(__name__)
@@ -68,18 +72,22 @@ class Shortened:
     because max_tokens is at most the cap.
     """
 
-    params: dict[str, Any]
+    params: SamplingFields
     labels: Labels
     again: bool
     whole: bool
 
 
-def grammar_bytes(tokenizer: Any) -> Sequence[bytes] | None:
+def grammar_bytes(tokenizer: Tokenizer) -> Sequence[bytes] | None:
     """Return the bytes that xgrammar assigns to each token id; None if it cannot tell."""
     try:
         import xgrammar
 
-        return list(xgrammar.TokenizerInfo.from_huggingface(tokenizer).decoded_vocab)
+        return list(
+            xgrammar.TokenizerInfo.from_huggingface(
+                cast("PreTrainedTokenizerBase", tokenizer)
+            ).decoded_vocab
+        )
     except Exception as error:  # then answers are asked whole, which costs time and nothing else
         log.warning(
             "labels are generated in full, because the bytes of the tokenizer's tokens are "
@@ -120,7 +128,7 @@ class EarlyStopping:
         made = [self._completed(c, s) for c, s in zip(done, short, strict=True)]
         return self._asked_again(ask, requests, short, done, made)
 
-    def concerns(self, params: dict[str, Any]) -> bool:
+    def concerns(self, params: SamplingFields) -> bool:
         """Return whether answers to requests with these fields are shortened."""
         return self._way != "off" and labels_cut_short(params) is not None
 
@@ -132,7 +140,7 @@ class EarlyStopping:
                 self._way = "off"
         return self._bytes is not None
 
-    def _shortened(self, params: dict[str, Any], once: bool) -> Shortened | None:
+    def _shortened(self, params: SamplingFields, once: bool) -> Shortened | None:
         """Return how a request with these fields is shortened; None if it is asked as it is."""
         labels = labels_cut_short(params)
         if labels is None:

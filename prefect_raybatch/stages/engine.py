@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -31,11 +31,12 @@ from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import KV_CACHE_BYTES, describe, packed
 from prefect_raybatch.sizing.roofline import Work
 from prefect_raybatch.sizing.sizes import Sizing
-from prefect_raybatch.spec.engine import EarlyStop
+from prefect_raybatch.spec.engine import EarlyStop, EngineFields
+from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages import pooling
 from prefect_raybatch.stages.adapted import Adapted, Adapter
-from prefect_raybatch.stages.answer_logprobs import steps_of
+from prefect_raybatch.stages.answer_logprobs import TokenLogprobs, steps_of
 from prefect_raybatch.stages.block import (
     Failure,
     failures_of,
@@ -82,7 +83,7 @@ PAUSE = 10.0  # seconds between two tries to start an engine
 SAME = 0.95  # a card shows a little less memory than its data sheet says
 
 
-CPU_DEFAULTS: dict[str, Any] = {
+CPU_DEFAULTS: EngineFields = {
     "enforce_eager": True,  # compiling takes half a minute and pays back little on a CPU
     "enable_prefix_caching": True,
 }
@@ -95,7 +96,7 @@ CPU_ENV = {
     forking.CORE_APART: "0",
     "OMP_NUM_THREADS": "1",
 }
-GPU_DEFAULTS: dict[str, Any] = {
+GPU_DEFAULTS: EngineFields = {
     "enable_prefix_caching": True,
 }
 
@@ -119,13 +120,13 @@ class EngineLaunch:
     run for it, which takes it over.
     """
 
-    model: dict[str, Any]
-    sampling: dict[str, Any]
-    arguments: dict[str, Any] = field(repr=False)  # a token of Hugging Face may be among them
+    model: models.PinnedModel
+    sampling: SamplingFields
+    arguments: EngineFields = field(repr=False)  # a token of Hugging Face may be among them
     env: dict[str, str] = field(default_factory=dict, repr=False)
     engines_per_gpu: int = 1
     gpu_bytes: int = 0
-    share: dict[str, Any] = field(default_factory=dict)
+    share: EngineFields = field(default_factory=dict)
     done: Callable[[int], bool] | None = None
     sort: bool = True
     merge: bool = True
@@ -143,7 +144,7 @@ class EngineLaunch:
 
 def engine_launch(
     spec: RunSpec,
-    model: dict[str, Any],
+    model: models.PinnedModel,
     size: Sizing,
     done: Callable[[int], bool] | None = None,
     attempt: str = "",
@@ -158,7 +159,7 @@ def engine_launch(
     sampling = dict(spec.sampling.fields if task is None else task.fields)
     if spec.finish.parsing is not None:  # the marks that parsers look for may be special tokens
         sampling["skip_special_tokens"] = False
-    arguments = _arguments(spec, size, sampling)
+    arguments = dict(_arguments(spec, size, sampling))
     if task is not None:
         arguments = task.engine_arguments(arguments, request.given)
     arguments |= adapters.arguments(model.get("adapters") or {}, request.given)
@@ -201,7 +202,7 @@ def engine_launch(
     )
 
 
-def _arguments(spec: RunSpec, size: Sizing, sampling: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(spec: RunSpec, size: Sizing, sampling: SamplingFields) -> EngineFields:
     """Return vLLM's engine arguments that follow from the run and its sizes."""
     cpu = size.pool.device == "cpu"
     arguments = {**(CPU_DEFAULTS if cpu else GPU_DEFAULTS), **size.arguments.vllm()}
@@ -427,14 +428,14 @@ class EngineStage:
                     return
                 time.sleep(PAUSE)
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> EngineFields:
         path = models.local_path(self.spec.model)
         arguments = self.spec.arguments
         if self.spec.engines_per_gpu > 1:
             arguments = {**arguments, **self._share()}
         return {**arguments, "model": path, "revision": self.spec.model.get("revision")}
 
-    def _share(self) -> dict[str, Any]:
+    def _share(self) -> EngineFields:
         """Return the share of this GPU, computed anew if it is smaller than planned or unknown."""
         there, share = internals.gpu_bytes(), self.spec.share
         if not share or there < SAME * self.spec.gpu_bytes:
@@ -492,7 +493,7 @@ class EngineStage:
         numbers = [adapter[1] if adapter else 0 for adapter in under]
         prompts = [side.to_pylist() for side in sides]
         keys = [adapter_keys(token_keys(side), numbers) for side in sides]
-        seen: list[Any] = [None] * table.num_rows
+        seen: list[pa.Buffer | None] = [None] * table.num_rows
         if MM in table.column_names:
             keys[0], seen = multimodal.seen(keys[0], table[MM])
 
@@ -578,7 +579,7 @@ UNTOLD = Failure(
 )
 
 
-def fields_of(sampling: dict[str, Any], own: str | None) -> dict[str, Any]:
+def fields_of(sampling: SamplingFields, own: str | None) -> SamplingFields:
     """Return a row's sampling fields: the job's, updated by the row's own (JSON)."""
     return {**sampling, **json.loads(own)} if own else sampling
 
@@ -595,9 +596,9 @@ def answered(
     column of their probabilities.
     """
     failures = failures_of(table)
-    columns: dict[HiddenColumn, list[Any]] = {c: [None] * table.num_rows for c in ANSWER_COLUMNS}
-    chances: list[Any] = [None] * table.num_rows
-    steps: list[Any] = [None] * table.num_rows
+    columns: dict[HiddenColumn, list[object]] = {c: [None] * table.num_rows for c in ANSWER_COLUMNS}
+    chances: list[list[tuple[str, float]] | None] = [None] * table.num_rows
+    steps: list[list[list[TokenLogprobs]] | None] = [None] * table.num_rows
     for row, served, completion in answers:
         for i in served:
             if completion.error:

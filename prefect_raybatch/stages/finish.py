@@ -14,7 +14,6 @@ import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +29,7 @@ from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.record_texts import PieceKind
 from prefect_raybatch.ledger.records import Piece, Receipt, Unit, digest
 from prefect_raybatch.ledger.stats import ShardStats
+from prefect_raybatch.model.pinned import PinnedModel
 from prefect_raybatch.spec.request import SamplingSpec
 from prefect_raybatch.spec.result import FinishSpec
 from prefect_raybatch.stages.answer_counts import (
@@ -78,7 +78,7 @@ class Finish:
 
     spec: FinishSpec
     sampling: SamplingSpec
-    model: dict[str, Any]
+    model: PinnedModel
     store: Store
     attempt: str
     calls: Calls = HERE

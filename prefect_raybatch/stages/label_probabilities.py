@@ -26,11 +26,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.model.pinned import DEMO, tokenizer_place, with_tokenizer
+from prefect_raybatch.model.pinned import DEMO, PinnedModel, tokenizer_place, with_tokenizer
 from prefect_raybatch.spec.engine import ModelRequest
+from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.stages.block import Tokenizer, load_tokenizer
 
 ANCHOR = "\n"  # behind it a label is cut into tokens as it is at the start of an answer
@@ -100,12 +100,12 @@ class LabelTokens:
         """Return those after the first token, each of which takes a request of its own."""
         return tuple(fork for fork in self.forks if fork.before)
 
-    def asked(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    def asked(self, sampling: SamplingFields) -> SamplingFields:
         """Return sampling fields that also request the log probabilities of the first tokens."""
         first = [fork for fork in self.forks if not fork.before]
         return {**sampling, **({"logprob_token_ids": list(first[0].tokens)} if first else {})}
 
-    def asked_later(self, sampling: Mapping[str, Any]) -> list[tuple[list[int], dict[str, Any]]]:
+    def asked_later(self, sampling: SamplingFields) -> list[tuple[list[int], SamplingFields]]:
         """Return (tokens after the prompt, sampling fields) of the further requests of a row."""
         usual = {"temperature": sampling.get("temperature", 0.0), "max_tokens": 1}
         return [
@@ -133,7 +133,7 @@ class LabelTokens:
         ]
 
 
-def check_labels(labels: Sequence[str], asked: ModelRequest, pinned: Mapping[str, Any]) -> None:
+def check_labels(labels: Sequence[str], asked: ModelRequest, pinned: PinnedModel) -> None:
     """Raise `ConfigError` for indistinguishable labels if the tokenizer is available here.
 
     Otherwise the engine reports them before its first row.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -223,7 +222,7 @@ def _vectors(answers: pa.Table, errors: list[Failure | None]) -> pa.Array | None
     return pa.FixedSizeListArray.from_arrays(flat, size, mask=pa.array(missing))
 
 
-def _where(well: pa.Array, values: pa.Array, nothing: pa.Array) -> Any:
+def _where(well: pa.Array, values: pa.Array, nothing: pa.Array) -> pa.Array:
     import pyarrow.compute as pc
 
     if pc.all(well).as_py() or not len(well):

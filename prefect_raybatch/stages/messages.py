@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prefect_raybatch.job.vllm.structured_outputs import with_schema_text
-from prefect_raybatch.spec.request import PromptSpec
-from prefect_raybatch.stages.block import Failure, Messages, copied
+from prefect_raybatch.spec.request import PromptSpec, SamplingFields
+from prefect_raybatch.stages.block import Failure, Messages, Row, copied
 from prefect_raybatch.stages.calls.apart import NoChild
+
+Document = Row  # that a chat template is given: texts by name, such as title and text
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,8 @@ class ChatRequest:
     """
 
     messages: Messages
-    sampling: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    sampling: SamplingFields | None = None
+    documents: list[Document] | None = None
     images: tuple[str, ...] | None = None
     job_messages: int = field(default=0, compare=False, repr=False)
     job_text: tuple[tuple[int, int], ...] = field(default=(), compare=False, repr=False)
@@ -96,9 +98,12 @@ class Filler:
         return ChatRequest(messages, job_messages=len(self.system), job_text=tuple(spans))
 
 
-def _joined(parts: Iterable[Any]) -> list[tuple[str, str | None]]:
+def _joined(
+    parts: Iterable[tuple[str, str | None, str | None, str | None]],
+) -> list[tuple[str, str | None]]:
     """Return (literal text, column after it) of a template; adjacent literals are joined."""
-    joined, literal = [], ""
+    joined: list[tuple[str, str | None]] = []
+    literal = ""
     for text, name, _, _ in parts:
         literal += text
         if name is not None:
@@ -108,7 +113,7 @@ def _joined(parts: Iterable[Any]) -> list[tuple[str, str | None]]:
 
 
 def from_function(
-    function: Callable[[dict[str, Any]], Any], check: Callable[[Any], None], row: dict[str, Any]
+    function: Callable[[Row], object], check: Callable[[SamplingFields], None], row: Row
 ) -> ChatRequest:
     made = function(row)
     if isinstance(made, str):
@@ -124,22 +129,26 @@ def from_function(
     return ChatRequest(_messages(made))
 
 
-def _sampling(value: Any, check: Callable[[Any], None]) -> dict[str, Any] | None:
+def _sampling(value: object, check: Callable[[SamplingFields], None]) -> SamplingFields | None:
     if value is not None and not isinstance(value, dict):
         raise TypeError(
             f"prompt.function must return sampling as a dict, not {type(value).__name__}"
         )
     # It travels as JSON: what cannot fails its row here, and the function may change it later.
-    made: dict[str, Any] | None = json.loads(json.dumps(value))
+    made: SamplingFields | None = json.loads(json.dumps(value))
     if made:
         check(made)
         made = with_schema_text(made)
     return made
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
-    good = isinstance(value, Sequence) and value and not isinstance(value, str)
-    if not good or not all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in value):
+def _messages(value: object) -> Messages:
+    if (
+        not isinstance(value, Sequence)
+        or isinstance(value, str)
+        or not value
+        or not all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in value)
+    ):
         raise TypeError(
             "prompt.function must return text, a list of {'role', 'content'} messages, or "
             f"{{'messages': ..., 'sampling': ...}}; it returned {type(value).__name__}"

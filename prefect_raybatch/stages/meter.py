@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.sizing.roofline import Work
@@ -26,7 +26,7 @@ class Meter:
         self._lock = threading.Lock()
         self._flops = self._bytes = 0.0
         self._since: float | None = None  # when it told last, or its first requests came
-        self._engine: Any = None
+        self._engine: SteppedEngine | None = None
         self._steps, self._busy = 0, 0.0  # of that engine, when it told last
 
     def begin(self, engine: SteppedEngine) -> None:

@@ -9,15 +9,16 @@ so neighbours share even within one step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from prefect_raybatch.bounded import Returned
 from prefect_raybatch.model.memory import CACHE_BLOCK
+from prefect_raybatch.spec.request import SamplingFields
 
 # Tokens in common, beyond what their neighbours share, that keep rows together.
 GROUP = 2 * CACHE_BLOCK
@@ -63,7 +64,7 @@ def adapter_keys(keys: Sequence[bytes], adapters: Sequence[int]) -> list[bytes]:
 
 def arrange(
     keys: Sequence[bytes],
-    params: Sequence[dict[str, Any]],
+    params: Sequence[SamplingFields],
     well: Sequence[int],
     sort: bool,
     merge: bool,
@@ -77,7 +78,7 @@ def arrange(
     return Asked(_sorted(keys, params, asked.rows), asked.copies) if sort else asked
 
 
-def is_exact(params: dict[str, Any]) -> bool:
+def is_exact(params: SamplingFields) -> bool:
     """Return whether equal prompts under `params` have equal answers by vLLM's definition.
 
     That is a vector, or greedy sampling, one answer, and no hook of the user's in between.
@@ -91,14 +92,14 @@ def is_exact(params: dict[str, Any]) -> bool:
     )
 
 
-def is_greedy(params: Mapping[str, Any]) -> bool:
+def is_greedy(params: SamplingFields) -> bool:
     """Return whether `params`, the fields of a request, sample greedily."""
     temperature = params.get("temperature", 1.0)
     # A row's own fields may be anything: what vLLM would refuse is left to it.
     return isinstance(temperature, (int, float)) and 0 <= temperature < GREEDY
 
 
-def _merged(keys: Sequence[bytes], params: Sequence[dict[str, Any]], well: Sequence[int]) -> Asked:
+def _merged(keys: Sequence[bytes], params: Sequence[SamplingFields], well: Sequence[int]) -> Asked:
     first: dict[tuple[bytes, str], int] = {}
     rows: list[int] = []
     copies: dict[int, list[int]] = {}
@@ -113,7 +114,7 @@ def _merged(keys: Sequence[bytes], params: Sequence[dict[str, Any]], well: Seque
     return Asked(rows, copies)
 
 
-def _sorted(keys: Sequence[bytes], params: Sequence[dict[str, Any]], rows: list[int]) -> list[int]:
+def _sorted(keys: Sequence[bytes], params: Sequence[SamplingFields], rows: list[int]) -> list[int]:
     """Return the rows in the order of the prefix tree, the costliest branch first."""
     rows = sorted(rows, key=keys.__getitem__)
     common = common_tokens([keys[row] for row in rows])
@@ -137,7 +138,7 @@ def _sorted(keys: Sequence[bytes], params: Sequence[dict[str, Any]], rows: list[
     return made
 
 
-def _bound(params: dict[str, Any]) -> int:
+def _bound(params: SamplingFields) -> int:
     """Return the most output tokens, as far as they are known."""
     given = params.get("max_tokens")
     return min(max(given, 0), 1 << 22) if isinstance(given, int) else 0
@@ -157,11 +158,13 @@ def common_tokens(keys: Sequence[bytes]) -> np.ndarray:
     return common
 
 
-def _by_identity(make: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
+def _by_identity(
+    make: Callable[[SamplingFields], Returned],
+) -> Callable[[SamplingFields], Returned]:
     """Return `make` cached by the identity of the dict, because the job's own is one object."""
-    made: dict[int, Any] = {}
+    made: dict[int, Returned] = {}
 
-    def known(params: dict[str, Any]) -> Any:
+    def known(params: SamplingFields) -> Returned:
         key = id(params)
         if key not in made:
             made[key] = make(params)

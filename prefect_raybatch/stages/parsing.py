@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -17,12 +17,19 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.spec.result import ParsingSpec
 from prefect_raybatch.stages.block import Failure, Tokenizer
 from prefect_raybatch.stages.columns import ANSWERS, POSITION, REASONING_OPEN, SHARD
+from prefect_raybatch.stages.row_outcomes import ColumnValues
 from prefect_raybatch.stages.vllm import internals
 
 if TYPE_CHECKING:
     from prefect_raybatch.stages.vllm.internals import Parser, ReasoningParser, ToolCall
 
+AnswerText = str | list[str | None] | None  # of a row: a list if each row has several answers
 CALL_TYPE = pa.struct([("id", pa.string()), ("name", pa.string()), ("arguments", pa.string())])
+
+
+def each_text(text: AnswerText) -> list[str | None]:
+    """Return the texts of a row's answers."""
+    return [*text] if isinstance(text, list) else [text]
 
 
 def parsed_types(parsing: ParsingSpec) -> list[tuple[str, pa.DataType]]:
@@ -35,7 +42,7 @@ def parsed_types(parsing: ParsingSpec) -> list[tuple[str, pa.DataType]]:
     return columns
 
 
-def reasoning_parser_for(parsing: ParsingSpec, tokenizer: Any) -> ReasoningParser:
+def reasoning_parser_for(parsing: ParsingSpec, tokenizer: Tokenizer) -> ReasoningParser:
     """Return the parser that finds whether the thinking of a prompt has ended."""
     if parsing.reasoning is None:
         raise ConfigError("output.reasoning_parser is not set")
@@ -57,7 +64,7 @@ class Parsers:
 
     def __init__(self, parsing: ParsingSpec, tokenizer: Tokenizer, keep_special: bool = False):
         self.parsing = parsing
-        self.tokenizer: Any = tokenizer
+        self.tokenizer = tokenizer
         self.special = set(tokenizer.all_special_ids)
         words = sorted(filter(None, tokenizer.all_special_tokens), key=len, reverse=True)
         known = "|".join(map(re.escape, words))
@@ -70,13 +77,12 @@ class Parsers:
     def take_apart(
         self,
         table: pa.Table,
-        texts: list[Any],
+        texts: list[AnswerText],
         failures: list[Failure | None],
-        several: bool,
-    ) -> tuple[list[Any], list[dict[str, Any]]]:
+    ) -> tuple[list[AnswerText], list[ColumnValues]]:
         """Return the texts of an answered block, and the other columns parsed from them.
 
-        An unparsable text adds its row to `failures`. `several`: each row has a list of answers.
+        An unparsable text adds its row to `failures`.
         """
         _ = self._open, self._closed  # a parser that cannot be imported is no row's fault
         ids = table[ANSWERS].to_pylist()
@@ -88,16 +94,17 @@ class Parsers:
         places = zip(table[SHARD].to_pylist(), table[POSITION].to_pylist(), strict=True)
         names = [f"{shard:x}-{position:x}" for shard, position in places]
 
-        def made(i: int) -> dict[str, Any]:
-            if not several:
-                return self.parse(texts[i], ids[i][0], opened[i], names[i])
+        def made(i: int) -> ColumnValues:
+            text = texts[i]
+            if not isinstance(text, list):
+                return self.parse(text or "", ids[i][0], opened[i], names[i])
             found = [
-                self.parse(one, own, opened[i], f"{names[i]}-{number}")
-                for number, (one, own) in enumerate(zip(texts[i], ids[i], strict=True))
+                self.parse(one or "", own, opened[i], f"{names[i]}-{number}")
+                for number, (one, own) in enumerate(zip(text, ids[i], strict=True))
             ]
             return {name: [one[name] for one in found] for name in found[0]}
 
-        left, beside = list(texts), [dict[str, Any]() for _ in texts]
+        left, beside = list(texts), [ColumnValues() for _ in texts]
         for i, failure in enumerate(failures):
             if failure is None:
                 try:
@@ -107,7 +114,7 @@ class Parsers:
                     failures[i] = Failure.of("postprocess", why)
         return left, beside
 
-    def parse(self, text: str, ids: Sequence[int], opened: bool, name: str) -> dict[str, Any]:
+    def parse(self, text: str, ids: Sequence[int], opened: bool, name: str) -> ColumnValues:
         """Return the columns of an answer, its text under "".
 
         `opened`: it may begin with thinking. `name` prefixes the ids of its calls if the model
@@ -121,7 +128,7 @@ class Parsers:
             parser, request = make()
             reasoning, content, calls = parser.parse(text, request, True, list(ids))
         thinks = opened and self.parsing.reasoning is not None
-        found: dict[str, Any] = {"": self._shown(content, thinks, answer=True)}
+        found: ColumnValues = {"": self._shown(content, thinks, answer=True)}
         if self.parsing.reasoning:
             found[self.parsing.reasoning_column] = self._shown(reasoning, thinks)
         if self.parsing.tool:
@@ -149,7 +156,7 @@ class Parsers:
         return text
 
     @cached_property
-    def _quick(self) -> Any:
+    def _quick(self) -> Tokenizer:
         return internals.quick_tokenizer(self.tokenizer)
 
     @cached_property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,9 @@ import pyarrow as pa
 from prefect_raybatch.job.vllm import fields as vllm_fields
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model import tasks
-from prefect_raybatch.model.context import own_context
-from prefect_raybatch.spec.engine import ModelRequest
+from prefect_raybatch.model.context import ModelConfig, own_context
+from prefect_raybatch.spec.engine import EngineFields, ModelRequest
+from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.block import Failure
 from prefect_raybatch.stages.order import arrange
@@ -43,13 +44,13 @@ class Pooling:
 
     task: str
     texts: Texts
-    fields: Mapping[str, Any]
+    fields: SamplingFields
     encodes: bool = False
     longest: int = 0
     labels: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, spec: RunSpec, pinned: Mapping[str, Any]) -> Pooling | None:
+    def of(cls, spec: RunSpec, pinned: models.PinnedModel) -> Pooling | None:
         """Return how the pinned model is asked, by its config.json; None for text generation."""
         model = spec.engine.model
         if not model.pools:
@@ -72,7 +73,7 @@ class Pooling:
             labels=tuple(tasks.labels(model, config)) if asked == "classify" else (),
         )
 
-    def engine_arguments(self, sized: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+    def engine_arguments(self, sized: EngineFields, given: Collection[str]) -> dict[str, Any]:
         """Return vLLM's arguments for the task, made from the `sized` ones.
 
         `given` are the names of those that the job sets.
@@ -85,7 +86,7 @@ class Pooling:
         return made
 
 
-def _encodes(model: ModelRequest, config: Mapping[str, Any]) -> bool:
+def _encodes(model: ModelRequest, config: ModelConfig) -> bool:
     """Return whether a model is an encoder, by the decoders' names.
 
     An encoder processes a prompt in one step.
@@ -105,7 +106,7 @@ def ask_pairs(
     run: Callable[[list[Request]], list[Completion]],
     request: Callable[[int, int], Request],
     keys: Sequence[Sequence[bytes]],
-    params: Sequence[dict[str, Any]],
+    params: Sequence[SamplingFields],
     well: Sequence[int],
     sort: bool,
     merge: bool,

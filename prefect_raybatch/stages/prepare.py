@@ -9,19 +9,19 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pyarrow as pa
 
 from prefect_raybatch.job.checks import template_fields
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.model import pinned as models
-from prefect_raybatch.spec.request import PromptSpec, SamplingSpec
+from prefect_raybatch.spec.request import PromptSpec, SamplingFields, SamplingSpec
 from prefect_raybatch.spec.result import ParsingSpec
 from prefect_raybatch.stages.answer_forms import own_form
 from prefect_raybatch.stages.block import (
     Failure,
     Messages,
+    Row,
     Tokenizer,
     input_columns,
     load_tokenizer,
@@ -63,6 +63,7 @@ from prefect_raybatch.stages.tokens import (
     prompt_tokens,
     shortened,
 )
+from prefect_raybatch.stages.vllm.multimodal import RowFeatures
 
 UNKNOWN_CONTEXT = 1 << 20  # tokens that no model whose length is not known takes
 
@@ -81,7 +82,7 @@ class Prepare:
 
     prompt: PromptSpec
     sampling: SamplingSpec
-    model: dict[str, Any]
+    model: models.PinnedModel
     max_model_len: int | None
     calls: Calls = HERE
     parsing: ParsingSpec | None = None
@@ -165,7 +166,7 @@ class Prepare:
     ) -> tuple[
         list[ChatRequest | Failure],
         list[TokenIds | Failure],
-        list[dict[str, Any] | None],
+        Sequence[RowFeatures | None],
         list[Digests],
     ]:
         """Like `prompts`, plus each row's images for the engine (`MM_TYPE`) and their digests."""
@@ -258,7 +259,7 @@ class Prepare:
             return Failure.of("prepare", error)
         return fitting_tokens(tokens, limit) if cut is None else cut
 
-    def _own(self, fields: dict[str, Any]) -> None:
+    def _own(self, fields: SamplingFields) -> None:
         check_own(fields, self.sampling.fields, self.sampling.fixed_form)
 
     def _requests(self, table: pa.Table) -> list[ChatRequest | Failure]:
@@ -272,7 +273,7 @@ class Prepare:
             return made
         cells = rows_of(table, [name])
 
-        def with_documents(request: ChatRequest, row: dict[str, Any]) -> ChatRequest:
+        def with_documents(request: ChatRequest, row: Row) -> ChatRequest:
             return replace(request, documents=documents_of(row[name], name))
 
         return [

@@ -10,7 +10,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -187,7 +186,7 @@ def _known_of(store: Store, file: AnswerFile) -> _Known:
     return known
 
 
-def _spans(metadata: Any, file: AnswerFile) -> list[tuple[int, int, int]]:
+def _spans(metadata: pq.FileMetaData, file: AnswerFile) -> list[tuple[int, int, int]]:
     spans, at = [], file.first
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ray import ObjectRefGenerator
 from ray.core.generated.common_pb2 import ActorDiedErrorContext  # type: ignore[attr-defined]
@@ -40,6 +40,14 @@ from ray.data._internal.logical.rules import FuseOperators, SetReadParallelismRu
 from ray.data._internal.output_buffer import OutputBlockSizeOption
 from ray.data._internal.utils.cached_ray_internals import get_draining_nodes
 from ray.exceptions import RayError
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+    from ray.data._internal.execution.interfaces import PhysicalOperator
+    from ray.data._internal.execution.operators.map_transformer import MapTransformFn
+    from ray.data._internal.execution.resource_manager import ResourceManager
+    from ray.data._internal.execution.streaming_executor_state import Topology
 
 log = logging.getLogger(__name__)
 
@@ -100,18 +108,18 @@ class KeepBlocks(Rule):
         return plan
 
 
-def _with_inputs(operator: Any) -> Iterator[Any]:
+def _with_inputs(operator: PhysicalOperator) -> Iterator[PhysicalOperator]:
     """Yield the operator and all its upstream operators."""
     yield operator
     for before in operator.input_dependencies:
         yield from _with_inputs(before)
 
 
-def _is_ours(op: Any) -> bool:
+def _is_ours(op: object) -> bool:
     return isinstance(op, Read) and isinstance(op.datasource, KeptBlocks)
 
 
-def _takes_blocks(function: Any) -> bool:
+def _takes_blocks(function: MapTransformFn) -> bool:
     if isinstance(function, BatchMapTransformFn):
         return function._batch_size is None
     option = getattr(function, "_output_block_size_option", None)
@@ -154,7 +162,9 @@ class Window(BackpressurePolicy):
 
     BLOCKS: ClassVar = "prefect_raybatch.window"  # setting of the context: the most blocks
 
-    def __init__(self, data_context: DataContext, topology: Any, resource_manager: Any) -> None:
+    def __init__(
+        self, data_context: DataContext, topology: Topology, resource_manager: ResourceManager
+    ) -> None:
         super().__init__(data_context, topology, resource_manager)
         engines: list[Any] = [op for op in topology if isinstance(op, ActorPoolMapOperator)]
         for op in engines:
@@ -162,18 +172,18 @@ class Window(BackpressurePolicy):
             # behind may wait for its budget): only the operator's own word stops that.
             op.can_add_input = partial(self._takes, op, op.can_add_input)
 
-    def can_add_input(self, op: Any) -> bool:
+    def can_add_input(self, op: PhysicalOperator) -> bool:
         return not isinstance(op, ActorPoolMapOperator) or self._has_room(op)
 
-    def _takes(self, op: Any, could: Callable[[], bool]) -> bool:
+    def _takes(self, op: PhysicalOperator, could: Callable[[], bool]) -> bool:
         return could() and self._has_room(op)
 
-    def _has_room(self, op: Any) -> bool:
+    def _has_room(self, op: PhysicalOperator) -> bool:
         behind = sum(self._held(stage) for stage in _after(op))
         held = op.num_active_tasks() + self._topology[op].total_enqueued_output_blocks() + behind
         return bool(held < self._data_context.get_config(self.BLOCKS, held + 1))
 
-    def _held(self, op: Any) -> int:
+    def _held(self, op: PhysicalOperator) -> int:
         """Return how many blocks are in tasks of a stage after the engine, or in their output.
 
         The stage's own input queue does not count: Ray starts a task at once for each block that
@@ -193,7 +203,7 @@ class LeavingNodes(BackpressurePolicy):
     a policy because Ray asks policies each time before it starts tasks; it never holds back a task.
     """
 
-    def can_add_input(self, op: Any) -> bool:
+    def can_add_input(self, op: PhysicalOperator) -> bool:
         if isinstance(op, ActorPoolMapOperator) and (leaving := get_draining_nodes()):
             pool: Any = op._actor_pool
             for actor, state in list(pool._running_actors.items()):
@@ -222,17 +232,19 @@ class DeadEngines(BackpressurePolicy):
 
     MOST: ClassVar = "prefect_raybatch.dead_engines"  # setting of the context, see `limit_deaths`
 
-    def __init__(self, data_context: DataContext, topology: Any, resource_manager: Any) -> None:
+    def __init__(
+        self, data_context: DataContext, topology: Topology, resource_manager: ResourceManager
+    ) -> None:
         super().__init__(data_context, topology, resource_manager)
         self._dead = 0  # since the last answer
         self._answered = 0
 
-    def can_add_input(self, op: Any) -> bool:
+    def can_add_input(self, op: PhysicalOperator) -> bool:
         if isinstance(op, ActorPoolMapOperator):
             self.replace_dead(op)
         return True
 
-    def replace_dead(self, op: Any) -> None:
+    def replace_dead(self, op: ActorPoolMapOperator) -> None:
         pool: Any = op._actor_pool
         # An actor's lost tasks are reported one by one and looked up in the pool until then.
         dead = [
@@ -255,7 +267,7 @@ class DeadEngines(BackpressurePolicy):
             pool._release_running_actor(actor)
 
 
-def is_dead(actor: Any) -> bool:
+def is_dead(actor: ActorHandle[object]) -> bool:
     """Return whether Ray will not restart this actor any more."""
     return bool(actor._get_local_state() == ActorTableData.ActorState.DEAD)
 
@@ -275,7 +287,9 @@ class LateCancel(BackpressurePolicy):
     execution with its operators; it never holds back a task.
     """
 
-    def __init__(self, data_context: DataContext, topology: Any, resource_manager: Any) -> None:
+    def __init__(
+        self, data_context: DataContext, topology: Topology, resource_manager: ResourceManager
+    ) -> None:
         super().__init__(data_context, topology, resource_manager)
         self._until: float | None = None  # one time for all operators
         stages: list[Any] = [op for op in topology if isinstance(op, TaskPoolMapOperator)]
@@ -290,12 +304,14 @@ class LateCancel(BackpressurePolicy):
         cancel(force=force)
 
 
-def _whole(waitable: Any) -> Any:
+def _whole(waitable: ObjectRef[object] | ObjectRefGenerator) -> ObjectRef[object]:
     """Return an object that exists once the task is over, not with its first block."""
     return waitable.completed() if isinstance(waitable, ObjectRefGenerator) else waitable
 
 
-def still_running(tasks: Collection[Any], seconds: float | None = None) -> list[Any]:
+def still_running(
+    tasks: Collection[ObjectRef[object]], seconds: float | None = None
+) -> list[ObjectRef[object]]:
     """Return the references whose tasks still run after `seconds` (default: END_GRACE).
 
     A pass that ends early cancels only these.
@@ -341,7 +357,7 @@ def node_is_leaving() -> bool:
     return ray.get_runtime_context().get_node_id() in get_draining_nodes()
 
 
-def _after(op: Any) -> list[Any]:
+def _after(op: PhysicalOperator) -> list[PhysicalOperator]:
     """Return the operators after `op`, which form a line."""
     operators = []
     while op.output_dependencies:
@@ -388,7 +404,7 @@ def actors_of_this_job() -> list[dict[str, Any]]:
     return list(state.actors(job_id=job).values())
 
 
-def restarts_of(actor: Any) -> int:
+def restarts_of(actor: ActorHandle[object]) -> int:
     """Return how often Ray has restarted this actor's process."""
     from ray._private import state
 

@@ -18,11 +18,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 import numpy as np
 import pyarrow as pa
-from ray.data import Dataset, read_datasource
+from ray.data import DataContext, Dataset, read_datasource
 from ray.data.block import BlockMetadata
 from ray.data.datasource import ReadTask
 
@@ -32,7 +32,7 @@ from prefect_raybatch.ledger.records import InputFile, Unit
 from prefect_raybatch.sizing.shards import longest_first
 from prefect_raybatch.source.int96 import int96_batches, open_parquet
 from prefect_raybatch.source.parquet import batch_rows
-from prefect_raybatch.spec.options import HiddenOptions
+from prefect_raybatch.spec.options import HiddenOptions, StoreOptions
 from prefect_raybatch.stages import block as blocks
 from prefect_raybatch.stages.ray_internals import KeptBlocks
 from prefect_raybatch.storage import FileInfo, Store, footer_digest, is_remote, open_store
@@ -80,7 +80,7 @@ class ShardReader:
         files: Sequence[InputFile],
         schema: pa.Schema,
         store: Store | None = None,
-        options: Mapping[str, Any] | None = None,
+        options: StoreOptions | None = None,
         done: Done | None = None,
     ) -> None:
         self.files, self.schema, self.store = tuple(files), schema, store
@@ -157,7 +157,7 @@ def read_units(
     task: Task,
     schema: pa.Schema,
     store: Store | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: StoreOptions | None = None,
     done: Done | None = None,
 ) -> Iterator[pa.Table]:
     """Yield one table per unit, in order: tagged and cast to `schema`, or `block.lost`.
@@ -172,7 +172,7 @@ def read_units(
             if done is not None and _is_done(done, unit.shard):
                 continue
             began = time.time()
-            table = _read_unit(unit, parts, files, schema)
+            table = _read_unit(unit, parts, files)
             yield table if blocks.is_lost(table) else blocks.timed(table, "read", began)
 
 
@@ -184,7 +184,7 @@ def _is_done(done: Done, shard: int) -> bool:
         return False
 
 
-def _read_unit(unit: Unit, parts: Sequence[FileRows], files: _Files, schema: pa.Schema) -> pa.Table:
+def _read_unit(unit: Unit, parts: Sequence[FileRows], files: _Files) -> pa.Table:
     tables: list[pa.Table] = []
     for part in parts:
         try:
@@ -211,7 +211,7 @@ class _Files:
     """The files of a task, opened one after the other, checked against the plan."""
 
     def __init__(
-        self, task: Task, schema: pa.Schema, store: Store | None, options: dict[str, Any]
+        self, task: Task, schema: pa.Schema, store: Store | None, options: StoreOptions
     ) -> None:
         self._task, self._schema, self._store, self._options = task, schema, store, options
         self._stores: dict[str, Store] = {}
@@ -500,7 +500,7 @@ class ShardDatasource(KeptBlocks):
         self,
         parallelism: int,
         per_task_row_limit: int | None = None,
-        data_context: Any = None,
+        data_context: DataContext | None = None,
     ) -> list[ReadTask]:
         """Return the tasks, whatever `parallelism` is; Ray calls this several times per dataset."""
         if per_task_row_limit is None:

@@ -11,10 +11,11 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import pyarrow as pa
 
+from prefect_raybatch.model.pinned import PinnedModel
+from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.stages.block import Failure, Messages
 from prefect_raybatch.stages.columns import KEY_BYTES
 from prefect_raybatch.stages.images.rows import is_image
@@ -55,16 +56,21 @@ class Keying:
     context: str
     adapters: Mapping[str, str] = field(default_factory=dict)
     column: str | None = None
-    sampling: Mapping[str, Any] = field(default_factory=dict)
+    sampling: SamplingFields = field(default_factory=dict)
     merge: bool = True
 
     @classmethod
     def under(
-        cls, context: str, pinned: Mapping[str, Mapping[str, Any]], column: str | None, **more: Any
+        cls,
+        context: str,
+        pinned: Mapping[str, PinnedModel],
+        column: str | None,
+        sampling: SamplingFields | None = None,
+        merge: bool = True,
     ) -> Keying:
         """Return it with the adapters that a plan has `pinned`."""
         named = {name: str(adapter["identity"]) for name, adapter in pinned.items()}
-        return cls(context, named, column, **more)
+        return cls(context, named, column, sampling or {}, merge)
 
     def keys(
         self, requests: Sequence[ChatRequest | Failure], table: pa.Table
@@ -81,7 +87,10 @@ class Keying:
         return self.merge and is_exact({**self.sampling, **(request.sampling or {})})
 
     def checked(
-        self, requests: Sequence[ChatRequest | Failure], table: pa.Table, planned: Sequence[Any]
+        self,
+        requests: Sequence[ChatRequest | Failure],
+        table: pa.Table,
+        planned: Sequence[bytes | None],
     ) -> list[ChatRequest | Failure]:
         """Return the requests, failing those whose key differs from the `planned` one.
 
@@ -107,7 +116,7 @@ class Keying:
 
 def request_key(secret: bytes, request: ChatRequest, adapter: str | None = None) -> bytes:
     """Return the key of one request; `secret` is the hash of its context."""
-    parts: dict[str, Any] = {"messages": request.messages}
+    parts: dict[str, object] = {"messages": request.messages}
     if request.images is not None:  # by what they show, wherever that lies
         parts = {"messages": _without_places(request.messages), "images": request.images}
     if request.sampling:
@@ -119,19 +128,19 @@ def request_key(secret: bytes, request: ChatRequest, adapter: str | None = None)
     return hashlib.blake2b(canonical(parts), digest_size=KEY_BYTES, key=secret).digest()
 
 
-def context_of(parts: Mapping[str, Any]) -> str:
+def context_of(parts: Mapping[str, object]) -> str:
     """Return the hash of a context, in hex, for `Keying.context`."""
     return hashlib.blake2b(canonical(parts), digest_size=32).hexdigest()
 
 
-def canonical(value: Any) -> bytes:
+def canonical(value: object) -> bytes:
     """Return JSON whose bytes are equal for equal values: sorted by name, in ASCII, no spaces."""
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), default=_other, check_circular=False
     ).encode()
 
 
-def _other(value: object) -> Any:
+def _other(value: object) -> dict[str, str]:
     """Return the JSON form of bytes (an image) by content, of other values by their text."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return {"__sha256": hashlib.sha256(value).hexdigest()}
@@ -148,7 +157,7 @@ def _without_places(messages: Messages) -> Messages:
     ]
 
 
-def _without_place(part: Any) -> Any:
+def _without_place(part: object) -> object:
     if not is_image(part):
         return part
     return {**{k: v for k, v in part.items() if k != part["type"]}, "type": "image"}

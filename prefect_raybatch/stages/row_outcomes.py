@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
-from prefect_raybatch.stages.block import Failure, copied
+from prefect_raybatch.stages.block import Failure, Row, copied
 from prefect_raybatch.stages.calls.apart import NoChild
 
-ColumnValues = dict[str, Any]  # by the name of the column; values as Arrow takes them
+ColumnValues = Row  # of a result: as Arrow takes them
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,12 @@ here if the result cannot hold its answer, or if vLLM would take a field for som
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from prefect_raybatch.job.checks import refuse_unknown
 from prefect_raybatch.job.sampling import NOT_WRITTEN, UNWRITTEN, Sampling
 from prefect_raybatch.job.vllm import fields as vllm_fields
 from prefect_raybatch.job.vllm import sampling_ranges
 from prefect_raybatch.job.vllm.structured_outputs import check_form_shape, check_label_texts
+from prefect_raybatch.spec.request import SamplingFields
 
 FOR_ALL = ("skip_special_tokens", "spaces_between_special_tokens")  # finish makes all texts alike
 NUMBERS = (  # a null is vLLM's own default there, not the job's value
@@ -34,9 +32,7 @@ NUMBERS = (  # a null is vLLM's own default there, not the job's value
 )
 
 
-def check_own(
-    own: Mapping[str, Any], job: Mapping[str, Any], fixed_form: str | None = None
-) -> None:
+def check_own(own: SamplingFields, job: SamplingFields, fixed_form: str | None = None) -> None:
     """Raise ValueError that names the field of a row's `own` and the remedy.
 
     `job` holds the job's sampling fields that are set; both are plain values. `fixed_form`: the
@@ -74,13 +70,13 @@ def check_own(
         raise ValueError(f"sampling: {wrong}")
 
 
-def has_form(job: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> bool:
+def has_form(job: SamplingFields, own: SamplingFields | None = None) -> bool:
     """Return whether the answer to a row must be one of a choice, JSON, a pattern or the like."""
     both = {**job, **(own or {})}
     return bool(both.get("choice") or both.get("structured_outputs"))
 
 
-def _check_answers(own: Mapping[str, Any], job: Mapping[str, Any]) -> None:
+def _check_answers(own: SamplingFields, job: SamplingFields) -> None:
     """Check how many answers a row has, how long they are, and how they become text."""
     usual = job.get("n") or 1
     number = own.get("n", usual)
@@ -110,7 +106,7 @@ def _check_answers(own: Mapping[str, Any], job: Mapping[str, Any]) -> None:
             )
 
 
-def _check_form(own: Mapping[str, Any], job: Mapping[str, Any]) -> None:
+def _check_form(own: SamplingFields, job: SamplingFields) -> None:
     choice = own.get("choice")
     labels = choice if isinstance(choice, list) else []
     if choice is not None and not (labels and all(isinstance(x, str) and x for x in labels)):
@@ -128,5 +124,5 @@ def _check_form(own: Mapping[str, Any], job: Mapping[str, Any]) -> None:
         raise ValueError(f"sampling.{error}") from None
 
 
-def _or_true(value: object) -> Any:
+def _or_true(value: object) -> object:
     return True if value is None else value

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from prefect_raybatch.stages.block import Failure, Messages, Tokenizer
+from prefect_raybatch.stages.block import Failure, Message, Messages, Tokenizer
 from prefect_raybatch.stages.messages import ChatRequest
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class RowText:
     may turn other characters into a control token; `normalized` are the controls after it.
     """
 
-    tokenizer: Any
+    tokenizer: Tokenizer
     controls: tuple[str, ...]
     fragments: tuple[str, ...] = ()
     normalize: Callable[[str], str] | None = None
@@ -67,7 +67,10 @@ class RowText:
     _patterns: dict[str, re.Pattern[str]] = field(default_factory=dict, compare=False, repr=False)
 
     def with_fragments(self, before: str, after: str) -> RowText:
-        """Return it for a template that writes `before` in front of row text and `after` behind."""
+        """Return a copy that also finds texts which a chat template completes to a control token.
+
+        The template writes `before` in front of row text and `after` behind it.
+        """
         parts = {part for text in self.controls for part in _completed(text, before, after)}
         return replace(self, fragments=tuple({*self.fragments, *parts}), _patterns={})
 
@@ -219,7 +222,7 @@ class RowText:
                 continue
             change = text_of(str(message["role"]))
             spans = request.job_text if i == len(request.messages) - 1 else ()
-            made: dict[str, Any] = {}
+            made: Message = {}
             for name, value in message.items():
                 if name == "role":
                     made[name] = value
@@ -248,7 +251,7 @@ class RowText:
                     at = match.end()
         yield text[at:], False
 
-    def _first_of(self, value: Any) -> str | None:
+    def _first_of(self, value: object) -> str | None:
         return next(filter(None, map(self.first_in, _texts(value))), None)
 
     def _normalized_in(self, text: str) -> list[str]:
@@ -296,8 +299,8 @@ class Plain:
     tokenizer: Tokenizer
     ids: Mapping[int, int]
 
-    def tokens(self, texts: list[str], **how: Any) -> list[list[int]]:
-        made = self.tokenizer(texts, **how)["input_ids"]
+    def tokens(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        made = self.tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
         return [self.original(ids) for ids in made]
 
     def original(self, ids: list[int]) -> list[int]:
@@ -305,7 +308,7 @@ class Plain:
 
 
 @lru_cache(maxsize=8)
-def row_text(tokenizer: Any) -> RowText | None:
+def row_text(tokenizer: Tokenizer) -> RowText | None:
     """Return what protects rows from the control tokens of a tokenizer; None if it has none."""
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
     named = set(getattr(tokenizer, "all_special_tokens", None) or ())
@@ -379,7 +382,7 @@ def _is_within(span: tuple[int, int], spans: Sequence[tuple[int, int]]) -> bool:
     return any(start <= span[0] and span[1] <= stop for start, stop in spans)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     """Yield all texts in a value that a chat template may print, including names of fields."""
     if isinstance(value, str):
         yield value
@@ -395,7 +398,7 @@ def _texts(value: Any) -> Iterator[str]:
         yield str(value)
 
 
-def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+def _each_text(value: object, change: Callable[[str], str]) -> Any:
     """Return `value` with every text of `_texts` changed."""
     if isinstance(value, str):
         return change(value)
@@ -450,7 +453,7 @@ def _plain(tokenizer: Any, controls: Sequence[str]) -> Plain:
     return Plain(made, {new: old for new, old in ids.items() if new != old})
 
 
-def _joins(pair: Any, names: Mapping[str, str]) -> bool:
+def _joins(pair: str | Sequence[str], names: Mapping[str, str]) -> bool:
     """Return whether a BPE merge contributes to a control token made from plain text."""
     left, right = pair.split(" ", 1) if isinstance(pair, str) else pair
     return left in names or right in names or left + right in names

@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.job.schema_limits import parts_of
 
+if TYPE_CHECKING:
+    from jsonschema.exceptions import ValidationError
+    from jsonschema.protocols import Validator
+
+SchemaPart = Mapping[str, Any]  # a part of a JSON Schema
+Errors = Iterator["ValidationError"]
+# A rule of jsonschema, for one keyword.
+Rule = Callable[["Validator", Any, Any, SchemaPart], Errors | None]
 SECONDS = 10.0  # for one answer; those in use take less than a thousandth of one
 
 
@@ -44,7 +52,7 @@ class SchemaCheck:
         # An empty registry: no reference is ever looked for elsewhere.
         self._validator = extend(kind, timed)(self.schema, registry=Registry())
 
-    def __call__(self, value: Any) -> None:
+    def __call__(self, value: object) -> None:
         """Raise `AnswerMisfit` if the value does not fit the schema, or takes too long."""
         from jsonschema.exceptions import best_match
         from referencing.exceptions import Unresolvable
@@ -75,8 +83,8 @@ class SchemaCheck:
             f"the check against the schema took over {self._seconds:g} s. Simplify the schema",
         )
 
-    def _timed(self, rule: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
-        def checked(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
+    def _timed(self, rule: Rule) -> Rule:
+        def checked(validator: Validator, value: Any, instance: Any, schema: SchemaPart) -> Errors:
             self._left("time")
             yield from rule(validator, value, instance, schema) or ()
 
@@ -94,15 +102,15 @@ class SchemaCheck:
             return True
         return found is not None
 
-    def _pattern(self, validator: Any, pattern: str, instance: Any, _: Any) -> Iterator[Any]:
+    def _pattern(self, validator: Validator, pattern: str, instance: Any, _: object) -> Errors:
         from jsonschema.exceptions import ValidationError
 
         if validator.is_type(instance, "string") and not self._matches(pattern, instance):
             yield ValidationError(f"{instance!r} does not match {pattern!r}")
 
     def _pattern_properties(
-        self, validator: Any, patterns: Any, instance: Any, _: Any
-    ) -> Iterator[Any]:
+        self, validator: Validator, patterns: SchemaPart, instance: Any, _: object
+    ) -> Errors:
         if not validator.is_type(instance, "object"):
             return
         for pattern, part in patterns.items():
@@ -110,10 +118,10 @@ class SchemaCheck:
                 if self._matches(pattern, name):
                     yield from validator.descend(value, part, path=name, schema_path=pattern)
 
-    def _additional(self, rule: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
+    def _additional(self, rule: Rule) -> Rule:
         """Return the rule for unnamed properties, without those that a pattern covers."""
 
-        def checked(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
+        def checked(validator: Validator, value: Any, instance: Any, schema: SchemaPart) -> Errors:
             patterns = schema.get("patternProperties")
             if patterns and validator.is_type(instance, "object"):
                 instance = {
@@ -122,6 +130,6 @@ class SchemaCheck:
                     if not any(self._matches(pattern, name) for pattern in patterns)
                 }
                 schema = {k: v for k, v in schema.items() if k != "patternProperties"}
-            yield from rule(validator, value, instance, schema)
+            yield from rule(validator, value, instance, schema) or ()
 
         return checked

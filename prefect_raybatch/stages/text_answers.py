@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow as pa
 
@@ -33,8 +32,8 @@ from prefect_raybatch.stages.columns import (
     STEPS,
     TEXTS,
 )
-from prefect_raybatch.stages.parsing import Parsers
-from prefect_raybatch.stages.row_outcomes import FinishedRow, OutputRow, postprocessed
+from prefect_raybatch.stages.parsing import AnswerText, Parsers, each_text
+from prefect_raybatch.stages.row_outcomes import ColumnValues, FinishedRow, OutputRow, postprocessed
 from prefect_raybatch.stages.typed_answers import MAX_ANSWER, reader_of
 from prefect_raybatch.words import counted
 
@@ -47,7 +46,7 @@ class TextAnswers:
 
     spec: FinishSpec
     sampling: SamplingSpec
-    model: dict[str, Any]
+    model: models.PinnedModel
     calls: Calls
 
     def outcomes(self, table: pa.Table) -> list[FinishedRow]:
@@ -60,7 +59,7 @@ class TextAnswers:
         names = input_columns(table)
         rows = rows_of(table, names)
         finish = table[FINISH].to_pylist()
-        chances: list[dict[str, Any]] = [{} for _ in finish]
+        chances: list[ColumnValues] = [{} for _ in finish]
         if self.spec.probabilities:
             chances = [{PROBABILITIES: dict(c or ())} for c in table[CHANCES].to_pylist()]
         if self.sampling.logprobs is not None:
@@ -79,31 +78,31 @@ class TextAnswers:
             ]
 
     def _answers(
-        self, table: pa.Table, failures: list[Failure | None], texts: list[Any]
-    ) -> list[dict[str, Any]]:
+        self, table: pa.Table, failures: list[Failure | None], texts: list[AnswerText]
+    ) -> list[ColumnValues]:
         """Return each row's answer by column.
 
         A text that does not parse, or does not fit the schema, adds its row to `failures`.
         """
         column = self.spec.column
-        beside: list[dict[str, Any]] = [{} for _ in texts]
+        beside: list[ColumnValues] = [{} for _ in texts]
         if self.spec.parsing is not None:
             parsers = self._parsers(self.spec.parsing)
-            texts, beside = parsers.take_apart(table, texts, failures, self.sampling.several)
+            texts, beside = parsers.take_apart(table, texts, failures)
         if (form := self.spec.schema) is None:
             texts = self._compared(table, texts, failures)
             return [{column: text, **more} for text, more in zip(texts, beside, strict=True)]
         reader, made = reader_of(form), []
         several = self.sampling.several
         for i, text in enumerate(texts):
-            answers = [] if failures[i] else list(text) if several else [text]
+            answers = [] if failures[i] else each_text(text)
             found = [reader.read(answer or "") for answer in answers]
             if failure := next((one for one in found if isinstance(one, Failure)), None):
                 failures[i], found = failure, []
             parsed = [one[0] for one in found if not isinstance(one, Failure)]
             rows = [one[1] for one in found if not isinstance(one, Failure)]
             if several:
-                own: dict[str, Any] = {column: parsed if self.spec.postprocess else rows}
+                own: ColumnValues = {column: parsed if self.spec.postprocess else rows}
             elif self.spec.postprocess:
                 own = {column: parsed[0] if parsed else None}
             else:
@@ -112,8 +111,8 @@ class TextAnswers:
         return made
 
     def _compared(
-        self, table: pa.Table, texts: list[Any], failures: list[Failure | None]
-    ) -> list[Any]:
+        self, table: pa.Table, texts: list[AnswerText], failures: list[Failure | None]
+    ) -> list[AnswerText]:
         """Return the texts, with labels as written in the choice.
 
         One without the required form adds its row to `failures`, unless it was truncated and the
@@ -136,7 +135,7 @@ class TextAnswers:
             form = None if failures[i] else form_of(usual, own[i])
             if form is None:
                 continue
-            answers = list(text or ()) if self.sampling.several else [text]
+            answers = each_text(text)
             ends = several[i] or [reasons[i]] * len(answers)
             for k, (answer, end) in enumerate(zip(answers, ends, strict=True)):
                 if end == "length" and self.spec.keeps_cut_off:
@@ -154,7 +153,7 @@ class TextAnswers:
             made[i] = answers if self.sampling.several else answers[0]
         return made
 
-    def logprobs(self, table: pa.Table) -> list[Any]:
+    def logprobs(self, table: pa.Table) -> list[object]:
         """Return the value of the sampling.logprobs column for each row."""
         return logprobs_told(
             STEPS.values(table),
@@ -170,7 +169,7 @@ class TextAnswers:
     def _tokenizer(self) -> Tokenizer:
         return load_tokenizer(*models.tokenizer_place(self.model))
 
-    def _failures(self, table: pa.Table, texts: list[Any]) -> list[Failure | None]:
+    def _failures(self, table: pa.Table, texts: list[AnswerText]) -> list[Failure | None]:
         """Return why each row failed before this stage, or because its answer is incomplete."""
         failures = failures_of(table)
         if not self.spec.fails_cut_off:
@@ -193,7 +192,7 @@ class TextAnswers:
             f"{counted(tokens, 'token')}: {text[:MAX_ANSWER]}",
         )
 
-    def texts(self, table: pa.Table) -> list[Any]:
+    def texts(self, table: pa.Table) -> list[AnswerText]:
         """Return each row's text, or list of texts; None for a row without an answer."""
         ready = table[TEXTS].to_pylist()
         answers = table[ANSWERS].to_pylist()

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import pyarrow as pa
 
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.stages.block import (
     Failure,
+    Row,
     Tokenizer,
     input_columns,
     rows_of,
@@ -76,6 +77,13 @@ class Encoded:
     ids: tuple[TokenIds, ...]
     types_from: int | None = None
     cut: bool = False
+
+
+class Truncation(TypedDict, total=False):
+    """How a tokenizer shortens texts; empty for whole texts."""
+
+    truncation: bool
+    max_length: int
 
 
 @dataclass(frozen=True)
@@ -212,14 +220,17 @@ class PrepareTexts(Prepare):
             texts[i] = text[-ids.characters :] if end else text[: ids.characters]
         return given if tuple(texts) == given.texts else replace(given, texts=tuple(texts))
 
-    def _alone(self, given: Input, **cut: Any) -> Encoded | Failure:
+    def _alone(self, given: Input, **cut: Unpack[Truncation]) -> Encoded | Failure:
         try:
             return self._whole([given.texts], given.plain, **cut)[0]
         except Exception as error:
             return Failure.of("prepare", error)
 
     def _whole(
-        self, texts: Sequence[tuple[str, ...]], plain: Plain | None = None, **cut: Any
+        self,
+        texts: Sequence[tuple[str, ...]],
+        plain: Plain | None = None,
+        **cut: Unpack[Truncation],
     ) -> list[Encoded]:
         """Return the tokens of texts, from the tokenizer itself or from its `plain` copy."""
         tokenizer = self._tokenizer() if plain is None else plain.tokenizer
@@ -237,7 +248,7 @@ class PrepareTexts(Prepare):
         tokenizer: Tokenizer,
         texts: Sequence[tuple[str, ...]],
         plain: Plain | None,
-        **cut: Any,
+        **cut: Unpack[Truncation],
     ) -> list[Encoded]:
         def of(ids: list[TokenIds]) -> list[TokenIds]:
             return ids if plain is None else list(map(plain.original, ids))
@@ -338,7 +349,9 @@ def _both(first: ChatRequest | Failure, second: ChatRequest | Failure) -> RowReq
     return second if isinstance(second, Failure) else (first, second)
 
 
-def _guarded(function: Callable[[dict[str, Any]], Any], count: int, row: Any) -> Any:
+def _guarded(
+    function: Callable[[Row], object], count: int, row: Row | Failure
+) -> RowRequests | Failure:
     """Return what a user's function made of a row, as `count` requests, or why it failed."""
     if isinstance(row, Failure):
         return row

@@ -8,14 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from prefect_raybatch.bounded import within
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model import chat_template
 from prefect_raybatch.spec.request import PromptSpec
 from prefect_raybatch.stages.block import Failure, Messages, Tokenizer
-from prefect_raybatch.stages.messages import ChatRequest
+from prefect_raybatch.stages.messages import ChatRequest, Document
 from prefect_raybatch.stages.row_text import (
     HIDDEN_TEXT,
     THINKING,
@@ -55,8 +55,8 @@ class Chat:
     """
 
     template: str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    tools: Sequence[Mapping[str, Any]] | None = None
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, object]] | None = None
     prefill: str = ""
     continued: bool = False
     fields: tuple[str, ...] = ()
@@ -166,12 +166,12 @@ def render(
     return [r if isinstance(r, Failure) else next(texts) for r in requests]
 
 
-def _given(chat: Chat, documents: list[dict[str, Any]] | None) -> dict[str, Any]:
+def _given(chat: Chat, documents: list[Document] | None) -> dict[str, object]:
     """Return only the chat template's arguments that are set.
 
     An unusual tokenizer may not know the others.
     """
-    given: dict[str, Any] = {
+    given: dict[str, object] = {
         "chat_template": chat.template,
         "tools": chat.tools,
         "documents": documents,
@@ -230,7 +230,7 @@ def guarded_request(
 
 
 @lru_cache(maxsize=8)
-def _guard_of(tokenizer: Any, template: str | None) -> RowText | None:
+def _guard_of(tokenizer: Tokenizer, template: str | None) -> RowText | None:
     """Return what protects rows in a chat template.
 
     The template may complete a control token that a row begins.
@@ -252,7 +252,7 @@ def _guard_of(tokenizer: Any, template: str | None) -> RowText | None:
     return guard
 
 
-def guard_of(tokenizer: Any, chat: Chat | None = None) -> RowText | None:
+def guard_of(tokenizer: Tokenizer, chat: Chat | None = None) -> RowText | None:
     """Return what protects rows from control tokens of `tokenizer`; None if it has none.
 
     It also protects within the template of `chat`, if there is one.
@@ -260,7 +260,7 @@ def guard_of(tokenizer: Any, chat: Chat | None = None) -> RowText | None:
     return row_text(tokenizer) if chat is None else _guard_of(tokenizer, chat.template)
 
 
-def _changes_text(tokenizer: Any, template: str | None) -> bool:
+def _changes_text(tokenizer: Tokenizer, template: str | None) -> bool:
     """Return whether a chat template may change the text of messages into control tokens."""
     return _CHANGING.search(str(template or getattr(tokenizer, "chat_template", None))) is not None
 
@@ -428,7 +428,7 @@ def longest_text(tokenizer: Tokenizer, text: str, most: int) -> TokenIds | LongP
 
 
 def last_tokens(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     requests: Sequence[ChatRequest | Failure],
     whole: Sequence[TokenIds | Failure],
     chat: Chat,
@@ -484,7 +484,7 @@ def _continued_tokens(
 
 
 @lru_cache(maxsize=64)
-def _tail_tokens(tokenizer: Any, text: str) -> TokenIds:
+def _tail_tokens(tokenizer: Tokenizer, text: str) -> TokenIds:
     return list(tokenizer([text], add_special_tokens=False)["input_ids"][0])
 
 

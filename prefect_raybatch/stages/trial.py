@@ -30,7 +30,7 @@ BLOCKS_ASKED = 64  # blocks in an engine at once
 COSINE = 0.99  # of two vectors from which on they are taken for the same
 SCORES_NEAR = 0.1  # of the standard deviation of all scores: nearer ones are taken for the same
 
-Row = tuple[int, int]  # shard and position
+SampledRow = tuple[int, int]  # shard and position
 # "failed" and the error's class; "good" and the columns, of a task that pools the vector (float32),
 # the label or the score
 RowOutcome = tuple[str, Any]
@@ -64,7 +64,7 @@ class TrialEngine:
         self.stages = stages
         self.engine = engine(stages.spec)
 
-    def outcomes(self, again: bool = False) -> dict[Row, RowOutcome]:
+    def outcomes(self, again: bool = False) -> dict[SampledRow, RowOutcome]:
         """Return the outcome of each row that was asked, valid or failed.
 
         Rows that make no prompt, and those with which their engine died, are left out. `again`: in
@@ -80,7 +80,7 @@ class TrialEngine:
         with tempfile.TemporaryDirectory(prefix="raybatch-trial-") as folder:
             store = open_store(folder)
             finish = replace(self.stages.finish, store=store)
-            found: dict[Row, RowOutcome] = {}
+            found: dict[SampledRow, RowOutcome] = {}
             for block in answered:
                 for text in finish(block)[RECEIPT].to_pylist():
                     found |= self._of_receipt(store, Receipt.from_json(text))
@@ -123,12 +123,12 @@ class TrialEngine:
             raise EngineFailure(f"the engine crashed on every sampled row: {why}")
         return made
 
-    def _of_receipt(self, store: Store, receipt: Receipt) -> dict[Row, RowOutcome]:
+    def _of_receipt(self, store: Store, receipt: Receipt) -> dict[SampledRow, RowOutcome]:
         import pyarrow.parquet as pq
 
         if receipt.lost is not None:
             raise EngineFailure(receipt.lost.message)
-        found: dict[Row, RowOutcome] = {}
+        found: dict[SampledRow, RowOutcome] = {}
         for piece in receipt.pieces:
             data = store.read(piece_path(piece.path), piece.bytes)
             table = pq.read_table(pa.BufferReader(data), pre_buffer=False)
@@ -183,8 +183,8 @@ def pooled_answers(table: pa.Table, task: str, column: str) -> Iterator[np.ndarr
 
 
 def compared(
-    one: Mapping[Row, RowOutcome], other: Mapping[Row, RowOutcome]
-) -> tuple[int, int, list[Row]]:
+    one: Mapping[SampledRow, RowOutcome], other: Mapping[SampledRow, RowOutcome]
+) -> tuple[int, int, list[SampledRow]]:
     """Return (rows that both have, rows that agree, rows that do not).
 
     Valid rows agree if all columns do, vectors by their cosine and scores by their distance; failed

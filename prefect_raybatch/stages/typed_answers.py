@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Never
 
 import pyarrow as pa
 
 from prefect_raybatch.job.answer_types import AnswerShape, columns_of
 from prefect_raybatch.stages.block import Failure
+from prefect_raybatch.stages.row_outcomes import ColumnValues
 from prefect_raybatch.stages.schema_check import AnswerMisfit, SchemaCheck
 
+AnswerObject = dict[str, object]
 NOT_VALID = "AnswerNotValid"
 MAX_ANSWER = 32_000  # characters that are kept of an answer that fails its row
 MAX_REASON = 500
@@ -36,7 +38,7 @@ class AnswerReader:
         """Return the columns' types."""
         return pa.schema([shape.field(name) for name, shape in self.columns.items()])
 
-    def read(self, text: str) -> tuple[dict[str, Any], dict[str, Any]] | Failure:
+    def read(self, text: str) -> tuple[AnswerObject, ColumnValues] | Failure:
         """Return an answer as an object and as columns for Arrow, or the failure."""
         try:
             found = _parsed(text)
@@ -56,9 +58,10 @@ def reader_of(schema: str) -> AnswerReader:
     return AnswerReader(schema)
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str) -> AnswerObject:
+    """Return the JSON of an answer, which the check of the schema then requires to be an object."""
     try:
-        found = json.loads(
+        found: AnswerObject = json.loads(
             text,
             object_pairs_hook=_object,
             parse_constant=_constant,
@@ -76,7 +79,7 @@ def _parsed(text: str) -> Any:
     return found
 
 
-def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: Sequence[tuple[str, object]]) -> AnswerObject:
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
@@ -85,7 +88,7 @@ def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _constant(name: str) -> Any:
+def _constant(name: str) -> Never:
     raise AnswerMisfit("", "JSON", f"{name} is not a JSON number")
 
 
@@ -102,13 +105,13 @@ def _int(text: str) -> int:
     return int(text)
 
 
-def _known(found: Any, names: Any, place: str) -> None:
+def _known(found: Iterable[str], names: Container[str], place: str) -> None:
     odd = [name for name in found if name not in names]
     if odd:
         raise AnswerMisfit(place, "properties", f"property {odd[0]!r} is not in the schema")
 
 
-def _value(shape: AnswerShape, found: Any, place: str) -> Any:
+def _value(shape: AnswerShape, found: object, place: str) -> object:
     """Return a validated value as Arrow takes it for this shape."""
     if found is None and shape.nullable:
         return None
@@ -126,22 +129,27 @@ def _value(shape: AnswerShape, found: Any, place: str) -> Any:
     return _scalar(shape, found, place)
 
 
-def _scalar(shape: AnswerShape, found: Any, place: str) -> Any:
-    number = isinstance(found, (int, float)) and not isinstance(found, bool)
+def _scalar(shape: AnswerShape, found: object, place: str) -> str | bool | int | float:
     if shape.kind == "text" and isinstance(found, str):
         return found
     if shape.kind == "boolean" and isinstance(found, bool):
         return found
-    if shape.kind == "integer" and number and found == int(found):  # 1.0 is an integer
+    if not isinstance(found, (int, float)) or isinstance(found, bool):
+        raise _other_type(shape, found, place)
+    if shape.kind == "integer" and found == int(found):  # 1.0 is an integer
         if int(found) not in INT64:
             raise AnswerMisfit(place, "int64", "the whole number does not fit in 64 bits")
         return int(found)
-    if shape.kind == "number" and number:
+    if shape.kind == "number":
         try:
             return float(found)
         except OverflowError:
             raise AnswerMisfit(place, "float64", "the number is too large") from None
-    raise AnswerMisfit(place, "type", f"{type(found).__name__} is not {shape.kind}")
+    raise _other_type(shape, found, place)
+
+
+def _other_type(shape: AnswerShape, found: object, place: str) -> AnswerMisfit:
+    return AnswerMisfit(place, "type", f"{type(found).__name__} is not {shape.kind}")
 
 
 def _failure(misfit: AnswerMisfit, text: str) -> Failure:

@@ -115,6 +115,6 @@ def vectors_of(table: pa.Table) -> np.ndarray:
     return numbers.reshape(len(column), size)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return the value as a user's function gets it."""
     return value.tolist() if isinstance(value, np.ndarray) else value

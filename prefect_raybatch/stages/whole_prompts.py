@@ -9,24 +9,26 @@ reset: "CPU Generator does not use offset" ends the engine (seen with vLLM 0.29.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.spec.engine import EngineFields
+from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.stages.order import is_greedy
 
 IN_PARTS, TOKENS_A_STEP = "enable_chunked_prefill", "max_num_batched_tokens"
 
 
-def _seeded(sampling: Mapping[str, Any]) -> bool:
+def _seeded(sampling: SamplingFields) -> bool:
     """Return whether answers with these fields are sampled, each row from its own seed."""
     return not is_greedy(sampling) and sampling.get("seed") is not None
 
 
 def with_whole_prompts(
-    arguments: Mapping[str, Any],
-    given: Mapping[str, Any],
-    sampling: Mapping[str, Any],
+    arguments: EngineFields,
+    given: EngineFields,
+    sampling: SamplingFields,
     rows_may: bool,
     length: Callable[[], int | None],
 ) -> dict[str, Any]:

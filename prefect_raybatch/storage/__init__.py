@@ -7,10 +7,11 @@ starts at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage.base import FileInfo, Store
 from prefect_raybatch.storage.local import LocalStore
 from prefect_raybatch.storage.proof import (
@@ -61,7 +62,7 @@ Item = TypeVar("Item")
 Value = TypeVar("Value")
 
 
-def open_store(uri: str, options: Mapping[str, Any] | None = None, links: bool = False) -> Store:
+def open_store(uri: str, options: StoreOptions | None = None, links: bool = False) -> Store:
     """Return the store at `uri`: `s3://bucket/prefix`, `file:///folder`, or a local path.
 
     `options` are those of s3fs (key, secret, token, endpoint_url, region, profile, anon,

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from prefect_raybatch.errors import BadUpload, SourceError
 from prefect_raybatch.storage.base import FileInfo, Store
@@ -39,7 +39,7 @@ class Sums:
         return cls(len(data), md5, hashlib.sha256(data).hexdigest())
 
     @classmethod
-    def of_stream(cls, stream: Any, etag: bool = True) -> Sums:
+    def of_stream(cls, stream: BinaryIO, etag: bool = True) -> Sums:
         """Compute the sums of `stream` from its position to its end; errors of reading propagate.
 
         Without `etag`, for a disk, which has none, leave out the MD5: it takes twice as long as the
@@ -54,7 +54,7 @@ class Sums:
         return cls(size, md5.hexdigest() if etag else "", sha256.hexdigest())
 
 
-def sha256_of(stream: Any) -> str:
+def sha256_of(stream: BinaryIO) -> str:
     """Return the SHA-256 of `stream` from its position to its end; errors of reading propagate."""
     found = hashlib.sha256()
     while chunk := stream.read(CHUNK):

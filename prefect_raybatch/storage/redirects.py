@@ -7,9 +7,11 @@ from http.client import HTTPMessage
 from typing import IO, Any
 from urllib.parse import urljoin, urlsplit
 
+from prefect_raybatch.errors import Problem
 
-def redirect_text(url: str, location: str | None) -> str:
-    """Return the message for a redirect from `url`.
+
+def redirect_problem(url: str, location: str | None) -> Problem:
+    """Return what is wrong with a redirect from `url`.
 
     It names only the host of the location; the rest may hold credentials.
     """
@@ -17,11 +19,12 @@ def redirect_text(url: str, location: str | None) -> str:
         target = urlsplit(urljoin(url, location or ""))
         port = f":{target.port}" if target.port else ""
     except ValueError:
-        return f"{_bare(url)} redirects to an invalid URL"
+        return Problem(f"{_bare(url)} redirects to an invalid URL", "Use another address")
     place = f"{target.scheme}://{target.hostname or ''}{port}"
-    return (
+    return Problem(
         f"{_bare(url)} redirects to {place}, but requests with credentials are not sent on to "
-        "another host. If that is the right server, use its address"
+        "another host",
+        "If that is the right server, use its address",
     )
 
 

@@ -57,7 +57,7 @@ class S3Store(Store):
         self.connection = connection
         self._bucket, _, self._prefix = root.removeprefix("s3://").partition("/")
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.uri, self.connection, self.retry_seconds))
 
     def sub(self, prefix: str) -> S3Store:
@@ -99,7 +99,7 @@ class S3Store(Store):
                 yield item["Prefix"].rstrip("/").rpartition("/")[2]
 
     def _pages(self, folder: str, recursive: bool) -> Iterator[Response]:
-        asked: dict[str, Any] = {
+        asked: Response = {
             "Prefix": f"{folder}/" if folder else "",
             "MaxKeys": LISTING_PAGE,
         }
@@ -122,7 +122,7 @@ class S3Store(Store):
 
     def put_if_absent(self, path: str, data: bytes) -> bool:
         key = self._key(path)
-        body: dict[str, Any] = {"Body": data, "ContentMD5": _md5(data)}
+        body: Response = {"Body": data, "ContentMD5": _md5(data)}
         for _ in range(RACE_TRIES):
             if self._call("put_object", key, accept=412, IfNoneMatch="*", **body):
                 return True
@@ -244,7 +244,7 @@ class S3Store(Store):
         return tuple(found)
 
     def _uploads(self) -> Iterator[Response]:
-        asked: dict[str, Any] = {"Prefix": f"{self._prefix}/" if self._prefix else ""}
+        asked: Response = {"Prefix": f"{self._prefix}/" if self._prefix else ""}
         while True:
             page = self._call("list_multipart_uploads", None, **asked)
             yield from page.get("Uploads", ())

@@ -15,9 +15,10 @@ from functools import cache
 from typing import Any, cast
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage.base import local_size
 from prefect_raybatch.storage.internet import MOVED
-from prefect_raybatch.storage.redirects import redirect_text
+from prefect_raybatch.storage.redirects import redirect_problem
 from prefect_raybatch.storage.s3_silence import Silence, without_keys
 
 PARALLEL_PARTS = 4  # s3fs keeps this many parts in memory
@@ -32,13 +33,13 @@ class Connection:
 
     known: dict[str, Connection] = {}
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: StoreOptions) -> None:
         self.options = dict(options)
         self.silence = Silence()
         self._by_process: dict[int, Any] = {}  # keyed by pid: a fork must not share sockets
 
     @classmethod
-    def shared(cls, options: Mapping[str, Any]) -> Connection:
+    def shared(cls, options: StoreOptions) -> Connection:
         """Return one connection for equal options and AWS environment.
 
         Opening one takes about 0.1 s.
@@ -53,7 +54,7 @@ class Connection:
     def __repr__(self) -> str:
         return "Connection()"  # options hold secrets
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return (Connection.shared, (self.options,))
 
     def filesystem(self) -> Any:
@@ -166,7 +167,7 @@ class _WithoutRedirects:
 def _redirect_error(status: int, url: str, location: str | None) -> Exception:
     from botocore.exceptions import ClientError
 
-    failed = {"Code": "Redirect", "Message": redirect_text(url, location)}
+    failed = {"Code": "Redirect", "Message": str(redirect_problem(url, location))}
     found = {"Error": failed, "ResponseMetadata": {"HTTPStatusCode": status}}
     error: Exception = ClientError(found, "request")
     return error

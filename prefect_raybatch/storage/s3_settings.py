@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.spec.options import StoreOptions
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class S3Settings:
         return text
 
 
-def s3_settings(options: Mapping[str, Any]) -> S3Settings:
+def s3_settings(options: StoreOptions) -> S3Settings:
     """Resolve s3fs's `options`; missing ones are looked up as boto3 does."""
     import botocore.session
     from botocore.exceptions import BotoCoreError

@@ -32,6 +32,7 @@ from prefect_raybatch import warm_engines
 from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.cluster.ray_process import WORKER_PYTHON
 from prefect_raybatch.compile.job import cluster_spec, compile_job
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError
@@ -383,7 +384,7 @@ def test_workers_start_with_the_python_that_the_environment_names(
     alone.setattr("ray.shutdown", lambda: None)
     alone.setattr(cluster, "capacity", lambda: Capacity(1, 0, 1, "here"))
     python = tmp_path / "my engines"
-    alone.setenv(cluster.WORKER_PYTHON, str(python))
+    alone.setenv(WORKER_PYTHON, str(python))
     with (
         pytest.raises(ConfigError, match="is not the absolute path of a program"),
         cluster.connected(cluster_spec(make_job())),
@@ -392,7 +393,7 @@ def test_workers_start_with_the_python_that_the_environment_names(
     python.symlink_to(sys.executable)
     with cluster.connected(cluster_spec(make_job())):
         pass
-    alone.delenv(cluster.WORKER_PYTHON)
+    alone.delenv(WORKER_PYTHON)
     with cluster.connected(cluster_spec(make_job())):
         pass
     named, without = options

@@ -36,6 +36,7 @@ from prefect_raybatch.compile.job import compile_job, compile_planned
 from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.errors import InsufficientResources, SourceError
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.model.memory import describe
 from prefect_raybatch.sizing.sizes import Capacity, imagined
@@ -183,7 +184,7 @@ class FakeRay:
     def joined(self) -> bool:
         return self.there
 
-    def start(self, address: str | None, cpus: int) -> None:
+    def start(self, address: str | None, cpus: int, access: ClusterAccess) -> None:
         self.there = True
         self.made.append("start")
 
@@ -533,7 +534,7 @@ def test_a_run_that_is_there_first_starts_its_own(
 def test_a_cluster_that_does_not_answer_is_the_runs_to_tell_of(
     ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def away(address: str | None, cpus: int) -> None:
+    def away(address: str | None, cpus: int, access: ClusterAccess) -> None:
         raise InsufficientResources("no room")
 
     monkeypatch.setattr(ray, "start", away)

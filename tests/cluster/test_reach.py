@@ -25,7 +25,7 @@ from prefect_raybatch.api import precheck
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import pipeline as passes
-from prefect_raybatch.cluster import reach
+from prefect_raybatch.cluster import ray_process, reach
 from prefect_raybatch.cluster.sharing import User
 from prefect_raybatch.compile.job import cluster_spec, compile_job
 from prefect_raybatch.errors import ClusterUnavailable, ConfigError, InsufficientResources
@@ -248,23 +248,23 @@ def test_a_head_that_hangs_holds_up_no_pass_and_blames_no_row(
 def test_a_head_that_hangs_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `ray.shutdown` was seen to wait for a GCS and for a raylet that are stopped."""
     gate, kept = threading.Event(), list[Any]()
-    monkeypatch.setattr(cluster, "END_SECONDS", 0.2)
+    monkeypatch.setattr(ray_process, "END_SECONDS", 0.2)
     monkeypatch.setattr("ray.shutdown", lambda: gate.wait(300))
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.init", lambda **options: kept.append(options))
     monkeypatch.setattr("atexit.unregister", kept.append)
-    ours = type(cluster.RAY)()
+    ours = ray_process.RayProcess()
     ours.end()
     assert kept == [ray.shutdown]
     assert not ours.joined(), "a run would work in a cluster that is half left"
     with pytest.raises(ClusterUnavailable, match="cannot leave the Ray cluster of an earlier run"):
-        ours.start(None, 1)
+        ours.start(None, 1, ClusterAccess())
     gate.set()
     for thread in threading.enumerate():
         if thread.name == "raybatch-bounded":
             thread.join(60)
     assert ours.joined()
-    ours.start(None, 1)
+    ours.start(None, 1, ClusterAccess())
     assert kept[1]["address"] == "local"
 
 
@@ -310,14 +310,15 @@ def test_a_token_that_is_missing_is_told_from_a_wrong_one(
         assert reach.token_refusal(address, here) == told["none"]
         with pytest.raises(ConfigError) as found:
             reach.check_reachable(address, blocks)
-    assert str(found.value) == told["none in the block"] and "\n" not in str(found.value)
-    assert told["none"].startswith(f"the Ray cluster at {address} requires Ray's token")
-    assert "name that in cluster.block" in told["none"]
-    assert "token of the block ray-cluster/gpus" in told["none in the block"]
-    assert "rejects Ray's token from the block ray-cluster/gpus" in told["of the block"]
-    assert "rejects Ray's token from this environment" in told["of the environment"]
+    assert all(told.values())
+    assert str(found.value) == str(told["none in the block"]) and "\n" not in str(found.value)
+    assert str(told["none"]).startswith(f"the Ray cluster at {address} requires Ray's token")
+    assert "name that in cluster.block" in str(told["none"])
+    assert "token of the block ray-cluster/gpus" in str(told["none in the block"])
+    assert "rejects Ray's token from the block ray-cluster/gpus" in str(told["of the block"])
+    assert "rejects Ray's token from this environment" in str(told["of the environment"])
     with answering(GCS) as address:  # no token is wanted there
-        assert reach.token_refusal(address, ClusterAccess(address)) == ""
+        assert reach.token_refusal(address, ClusterAccess(address)) is None
 
 
 def test_a_long_token_is_sent_as_it_is() -> None:
@@ -335,7 +336,7 @@ def test_a_long_token_is_sent_as_it_is() -> None:
         thread = threading.Thread(target=take, daemon=True)
         thread.start()
         address = f"127.0.0.1:{listening.getsockname()[1]}"
-        assert reach.token_refusal(address, ClusterAccess(address, token="t" * 1200)) == ""
+        assert reach.token_refusal(address, ClusterAccess(address, token="t" * 1200)) is None
         thread.join(60)
     frame = got[0][got[0].index(b"\r\n\r\nSM\r\n\r\n") + 10 + 9 :]
     headers = dict(hpack.Decoder().decode(frame[9 : 9 + int.from_bytes(frame[:3])]))

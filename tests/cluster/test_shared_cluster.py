@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from helpers.small import make_job
 
 from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.cluster import connect as cluster
+from prefect_raybatch.cluster.ray_process import START_TRIES
 from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.cluster.warm import WarmEngines
 from prefect_raybatch.compile.job import cluster_spec
@@ -33,6 +36,7 @@ from prefect_raybatch.errors import (
     JobStopped,
 )
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.sizing.sizes import Capacity
 
 ROWS = 48
@@ -44,17 +48,21 @@ class FakeRay:
     def __init__(self, there: bool = False, lingers: int = 0):
         self.there, self.lingers = there, lingers
         self.made: list[Any] = []
+        self.entered = False
+        self.tokens: list[str | None] = []  # of each start
         self.gate: threading.Event | None = None
 
     def joined(self) -> bool:
         return self.there
 
-    def start(self, address: str | None, cpus: int) -> None:
+    def start(self, address: str | None, cpus: int, access: ClusterAccess) -> None:
         assert not self.there, "Ray: you called ray.init twice"
+        self.entered = True
         if self.gate:
             assert self.gate.wait(120)
         self.there = True
         self.made.append((address, cpus))
+        self.tokens.append(access.token)
 
     def end(self) -> None:
         assert self.there
@@ -227,7 +235,7 @@ def test_a_run_within_a_run_is_an_error_not_a_wait_for_ever(shared: Shared) -> N
 def test_a_start_that_fails_leaves_the_door_open(ray: FakeRay, shared: Shared) -> None:
     ray.there = True
 
-    def start(address: str | None, cpus: int) -> None:
+    def start(address: str | None, cpus: int, access: ClusterAccess) -> None:
         raise InsufficientResources("no")
 
     broken = FakeRay()
@@ -237,6 +245,38 @@ def test_a_start_that_fails_leaves_the_door_open(ray: FakeRay, shared: Shared) -
         with pytest.raises(InsufficientResources), door.joined(User("a"), None, 2):
             pass
     assert broken.made == []
+
+
+def test_a_cluster_is_joined_with_the_access_of_the_run_that_joins_it(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if another run asks for the cluster while Ray starts."""
+    asked: list[str] = []
+
+    class Door(Shared):
+        def joined(self, user: User, *more: Any) -> AbstractContextManager[None]:
+            asked.append(user.name)
+            return super().joined(user, *more)
+
+    monkeypatch.setattr(cluster, "SHARED", Door(ray, WarmEngines(FakeHosts())))
+    monkeypatch.setattr(cluster, "capacity", lambda: None)
+    ray.gate = threading.Event()
+
+    def run(name: str) -> None:
+        access = ClusterAccess("10.0.0.1:6379", token=f"token of {name}")
+        spec = replace(cluster_spec(make_job()), loaded=access)
+        with cluster.connected(spec, User(name)):
+            pass
+
+    threads = [threading.Thread(target=run, args=(name,), daemon=True) for name in ("one", "two")]
+    threads[0].start()
+    wait_for(lambda: ray.entered)
+    threads[1].start()
+    wait_for(lambda: "two" in asked)
+    ray.gate.set()
+    for thread in threads:
+        thread.join(120)
+    assert ray.tokens[0] == "token of one"
 
 
 def test_a_run_waits_until_actors_of_the_one_before_have_let_go(shared: Shared) -> None:
@@ -287,6 +327,7 @@ ENDING = """
 import signal, os, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from prefect_raybatch.cluster.ray_process import START_TRIES
 from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.cluster.warm import WarmEngines
 
@@ -475,7 +516,7 @@ def test_a_cluster_that_is_late_is_started_again(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(cluster, "capacity", lambda: Capacity(1, 0, 1, "here"))
-    if late < cluster.START_TRIES:
+    if late < START_TRIES:
         with cluster.connected(cluster_spec(make_job(name="a"))):
             pass
     else:
@@ -497,10 +538,20 @@ def test_two_jobs_at_once_share_a_cluster_that_the_last_one_ends(
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    starts, ends = [], []
+    events: list[str] = []  # without the starts that Ray gives up on a machine under load
     init, shutdown = ray.init, ray.shutdown
-    monkeypatch.setattr(ray, "init", lambda *a, **k: (starts.append(k), init(*a, **k))[1])
-    monkeypatch.setattr(ray, "shutdown", lambda: (ends.append(ray.is_initialized()), shutdown()))
+
+    def noted_init(*args: Any, **options: Any) -> Any:
+        made = init(*args, **options)
+        events.append("start")
+        return made
+
+    def noted_shutdown() -> None:
+        events.extend(["end"] if ray.is_initialized() else [])
+        shutdown()
+
+    monkeypatch.setattr(ray, "init", noted_init)
+    monkeypatch.setattr(ray, "shutdown", noted_shutdown)
     settings = DataContext.get_current()
     done: dict[str, Progress | BaseException] = {}
     planned = threading.Barrier(2, timeout=600)  # so that neither has ended before the other joins
@@ -526,7 +577,7 @@ def test_two_jobs_at_once_share_a_cluster_that_the_last_one_ends(
         assert isinstance(found, Progress), found
         assert found.tally.rows == ROWS and found.tally.failed == (FAILS < ROWS)
         assert (tmp_path / job.name / "out/key/_SUCCESS").exists()
-    assert len(starts) == 1 and ends == [True] and not ray.is_initialized()
+    assert events == ["start", "end"] and not ray.is_initialized()
     assert DataContext.get_current() is settings  # the caller's, however the two were interleaved
 
 
@@ -566,7 +617,7 @@ def test_a_larger_run_gets_a_cluster_of_its_size(ray: FakeRay, shared: Shared) -
 
 
 def test_an_early_start_that_fails_is_told_by_the_run(ray: FakeRay, shared: Shared) -> None:
-    def away(address: str | None, cpus: int) -> None:
+    def away(address: str | None, cpus: int, access: ClusterAccess) -> None:
         raise InsufficientResources("no room")
 
     ray.start = away  # type: ignore[method-assign]

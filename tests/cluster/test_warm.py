@@ -21,6 +21,7 @@ from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.cluster.warm import WarmEngines, WarmKind
 from prefect_raybatch.cluster.warm_actors import Deaths, EngineHost, Forwarder, warm_kind
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.stages.adapted import Adapted
 from prefect_raybatch.stages.block import is_lost, losses
@@ -41,7 +42,7 @@ class FakeRay:
     def joined(self) -> bool:
         return self.there
 
-    def start(self, address: str | None, cpus: int) -> None:
+    def start(self, address: str | None, cpus: int, access: ClusterAccess) -> None:
         self.there = True
         self.made.append((address, cpus))
 

@@ -12,7 +12,6 @@ from helpers.small import job_dict, make_job, small_run
 
 from prefect_raybatch.api import finalize_run, plan_run
 from prefect_raybatch.compile.job import cluster_spec, compile_job, prices_of
-from prefect_raybatch.compile.sizes import size_spec
 from prefect_raybatch.driver import monitor as watching
 from prefect_raybatch.driver.cost import CostMeter, Spent, check_cost, spent_on
 from prefect_raybatch.driver.driver import Progress
@@ -25,9 +24,8 @@ from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.layout import heartbeat_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
-from prefect_raybatch.runs.costs import with_cost
+from prefect_raybatch.runs.costs import meter_for, with_cost
 from prefect_raybatch.runs.estimate import estimate
-from prefect_raybatch.runs.infer_run import meter_for
 from prefect_raybatch.runs.status import report_of, status
 from prefect_raybatch.sizing.prices import gpu_price
 from prefect_raybatch.sizing.sizes import Capacity, pool_for
@@ -76,7 +74,8 @@ def test_a_limit_without_a_price_is_refused_with_what_to_set():
     unpriced = {"price_by_card": {"L4": 0.6}}
     job = make_job(cluster=unpriced, limits={"max_cost": 5}, engine={"device": "gpu"})
     with pytest.raises(ConfigError, match="price_by_card has no price for H100"):
-        meter_for(compile_job(job), H100S, pool_for(size_spec(job), H100S), Spent())
+        spec = compile_job(job)
+        meter_for(spec.cluster, spec.limits, H100S, pool_for(spec.sizes, H100S), Spent())
 
 
 # --- the meter ----------------------------------------------------------------------------------

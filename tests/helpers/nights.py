@@ -21,6 +21,7 @@ from prefect_raybatch.cluster.sharing import Shared
 from prefect_raybatch.cluster.warm import WarmEngines
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.ledger.records import Receipt, Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.report.records import RunReport
@@ -116,7 +117,7 @@ class _NoRay:
     def joined(self) -> bool:
         return self.inside
 
-    def start(self, address: str | None, cpus: int) -> None:
+    def start(self, address: str | None, cpus: int, access: ClusterAccess) -> None:
         self.inside = True
 
     def end(self) -> None:

@@ -20,6 +20,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.images import Images
 from prefect_raybatch.plan.image_bytes import made_pixels, processor_of, row_bytes
 from prefect_raybatch.source import inventory
+from prefect_raybatch.spec.run import RunSpec
 
 QWEN = {"patch_size": 14, "merge_size": 2, "min_pixels": 3136, "max_pixels": 1_000_000}
 SMOLVLM = {"size": {"longest_edge": 1536}, "max_image_size": {"longest_edge": 384}}
@@ -91,29 +92,32 @@ def job(tmp_path: Path, model: dict[str, Any], images: list[Any], **given: Any) 
     )
 
 
+def bytes_of(spec: RunSpec, model: dict[str, Any]) -> float:
+    found = inventory(spec.read)
+    return row_bytes(spec.prompt.images, spec.engine.model, spec.read, model, found)
+
+
 def test_what_stands_in_the_rows_is_looked_at(tmp_path, model):
     images = [photo(1000, 500) if n % 2 else photo(200, 100) for n in range(100)]
     images[0] = b"<html>"
-    made = row_bytes(
-        asked := compile_job(job(tmp_path, model, images)), model, inventory(asked.read)
-    )
+    made = bytes_of(compile_job(job(tmp_path, model, images)), model)
     assert 2.5e6 < made < 4e6  # 12 bytes a pixel of 260,000 in the mean
     asked = compile_job(job(tmp_path, model, images, resize=[225, 225]))
-    assert row_bytes(asked, model, inventory(asked.read)) == 12 * 225 * 225
+    assert bytes_of(asked, model) == 12 * 225 * 225
     asked = compile_job(job(tmp_path, model, ["https://there/a.png"] * 100))
-    assert row_bytes(asked, model, inventory(asked.read)) == 12 * 512 * 512
+    assert bytes_of(asked, model) == 12 * 512 * 512
     many = [[photo(100, 100)] * 3] * 20
     asked = compile_job(job(tmp_path, model, many, per_row=9))
-    assert row_bytes(asked, model, inventory(asked.read)) == 3 * 12 * 10_000
+    assert bytes_of(asked, model) == 3 * 12 * 10_000
 
 
 def test_a_wide_type_takes_twice_as_much(tmp_path, model):
     asked = compile_job(job(tmp_path, model, [photo(100, 100)] * 9))
-    assert row_bytes(asked, model, inventory(asked.read)) == 12 * 10_000
+    assert bytes_of(asked, model) == 12 * 10_000
     given = job(tmp_path, model, [photo(100, 100)] * 9).to_dict()
     given["engine"]["dtype"] = "float32"
     asked = compile_job(BatchJob.from_dict(given))
-    assert row_bytes(asked, model, inventory(asked.read)) == 24 * 10_000
+    assert bytes_of(asked, model) == 24 * 10_000
 
 
 def test_a_processor_may_stand_in_another_file(tmp_path, model):

@@ -718,8 +718,11 @@ def test_engines_that_the_job_asks_for_and_that_do_not_fit_are_refused_before_th
 
 
 def shown(job: BatchJob, have: Capacity, model: Model | None) -> dict[str, tuple[str, str]]:
-    size = sizes_of(size_spec(job), 100_000, ROW, have, model)
-    return {f.name: (f.value, f.why) for f in figures(compile_job(job), have, size, model)}
+    spec = compile_job(job)
+    size = sizes_of(spec.sizes, 100_000, ROW, have, model)
+    least = spec.limits.min_agreement
+    found = figures(spec.sizes, spec.engine, spec.cluster, have, size, model, least)
+    return {figure.name: (figure.value, figure.why) for figure in found}
 
 
 def test_every_size_is_shown_with_its_reason():

@@ -2,6 +2,7 @@
 
 import ast
 import pickle
+from functools import cache
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,6 +16,7 @@ PACKAGE = Path(prefect_raybatch.__file__).parent
 TABLE = {name: made for name, made in vars(columns).items() if isinstance(made, HiddenColumn)}
 
 
+@cache  # each file is parsed once
 def users() -> dict[str, set[str]]:
     """Return the modules that use each column, by the names that they import."""
     used: dict[str, set[str]] = {name: set() for name in TABLE}

@@ -50,7 +50,7 @@ def _of_hub(source: ReadSpec) -> TableSource:
     what = f"source.uri: the Hugging Face dataset {name.repository}"
     revision = name.revision or source.version
     with _explained(what, token):
-        commit, made = _commit(what, name.repository, revision, token)
+        commit, made = _commit(name.repository, revision, token)
         builder = _builder(name.repository, commit, source.config, token)
         _refuse_elsewhere(what, builder, name.repository, commit)
         split = choose_split(source.split, list(builder.as_streaming_dataset()), "source.split")
@@ -79,9 +79,7 @@ def _token(source: ReadSpec) -> str | None:
     return value
 
 
-def _commit(
-    what: str, repository: str, revision: str | None, token: str | None
-) -> tuple[str, str | None]:
+def _commit(repository: str, revision: str | None, token: str | None) -> tuple[str, str | None]:
     """Return (the commit that `revision` refers to now, when it was made)."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RevisionNotFoundError
@@ -268,9 +266,10 @@ def _status(error: BaseException | None) -> int | None:
 
 
 def _unanswered(error: BaseException | None) -> bool:
-    """Return whether nobody answered.
+    """Return whether an error, or one that caused it, means that the Hub could not be reached.
 
-    The Hub's HTTP client has its own errors, and is another library in other versions.
+    The Hub's HTTP client raises errors of its own, and its library depends on the version, so they
+    are recognized by the names of their classes.
     """
     while error is not None:
         own = (kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("http"))

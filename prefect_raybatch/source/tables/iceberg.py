@@ -41,7 +41,7 @@ from prefect_raybatch.storage import (
     open_store,
     s3_settings,
 )
-from prefect_raybatch.storage.redirects import redirect_text
+from prefect_raybatch.storage.redirects import redirect_problem
 
 if TYPE_CHECKING:
     from pyiceberg.catalog import Catalog
@@ -98,7 +98,7 @@ def open_catalog(properties: Mapping[str, Any]) -> Catalog:
     class NoRedirects(Session):
         def get_redirect_target(self, resp: Response) -> str | None:
             if resp.is_redirect:
-                text = redirect_text(resp.url, resp.headers.get("Location"))
+                text = redirect_problem(resp.url, resp.headers.get("Location"))
                 raise ConfigError(f"catalog: {text}")
             return None
 

@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 import weakref
-from typing import Any
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.stages.calls.child import HEADER, RAISED, REFUSED
@@ -94,7 +93,7 @@ class Apart:
             child = children[key] = Child(self.name, self.field, self.seconds)
         return child
 
-    def __call__(self, row: object) -> Any:
+    def __call__(self, row: object) -> object:
         data = pickle.dumps(row)
         ended = ""
         for _ in range(self.deaths):
@@ -109,7 +108,7 @@ class Apart:
                 continue
             self._hung = 0
             if kind == RAISED:
-                raise raised(*rest)
+                raise raised(*map(str, rest))
             return rest[0]
         self._hung = 0
         times = f", in each of {self.deaths} tries" if self.deaths > 1 else ""
@@ -215,11 +214,12 @@ class Child:
         except OSError:
             raise _Ended from None
 
-    def hear(self, seconds: float | None) -> Any:
+    def hear(self, seconds: float | None) -> tuple[int, *tuple[object, ...]]:
         """Return its answer within `seconds` (None: any time). Raises _Ended, _Late."""
         waited = _Waited(seconds)
         (size,) = HEADER.unpack(self._read(HEADER.size, waited))
-        return pickle.loads(self._read(size, waited))
+        message: tuple[int, *tuple[object, ...]] = pickle.loads(self._read(size, waited))
+        return message
 
     def _read(self, size: int, waited: _Waited) -> bytearray:
         data, dead = bytearray(), False

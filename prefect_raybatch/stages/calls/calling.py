@@ -7,7 +7,6 @@ import faulthandler
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from prefect_raybatch.job.functions import load_function
 from prefect_raybatch.stages.calls.apart import START_SECONDS, Apart, raised
@@ -15,7 +14,7 @@ from prefect_raybatch.stages.calls.child import shown
 
 SLACK = 1.0  # seconds between two settings of the alarm, which costs more than a light function
 STDERR = 2  # Ray's log of the worker
-Function = Callable[[Any], Any]
+Function = Callable[[object], object]
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ HERE = Calls()
 
 
 def _guarded(function: Function, alarm: _Alarm) -> Function:
-    def call(row: object) -> Any:
+    def call(row: object) -> object:
         alarm.set()
         try:
             return function(row)

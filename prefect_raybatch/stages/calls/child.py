@@ -16,7 +16,7 @@ import signal
 import socket
 import struct
 import sys
-from typing import Any
+from collections.abc import Callable
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.functions import load_function
@@ -109,7 +109,7 @@ def shown(error: BaseException) -> str:
         return "its message cannot be shown"
 
 
-def _call(function: Any, row: Any) -> bytes:
+def _call(function: Callable[[object], object], row: object) -> bytes:
     """Return the encoded answer: what the function returned or raised."""
     me = os.getpid()
     try:
@@ -121,7 +121,7 @@ def _call(function: Any, row: Any) -> bytes:
     return answer
 
 
-def _next(wire: socket.socket) -> Any:
+def _next(wire: socket.socket) -> object:
     """Return the next row, None if there is none. Raises TimeoutError if it does not come."""
     wire.settimeout(IDLE)
     header = _exactly(wire, HEADER.size)

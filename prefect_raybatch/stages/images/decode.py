@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -71,7 +71,7 @@ def check_image(data: bytes, policy: Policy) -> None:
     _opened(data, policy)
 
 
-def size_of(data: Any) -> tuple[int, int] | None:
+def size_of(data: object) -> tuple[int, int] | None:
     """Return width and height from the header; None if the bytes are no image."""
     import PIL.Image
 

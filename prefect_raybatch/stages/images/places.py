@@ -7,7 +7,6 @@ import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 from urllib.parse import unquote
 
 from prefect_raybatch.errors import (
@@ -17,6 +16,7 @@ from prefect_raybatch.errors import (
     StoreError,
     StoreUnavailable,
 )
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.stages.images.decode import BadImage
 from prefect_raybatch.stages.images.http import Http, ImageUnavailable
 from prefect_raybatch.storage import open_store
@@ -34,12 +34,12 @@ class ImagePlaces:
     """
 
     media_root: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    options: StoreOptions = field(default_factory=dict, repr=False)
     max_bytes: int = 20_000_000
     seconds: float = 20.0
     allow_private: bool = False
 
-    def fetch(self, value: Any) -> bytes:
+    def fetch(self, value: object) -> bytes:
         """Return the bytes of an image: bytes, {bytes, path}, a path or a URL.
 
         Raises BadImage for permanent faults, else ImageUnavailable.

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict, TypeGuard
 
 import pyarrow as pa
 
 from prefect_raybatch.model import pinned as models
+from prefect_raybatch.spec.engine import EngineFields
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.spec.request import ImageSpec, PromptSpec
-from prefect_raybatch.stages.block import Failure, Messages, rows_of
+from prefect_raybatch.stages.block import Failure, Messages, Row, rows_of
 from prefect_raybatch.stages.images.decode import BadImage, Policy, check_image, decode_image
 from prefect_raybatch.stages.images.http import ImageUnavailable
 from prefect_raybatch.stages.images.places import ImagePlaces
-from prefect_raybatch.stages.vllm.multimodal import RENDERING, renderer
+from prefect_raybatch.stages.vllm.multimodal import RENDERING, RowFeatures, renderer
 
 TOO_MANY_AWAY = 0.2  # of a block's rows: their place is away, and the rows are not to blame
-Digests = list[dict[str, Any]]  # {sha256, bytes} of each image of a row
+
+ImagePart = dict[str, object]  # part of a message's content: its type, and what that type has
 AT_ONCE = 16  # rows whose images are fetched side by side
+
+
+class ImageDigest(TypedDict):
+    """The SHA-256 (hex) of an image's file and its bytes, as `DIGESTS_TYPE` holds it."""
+
+    sha256: str
+    bytes: int
+
+
+Digests = list[ImageDigest]  # of the images of a row
 
 
 class TooManyAway(Exception):
@@ -39,7 +52,7 @@ class RowImages:
     images: ImageSpec
     places: ImagePlaces
     empty: bool = False
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: EngineFields = field(default_factory=dict)
     digests: bool = False
     decode: bool = True
 
@@ -48,8 +61,8 @@ class RowImages:
         return Policy(self.images.resize, self.images.max_pixels, self.images.max_bytes)
 
     def rendered(
-        self, shown: Sequence[Messages | Failure], model: dict[str, Any]
-    ) -> tuple[list[list[int] | Failure], list[dict[str, Any] | None]]:
+        self, shown: Sequence[Messages | Failure], model: models.PinnedModel
+    ) -> tuple[list[list[int] | Failure], list[RowFeatures | None]]:
         """Return each row's prompt tokens, and its images as `MM_TYPE`.
 
         Takes what `fetched` returned; the tokens have placeholders for the images.
@@ -81,7 +94,9 @@ class RowImages:
         away: list[Failure] = []
         most = too_many * len(rows)
 
-        def one(row: Any, messages: Messages | Failure, seen: Digests) -> Messages | Failure:
+        def one(
+            row: Row | Failure, messages: Messages | Failure, seen: Digests
+        ) -> Messages | Failure:
             if len(away) > most:
                 raise TooManyAway(away[0].message)
             if isinstance(row, Failure) or isinstance(messages, Failure):
@@ -100,7 +115,7 @@ class RowImages:
             raise TooManyAway(away[0].message)
         return made, digests
 
-    def _put(self, row: Mapping[str, Any], messages: Messages, seen: Digests) -> Messages:
+    def _put(self, row: Row, messages: Messages, seen: Digests) -> Messages:
         given = [found for name in self.images.columns for found in self._of(name, row[name])]
         count = len(given) + sum(map(is_image, _parts(messages)))
         if count > self.images.most:
@@ -114,7 +129,7 @@ class RowImages:
             _before_text(shown, columns)
         return shown
 
-    def _of(self, name: str, value: Any) -> list[tuple[str, Any]]:
+    def _of(self, name: str, value: object) -> list[tuple[str, object]]:
         """Return the images of a column's value, each with its place."""
         if isinstance(value, list):
             many = [(f"column {name}[{i}]", item) for i, item in enumerate(value)]
@@ -127,7 +142,7 @@ class RowImages:
                 raise BadImage(f"{where} is null; clean the input or set prompt.on_null: empty")
         return many
 
-    def _content(self, content: Any, seen: Digests) -> Any:
+    def _content(self, content: object, seen: Digests) -> object:
         if not isinstance(content, list):
             return content
         return [
@@ -137,7 +152,7 @@ class RowImages:
             for part in content
         ]
 
-    def _decoded(self, where: str, value: Any, seen: Digests) -> dict[str, Any]:
+    def _decoded(self, where: str, value: object, seen: Digests) -> ImagePart:
         try:
             data = self.places.fetch(value)
             if self.digests:
@@ -153,8 +168,8 @@ class RowImages:
 
 def row_images(
     prompt: PromptSpec,
-    arguments: Mapping[str, Any],
-    options: Mapping[str, Any] | None = None,
+    arguments: EngineFields,
+    options: StoreOptions | None = None,
     digests_alone: bool = False,
 ) -> RowImages | None:
     """Return how to get the images of rows; None for text alone.
@@ -177,12 +192,12 @@ def row_images(
     return RowImages(images, places, empty, kept, wanted, not digests_alone)
 
 
-def is_image(part: object) -> bool:
+def is_image(part: object) -> TypeGuard[ImagePart]:
     """Return whether a part of a message's content is an image, in any of the usual forms."""
     return isinstance(part, dict) and part.get("type") in ("image", "image_url")
 
 
-def image_reference(part: Mapping[str, Any]) -> Any:
+def image_reference(part: ImagePart) -> object:
     """Return what an image part holds: bytes, {bytes, path}, a path or a URL."""
     kind = part["type"]
     if kind not in part:
@@ -191,17 +206,17 @@ def image_reference(part: Mapping[str, Any]) -> Any:
     return value.get("url") if kind == "image_url" and isinstance(value, dict) else value
 
 
-def _parts(messages: Messages) -> list[Any]:
+def _parts(messages: Messages) -> list[object]:
     return [p for m in messages if isinstance(m["content"], list) for p in m["content"]]
 
 
-def _is_null(value: Any) -> bool:
+def _is_null(value: object) -> bool:
     if isinstance(value, dict):
         return value.get("bytes") is None and value.get("path") is None
     return value is None
 
 
-def _before_text(messages: Messages, images: list[dict[str, Any]]) -> None:
+def _before_text(messages: Messages, images: list[ImagePart]) -> None:
     """Put images before the last user message."""
     users = [i for i, m in enumerate(messages) if m["role"] == "user"]
     if not users:

@@ -8,9 +8,9 @@ the same: one that fails on it too, with the same error, is not used further.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss
+from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.stages.vllm import note
 from prefect_raybatch.stages.vllm.note import Left
 
@@ -20,7 +20,7 @@ ENGINE_STARTS = 2  # tries to start an engine
 PROMPT_TRIES = 2  # new engines that may fail on the prompt, each in its own way
 
 
-def fields_for(sampling: dict[str, Any]) -> dict[str, Any]:
+def fields_for(sampling: SamplingFields) -> SamplingFields:
     """Return the job's sampling fields for the health-check prompt: the same work, but short.
 
     Those of a pooling request are unchanged.

@@ -15,9 +15,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from collections.abc import Mapping
 from multiprocessing import context, forkserver
-from typing import Any
+
+from prefect_raybatch.spec.engine import EngineFields
 
 PRELOAD = "prefect_raybatch.stages.vllm.preload"
 CORE_APART = "VLLM_ENABLE_V1_MULTIPROCESSING"  # vLLM's: "0" keeps the core in the actor's process
@@ -30,7 +30,7 @@ first one is changed before it gives itself a title, as vLLM's import changes so
 _begun = False
 
 
-def begin_fork_server(arguments: Mapping[str, Any]) -> None:
+def begin_fork_server(arguments: EngineFields) -> None:
     """Start the fork server of this process if its engines have processes of their own.
 
     Call it before vLLM is imported; it does not wait.

@@ -14,10 +14,16 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Protocol, cast, get_type_hints
 
+from prefect_raybatch.spec.engine import EngineFields
+from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.stages.vllm import forking
 
 if TYPE_CHECKING:
     import numpy as np
+    from vllm.config import ReasoningConfig, StructuredOutputsConfig
+    from vllm.lora.request import LoRARequest
+
+    from prefect_raybatch.stages.block import Messages, Tokenizer
 
 # Loggers of errors that are not why an engine ends: what a failing step was given; a form of one
 # row that no grammar could be made of, which the engine survives.
@@ -53,13 +59,19 @@ class Params(Protocol):
     logprob_token_ids: list[int] | None
 
 
+class Logprob(Protocol):
+    """The part of vLLM's `Logprob` that is used here."""
+
+    logprob: float
+
+
 class CompletionOutput(Protocol):
     """The part of vLLM's `CompletionOutput` that is used here."""
 
     text: str
     token_ids: Sequence[int]
     finish_reason: str | None
-    logprobs: Any  # of each step, by token
+    logprobs: Sequence[Mapping[int, Logprob]] | None  # of each step, by token
 
 
 class RequestOutput(Protocol):
@@ -71,6 +83,13 @@ class RequestOutput(Protocol):
     num_cached_tokens: int | None
 
 
+class SchedulerStats(Protocol):
+    """The part of vLLM's `SchedulerStats` that is used here."""
+
+    num_running_reqs: int
+    kv_cache_usage: float
+
+
 class LLMEngine(Protocol):
     """The part of vLLM's `LLMEngine` that is used here and by the stepper."""
 
@@ -78,13 +97,18 @@ class LLMEngine(Protocol):
     engine_core: Any
 
     def add_request(
-        self, request_id: str, prompt: Mapping[str, Any], params: Params, *, lora_request: Any = ...
+        self,
+        request_id: str,
+        prompt: Mapping[str, object],
+        params: Params,
+        *,
+        lora_request: LoRARequest | None = ...,
     ) -> object: ...
 
     def step(self) -> Sequence[RequestOutput]: ...
 
 
-def start(arguments: Mapping[str, Any]) -> LLMEngine:
+def start(arguments: EngineFields) -> LLMEngine:
     """Start a vLLM engine with these fields of `EngineArgs`."""
     import vllm
     from vllm.engine.arg_utils import EngineArgs
@@ -97,7 +121,7 @@ def start(arguments: Mapping[str, Any]) -> LLMEngine:
         return cast(LLMEngine, vllm.LLMEngine.from_engine_args(EngineArgs(**fields)))
 
 
-def _class_of(name: str) -> Callable[..., Any]:
+def _class_of(name: str) -> type[StructuredOutputsConfig | ReasoningConfig]:
     from vllm.config import ReasoningConfig, StructuredOutputsConfig
 
     structured = name == "structured_outputs_config"
@@ -126,7 +150,7 @@ def most_sequences(engine: LLMEngine) -> int:
     return int(engine.vllm_config.scheduler_config.max_num_seqs)
 
 
-def sampling_params(fields: Mapping[str, Any]) -> Params:
+def sampling_params(fields: SamplingFields) -> Params:
     """Return vLLM's `SamplingParams`, for a final answer only.
 
     Raises `ValueError` for a value of the wrong type: vLLM accepts any, and a seed that is a text
@@ -150,18 +174,18 @@ def sampling_params(fields: Mapping[str, Any]) -> Params:
 
 
 @lru_cache(maxsize=4)
-def _types_of(kind: type) -> dict[str, Any]:
+def _types_of(kind: type) -> dict[str, type]:
     return get_type_hints(kind)  # 0.2 ms, and asked for each set of fields
 
 
-def pooling_params(fields: Mapping[str, Any]) -> Params:
+def pooling_params(fields: SamplingFields) -> Params:
     """Return vLLM's `PoolingParams`; `task` is among the fields."""
     from vllm.pooling_params import PoolingParams
 
     return cast(Params, PoolingParams(**fields))
 
 
-def lora_request(name: str, number: int, path: str) -> Any:
+def lora_request(name: str, number: int, path: str) -> LoRARequest:
     """Return vLLM's request for an adapter; vLLM identifies adapters by name."""
     from vllm.lora.request import LoRARequest
 
@@ -173,7 +197,7 @@ def sequences(params: Params) -> int:
     return int(getattr(params, "n", 1))
 
 
-def vector_of(output: Any) -> np.ndarray | None:
+def vector_of(output: RequestOutput) -> np.ndarray | None:
     """Return the numbers (float32) of a pooling request; None for an answer in tokens."""
     data = getattr(output.outputs, "data", None)
     return None if data is None else data.float().cpu().numpy().reshape(-1)
@@ -209,11 +233,11 @@ def accept_always(params: Params) -> None:
         accepted.verify = _accept
 
 
-def _accept(*_: Any) -> None:
+def _accept(*_: object) -> None:
     """Do nothing, in place of `SamplingParams.verify`."""
 
 
-def keep_scheduler_stats(engine: Any, keep: Callable[[Any], None], front: bool) -> None:
+def keep_scheduler_stats(engine: Any, keep: Callable[[SchedulerStats], None], front: bool) -> None:
     """Call `keep` with what vLLM's scheduler counts in each step.
 
     Unless `front`, nothing is counted in this process.
@@ -226,7 +250,7 @@ def keep_scheduler_stats(engine: Any, keep: Callable[[Any], None], front: bool) 
     if update is None:
         return  # named otherwise in this version of vLLM: then only these figures are missing
 
-    def kept(stats: Any) -> None:
+    def kept(stats: SchedulerStats | None) -> None:
         if stats is not None:
             keep(stats)
         update(stats)
@@ -234,7 +258,7 @@ def keep_scheduler_stats(engine: Any, keep: Callable[[Any], None], front: bool) 
     processor.update_scheduler_stats = kept
 
 
-def running(engine: LLMEngine, stats: Any) -> tuple[int, float] | None:
+def running(engine: LLMEngine, stats: SchedulerStats | None) -> tuple[int, float] | None:
     """Return (running sequences, share of the KV cache in use), or None if unknown.
 
     From the scheduler if the core is in this process, else from its latest `stats`.
@@ -316,14 +340,16 @@ RANDOM_ID = "chatcmpl-tool-"  # so begin ids of calls that vLLM made up
 
 
 @lru_cache(maxsize=4)
-def quick_tokenizer(tokenizer: Any) -> Any:
+def quick_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
     """Return a transformers tokenizer that makes its vocabulary once and not for each parser."""
     from vllm.tokenizers.hf import get_cached_tokenizer
 
-    return get_cached_tokenizer(tokenizer)
+    return cast("Tokenizer", get_cached_tokenizer(cast(Any, tokenizer)))
 
 
-def reasoning_parser(name: str, tokenizer: object, arguments: Mapping[str, Any]) -> ReasoningParser:
+def reasoning_parser(
+    name: str, tokenizer: Tokenizer, arguments: Mapping[str, object]
+) -> ReasoningParser:
     """Return vLLM's parser of that name; `arguments` are those of the chat template."""
     from vllm.parser.parser_manager import ParserManager
 
@@ -334,9 +360,9 @@ def reasoning_parser(name: str, tokenizer: object, arguments: Mapping[str, Any])
 def parser_maker(
     reasoning: str | None,
     tool: str | None,
-    tokenizer: object,
-    tools: Sequence[Mapping[str, Any]] | None,
-    arguments: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    tools: Sequence[Mapping[str, object]] | None,
+    arguments: Mapping[str, object],
 ) -> Callable[[], tuple[Parser, object]]:
     """Return a function that makes a parser for one answer, and the request that it takes."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -366,14 +392,14 @@ def version() -> str:
     return str(vllm.__version__)
 
 
-Render = Callable[[list[Any]], Mapping[str, Any]]
+Render = Callable[["Messages"], Mapping[str, Any]]
 
 
 def image_renderer(
     path: str,
     revision: str | None,
-    arguments: Mapping[str, Any],
-    bounded: Callable[[Callable[[], Any]], Any],
+    arguments: EngineFields,
+    bounded: Callable[[Callable[[], object]], object],
 ) -> Render | None:
     """Return a function that renders one conversation with decoded images to model input.
 
@@ -401,7 +427,7 @@ def image_renderer(
     # How long a prompt may be is told afterwards, with its images and in our words.
     tokens = replace(made.default_chat_tok_params, max_total_tokens=None)
 
-    def render(messages: list[Any]) -> Mapping[str, Any]:
+    def render(messages: Messages) -> Mapping[str, Any]:
         _, (one,) = made.render_chat([messages], chat, tokens)
         return cast(Mapping[str, Any], one)
 

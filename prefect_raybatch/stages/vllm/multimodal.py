@@ -10,19 +10,24 @@ import hashlib
 import io
 import json
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.model import chat_template
+from prefect_raybatch.spec.engine import EngineFields
 from prefect_raybatch.stages.block import Failure, Messages
 from prefect_raybatch.stages.tokens import TemplateLimit
 from prefect_raybatch.stages.vllm import internals
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
 
 # Of an engine's arguments, those that decide what it is given for an image.
 RENDERING = (
@@ -38,7 +43,7 @@ RENDERING = (
     "limit_mm_per_prompt",
     "mm_processor_kwargs",
 )
-WITH_IMAGES: dict[str, Any] = {
+WITH_IMAGES: EngineFields = {
     # With a cache a repeated image arrives as None, for an engine that holds it already; these
     # requests go to any engine.
     "mm_processor_cache_gb": 0,
@@ -47,6 +52,17 @@ WITH_IMAGES: dict[str, Any] = {
     "enable_prefix_caching": True,
 }
 NO_IMAGE = bytes(32)  # in place of a digest
+
+
+class RowFeatures(TypedDict):
+    """The images of a row for the engine, as `MM_TYPE` holds them.
+
+    `vllm` is the version that made the pickled `features`; `key` identifies the images.
+    """
+
+    vllm: str
+    key: bytes | None
+    features: bytes | None
 
 
 @dataclass(frozen=True)
@@ -68,7 +84,7 @@ class Renderer:
     `arguments` are an engine's. Raises ConfigError for a model that takes no images.
     """
 
-    def __init__(self, path: str, revision: str | None, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, path: str, revision: str | None, arguments: EngineFields) -> None:
         given = {name: arguments[name] for name in RENDERING if name in arguments}
         self._limit = TemplateLimit(chat_template.TEMPLATE_SECONDS)
         render = internals.image_renderer(
@@ -80,10 +96,10 @@ class Renderer:
 
     def rows(
         self, conversations: Sequence[Messages | Failure]
-    ) -> tuple[list[list[int] | Failure], list[dict[str, Any] | None]]:
+    ) -> tuple[list[list[int] | Failure], list[RowFeatures | None]]:
         """Return each row's tokens or failure, and its features as `MM_TYPE`."""
         tokens: list[list[int] | Failure] = []
-        features: list[dict[str, Any] | None] = []
+        features: list[RowFeatures | None] = []
         here = internals.version()
         self._limit = TemplateLimit(chat_template.TEMPLATE_SECONDS)  # anew for each block
         for messages in conversations:
@@ -93,7 +109,7 @@ class Renderer:
                 features.append(None)
                 continue
             tokens.append(made.tokens)
-            sent = {"vllm": here, "key": made.key, "features": made.features}
+            sent: RowFeatures = {"vllm": here, "key": made.key, "features": made.features}
             features.append(None if made.features is None else sent)
         return tokens, features
 
@@ -103,7 +119,7 @@ class Renderer:
         except Exception as error:
             return Failure.of("prepare", error)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> Rendered:
+    def render(self, messages: Messages) -> Rendered:
         """Return one request; its image parts are {"type": "image_pil", "image_pil": ...}."""
         made = self._render(list(messages))
         tokens = list(made["prompt_token_ids"])
@@ -120,13 +136,13 @@ def _renderer(path: str, revision: str | None, arguments: str) -> Renderer:
     return Renderer(path, revision, json.loads(arguments))
 
 
-def renderer(path: str, revision: str | None, arguments: Mapping[str, Any]) -> Renderer:
+def renderer(path: str, revision: str | None, arguments: EngineFields) -> Renderer:
     """Return the model's renderer, made once per worker process."""
     given = {name: arguments[name] for name in RENDERING if name in arguments}
     return _renderer(path, revision, json.dumps(given, sort_keys=True))
 
 
-def engine_input(tokens: Sequence[int], features: bytes | memoryview | None) -> dict[str, Any]:
+def engine_input(tokens: Sequence[int], features: bytes | memoryview | None) -> dict[str, object]:
     """Return what vLLM's add_request takes of a request in tokens."""
     if features is None:
         return {"type": "token", "prompt_token_ids": tokens}
@@ -146,7 +162,7 @@ class _Pickler(pickle.Pickler):
     As torch pickles them, in a ZIP file each, reading 0.6 MB takes 12 ms.
     """
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         import torch
 
         if not isinstance(value, torch.Tensor):
@@ -162,7 +178,7 @@ def _pickled(value: object) -> bytes:
     return out.getvalue()
 
 
-def _tensor(data: Any, kind: str, shape: tuple[int, ...]) -> Any:
+def _tensor(data: np.ndarray, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
     import torch
 
     dtype = cast(torch.dtype, getattr(torch, kind))
@@ -183,7 +199,9 @@ def other_version(column: pa.ChunkedArray) -> Loss | None:
     )
 
 
-def seen(keys: Sequence[bytes], column: pa.ChunkedArray) -> tuple[list[bytes], list[Any]]:
+def seen(
+    keys: Sequence[bytes], column: pa.ChunkedArray
+) -> tuple[list[bytes], list[pa.Buffer | None]]:
     """Return keys that distinguish equal text about different images, and rows' features.
 
     The features are not copied out of the block.

@@ -58,7 +58,10 @@ class Left:
 
 
 class Note:
-    """The note of one actor of a driver's `attempt`; for "" nothing is written or found."""
+    """What an engine's actor writes down for its replacement; see the module.
+
+    Actors of the same `attempt` find each other's notes. With "" nothing is written or found.
+    """
 
     def __init__(self, attempt: str) -> None:
         self.attempt = attempt

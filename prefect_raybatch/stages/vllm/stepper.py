@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.exit_codes import exit_text
 from prefect_raybatch.job.vllm.structured_outputs import label_form
+from prefect_raybatch.spec.engine import EngineFields
+from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.stages.vllm import internals, multimodal
 from prefect_raybatch.stages.vllm.hang import HANG_LOOK, HangWatch, end_process
-from prefect_raybatch.stages.vllm.internals import LLMEngine, Params, RequestOutput
+from prefect_raybatch.stages.vllm.internals import LLMEngine, Params, RequestOutput, SchedulerStats
 from prefect_raybatch.stages.vllm.last_words import LastWords, with_signal
 from prefect_raybatch.stages.vllm.plugin import allow, register
 from prefect_raybatch.words import error_text
@@ -70,7 +72,7 @@ class Request:
     """
 
     prompt_token_ids: Sequence[int]
-    params: dict[str, Any] = field(default_factory=dict)
+    params: SamplingFields = field(default_factory=dict)
     adapter: tuple[str, int, str] | None = None
     features: bytes | memoryview | None = None
 
@@ -149,7 +151,7 @@ class SteppedEngine:
     processes die with this one, even after `kill -9` (see `reaper`).
     """
 
-    def __init__(self, engine_kwargs: dict[str, Any], hang_seconds: float | None = None) -> None:
+    def __init__(self, engine_kwargs: EngineFields, hang_seconds: float | None = None) -> None:
         from prefect_raybatch.stages.vllm.reaper import watch_children
 
         watch_children()
@@ -171,7 +173,7 @@ class SteppedEngine:
         self._inside = 0.0  # when the thread went into vLLM; 0 while there is nothing to do
         self._hang = HangWatch(hang_seconds)
         self._engine: LLMEngine | None = None
-        self._scheduler_stats: Any = None  # vLLM's latest, where it makes any
+        self._scheduler_stats: SchedulerStats | None = None  # vLLM's latest, where it makes any
         self._processes: list[BaseProcess] = []
         self._words = LastWords()
         self._started = threading.Event()
@@ -179,7 +181,7 @@ class SteppedEngine:
         # The engine is made on the thread that steps it: OpenMP's and torch's thread settings
         # belong to a thread, and with the core in this process that thread runs the model.
         self._thread = threading.Thread(
-            target=self._main, args=(dict(engine_kwargs),), name="SteppedEngine", daemon=True
+            target=self._main, args=(engine_kwargs,), name="SteppedEngine", daemon=True
         )
         self._thread.start()
         self._started.wait()
@@ -299,7 +301,7 @@ class SteppedEngine:
             result.append(found)
         return result
 
-    def _lookup_params(self, params: dict[str, Any]) -> Params | Exception:
+    def _lookup_params(self, params: SamplingFields) -> Params | Exception:
         try:
             key = json.dumps(params, sort_keys=True)
         except (TypeError, ValueError):  # holds an object: no key, so nothing to share
@@ -318,7 +320,7 @@ class SteppedEngine:
 
     # The thread -----------------------------------------------------------------------------------
 
-    def _main(self, engine_kwargs: dict[str, Any]) -> None:
+    def _main(self, engine_kwargs: EngineFields) -> None:
         try:
             self._start(engine_kwargs)
         except BaseException as error:  # handed to the constructor, which raises it
@@ -366,16 +368,17 @@ class SteppedEngine:
         made.__cause__ = error
         return made
 
-    def _start(self, engine_kwargs: dict[str, Any]) -> None:
+    def _start(self, engine_kwargs: EngineFields) -> None:
         import multiprocessing
 
         allow(os.environ)  # for the processes that vLLM starts
-        no_stats = engine_kwargs.pop("disable_log_stats", None)
+        arguments = dict(engine_kwargs)
+        no_stats = arguments.pop("disable_log_stats", None)
         with START_LOCK, self._words.heard():
             register()  # in this process too, where vLLM may have been told to load no plugins
             before = {process.pid for process in multiprocessing.active_children()}
             engine = self._engine = internals.start(
-                {**engine_kwargs, "disable_log_stats": bool(no_stats)}
+                {**arguments, "disable_log_stats": bool(no_stats)}
             )
             self._processes = [
                 process
@@ -389,7 +392,7 @@ class SteppedEngine:
         # vLLM's own step() hangs for ever when its core is killed with SIGKILL (tried, 0.29).
         threading.Thread(target=self._watch, name="SteppedEngineWatch", daemon=True).start()
 
-    def _keep_stats(self, stats: object) -> None:
+    def _keep_stats(self, stats: SchedulerStats) -> None:
         self._scheduler_stats = stats
 
     def _loop(self) -> None:
@@ -634,7 +637,7 @@ def _as_list(token_ids: Sequence[int]) -> list[int]:
     return token_ids.tolist() if hasattr(token_ids, "tolist") else list(token_ids)
 
 
-def _guarded_params(params: dict[str, Any]) -> Params | Exception:
+def _guarded_params(params: SamplingFields) -> Params | Exception:
     """Return vLLM's params for a dict, or the exception that building them raised."""
     try:
         if "task" in params:
@@ -644,7 +647,7 @@ def _guarded_params(params: dict[str, Any]) -> Params | Exception:
         return error
 
 
-def plain_fields(params: dict[str, Any]) -> dict[str, Any]:
+def plain_fields(params: SamplingFields) -> dict[str, Any]:
     """Return fields of vLLM's `SamplingParams` as plain values.
 
     Nulls are left out, `choice` is written in full, tokens of `logit_bias` are numbers (JSON has
