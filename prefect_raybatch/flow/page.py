@@ -40,6 +40,7 @@ from prefect_raybatch.report import plots
 from prefect_raybatch.report.charts import charts
 from prefect_raybatch.report.report import duration, table_lines
 from prefect_raybatch.runs.run import Run
+from prefect_raybatch.runs.run_history import usual_time
 from prefect_raybatch.runs.starts import attempts_seconds
 from prefect_raybatch.sizing.shards import SEQUENCES, concurrent_batches, sequences_seen
 from prefect_raybatch.storage import open_store
@@ -64,7 +65,8 @@ class Page(Listener):
     """Shows a run in the Prefect page; a context manager around the work.
 
     Works in its own thread, so that a slow or unreachable API never delays the run. `observers`
-    receive the same updates immediately.
+    receive the same updates immediately. `output` is the job's output URI as written, where its
+    earlier runs are.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class Page(Listener):
         run: Run,
         clock: Callable[[], float] = time.monotonic,
         observers: Sequence[Observer] = (),
+        output: str | None = None,
     ):
+        self.output = output or job.output.uri
         self.job, self.run, self.clock, self.observers = job, run, clock, observers
         self.key = artifact_key(job.name)
         limits = job.limits
@@ -82,6 +86,7 @@ class Page(Listener):
             run.uri,
             limits.reported(run.rows),
             seconds_of(limits.deadline) if limits.deadline else None,
+            limits.max_cost,
         )
         self.followed = job.cluster.access.remote  # its driver is in another process
         self.counts: Counts | None = None
@@ -132,7 +137,8 @@ class Page(Listener):
         beat = self.state(now)
         if beat is None:
             return
-        if not self._began:
+        is_first_tick = not self._began
+        if is_first_tick:
             self._began = True
             # A small run may have committed shards before the first tick.
             first = beat if self._first is None else Beat.of(self._first, beat.at, phase=beat.phase)
@@ -159,13 +165,23 @@ class Page(Listener):
                 failed = error
             else:
                 self._shown[what] = value
+        if is_first_tick:  # after the page is shown, because it reads the reports of several runs
+            self.events.usual = self._usual()
         if failed is not None and not isinstance(failed, NO_ANSWER):
             raise failed
 
+    def _usual(self) -> float | None:
+        """Return the usual seconds of the job's runs; None if unknown."""
+        try:
+            output = self.job.output
+            options = output.options or None
+            return usual_time(self.output, options, self.job.name, self.run.run_key)
+        except RayBatchError as error:  # the page shows everything else without it
+            self.log.info("could not read how long earlier runs took: %s", error)
+            return None
+
     def _worked(self) -> float:
-        """Return the seconds of earlier attempts, if a deadline applies to them."""
-        if self.events.deadline is None:
-            return 0.0
+        """Return the seconds of earlier attempts."""
         try:
             ledger = Ledger(open_store(self.run.uri, self.job.output.options or None))
             plan = ledger.load_plan()

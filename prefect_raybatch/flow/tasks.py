@@ -170,7 +170,9 @@ def infer_shards(job: BatchJob, run: Run) -> Progress:
         loaded = with_blocks(job)
         with (
             _recorded(loaded, run, INFERENCE),  # a lost Ray job records nothing itself
-            Page(loaded, run, observers=_observers.get()) as page,
+            Page(
+                loaded, run, observers=_observers.get(), output=written_uri(job.output.uri)
+            ) as page,
         ):
             owner = flow_runs.owner(RETRY["retries"])
             return infer_in_place(job, loaded, run, page, owner)

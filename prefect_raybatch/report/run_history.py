@@ -10,9 +10,10 @@ from prefect_raybatch.harmless import markdown_text
 from prefect_raybatch.report.answers import LEAST_ANSWERS, Shift
 from prefect_raybatch.report.plots import data_uri, of_history
 from prefect_raybatch.report.report import DASH, duration, number, table_lines
-from prefect_raybatch.report.verdict import DRIFT_REMARK, LATE_REMARK, few_rows, outcome_text
+from prefect_raybatch.report.verdict import DRIFT_REMARK, LATE_REMARK, few_rows, outcome_text, slow
 from prefect_raybatch.words import counted, money
 
+ENDED_STATES = ("crashed", "failed")  # that are verbs; a run *is* late, pending or cancelled
 LABELS_SHOWN = 8  # most common labels in the table of answers
 
 
@@ -20,7 +21,8 @@ LABELS_SHOWN = 8  # most common labels in the table of answers
 class HistoryLine:
     """A run of a job as the page shows it.
 
-    `began` is in seconds since 1970. Unknown values, e.g. of an incomplete run, are None. `shifts`
+    `run` is its directory, "" for a run that Prefect scheduled and that has none. `began` is in
+    seconds since 1970. Unknown values, e.g. of an incomplete run, are None. `shifts`
     are the differences of its answers from the completed run before. `trouble` says why a run
     cannot be read, `failure` why its last attempt failed, and `command` runs it again.
     """
@@ -148,7 +150,10 @@ def history_markdown(page: HistoryPage, plots: bool = True) -> str:
         lines += ["", f"![Runs]({data_uri(picture)})"]
     if answers := answers_table(page):
         lines += ["", "## Answers", "", *table_lines(answers)]
-    for title, pairs in (("Failed runs", failures(page)), ("Unreadable runs", unread(page))):
+    for title, pairs in (
+        ("Runs that did not complete", failures(page)),
+        ("Unreadable runs", unread(page)),
+    ):
         notes = [f"- {markdown_text(f'{key}: {why}')}" for key, why in pairs]
         lines += ["", f"## {title}", "", *notes] if notes else []
     return "\n".join(lines) + "\n"
@@ -160,7 +165,7 @@ def headlines(page: HistoryPage) -> list[str]:
     if run is None:
         return []
     if run.failure:
-        return [f"{run.run_key} failed: {run.failure}"]
+        return [_failure_line(run)]
     if run.rows is None or run.good is None:
         return [f"{run.run_key} is {run.state}"]
     # The shifts have lines of their own.
@@ -168,18 +173,26 @@ def headlines(page: HistoryPage) -> list[str]:
     about += [LATE_REMARK] if run.is_late else []
     about += [DRIFT_REMARK] if shifted else []
     failed, seconds = run.quarantined or 0, run.elapsed or 0.0
+    unstarted = [line for line in page.runs[1:] if not line.run]
     return [
         f"Last run: {outcome_text(run.rows, run.good, failed, seconds, run.cost, about)}",
         *shifted,
+        *map(_failure_line, unstarted),  # which no run before this one has told of
     ]
+
+
+def _failure_line(run: HistoryLine) -> str:
+    verb = run.state if run.state in ENDED_STATES else f"is {run.state}"
+    return f"{run.run_key} {verb}: {run.failure}"
 
 
 def remarks(page: HistoryPage, run: HistoryLine) -> list[str]:
     """Return what is unusual about a completed run of the page, its answers apart."""
     before = page.runs[page.runs.index(run) + 1 :]
     earlier = [line.rows for line in before if line.good is not None and line.rows is not None]
-    text = few_rows(run.rows or 0, earlier)
-    return [text] if text else []
+    times = [line.elapsed for line in before if line.good is not None and line.elapsed]
+    texts = (few_rows(run.rows or 0, earlier), slow(run.elapsed or 0.0, times))
+    return [text for text in texts if text]
 
 
 def failures(page: HistoryPage) -> list[tuple[str, str]]:

@@ -11,7 +11,9 @@ from prefect_raybatch.report.report import duration
 from prefect_raybatch.words import counted, money
 
 FEW_ROWS = 0.5  # of the usual rows
-COMPARED_RUNS = 7  # completed runs that give the usual number of rows
+SLOW = 2.0  # times the usual seconds
+SLOW_LEAST = 60.0  # seconds more than usual, below which short runs differ anyway
+COMPARED_RUNS = 7  # completed runs that give the usual numbers of rows and seconds
 NOTHING_TO_DO = "Nothing to do."
 DRIFT_REMARK = "The answers have drifted."
 LATE_REMARK = "The deadline was missed: see the advice in the report."
@@ -38,9 +40,9 @@ def outcome_text(
     return " ".join([f"{', '.join(parts)}.", *(remarks or [NOTHING_TO_DO])])
 
 
-def verdict_of(report: RunReport, remarks: Sequence[str] = ()) -> str:
-    """Return the verdict on a run from its report."""
-    seconds = max(report.elapsed, report.seconds)
+def verdict_of(report: RunReport, remarks: Sequence[str] = (), seconds: float = 0.0) -> str:
+    """Return the verdict on a run from its report; `seconds` is its whole time, if known."""
+    seconds = max(report.elapsed, report.seconds, seconds)
     cost = report.cost.get("total")
     if missed_deadline(report):
         remarks = [*remarks, LATE_REMARK]
@@ -63,4 +65,25 @@ def few_rows(rows: int, earlier: Sequence[int]) -> str | None:
     return (
         f"Far fewer rows than usual: {rows:,}; the median of the last "
         f"{counted(len(compared), 'completed run')} is {usual:,.0f}. Check the input."
+    )
+
+
+def usual_seconds(earlier: Sequence[float]) -> float | None:
+    """Return the median time of the completed runs before, newest first; None without any."""
+    return median(earlier[:COMPARED_RUNS]) if earlier else None
+
+
+def is_slow(seconds: float, usual: float | None) -> bool:
+    """Return whether a run takes at least twice the usual time."""
+    return usual is not None and seconds >= max(SLOW * usual, usual + SLOW_LEAST)
+
+
+def slow(seconds: float, earlier: Sequence[float]) -> str | None:
+    """Return the remark on a run that took twice the usual time; None for any other run."""
+    usual = usual_seconds(earlier)
+    if usual is None or not is_slow(seconds, usual):
+        return None
+    return (
+        f"At least twice the usual time: {duration(seconds)}; the median of the last "
+        f"{counted(len(earlier[:COMPARED_RUNS]), 'completed run')} is {duration(usual)}."
     )
