@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 COMMIT_EVERY = 5.0  # minimum seconds between two commit events
 COMMIT_EVENTS = 400  # approximate maximum per run
 STEADY = 5  # commits of this attempt after which its rate is used to estimate its end
-NEAR = 0.8  # of limits.max_cost, at which the cost is near it
+COST_NEAR = 0.8  # of limits.max_cost, at which the cost is near it
 EVENT_TEXT = 500  # characters of an error's message in an event
 
 
@@ -149,7 +149,7 @@ class LiveEvents:
         if self.max_cost is None or self.told_dear or beat.cost_run is None:
             return
         end = beat.cost_end if self._is_steady(beat) else None
-        if beat.cost_run < NEAR * self.max_cost and (end is None or end <= self.max_cost):
+        if beat.cost_run < COST_NEAR * self.max_cost and (end is None or end <= self.max_cost):
             return
         self.told_dear = True
         expected = "" if end is None else f", about {money(end)} at the end"

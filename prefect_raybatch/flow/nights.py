@@ -39,7 +39,7 @@ READ = 200  # newest flow runs that are read, Prefect's own maximum
 API_SECONDS = 10.0  # for all calls together
 LATE_AFTER = 60.0  # seconds after its scheduled start at which a run is late
 PENDING_AFTER = 300.0  # seconds in which a worker starts a flow run that it has taken
-LONGEST_REASON = 300  # characters
+REASON_SHOWN = 300  # characters
 LIMIT_REACHED = "Deployment concurrency limit reached"  # how Prefect's message begins
 WAITS = ("AwaitingConcurrencySlot", "the run before it is still active; it starts after that")
 
@@ -113,7 +113,7 @@ def with_nights(page: HistoryPage, nights: Iterable[Night], output: str, most: i
     """
     lines = {line.run_key: line for line in page.runs}
     for night in nights:
-        if night.job not in (None, page.job) or not _is_same_place(night.output, output):
+        if night.job not in (None, page.job) or not is_same_place(night.output, output):
             continue
         key = night.key(page.job)
         if key in lines:
@@ -132,7 +132,7 @@ def jobs_without_runs(
     names = {
         night.job
         for night in nights
-        if night.job and night.reason and _is_same_place(night.output, output)
+        if night.job and night.reason and is_same_place(night.output, output)
     } - {page.job for page in pages}
     return [HistoryPage(name, ()) for name in sorted(names) if job in (None, name)]
 
@@ -146,7 +146,7 @@ def _explained(line: HistoryLine, night: Night) -> HistoryLine:
     return replace(line, state=night.state, failure=night.reason, command=night.command)
 
 
-def _is_same_place(place: str | None, output: str) -> bool:
+def is_same_place(place: str | None, output: str) -> bool:
     """Return whether two output URIs are the same; of relative folders compare the last name."""
     if place is None:
         return True
@@ -220,8 +220,9 @@ def _outcome(client: SyncPrefectClient, run: FlowRun) -> tuple[str, str, str]:
     Empty texts for one that is at work, completed or not due.
     """
     state, retry = run.state, f"prefect flow-run retry {run.id}"
-    assert state is not None
-    message = " ".join((state.message or "").split())[:LONGEST_REASON]
+    if state is None:
+        return "", "", ""
+    message = " ".join((state.message or "").split())[:REASON_SHOWN]
     if state.type is StateType.SCHEDULED:
         if state.name == WAITS[0]:  # Prefect tries again every half minute
             return "waiting", WAITS[1], ""

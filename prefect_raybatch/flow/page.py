@@ -31,6 +31,7 @@ from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.flow.artifacts import artifact_key, of_run, put, update
 from prefect_raybatch.flow.away import NO_ANSWER, ApiWatch, said_once, watched
 from prefect_raybatch.flow.cancelling import CANCEL_LOOK, CancelWatch
+from prefect_raybatch.flow.crashing import active_flow_runs, mark_crashed
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
 from prefect_raybatch.harmless import link, markdown_text
 from prefect_raybatch.job.batch_job import BatchJob
@@ -101,9 +102,11 @@ class Page(Listener):
         self._ticker = Ticker("the Prefect page", PAGE_LOOK, self.tick)
         self.api = ApiWatch(clock)
         self._open = ExitStack()
+        self._flow_runs: list[UUID] = []
 
     def __enter__(self) -> Page:
         self.log = get_run_logger()
+        self._flow_runs = active_flow_runs()
         self.api = self._open.enter_context(watched(self.clock))
         watch = Ticker("Prefect's API", PAGE_LOOK, self.api.look)
         cancel = Ticker("cancellation", CANCEL_LOOK, CancelWatch().look)
@@ -127,6 +130,12 @@ class Page(Listener):
             if isinstance(observer, Listener):
                 observer.hear(beat)
         self._beat, self._heard = beat, self.clock()
+
+    def lost(self, cause: str) -> None:
+        for observer in self.observers:
+            if isinstance(observer, Listener):
+                observer.lost(cause)
+        mark_crashed(self._flow_runs, cause)
 
     def tick(self) -> None:
         """Update the parts of the page that have changed and are due.
@@ -166,11 +175,11 @@ class Page(Listener):
             else:
                 self._shown[what] = value
         if is_first_tick:  # after the page is shown, because it reads the reports of several runs
-            self.events.usual = self._usual()
+            self.events.usual = self.usual()
         if failed is not None and not isinstance(failed, NO_ANSWER):
             raise failed
 
-    def _usual(self) -> float | None:
+    def usual(self) -> float | None:
         """Return the usual seconds of the job's runs; None if unknown."""
         try:
             output = self.job.output

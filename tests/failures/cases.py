@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -31,13 +33,18 @@ AWAY, BACK = "has not answered for", "Prefect was unreachable for"
 class Seen:
     """Where a night is looked at: the artifact `key`, or the log of flow run `run`; each of `texts`
     must be there. `seconds` from the fault to where the page says so. Of a run that has not failed
-    the `warnings` alone are looked at, as whoever asks what happened to it would."""
+    the `warnings` alone are looked at, as whoever asks what happened to it would. `file` is a page
+    that a command wrote. After `mend`, which removes the cause, the command that is shown must
+    complete the run `mends`."""
 
     run: str
     key: str | None
     texts: tuple[str, ...]
     seconds: float
     warnings: bool = False
+    file: Path | None = None
+    mend: Callable[[], None] | None = None
+    mends: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,16 @@ def kill(pid: int) -> None:
             process.kill()
 
 
+def worker(world: World) -> None:
+    """Another worker in place of the one there, with the variables as they are now."""
+    kill(world.prefect.worker)
+    world.prefect.work()
+
+
+def nothing() -> None:
+    """What is to be mended before the command is carried out."""
+
+
 def failed(world: World, job: dict[str, Any], texts: tuple[str, ...], seconds: float) -> Seen:
     """Runs a job that must fail, and is told of in its failure artifact."""
     began = time.monotonic()
@@ -98,8 +115,13 @@ def failed(world: World, job: dict[str, Any], texts: tuple[str, ...], seconds: f
     "The missing column and those there are. Change the job, then run the same run key.",
 )
 def missing_column(world: World) -> Seen:
-    job = world.job("missing-column", prompt={"template": "What is {Nothing}?"})
-    return failed(world, job, ("Nothing", "prefect deployment run batch_inference/dev"), 120)
+    source = {"uri": world.customers("renamed.csv", 100)}
+    job = world.job("missing-column", source=source, prompt={"template": "What is {Nothing}?"})
+    seen = failed(world, job, ("Nothing", "prefect deployment run batch_inference/dev"), 120)
+    path = Path(source["uri"])
+    text = path.read_text(encoding="utf-8")
+    named = partial(path.write_text, text.replace("Company", "Nothing", 1), encoding="utf-8")
+    return replace(seen, mend=named, mends="missing-column-tuesday")
 
 
 @case(
@@ -121,12 +143,22 @@ def no_gpus(world: World) -> Seen:
 def wrong_keys(world: World) -> Seen:
     world.s3.create_bucket(BUCKET)
     job = world.job("wrong-keys", output={"uri": f"s3://{BUCKET}/out", "column": "industry"})
-    env = {**world.s3.env, "AWS_SECRET_ACCESS_KEY": "x" * 40}
+    world.prefect.env |= {**world.s3.env, "AWS_SECRET_ACCESS_KEY": "x" * 40}
+    worker(world)
     began = time.monotonic()
-    run = world.start(job, "tuesday", **env)
+    run = world.start(job, "tuesday")
     world.ended(run, "FAILED", 120)
     texts = ("SignatureDoesNotMatch", "AWS_ACCESS_KEY_ID", "prefect flow-run retry")
-    return Seen(run, "raybatch-wrong-keys-failure", texts, time.monotonic() - began)
+    took = time.monotonic() - began
+
+    def mend() -> None:
+        world.prefect.env |= world.s3.env
+        worker(world)
+
+    return Seen(
+        run, "raybatch-wrong-keys-failure", texts, took, mend=mend,
+        mends=f"s3://{BUCKET}/out/tuesday",
+    )  # fmt: skip
 
 
 @case(
@@ -150,7 +182,7 @@ def bad_rows(world: World) -> Seen:
         cluster={"job_server": world.head.url},
     )
     texts = ("rows tried failed", "limits.max_failed_fraction", "Examples of failed rows")
-    return failed(world, job, texts, 300)
+    return replace(failed(world, job, texts, 300), mend=nothing, mends="bad-rows-tuesday")
 
 
 @contextmanager
@@ -182,7 +214,8 @@ def engine_dies(world: World) -> Seen:
     job = world.job("engine-dies", cluster={"job_server": world.head.url})
     with killing(world):
         texts = ("process died while starting", "their memory", "prefect flow-run retry")
-        return failed(world, job, texts, 420)
+        seen = failed(world, job, texts, 420)
+    return replace(seen, mend=nothing, mends="engine-dies-tuesday")
 
 
 @case(
@@ -255,7 +288,7 @@ def dead_worker(world: World) -> Seen:
         world.prefect.until(paged, 60, "the page to the one on call")
     # The command as text is in the log, below the first screen; the page has a button for it.
     texts = ("Crashed", "raybatch: a flow run is gone", "Retry")
-    return Seen(run, None, texts, took)
+    return Seen(run, None, texts, took, mend=world.prefect.work, mends="dead-worker")
 
 
 @case(
@@ -316,3 +349,154 @@ def prefect_away(world: World) -> Seen:
 def prefect_away_postgresql(world: World) -> Seen:
     world.env |= world.stack.enter_context(for_prefect())
     return away(world, "prefect-away-postgresql")
+
+
+def usual(world: World, name: str, rows: int, **groups: Any) -> dict[str, Any]:
+    """A job with a completed run of so many rows."""
+    cluster = {"job_server": world.head.url}
+    job = world.job(name, source=many(world, rows), cluster=cluster, **groups)
+    world.ended(world.start(job, f"{name}-monday"), "COMPLETED", 600)
+    return job
+
+
+@case(
+    "Far fewer rows than usual",
+    "The input has 60 rows, and had 600 the night before.",
+    "The run completes; its verdict names the rows of tonight and the usual ones. Check the input.",
+)
+def few_rows(world: World) -> Seen:
+    with settings_for(world.prefect), pager() as pages:
+        automations_script().deploy("custom-webhook/on-call")
+        usual(world, "few-rows", 600)
+        began = time.monotonic()
+        cluster = {"job_server": world.head.url}
+        tonight = world.job("few-rows", source=many(world, 60), cluster=cluster)
+        run = world.start(tonight, "few-rows-tuesday")
+        message = world.ended(run, "COMPLETED", 300)["message"]
+        assert "Far fewer rows than usual: 60" in message, message
+        took = time.monotonic() - began
+        paged = lambda: [p for p in pages if "far fewer rows" in p["subject"]]  # noqa: E731
+        world.prefect.until(paged, 90, "the page to the one on call")
+        assert len(paged()) == 1, paged()
+    texts = ("Far fewer rows than usual: 60", "Check the input", "few-rows-monday")
+    return Seen(run, "raybatch-few-rows-history", texts, took)
+
+
+@case(
+    "A night that never started",
+    "No worker is there when the run is due.",
+    "`raybatch history` and the alarm: the job, why it has not started, and the command.",
+)
+def never_started(world: World) -> Seen:
+    with settings_for(world.prefect), pager() as pages:
+        automations_script().deploy("custom-webhook/on-call")
+        job = usual(world, "never-started", 100)
+        kill(world.prefect.worker)
+        began = time.monotonic()
+        run = world.start(job, "never-started-tuesday")
+        paged = lambda: [p for p in pages if "never-started is late" in p["subject"]]  # noqa: E731
+        world.prefect.until(paged, 240, "the page to the one on call")
+        took = time.monotonic() - began
+        assert "prefect worker start --pool raybatch" in paged()[0]["body"], paged()
+        world.prefect.until(
+            lambda: "is late" in world.history().read_text(encoding="utf-8"), 240, "the history"
+        )
+    command = "prefect worker start --pool raybatch"
+    texts = ("never-started-tuesday is late", "no worker of work pool raybatch", command)
+    return Seen(
+        run, None, texts, took, file=world.history(), mend=nothing, mends="never-started-tuesday"
+    )
+
+
+@case(
+    "Twice the usual time",
+    "The engines are halted until the run takes twice as long as the night before.",
+    "A warning: the time so far and the usual one. The run completes.",
+)
+def twice_the_time(world: World) -> Seen:
+    with settings_for(world.prefect), pager() as pages:
+        automations_script().deploy("custom-webhook/on-call")
+        job = usual(world, "twice-the-time", 3_000)
+        began = time.monotonic()
+        slow = "at least twice the usual time"
+        with holding(world, "twice-the-time-tuesday"):
+            run = world.start(job, "twice-the-time-tuesday")
+            world.logs(run, slow, 480)
+        took = time.monotonic() - began
+        paged = lambda: [p for p in pages if "twice the usual time" in p["subject"]]  # noqa: E731
+        world.prefect.until(paged, 90, "the page to the one on call")
+        assert len(paged()) == 1, paged()
+        world.ended(run, "COMPLETED", 600)
+    return Seen(run, None, (slow, "usually takes"), took, warnings=True)
+
+
+@case(
+    "The cost is near its limit",
+    "80 % of limits.max_cost are spent.",
+    "A warning: the cost so far, the expected one and the limit.",
+)
+def cost_near(world: World) -> Seen:
+    world.gpus = 1
+    with settings_for(world.prefect), pager() as pages:
+        automations_script().deploy("custom-webhook/on-call")
+        engine = {"model": "demo", "device": "gpu", "max_model_len": 256}
+        cluster = {"job_server": world.head.url, "price_per_gpu_hour": 3600}
+        limits = {"max_cost": 60}
+        job = world.job(
+            "cost-near", source=many(world), engine=engine, cluster=cluster, limits=limits
+        )
+        began = time.monotonic()
+        run = world.start(job, "cost-near-tuesday")
+        near = "the cost is near its limit"
+        world.logs(run, near, 300)
+        took = time.monotonic() - began
+        paged = lambda: [p for p in pages if "cost near the limit" in p["subject"]]  # noqa: E731
+        world.prefect.until(paged, 90, "the page to the one on call")
+        assert len(paged()) == 1, paged()
+    return Seen(run, None, (near, "limits.max_cost is 60.00"), took, warnings=True)
+
+
+@case(
+    "Ray on the worker's host dies",
+    "The raylet of a run's own Ray gets SIGKILL.",
+    "Crashed, with the cause, the committed rows and the command.",
+)
+def raylet_killed(world: World) -> Seen:
+    job = world.job("raylet-killed", source=many(world))
+    run = world.start(job, "raylet-killed")
+    world.committed(run, lambda: world.commits("raylet-killed"))
+    began = time.monotonic()
+    (raylet, *_) = below(world.prefect.worker, "raylet")
+    raylet.kill()
+    message = world.ended(run, "CRASHED", 120)["message"]
+    took = time.monotonic() - began
+    command = f"prefect flow-run retry {run}"
+    assert "Ray on this host died" in message and command in message, message
+    texts = ("raylet-killed crashed", "Ray on this host died", command)
+    return Seen(run, None, texts, took, file=world.history(), mend=nothing, mends="raylet-killed")
+
+
+@case(
+    "Cancelled after an outage",
+    "Prefect's server gets SIGKILL for five minutes; then the run is cancelled.",
+    "Cancelled: the run ended itself. The command continues it.",
+)
+def cancelled_after_outage(world: World) -> Seen:
+    """Longer than the lease of the concurrency limit; the worker asks for no cancellation then."""
+    cluster = {"job_server": world.head.url}
+    job = world.job("cancelled-after-outage", source=many(world, 20_000), cluster=cluster)
+    key = "cancelled-after-outage"
+    with holding(world, key):
+        run = world.start(job, key)
+        world.committed(run, lambda: world.commits(key))
+        server = next(p for p in world.prefect.started if p.args[-1] == str(world.prefect.port))
+        kill(server.pid)
+        time.sleep(330)  # the lease lasts five minutes
+        world.prefect.serve()
+        world.logs(run, BACK, 240)
+        began = time.monotonic()
+        world.carry_out(f"prefect flow-run cancel {run}")
+        world.ended(run, "CANCELLED", 240)
+    took = time.monotonic() - began
+    texts = (f"{key} is cancelled", "Committed shards are kept", f"prefect flow-run retry {run}")
+    return Seen(run, None, texts, took, file=world.history(), mend=nothing, mends=key)

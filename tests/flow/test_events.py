@@ -170,9 +170,9 @@ def test_the_usual_time_is_that_of_the_runs_of_the_job(tmp_path, emitted):
     run = plan_run(job, "n3")
     shown = Page(job, run, clock=lambda: 0.0)
     (first, second) = (line.elapsed for line in history_of(job.output.uri)[0].runs if line.good)
-    assert shown._usual() == (first + second) / 2
+    assert shown.usual() == (first + second) / 2
     missing = Page(edited(job, {"output.uri": str(tmp_path / "none")}, "test"), run)
-    assert missing._usual() is None
+    assert missing.usual() is None
 
 
 @pytest.mark.parametrize("phase", [MAKING, UNHEARD])

@@ -165,4 +165,4 @@ def test_the_time_of_a_run_is_that_of_its_flow_run() -> None:
     ],
 )
 def test_places_of_jobs_and_of_commands_are_compared(one: str, other: str, same: bool) -> None:
-    assert nights._is_same_place(one, other) is same
+    assert nights.is_same_place(one, other) is same
