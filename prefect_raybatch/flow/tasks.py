@@ -35,6 +35,7 @@ from prefect_raybatch.flow.blocks.store import options_of
 from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.flow.failure import COMMAND, ROWS_SHOWN, crash_advice, explained, is_explained
 from prefect_raybatch.flow.page import Observer, Page
+from prefect_raybatch.flow.pull_folder import add_pull_folder
 from prefect_raybatch.flow.run_history import show_history, written_uri
 from prefect_raybatch.flow.texts import STORABLE_LINES
 from prefect_raybatch.harmless import markdown_text
@@ -113,6 +114,7 @@ def plan_shards(
         failed_run_shown(job, run_key),
         explained("plan_shards", job, run_key, RETRY["retries"]),
     ):
+        add_pull_folder()
         job = with_blocks(with_run_words(job, run_key))
         run = plan_run(job, run_key, dataset, accept)
         get_run_logger().info(
@@ -140,6 +142,7 @@ def plan_retry(
         logs_in_page(),
         explained("plan_retry", job or _job_of(run_dir), key, RETRY["retries"], run_dir),
     ):
+        add_pull_folder()
         planned = retry.plan_retry(run_dir, errors, overrides, job, with_blocks)
         log = get_run_logger()
         if isinstance(planned, Nothing):

@@ -11,6 +11,7 @@ from uuid import UUID
 import pytest
 from helpers.nights import Nights
 from helpers.prefect_server import Prefect
+from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelled, Completed, Crashed, Failed, Pending, Running, Scheduled
@@ -31,18 +32,25 @@ def key(day: int, job: str = "nightly") -> str:
     return f"{job}-2026030{day}T010000Z"
 
 
+def deployed_without_a_worker(server: Prefect, which: Any) -> UUID:
+    with get_client(sync_client=True) as client:
+        if POOL not in [pool["name"] for pool in server.ask("work_pools/filter", {})]:
+            server.ask("work_pools/", {"name": POOL, "type": "process"})
+        schema = parameter_schema(which).model_dump()
+        return client.create_deployment(
+            client.create_flow(which), "nightly", work_pool_name=POOL,
+            parameter_openapi_schema=schema,
+        )  # fmt: skip
+
+
+@flow(name="a flow of somebody's own")
+def own_flow() -> None:
+    pass
+
+
 @pytest.fixture
 def deployment(prefect_process: Prefect) -> UUID:
-    """A deployment of `batch_inference` whose work pool has no worker."""
-    with get_client(sync_client=True) as client:
-        known = prefect_process.ask("work_pools/filter", {})
-        if POOL not in [pool["name"] for pool in known]:
-            prefect_process.ask("work_pools/", {"name": POOL, "type": "process"})
-        flow_id = client.create_flow(batch_inference)
-        schema = parameter_schema(batch_inference).model_dump()
-        return client.create_deployment(
-            flow_id, "nightly", work_pool_name=POOL, parameter_openapi_schema=schema
-        )
+    return deployed_without_a_worker(prefect_process, batch_inference)
 
 
 def scheduled(deployment: UUID, day: int, state: Any, **parameters: Any) -> UUID:
@@ -133,9 +141,10 @@ def test_a_prefect_that_is_away_leaves_the_history_of_the_records(
 
 
 def test_the_page_of_a_flow_run_lists_the_runs_of_its_deployment(
-    deployment: UUID, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prefect_process: Prefect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of a flow whose parameters name no job: the key follows from the scheduled start."""
+    deployment = deployed_without_a_worker(prefect_process, own_flow)
     current = scheduled(deployment, 2, Running())
     missed = scheduled(deployment, 1, Crashed(message="host lost"))
     monkeypatch.setattr(nights, "root_run", lambda: current)
