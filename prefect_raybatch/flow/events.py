@@ -123,6 +123,14 @@ class LiveEvents:
         self._worked = worked
         self.events.emit("run.started", run=self.run, **_figures(beat))
 
+    def outage(self, seconds: float) -> None:
+        """Emit the event of an outage of Prefect's API that has ended."""
+        about = (
+            f"Prefect was unreachable for {duration(seconds)}. The run continued. If its "
+            "deployment has a concurrency limit, the next run may start beside it"
+        )
+        self.events.emit("prefect.away", run=self.run, seconds=round(seconds), about=about)
+
     def see(self, beat: Beat, now: float) -> None:
         """Process a heartbeat; `now` is in seconds of a monotonic clock."""
         if beat.alarms > self._alarms:

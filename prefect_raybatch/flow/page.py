@@ -153,6 +153,8 @@ class Page(Listener):
             first = beat if self._first is None else Beat.of(self._first, beat.at, phase=beat.phase)
             self.events.started(first, self._worked())
         self.events.see(beat, now)
+        if (seconds := self.api.take_outage()) is not None:
+            self.events.outage(seconds)
         share = 100.0 * beat.done / beat.rows if beat.rows else 100.0
         drawn = (beat.committed, alive(beat.engines))
         # Once all is committed, the driver's phase is not shown.

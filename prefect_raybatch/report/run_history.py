@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from prefect_raybatch.harmless import markdown_text
+from prefect_raybatch.harmless import code_span, markdown_text
 from prefect_raybatch.report.answers import LEAST_ANSWERS, Shift
 from prefect_raybatch.report.plots import data_uri, of_history
 from prefect_raybatch.report.report import DASH, duration, number, table_lines
@@ -145,18 +145,25 @@ def history_markdown(page: HistoryPage, plots: bool = True) -> str:
     lines += [f"- **{markdown_text(line)}**" for line in headlines(page)]
     lines += [""] if headlines(page) else []
     lines += table_lines(history_rows(page))
+    lines += _incomplete_lines(page)
     picture = of_history(page.runs) if plots else None
     if picture is not None:
         lines += ["", f"![Runs]({data_uri(picture)})"]
     if answers := answers_table(page):
         lines += ["", "## Answers", "", *table_lines(answers)]
-    for title, pairs in (
-        ("Runs that did not complete", failures(page)),
-        ("Unreadable runs", unread(page)),
-    ):
-        notes = [f"- {markdown_text(f'{key}: {why}')}" for key, why in pairs]
-        lines += ["", f"## {title}", "", *notes] if notes else []
+    notes = [f"- {markdown_text(f'{key}: {why}')}" for key, why in unread(page)]
+    lines += ["", "## Unreadable runs", "", *notes] if notes else []
     return "\n".join(lines) + "\n"
+
+
+def _incomplete_lines(page: HistoryPage) -> list[str]:
+    """Return each run that did not complete with the reason and, to be copied, the command."""
+    lines = []
+    for run in page.runs:
+        if run.failure:
+            command = f"; continue with: {code_span(run.command)}" if run.command else ""
+            lines.append(f"- {markdown_text(f'{run.run_key}: {run.failure}')}{command}")
+    return ["", "## Runs that did not complete", "", *lines] if lines else []
 
 
 def headlines(page: HistoryPage) -> list[str]:

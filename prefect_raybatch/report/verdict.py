@@ -62,10 +62,15 @@ def few_rows(rows: int, earlier: Sequence[int]) -> str | None:
     compared = earlier[:COMPARED_RUNS]
     if not compared or rows >= FEW_ROWS * (usual := median(compared)):
         return None
-    return (
-        f"Far fewer rows than usual: {rows:,}; the median of the last "
-        f"{counted(len(compared), 'completed run')} is {usual:,.0f}. Check the input."
-    )
+    text = _usually(len(compared), f"{usual:,.0f}")
+    return f"Far fewer rows than usual: {rows:,}; {text}. Check the input."
+
+
+def _usually(runs: int, value: str) -> str:
+    """Return what the runs before had, as the rest of a sentence."""
+    if runs == 1:
+        return f"the completed run before has {value}"
+    return f"the median of the last {runs} completed runs is {value}"
 
 
 def usual_seconds(earlier: Sequence[float]) -> float | None:
@@ -83,7 +88,5 @@ def slow(seconds: float, earlier: Sequence[float]) -> str | None:
     usual = usual_seconds(earlier)
     if usual is None or not is_slow(seconds, usual):
         return None
-    return (
-        f"At least twice the usual time: {duration(seconds)}; the median of the last "
-        f"{counted(len(earlier[:COMPARED_RUNS]), 'completed run')} is {duration(usual)}."
-    )
+    text = _usually(len(earlier[:COMPARED_RUNS]), duration(usual))
+    return f"At least twice the usual time: {duration(seconds)}; {text}."

@@ -785,7 +785,7 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
         assert {what for _, what in script.deploy("custom-webhook/on-call", 10)} == {"created"}
         assert {what for _, what in script.deploy("custom-webhook/on-call", 10)} == {"updated"}
         known = [a for a in client.read_automations() if a.name.startswith("raybatch: ")]
-        assert len(known) == 12
+        assert len(known) == 13
         try:
             gone = in_state("gone-night", Running())
             by_hand = in_state("by-hand", Running())  # without a deployment that promises more
@@ -808,8 +808,9 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
                 live.see(beat, 61.0 * number)
                 live.told_high = live.told_late = live.told_dear = live.told_slow = False
                 live.events.emit("answers.drifted", about="the labels differ", run="s3://b/k")
+                live.outage(171.0)
                 live.events.emit("rows.low", about="60 instead of 600", run="s3://b/k")
-                if len({p["subject"] for p in pages}) >= 11:
+                if len({p["subject"] for p in pages}) >= 12:
                     break
                 time.sleep(1)
             state = client.read_flow_run(gone).state
@@ -828,6 +829,7 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
         "industries-1: answers have drifted",
         "industries-1: far fewer rows than usual",
         "industries-1: cost near the limit",
+        "industries-1: Prefect was unreachable",
         "industries-1 takes twice the usual time",
         "failed-night failed",
         "gone-night crashed",
@@ -839,6 +841,7 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
     assert "the labels differ" in said["industries-1: answers have drifted"]
     assert "What to do: look" in said["failed-night failed"]
     assert "8.00 spent; limits.max_cost is 9.00" in said["industries-1: cost near the limit"]
+    assert "unreachable for 2 min 51 s" in said["industries-1: Prefect was unreachable"]
     assert "usually takes 30 s" in said["industries-1 takes twice the usual time"]
     assert "limits.deadline is 1 min 00 s" in said["industries-1 will be late"]
     assert state.is_crashed() and "no heartbeat for 10 s" in state.message

@@ -123,7 +123,7 @@ def test_the_history_lists_every_scheduled_run_with_state_reason_and_command(
     text = capsys.readouterr().out.replace("\n", " ")
     assert f"{key(2)} crashed: no heartbeat for 90 s**" in text
     assert f"{key(5)}: no worker of work pool {POOL}" in text
-    assert f"continue with: {retry} {early}" in text
+    assert f"continue with: `{retry} {early}`" in text
 
 
 def test_a_prefect_that_is_away_leaves_the_history_of_the_records(

@@ -350,7 +350,7 @@ def test_the_first_line_is_the_verdict():
     assert first(missed) == "missed is late: no worker"
     page = HistoryPage("job", (run("c", 600), missed, *usual))
     assert headlines(page)[1:] == ["missed is late: no worker"]
-    assert "missed: no worker; continue with: start one" in history_markdown(page)
+    assert "missed: no worker; continue with: `start one`" in history_markdown(page)
     assert (
         first(run("c", 600, "failed", failure="the disk is full")) == "c failed: the disk is full"
     )
