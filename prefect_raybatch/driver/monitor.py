@@ -356,7 +356,8 @@ class Monitor:
         self.meter.see(now, self._states)
         committed = counts.committed if counts is not None else 0
         try:
-            check_cost(self.limits, self.meter.whole, self.plan.shards, committed)
+            currency = self.meter.currency
+            check_cost(self.limits, self.meter.whole, self.plan.shards, committed, currency)
         except CostExceeded as error:
             self.spent = self.spent or error
 

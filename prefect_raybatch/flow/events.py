@@ -102,7 +102,9 @@ class LiveEvents:
         reported: int,
         deadline: float | None = None,
         max_cost: float | None = None,
+        currency: str = "",
     ):
+        self.currency = currency
         self.events, self.run, self.reported = events, run, reported
         self.deadline, self.max_cost, self._worked = deadline, max_cost, 0.0
         self.told_dear = self.told_slow = False
@@ -160,8 +162,11 @@ class LiveEvents:
         if beat.cost_run < COST_NEAR * self.max_cost and (end is None or end <= self.max_cost):
             return
         self.told_dear = True
-        expected = "" if end is None else f", about {money(end)} at the end"
-        about = f"{money(beat.cost_run)} spent{expected}; limits.max_cost is {money(self.max_cost)}"
+        expected = "" if end is None else f", about {money(end, self.currency)} at the end"
+        about = (
+            f"{money(beat.cost_run, self.currency)} spent{expected}; limits.max_cost is "
+            f"{money(self.max_cost, self.currency)}"
+        )
         log.warning("the cost is near its limit: %s", about)
         self.events.emit("cost.high", run=self.run, about=about, **_figures(beat))
 

@@ -80,7 +80,7 @@ class Page(Listener):
     ):
         self.output = output or job.output.uri
         self.job, self.run, self.clock, self.observers = job, run, clock, observers
-        self.key = artifact_key(job.name)
+        self.key, self._currency = artifact_key(job.name), job.cluster.currency or ""
         limits = job.limits
         self.events = LiveEvents(
             RunEvents(run.run_key, job.name),
@@ -88,6 +88,7 @@ class Page(Listener):
             limits.reported(run.rows),
             seconds_of(limits.deadline) if limits.deadline else None,
             limits.max_cost,
+            self._currency,
         )
         self.followed = job.cluster.access.remote  # its driver is in another process
         self.counts: Counts | None = None
@@ -209,12 +210,12 @@ class Page(Listener):
         text = f"Committed {self._unit[1]}, in percent."
         if now := starting(beat):
             text += f" {markdown_text(now.capitalize())}."
-        costs = cost_figures(self._beat) if self._beat is not None else {}
+        costs = cost_figures(self._beat, self._currency) if self._beat is not None else {}
         text += "".join(f" {name.capitalize()}: {value}." for name, value in costs.items())
         self.show(ProgressArtifact(progress=share, description=text), "progress")
 
     def _show_state(self, beat: Beat) -> None:
-        table = "\n".join(table_lines(live_rows(beat, self._unit)))
+        table = "\n".join(table_lines(live_rows(beat, self._unit, self._currency)))
         text = f"Current state of the run, updated every {TABLE_EVERY:.0f} seconds."
         self.show(MarkdownArtifact(markdown=table, description=text), "live")
 
@@ -282,7 +283,9 @@ class Page(Listener):
                 update(known, artifact)
 
 
-def live_rows(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> list[dict[str, str]]:
+def live_rows(
+    beat: Beat, unit: tuple[str, str] = ROW_UNIT, currency: str = ""
+) -> list[dict[str, str]]:
     """Return the table of the run's current state; `unit` is the counted noun and its plural."""
     figures = {
         "state": f"{beat.phase}: {beat.about}" if beat.about else beat.phase,
@@ -294,7 +297,7 @@ def live_rows(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> list[dict[str, st
         "time left": duration(beat.seconds_left),
         "engines alive": f"{alive(beat.engines)} ({counted(beat.engine_deaths, 'death')})",
         "pass": f"{beat.passes}",
-        **cost_figures(beat),
+        **cost_figures(beat, currency),
         **({"Ray dashboard": link(beat.dashboard)} if beat.dashboard else {}),
     }
     return [{"": name, "now": value} for name, value in figures.items()]
@@ -308,12 +311,12 @@ def starting(beat: Beat) -> str:
     return f"{beat.phase}: {beat.about}" if beat.phase in (STARTING, MAKING) and beat.about else ""
 
 
-def cost_figures(beat: Beat) -> dict[str, str]:
+def cost_figures(beat: Beat, currency: str = "") -> dict[str, str]:
     """Return the cost so far and at the end; empty if unknown."""
     if beat.cost_run is None:
         return {}
-    end = {} if beat.cost_end is None else {"estimated total cost": money(beat.cost_end)}
-    return {"cost": money(beat.cost_run), **end}
+    end = {} if beat.cost_end is None else {"estimated total cost": money(beat.cost_end, currency)}
+    return {"cost": money(beat.cost_run, currency), **end}
 
 
 def progress_line(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> str:

@@ -38,6 +38,7 @@ class HistoryLine:
     rate: float | None = None
     seconds: float | None = None  # of work
     cost: float | None = None
+    currency: str = ""
     answers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     shifts: tuple[Shift, ...] = ()
     compared: bool = False  # with the completed run before it
@@ -78,7 +79,9 @@ def _row(run: HistoryLine, with_cost: bool) -> dict[str, str]:
     state = run.state
     if run.committed is not None and run.state != "completed":
         state = f"{state}, {run.committed:.0%} committed"
-    cost = {"cost": DASH if run.cost is None else money(run.cost)} if with_cost else {}
+    cost = (
+        {"cost": DASH if run.cost is None else money(run.cost, run.currency)} if with_cost else {}
+    )
     return {
         "run": run.run_key,
         "started (UTC)": began,
@@ -179,10 +182,11 @@ def headlines(page: HistoryPage) -> list[str]:
     about, shifted = remarks(page, run), [f"{run.run_key}: {shift.line()}" for shift in run.shifts]
     about += [LATE_REMARK] if run.is_late else []
     about += [DRIFT_REMARK] if shifted else []
-    failed, seconds = run.quarantined or 0, run.elapsed or 0.0
+    counts, seconds = (run.rows, run.good, run.quarantined or 0), run.elapsed or 0.0
+    outcome = outcome_text(*counts, seconds, run.cost, about, run.currency)
     unstarted = [line for line in page.runs[1:] if not line.run]
     return [
-        f"Last run: {outcome_text(run.rows, run.good, failed, seconds, run.cost, about)}",
+        f"Last run: {outcome}",
         *shifted,
         *map(_failure_line, unstarted),  # which no run before this one has told of
     ]

@@ -26,6 +26,7 @@ def outcome_text(
     seconds: float,
     cost: float | None,
     remarks: Sequence[str] = (),
+    currency: str = "",
 ) -> str:
     """Return the outcome of a completed run, and what to look at; `seconds` is its whole time."""
     parts = [f"{good:,} of {counted(rows, 'row')}"]
@@ -36,7 +37,7 @@ def outcome_text(
         parts.append(f"{left_out:,} left out")
     parts.append(duration(seconds))
     if cost is not None:
-        parts.append(f"cost {money(cost)}")
+        parts.append(f"cost {money(cost, currency)}")
     return " ".join([f"{', '.join(parts)}.", *(remarks or [NOTHING_TO_DO])])
 
 
@@ -46,7 +47,8 @@ def verdict_of(report: RunReport, remarks: Sequence[str] = (), seconds: float = 
     cost = report.cost.get("total")
     if missed_deadline(report):
         remarks = [*remarks, LATE_REMARK]
-    return outcome_text(report.rows, report.good, report.failed, seconds, cost, remarks)
+    counts = (report.rows, report.good, report.failed)
+    return outcome_text(*counts, seconds, cost, remarks, report.currency)
 
 
 def missed_deadline(report: RunReport) -> bool:

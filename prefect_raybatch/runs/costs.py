@@ -32,7 +32,8 @@ def with_cost(
     price = plain_price(prices) if prices is not None else None
     found = _costs(report, asks or report, spent, price)
     rounded = {name: float(f"{value:.8g}") for name, value in found.items()}
-    return replace(report, cost=rounded)
+    currency = prices.currency if prices is not None and "total" in rounded else ""
+    return replace(report, cost=rounded, currency=currency)
 
 
 def _costs(

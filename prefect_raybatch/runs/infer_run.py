@@ -241,11 +241,15 @@ class _Attempt:
     def committed(self) -> int:
         return int(self.driver.done.sum())
 
+    def _check_cost(self, spec: RunSpec, cost: float | None) -> None:
+        currency, shards = spec.cluster.prices.currency, self.phase.plan.shards
+        check_cost(spec.limits, cost, shards, self.committed, currency)
+
     def check(self) -> None:
         """Run preflight checks, then record the attempt."""
         phase = self.phase
         self.spent = spent_on(phase.ledger, phase.plan)
-        check_cost(phase.spec.limits, self.spent.at(None), phase.plan.shards, self.committed)
+        self._check_cost(phase.spec, self.spent.at(None))
         self.monitor(self.driver.progress)
         if not phase.run.probed:  # an earlier command made the plan, and the store may differ now
             phase.ledger.store.probe()
@@ -301,7 +305,7 @@ class _Attempt:
         early = engines_begun(kind, size.pool.engines_for(phase.plan.shards - self.committed)[0])
         meter = meter_for(spec, capacity, size.pool, self.spent)
         self.monitor.meter = meter.after(self.monitor.meter, early.gpu_seconds)
-        check_cost(spec.limits, self.monitor.meter.whole, phase.plan.shards, self.committed)
+        self._check_cost(spec, self.monitor.meter.whole)
         lease = cluster.admitted(sizes, capacity, size.pool, joined.user, kind)
         warm = stack.enter_context(lease)
         if phase.increment is not None and not phase.looks_up:  # the report derives savings from it
@@ -393,7 +397,8 @@ def meter_for(spec: RunSpec, capacity: Capacity, pool: Pool, spent: Spent) -> Co
                 "cluster.price_per_gpu_hour for all other cards"
             )
         log.warning("the cost of this run is not counted: %s", price.why)
-    return CostMeter(price.hour, pool.gpus_a_replica / pool.engines_per_gpu, pool.fewest, spent)
+    gpus, currency = pool.gpus_a_replica / pool.engines_per_gpu, spec.cluster.prices.currency
+    return CostMeter(price.hour, gpus, pool.fewest, spent, currency)
 
 
 def _interruptible(pipeline: Pipeline, monitor: Monitor, user: User, limits: Limits) -> RunPass:

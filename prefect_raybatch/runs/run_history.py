@@ -183,5 +183,6 @@ def _history_line(line: RunLine, options: Mapping[str, Any] | None) -> HistoryLi
         elapsed=max(report.elapsed, report.seconds),
         is_late=missed_deadline(report),
         cost=report.cost.get("total"),
+        currency=report.currency,
         answers={kind: dict(counts) for kind, counts in report.answers.items()},
     )
