@@ -93,7 +93,7 @@ class World:
     def commits(self, key: str) -> int:
         return len(list((self.folder / "out" / key / "_raybatch/commits").glob("*.json")))
 
-    def committed(self, run: str, there: Callable[[], object], seconds: float = 240) -> None:
+    def committed(self, run: str, there: Callable[[], object], seconds: float = 900) -> None:
         """Waits until a run that works has a commit."""
 
         def look() -> bool:
@@ -125,7 +125,7 @@ class World:
         )  # fmt: skip
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
 
-    def complete(self, key: str, seconds: float = 600) -> None:
+    def complete(self, key: str, seconds: float = 900) -> None:
         """Waits until the run of that key in `out`, or of that URI, is complete."""
         run = key if "://" in key else str(self.folder / "out" / key)
         store = open_store(run, self.s3.options if "://" in key else None)
