@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 from prefect import get_run_logger, task
@@ -274,11 +275,12 @@ def _failures_shown(task_name: str, job: BatchJob, run: Run) -> Iterator[None]:
     def options() -> dict[str, Any] | None:
         return with_blocks(with_run_words(job, run.run_key)).output.options or None
 
-    def sample() -> Sequence[Sample]:
-        return failed_sample(run.uri, options(), ROWS_SHOWN)
-
+    @cache  # the attempts are read once
     def stop() -> Stop | None:
         return last_stop(run.uri, options())
+
+    def sample() -> Sequence[Sample]:
+        return failed_sample(run.uri, options(), ROWS_SHOWN, stop())
 
     # First, because explaining an error reads the run directory and the job's output.
     with explained(task_name, job, run.run_key, RETRY["retries"]):
