@@ -459,7 +459,8 @@ def test_a_crash_is_logged_with_whether_the_result_is_complete(publishes: bool) 
         id = night(job, work, return_state=True).state_details.flow_run_id
         with get_client(sync_client=True) as client:
             run = client.read_flow_run(id)
-        failure.log_crash(night, run, Crashed(message=message))
+        # By name, as Prefect's worker calls it.
+        failure.log_crash(flow=night, flow_run=run, state=Crashed(message=message))
         lines = logs_of(id, "Prefect ended this flow run")
         (line,) = [line for line in lines if line.startswith("Prefect ended")]
         assert "lease expired" in line and end in line
