@@ -262,7 +262,7 @@ class Monitor:
             return
         rows, done = self.plan.rows, self.counts.done if self.counts is not None else 0
         cause = (
-            "Ray on this host died (its raylet process ended), so this process will end too. "
+            "Ray on this host died (its raylet process ended), which ends this process too. "
             f"{done:,} of {counted(rows, 'row')} {are(done)} committed. If nobody stopped Ray, the "
             "host ran out of memory; see `dmesg` and /tmp/ray/session_latest/logs/raylet.out there"
         )

@@ -33,9 +33,7 @@ def mark_crashed(flow_runs: list[UUID], cause: str) -> None:
     """
     if not flow_runs:
         return
-    text = (
-        f"{cause}. Committed shards are kept. Continue with: prefect flow-run retry {flow_runs[0]}"
-    )
+    text = f"{cause}. Continue with: prefect flow-run retry {flow_runs[0]}"
 
     def mark() -> None:
         with get_client(sync_client=True) as client:

@@ -7,6 +7,7 @@ record in the output folder.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +30,7 @@ from prefect.client.schemas.sorting import FlowRunSort
 
 from prefect_raybatch.bounded import within
 from prefect_raybatch.flow.continuing import command_of_new_run, root_run
+from prefect_raybatch.ledger.last_attempt import cut_to_bytes
 from prefect_raybatch.report.run_history import HistoryLine, HistoryPage
 from prefect_raybatch.runs.attempts import key_for_start
 from prefect_raybatch.storage import is_remote
@@ -39,7 +41,8 @@ READ = 200  # newest flow runs that are read, Prefect's own maximum
 API_SECONDS = 10.0  # for all calls together
 LATE_AFTER = 60.0  # seconds after its scheduled start at which a run is late
 PENDING_AFTER = 300.0  # seconds in which a worker starts a flow run that it has taken
-REASON_SHOWN = 300  # characters
+REASON_SHOWN = 400  # characters
+_ADVICE = re.compile(r"\b(?:Continue with|What to do):")  # what follows is the command
 LIMIT_REACHED = "Deployment concurrency limit reached"  # how Prefect's message begins
 WAITS = ("AwaitingConcurrencySlot", "the run before it is still active; it starts after that")
 
@@ -139,9 +142,8 @@ def jobs_without_runs(
 
 def _explained(line: HistoryLine, night: Night) -> HistoryLine:
     """Return the line of a run with what only Prefect knows: its whole time, why it ended."""
-    if line.good is not None:
-        return replace(line, elapsed=max(line.elapsed or 0.0, night.seconds))
-    if line.failure or not night.reason:
+    line = replace(line, elapsed=max(line.elapsed or 0.0, night.seconds) or None)
+    if line.good is not None or line.failure or not night.reason:
         return line
     return replace(line, state=night.state, failure=night.reason, command=night.command)
 
@@ -222,7 +224,7 @@ def _outcome(client: SyncPrefectClient, run: FlowRun) -> tuple[str, str, str]:
     state, retry = run.state, f"prefect flow-run retry {run.id}"
     if state is None:
         return "", "", ""
-    message = " ".join((state.message or "").split())[:REASON_SHOWN]
+    message = cut_to_bytes(_ADVICE.split(state.message or "")[0].rstrip(), REASON_SHOWN)
     if state.type is StateType.SCHEDULED:
         if state.name == WAITS[0]:  # Prefect tries again every half minute
             return "waiting", WAITS[1], ""
