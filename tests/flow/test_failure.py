@@ -496,6 +496,7 @@ def test_the_api_away_and_back_is_a_line_each(caplog: pytest.LogCaptureFixture) 
     # Only this line reaches the page: what was logged before is lost.
     assert back.startswith("Prefect was unreachable for 2 min 05 s. The run continued.")
     assert "lease may have expired" in back
+    assert watch.take_outage() == pytest.approx(125.0) and watch.take_outage() is None
     with said_once():
         logging.getLogger("prefect.events.clients").warning("Unable to connect to %r.", "ws://x")
         logging.getLogger("prefect._internal.concurrency").error("x failed to process item %s", 1)
