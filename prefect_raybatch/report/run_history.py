@@ -38,7 +38,6 @@ class HistoryLine:
     rate: float | None = None
     seconds: float | None = None  # of work
     cost: float | None = None
-    currency: str = ""
     answers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     shifts: tuple[Shift, ...] = ()
     compared: bool = False  # with the completed run before it
@@ -48,6 +47,7 @@ class HistoryLine:
     command: str = ""
     elapsed: float | None = None  # seconds of all attempts, start-up and waits included
     is_late: bool = False  # missed its deadline
+    currency: str = ""  # of the cost
 
 
 @dataclass(frozen=True)
