@@ -224,7 +224,7 @@ def _outcome(client: SyncPrefectClient, run: FlowRun) -> tuple[str, str, str]:
     state, retry = run.state, f"prefect flow-run retry {run.id}"
     if state is None:
         return "", "", ""
-    message = cut_to_bytes(_ADVICE.split(state.message or "")[0].rstrip(), REASON_SHOWN)
+    message = cut_to_bytes(_ADVICE.split(state.message or "")[0].rstrip(" .\n"), REASON_SHOWN)
     if state.type is StateType.SCHEDULED:
         if state.name == WAITS[0]:  # Prefect tries again every half minute
             return "waiting", WAITS[1], ""
