@@ -4,8 +4,9 @@
 
 `--block` names a saved notification block as type-slug/name (slack-webhook, email,
 pager-duty-webhook, custom-webhook, ...). The automations watch the flows batch_inference and
-retry_failed. The limits come from the job: limits.warn_failed, limits.stall_seconds and
-limits.deadline. The events contain the run key, counts and the text of the warning, but no secrets.
+retry_failed. The limits come from the job: limits.warn_failed, limits.stall_seconds,
+limits.deadline and limits.max_cost. The events contain the run key, counts and the text of the
+warning, but no secrets.
 
 A flow run that lost its process or host cannot report it. The automation "a flow run is gone" marks
 it Crashed if it sends no heartbeat for `--gone-after` seconds. It watches only runs with the tag
@@ -32,6 +33,7 @@ FLOWS = ["batch_inference", "retry_failed"]
 # Prefect on SQLite may deliver an event several times within seconds: ring once.
 RINGS_ONCE = timedelta(minutes=1)
 GONE_AFTER = 90.0  # seconds: three times the heartbeat interval in deployments/prefect.yaml
+LEAST_GONE_AFTER, MOST_GONE_AFTER = 10.0, 86400.0  # seconds; Prefect's own least is 10
 LIMIT_REACHED = "Deployment concurrency limit reached."  # Prefect's state message
 ENDED = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")}
 HEARTBEAT = "prefect.flow-run.heartbeat"
@@ -76,6 +78,15 @@ def automations(block_id: UUID, gone_after: float = GONE_AFTER) -> list[Automati
         ("the deadline is at risk", "At its current rate, the run ends after limits.deadline.",
          _of_run("raybatch.deadline.risk"), f"{run} will be late",
          "{{ event.payload.about }}\n" + FIGURES),
+        ("the cost is near its limit", "80 % of limits.max_cost, or its expected end is above it.",
+         _of_run("raybatch.cost.high"), f"{run}: cost near the limit",
+         "{{ event.payload.about }}\n" + FIGURES),
+        ("a run takes twice the usual time", "Against the median of the completed runs before.",
+         _of_run("raybatch.time.high"), f"{run} takes twice the usual time",
+         "{{ event.payload.about }}\n" + FIGURES),
+        ("Prefect was unreachable", "A run continued meanwhile; its lease may have expired.",
+         _of_run("raybatch.prefect.away"), f"{run}: Prefect was unreachable",
+         "{{ event.payload.about }}\nRun directory: {{ event.payload.run }}"),
         ("there are far fewer rows than usual", "Under half the median of the runs before.",
          _of_run("raybatch.rows.low"), f"{run}: far fewer rows than usual",
          "{{ event.payload.about }}\nRun directory: {{ event.payload.run }}"),
@@ -188,12 +199,22 @@ def deploy(block: str, gone_after: float = GONE_AFTER) -> list[tuple[str, str]]:
     return changes
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not LEAST_GONE_AFTER <= seconds <= MOST_GONE_AFTER:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not between {LEAST_GONE_AFTER:.0f} and {MOST_GONE_AFTER:.0f} seconds; "
+            f"write e.g. {GONE_AFTER:.0f}, three times the heartbeat interval"
+        )
+    return seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--block", required=True, help="notification block, type-slug/name")
     parser.add_argument(
         "--gone-after",
-        type=float,
+        type=_seconds,
         default=GONE_AFTER,
         help="seconds without a heartbeat after which a run is marked Crashed",
     )

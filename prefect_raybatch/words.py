@@ -14,9 +14,10 @@ def counted(number: float, noun: str, plural: str | None = None) -> str:
     return f"{figure} {noun if number == 1 else plural or noun + 's'}"
 
 
-def money(value: float) -> str:
-    """Return e.g. `1,234.50`; sums below 1 with three significant digits: `0.00123`."""
-    return f"{value:,.2f}" if value == 0 or abs(value) >= 1 else f"{value:.3g}"
+def money(value: float, currency: str = "") -> str:
+    """Return e.g. `1,234.50 EUR`; sums below 1 with three significant digits: `0.00123`."""
+    figure = f"{value:,.2f}" if value == 0 or abs(value) >= 1 else f"{value:.3g}"
+    return f"{figure} {currency}" if currency else figure
 
 
 def are(number: float) -> str:

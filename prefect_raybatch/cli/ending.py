@@ -96,7 +96,7 @@ def _time(report: RunReport) -> str:
     )
     if "total" in report.cost:
         hours = money(report.cost.get("gpu_hours", 0.0))
-        text = f"{text}; cost {money(report.cost['total'])} for {hours} GPU-hours"
+        text = f"{text}; cost {money(report.cost['total'], report.currency)} for {hours} GPU-hours"
     return text
 
 

@@ -24,6 +24,7 @@ from prefect_raybatch.runs.listing import RunLine, need_output
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
+    from prefect_raybatch.report.run_history import HistoryPage
     from prefect_raybatch.runs.preview import Preview
     from prefect_raybatch.runs.prune import Pruned
 
@@ -143,13 +144,14 @@ def history(
 ) -> None:
     """Compare the latest runs of each job: rows, rate, cost, answers.
 
-    It says in which runs the answers have shifted against the run before.
+    It says in which runs the answers have shifted against the run before. Scheduled runs that never
+    started are listed too, if Prefect answers.
     """
     from prefect_raybatch.report.run_history import history_markdown
     from prefect_raybatch.runs.run_history import history_of
 
     need_output(dated_parts(output)[0] or ".")
-    pages = history_of(output, job=job, most=last)
+    pages = _with_scheduled(history_of(output, job=job, most=last), output, job, last)
     if as_json:
         print_json({"output": output, "jobs": [asdict(page) for page in pages]})
         return
@@ -163,6 +165,21 @@ def history(
         out.print(history_markdown(page, plots=False), markup=False)
     if not pages:
         out.print(f"no runs in {output}", markup=False)
+
+
+def _with_scheduled(
+    pages: list[HistoryPage], output: str, job: str | None, most: int
+) -> list[HistoryPage]:
+    """Return the pages with the runs that Prefect alone knows, if a Prefect API is configured."""
+    from prefect_raybatch.doctor.services import prefect_api
+
+    if prefect_api() is None:
+        return pages
+    from prefect_raybatch.flow import nights
+
+    known = nights.nights_of_jobs()
+    pages = pages + nights.jobs_without_runs(pages, known, output, job)
+    return [nights.with_nights(page, known, output, most) for page in pages]
 
 
 def _shown(line: RunLine, now: float) -> dict[str, str]:

@@ -437,8 +437,12 @@ def _status_facts(state: Status) -> list[tuple[str, str]]:
     if state.gpu_hours:
         facts.append(("GPU-hours", money(state.gpu_hours)))
     if state.cost is not None:
-        end = f", about {money(state.cost_end)} at the end" if state.cost_end is not None else ""
-        facts.append(("cost", f"{money(state.cost)}{end}"))
+        end = (
+            f", about {money(state.cost_end, state.currency)} at the end"
+            if state.cost_end is not None
+            else ""
+        )
+        facts.append(("cost", f"{money(state.cost, state.currency)}{end}"))
     return facts + [("driver", _driver(beat)) for beat in state.beats]
 
 

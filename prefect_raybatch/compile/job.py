@@ -341,7 +341,7 @@ def cluster_spec(job: BatchJob) -> ClusterSpec:
 
 
 def prices_of(cluster: Cluster) -> Prices:
-    return Prices(cluster.price_per_gpu_hour, cluster.price_by_card)
+    return Prices(cluster.price_per_gpu_hour, cluster.price_by_card, cluster.currency or "")
 
 
 def public_job(job: BatchJob, finish: FinishSpec | None = None) -> dict[str, Any]:

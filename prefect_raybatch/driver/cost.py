@@ -83,7 +83,9 @@ class CostMeter:
         gpus_an_engine: float = 0.0,
         fewest: int = 0,
         before: Spent | None = None,
+        currency: str = "",
     ):
+        self.currency = currency
         self.price, self.gpus_an_engine, self.fewest = price, gpus_an_engine, fewest
         self.before = before or Spent()
         self.gpu_seconds = 0.0
@@ -147,14 +149,16 @@ class CostMeter:
         return {"gpu_seconds": round(self.gpu_seconds, 3), **rounded}
 
 
-def check_cost(limits: Limits, cost: float | None, shards: int, committed: int) -> None:
+def check_cost(
+    limits: Limits, cost: float | None, shards: int, committed: int, currency: str = ""
+) -> None:
     """Raise `CostExceeded` if the run has reached `limits.max_cost` and has shards left to do."""
     most = limits.max_cost
     if most is None or cost is None or cost < most or committed >= shards:
         return
     done = counted(shards, "shard")
     raise CostExceeded(
-        f"the run has cost {money(cost)}, and limits.max_cost allows {money(most)}. "
-        f"{committed:,} of {done} {are(committed)} committed and kept. Raise the limit and run "
-        "the same command again to continue"
+        f"the run has cost {money(cost, currency)}, and limits.max_cost allows "
+        f"{money(most, currency)}. {committed:,} of {done} {are(committed)} committed and kept. "
+        "Raise the limit and run the same command again to continue"
     )

@@ -228,6 +228,9 @@ class Listener:
     def hear(self, beat: Beat) -> None:
         """Receive the current state; called even while nothing is committed."""
 
+    def lost(self, cause: str) -> None:
+        """Receive why this process will end within seconds, without an exception."""
+
 
 def read_beats(store: Store, attempts: Iterable[str]) -> dict[str, Beat]:
     """Read the last heartbeat of each attempt, leaving out those that are missing or damaged."""

@@ -261,12 +261,14 @@ class Monitor:
         if self._ended or self._ray_died != DIED_LOOKS:
             return
         rows, done = self.plan.rows, self.counts.done if self.counts is not None else 0
-        log.error(
-            "Ray on this host died (its raylet process ended), so this process will end too. %s of "
-            "%s %s committed. If nobody stopped Ray, the host ran out of memory; see `dmesg` and "
-            "/tmp/ray/session_latest/logs/raylet.out there",
-            *(f"{done:,}", counted(rows, "row"), are(done)),
+        cause = (
+            "Ray on this host died (its raylet process ended), which ends this process too. "
+            f"{done:,} of {counted(rows, 'row')} {are(done)} committed. If nobody stopped Ray, the "
+            "host ran out of memory; see `dmesg` and /tmp/ray/session_latest/logs/raylet.out there"
         )
+        log.error("%s", cause)
+        if isinstance(self.observe, Listener):
+            self.observe.lost(cause)
 
     def _look_at_engines(self) -> None:
         """Update the engine states.
@@ -354,7 +356,8 @@ class Monitor:
         self.meter.see(now, self._states)
         committed = counts.committed if counts is not None else 0
         try:
-            check_cost(self.limits, self.meter.whole, self.plan.shards, committed)
+            currency = self.meter.currency
+            check_cost(self.limits, self.meter.whole, self.plan.shards, committed, currency)
         except CostExceeded as error:
             self.spent = self.spent or error
 

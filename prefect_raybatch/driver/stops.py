@@ -140,14 +140,16 @@ def _short(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def failed_sample(uri: str, options: StoreOptions | None, most: int) -> list[Sample]:
-    """Return up to `most` failed rows of a run.
+def failed_sample(
+    uri: str, options: StoreOptions | None, most: int, stop: Stop | None
+) -> list[Sample]:
+    """Return up to `most` failed rows of a run whose latest attempt ended with `stop`.
 
     They are of the shard that crossed the error budget, which no commit covers, and of committed
     shards. Unreadable rows are left out, because the sample only explains.
     """
     try:
-        return _sample(Ledger(open_store(uri, options)), most)
+        return _sample(Ledger(open_store(uri, options)), most, stop)
     except (RayBatchError, OSError) as error:
         log.warning("failed rows cannot be shown: %s: %s", type(error).__name__, error)
         return []
@@ -162,11 +164,10 @@ def last_stop(uri: str, options: StoreOptions | None) -> Stop | None:
         return None
 
 
-def _sample(ledger: Ledger, most: int) -> list[Sample]:
+def _sample(ledger: Ledger, most: int, stop: Stop | None) -> list[Sample]:
     plan = ledger.load_plan()
     if plan is None:
         return []
-    stop = _latest_stop(ledger)
     found = list(stop.sample[: most // 2]) if stop else []
     committed = _committed(ledger, plan)
     found += islice(committed, most - len(found))

@@ -30,6 +30,7 @@ class ApiWatch:
         self.clock = clock
         self._since = since  # start of the first unanswered call
         self._said = False
+        self._outages: list[float] = []  # seconds of each that has ended since `take_outage`
 
     @contextmanager
     def within(self) -> Iterator[None]:
@@ -51,6 +52,7 @@ class ApiWatch:
             return
         if self._said or self.clock() - since >= AWAY_AFTER:
             self._said = False
+            self._outages.append(self.clock() - since)
             # Only this line reaches the page: Prefect does not resend lines that it could not send.
             log.warning(
                 "Prefect was unreachable for %s. The run continued. If its deployment has a "
@@ -58,6 +60,10 @@ class ApiWatch:
                 "it. Log lines of that time are only in the worker's log",
                 duration(self.clock() - since),
             )
+
+    def take_outage(self) -> float | None:
+        """Return the seconds of an outage that has ended, once; None without one."""
+        return self._outages.pop() if self._outages else None
 
     def look(self) -> None:
         """Report once per outage that the API is unreachable."""

@@ -15,7 +15,8 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun
 from prefect.runtime import flow_run
 
 from prefect_raybatch.errors import ConfigError, RayBatchError
@@ -73,22 +74,25 @@ def started() -> Started | None:
     if root is None:
         return None
     with suppress(Exception), get_client(sync_client=True) as client:
-        run = client.read_flow_run(root)
-        flow, all_given = client.read_flow(run.flow_id).name, run.parameters
-        start, job = run.expected_start_time, all_given.get("job")
-        if run.deployment_id is None:
-            return Started(root, flow, None, all_given, frozenset(all_given), start, job)
-        deployment = client.read_deployment(run.deployment_id)
-        defaults = deployment.parameters or {}
-        given = {
-            name: value
-            for name, value in all_given.items()
-            if not (name in defaults and _is_same(value, defaults[name]))
-        }
-        schema = deployment.parameter_openapi_schema
-        takes = frozenset((schema or {}).get("properties", all_given))
-        return Started(root, flow, f"{flow}/{deployment.name}", given, takes, start, job)
+        return _started(client, client.read_flow_run(root))
     return None
+
+
+def _started(client: SyncPrefectClient, run: FlowRun) -> Started:
+    flow, all_given = client.read_flow(run.flow_id).name, run.parameters
+    start, job = run.expected_start_time, all_given.get("job")
+    if run.deployment_id is None:
+        return Started(run.id, flow, None, all_given, frozenset(all_given), start, job)
+    deployment = client.read_deployment(run.deployment_id)
+    defaults = deployment.parameters or {}
+    given = {
+        name: value
+        for name, value in all_given.items()
+        if not (name in defaults and _is_same(value, defaults[name]))
+    }
+    schema = deployment.parameter_openapi_schema
+    takes = frozenset((schema or {}).get("properties", all_given))
+    return Started(run.id, flow, f"{flow}/{deployment.name}", given, takes, start, job)
 
 
 def root_run() -> UUID | None:
@@ -114,11 +118,21 @@ def command(run_key: str | None, changes: Mapping[str, Any], new_run: bool) -> s
     if start.deployment is None:
         return python_call(start.flow, start.parameters(run_key, changes))
     if start.is_of_a_job and (changes or new_run):
-        words = ["prefect", "deployment", "run", start.deployment]
-        for name, value in start.parameters(run_key, changes).items():
-            words += ["-p", f"{name}={_as_parameter(value)}"]
-        return shlex.join(words)
+        return _new_run(start.deployment, start.parameters(run_key, changes))
     return f"prefect flow-run retry {start.run}"
+
+
+def command_of_new_run(client: SyncPrefectClient, run: FlowRun) -> str:
+    """Return the command for a new flow run that does the work of `run`, of a deployment."""
+    start = _started(client, run)
+    return _new_run(str(start.deployment), start.parameters(None, {}))
+
+
+def _new_run(deployment: str, parameters: Mapping[str, Any]) -> str:
+    words = ["prefect", "deployment", "run", deployment]
+    for name, value in parameters.items():
+        words += ["-p", f"{name}={_as_parameter(value)}"]
+    return shlex.join(words)
 
 
 def python_call(flow: str, parameters: Mapping[str, Any]) -> str:

@@ -15,12 +15,15 @@ from prefect_raybatch.errors import CostExceeded, ErrorBudgetExceeded, RunDraine
 from prefect_raybatch.flow.texts import prefect_text_in
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import duration
+from prefect_raybatch.report.verdict import is_slow
+from prefect_raybatch.words import money
 
 log = logging.getLogger(__name__)
 
 COMMIT_EVERY = 5.0  # minimum seconds between two commit events
 COMMIT_EVENTS = 400  # approximate maximum per run
 STEADY = 5  # commits of this attempt after which its rate is used to estimate its end
+COST_NEAR = 0.8  # of limits.max_cost, at which the cost is near it
 EVENT_TEXT = 500  # characters of an error's message in an event
 
 
@@ -85,13 +88,26 @@ class RunEvents:
 class LiveEvents:
     """Turns heartbeats into events.
 
-    Reports commits (coalesced), stalls, more than `reported` failed rows, and a run that will take
-    longer than `deadline` seconds.
+    Reports commits (coalesced), stalls, more than `reported` failed rows, a run that will take
+    longer than `deadline` seconds, one that costs almost `max_cost`, and one that takes at least
+    twice its `usual` seconds.
     """
 
-    def __init__(self, events: RunEvents, run: str, reported: int, deadline: float | None = None):
+    usual: float | None = None
+
+    def __init__(
+        self,
+        events: RunEvents,
+        run: str,
+        reported: int,
+        deadline: float | None = None,
+        max_cost: float | None = None,
+        currency: str = "",
+    ):
+        self.currency = currency
         self.events, self.run, self.reported = events, run, reported
-        self.deadline, self._worked = deadline, 0.0
+        self.deadline, self.max_cost, self._worked = deadline, max_cost, 0.0
+        self.told_dear = self.told_slow = False
         self._began: float | None = None
         self._first = 0  # shards that were committed at the start
         self.told_late = False
@@ -108,6 +124,14 @@ class LiveEvents:
         self._committed = self._first = beat.committed
         self._worked = worked
         self.events.emit("run.started", run=self.run, **_figures(beat))
+
+    def outage(self, seconds: float) -> None:
+        """Emit the event of an outage of Prefect's API that has ended."""
+        about = (
+            f"Prefect was unreachable for {duration(seconds)}. The run continued. If its "
+            "deployment has a concurrency limit, the next run may start beside it"
+        )
+        self.events.emit("prefect.away", run=self.run, seconds=round(seconds), about=about)
 
     def see(self, beat: Beat, now: float) -> None:
         """Process a heartbeat; `now` is in seconds of a monotonic clock."""
@@ -126,11 +150,31 @@ class LiveEvents:
             self.events.emit(
                 "quarantine.high", run=self.run, reported=self.reported, **_figures(beat)
             )
-        self._look_at_deadline(beat, now)
+        self._look_at_cost(beat)
+        self._look_at_time(beat, now)
         self._commits(beat, now)
 
-    def _look_at_deadline(self, beat: Beat, now: float) -> None:
-        """Compare the expected end with the deadline.
+    def _look_at_cost(self, beat: Beat) -> None:
+        """Compare the cost so far, and the expected one once the rate is known, with the limit."""
+        if self.max_cost is None or self.told_dear or beat.cost_run is None:
+            return
+        end = beat.cost_end if self._is_steady(beat) else None
+        if beat.cost_run < COST_NEAR * self.max_cost and (end is None or end <= self.max_cost):
+            return
+        self.told_dear = True
+        expected = "" if end is None else f", about {money(end, self.currency)} at the end"
+        about = (
+            f"{money(beat.cost_run, self.currency)} spent{expected}; limits.max_cost is "
+            f"{money(self.max_cost, self.currency)}"
+        )
+        log.warning("the cost is near its limit: %s", about)
+        self.events.emit("cost.high", run=self.run, about=about, **_figures(beat))
+
+    def _is_steady(self, beat: Beat) -> bool:
+        return beat.committed - self._first >= STEADY
+
+    def _look_at_time(self, beat: Beat, now: float) -> None:
+        """Compare the time so far with the usual one, and the expected end with the deadline.
 
         The rate is used only after `STEADY` commits, because the first ones include the engines'
         start. Time that an attempt waits before it starts does not count, as in the report.
@@ -138,11 +182,18 @@ class LiveEvents:
         if beat.phase in (MAKING, UNHEARD):
             return
         self._began = now if self._began is None else self._began
-        if self.deadline is None or self.told_late or beat.committed == beat.shards:
+        if beat.committed == beat.shards:
             return
         taken = self._worked + now - self._began
-        steady = beat.committed - self._first >= STEADY
-        left = beat.seconds_left if steady else None
+        if not self.told_slow and self.usual is not None and is_slow(taken, self.usual):
+            self.told_slow = True
+            about = f"{duration(taken)} elapsed; a run of this job usually takes "
+            about += duration(self.usual)
+            log.warning("the run takes at least twice the usual time: %s", about)
+            self.events.emit("time.high", run=self.run, about=about, **_figures(beat))
+        if self.deadline is None or self.told_late:
+            return
+        left = beat.seconds_left if self._is_steady(beat) else None
         if taken + (left or 0.0) <= self.deadline:
             return
         self.told_late = True

@@ -257,17 +257,22 @@ def crash_advice() -> str | None:
     )
 
 
-def log_crash(flow: Flow[..., Any], run: FlowRun, state: State) -> None:
-    """Log why Prefect marked a flow run Crashed, and how to continue; a crash hook of our flows."""
+def log_crash(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
+    """Log why Prefect marked a flow run Crashed, and how to continue; a crash hook of our flows.
+
+    Prefect's worker passes the arguments by these names.
+    """
     with get_client(sync_client=True) as client:
         task_runs = client.read_task_runs(
-            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id]))
+            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id]))
         )
     done = [t.name for t in task_runs if t.state is not None and t.state.is_completed()]
-    job = run.parameters.get("job") or {}
+    job = flow_run.parameters.get("job") or {}
     publishes = isinstance(job, Mapping) and (job.get("output") or {}).get("publish")
     is_complete = any(name.startswith(LAST_TASKS[bool(publishes)]) for name in done)
-    flow_run_logger(run, flow).error("%s", crash_text(state.message or "", run.id, is_complete))
+    flow_run_logger(flow_run, flow).error(
+        "%s", crash_text(state.message or "", flow_run.id, is_complete)
+    )
 
 
 def crash_text(message: str, run: UUID, is_complete: bool) -> str:

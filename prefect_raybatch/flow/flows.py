@@ -169,8 +169,8 @@ def _run_to_end(job: BatchJob, key: str, accept: list[str] | None, notes: FlowNo
             progress = infer_shards(job, run)
     except RunDrained as drained:
         return cast(RunReport, _ended_drained(drained))
-    except TerminationSignal:
-        return cast(RunReport, _ended_cancelled())
+    except TerminationSignal as signal:
+        return cast(RunReport, _ended_cancelled(signal))
     return _ended(job, run, progress, notes)
 
 
@@ -275,8 +275,8 @@ def retry_failed(
         progress = infer_shards(planned.job, planned.run)
     except RunDrained as drained:
         return cast(RunReport, _ended_drained(drained))
-    except TerminationSignal:
-        return cast(RunReport, _ended_cancelled())
+    except TerminationSignal as signal:
+        return cast(RunReport, _ended_cancelled(signal))
     with flow_notes(planned.job.output.uri) as notes:
         return _ended(planned.job, planned.run, progress, notes)
 
@@ -286,10 +286,10 @@ def _ended_drained(drained: RunDrained) -> Any:
     return Cancelled(name=DRAINED_STATE, message=drained.plain or str(drained))
 
 
-def _ended_cancelled() -> Any:
+def _ended_cancelled(signal: TerminationSignal) -> Any:
     """Return the state of a flow run that ended itself when cancelled; else raise the signal."""
     if not ended_by_cancellation():
-        raise  # the signal, which the caller handles
+        raise signal
     return Cancelled(message=ENDED_BY_ITSELF)
 
 
@@ -312,7 +312,9 @@ def _ended(job: BatchJob, run: Run, progress: Progress, notes: FlowNotes) -> Run
     report = finalize_run(job, run, progress)
     if job.output.publish:
         report = publish_run(job, run)
-    text = complete_before(run) if run.finished else verdict_of(report, notes.remarks)
+    text = (
+        complete_before(run) if run.finished else verdict_of(report, notes.remarks, notes.seconds)
+    )
     return cast(RunReport, Completed(message=text, data=report))
 
 

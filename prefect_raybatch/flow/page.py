@@ -31,6 +31,7 @@ from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.flow.artifacts import artifact_key, of_run, put, update
 from prefect_raybatch.flow.away import NO_ANSWER, ApiWatch, said_once, watched
 from prefect_raybatch.flow.cancelling import CANCEL_LOOK, CancelWatch
+from prefect_raybatch.flow.crashing import active_flow_runs, mark_crashed
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
 from prefect_raybatch.harmless import link, markdown_text
 from prefect_raybatch.job.batch_job import BatchJob
@@ -40,6 +41,7 @@ from prefect_raybatch.report import plots
 from prefect_raybatch.report.charts import charts
 from prefect_raybatch.report.report import duration, table_lines
 from prefect_raybatch.runs.run import Run
+from prefect_raybatch.runs.run_history import usual_time
 from prefect_raybatch.runs.starts import attempts_seconds
 from prefect_raybatch.sizing.shards import SEQUENCES, concurrent_batches, sequences_seen
 from prefect_raybatch.storage import open_store
@@ -64,7 +66,8 @@ class Page(Listener):
     """Shows a run in the Prefect page; a context manager around the work.
 
     Works in its own thread, so that a slow or unreachable API never delays the run. `observers`
-    receive the same updates immediately.
+    receive the same updates immediately. `output` is the job's output URI as written, where its
+    earlier runs are.
     """
 
     def __init__(
@@ -73,15 +76,19 @@ class Page(Listener):
         run: Run,
         clock: Callable[[], float] = time.monotonic,
         observers: Sequence[Observer] = (),
+        output: str | None = None,
     ):
+        self.output = output or job.output.uri
         self.job, self.run, self.clock, self.observers = job, run, clock, observers
-        self.key = artifact_key(job.name)
+        self.key, self._currency = artifact_key(job.name), job.cluster.currency or ""
         limits = job.limits
         self.events = LiveEvents(
             RunEvents(run.run_key, job.name),
             run.uri,
             limits.reported(run.rows),
             seconds_of(limits.deadline) if limits.deadline else None,
+            limits.max_cost,
+            self._currency,
         )
         self.followed = job.cluster.access.remote  # its driver is in another process
         self.counts: Counts | None = None
@@ -96,9 +103,11 @@ class Page(Listener):
         self._ticker = Ticker("the Prefect page", PAGE_LOOK, self.tick)
         self.api = ApiWatch(clock)
         self._open = ExitStack()
+        self._flow_runs: list[UUID] = []
 
     def __enter__(self) -> Page:
         self.log = get_run_logger()
+        self._flow_runs = active_flow_runs()
         self.api = self._open.enter_context(watched(self.clock))
         watch = Ticker("Prefect's API", PAGE_LOOK, self.api.look)
         cancel = Ticker("cancellation", CANCEL_LOOK, CancelWatch().look)
@@ -123,6 +132,12 @@ class Page(Listener):
                 observer.hear(beat)
         self._beat, self._heard = beat, self.clock()
 
+    def lost(self, cause: str) -> None:
+        for observer in self.observers:
+            if isinstance(observer, Listener):
+                observer.lost(cause)
+        mark_crashed(self._flow_runs, cause)
+
     def tick(self) -> None:
         """Update the parts of the page that have changed and are due.
 
@@ -132,12 +147,15 @@ class Page(Listener):
         beat = self.state(now)
         if beat is None:
             return
-        if not self._began:
+        is_first_tick = not self._began
+        if is_first_tick:
             self._began = True
             # A small run may have committed shards before the first tick.
             first = beat if self._first is None else Beat.of(self._first, beat.at, phase=beat.phase)
             self.events.started(first, self._worked())
         self.events.see(beat, now)
+        if (seconds := self.api.take_outage()) is not None:
+            self.events.outage(seconds)
         share = 100.0 * beat.done / beat.rows if beat.rows else 100.0
         drawn = (beat.committed, alive(beat.engines))
         # Once all is committed, the driver's phase is not shown.
@@ -159,13 +177,23 @@ class Page(Listener):
                 failed = error
             else:
                 self._shown[what] = value
+        if is_first_tick:  # after the page is shown, because it reads the reports of several runs
+            self.events.usual = self.usual()
         if failed is not None and not isinstance(failed, NO_ANSWER):
             raise failed
 
+    def usual(self) -> float | None:
+        """Return the usual seconds of the job's runs; None if unknown."""
+        try:
+            output = self.job.output
+            options = output.options or None
+            return usual_time(self.output, options, self.job.name, self.run.run_key)
+        except RayBatchError as error:  # the page shows everything else without it
+            self.log.info("could not read how long earlier runs took: %s", error)
+            return None
+
     def _worked(self) -> float:
-        """Return the seconds of earlier attempts, if a deadline applies to them."""
-        if self.events.deadline is None:
-            return 0.0
+        """Return the seconds of earlier attempts."""
         try:
             ledger = Ledger(open_store(self.run.uri, self.job.output.options or None))
             plan = ledger.load_plan()
@@ -182,12 +210,12 @@ class Page(Listener):
         text = f"Committed {self._unit[1]}, in percent."
         if now := starting(beat):
             text += f" {markdown_text(now.capitalize())}."
-        costs = cost_figures(self._beat) if self._beat is not None else {}
+        costs = cost_figures(self._beat, self._currency) if self._beat is not None else {}
         text += "".join(f" {name.capitalize()}: {value}." for name, value in costs.items())
         self.show(ProgressArtifact(progress=share, description=text), "progress")
 
     def _show_state(self, beat: Beat) -> None:
-        table = "\n".join(table_lines(live_rows(beat, self._unit)))
+        table = "\n".join(table_lines(live_rows(beat, self._unit, self._currency)))
         text = f"Current state of the run, updated every {TABLE_EVERY:.0f} seconds."
         self.show(MarkdownArtifact(markdown=table, description=text), "live")
 
@@ -255,7 +283,9 @@ class Page(Listener):
                 update(known, artifact)
 
 
-def live_rows(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> list[dict[str, str]]:
+def live_rows(
+    beat: Beat, unit: tuple[str, str] = ROW_UNIT, currency: str = ""
+) -> list[dict[str, str]]:
     """Return the table of the run's current state; `unit` is the counted noun and its plural."""
     figures = {
         "state": f"{beat.phase}: {beat.about}" if beat.about else beat.phase,
@@ -267,7 +297,7 @@ def live_rows(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> list[dict[str, st
         "time left": duration(beat.seconds_left),
         "engines alive": f"{alive(beat.engines)} ({counted(beat.engine_deaths, 'death')})",
         "pass": f"{beat.passes}",
-        **cost_figures(beat),
+        **cost_figures(beat, currency),
         **({"Ray dashboard": link(beat.dashboard)} if beat.dashboard else {}),
     }
     return [{"": name, "now": value} for name, value in figures.items()]
@@ -281,12 +311,12 @@ def starting(beat: Beat) -> str:
     return f"{beat.phase}: {beat.about}" if beat.phase in (STARTING, MAKING) and beat.about else ""
 
 
-def cost_figures(beat: Beat) -> dict[str, str]:
+def cost_figures(beat: Beat, currency: str = "") -> dict[str, str]:
     """Return the cost so far and at the end; empty if unknown."""
     if beat.cost_run is None:
         return {}
-    end = {} if beat.cost_end is None else {"estimated total cost": money(beat.cost_end)}
-    return {"cost": money(beat.cost_run), **end}
+    end = {} if beat.cost_end is None else {"estimated total cost": money(beat.cost_end, currency)}
+    return {"cost": money(beat.cost_run, currency), **end}
 
 
 def progress_line(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> str:

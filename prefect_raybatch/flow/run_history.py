@@ -12,11 +12,12 @@ from prefect.artifacts import ImageArtifact, MarkdownArtifact
 
 from prefect_raybatch.flow.artifacts import artifact_key, put
 from prefect_raybatch.flow.events import RunEvents
+from prefect_raybatch.flow.nights import nights_of_deployment, with_nights
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.report.plots import data_uri, of_history
 from prefect_raybatch.report.run_history import HistoryLine, history_markdown, remarks
 from prefect_raybatch.report.verdict import DRIFT_REMARK
-from prefect_raybatch.runs.run_history import changed_fields, history_of
+from prefect_raybatch.runs.run_history import RUNS_SHOWN, changed_fields, history_of
 
 log = logging.getLogger(__name__)
 
@@ -26,11 +27,12 @@ class FlowNotes:
     """What a flow and its tasks tell each other about a run, which no parameter shows.
 
     `output` is the job's output URI before {run_date} is filled in; `remarks` are what is unusual
-    about the completed run.
+    about the completed run, and `seconds` is its whole time, Prefect's own start included.
     """
 
     output: str
     remarks: list[str] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 _notes: ContextVar[FlowNotes | None] = ContextVar("flow_notes", default=None)
@@ -68,7 +70,9 @@ def show_history(
     if its answers drifted. An error here is only logged and never fails the run.
     """
     try:
-        (page,) = history_of(uri or output.uri, output.options or None, name)
+        uri = uri or output.uri
+        (page,) = history_of(uri, output.options or None, name)
+        page = with_nights(page, nights_of_deployment(), uri, RUNS_SHOWN)
         if not page.runs:  # the run has no plan yet
             return
         key = artifact_key(name)
@@ -88,6 +92,7 @@ def show_history(
     unusual = [] if limited else remarks(page, line)
     if (notes := _notes.get()) is not None:
         notes.remarks = [*unusual, *([DRIFT_REMARK] if line.shifts else [])]
+        notes.seconds = line.elapsed or 0.0
     if tell:
         _tell_few_rows(line, name, unusual)
         _tell_drift(line, name, changed_fields(page, line, output.options))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 from prefect import get_run_logger, task
@@ -35,6 +36,7 @@ from prefect_raybatch.flow.blocks.store import options_of
 from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.flow.failure import COMMAND, ROWS_SHOWN, crash_advice, explained, is_explained
 from prefect_raybatch.flow.page import Observer, Page
+from prefect_raybatch.flow.pull_folder import add_pull_folder
 from prefect_raybatch.flow.run_history import show_history, written_uri
 from prefect_raybatch.flow.texts import STORABLE_LINES
 from prefect_raybatch.harmless import markdown_text
@@ -113,6 +115,7 @@ def plan_shards(
         failed_run_shown(job, run_key),
         explained("plan_shards", job, run_key, RETRY["retries"]),
     ):
+        add_pull_folder()
         job = with_blocks(with_run_words(job, run_key))
         run = plan_run(job, run_key, dataset, accept)
         get_run_logger().info(
@@ -140,6 +143,7 @@ def plan_retry(
         logs_in_page(),
         explained("plan_retry", job or _job_of(run_dir), key, RETRY["retries"], run_dir),
     ):
+        add_pull_folder()
         planned = retry.plan_retry(run_dir, errors, overrides, job, with_blocks)
         log = get_run_logger()
         if isinstance(planned, Nothing):
@@ -170,7 +174,9 @@ def infer_shards(job: BatchJob, run: Run) -> Progress:
         loaded = with_blocks(job)
         with (
             _recorded(loaded, run, INFERENCE),  # a lost Ray job records nothing itself
-            Page(loaded, run, observers=_observers.get()) as page,
+            Page(
+                loaded, run, observers=_observers.get(), output=written_uri(job.output.uri)
+            ) as page,
         ):
             owner = flow_runs.owner(RETRY["retries"])
             return infer_in_place(job, loaded, run, page, owner)
@@ -269,11 +275,12 @@ def _failures_shown(task_name: str, job: BatchJob, run: Run) -> Iterator[None]:
     def options() -> dict[str, Any] | None:
         return with_blocks(with_run_words(job, run.run_key)).output.options or None
 
-    def sample() -> Sequence[Sample]:
-        return failed_sample(run.uri, options(), ROWS_SHOWN)
-
+    @cache  # the attempts are read once
     def stop() -> Stop | None:
         return last_stop(run.uri, options())
+
+    def sample() -> Sequence[Sample]:
+        return failed_sample(run.uri, options(), ROWS_SHOWN, stop())
 
     # First, because explaining an error reads the run directory and the job's output.
     with explained(task_name, job, run.run_key, RETRY["retries"]):

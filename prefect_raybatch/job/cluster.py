@@ -15,6 +15,7 @@ from prefect_raybatch.job.checks import SERVER
 from prefect_raybatch.job.group import Group, field
 from prefect_raybatch.job.kubernetes import Kubernetes
 
+CURRENCY = re.compile(r"[A-Z]{3}")
 RAY_CLUSTER = re.compile(r"ray-cluster/[a-z0-9][a-z0-9-]*")
 
 
@@ -106,7 +107,7 @@ class Cluster(Group):
         6,
         None,
         title="Price per GPU-hour",
-        text="Price of a GPU-hour in any currency, for GPUs that price_by_card does "
+        text="Price of a GPU-hour, for GPUs that price_by_card does "
         "not name. Default: costs are not calculated.",
         gt=0,
         allow_inf_nan=False,
@@ -129,6 +130,13 @@ class Cluster(Group):
         Kubernetes(),
         title="Cluster on Kubernetes",
         text="Create a Ray cluster with KubeRay for this run and delete it afterwards.",
+    )
+    currency: str | None = field(
+        10,
+        None,
+        title="Currency",
+        text="Currency of the prices and of limits.max_cost, shown after each cost. Example: EUR. "
+        "Default: none is shown.",
     )
     _access: ClusterAccess | None = PrivateAttr(None)  # of the block; in no record
 
@@ -164,6 +172,15 @@ class Cluster(Group):
     def priced(self) -> bool:
         """Return whether any price is given."""
         return self.price_per_gpu_hour is not None or bool(self.price_by_card)
+
+    @field_validator("currency")
+    @classmethod
+    def _currency(cls, value: str | None) -> str | None:
+        if value is not None and not CURRENCY.fullmatch(value):
+            raise ValueError(
+                f"{value!r} is not a currency; write its code of three letters, such as EUR"
+            )
+        return value
 
     @field_validator("price_by_card")
     @classmethod

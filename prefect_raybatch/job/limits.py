@@ -107,8 +107,8 @@ class Limits(Group):
         11,
         None,
         title="Maximum cost",
-        text="Maximum cost of all attempts of a run, in the currency of "
-        "cluster.price_per_gpu_hour. A run that reaches it stops and keeps its committed rows.",
+        text="Maximum cost of all attempts of a run, in "
+        "cluster.currency. A run that reaches it stops and keeps its committed rows.",
         gt=0,
         allow_inf_nan=False,
     )

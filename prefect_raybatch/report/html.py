@@ -121,7 +121,9 @@ def _tiles(report: RunReport) -> dict[str, str]:
         "tokens/s": reports.number(
             tokens / report.seconds if tokens and report.seconds else None, 0
         ),
-        **({"cost": money(report.cost["total"])} if "total" in report.cost else {}),
+        **(
+            {"cost": money(report.cost["total"], report.currency)} if "total" in report.cost else {}
+        ),
         "GPU use": reports.percent(report.figures.get("gpu")),
         "KV cache peak": reports.percent(report.figures.get("kv_cache_peak")),
     }

@@ -172,6 +172,7 @@ class RunReport(FinishedRows):
     precision: PrecisionNote | None = None
     # seconds of all attempts, start-up and waits included
     elapsed: Number = 0.0
+    currency: str = ""  # of the costs, if the job names it
     accepted: tuple[Accepted, ...] = ()  # accepted differences from the plan; also in the notes
 
     @property
@@ -195,6 +196,7 @@ class RunReport(FinishedRows):
             "published",
             "reuse",
             "cost",
+            "currency",
             "code",
             "answers",
             "roofline",

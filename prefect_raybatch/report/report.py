@@ -124,7 +124,7 @@ def result_rows(report: RunReport) -> list[tuple[str, str]]:
         ("Working time", duration(report.seconds)),
         *(_work_rows(report) if done else ()),
         *reuse_rows(report.reuse),
-        *cost_rows(report.cost),
+        *cost_rows(report.cost, report.currency),
         ("Shards", f"{report.shards:,}{resumed}"),
         ("Engine deaths", f"{report.engine_deaths}"),
         ("Model", f"{report.model.get('source')}"),
@@ -199,20 +199,21 @@ def reuse_rows(reuse: Mapping[str, float]) -> list[tuple[str, str]]:
     return rows
 
 
-def cost_rows(cost: Mapping[str, float]) -> list[tuple[str, str]]:
+def cost_rows(cost: Mapping[str, float], currency: str = "") -> list[tuple[str, str]]:
     """Return what a run cost and saved as (name, value).
 
     Only GPU-hours if the price is unknown, and nothing for a run without GPUs.
     """
     names = {
-        "gpu_hours": "GPU-hours",
         "total": "Cost",
         "per_million_tokens": "Cost per million tokens",
         "per_answered_row": "Cost per answered row",
         "saved_by_resume": "Saved by resuming (estimate)",
         "saved_by_reuse": "Saved by reuse (estimate)",
     }
-    return [(text, money(cost[name])) for name, text in names.items() if name in cost]
+    costs = [(text, money(cost[name], currency)) for name, text in names.items() if name in cost]
+    hours = cost.get("gpu_hours")
+    return costs if hours is None else [("GPU-hours", money(hours)), *costs]
 
 
 def stage_table(report: RunReport) -> list[dict[str, str]]:

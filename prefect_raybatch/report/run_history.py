@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from prefect_raybatch.harmless import markdown_text
+from prefect_raybatch.harmless import code_span, markdown_text
 from prefect_raybatch.report.answers import LEAST_ANSWERS, Shift
 from prefect_raybatch.report.plots import data_uri, of_history
 from prefect_raybatch.report.report import DASH, duration, number, table_lines
-from prefect_raybatch.report.verdict import DRIFT_REMARK, LATE_REMARK, few_rows, outcome_text
+from prefect_raybatch.report.verdict import DRIFT_REMARK, LATE_REMARK, few_rows, outcome_text, slow
 from prefect_raybatch.words import counted, money
 
+ENDED_STATES = ("crashed", "failed")  # that are verbs; a run *is* late, pending or cancelled
 LABELS_SHOWN = 8  # most common labels in the table of answers
 
 
@@ -20,7 +21,8 @@ LABELS_SHOWN = 8  # most common labels in the table of answers
 class HistoryLine:
     """A run of a job as the page shows it.
 
-    `began` is in seconds since 1970. Unknown values, e.g. of an incomplete run, are None. `shifts`
+    `run` is its directory, "" for a run that Prefect scheduled and that has none. `began` is in
+    seconds since 1970. Unknown values, e.g. of an incomplete run, are None. `shifts`
     are the differences of its answers from the completed run before. `trouble` says why a run
     cannot be read, `failure` why its last attempt failed, and `command` runs it again.
     """
@@ -45,6 +47,7 @@ class HistoryLine:
     command: str = ""
     elapsed: float | None = None  # seconds of all attempts, start-up and waits included
     is_late: bool = False  # missed its deadline
+    currency: str = ""  # of the cost
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,9 @@ def _row(run: HistoryLine, with_cost: bool) -> dict[str, str]:
     state = run.state
     if run.committed is not None and run.state != "completed":
         state = f"{state}, {run.committed:.0%} committed"
-    cost = {"cost": DASH if run.cost is None else money(run.cost)} if with_cost else {}
+    cost = (
+        {"cost": DASH if run.cost is None else money(run.cost, run.currency)} if with_cost else {}
+    )
     return {
         "run": run.run_key,
         "started (UTC)": began,
@@ -143,15 +148,25 @@ def history_markdown(page: HistoryPage, plots: bool = True) -> str:
     lines += [f"- **{markdown_text(line)}**" for line in headlines(page)]
     lines += [""] if headlines(page) else []
     lines += table_lines(history_rows(page))
+    lines += _incomplete_lines(page)
     picture = of_history(page.runs) if plots else None
     if picture is not None:
         lines += ["", f"![Runs]({data_uri(picture)})"]
     if answers := answers_table(page):
         lines += ["", "## Answers", "", *table_lines(answers)]
-    for title, pairs in (("Failed runs", failures(page)), ("Unreadable runs", unread(page))):
-        notes = [f"- {markdown_text(f'{key}: {why}')}" for key, why in pairs]
-        lines += ["", f"## {title}", "", *notes] if notes else []
+    notes = [f"- {markdown_text(f'{key}: {why}')}" for key, why in unread(page)]
+    lines += ["", "## Unreadable runs", "", *notes] if notes else []
     return "\n".join(lines) + "\n"
+
+
+def _incomplete_lines(page: HistoryPage) -> list[str]:
+    """Return each run that did not complete with the reason and, to be copied, the command."""
+    lines = []
+    for run in page.runs:
+        if run.failure:
+            command = f"; continue with: {code_span(run.command)}" if run.command else ""
+            lines.append(f"- {markdown_text(f'{run.run_key}: {run.failure}')}{command}")
+    return ["", "## Runs that did not complete", "", *lines] if lines else []
 
 
 def headlines(page: HistoryPage) -> list[str]:
@@ -160,26 +175,35 @@ def headlines(page: HistoryPage) -> list[str]:
     if run is None:
         return []
     if run.failure:
-        return [f"{run.run_key} failed: {run.failure}"]
+        return [_failure_line(run)]
     if run.rows is None or run.good is None:
         return [f"{run.run_key} is {run.state}"]
     # The shifts have lines of their own.
     about, shifted = remarks(page, run), [f"{run.run_key}: {shift.line()}" for shift in run.shifts]
     about += [LATE_REMARK] if run.is_late else []
     about += [DRIFT_REMARK] if shifted else []
-    failed, seconds = run.quarantined or 0, run.elapsed or 0.0
+    counts, seconds = (run.rows, run.good, run.quarantined or 0), run.elapsed or 0.0
+    outcome = outcome_text(*counts, seconds, run.cost, about, run.currency)
+    unstarted = [line for line in page.runs[1:] if not line.run]
     return [
-        f"Last run: {outcome_text(run.rows, run.good, failed, seconds, run.cost, about)}",
+        f"Last run: {outcome}",
         *shifted,
+        *map(_failure_line, unstarted),  # which no run before this one has told of
     ]
+
+
+def _failure_line(run: HistoryLine) -> str:
+    verb = run.state if run.state in ENDED_STATES else f"is {run.state}"
+    return f"{run.run_key} {verb}: {run.failure}"
 
 
 def remarks(page: HistoryPage, run: HistoryLine) -> list[str]:
     """Return what is unusual about a completed run of the page, its answers apart."""
     before = page.runs[page.runs.index(run) + 1 :]
     earlier = [line.rows for line in before if line.good is not None and line.rows is not None]
-    text = few_rows(run.rows or 0, earlier)
-    return [text] if text else []
+    times = [line.elapsed for line in before if line.good is not None and line.elapsed]
+    texts = (few_rows(run.rows or 0, earlier), slow(run.elapsed or 0.0, times))
+    return [text for text in texts if text]
 
 
 def failures(page: HistoryPage) -> list[tuple[str, str]]:

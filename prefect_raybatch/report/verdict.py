@@ -11,7 +11,9 @@ from prefect_raybatch.report.report import duration
 from prefect_raybatch.words import counted, money
 
 FEW_ROWS = 0.5  # of the usual rows
-COMPARED_RUNS = 7  # completed runs that give the usual number of rows
+SLOW = 2.0  # times the usual seconds
+SLOW_LEAST = 60.0  # seconds more than usual, below which short runs differ anyway
+COMPARED_RUNS = 7  # completed runs that give the usual numbers of rows and seconds
 NOTHING_TO_DO = "Nothing to do."
 DRIFT_REMARK = "The answers have drifted."
 LATE_REMARK = "The deadline was missed: see the advice in the report."
@@ -24,6 +26,7 @@ def outcome_text(
     seconds: float,
     cost: float | None,
     remarks: Sequence[str] = (),
+    currency: str = "",
 ) -> str:
     """Return the outcome of a completed run, and what to look at; `seconds` is its whole time."""
     parts = [f"{good:,} of {counted(rows, 'row')}"]
@@ -34,17 +37,18 @@ def outcome_text(
         parts.append(f"{left_out:,} left out")
     parts.append(duration(seconds))
     if cost is not None:
-        parts.append(f"cost {money(cost)}")
+        parts.append(f"cost {money(cost, currency)}")
     return " ".join([f"{', '.join(parts)}.", *(remarks or [NOTHING_TO_DO])])
 
 
-def verdict_of(report: RunReport, remarks: Sequence[str] = ()) -> str:
-    """Return the verdict on a run from its report."""
-    seconds = max(report.elapsed, report.seconds)
+def verdict_of(report: RunReport, remarks: Sequence[str] = (), seconds: float = 0.0) -> str:
+    """Return the verdict on a run from its report; `seconds` is its whole time, if known."""
+    seconds = max(report.elapsed, report.seconds, seconds)
     cost = report.cost.get("total")
     if missed_deadline(report):
         remarks = [*remarks, LATE_REMARK]
-    return outcome_text(report.rows, report.good, report.failed, seconds, cost, remarks)
+    counts = (report.rows, report.good, report.failed)
+    return outcome_text(*counts, seconds, cost, remarks, report.currency)
 
 
 def missed_deadline(report: RunReport) -> bool:
@@ -60,7 +64,31 @@ def few_rows(rows: int, earlier: Sequence[int]) -> str | None:
     compared = earlier[:COMPARED_RUNS]
     if not compared or rows >= FEW_ROWS * (usual := median(compared)):
         return None
-    return (
-        f"Far fewer rows than usual: {rows:,}; the median of the last "
-        f"{counted(len(compared), 'completed run')} is {usual:,.0f}. Check the input."
-    )
+    text = _usually(len(compared), f"{usual:,.0f}")
+    return f"Far fewer rows than usual: {rows:,}; {text}. Check the input."
+
+
+def _usually(runs: int, value: str) -> str:
+    """Return what the runs before had, as the rest of a sentence."""
+    if runs == 1:
+        return f"the completed run before has {value}"
+    return f"the median of the last {runs} completed runs is {value}"
+
+
+def usual_seconds(earlier: Sequence[float]) -> float | None:
+    """Return the median time of the completed runs before, newest first; None without any."""
+    return median(earlier[:COMPARED_RUNS]) if earlier else None
+
+
+def is_slow(seconds: float, usual: float | None) -> bool:
+    """Return whether a run takes at least twice the usual time."""
+    return usual is not None and seconds >= max(SLOW * usual, usual + SLOW_LEAST)
+
+
+def slow(seconds: float, earlier: Sequence[float]) -> str | None:
+    """Return the remark on a run that took twice the usual time; None for any other run."""
+    usual = usual_seconds(earlier)
+    if usual is None or not is_slow(seconds, usual):
+        return None
+    text = _usually(len(earlier[:COMPARED_RUNS]), duration(usual))
+    return f"At least twice the usual time: {duration(seconds)}; {text}."

@@ -92,11 +92,15 @@ class Attempt:
     def committed(self) -> int:
         return int(self.driver.done.sum())
 
+    def _check_cost(self, cost: float | None) -> None:
+        spec, shards = self.phase.spec, self.phase.plan.shards
+        check_cost(spec.limits, cost, shards, self.committed, spec.cluster.prices.currency)
+
     def check(self) -> None:
         """Run preflight checks, then record the attempt."""
         phase = self.phase
         self.spent = spent_on(phase.ledger, phase.plan)
-        check_cost(phase.spec.limits, self.spent.at(None), phase.plan.shards, self.committed)
+        self._check_cost(self.spent.at(None))
         self.monitor(self.driver.progress)
         if not phase.run.probed:  # an earlier command made the plan, and the store may differ now
             phase.ledger.store.probe()
@@ -179,7 +183,7 @@ class Attempt:
         early = engines_begun(kind, size.pool.engines_for(phase.plan.shards - self.committed)[0])
         meter = meter_for(spec.cluster, spec.limits, capacity, size.pool, self.spent)
         self.monitor.meter = meter.after(self.monitor.meter, early.gpu_seconds)
-        check_cost(spec.limits, self.monitor.meter.whole, phase.plan.shards, self.committed)
+        self._check_cost(self.monitor.meter.whole)
         lease = cluster.admitted(phase.sizes, capacity, size.pool, joined.user, kind)
         warm = stack.enter_context(lease)
         if phase.increment is not None and not phase.looks_up:  # the report derives savings from it

@@ -38,7 +38,8 @@ def meter_for(
                 "cluster.price_per_gpu_hour for all other cards"
             )
         log.warning("the cost of this run is not counted: %s", price.why)
-    return CostMeter(price.hour, pool.gpus_a_replica / pool.engines_per_gpu, pool.fewest, spent)
+    gpus, currency = pool.gpus_a_replica / pool.engines_per_gpu, cluster.prices.currency
+    return CostMeter(price.hour, gpus, pool.fewest, spent, currency)
 
 
 def with_cost(
@@ -57,7 +58,8 @@ def with_cost(
     price = plain_price(prices) if prices is not None else None
     found = _costs(report, asks or report, spent, price)
     rounded = {name: float(f"{value:.8g}") for name, value in found.items()}
-    return replace(report, cost=rounded)
+    currency = prices.currency if prices is not None and "total" in rounded else ""
+    return replace(report, cost=rounded, currency=currency)
 
 
 def _costs(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prefect_raybatch.errors import CorruptRun, RayBatchError
 from prefect_raybatch.runs.finalize_run import load_report
@@ -31,12 +31,13 @@ class CostEstimate:
     by: str | None = None
     why: str = ""
     warning: str | None = None
+    currency: str = ""
 
     def line(self) -> str:
         if self.cost is None or self.gpu_hours is None:
             return f"not known: {self.why}"
         return (
-            f"about {money(self.cost)}: {money(self.gpu_hours)} GPU-hours for "
+            f"about {money(self.cost, self.currency)}: {money(self.gpu_hours)} GPU-hours for "
             f"{counted(self.rows, 'row')}, as in {self.by}"
         )
 
@@ -60,12 +61,15 @@ def estimate(spec: RunSpec, have: Capacity, rows: int) -> CostEstimate | None:
         return CostEstimate(rows, why="no earlier run of this job has recorded its GPU-hours")
     by, hours_a_row = known
     hours = rows * hours_a_row
-    found = CostEstimate(rows, round(hours * price.hour, 6), round(hours, 6), by)
+    currency = spec.cluster.prices.currency
+    cost = round(hours * price.hour, 6)
+    found = CostEstimate(rows, cost, round(hours, 6), by, currency=currency)
     most = spec.limits.max_cost
     if most is None or hours * price.hour <= most:
         return found
-    text = f"limits.max_cost {money(most)} may stop the run before it is complete: {found.line()}"
-    return CostEstimate(rows, found.cost, found.gpu_hours, by, warning=text)
+    limit = f"limits.max_cost {money(most, currency)}"
+    text = f"{limit} may stop the run before it is complete: {found.line()}"
+    return replace(found, warning=text)
 
 
 def _last_known(output: str, options: StoreOptions, job: str) -> tuple[str, float] | None:

@@ -10,7 +10,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.same_job import differing
 from prefect_raybatch.report.answers import comparable, shifts
 from prefect_raybatch.report.run_history import HistoryLine, HistoryPage
-from prefect_raybatch.report.verdict import missed_deadline
+from prefect_raybatch.report.verdict import missed_deadline, usual_seconds
 from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.listing import COMPLETED, DAMAGED, RunLine, list_runs, run_age
 from prefect_raybatch.runs.run import STORE_AWAY
@@ -51,6 +51,15 @@ def history_of(
         )
         for name, found in by_job.items()
     ]
+
+
+def usual_time(
+    output: str, options: Mapping[str, Any] | None, job: str, run_key: str
+) -> float | None:
+    """Return the median seconds of the job's latest completed runs, `run_key` apart."""
+    (page,) = history_of(output, options, job)
+    times = [(line.elapsed, line.good) for line in page.runs if line.run_key != run_key]
+    return usual_seconds([elapsed for elapsed, good in times if elapsed and good is not None])
 
 
 def with_retries(lines: list[RunLine]) -> list[RunLine]:
@@ -173,5 +182,6 @@ def _history_line(line: RunLine, options: StoreOptions | None) -> HistoryLine:
         elapsed=max(report.elapsed, report.seconds),
         is_late=missed_deadline(report),
         cost=report.cost.get("total"),
+        currency=report.currency,
         answers={kind: dict(counts) for kind, counts in report.answers.items()},
     )

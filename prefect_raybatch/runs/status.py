@@ -91,6 +91,7 @@ class Status:
     gpu_hours: float = 0.0
     cost: float | None = None
     cost_end: float | None = None
+    currency: str = ""
     superseded_by: str | None = None
     drained: Drain | None = None
     failure: str = ""
@@ -115,7 +116,8 @@ def status(uri: str, options: StoreOptions | None = None) -> Status:
     later = follow_forks(ledger, plan)[0]
     beats = () if finished else tuple(_beats(store, attempts))
     spent = spent_on(ledger, plan)
-    cost = spent.at(plain_price(_prices(plan)))
+    prices = _prices(plan)
+    cost = spent.at(plain_price(prices))
     retries = _retries(store.uri, plan, options) if finished and tally.failed else ((), ())
     return Status(
         run=store.uri,
@@ -143,6 +145,7 @@ def status(uri: str, options: StoreOptions | None = None) -> Status:
         drained=None if finished else _drained(store, attempts),
         gpu_hours=round(spent.gpu_seconds / HOUR, 6),
         cost=None if cost is None else round(cost, 6),
+        currency=prices.currency,
         cost_end=beats[0]["cost_end"] if beats else None,
         failure=failure,
         command=attempt.command if attempt is not None and failure else "",

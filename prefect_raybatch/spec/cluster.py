@@ -11,13 +11,14 @@ from prefect_raybatch.job.cluster import ClusterAccess, Stage
 
 @dataclass(frozen=True)
 class Prices:
-    """Price of a GPU-hour in any currency.
+    """Price of a GPU-hour in a `currency`, which is "" if it is not named.
 
     `by_card` is by Ray's names of cards, `hour` for all others; None if not given.
     """
 
     hour: float | None
     by_card: Mapping[str, float]
+    currency: str = ""
 
     def __bool__(self) -> bool:
         """Return whether any price is given."""

@@ -24,8 +24,12 @@ from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.layout import heartbeat_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.report.report import result_rows
+from prefect_raybatch.report.run_history import headlines, history_rows
+from prefect_raybatch.report.verdict import verdict_of
 from prefect_raybatch.runs.costs import meter_for, with_cost
 from prefect_raybatch.runs.estimate import estimate
+from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.runs.status import report_of, status
 from prefect_raybatch.sizing.prices import gpu_price
 from prefect_raybatch.sizing.sizes import Capacity, pool_for
@@ -33,7 +37,7 @@ from prefect_raybatch.storage import open_store
 from prefect_raybatch.words import money
 
 H100S = Capacity(32.0, 2.0, 1, "here", (2.0,), ("H100",), 16.0)
-PRICED = {"price_per_gpu_hour": 3600.0}  # 1 a GPU-second
+PRICED = {"price_per_gpu_hour": 3600.0, "currency": "EUR"}  # 1 a GPU-second
 
 
 # --- the price ----------------------------------------------------------------------------------
@@ -71,6 +75,9 @@ def test_a_limit_without_a_price_is_refused_with_what_to_set():
     for wrong in ({"price_per_gpu_hour": 0}, {"price_by_card": {"L4": -1}}):
         with pytest.raises(ConfigError, match="greater than 0"):
             BatchJob.from_dict(job_dict(cluster=wrong))
+    for wrong in ("euro", "eur", "", "€"):
+        with pytest.raises(ConfigError, match=r"cluster\.currency.*such as EUR"):
+            BatchJob.from_dict(job_dict(cluster={"currency": wrong}))
     unpriced = {"price_by_card": {"L4": 0.6}}
     job = make_job(cluster=unpriced, limits={"max_cost": 5}, engine={"device": "gpu"})
     with pytest.raises(ConfigError, match="price_by_card has no price for H100"):
@@ -188,7 +195,7 @@ def test_a_run_stops_at_its_limit_is_resumed_and_reports_what_it_cost(tmp_path, 
         nights.alive = 2 * (progress.done >= 8)
         slowly(progress)
 
-    with pytest.raises(CostExceeded, match=r"of 10 shards are committed and kept"):
+    with pytest.raises(CostExceeded, match=r"allows 0\.05 EUR.*of 10 shards are committed"):
         nights.infer(limited, run, after_two)
     done = status(run.uri)
     assert 2 <= done.committed < 10 and done.cost >= 0.05
@@ -200,9 +207,14 @@ def test_a_run_stops_at_its_limit_is_resumed_and_reports_what_it_cost(tmp_path, 
     assert report.cost["saved_by_resume"] > 0
     assert report.cost["total"] == pytest.approx(report.cost["per_answered_row"] * 40, rel=1e-6)
     assert status(run.uri).cost == pytest.approx(report.cost["total"], rel=1e-4)
+    spent = money(report.cost["total"], "EUR")
+    assert f"cost {spent}." in verdict_of(report) and ("Cost", spent) in result_rows(report)
+    (page,) = history_of(job.output.uri)
+    assert history_rows(page)[0]["cost"] == spent and f"cost {spent}" in headlines(page)[0]
 
     # The next night is estimated by this one.
     found = estimate(compile_job(job), H100S, 400)
+    assert "EUR: " in found.line()
     assert found.by == "monday" and found.cost == pytest.approx(10 * report.cost["total"], rel=1e-3)
     small = priced(nights, max_cost=found.cost / 2)
     assert "may stop the run before it is complete" in (

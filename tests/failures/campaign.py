@@ -27,6 +27,9 @@ HEAD = [
     "| night | what the page says |",
     "| --- | --- |",
 ]
+COMMAND = re.compile(
+    r"prefect (flow-run retry [0-9a-f-]{36}|worker start --pool \S+|deployment run .+)"
+)
 ROW = re.compile(r"\| \[.*\]\(\.\./images/night-(.+)\.png\) \|")
 
 
@@ -44,9 +47,29 @@ def look(page: Page, world: World, case: Case, seen: Seen, folder: Path) -> None
     picture(page, f"night-{case.name}", folder)
 
 
+def shown_command(page: Page) -> str:
+    """The first command on the page that continues or makes up a run, as a person copies it."""
+    for block in page.locator("pre, code, .log-row, .state-message, li, td, p").all():
+        text = block.inner_text().replace("\\\n", " ")
+        if match := COMMAND.search(" ".join(text.split())):
+            return match[0].rstrip(". ")
+    raise AssertionError("the page shows no command")
+
+
+def mended(world: World, seen: Seen, command: str) -> None:
+    """Removes the cause, carries out the command that the page shows, and waits for the result."""
+    if seen.mend is None:
+        return
+    seen.mend()
+    print(f"  {command}", flush=True)
+    world.carry_out(command)
+    world.complete(seen.mends)
+
+
 def play(case: Case, folder: Path) -> Seen:
-    """Plays a night in a world of its own, so that what it leaves behind disturbs no other, and
-    looks at it. The browser comes after: while one is open, Prefect's calls are awaitables."""
+    """Plays a night in a world of its own, so that what it leaves behind disturbs no other, looks
+    at it, and carries out the command that is shown. The browser is closed meanwhile: while one is
+    open, Prefect's calls are awaitables."""
     with new_world() as world:
         try:
             seen = case.play(world)
@@ -56,14 +79,20 @@ def play(case: Case, folder: Path) -> Seen:
         with browser_page() as page:
             try:
                 look(page, world, case, seen, folder)
+                command = shown_command(page) if seen.mend is not None else ""
             except Exception:
                 picture(page, f"wrong-{case.name}", Path(tempfile.gettempdir()))
                 raise
+        mended(world, seen, command)
     return seen
 
 
 def opened(page: Page, site: str, seen: Seen) -> None:
-    """The artifact of a night, or the log of its run: as the page comes up, or the warnings."""
+    """The artifact of a night, a page of ours, or the log of its run: as the page comes up, or the
+    warnings."""
+    if seen.file is not None:
+        page.goto(seen.file.as_uri())
+        return
     if seen.key:
         page.goto(f"{site}/artifacts/key/{seen.key}")
         page.locator("a[href*='/artifacts/artifact/']").first.click()

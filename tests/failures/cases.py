@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -31,13 +33,18 @@ AWAY, BACK = "has not answered for", "Prefect was unreachable for"
 class Seen:
     """Where a night is looked at: the artifact `key`, or the log of flow run `run`; each of `texts`
     must be there. `seconds` from the fault to where the page says so. Of a run that has not failed
-    the `warnings` alone are looked at, as whoever asks what happened to it would."""
+    the `warnings` alone are looked at, as whoever asks what happened to it would. `file` is a page
+    that a command wrote. After `mend`, which removes the cause, the command that is shown must
+    complete the run `mends`."""
 
     run: str
     key: str | None
     texts: tuple[str, ...]
     seconds: float
     warnings: bool = False
+    file: Path | None = None
+    mend: Callable[[], None] | None = None
+    mends: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,16 @@ def kill(pid: int) -> None:
             process.kill()
 
 
+def worker(world: World) -> None:
+    """Another worker in place of the one there, with the variables as they are now."""
+    kill(world.prefect.worker)
+    world.prefect.work()
+
+
+def nothing() -> None:
+    """What is to be mended before the command is carried out."""
+
+
 def failed(world: World, job: dict[str, Any], texts: tuple[str, ...], seconds: float) -> Seen:
     """Runs a job that must fail, and is told of in its failure artifact."""
     began = time.monotonic()
@@ -95,17 +112,22 @@ def failed(world: World, job: dict[str, Any], texts: tuple[str, ...], seconds: f
 @case(
     "A column is missing",
     "The prompt names a column that the input no longer has.",
-    "The missing column and those there are. Change the job, then run the same run key.",
+    "The missing column and those there are.",
 )
 def missing_column(world: World) -> Seen:
-    job = world.job("missing-column", prompt={"template": "What is {Nothing}?"})
-    return failed(world, job, ("Nothing", "prefect deployment run batch_inference/dev"), 120)
+    source = {"uri": world.customers("renamed.csv", 100)}
+    job = world.job("missing-column", source=source, prompt={"template": "What is {Nothing}?"})
+    seen = failed(world, job, ("Nothing", "prefect deployment run batch_inference/dev"), 120)
+    path = Path(source["uri"])
+    text = path.read_text(encoding="utf-8")
+    named = partial(path.write_text, text.replace("Company", "Nothing", 1), encoding="utf-8")
+    return replace(seen, mend=named, mends="missing-column-tuesday")
 
 
 @case(
     "There is no GPU",
     "The job asks for GPUs on a cluster without any.",
-    "What the job needs and the cluster has. Change one, then run the same run key.",
+    "What the job needs and the cluster has.",
 )
 def no_gpus(world: World) -> Seen:
     engine = {"model": "demo", "device": "gpu", "max_model_len": 256}
@@ -116,23 +138,33 @@ def no_gpus(world: World) -> Seen:
 @case(
     "Wrong keys",
     "The store's secret key was changed.",
-    "The store's message and the variables with the keys. Correct them, then retry.",
+    "The store's message and the variables with the keys.",
 )
 def wrong_keys(world: World) -> Seen:
     world.s3.create_bucket(BUCKET)
     job = world.job("wrong-keys", output={"uri": f"s3://{BUCKET}/out", "column": "industry"})
-    env = {**world.s3.env, "AWS_SECRET_ACCESS_KEY": "x" * 40}
+    world.prefect.env |= {**world.s3.env, "AWS_SECRET_ACCESS_KEY": "x" * 40}
+    worker(world)
     began = time.monotonic()
-    run = world.start(job, "tuesday", **env)
+    run = world.start(job, "tuesday")
     world.ended(run, "FAILED", 120)
     texts = ("SignatureDoesNotMatch", "AWS_ACCESS_KEY_ID", "prefect flow-run retry")
-    return Seen(run, "raybatch-wrong-keys-failure", texts, time.monotonic() - began)
+    took = time.monotonic() - began
+
+    def mend() -> None:
+        world.prefect.env |= world.s3.env
+        worker(world)
+
+    return Seen(
+        run, "raybatch-wrong-keys-failure", texts, took, mend=mend,
+        mends=f"s3://{BUCKET}/out/tuesday",
+    )  # fmt: skip
 
 
 @case(
     "Too many bad rows",
     "Every fifth company name has 3,000 characters, more than max_model_len.",
-    "How many rows failed, why, and some of them. Resume with a higher limit.",
+    "How many rows failed, why, and some of them.",
 )
 def bad_rows(world: World) -> Seen:
     path = world.customers("long.csv", 400)
@@ -150,7 +182,7 @@ def bad_rows(world: World) -> Seen:
         cluster={"job_server": world.head.url},
     )
     texts = ("rows tried failed", "limits.max_failed_fraction", "Examples of failed rows")
-    return failed(world, job, texts, 300)
+    return replace(failed(world, job, texts, 900), mend=nothing, mends="bad-rows-tuesday")
 
 
 @contextmanager
@@ -176,19 +208,20 @@ def killing(world: World) -> Iterator[None]:
 @case(
     "An engine that dies",
     "Each engine process gets SIGKILL as it starts.",
-    "How often and where engines died as they started. Look at memory, then retry.",
+    "How often and where engines died as they started.",
 )
 def engine_dies(world: World) -> Seen:
     job = world.job("engine-dies", cluster={"job_server": world.head.url})
     with killing(world):
         texts = ("process died while starting", "their memory", "prefect flow-run retry")
-        return failed(world, job, texts, 420)
+        seen = failed(world, job, texts, 900)
+    return replace(seen, mend=nothing, mends="engine-dies-tuesday")
 
 
 @case(
     "The store stalls",
     "The store takes requests for half a minute and answers none.",
-    "A warning: which request waits and what to check. The run completes.",
+    "A warning: which request waits and what to check.",
 )
 def store_stalls(world: World) -> Seen:
     world.s3.create_bucket(BUCKET)
@@ -216,8 +249,7 @@ def store_stalls(world: World) -> Seen:
 @case(
     "The cluster is gone",
     "The Ray head gets SIGKILL during the run and stays away.",
-    "A warning: the job server does not answer. The run fails after 20 minutes, unless the "
-    "head comes back.",
+    "A warning: the job server does not answer. The run fails after 20 minutes without it.",
 )
 def cluster_gone(world: World) -> Seen:
     job = world.job("cluster-gone", source=many(world), cluster={"job_server": world.head.url})
@@ -232,7 +264,7 @@ def cluster_gone(world: World) -> Seen:
 @case(
     "The worker's host is gone",
     "Worker and flow run get SIGKILL.",
-    "Crashed, with a Retry button. The log has the command.",
+    "Crashed, with a Retry button.",
 )
 def dead_worker(world: World) -> Seen:
     cluster = {"job_server": world.head.url}
@@ -255,13 +287,13 @@ def dead_worker(world: World) -> Seen:
         world.prefect.until(paged, 60, "the page to the one on call")
     # The command as text is in the log, below the first screen; the page has a button for it.
     texts = ("Crashed", "raybatch: a flow run is gone", "Retry")
-    return Seen(run, None, texts, took)
+    return Seen(run, None, texts, took, mend=world.prefect.work, mends="dead-worker")
 
 
 @case(
     "A deadline is missed",
     "The deadline is ten seconds.",
-    "A warning: by how much, and the field that sets the deadline. The run completes.",
+    "A warning: by how much, and the field that sets the deadline.",
 )
 def deadline_missed(world: World) -> Seen:
     limits = {"deadline": "10s"}
@@ -302,7 +334,7 @@ def away(world: World, name: str) -> Seen:
 @case(
     "Prefect is away (SQLite)",
     "Its server gets SIGKILL and starts again two minutes later.",
-    "A warning: how long its API was away. The run went on.",
+    "A warning: how long its API was away.",
 )
 def prefect_away(world: World) -> Seen:
     return away(world, "prefect-away")
@@ -316,3 +348,154 @@ def prefect_away(world: World) -> Seen:
 def prefect_away_postgresql(world: World) -> Seen:
     world.env |= world.stack.enter_context(for_prefect())
     return away(world, "prefect-away-postgresql")
+
+
+def usual(world: World, name: str, rows: int, **groups: Any) -> dict[str, Any]:
+    """A job with a completed run of so many rows."""
+    cluster = {"job_server": world.head.url}
+    job = world.job(name, source=many(world, rows), cluster=cluster, **groups)
+    world.ended(world.start(job, f"{name}-monday"), "COMPLETED", 600)
+    return job
+
+
+@case(
+    "Far fewer rows than usual",
+    "The input has 60 rows, and had 600 the night before.",
+    "The verdict: rows of tonight and usual ones.",
+)
+def few_rows(world: World) -> Seen:
+    with settings_for(world.prefect), pager() as pages:
+        automations_script().deploy("custom-webhook/on-call")
+        usual(world, "few-rows", 600)
+        began = time.monotonic()
+        cluster = {"job_server": world.head.url}
+        tonight = world.job("few-rows", source=many(world, 60), cluster=cluster)
+        run = world.start(tonight, "few-rows-tuesday")
+        message = world.ended(run, "COMPLETED", 600)["message"]
+        assert "Far fewer rows than usual: 60" in message, message
+        took = time.monotonic() - began
+        paged = lambda: [p for p in pages if "far fewer rows" in p["subject"]]  # noqa: E731
+        world.prefect.until(paged, 90, "the page to the one on call")
+        assert len(paged()) == 1, paged()
+    texts = ("Far fewer rows than usual: 60", "Check the input", "few-rows-monday")
+    return Seen(run, "raybatch-few-rows-history", texts, took)
+
+
+@case(
+    "A night that never started",
+    "No worker is there when the run is due.",
+    "`raybatch history` and the alarm: why, and the command.",
+)
+def never_started(world: World) -> Seen:
+    with settings_for(world.prefect), pager() as pages:
+        automations_script().deploy("custom-webhook/on-call")
+        job = usual(world, "never-started", 100)
+        kill(world.prefect.worker)
+        began = time.monotonic()
+        run = world.start(job, "never-started-tuesday")
+        paged = lambda: [p for p in pages if "never-started is late" in p["subject"]]  # noqa: E731
+        world.prefect.until(paged, 240, "the page to the one on call")
+        took = time.monotonic() - began
+        assert "prefect worker start --pool raybatch" in paged()[0]["body"], paged()
+        world.prefect.until(
+            lambda: "is late" in world.history().read_text(encoding="utf-8"), 240, "the history"
+        )
+    command = "prefect worker start --pool raybatch"
+    texts = ("never-started-tuesday is late", "no worker of work pool raybatch", command)
+    return Seen(
+        run, None, texts, took, file=world.history(), mend=nothing, mends="never-started-tuesday"
+    )
+
+
+@case(
+    "Twice the usual time",
+    "The engines are halted until the run takes twice as long as the night before.",
+    "A warning: the time so far and the usual one.",
+)
+def twice_the_time(world: World) -> Seen:
+    with settings_for(world.prefect), pager() as pages:
+        automations_script().deploy("custom-webhook/on-call")
+        job = usual(world, "twice-the-time", 3_000)
+        began = time.monotonic()
+        slow = "at least twice the usual time"
+        with holding(world, "twice-the-time-tuesday"):
+            run = world.start(job, "twice-the-time-tuesday")
+            world.logs(run, slow, 900)
+        took = time.monotonic() - began
+        paged = lambda: [p for p in pages if "twice the usual time" in p["subject"]]  # noqa: E731
+        world.prefect.until(paged, 90, "the page to the one on call")
+        assert len(paged()) == 1, paged()
+        world.ended(run, "COMPLETED", 600)
+    return Seen(run, None, (slow, "usually takes"), took, warnings=True)
+
+
+@case(
+    "The cost is near its limit",
+    "80 % of limits.max_cost are spent.",
+    "A warning: the cost and the limit.",
+)
+def cost_near(world: World) -> Seen:
+    world.gpus = 1
+    with settings_for(world.prefect), pager() as pages:
+        automations_script().deploy("custom-webhook/on-call")
+        engine = {"model": "demo", "device": "gpu", "max_model_len": 256}
+        cluster = {"job_server": world.head.url, "price_per_gpu_hour": 3600}
+        limits = {"max_cost": 60}
+        job = world.job(
+            "cost-near", source=many(world), engine=engine, cluster=cluster, limits=limits
+        )
+        began = time.monotonic()
+        run = world.start(job, "cost-near-tuesday")
+        near = "the cost is near its limit"
+        world.logs(run, near, 900)
+        took = time.monotonic() - began
+        paged = lambda: [p for p in pages if "cost near the limit" in p["subject"]]  # noqa: E731
+        world.prefect.until(paged, 90, "the page to the one on call")
+        assert len(paged()) == 1, paged()
+    return Seen(run, None, (near, "limits.max_cost is 60.00"), took, warnings=True)
+
+
+@case(
+    "Ray on the worker's host dies",
+    "The raylet of a run's own Ray gets SIGKILL.",
+    "Crashed, with the cause and the command.",
+)
+def raylet_killed(world: World) -> Seen:
+    job = world.job("raylet-killed", source=many(world))
+    run = world.start(job, "raylet-killed")
+    world.committed(run, lambda: world.commits("raylet-killed"))
+    began = time.monotonic()
+    (raylet, *_) = below(world.prefect.worker, "raylet")
+    raylet.kill()
+    message = world.ended(run, "CRASHED", 300)["message"]
+    took = time.monotonic() - began
+    command = f"prefect flow-run retry {run}"
+    assert "Ray on this host died" in message and command in message, message
+    texts = ("raylet-killed crashed", "Ray on this host died", command)
+    return Seen(run, None, texts, took, file=world.history(), mend=nothing, mends="raylet-killed")
+
+
+@case(
+    "Cancelled after an outage",
+    "Prefect's server gets SIGKILL for five minutes; then the run is cancelled.",
+    "Cancelled: the run ended itself.",
+)
+def cancelled_after_outage(world: World) -> Seen:
+    """Longer than the lease of the concurrency limit; the worker asks for no cancellation then."""
+    cluster = {"job_server": world.head.url}
+    job = world.job("cancelled-after-outage", source=many(world, 20_000), cluster=cluster)
+    key = "cancelled-after-outage"
+    with holding(world, key):
+        run = world.start(job, key)
+        world.committed(run, lambda: world.commits(key))
+        server = next(p for p in world.prefect.started if p.args[-1] == str(world.prefect.port))
+        kill(server.pid)
+        time.sleep(330)  # the lease lasts five minutes
+        world.prefect.serve()
+        world.logs(run, BACK, 240)
+        began = time.monotonic()
+        world.carry_out(f"prefect flow-run cancel {run}")
+        world.ended(run, "CANCELLED", 240)
+    took = time.monotonic() - began
+    texts = (f"{key} is cancelled", "Committed shards are kept", f"prefect flow-run retry {run}")
+    return Seen(run, None, texts, took, file=world.history(), mend=nothing, mends=key)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +20,8 @@ from helpers.ray_head import ROOT, Head, start_head
 from s3server import S3Server, start_s3
 
 from prefect_raybatch.demo.customers import write_customers
+from prefect_raybatch.ledger.layout import SUCCESS
+from prefect_raybatch.storage import open_store
 
 ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
@@ -26,12 +30,13 @@ ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 class World:
     """Servers are started when a night first asks for them, and end with the world. `env` is
     what Prefect's server, worker and runs have beside their own variables; `given` is a server that
-    is there already, with a worker of our deployments."""
+    is there already, with a worker of our deployments. The head says that it has `gpus`."""
 
     folder: Path
     stack: ExitStack = field(repr=False)
     env: dict[str, str] = field(default_factory=dict)
     given: Prefect | None = None
+    gpus: int = 0
 
     @cached_property
     def prefect(self) -> Prefect:
@@ -49,7 +54,7 @@ class World:
     @cached_property
     def head(self) -> Head:
         path = f"{ROOT}:{environ.python_path()}"
-        return self.stack.enter_context(start_head(4, PYTHONPATH=path))
+        return self.stack.enter_context(start_head(4, self.gpus, PYTHONPATH=path))
 
     @cached_property
     def s3(self) -> S3Server:
@@ -88,7 +93,7 @@ class World:
     def commits(self, key: str) -> int:
         return len(list((self.folder / "out" / key / "_raybatch/commits").glob("*.json")))
 
-    def committed(self, run: str, there: Callable[[], object], seconds: float = 240) -> None:
+    def committed(self, run: str, there: Callable[[], object], seconds: float = 900) -> None:
         """Waits until a run that works has a commit."""
 
         def look() -> bool:
@@ -108,6 +113,29 @@ class World:
 
         self.prefect.until(look, seconds, f"{text!r} in the log")
         return time.monotonic() - began
+
+    def carry_out(self, command: str) -> None:
+        """Types a command as the one on call does; one that starts a worker stays."""
+        if " worker start " in command:
+            self.prefect.start(*shlex.split(command)[1:])
+            return
+        done = subprocess.run(
+            ["bash", "-c", command], env=self.prefect.env, cwd=self.folder,
+            capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+
+    def complete(self, key: str, seconds: float = 900) -> None:
+        """Waits until the run of that key in `out`, or of that URI, is complete."""
+        run = key if "://" in key else str(self.folder / "out" / key)
+        store = open_store(run, self.s3.options if "://" in key else None)
+        self.prefect.until(lambda: store.holds(SUCCESS), seconds, f"the result of {run}")
+
+    def history(self, output: str = "out") -> Path:
+        """The page that `raybatch history` writes."""
+        page = self.folder / "history.html"
+        self.carry_out(f"raybatch history {self.folder / output} --html {page}")
+        return page
 
     def told(self, lines: int = 40) -> str:
         """The last lines of the runs' logs, for whoever asks why a night was not played."""

@@ -56,6 +56,7 @@ from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.report import plots
 from prefect_raybatch.runs.run import Run
+from prefect_raybatch.runs.run_history import history_of
 
 DRAWS = True
 
@@ -125,6 +126,53 @@ def test_a_deadline_at_risk_is_told_once(emitted):
     assert told([(0.0, 2, None), (30.0, 7, 60.0)], worked=20.0) != []
     nothing = "1 min 41 s elapsed, time left unknown"
     assert told([(0.0, 2, None), (101.0, 2, None)]) == [f"{nothing}; {allowed}"]
+
+
+def test_a_cost_near_its_limit_is_told_once(emitted):
+    def told(*beats: tuple[int, float | None, float | None]) -> list[str]:
+        emitted.clear()
+        live = LiveEvents(RunEvents("k", "j"), "/run", 9, max_cost=40.0)
+        live.started(Beat(0.0, shards=20, committed=2))
+        for committed, so_far, end in beats:
+            beat = Beat(0.0, shards=20, committed=committed, cost_run=so_far, cost_end=end)
+            live.see(beat, 0.0)
+        return [e["payload"]["about"] for e in emitted if e["event"] == "raybatch.cost.high"]
+
+    assert told((2, None, None), (3, 1.0, 400.0), (9, 31.9, 40.0)) == []
+    assert told((9, 1.0, 41.0), (10, 33.0, 42.0)) == [
+        "1.00 spent, about 41.00 at the end; limits.max_cost is 40.00"
+    ]
+    assert told((2, 32.0, None)) == ["32.00 spent; limits.max_cost is 40.00"]
+
+
+def test_twice_the_usual_time_is_told_once(emitted):
+    def told(usual: float | None, *seconds: float) -> list[str]:
+        emitted.clear()
+        live = LiveEvents(RunEvents("k", "j"), "/run", 9)
+        live.usual = usual
+        live.started(Beat(0.0, shards=20))
+        for at in seconds:
+            live.see(Beat(0.0, shards=20), at)
+        return [e["payload"]["about"] for e in emitted if e["event"] == "raybatch.time.high"]
+
+    assert told(None, 0.0, 1e6) == told(20.0, 0.0, 79.0) == told(100.0, 0.0, 199.0) == []
+    assert told(100.0, 0.0, 200.0, 300.0) == [
+        "3 min 20 s elapsed; a run of this job usually takes 1 min 40 s"
+    ]
+
+
+def test_the_usual_time_is_that_of_the_runs_of_the_job(tmp_path, emitted):
+    nights = Nights(tmp_path)
+    nights.write("a", "b")
+    job = nights.job(reuse=None)
+    for key in ("n1", "n2"):
+        nights.night(key, job)
+    run = plan_run(job, "n3")
+    shown = Page(job, run, clock=lambda: 0.0)
+    (first, second) = (line.elapsed for line in history_of(job.output.uri)[0].runs if line.good)
+    assert shown.usual() == (first + second) / 2
+    missing = Page(edited(job, {"output.uri": str(tmp_path / "none")}, "test"), run)
+    assert missing.usual() is None
 
 
 @pytest.mark.parametrize("phase", [MAKING, UNHEARD])
@@ -737,11 +785,12 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
         assert {what for _, what in script.deploy("custom-webhook/on-call", 10)} == {"created"}
         assert {what for _, what in script.deploy("custom-webhook/on-call", 10)} == {"updated"}
         known = [a for a in client.read_automations() if a.name.startswith("raybatch: ")]
-        assert len(known) == 10
+        assert len(known) == 13
         try:
             gone = in_state("gone-night", Running())
             by_hand = in_state("by-hand", Running())  # without a deployment that promises more
-            live = LiveEvents(RunEvents("industries-1", "industries"), "s3://b/k", 3, 60.0)
+            live = LiveEvents(RunEvents("industries-1", "industries"), "s3://b/k", 3, 60.0, 9.0)
+            live.usual = 30.0
             # The server's services read automations when told of them: say it until it is heard.
             for number in range(200):
                 if number % 5 == 0:
@@ -755,11 +804,13 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
                     beats_of(by_hand, "nightly")
                     beats_of(gone, "nightly", script.HEARTBEAT_TAG)
                 beat = Beat(0.0, failed=4, rows=9, shards=5, alarms=number + 1, about="1 alive")
+                beat = replace(beat, cost_run=8.0)
                 live.see(beat, 61.0 * number)
-                live.told_high = live.told_late = False
+                live.told_high = live.told_late = live.told_dear = live.told_slow = False
                 live.events.emit("answers.drifted", about="the labels differ", run="s3://b/k")
+                live.outage(171.0)
                 live.events.emit("rows.low", about="60 instead of 600", run="s3://b/k")
-                if len({p["subject"] for p in pages}) >= 9:
+                if len({p["subject"] for p in pages}) >= 12:
                     break
                 time.sleep(1)
             state = client.read_flow_run(gone).state
@@ -777,6 +828,9 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
         "industries-1 will be late",
         "industries-1: answers have drifted",
         "industries-1: far fewer rows than usual",
+        "industries-1: cost near the limit",
+        "industries-1: Prefect was unreachable",
+        "industries-1 takes twice the usual time",
         "failed-night failed",
         "gone-night crashed",
         "late-night is late",
@@ -786,6 +840,9 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
     assert "4 of 9 rows have failed" in said["industries-1: many rows fail"].replace("\n", " ")
     assert "the labels differ" in said["industries-1: answers have drifted"]
     assert "What to do: look" in said["failed-night failed"]
+    assert "8.00 spent; limits.max_cost is 9.00" in said["industries-1: cost near the limit"]
+    assert "unreachable for 2 min 51 s" in said["industries-1: Prefect was unreachable"]
+    assert "usually takes 30 s" in said["industries-1 takes twice the usual time"]
     assert "limits.deadline is 1 min 00 s" in said["industries-1 will be late"]
     assert state.is_crashed() and "no heartbeat for 10 s" in state.message
     assert "prefect flow-run retry NAME" in state.message
@@ -794,3 +851,13 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
     assert "because the run before it was still active" in refused
     assert re.search(r"did not run at\n\d{4}-\d\d-\d\d \d\d:\d\d", refused), refused
     assert re.search(r"`prefect flow-run retry [0-9a-f-]{36}`", refused), refused
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "nan", "1e9", "soon"])
+def test_a_wrong_number_of_seconds_is_refused_before_prefect_is_asked(given, monkeypatch, capsys):
+    script = automations_script()
+    monkeypatch.setattr(script, "deploy", lambda *_: pytest.fail("it was deployed"))
+    monkeypatch.setattr("sys.argv", ["automations.py", "--block", "a/b", f"--gone-after={given}"])
+    with pytest.raises(SystemExit):
+        script.main()
+    assert "--gone-after" in capsys.readouterr().err

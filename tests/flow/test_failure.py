@@ -459,7 +459,8 @@ def test_a_crash_is_logged_with_whether_the_result_is_complete(publishes: bool) 
         id = night(job, work, return_state=True).state_details.flow_run_id
         with get_client(sync_client=True) as client:
             run = client.read_flow_run(id)
-        failure.log_crash(night, run, Crashed(message=message))
+        # By name, as Prefect's worker calls it.
+        failure.log_crash(flow=night, flow_run=run, state=Crashed(message=message))
         lines = logs_of(id, "Prefect ended this flow run")
         (line,) = [line for line in lines if line.startswith("Prefect ended")]
         assert "lease expired" in line and end in line
@@ -495,6 +496,7 @@ def test_the_api_away_and_back_is_a_line_each(caplog: pytest.LogCaptureFixture) 
     # Only this line reaches the page: what was logged before is lost.
     assert back.startswith("Prefect was unreachable for 2 min 05 s. The run continued.")
     assert "lease may have expired" in back
+    assert watch.take_outage() == pytest.approx(125.0) and watch.take_outage() is None
     with said_once():
         logging.getLogger("prefect.events.clients").warning("Unable to connect to %r.", "ws://x")
         logging.getLogger("prefect._internal.concurrency").error("x failed to process item %s", 1)

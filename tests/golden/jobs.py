@@ -562,7 +562,11 @@ def _runs() -> Iterator[GoldenJob]:
         "Prices, and a limit on costs.",
         engine=LLAMA,
         limits={"max_cost": 25, "deadline": "45m"},
-        cluster={"price_per_gpu_hour": 2, "price_by_card": {"H100": 2.5, "L4": 0.6}},
+        cluster={
+            "price_per_gpu_hour": 2,
+            "price_by_card": {"H100": 2.5, "L4": 0.6},
+            "currency": "EUR",
+        },
     )
     yield made(
         "run-publish-files",

@@ -69,7 +69,7 @@ class Prefect:
     def call(self, *arguments: str) -> str:
         done = subprocess.run(
             ["prefect", *arguments], env=self.env, cwd=ROOT, capture_output=True, text=True,
-            timeout=150,
+            timeout=300,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

@@ -35,14 +35,14 @@ class Head:
 
 
 @contextmanager
-def start_head(cpus: int, **env: str) -> Iterator[Head]:
+def start_head(cpus: int, gpus: int = 0, **env: str) -> Iterator[Head]:
     """Ends only the processes of this head.
 
     A raylet gives its agent 15 s to start, which a busy machine may exceed: then another try.
     """
     for tries_left in (2, 1, 0):
         folder = tempfile.mkdtemp(prefix="rb", dir="/tmp")  # short: sockets lie in it
-        process, head = _launch(folder, cpus, env)
+        process, head = _launch(folder, cpus, gpus, env)
         try:
             if _is_up(process, head.url, Path(folder) / "head.txt"):
                 yield head
@@ -53,12 +53,15 @@ def start_head(cpus: int, **env: str) -> Iterator[Head]:
             _end(process, folder)
 
 
-def _launch(folder: str, cpus: int, env: dict[str, str]) -> tuple[subprocess.Popen[bytes], Head]:
+def _launch(
+    folder: str, cpus: int, gpus: int, env: dict[str, str]
+) -> tuple[subprocess.Popen[bytes], Head]:
     port, dashboard, agent, client = free_ports(4)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = dying_with_us(
         sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block",
-        f"--num-cpus={cpus}", f"--port={port}", f"--ray-client-server-port={client}",
+        f"--num-cpus={cpus}", f"--num-gpus={gpus}", f"--port={port}",
+        f"--ray-client-server-port={client}",
         f"--dashboard-agent-listen-port={agent}", "--include-dashboard=true",
         "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--temp-dir={folder}",
         "--object-store-memory=300000000", "--disable-usage-stats",

@@ -314,6 +314,7 @@ CHANGED: dict[str, Any] = {
     "cluster.on_crash": "stop",
     "cluster.price_per_gpu_hour": 2.0,
     "cluster.price_by_card": {"H100": 2.5},
+    "cluster.currency": "EUR",
     **{f"cluster.kubernetes.{name}": value for name, value in ON_KUBERNETES.items()},
 }
 # What must be there for the changed value to be valid, in both jobs that are compared.

@@ -342,6 +342,15 @@ def test_the_first_line_is_the_verdict():
         "last 2 completed runs is 605. Check the input."
     )
     assert first(run("c", 600, "unfinished")) == "c is unfinished"
+    assert first(replace(run("c", 600), elapsed=550.0)) == (
+        "Last run: 600 of 600 rows, 9 min 10 s. At least twice the usual time: 9 min 10 s; the "
+        "median of the last 2 completed runs is 4 min 35 s."
+    )
+    missed = HistoryLine("missed", "", "late", failure="no worker", command="start one")
+    assert first(missed) == "missed is late: no worker"
+    page = HistoryPage("job", (run("c", 600), missed, *usual))
+    assert headlines(page)[1:] == ["missed is late: no worker"]
+    assert "missed: no worker; continue with: `start one`" in history_markdown(page)
     assert (
         first(run("c", 600, "failed", failure="the disk is full")) == "c failed: the disk is full"
     )
