@@ -111,9 +111,9 @@ docs: .venv/.ready ## The documentation as a site, in site/; a link that leads n
 COMPILE = uv pip compile -q --universal --python-version 3.11 --fork-strategy fewest \
   --generate-hashes --no-header --no-annotate
 # intel-openmp needs intel-cmplr-lib-ur in its wheel for Linux alone, and uv reads that of Windows.
-LOCK_TOO = torch==2.13.0+cpu intel-cmplr-lib-ur==2024.2.1 uv hatchling editables
 lock: ## Resolve the locks anew for all Pythons, with the hashes of all wheels (needs uv)
-	printf '%s\n' $(LOCK_TOO) | $(COMPILE) --find-links $(TORCH_WHEELS) \
+	printf '%s\n' 'torch==2.13.0+cpu' "intel-cmplr-lib-ur==2024.2.1 ; platform_machine == 'x86_64'" uv hatchling editables \
+	  | $(COMPILE) --find-links $(TORCH_WHEELS) \
 	  --extra cpu --extra kubernetes --extra delta --extra iceberg --extra lance --extra huggingface --extra postgresql --extra polars --extra docs --group dev pyproject.toml - -o requirements.lock
 	echo torch===2.13.0 | $(COMPILE) - \
 	  | sed -n '/^\(torch\|cuda-\|nvidia-\)/,/[^\\]$$/p' > requirements-torch.lock
