@@ -11,7 +11,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -57,6 +57,12 @@ def code_version() -> str:
     except metadata.PackageNotFoundError:  # from a folder on PYTHONPATH
         version = "unknown"
     return f"{version}+{digest.hexdigest()[:12]}"
+
+
+def versions(names: Iterable[str]) -> dict[str, str]:
+    """Return {package: version} of those of these packages that are installed."""
+    found = {name: _version(name) for name in names}
+    return {name: str(version) for name, version in found.items() if version is not None}
 
 
 @dataclass(frozen=True)
