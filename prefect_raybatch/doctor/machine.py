@@ -28,7 +28,7 @@ from prefect_raybatch.words import counted
 
 PACKAGES = ("prefect", "fastapi", "sqlalchemy", "ray", "pyarrow", "s3fs")
 # Objects of these go between a driver and its workers, so both sides need equal versions.
-SHARED = (installed.OUR_PACKAGE, "ray", "pyarrow", "numpy", "pydantic", "transformers")
+ON_BOTH_SIDES = (installed.OUR_PACKAGE, "ray", "pyarrow", "numpy", "pydantic", "transformers")
 VERSIONS = """
 import json, sys
 from prefect_raybatch.installed import versions
@@ -98,7 +98,7 @@ def check_workers(context: CheckContext) -> Iterator[Finding]:
         return
     different = [
         f"{name} {there.get(name, 'missing')}, here {here.get(name, 'missing')}"
-        for name in ("Python", *SHARED)
+        for name in ("Python", *ON_BOTH_SIDES)
         if there.get(name) != here.get(name)
     ]
     if different:
@@ -110,8 +110,8 @@ def check_workers(context: CheckContext) -> Iterator[Finding]:
 
 
 def _versions_of(python: str) -> dict[str, str]:
-    """Return the versions of a Python and of the SHARED packages and engines there."""
-    command = [python, "-P", "-c", VERSIONS, *SHARED, *installed.ENGINE_EXTRAS]
+    """Return the versions of a Python and of the ON_BOTH_SIDES packages and engines there."""
+    command = [python, "-P", "-c", VERSIONS, *ON_BOTH_SIDES, *installed.ENGINE_EXTRAS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT, check=True)
     versions: dict[str, str] = json.loads(done.stdout)
     return versions
