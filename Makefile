@@ -1,8 +1,12 @@
-# Everything happens in .venv, made from requirements.lock, whose hashes are checked. Nothing outside
-# this folder is changed.
-PYTHON ?= python3
+# Everything happens in .venv, made from requirements.lock, which serves each supported Python. The
+# hashes of all packages are checked. Nothing outside this folder is changed.
+PYTHON ?= $(or $(shell for python in python3 python3.13 python3.12 python3.11; do \
+  $$python -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+  2>/dev/null && echo $$python && break; done),$(error No Python 3.11 to 3.13 with venv on PATH. \
+  Install one, or name it: make PYTHON=/path/to/python3.12))
 ARGS ?=
 # PyPI has no CPU build of torch; this index is asked only when pip does not know the wheel already.
+# Where neither has a wheel, PyPI's build with CUDA (3 GB) takes its place: requirements-torch.lock.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # The page, or a folder, with torch's wheels, whose hashes `make lock` writes.
 TORCH_WHEELS ?= $(TORCH_INDEX)/torch/
@@ -26,10 +30,11 @@ PYTEST := $(BIN)/python $(PYTEST_M)
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-.venv/.ready: requirements.lock pyproject.toml
+.venv/.ready: requirements.lock requirements-torch.lock pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(call LOCKED,torch) | $(PIP_INSTALL) --no-compile -r /dev/stdin 2>/dev/null \
-	  || $(call LOCKED,torch) | $(PIP_INSTALL) --no-compile --extra-index-url $(TORCH_INDEX) -r /dev/stdin
+	  || $(call LOCKED,torch) | $(PIP_INSTALL) --no-compile --extra-index-url $(TORCH_INDEX) -r /dev/stdin \
+	  || $(PIP_INSTALL) --no-compile -r requirements-torch.lock
 	$(call LOCKED,uv) | $(PIP_INSTALL) -r /dev/stdin
 	sed '/^torch==/,/[^\\]$$/d' requirements.lock \
 	  | $(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes -r -
@@ -114,10 +119,15 @@ tour: programs .venv/.ready ## Run docs/tutorials/first-run.md for real; write i
 docs: .venv/.ready ## The documentation as a site, in site/; a link that leads nowhere fails it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 
-lock: ## Resolve requirements.lock anew, with the hashes of all wheels (needs uv)
-	printf '%s\n' 'torch==2.13.0+cpu' uv hatchling editables | uv pip compile -q --python-version 3.11 \
-	  --generate-hashes --find-links $(TORCH_WHEELS) --no-header --no-annotate \
+COMPILE = uv pip compile -q --universal --python-version 3.11 --fork-strategy fewest \
+  --generate-hashes --no-header --no-annotate
+# intel-openmp needs intel-cmplr-lib-ur in its wheel for Linux alone, and uv reads that of Windows.
+lock: ## Resolve the locks anew for all Pythons, with the hashes of all wheels (needs uv)
+	printf '%s\n' 'torch==2.13.0+cpu' "intel-cmplr-lib-ur==2024.2.1 ; platform_machine == 'x86_64'" uv hatchling editables \
+	  | $(COMPILE) --find-links $(TORCH_WHEELS) \
 	  --extra cpu --extra kubernetes --extra delta --extra iceberg --extra lance --extra huggingface --extra postgresql --extra polars --extra docs --group dev pyproject.toml - -o requirements.lock
+	echo torch===2.13.0 | $(COMPILE) - \
+	  | sed -n '/^\(torch\|cuda-\|nvidia-\)/,/[^\\]$$/p' > requirements-torch.lock
 
 clean: ## Remove what was made here
 	rm -rf .venv .mutants raybatch-demo dist build site

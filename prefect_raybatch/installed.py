@@ -8,15 +8,17 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from prefect_raybatch.errors import EngineStartError
@@ -57,6 +59,12 @@ def code_version() -> str:
     return f"{version}+{digest.hexdigest()[:12]}"
 
 
+def versions(names: Iterable[str]) -> dict[str, str]:
+    """Return {package: version} of those of these packages that are installed."""
+    found = {name: _version(name) for name in names}
+    return {name: str(version) for name, version in found.items() if version is not None}
+
+
 @dataclass(frozen=True)
 class Misfit:
     """A package that is incompatible with another installed one.
@@ -81,14 +89,17 @@ def broken(found: Sequence[Misfit], seconds: float) -> list[Misfit]:
 
     Raises `subprocess.TimeoutExpired` if that takes longer than `seconds`.
     """
-    doubtful = [misfit.package for misfit in found if not misfit.proved]
+    modules = {name: "vllm" for name in ENGINE_EXTRAS}  # of other packages: their names
+    doubtful = [modules.get(each.package, each.package) for each in found if not each.proved]
     fails: list[str] = []
     if doubtful:
         command = [sys.executable, "-c", IMPORTS, *doubtful]
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
         # An import may kill the process, which then prints nothing.
         fails = doubtful if done.returncode else json.loads(done.stdout.splitlines()[-1])
-    return [misfit for misfit in found if misfit.proved or misfit.package in fails]
+    return [
+        each for each in found if each.proved or modules.get(each.package, each.package) in fails
+    ]
 
 
 def in_words(found: Sequence[Misfit]) -> str:
@@ -147,7 +158,9 @@ def _unmet(owner: str) -> Iterator[Misfit]:
             continue
         if not need.specifier.contains(have, prereleases=True):
             text = f"{owner} {owner_version} needs {need.name}{need.specifier}, not {have}"
-            yield Misfit(owner, text)
+            of_any_build = SpecifierSet(re.sub(r"\+[^,]*", "", str(need.specifier)))
+            is_other_build = of_any_build.contains(have.public, prereleases=True)
+            yield Misfit(owner, text, proved=not is_other_build)
 
 
 def _builds() -> Iterator[Misfit]:

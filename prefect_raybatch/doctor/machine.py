@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import subprocess
@@ -17,6 +18,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from prefect_raybatch import installed, nvml
+from prefect_raybatch.cluster.connect import WORKER_PYTHON
 from prefect_raybatch.cluster.tokens import open_token_mode
 from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.doctor.finding import CheckContext, Finding, failed, passed, warned
@@ -25,6 +27,14 @@ from prefect_raybatch.nvml import GIB
 from prefect_raybatch.words import counted
 
 PACKAGES = ("prefect", "fastapi", "sqlalchemy", "ray", "pyarrow", "s3fs")
+# Objects of these go between a driver and its workers, so both sides need equal versions.
+ON_BOTH_SIDES = (installed.OUR_PACKAGE, "ray", "pyarrow", "numpy", "pydantic", "transformers")
+VERSIONS = """
+import json, sys
+from prefect_raybatch.installed import versions
+python = {"Python": "%d.%d" % sys.version_info[:2]}
+print(json.dumps({**versions(sys.argv[1:]), **python}))
+"""
 IMPORT = 25.0  # seconds for importing packages that may be incompatible
 SHM = Path("/dev/shm")
 SHM_LEAST = 1 << 30  # bytes; Docker's default is 64 MiB
@@ -70,14 +80,47 @@ def check_versions(context: CheckContext) -> Iterator[Finding]:
             yield _version(name, metadata.version(name), supported.get(name), remedy)
         except metadata.PackageNotFoundError:
             yield failed(name, "not installed", remedy)
-    yield _engine(supported)
+    if not os.environ.get(WORKER_PYTHON):
+        yield _engine(supported, installed.versions(installed.ENGINE_EXTRAS))
 
 
-def _engine(supported: dict[str, SpecifierSet]) -> Finding:
+def check_workers(context: CheckContext) -> Iterator[Finding]:
+    """Compare the environment of RAYBATCH_WORKER_PYTHON, if it is on this machine, with ours."""
+    python = os.environ.get(WORKER_PYTHON)
+    if not python or (context.job and context.job.cluster.elsewhere):
+        return
+    try:
+        here, there = _versions_of(sys.executable), _versions_of(python)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        text = f"{WORKER_PYTHON}={python} does not work: {error}"
+        remedy = "set it to the Python of an environment that has this package and vLLM"
+        yield failed("workers", text, remedy)
+        return
+    different = [
+        f"{name} {there.get(name, 'missing')}, here {here.get(name, 'missing')}"
+        for name in ("Python", *ON_BOTH_SIDES)
+        if there.get(name) != here.get(name)
+    ]
+    if different:
+        text = f"{python} has other versions: {'; '.join(different)}"
+        yield failed("workers", text, "install equal versions in both environments")
+    else:
+        yield passed("workers", f"{python} has the same versions")
+    yield _engine(ranges()[1], there)
+
+
+def _versions_of(python: str) -> dict[str, str]:
+    """Return the versions of a Python and of the ON_BOTH_SIDES packages and engines there."""
+    command = [python, "-P", "-c", VERSIONS, *ON_BOTH_SIDES, *installed.ENGINE_EXTRAS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT, check=True)
+    versions: dict[str, str] = json.loads(done.stdout)
+    return versions
+
+
+def _engine(supported: dict[str, SpecifierSet], versions: dict[str, str]) -> Finding:
     for name, extra in installed.ENGINE_EXTRAS.items():
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
+        version = versions.get(name)
+        if version is None:
             continue
         remedy = f"pip install 'prefect-raybatch[{extra}]'"
         return _version("vllm", version, supported.get(name), remedy, f" ({name})")

@@ -32,6 +32,7 @@ from s3server import S3Server, proxy
 
 from prefect_raybatch import doctor, installed
 from prefect_raybatch.cli import commands as cli
+from prefect_raybatch.cluster.connect import WORKER_PYTHON
 from prefect_raybatch.doctor import CheckContext, Finding, engine, machine, places, services
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
@@ -72,6 +73,44 @@ def test_a_python_out_of_range_and_a_missing_engine(monkeypatch: pytest.MonkeyPa
     got = found(machine.check_versions)
     assert got["python"].mark == "fail" and ">=4" in got["python"].found
     assert got["vllm"].mark == "warn" and got["ray"].mark == "pass"
+
+
+def python_with(folder: Path, code: str) -> Path:
+    """Return a program in place of the workers' Python: ours, with code that runs before."""
+    program = folder / "python"
+    start = f"import sys; {code}; exec(sys.argv.pop(1))"
+    program.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} -c "{start}" "$@"\n')
+    program.chmod(0o755)
+    return program
+
+
+@pytest.mark.parametrize(
+    ("code", "mark", "told"),
+    [
+        ("pass", "pass", "the same versions"),
+        ("sys.version_info = (3, 10)", "fail", "Python 3.10, here"),
+        ("sys.argv.remove('ray')", "fail", "ray missing, here"),
+        ("sys.exit(3)", "fail", "does not work"),
+    ],
+)
+def test_the_environment_of_the_workers_is_compared(
+    code: str, mark: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WORKER_PYTHON, str(python_with(tmp_path, code)))
+    assert "vllm" not in found(machine.check_versions)
+    got = found(machine.check_workers)
+    assert got["workers"].mark == mark and told in got["workers"].found
+    assert bool(got["workers"].remedy) is (mark == "fail")
+    assert code == "sys.exit(3)" or got["vllm"].mark == "pass"
+
+
+def test_the_environment_of_workers_on_other_machines_is_not_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert found(machine.check_workers) == {}
+    monkeypatch.setenv(WORKER_PYTHON, "/only/on/the/nodes/python")
+    assert found(machine.check_workers, make_job(cluster={"address": "head:6379"})) == {}
+    assert found(machine.check_workers)["workers"].mark == "fail"
 
 
 # --- GPUs and CPU -------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 import typer
+import versions
 from pydantic import BaseModel, SecretStr
 
 from prefect_raybatch import errors
@@ -169,6 +170,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "object-store": lambda: block_fields(ObjectStore),
     "ray-cluster": lambda: block_fields(RayCluster),
     "batch-inference-job": lambda: block_fields(BatchInferenceJob),
+    "tested-versions": lambda: versions.table(versions.recorded()),
 }
 
 
