@@ -140,24 +140,22 @@ def peer_no_commit(data: Path, rows: int) -> dict[str, float]:
 
 
 def peer_quiet(data: Path, rows: int) -> dict[str, float]:
-    from contextlib import nullcontext
-
     from prefect_raybatch.api import finalize_run, infer_run, plan_run
     from prefect_raybatch.driver import monitor
 
-    class Nobody(nullcontext):  # type: ignore[type-arg]
+    class Nobody(monitor.Monitor):
         """In place of the run's monitor: no heartbeat, no look for a stall, no metrics."""
 
-        def __init__(self, *_: Any, **__: Any) -> None:
-            super().__init__()
+        def __enter__(self) -> Nobody:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
 
         def __call__(self, progress: Any) -> None:
             pass
 
-        def held(self, why: str) -> None:
-            pass
-
-    monitor.Monitor = Nobody  # type: ignore[assignment,misc]
+    monitor.Monitor = Nobody  # type: ignore[misc]
     with tempfile.TemporaryDirectory() as out:
         batch = job(data, rows, out)
         run = plan_run(batch, "bench")
