@@ -824,7 +824,10 @@ def run_chat(sweep: Sweep) -> None:
     args, todo = sweep.args, sweep.wanted(CHAT)
     if not todo or not sweep.has_time(args.start_seconds, f"{sweep.size} {CHAT}"):
         return
-    options: dict[str, Any] = {"max_model_len": sweep.longest, "structured_outputs_config": GRAMMARS}
+    options: dict[str, Any] = {
+        "max_model_len": sweep.longest,
+        "structured_outputs_config": GRAMMARS,
+    }
     options |= {"load_format": "dummy"} if args.device == "gpu" else {"enforce_eager": True}
     with processes(chat_process, 1, sweep.path, options) as pipes:
         if error := error_of(answers(pipes, sweep.until)):
@@ -874,7 +877,9 @@ def show(args: argparse.Namespace) -> None:
                 for line in lines
                 if (line["size"], line["kind"]) == (size, kind)
             }
-            cells = [f"{name} {f'{rate:.1f}' if rate else 'failed'}" for name, rate in rates.items()]
+            cells = [
+                f"{name} {f'{rate:.1f}' if rate else 'failed'}" for name, rate in rates.items()
+            ]
             print(f"{size:5} {kind:16} " + ", ".join(cells))
 
 

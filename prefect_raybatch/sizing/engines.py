@@ -14,7 +14,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, gib, share
 from prefect_raybatch.sizing.cards import Card, EngineGpu
-from prefect_raybatch.sizing.cost import HOST_SECONDS, Tokens, gpu_seconds, rows_per_second
+from prefect_raybatch.sizing.cost import Tokens, gpu_seconds, host_seconds, rows_per_second
 from prefect_raybatch.sizing.fit import Fit
 from prefect_raybatch.sizing.shards import SEQUENCES
 
@@ -22,7 +22,7 @@ SHORT = 32  # tokens out: what Python costs of longer answers is not measured, a
 CORES = 3  # CPU cores a packed engine: its actor, its core process, its part of the CPU stages
 MOST_ENGINES = 6
 ENGINE_GAIN = 0.03  # the least for which more of them are taken: runs differ by 1 to 3 %
-# Of tasks that pool: HOST_SECONDS is of drawing tokens, and what a vector takes of Python is less.
+# Of tasks that pool: the host's time is of drawing tokens, and what a vector takes of it is less.
 MOST_POOLING = 2
 TRIED = (SEQUENCES, 512, 1024)  # more of them are not measured
 # The least gain for which more sequences are taken: they cost nothing where the KV cache holds
@@ -82,10 +82,11 @@ def _unshared(arguments: EngineArguments, row: Tokens) -> str | None:
     return None
 
 
-def _row_times(seconds: float, card: Card, row: Tokens) -> str:
+def _row_times(model: Model, card: Card, row: Tokens, seqs: int) -> str:
+    host, gpu = host_seconds(row, seqs), gpu_seconds(model, card, row, seqs)
     return (
-        f"{1000 * HOST_SECONDS:.2f} ms of Python a row, {1000 * seconds:.2f} ms of {card.name} "
-        f"for about {row.own} uncached and {row.out} output tokens"
+        f"{1000 * host:.2f} ms of Python a row, {1000 * gpu:.2f} ms of {card.name} "
+        f"for about {row.own} uncached and {row.expected:.0f} output tokens"
     )
 
 
@@ -121,7 +122,7 @@ def choose_engines_per_gpu(
         return rows_per_second(model, card, row, n, seqs[n])
 
     best = fewest(numbers, rate, ENGINE_GAIN)
-    times = _row_times(gpu_seconds(model, card, row, seqs[best]), card, row)
+    times = _row_times(model, card, row, seqs[best])
     if best == 1:
         return 1, f"one engine keeps the GPU busy: {times}"
     room = max((n for n in numbers[1:] if holds_rows(fit, n, row)), default=1)
