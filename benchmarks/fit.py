@@ -35,6 +35,7 @@ BUSY_WEIGHT = 0.3  # of the share of time that the GPU was busy, beside the loga
 LEAST_WARM = 0.9  # windows that began earlier hold answers that were cut short
 SHARES = ("apart", "apart_grammar", "sharing", "compute")  # at most 1
 KEPT = ("fp8",)  # one arrangement
+FITTED_RUNS = ("record",)  # whole runs of these kinds of work, of which no sweep is there
 # Until it was as large as the vocabulary, xgrammar searched all unused ids for each token.
 SMALL_TOKENIZER = 22e-6
 
@@ -134,7 +135,7 @@ def steady_point(found: dict[str, Any], kind: Card) -> Point:
     arrangement = f"{found['engines']}x{found['seqs']}"
     return Point(
         *(name, found["size"], kind, row, found["engines"], found["seqs"], arrangement),
-        *(found["rows_s"], None, True, found["small_tokenizer"]),
+        *(found["rows_s"], found.get("gpu_busy"), True, found["small_tokenizer"]),
     )
 
 
@@ -146,7 +147,7 @@ def run_point(found: dict[str, Any], kind: Card, name: str) -> Point:
     small = bool(grammar) and found["date"] < "2026-11-26"
     return Point(
         *(f"run {name}", found["size"], kind, row, engines, seqs, f"{engines}x{seqs:.0f}"),
-        *(found["rows_s"], found.get("gpu"), False, small),
+        *(found["rows_s"], found.get("gpu"), found["work"] in FITTED_RUNS, small),
     )
 
 
@@ -206,7 +207,8 @@ def show_choices(found: Sequence[Point]) -> None:
     """Print the best measured arrangement of each kind beside the model's choice among them."""
     groups: dict[tuple[str, str], list[Point]] = {}
     for point in found:
-        groups.setdefault((point.size, point.kind), []).append(point)
+        if not point.kind.startswith("run "):  # they differ in more than their arrangement
+            groups.setdefault((point.size, point.kind), []).append(point)
     for (size, kind), group in sorted(groups.items()):
         if len({point.arrangement for point in group}) > 1:
             best = max(group, key=lambda point: point.rate)

@@ -22,25 +22,27 @@ CHARACTERS = 4  # a token, roughly
 # Qwen2-VL and its kin make a token of. Others take 1,200 (PaliGemma) to 24,000 (SmolVLM).
 IMAGE_TOKEN_BYTES = 28 * 28 * 2 * 3 * 2
 MARKUP = 8  # tokens that a chat template adds to a row
-GRAPHS = 512  # sequences of the largest step that vLLM captures as a CUDA graph
+VOCABULARY = 128_000  # tokens, of the grammars that the constants are for
 
 
 @dataclass(frozen=True)
 class Constants:
     """Constants of the model, in seconds unless another unit is given.
 
-    `host_step` of each step, `host_ungraphed` of a step with more than `GRAPHS` sequences in
-    addition, `host_sequence` of each sequence in a step, `host_grammar` and `host_guidance` of each
-    sequence in a step under a grammar of that backend, `host_text` of each detokenized token,
-    `host_row` of each row. `apart` and `apart_grammar`: the share of the smaller of host and GPU
-    time that does not overlap the other. `gpu_step` of each step, beside FLOPs and bytes.
-    `compute`: share of a card's dense 16-bit FLOPs, `fp8` times that where card and weights are of
-    fp8. `sharing`: share of that speed where processes take turns at a GPU.
+    Of the host: `host_step` of each step; `host_sequence` of each sequence in a step;
+    `host_experts` of each in addition if the model is a mixture of experts, for which vLLM 0.26
+    takes its older model runner; `host_grammar` and `host_guidance` of each in addition under a
+    grammar of that backend, for `VOCABULARY` tokens, since masks are as long as the vocabulary;
+    `host_text` of each detokenized token; `host_row` of each row. `apart` and `apart_grammar`: the
+    share of the smaller of host and GPU time that does not overlap the other. Of the GPU:
+    `gpu_step` of each step, beside FLOPs and bytes; `compute`, the share of a card's dense 16-bit
+    FLOPs, and `fp8` times that where card and weights are of fp8; `sharing`, the share of that
+    speed where processes take turns at a GPU.
     """
 
     host_step: float
-    host_ungraphed: float
     host_sequence: float
+    host_experts: float
     host_grammar: float
     host_guidance: float
     host_text: float
@@ -53,20 +55,22 @@ class Constants:
     fp8: float = 1.3  # one arrangement
 
 
-# benchmarks/fit.py fits them to benchmarks/results/steady-8b-h200.jsonl and sweep-*.jsonl.
+# By benchmarks/fit.py, of 49 rates in benchmarks/results: steady-8b-h200.jsonl, steady-h100.jsonl,
+# record-15b.jsonl and record-8b.jsonl. These do not tell `host_step` from `host_row`, which were
+# set, or the backends of grammars apart, and no answer was detokenized.
 FITTED = Constants(
-    host_step=0.177e-3,
-    host_ungraphed=0.0,
-    host_sequence=8.15e-6,
-    host_grammar=20.5e-6,
-    host_guidance=20.5e-6,
+    host_step=1e-3,
+    host_sequence=27.2e-6,
+    host_experts=52.9e-6,
+    host_grammar=56.1e-6,
+    host_guidance=56.1e-6,
     host_text=0.0,
     host_row=0.137e-3,
-    apart=0.0479,
-    apart_grammar=0.504,
-    gpu_step=0.0,
-    compute=0.637,
-    sharing=0.943,
+    apart=0.0,
+    apart_grammar=0.294,
+    gpu_step=1.02e-3,
+    compute=0.645,
+    sharing=0.931,
 )
 
 
@@ -136,12 +140,13 @@ def gpu_seconds(model: Model, card: Card, row: Tokens, seqs: float) -> float:
     return flops / (share * card.flops) + read / card.bandwidth + FITTED.gpu_step * out / seqs
 
 
-def host_seconds(row: Tokens, seqs: float) -> float:
+def host_seconds(model: Model, row: Tokens, seqs: float) -> float:
     """Return the seconds that a row takes of its engine's core, with `seqs` sequences in a step."""
     grammar = {"": 0.0, "xgrammar": FITTED.host_grammar, "guidance": FITTED.host_guidance}
-    each = FITTED.host_sequence + grammar[row.form] + (FITTED.host_text if row.text else 0.0)
-    step = FITTED.host_step + (FITTED.host_ungraphed if seqs > GRAPHS else 0.0)
-    return FITTED.host_row + row.expected * (each + step / seqs)
+    each = FITTED.host_sequence + grammar[row.form] * model.vocab / VOCABULARY
+    each += FITTED.host_text if row.text else 0.0
+    each += FITTED.host_experts if model.sparse else 0.0
+    return FITTED.host_row + row.expected * (each + FITTED.host_step / seqs)
 
 
 def busy(engines: int, host: float, gpu: float) -> float:
@@ -159,7 +164,7 @@ def busy(engines: int, host: float, gpu: float) -> float:
 
 def rows_per_second(model: Model, card: Card, row: Tokens, engines: int, seqs: float) -> float:
     """Return the steady rate of `engines` on one GPU, each with `seqs` sequences at once."""
-    gpu, host = gpu_seconds(model, card, row, seqs), host_seconds(row, seqs)
+    gpu, host = gpu_seconds(model, card, row, seqs), host_seconds(model, row, seqs)
     apart = FITTED.apart_grammar if row.form else FITTED.apart
     away = max(host, gpu) + apart * min(host, gpu) - gpu
     if engines > 1:
