@@ -135,7 +135,10 @@ def peer_no_commit(data: Path, rows: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as out:
         done = without_commits(job(data, rows, out))
     ends = sorted((receipt.stats.ended, receipt.stats.rows) for receipt in done)
-    steady = sum(n for _, n in ends[1:]) / (ends[-1][0] - ends[0][0])
+    if len(ends) > 1:
+        steady = sum(n for _, n in ends[1:]) / (ends[-1][0] - ends[0][0])
+    else:  # of a single shard
+        steady = rows / (ends[0][0] - done[0].stats.started)
     return {"rows_s": steady, "first_row_s": ends[0][0] - START, "total_s": time.time() - START}
 
 

@@ -407,12 +407,10 @@ def costs(records: list[Record]) -> list[str]:
     del records
     fitted = cost.FITTED
     values = {
-        "host: a step": f"{fitted.host_step * 1e3:.2g} ms",
+        "host, a step": f"{fitted.host_step * 1e3:.2g} ms",
         "a sequence in a step": f"{fitted.host_sequence * 1e6:.2g} us",
-        "in addition under a grammar": (
-            f"xgrammar {fitted.host_grammar * 1e6:.2g} us, guidance "
-            f"{fitted.host_guidance * 1e6:.2g} us"
-        ),
+        "in a mixture of experts": f"{fitted.host_experts * 1e6:.2g} us more",
+        "under a grammar": f"{fitted.host_grammar * 1e6:.2g} us more",
         "a row": f"{fitted.host_row * 1e3:.2g} ms",
         "share of the smaller of host and GPU that does not overlap": (
             f"{fitted.apart:.2g}, under a grammar {fitted.apart_grammar:.2g}"
