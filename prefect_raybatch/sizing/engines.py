@@ -20,8 +20,8 @@ from prefect_raybatch.sizing.shards import SEQUENCES
 
 SHORT = 32  # tokens out
 # Answers over SHORT share a GPU only if the model predicts so much more: with 8B models it was off
-# by 12 %, and more engines brought nothing (record-8b.jsonl) or lost a tenth (varied-8b-1500.jsonl);
-# with a 1.5B five engines gave 2.4 to 2.9 times (record-15b.jsonl).
+# by 12 %, and more engines brought nothing or lost a tenth (varied-8b-1500.jsonl); with a 1.5B five
+# engines gave 2.4 to 2.9 times (record-15b.jsonl).
 LONG_GAIN = 0.3
 CORES = 3  # CPU cores a packed engine: its actor, its core process, its part of the CPU stages
 MOST_ENGINES = 6
