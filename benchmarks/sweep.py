@@ -319,7 +319,7 @@ class Feeder:
         self.lock, self.left, self.begun = threading.Lock(), math.inf, 0
         self.errors: list[str] = []
 
-    def _fields(self, number: int, out: int) -> str:
+    def fields(self, number: int, out: int) -> str:
         """Return a row's fields: of the first ones answers of all lengths, as later on."""
         if not self.kind.short and number * self.block < self.seqs:
             whole = self.kind.out if self.kind.form else out
@@ -340,7 +340,7 @@ class Feeder:
         table = blocks.tag(pa.table({"n": pa.array(range(rows))}), Unit(number, 0, rows))
         for name, column in {
             columns.TOKENS: prompts,
-            columns.PARAMS: pa.array([self._fields(number, out) for out in outs], pa.string()),
+            columns.PARAMS: pa.array([self.fields(number, out) for out in outs], pa.string()),
             columns.ERROR: pa.nulls(rows, columns.ERROR.type),
         }.items():
             table = table.append_column(name, column)

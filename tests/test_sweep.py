@@ -116,7 +116,7 @@ def test_a_cold_engine_is_measured_after_its_first_rows(sweep: ModuleType) -> No
 def test_first_rows_get_answers_of_all_lengths(sweep: ModuleType) -> None:
     """Otherwise they come back in waves, of which a window holds one more or one less."""
     feeder = sweep.Feeder(None, sweep.TINY["tiny-text"], Rows(), 64)
-    lengths = [json.loads(feeder._fields(number, 12))["max_tokens"] for number in range(6)]
+    lengths = [json.loads(feeder.fields(number, 12))["max_tokens"] for number in range(6)]
     assert lengths == [2, 4, 8, 10, 12, 12]
 
 
