@@ -135,29 +135,30 @@ def peer_no_commit(data: Path, rows: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as out:
         done = without_commits(job(data, rows, out))
     ends = sorted((receipt.stats.ended, receipt.stats.rows) for receipt in done)
-    steady = sum(n for _, n in ends[1:]) / (ends[-1][0] - ends[0][0])
+    if len(ends) > 1:
+        steady = sum(n for _, n in ends[1:]) / (ends[-1][0] - ends[0][0])
+    else:  # of a single shard
+        steady = rows / (ends[0][0] - done[0].stats.started)
     return {"rows_s": steady, "first_row_s": ends[0][0] - START, "total_s": time.time() - START}
 
 
 def peer_quiet(data: Path, rows: int) -> dict[str, float]:
-    from contextlib import nullcontext
-
     from prefect_raybatch.api import finalize_run, infer_run, plan_run
     from prefect_raybatch.driver import monitor
 
-    class Nobody(nullcontext):  # type: ignore[type-arg]
+    class Nobody(monitor.Monitor):
         """In place of the run's monitor: no heartbeat, no look for a stall, no metrics."""
 
-        def __init__(self, *_: Any, **__: Any) -> None:
-            super().__init__()
+        def __enter__(self) -> Nobody:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
 
         def __call__(self, progress: Any) -> None:
             pass
 
-        def held(self, why: str) -> None:
-            pass
-
-    monitor.Monitor = Nobody  # type: ignore[assignment,misc]
+    monitor.Monitor = Nobody  # type: ignore[misc]
     with tempfile.TemporaryDirectory() as out:
         batch = job(data, rows, out)
         run = plan_run(batch, "bench")

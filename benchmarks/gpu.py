@@ -187,8 +187,7 @@ def make_model(size: str, root: Path) -> str:
     kind, name = (LlamaConfig, "LlamaForCausalLM")
     if size == "moe":
         kind, name = (Qwen3MoeConfig, "Qwen3MoeForCausalLM")
-    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    tokenizer = make_tokenizer(TEMPLATE, marks, DIMENSIONS[size]["vocab_size"])
+    tokenizer = kept_tokenizer(DIMENSIONS[size]["vocab_size"], root)
     config = kind(
         max_position_embeddings=8192,
         eos_token_id=tokenizer.eos_token_id,
@@ -200,6 +199,17 @@ def make_model(size: str, root: Path) -> str:
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def kept_tokenizer(size: int, root: Path) -> Any:
+    """Return a tokenizer of that many tokens, trained once and kept in `root`."""
+    from transformers import PreTrainedTokenizerFast
+
+    folder = root / f"tokenizer-{size}"
+    if not (folder / "tokenizer.json").exists():
+        marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+        make_tokenizer(TEMPLATE, marks, size).save_pretrained(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 CORPUS_BYTES = 80 << 20

@@ -405,15 +405,19 @@ def targets(records: list[Record]) -> list[str]:
 def costs(records: list[Record]) -> list[str]:
     """The constants of the cost model, as the code has them."""
     del records
+    fitted = cost.FITTED
     values = {
-        "Python on the engine's core": f"{cost.HOST_SECONDS * 1e3:g} ms a row",
-        "neither CPU nor GPU works, answer with a form": (
-            f"{cost.FORM_STEP_SECONDS * 1e3:g} ms a step and {cost.FORM_SECONDS * 1e3:g} ms a row"
+        "host, a step": f"{fitted.host_step * 1e3:.2g} ms",
+        "a sequence in a step": f"{fitted.host_sequence * 1e6:.2g} us",
+        "in a mixture of experts": f"{fitted.host_experts * 1e6:.2g} us more",
+        "under a grammar": f"{fitted.host_grammar * 1e6:.2g} us more",
+        "a row": f"{fitted.host_row * 1e3:.2g} ms",
+        "share of the smaller of host and GPU that does not overlap": (
+            f"{fitted.apart:.2g}, under a grammar {fitted.apart_grammar:.2g}"
         ),
-        "neither CPU nor GPU works, free answer": f"{cost.PLAIN_SECONDS * 1e3:g} ms a row",
-        "reachable share of the card's 16-bit FLOPs": f"{cost.COMPUTE_SHARE:g}",
-        "gain with fp8 weights on a card that multiplies fp8": f"{cost.FP8_GAIN:g}",
-        "speed left where engines share a GPU": f"{cost.SHARING:g}",
+        "reachable share of the card's 16-bit FLOPs": f"{fitted.compute:.2g}",
+        "gain with fp8 weights on a card that multiplies fp8": f"{fitted.fp8:g}",
+        "speed left where engines share a GPU": f"{fitted.sharing:.2g}",
     }
     return table(("constant of `sizing/cost.py`", "value"), values.items())
 

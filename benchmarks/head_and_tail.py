@@ -197,15 +197,17 @@ class Simulation:
             flops += self._prefill(row, took) + logits
             engine.running.append(row)
             admitted += 1
-        seconds = flops / (cost.COMPUTE_SHARE * CARD.flops) + read / CARD.bandwidth
+        fitted, running = cost.FITTED, len(engine.running)
+        seconds = flops / (fitted.compute * CARD.flops) + read / CARD.bandwidth + fitted.gpu_step
         if self.size.pool.engines_per_gpu > 1:
-            seconds /= cost.SHARING
+            seconds /= fitted.sharing
         self.free[engine.gpu] = done = began + seconds
         self._answered(engine, done)
-        apart = cost.PLAIN_SECONDS * admitted
-        if self.work.form:
-            apart = cost.FORM_STEP_SECONDS + cost.FORM_SECONDS * admitted
-        return max(done + apart, now + cost.HOST_SECONDS * admitted)
+        grammar = fitted.host_grammar if self.work.form else 0.0
+        host = fitted.host_step + running * (fitted.host_sequence + grammar)
+        host += fitted.host_row * admitted
+        apart = (fitted.apart_grammar if self.work.form else fitted.apart) * min(host, seconds)
+        return max(done, now + host) + apart
 
     def _prefill(self, row: Row, tokens: int) -> float:
         """FLOPs of so many of its prompt's tokens; the last gives the first of its answer."""

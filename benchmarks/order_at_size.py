@@ -187,7 +187,7 @@ def measured(rows: int, length: int, as_asked: bool) -> dict[str, Any]:
         with steps.step("look up"):
             for shard in sampled:
                 look_up(shard)
-        steps.cpu["look up"] *= (number - 1) / len(sampled)
+        steps.cpu["look up"] *= (number - 1) / max(1, len(sampled))
         steps.cpu["look up"] += steps.cpu["first look up"]
     return {
         "rows": rows,

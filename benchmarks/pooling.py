@@ -97,6 +97,17 @@ EMBEDDING: dict[str, dict[str, Any]] = {
 }
 
 
+def tokenizer_of(size: str) -> Any:
+    """Return a tokenizer trained for a size; of "tiny" the bundled model's, which is there."""
+    if size != "tiny":
+        return gpu.make_tokenizer(gpu.TEMPLATE, ["<|endoftext|>", *MARKS])
+    from transformers import AutoTokenizer
+
+    from prefect_raybatch.demo import demo_model_path
+
+    return AutoTokenizer.from_pretrained(demo_model_path())
+
+
 def make_embedding_model(size: str, root: Path) -> str:
     """Writes a config and a tokenizer; no weights."""
     folder = root / f"embed-{size}"
@@ -104,7 +115,7 @@ def make_embedding_model(size: str, root: Path) -> str:
         return str(folder)
     from transformers import BertConfig, Qwen3Config
 
-    tokenizer = gpu.make_tokenizer(gpu.TEMPLATE, ["<|endoftext|>", *MARKS])
+    tokenizer = tokenizer_of(size)
     kind, name = (BertConfig, "BertModel") if size == "bert" else (Qwen3Config, "Qwen3ForCausalLM")
     fields = {**EMBEDDING[size], "dtype": "bfloat16"}
     config: Any = kind(

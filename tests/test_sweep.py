@@ -16,9 +16,6 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from prefect_raybatch.demo import demo_model_path
-from prefect_raybatch.sizing.cards import CARDS
-
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -33,6 +30,7 @@ def benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def sweep(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))  # it imports others
     return benchmark("sweep", monkeypatch)
 
 
@@ -64,6 +62,13 @@ class Slow:
         return {"running": 12}
 
 
+class Rows:
+    """Prompts of one length to draw from."""
+
+    def rows(self, count: int) -> tuple[Any, list[int]]:
+        return pa.array([[1, 2, 3]] * count, pa.list_(pa.int32())), [40] * count
+
+
 def measured(
     sweep: ModuleType, engine: Slow, cold: bool = False, kind: str = "tiny-choice"
 ) -> dict[str, Any]:
@@ -71,58 +76,31 @@ def measured(
         sweep.measured(
             engine,
             engine,
+            Rows(),
             kind=sweep.TINY[kind],
-            name=kind,
             seqs=16,
-            rate=100.0,
-            fill=0.01,
-            latency=0.01,
             seconds=0.05,
+            most_warm=60.0,
             begin=0.0,
             cold=cold,
         )
     )
 
 
-def test_the_window_of_choices_waits_for_the_first_rows(sweep: ModuleType) -> None:
-    """It was over before the first step of a cold engine, so that 0 rows were measured."""
+def test_a_window_begins_once_as_many_rows_came_back_as_run_at_once(sweep: ModuleType) -> None:
     found = measured(sweep, Slow(looks=6))
     assert found["rows"] > 0 and found["seconds"] > 0
+    assert found["warm"] >= 2 and found["running"] == 12
 
 
-def test_answers_that_take_long_are_not_measured_as_one_wave(sweep: ModuleType) -> None:
-    """Of 1,024 sequences of `chat`, 1,153 rows were one wave and its drain: 0.86 of 512's rate. A
-    window right after the first answers, at 24 tokens of 128, was no better."""
-    kinds = sweep.KINDS
-    assert sweep.window(kinds["chat"], 5.0, 9.0, 5.0) == (False, True, 9.0)
-    assert sweep.window(kinds["long"], 2.0, 22.0, 5.0) == (False, True, 1.0)
-    # Prompts of which there is no end within a window, and a single step of 24 seconds.
-    assert sweep.window(kinds["rag"], 45.0, 48.0, 5.0) == (True, False, 2.0)
-    assert sweep.window(kinds["judge"], 23.0, 24.0, 5.0) == (True, False, 2.0)
-
-
-def test_the_rate_of_whole_answers_is_that_of_steps_and_of_what_ran(
-    sweep: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rate_of_whole_answers_is_that_of_steps_and_of_what_ran(sweep: ModuleType) -> None:
     """Of 1,024 sequences of `chat`, 546 rows came back within 5 s of 10 that each takes: 0.96 of
     what 512 gave, where the steps of both said 1.04."""
-    engine = Slow(looks=1)
-    engine.ready.set()
-    monkeypatch.setattr(sweep, "MOST_WARM", 0.1)
-    found = measured(sweep, engine, kind="tiny-chat")
-    assert found["running"] == 12 and "running" not in measured(sweep, Slow(looks=6))
-    told = {"rows": 546, "steps": 72, "seconds": 5.25, "running": 1024.0, "whole": False}
+    told = {"rows": 546, "steps": 72, "seconds": 5.25, "running": 1024.0, "limited": "scheduler"}
     counts = {"prompt_tokens": 546 * 256, "cached_tokens": 0, "output_tokens": 546 * 128}
-    monkeypatch.setattr(sweep, "answers", lambda pipes, seconds: [{**told, **counts}])
-    out = tmp_path / "sweep.jsonl"
-    args = argparse.Namespace(
-        out=str(out), size="8b", device="cpu", device_name="H200", mps=False, seconds=5.0
-    )
-    args.known_kinds = sweep.KINDS
-    one = sweep.Arrangement.of("1x1024")
-    assert sweep.measure(args, one, None, [], "chat", 72.0, time.time() + 1e3)
-    (row,) = sweep.read(args)
-    assert row["rows_s"] == 104.0 and row["rate"] == row["by_steps"] == 109.714
+    shares = dict.fromkeys(("warm", "front_cpu", "core_cpu"), 1.0)
+    row = sweep.summed(sweep.KINDS["chat"], [{**told, **counts, **shares}])
+    assert row["rows_s"] == 104.0 and row["by_steps"] == 109.714
 
 
 def test_a_cold_engine_is_measured_after_its_first_rows(sweep: ModuleType) -> None:
@@ -135,47 +113,28 @@ def test_a_cold_engine_is_measured_after_its_first_rows(sweep: ModuleType) -> No
     assert found["rows"] > 0 and seen[0] == 16
 
 
-def test_a_window_without_rows_is_an_error(
-    sweep: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sweep, "MOST_FIRST", 0.0)
-    engine = Slow(looks=8)  # of which the last ends the window
-    assert "no row came back within" in measured(sweep, engine)["error"]
+def test_first_rows_get_answers_of_all_lengths(sweep: ModuleType) -> None:
+    """Otherwise they come back in waves, of which a window holds one more or one less."""
+    feeder = sweep.Feeder(None, sweep.TINY["tiny-text"], Rows(), 64)
+    lengths = [json.loads(feeder.fields(number, 12))["max_tokens"] for number in range(6)]
+    assert lengths == [2, 4, 8, 10, 12, 12]
 
 
-def test_the_report_says_what_was_not_measured(
-    sweep: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A line with 0 rows/s, as earlier sweeps wrote them, was divided by."""
+def test_what_is_there_already_is_left_out(sweep: ModuleType, tmp_path: Path) -> None:
+    """Also what failed; and launches whose engines did not start."""
     out = tmp_path / "sweep.jsonl"
-    model = demo_model_path()
-    about = {"size": "demo", "device": "H200", "arrangement": "1x256"}
-    kind = {"prompt": 116, "shared": 0.83, "out": 3, "choice": True, "fitted": True}
-    none = {**about, "kind": "company", **kind, "rows_s": 0.0, "rows": 0}
-    args = argparse.Namespace(
-        out=str(out),
-        size="demo",
-        device="gpu",
-        model=model,
-        max_model_len=256,
-        card=CARDS["H200"],
-        kinds=["company", "triage"],
-        mps=False,
-    )
-    out.write_text(json.dumps(none) + "\n")
-    sweep.report(args)
-    said = capsys.readouterr().out
-    assert "1x256            company    not measured: no rows" in said
-    assert "no arrangement was measured, so nothing can be said of company, triage" in said
-    with out.open("a") as file:  # of another way to share a GPU
-        file.write(json.dumps({**none, "mps": True, "rows_s": 777.0}) + "\n")
-    good = {**about, "kind": "triage", **kind, "out": 24, "choice": False, "rows_s": 400.0}
-    with out.open("a") as file:
-        file.write(json.dumps(good) + "\n")
-    sweep.report(args)
-    said = capsys.readouterr().out
-    assert "company    no arrangement measured" in said and "400.0" in said
-    assert "nothing can be said" not in said and "777" not in said
+    args = argparse.Namespace(out=str(out), kinds=["record", "free"], only="")
+    todo = sweep.Sweep(args, "8b", "", tmp_path, 0.0, None)
+    assert todo.wanted("1x1024") == ["record", "free"]
+    lines = [
+        {"size": "8b", "arrangement": "1x1024", "kind": "record", "error": "died"},
+        {"size": "8b", "arrangement": "2x512", "kind": sweep.START, "error": "does not fit"},
+        {"size": "05b", "arrangement": "1x1024", "kind": "free", "rows_s": 1.0},
+    ]
+    out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert todo.wanted("1x1024") == ["free"] and todo.wanted("2x512") == []
+    args.only = "record"
+    assert todo.wanted("1x1024") == [] and todo.wanted("1x256") == ["record"]
 
 
 def test_engines_find_the_service_by_which_they_compute_side_by_side(

@@ -57,6 +57,12 @@ class Model:
     looked_up: int = 0
     fp8: bool = False
 
+    @property
+    def sparse(self) -> bool:
+        """Return whether a token passes through a part of each layer only: a mixture of experts."""
+        embeddings = self.vocab * self.hidden
+        return self.params - self.active > 1.01 * embeddings  # a dense model looks up at most these
+
     def adapters(self, tensor: int = 1, pipeline: int = 1) -> int:
         """Return the bytes reserved for LoRA adapters on one of tensor * pipeline GPUs."""
         return math.ceil((self.adapters_whole + self.adapters_split / tensor) / pipeline)

@@ -1,10 +1,11 @@
-"""Cost of a row for an engine and its GPU, and the rate that engines on one GPU reach. Pure.
+"""Cost of a row for an engine's host and its GPU, and the rate that engines on one GPU reach. Pure.
 
-An engine has one core of Python that works while the GPU does, except for a part of each step in
-which the GPU waits for it. Engines that share a GPU are modelled as a closed queue with n
-customers, one server and think time, solved by mean value analysis. GPU time is FLOPs and bytes,
-one after the other. docs/decisions/cost-model.md gives the sources of the figures and compares them
-with measurements.
+An engine takes its rows in steps. In a step the host (an engine's Python on one core) schedules all
+sequences, takes their tokens and, where answers follow a grammar, advances each grammar and fills
+its mask; the GPU computes meanwhile, as far as it can. Engines that share a GPU are modelled as a
+closed queue with n customers, one server and think time, solved by mean value analysis. GPU time is
+FLOPs and bytes, one after the other. docs/decisions/cost-model.md compares the model with
+measurements.
 """
 
 from __future__ import annotations
@@ -14,38 +15,81 @@ from dataclasses import dataclass
 from prefect_raybatch.model.memory import CACHE_BLOCK, Model
 from prefect_raybatch.sizing.cards import Card
 from prefect_raybatch.sizing.roofline import work_of
-from prefect_raybatch.spec.sizes import RowSpec
+from prefect_raybatch.spec.sizes import Grammar, RowSpec
 
-# Seconds of Python a row of a short answer on the engine's core: three engines of a 0.5B.
-HOST_SECONDS = 0.47e-3
-# Of a row, and of each step whatever the rows in it, in which neither works while the other does.
-# Where answers have a form, vLLM waits for each token before it knows the next mask: one engine of
-# an 8B gave 1,102 rows/s of six tokens with 256 sequences, 1,817 of one token with 1,024.
-FORM_SECONDS, FORM_STEP_SECONDS = 0.11e-3, 5.7e-3
-PLAIN_SECONDS = 0.03e-3  # a row, where they have none
-COMPUTE_SHARE = 0.63  # of a card's dense 16-bit FLOPs, by 50 arrangements on H200s
-SHARING = 0.93  # of that speed, where processes take turns at a GPU: 0.92 to 0.95 in four kinds
-FP8_GAIN = 1.3  # times that, where card and weights are of fp8: one arrangement
 CHARACTERS = 4  # a token, roughly
 # Of a prepared image, roughly: 28 x 28 pixels of two frames and three colours in bfloat16, which
 # Qwen2-VL and its kin make a token of. Others take 1,200 (PaliGemma) to 24,000 (SmolVLM).
 IMAGE_TOKEN_BYTES = 28 * 28 * 2 * 3 * 2
 MARKUP = 8  # tokens that a chat template adds to a row
+VOCABULARY = 128_000  # tokens, of the grammars that the constants are for
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Constants of the model, in seconds unless another unit is given.
+
+    Of the host: `host_step` of each step; `host_sequence` of each sequence in a step;
+    `host_experts` of each in addition if the model is a mixture of experts, for which vLLM 0.26
+    takes its older model runner; `host_grammar` and `host_guidance` of each in addition under a
+    grammar of that backend, for `VOCABULARY` tokens, since masks are as long as the vocabulary;
+    `host_text` of each detokenized token; `host_row` of each row. `apart` and `apart_grammar`: the
+    share of the smaller of host and GPU time that does not overlap the other. Of the GPU:
+    `gpu_step` of each step, beside FLOPs and bytes; `compute`, the share of a card's dense 16-bit
+    FLOPs, and `fp8` times that where card and weights are of fp8; `sharing`, the share of that
+    speed where processes take turns at a GPU.
+    """
+
+    host_step: float
+    host_sequence: float
+    host_experts: float
+    host_grammar: float
+    host_guidance: float
+    host_text: float
+    host_row: float
+    apart: float
+    apart_grammar: float
+    gpu_step: float
+    compute: float
+    sharing: float
+    fp8: float = 1.3  # one arrangement
+
+
+# By benchmarks/fit.py, of 49 rates in benchmarks/results: steady-8b-h200.jsonl, steady-h100.jsonl,
+# record-15b.jsonl and record-8b.jsonl. These do not tell `host_step` from `host_row`, which were
+# set, or the backends of grammars apart, and no answer was detokenized.
+FITTED = Constants(
+    host_step=1e-3,
+    host_sequence=27.2e-6,
+    host_experts=52.9e-6,
+    host_grammar=56.1e-6,
+    host_guidance=56.1e-6,
+    host_text=0.0,
+    host_row=0.137e-3,
+    apart=0.0,
+    apart_grammar=0.294,
+    gpu_step=1.02e-3,
+    compute=0.645,
+    sharing=0.931,
+)
 
 
 @dataclass(frozen=True)
 class Tokens:
     """Estimated tokens of a row: shared prefix, rest of the prompt, and longest answer.
 
-    `out` is None if unknown, with the reason in `why`. `form`: the answer must have a form, such as
-    one of several choices.
+    `out` is None if unknown, with the reason in `why`. `form`: the backend of the grammar that
+    holds the answer, "" without one. `text`: vLLM detokenizes the answer. `mean`: the expected
+    tokens of all answers, 0 if that is `out`.
     """
 
     shared: int
     own: int
     out: int | None
     why: str
-    form: bool = False
+    form: Grammar = ""
+    text: bool = False
+    mean: float = 0.0
 
     @classmethod
     def of(cls, row: RowSpec, row_bytes: float) -> Tokens:
@@ -55,7 +99,13 @@ class Tokens:
         own += row.own_characters / CHARACTERS + MARKUP
         if not row.caches:
             shared, own = 0.0, shared + own
-        return cls(round(shared), round(own), row.out, row.out_why, row.form)
+        out, why = row.out, row.out_why
+        return cls(round(shared), round(own), out, why, row.form, row.text, row.expected)
+
+    @property
+    def expected(self) -> float:
+        """Return the expected tokens of all answers."""
+        return self.mean or self.out or 0
 
     @property
     def typical(self) -> int:
@@ -75,18 +125,28 @@ class Tokens:
         return -(-own // CACHE_BLOCK) * CACHE_BLOCK
 
 
-def gpu_seconds(model: Model, card: Card, row: Tokens, seqs: int) -> float:
+def gpu_seconds(model: Model, card: Card, row: Tokens, seqs: float) -> float:
     """Return the seconds that a row takes of the GPU.
 
-    FLOPs and bytes of its tokens that are not cached, and for each token of its answer the weights,
-    shared by `seqs` sequences.
+    FLOPs and bytes of its tokens that are not cached, and for each token of its answer the weights
+    and a fixed part, shared by `seqs` sequences. Of a mixture of experts a step of many sequences
+    reads all weights, and a token computes with its own experts.
     """
-    out = row.out or 0
+    out = row.expected
     work = work_of(model, card)
-    flops, read = work.of_answer(row.shared + row.own, row.shared, (out,))
+    flops, read = work.of_answer(row.shared + row.own, row.shared, (round(out),))
     read += out * work.weights / seqs
-    share = COMPUTE_SHARE * (FP8_GAIN if model.fp8 and card.fp8 else 1.0)
-    return flops / (share * card.flops) + read / card.bandwidth
+    share = FITTED.compute * (FITTED.fp8 if model.fp8 and card.fp8 else 1.0)
+    return flops / (share * card.flops) + read / card.bandwidth + FITTED.gpu_step * out / seqs
+
+
+def host_seconds(model: Model, row: Tokens, seqs: float) -> float:
+    """Return the seconds that a row takes of its engine's core, with `seqs` sequences in a step."""
+    grammar = {"": 0.0, "xgrammar": FITTED.host_grammar, "guidance": FITTED.host_guidance}
+    each = FITTED.host_sequence + grammar[row.form] * model.vocab / VOCABULARY
+    each += FITTED.host_text if row.text else 0.0
+    each += FITTED.host_experts if model.sparse else 0.0
+    return FITTED.host_row + row.expected * (each + FITTED.host_step / seqs)
 
 
 def busy(engines: int, host: float, gpu: float) -> float:
@@ -102,12 +162,11 @@ def busy(engines: int, host: float, gpu: float) -> float:
     return rate * gpu
 
 
-def rows_per_second(model: Model, card: Card, row: Tokens, engines: int, seqs: int) -> float:
+def rows_per_second(model: Model, card: Card, row: Tokens, engines: int, seqs: float) -> float:
     """Return the steady rate of `engines` on one GPU, each with `seqs` sequences at once."""
-    gpu = gpu_seconds(model, card, row, seqs)
-    apart = PLAIN_SECONDS
-    if row.form:  # a row is in as many steps as its answer has tokens, and shares them
-        apart = FORM_SECONDS + FORM_STEP_SECONDS * (row.out or 0) / seqs
+    gpu, host = gpu_seconds(model, card, row, seqs), host_seconds(model, row, seqs)
+    apart = FITTED.apart_grammar if row.form else FITTED.apart
+    away = max(host, gpu) + apart * min(host, gpu) - gpu
     if engines > 1:
-        gpu /= SHARING
-    return min(busy(engines, apart, gpu) / gpu, engines / HOST_SECONDS)
+        gpu /= FITTED.sharing
+    return busy(engines, away, gpu) / gpu

@@ -14,15 +14,19 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, gib, share
 from prefect_raybatch.sizing.cards import Card, EngineGpu
-from prefect_raybatch.sizing.cost import HOST_SECONDS, Tokens, gpu_seconds, rows_per_second
+from prefect_raybatch.sizing.cost import Tokens, gpu_seconds, host_seconds, rows_per_second
 from prefect_raybatch.sizing.fit import Fit
 from prefect_raybatch.sizing.shards import SEQUENCES
 
-SHORT = 32  # tokens out: what Python costs of longer answers is not measured, and packing lost
+SHORT = 32  # tokens out
+# Answers over SHORT share a GPU only if the model predicts so much more: with 8B models it was off
+# by 12 %, and more engines brought nothing or lost a tenth (varied-8b-1500.jsonl); with a 1.5B five
+# engines gave 2.4 to 2.9 times (record-15b.jsonl).
+LONG_GAIN = 0.3
 CORES = 3  # CPU cores a packed engine: its actor, its core process, its part of the CPU stages
 MOST_ENGINES = 6
 ENGINE_GAIN = 0.03  # the least for which more of them are taken: runs differ by 1 to 3 %
-# Of tasks that pool: HOST_SECONDS is of drawing tokens, and what a vector takes of Python is less.
+# Of tasks that pool: the host's time is of drawing tokens, and what a vector takes of it is less.
 MOST_POOLING = 2
 TRIED = (SEQUENCES, 512, 1024)  # more of them are not measured
 # The least gain for which more sequences are taken: they cost nothing where the KV cache holds
@@ -77,15 +81,24 @@ def _unshared(arguments: EngineArguments, row: Tokens) -> str | None:
         return f"an engine spans {parts} GPUs"
     if row.out is None:
         return row.why
-    if row.out > SHORT:
-        return f"answers of up to {row.out} tokens ({row.why}), more than {SHORT}"
     return None
 
 
-def _row_times(seconds: float, card: Card, row: Tokens) -> str:
+def _best_number(numbers: Sequence[int], rate: Callable[[int], float], out: int) -> int:
+    """Return the fewest engines that are nearly as fast as the best number.
+
+    1 for long answers if the others do not gain much by the model.
+    """
+    best = fewest(numbers, rate, ENGINE_GAIN)
+    gains = out <= SHORT or rate(best) >= (1 + LONG_GAIN) * rate(1)
+    return best if gains else 1
+
+
+def _row_times(model: Model, card: Card, row: Tokens, seqs: int) -> str:
+    host, gpu = host_seconds(model, row, seqs), gpu_seconds(model, card, row, seqs)
     return (
-        f"{1000 * HOST_SECONDS:.2f} ms of Python a row, {1000 * seconds:.2f} ms of {card.name} "
-        f"for about {row.own} uncached and {row.out} output tokens"
+        f"{1000 * host:.2f} ms of Python a row, {1000 * gpu:.2f} ms of {card.name} "
+        f"for about {row.own} uncached and {row.expected:.0f} output tokens"
     )
 
 
@@ -120,15 +133,19 @@ def choose_engines_per_gpu(
     def rate(n: int) -> float:
         return rows_per_second(model, card, row, n, seqs[n])
 
-    best = fewest(numbers, rate, ENGINE_GAIN)
-    times = _row_times(gpu_seconds(model, card, row, seqs[best]), card, row)
+    best = _best_number(numbers, rate, row.out or 0)
+    times = _row_times(model, card, row, seqs[best])
     if best == 1:
+        fastest = max(numbers, key=rate)
+        gain = rate(fastest) / rate(1) - 1
+        if gain > ENGINE_GAIN:
+            return 1, f"{fastest} engines would gain {gain:.0%}, under {LONG_GAIN:.0%}: {times}"
         return 1, f"one engine keeps the GPU busy: {times}"
     room = max((n for n in numbers[1:] if holds_rows(fit, n, row)), default=1)
     cores = max(1, math.floor(cpus_a_gpu / max(CORES, cpus_an_engine)))
     most = MOST_POOLING if pools else MOST_ENGINES
     bound = min(room, cores, most)
-    chosen = best if best <= bound else fewest(range(1, bound + 1), rate, ENGINE_GAIN)
+    chosen = best if best <= bound else _best_number(range(1, bound + 1), rate, row.out or 0)
     reasons = [f"{best} engines keep the GPU busy: {times}"]
     if room < best:
         reasons.append(f"{room} fit in {gib(gpu.memory)}")

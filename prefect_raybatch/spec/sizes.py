@@ -7,6 +7,8 @@ from typing import Literal
 
 from prefect_raybatch.spec.engine import EngineFields
 
+Grammar = Literal["", "xgrammar", "guidance"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowSpec:
@@ -14,19 +16,23 @@ class RowSpec:
 
     `shared_characters` begin every prompt (the system prompt, and the template up to its first
     column); `own_characters` are the rest of the template. `caches`: vLLM's prefix cache computes
-    shared prefixes once. `form`: answers follow a grammar. `out` is the most tokens of all answers
-    to a row, with the reason in `out_why`; None if a user's function decides, in which case
-    `longest` applies: sampling.max_tokens for each answer.
+    shared prefixes once. `form`: the backend of the grammar that answers follow, "" without one.
+    `text`: vLLM detokenizes answers. `out` is the most tokens of all answers to a row, with the
+    reason in `out_why`; None if a user's function decides, in which case `longest` applies:
+    sampling.max_tokens for each answer. `expected` are the tokens that they probably take, 0 if as
+    many as `out`.
     """
 
     shared_characters: int
     own_characters: int
     images: bool
     caches: bool
-    form: bool
+    form: Grammar
+    text: bool
     out: int | None
     out_why: str
     longest: int
+    expected: float
 
 
 @dataclass(frozen=True, kw_only=True)
