@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from prefect_raybatch import installed, nvml
-from prefect_raybatch.cluster.connect import WORKER_PYTHON
+from prefect_raybatch.cluster.ray_process import WORKER_PYTHON
 from prefect_raybatch.cluster.tokens import open_token_mode
 from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.doctor.finding import CheckContext, Finding, failed, passed, warned

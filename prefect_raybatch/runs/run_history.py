@@ -54,7 +54,7 @@ def history_of(
 
 
 def usual_time(
-    output: str, options: Mapping[str, Any] | None, job: str, run_key: str
+    output: str, options: StoreOptions | None, job: str, run_key: str
 ) -> float | None:
     """Return the median seconds of the job's latest completed runs, `run_key` apart."""
     (page,) = history_of(output, options, job)

@@ -32,7 +32,7 @@ from s3server import S3Server, proxy
 
 from prefect_raybatch import doctor, installed
 from prefect_raybatch.cli import commands as cli
-from prefect_raybatch.cluster.connect import WORKER_PYTHON
+from prefect_raybatch.cluster.ray_process import WORKER_PYTHON
 from prefect_raybatch.doctor import CheckContext, Finding, engine, machine, places, services
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob

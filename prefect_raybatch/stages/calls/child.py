@@ -40,7 +40,9 @@ def serve(fd: int, parent: int, field: str) -> None:
     os.set_inheritable(fd, False)
     wire = socket.socket(fileno=fd)
     try:
-        function = load_function(_next(wire), field)
+        named = _next(wire)
+        assert isinstance(named, str)  # an OwnFunction is one
+        function = load_function(named, field)
     except ConfigError as error:
         _send(wire, REFUSED, str(error))
         return
