@@ -17,6 +17,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable
+from typing import cast
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.functions import load_function
@@ -40,9 +41,7 @@ def serve(fd: int, parent: int, field: str) -> None:
     os.set_inheritable(fd, False)
     wire = socket.socket(fileno=fd)
     try:
-        named = _next(wire)
-        assert isinstance(named, str)  # an OwnFunction is one
-        function = load_function(named, field)
+        function = load_function(cast(str, _next(wire)), field)
     except ConfigError as error:
         _send(wire, REFUSED, str(error))
         return
