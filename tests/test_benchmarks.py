@@ -20,8 +20,8 @@ SMALLEST = {
     "finalize.py": "--mib 1 --nodes 0 --folder {tmp}",
     "fp8_gate.py": "--model demo --rows 64 --only stored --out {tmp}/out.jsonl",
     "head_and_tail.py": "--gpus 1",
-    "images.py": "--tiny --rows 8 --answers 4 --sizes 225 --peers ours --folder {tmp} "
-    "--out {tmp}/out.jsonl --limit 1200",
+    "images.py": "--tiny --family idefics3-2b --rows 8 --answers 4 --sizes 225 --peers ours "
+    "--folder {tmp} --out {tmp}/out.jsonl --limit 1200",
     "images_memory.py": "--rows 16 --models {tmp} --out {tmp}/out.jsonl",
     "increments.py": "--rows 2000 --reckon 10000",
     "ledger.py": "--store local --shards 20 --rows 2000 --files 2 --writers 2",
