@@ -29,6 +29,7 @@ ENGINE_GAIN = 0.03  # the least for which more of them are taken: runs differ by
 # Of tasks that pool: the host's time is of drawing tokens, and what a vector takes of it is less.
 MOST_POOLING = 2
 TRIED = (SEQUENCES, 512, 1024)  # more of them are not measured
+MOST_TOTAL = 2048  # sequences of all engines on a GPU: two of 1,024 were measured, no more
 # The least gain for which more sequences are taken: they cost nothing where the KV cache holds
 # them, and 1,024 in place of 512 were measured to bring more than the model says.
 SEQUENCE_GAIN = 0.005
@@ -66,7 +67,8 @@ def best_sequences(
 
     The first value if the KV cache holds none.
     """
-    room = [n for n in tried[1:] if holds_rows(fit.asking(max_num_seqs=n), engines, row)]
+    measured = [n for n in tried[1:] if n * engines <= MOST_TOTAL]
+    room = [n for n in measured if holds_rows(fit.asking(max_num_seqs=n), engines, row)]
 
     def rate(seqs: int) -> float:
         return rows_per_second(fit.model, card, row, engines, seqs)
