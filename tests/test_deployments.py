@@ -306,7 +306,7 @@ def test_what_is_deployed_is_whole_and_scheduled(deployed: Prefect) -> None:
     night = found["nightly"]["id"]
     coming = deployed.until(
         lambda: deployed.ask("flow_runs/filter", {"deployments": {"id": {"any_": [night]}}}),
-        60,
+        180,
         "the nightly deployment's next runs",
     )
     for run in coming:

@@ -171,7 +171,7 @@ def found_by_make(folder: Path, pythons: dict[str, str]) -> subprocess.Completed
     assert make is not None and shell is not None
     return run(
         make, "-n", "-B", "-f", ROOT / "Makefile", f"SHELL={shell}", ".venv/.ready", cwd=ROOT,
-        PATH=str(folder / "bin"),
+        PATH=str(folder / "bin"), MAKEFLAGS="", MAKELEVEL="",  # those of a make that runs the tests
     )  # fmt: skip
 
 
