@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
@@ -119,6 +120,14 @@ def no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing, and every later engine of the process, stand-ins too, would be made by it."""
     begin = "prefect_raybatch.stages.vllm.forking.begin_fork_server"
     monkeypatch.setattr(begin, lambda arguments: None)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def engines_of_ask_end() -> Iterator[None]:
+    """An engine that waits for a next call of `ask` would keep those of later tests too."""
+    yield
+    if running := sys.modules.get("prefect_raybatch.frames.running"):
+        running.end_engines()
 
 
 @pytest.fixture(autouse=True)

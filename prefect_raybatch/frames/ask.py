@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 ANSWERS_VARIABLE = "RAYBATCH_ANSWERS"  # variable that names the folder for runs of `ask`
 REASON = "error"  # column with the reason why a row has no answer
+FILLED = ("source", "prompt", "sampling", "engine", "output")  # groups of the job of a call
 FOLDER_LENGTH = 16  # hex digits of a hash that name the folder of a question
 LABEL_TOKENS, TEXT_TOKENS = 16, 256  # default length of an answer, with and without `choice`
 # Names that other libraries give to options of `ask`: Daft and Marvin, instructor, Daft.
@@ -256,7 +257,7 @@ def _asked(data: object, name: str, fields: dict[str, Any], options: CallOptions
     if not wanted:
         raise ConfigError(
             f"{name}(): the text {job.prompt.template!r} names no column, so each row would be the "
-            "same. Write the name of a column in braces, such as {text}"
+            "same. Write the name of a column in braces, such as {text} for a list of texts"
         )
     table, add, names = read_data(data, wanted)
     columns = _answer_columns(job, table.column_names)
@@ -281,7 +282,15 @@ def _check_options(name: str, options: CallOptions) -> None:
                 hint = f". For labels or types of your own, use ask(..., {option}=...)"
             else:
                 hint = f". Did you mean {near[0]!r}?" if near else ""
+                hint = hint or '. Fields of a job go into settings={"sampling.top_p": 0.5}'
             raise TypeError(f"{name}() got an unexpected keyword argument {option!r}{hint}")
+    for key, value in (options.get("settings") or {}).items():
+        if isinstance(value, Mapping) and key in FILLED:
+            inner = next(iter(value), "FIELD")
+            raise ConfigError(
+                f"settings: {key!r} would replace the whole group. Name its fields one by one, such "
+                f'as settings={{"{key}.{inner}": ...}}'
+            )
     errors, keep = options.get("errors", "column"), options.get("keep_seconds", KEEP_SECONDS)
     if errors not in ("column", "raise"):
         raise ConfigError(f'errors is {errors!r}. Give "column" or "raise"')

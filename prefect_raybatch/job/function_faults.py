@@ -21,6 +21,12 @@ def check_defined_in(
     """
     while isinstance(value, (functools.partial, functools.partialmethod)):
         value = value.func
+    if not callable(value):
+        kind = type(value).__name__
+        raise ConfigError(
+            f"{field}: {place or module}:{attribute} is no function or class, but of type {kind}; "
+            "correct the name"
+        )
     home = getattr(value, "__module__", None)
     if home == module:
         return

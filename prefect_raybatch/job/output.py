@@ -57,8 +57,9 @@ class Output(Group):
         6,
         "_row",
         title="Row number column",
-        text="Name of the column with the input row number (from 0) of each result "
-        "row. `raybatch verify` uses it to identify rows.",
+        text="Name of the column with the number (from 0) of each result row among the input rows "
+        "that are read: source.filter and source.sample leave rows out. `raybatch verify` uses it "
+        "to identify rows.",
         min_length=1,
     )
     compact: bool = field(

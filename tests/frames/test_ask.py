@@ -273,3 +273,10 @@ def test_a_new_cache_is_private(options: dict[str, Any], tmp_path: Path) -> None
     options["cache"] = tmp_path / "new"
     ask(["Smith"], "{text}", **options)
     assert options["cache"].stat().st_mode & 0o077 == 0
+
+
+def test_settings_that_would_replace_a_whole_group_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r'settings=\{"prompt\.on_null": \.\.\.\}'):
+        ask([{"a": "x"}], "{a}", model="demo", settings={"prompt": {"on_null": "empty"}})
+    with pytest.raises(TypeError, match=r"settings="):
+        ask([{"a": "x"}], "{a}", model="demo", top_p=0.5)  # type: ignore[call-overload]

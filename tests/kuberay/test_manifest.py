@@ -143,7 +143,7 @@ def test_the_example_manifest_can_be_given() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (None, "cannot be read: No such file"),
+        (None, "no file or folder"),
         ("a: [", "is not valid YAML"),
         ("a: 1", "contains 0 RayClusters; it must contain one"),
         ("{apiVersion: ray.io/v1, kind: RayCluster}", "spec must be a mapping"),

@@ -66,7 +66,7 @@ def test_where_a_run_works_the_file_need_not_be(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "cannot be read"),
+        (None, "no file or folder"),
         (b"\xff{{ x }}", "not UTF-8 text"),
         (b"x" * (1 << 20) + b"{{}}", "more than"),
         (b"{% for m in messages %}{{ m }}", "line 1: Unexpected end of template"),
