@@ -288,8 +288,8 @@ def _check_options(name: str, options: CallOptions) -> None:
         if isinstance(value, Mapping) and key in FILLED:
             inner = next(iter(value), "FIELD")
             raise ConfigError(
-                f"settings: {key!r} would replace the whole group. Name its fields one by one, such "
-                f'as settings={{"{key}.{inner}": ...}}'
+                f"settings: {key!r} would replace the whole group. Name each of its fields, such as "
+                f'settings={{"{key}.{inner}": ...}}'
             )
     errors, keep = options.get("errors", "column"), options.get("keep_seconds", KEEP_SECONDS)
     if errors not in ("column", "raise"):
