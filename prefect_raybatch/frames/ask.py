@@ -288,7 +288,7 @@ def _check_options(name: str, options: CallOptions) -> None:
         if isinstance(value, Mapping) and key in FILLED:
             inner = next(iter(value), "FIELD")
             raise ConfigError(
-                f"settings: {key!r} would replace the whole group. Name each of its fields, such as "
+                f"settings: {key!r} would replace the whole group. Name its fields, such as "
                 f'settings={{"{key}.{inner}": ...}}'
             )
     errors, keep = options.get("errors", "column"), options.get("keep_seconds", KEEP_SECONDS)
