@@ -25,6 +25,7 @@ from prefect_raybatch.flow import nights
 pytestmark = pytest.mark.usefixtures("prefect_api")
 
 POOL = "nights-pool"
+DEPLOYMENT = "without-a-worker"  # others of the server are other tests'
 FIRST = datetime(2026, 3, 1, 1, tzinfo=UTC)
 
 
@@ -38,7 +39,7 @@ def deployed_without_a_worker(server: Prefect, which: Any) -> UUID:
             server.ask("work_pools/", {"name": POOL, "type": "process"})
         schema = parameter_schema(which).model_dump()
         return client.create_deployment(
-            client.create_flow(which), "nightly", work_pool_name=POOL,
+            client.create_flow(which), DEPLOYMENT, work_pool_name=POOL,
             parameter_openapi_schema=schema,
         )  # fmt: skip
 
@@ -117,7 +118,7 @@ def test_the_history_lists_every_scheduled_run_with_state_reason_and_command(
         f"prefect worker start --pool {POOL}",
     ]  # fmt: skip
     made_up = found[key(7)]["command"]
-    assert made_up.startswith("prefect deployment run batch_inference/nightly -p ")
+    assert made_up.startswith(f"prefect deployment run batch_inference/{DEPLOYMENT} -p ")
     assert "scheduled_for=2026-03-07T01:00:00+00:00" in made_up
     assert "was still active" in found[key(3)]["failure"]
     assert [run["state"] for run in pages["newcomer"]] == ["crashed"]
