@@ -42,4 +42,4 @@ def test_the_page_about_dataframes(tmp_path: Path) -> None:
     assert lines[-1] == "the same engine"
     for name, label in {"Smith & Sons Law": "Law Firm", "Acme Health": "Healthcare"}.items():
         assert any(name in line and label in line for line in lines), done.stdout
-    assert len(os.listdir(tmp_path / "answers" / "runs")) == 1  # one question
+    assert len(os.listdir(tmp_path / "answers" / "runs")) == 2  # one folder for each prompt
