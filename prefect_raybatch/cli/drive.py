@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from prefect_raybatch.api import (
     recorded_attempt,
     resolve_run,
 )
-from prefect_raybatch.cli.show import TerminalProgress, progress_shown
+from prefect_raybatch.cli.show import TerminalProgress
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.early import engines_early
 from prefect_raybatch.compile.job import cluster_spec, read_spec
@@ -81,7 +82,7 @@ def run_job(
         return _published(known, finalize_run(known, complete)), False
     with recorded_attempt(store, known, key, PLANNING, begin=False):
         resolved = precheck(resolved, store, accept)
-    with progress_shown(quiet) as show:
+    with closing(TerminalProgress(quiet)) as show:
         if prefect:
             show.begin(store.uri)
             options = {"accept": list(accept)} if accept else {}
@@ -130,7 +131,7 @@ def retry_rows(
     from prefect_raybatch.api import retry
     from prefect_raybatch.runs.retry import Nothing
 
-    with progress_shown(quiet) as show:
+    with closing(TerminalProgress(quiet)) as show:
         if prefect:
             report = run_flow("retry_failed", arguments, show, asked.known.job)
             message = "Other runs have retried all of these rows; none is left that failed"

@@ -8,8 +8,7 @@ import math
 import shlex
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,16 +44,6 @@ if TYPE_CHECKING:
 
 TEXT_SHOWN = 2000  # characters of a prompt
 LINE_EVERY = 5.0  # seconds between progress lines where there is no terminal
-
-
-@contextmanager
-def progress_shown(quiet: bool) -> Iterator[TerminalProgress]:
-    """Show progress in the terminal within the block."""
-    show = TerminalProgress(quiet)
-    try:
-        yield show
-    finally:
-        show.close()
 
 
 class TerminalProgress(Listener):

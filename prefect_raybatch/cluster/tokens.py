@@ -44,7 +44,7 @@ def check_token_file() -> None:
     try:
         file = token_file()
         mode = file.stat().st_mode if file is not None else stat.S_IFREG
-    except (OSError, RuntimeError):  # there is none
+    except (OSError, RuntimeError):  # there is no token file
         return
     if not stat.S_ISREG(mode):
         raise ConfigError(

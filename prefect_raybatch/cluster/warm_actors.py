@@ -155,7 +155,7 @@ class EngineHost:
 
 @dataclass(frozen=True)
 class Deaths:
-    """How often an engine's process may die in one pass, since Ray restarts it without limit.
+    """Limits on the deaths of an engine's process in one pass, since Ray restarts it without limit.
 
     `starting` counts deaths while it starts, `in_a_row` deaths without an answered block between.
     """

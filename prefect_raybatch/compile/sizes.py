@@ -17,8 +17,8 @@ from prefect_raybatch.job.precision import without_tries
 from prefect_raybatch.job.tasks import pools
 from prefect_raybatch.spec.sizes import Grammar, RowSpec, SizeSpec
 
-# Of max_tokens, what an answer under a grammar takes, which ends by itself: 43 to 72 of 96 were
-# measured (record-15b.jsonl, record-8b.jsonl).
+# Expected length of an answer under a grammar, which ends by itself, as a fraction of max_tokens:
+# 43 to 72 of 96 tokens were measured (record-15b.jsonl, record-8b.jsonl).
 ENDS_AT = 0.6
 FIRST_AND_REST = 2  # tokens of an answer whose first one is asked for: few leave several labels
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import atexit
 import re
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +72,7 @@ def run_call(
     run = _newest_run(resolve(job))
     if keep_seconds:
         _KEPT.keep(keep_seconds)
-    with _progress_shown(progress) as show:
+    with closing(_progress(progress)) as show:
         done = infer_run(job, run, show, engine)
     if not keep_seconds:
         _KEPT.end()
@@ -110,14 +109,9 @@ def _may_succeed(job: BatchJob, report: RunReport) -> bool:
     )
 
 
-@contextmanager
-def _progress_shown(progress: bool | None) -> Iterator[TerminalProgress]:
+def _progress(progress: bool | None) -> TerminalProgress:
     quiet = not (err.is_jupyter or err.is_terminal if progress is None else progress)
-    show = NotebookProgress(quiet) if err.is_jupyter else TerminalProgress(quiet)
-    try:
-        yield show
-    finally:
-        show.close()
+    return NotebookProgress(quiet) if err.is_jupyter else TerminalProgress(quiet)
 
 
 class NotebookProgress(TerminalProgress):
