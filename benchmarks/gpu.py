@@ -546,7 +546,7 @@ def init_ray(**options: Any) -> None:
         logging_level="warning",
         log_to_driver=bool(os.environ.get("RAYBATCH_BENCH_LOG")),
         runtime_env={"env_vars": passed},
-        **options,
+        **{"num_cpus": len(os.sched_getaffinity(0)), **options},
     )
     ray.data.DataContext.get_current().enable_progress_bars = False
 
@@ -667,7 +667,7 @@ def device(gpus: int) -> str:
     if not cards:
         raise SystemExit(f"no GPU here {trouble}")
     name = cards[0].name
-    return f"{f'{gpus} ' if gpus > 1 else ''}{name}, {os.cpu_count()} CPUs"
+    return f"{f'{gpus} ' if gpus > 1 else ''}{name}, {len(os.sched_getaffinity(0))} CPUs"
 
 
 def _run(args: argparse.Namespace, size: str, peer: str) -> dict[str, Any]:
