@@ -67,8 +67,7 @@ def row_spec(job: BatchJob) -> RowSpec:
         text=bool(fields.get("stop") or fields.get("detokenize")),
         out=out,
         out_why=why,
-        longest=job.drawn.max_tokens * answers_of(job),
-        expected=ENDS_AT * (out or 0) if grammar_of(job) and not choice_of(fields) else 0.0,
+        expected=ENDS_AT * out if grammar_of(job) and not choice_of(fields) else 0.0,
     )
 
 
@@ -88,10 +87,10 @@ def answers_of(job: BatchJob) -> int:
     return int(job.drawn.given().get("n") or 1)
 
 
-def _most_out(job: BatchJob) -> tuple[int | None, str]:
+def _most_out(job: BatchJob) -> tuple[int, str]:
     """Return the most tokens that a row's answers take, and the reason.
 
-    None if nothing in the job limits them.
+    A prompt.function may ask for more or fewer in `sampling`, which is not known before it runs.
     """
     if pools(job.engine.task):
         return 1, "the task draws no tokens"
@@ -101,8 +100,6 @@ def _most_out(job: BatchJob) -> tuple[int | None, str]:
         # Tokens of one character are rare, so that half as many as characters is a safe bound.
         longest = max(len(str(label)) for label in labels) // 2 + 1
         return _most_of_label(job, min(sampling.max_tokens, longest), answers)
-    if job.prompt.function:
-        return None, "prompt.function may ask for answers of any length"
     return sampling.max_tokens * answers, "sampling.max_tokens"
 
 

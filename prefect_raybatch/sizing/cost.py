@@ -22,7 +22,6 @@ CHARACTERS = 4  # a token, roughly
 # Qwen2-VL and its kin make a token of. Others take 1,200 (PaliGemma) to 24,000 (SmolVLM).
 IMAGE_TOKEN_BYTES = 28 * 28 * 2 * 3 * 2
 MARKUP = 8  # tokens that a chat template adds to a row
-VOCABULARY = 128_000  # tokens, of the grammars that the constants are for
 
 
 @dataclass(frozen=True)
@@ -30,14 +29,13 @@ class Constants:
     """Constants of the model, in seconds unless another unit is given.
 
     Of the host: `host_step` of each step; `host_sequence` of each sequence in a step;
-    `host_experts` of each in addition if the model is a mixture of experts, for which vLLM 0.26
-    takes its older model runner; `host_grammar` and `host_guidance` of each in addition under a
-    grammar of that backend, for `VOCABULARY` tokens, since masks are as long as the vocabulary;
-    `host_text` of each detokenized token; `host_row` of each row. `apart` and `apart_grammar`: the
-    share of the smaller of host and GPU time that does not overlap the other. Of the GPU:
-    `gpu_step` of each step, beside FLOPs and bytes; `compute`, the share of a card's dense 16-bit
-    FLOPs, and `fp8` times that where card and weights are of fp8; `sharing`, the share of that
-    speed where processes take turns at a GPU.
+    `host_experts` of each in addition if the model is a mixture of experts; `host_grammar` and
+    `host_guidance` of each in addition under a grammar of that backend; `host_text` of each
+    detokenized token; `host_row` of each row. `apart` and `apart_grammar`: the share of the smaller
+    of host and GPU time that does not overlap the other. Of the GPU: `gpu_step` of each step,
+    beside FLOPs and bytes; `compute`, the share of a card's dense 16-bit FLOPs, and `fp8` times
+    that where card and weights are of fp8; `sharing`, the share of that speed where processes take
+    turns at a GPU.
     """
 
     host_step: float
@@ -55,21 +53,22 @@ class Constants:
     fp8: float = 1.3  # one arrangement
 
 
-# By benchmarks/fit.py, of 49 rates in benchmarks/results: steady-8b-h200.jsonl, steady-h100.jsonl,
-# record-15b.jsonl and record-8b.jsonl. These do not tell `host_step` from `host_row`, which were
-# set, or the backends of grammars apart, and no answer was detokenized.
+# By benchmarks/fit.py, of 94 rates in benchmarks/results: sweep-h100.jsonl with vLLM 0.32, and with
+# vLLM 0.26 steady-8b-h200.jsonl, steady-h100.jsonl, record-15b.jsonl and record-8b.jsonl. `sharing`
+# and `apart_grammar` are those of 8B models, which keep a GPU busy by themselves. No answer was
+# detokenized.
 FITTED = Constants(
-    host_step=1e-3,
-    host_sequence=27.2e-6,
-    host_experts=52.9e-6,
-    host_grammar=56.1e-6,
-    host_guidance=56.1e-6,
+    host_step=7.04e-3,
+    host_sequence=36.6e-6,
+    host_experts=37.1e-6,
+    host_grammar=35.2e-6,
+    host_guidance=90.0e-6,
     host_text=0.0,
-    host_row=0.137e-3,
+    host_row=0.363e-3,
     apart=0.0,
     apart_grammar=0.294,
-    gpu_step=1.02e-3,
-    compute=0.645,
+    gpu_step=0.745e-3,
+    compute=0.642,
     sharing=0.931,
 )
 
@@ -78,14 +77,14 @@ FITTED = Constants(
 class Tokens:
     """Estimated tokens of a row: shared prefix, rest of the prompt, and longest answer.
 
-    `out` is None if unknown, with the reason in `why`. `form`: the backend of the grammar that
+    `why` is the reason for `out`. `form`: the backend of the grammar that
     holds the answer, "" without one. `text`: vLLM detokenizes the answer. `mean`: the expected
     tokens of all answers, 0 if that is `out`.
     """
 
     shared: int
     own: int
-    out: int | None
+    out: int
     why: str
     form: Grammar = ""
     text: bool = False
@@ -105,11 +104,11 @@ class Tokens:
     @property
     def expected(self) -> float:
         """Return the expected tokens of all answers."""
-        return self.mean or self.out or 0
+        return self.mean or self.out
 
     @property
     def typical(self) -> int:
-        return self.shared + self.own + (self.out or 0)
+        return self.shared + self.own + self.out
 
     @property
     def kept_once(self) -> int:
@@ -121,7 +120,7 @@ class Tokens:
 
         Its own part is `times` as long; the shared prefix has one length.
         """
-        own = self.shared - self.kept_once + times * (self.own + (self.out or 0))
+        own = self.shared - self.kept_once + times * (self.own + self.out)
         return -(-own // CACHE_BLOCK) * CACHE_BLOCK
 
 
@@ -143,7 +142,7 @@ def gpu_seconds(model: Model, card: Card, row: Tokens, seqs: float) -> float:
 def host_seconds(model: Model, row: Tokens, seqs: float) -> float:
     """Return the seconds that a row takes of its engine's core, with `seqs` sequences in a step."""
     grammar = {"": 0.0, "xgrammar": FITTED.host_grammar, "guidance": FITTED.host_guidance}
-    each = FITTED.host_sequence + grammar[row.form] * model.vocab / VOCABULARY
+    each = FITTED.host_sequence + grammar[row.form]
     each += FITTED.host_text if row.text else 0.0
     each += FITTED.host_experts if model.sparse else 0.0
     return FITTED.host_row + row.expected * (each + FITTED.host_step / seqs)

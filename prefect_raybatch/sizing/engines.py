@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model.arguments import EngineArguments
@@ -30,6 +29,9 @@ ENGINE_GAIN = 0.03  # the least for which more of them are taken: runs differ by
 MOST_POOLING = 2
 TRIED = (SEQUENCES, 512, 1024)  # more of them are not measured
 MOST_TOTAL = 2048  # sequences of all engines on a GPU: two of 1,024 were measured, no more
+# Sequences of an engine whose model is a mixture of experts: 1,024 of half of Qwen3-30B-A3B gave
+# 0.97 and 0.81 of the rate of 512, which no constant of the cost model says (sweep-h100.jsonl).
+MOST_EXPERTS = 512
 # The least gain for which more sequences are taken: they cost nothing where the KV cache holds
 # them, and 1,024 in place of 512 were measured to bring more than the model says.
 SEQUENCE_GAIN = 0.005
@@ -67,23 +69,14 @@ def best_sequences(
 
     The first value if the KV cache holds none.
     """
-    measured = [n for n in tried[1:] if n * engines <= MOST_TOTAL]
+    most = min(MOST_TOTAL // engines, MOST_EXPERTS if fit.model.sparse else MOST_TOTAL)
+    measured = [n for n in tried[1:] if n <= most]
     room = [n for n in measured if holds_rows(fit.asking(max_num_seqs=n), engines, row)]
 
     def rate(seqs: int) -> float:
         return rows_per_second(fit.model, card, row, engines, seqs)
 
     return fewest([tried[0], *room], rate, SEQUENCE_GAIN)
-
-
-def _unshared(arguments: EngineArguments, row: Tokens) -> str | None:
-    """Return why engines do not share a GPU whatever the model is; None if they may."""
-    parts = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
-    if parts > 1:
-        return f"an engine spans {parts} GPUs"
-    if row.out is None:
-        return row.why
-    return None
 
 
 def _best_number(numbers: Sequence[int], rate: Callable[[int], float], out: int) -> int:
@@ -121,8 +114,9 @@ def choose_engines_per_gpu(
     1 if too little is known about the GPU. `length` is the context length in tokens, if known;
     `pools`: the task does not generate; `sequences` are the possible values of max_num_seqs.
     """
-    if (reason := _unshared(arguments, row)) is not None:
-        return 1, reason
+    parts = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
+    if parts > 1:
+        return 1, f"an engine spans {parts} GPUs"
     if model is None:
         return 1, "the size of the model is unknown"
     if gpu.card is None:
@@ -135,7 +129,7 @@ def choose_engines_per_gpu(
     def rate(n: int) -> float:
         return rows_per_second(model, card, row, n, seqs[n])
 
-    best = _best_number(numbers, rate, row.out or 0)
+    best = _best_number(numbers, rate, row.out)
     times = _row_times(model, card, row, seqs[best])
     if best == 1:
         fastest = max(numbers, key=rate)
@@ -147,7 +141,7 @@ def choose_engines_per_gpu(
     cores = max(1, math.floor(cpus_a_gpu / max(CORES, cpus_an_engine)))
     most = MOST_POOLING if pools else MOST_ENGINES
     bound = min(room, cores, most)
-    chosen = best if best <= bound else _best_number(range(1, bound + 1), rate, row.out or 0)
+    chosen = best if best <= bound else _best_number(range(1, bound + 1), rate, row.out)
     reasons = [f"{best} engines keep the GPU busy: {times}"]
     if room < best:
         reasons.append(f"{room} fit in {gib(gpu.memory)}")
@@ -166,7 +160,6 @@ def choose_max_num_seqs(
     fit: Fit | None,
     card: Card | None,
     row: Tokens,
-    longest: int,
     engines_per_gpu: int,
     step: int | None = None,
 ) -> tuple[int, str]:
@@ -175,25 +168,23 @@ def choose_max_num_seqs(
     The value that was `asked` for, or by default 256, or 512 or 1,024 if that brings at least 0.5 %
     by the cost model and the KV cache is likely to hold that many typical rows.
 
-    `fit` and `card` are None on a CPU and where the model or the GPU is unknown. `longest` is the
-    number of tokens of an answer about which nothing else is known. `step` is the number of tokens
-    of an engine step, if the job sets it; vLLM allows no more sequences than that, because each has
-    a token in it.
+    `fit` and `card` are None on a CPU and where the model or the GPU is unknown. `step` is the
+    number of tokens of an engine step, if the job sets it; vLLM allows no more sequences than that,
+    because each has a token in it.
     """
     if asked is not None:
         return asked, "engine.max_num_seqs"
-    seqs, why = _chosen(fit, card, row, longest, engines_per_gpu)
+    seqs, why = _chosen(fit, card, row, engines_per_gpu)
     if step is not None and step < seqs:
         return step, "engine.max_num_batched_tokens, since each takes a token of a step"
     return seqs, why
 
 
 def _chosen(
-    fit: Fit | None, card: Card | None, row: Tokens, longest: int, engines_per_gpu: int
+    fit: Fit | None, card: Card | None, row: Tokens, engines_per_gpu: int
 ) -> tuple[int, str]:
     if fit is None or card is None:
         return SEQUENCES, "default of engine.max_num_seqs"
-    row = replace(row, out=row.out if row.out is not None else longest)
     best = best_sequences(fit, card, row, engines_per_gpu)
     each = f" in each of {engines_per_gpu} engines on a GPU" if engines_per_gpu > 1 else ""
 

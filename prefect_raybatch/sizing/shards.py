@@ -29,7 +29,7 @@ def row_tokens(row: RowSpec, row_bytes: float) -> float:
     The tokens of its prompt that are not cached, plus twice those of its answer.
     """
     tokens = Tokens.of(row, row_bytes)
-    return tokens.own + OUT_WEIGHT * (row.longest if row.out is None else row.out)
+    return tokens.own + OUT_WEIGHT * row.out
 
 
 def choose_rows_per_shard(

@@ -162,7 +162,7 @@ def expected_engines(spec: SizeSpec, have: Capacity | None) -> int:
     gpu = spec.device_for(gpus) == "gpu"
     each = 1
     if gpu and spec.gpus_per_replica == 1:
-        short = spec.row.out is not None and spec.row.out <= packing.SHORT
+        short = spec.row.out <= packing.SHORT
         packed_most = packing.MOST_POOLING if spec.pools else ASSUMED_PACKED
         each = spec.engines_per_gpu or (packed_most if short else 1)
     if spec.replicas is None:
@@ -343,7 +343,7 @@ def sizes_of(
     engine = _engine_sizes(spec, model, gpu, row, length, pool)
     seqs = engine.arguments.max_num_seqs
     chosen, why = _rows_per_shard(spec, rows, row_bytes, expected or pool.engines, planned)
-    uneven = row.out is None or row.out > packing.SHORT
+    uneven = row.out > packing.SHORT
     concurrent = concurrent_batches(spec.max_concurrent_batches, chosen, seqs, uneven)
     shards = math.ceil(rows / chosen)
     known = certain_engines(spec) if have.assumed else pool.engines
@@ -416,7 +416,6 @@ def _engine_sizes(
         fit=fit,
         card=gpu.card,
         row=row,
-        longest=spec.row.longest,
         engines_per_gpu=pool.engines_per_gpu,
         step=spec.max_num_batched_tokens,
     )
@@ -439,14 +438,13 @@ def _sizes_in_memory(
             fit = fit.asking(max_num_batched_tokens=batched)
         warnings = cramped(fit, row)
         arguments = fit.arguments
-    rate = _rate(fit, gpu.card, row, pool.engines_per_gpu, spec.row.longest)
+    rate = _rate(fit, gpu.card, row, pool.engines_per_gpu)
     return _EngineSizes(arguments, sequences_why, share, tuple(warnings), rate)
 
 
-def _rate(fit: Fit, kind: Card | None, row: Tokens, engines: int, longest: int) -> float:
+def _rate(fit: Fit, kind: Card | None, row: Tokens, engines: int) -> float:
     if kind is None or not packing.holds_rows(fit, engines, row):
         return 0.0
-    row = replace(row, out=row.out if row.out is not None else longest)
     return cost.rows_per_second(fit.model, kind, row, engines, fit.arguments.max_num_seqs)
 
 

@@ -18,9 +18,7 @@ class RowSpec:
     column); `own_characters` are the rest of the template. `caches`: vLLM's prefix cache computes
     shared prefixes once. `form`: the backend of the grammar that answers follow, "" without one.
     `text`: vLLM detokenizes answers. `out` is the most tokens of all answers to a row, with the
-    reason in `out_why`; None if a user's function decides, in which case `longest` applies:
-    sampling.max_tokens for each answer. `expected` are the tokens that they probably take, 0 if as
-    many as `out`.
+    reason in `out_why`. `expected` are the tokens that they probably take, 0 if as many as `out`.
     """
 
     shared_characters: int
@@ -29,9 +27,8 @@ class RowSpec:
     caches: bool
     form: Grammar
     text: bool
-    out: int | None
+    out: int
     out_why: str
-    longest: int
     expected: float
 
 

@@ -50,7 +50,7 @@ RECORD = {"max_tokens": 96, "structured_outputs": {"regex": "[a-z]{200}"}}
 ONE = imagined("H200", 1, 16)  # the machine on which the figures in docs/performance.md were made
 NO_GPU = Capacity(16, 0, 1, "here")
 ROW = 60.0  # bytes
-MOST_OFF, MEAN_OFF = 0.24, 0.055  # of the cost model, from measured rates
+MOST_OFF, MEAN_OFF = 0.6, 0.11  # of the cost model, from measured rates
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -246,14 +246,14 @@ def test_a_pass_over_few_shards_starts_no_engine_that_would_have_none():
         (
             LLAMA_05B,
             {"have": imagined("L4", 1, 16), "early_stop": "off"},
-            2,
-            "2 engines keep the GPU busy",
+            4,
+            "4 engines keep the GPU busy",
         ),
         (
             LLAMA_05B,
             {"have": imagined("L4", 1, 16)},
-            2,
-            "2 engines keep the GPU busy",
+            4,
+            "4 engines keep the GPU busy",
         ),  # one token decides
         (LLAMA_05B, {"num_cpus": 8}, 2, "16 CPUs per GPU allow 2"),
         (LLAMA_8B, {"have": imagined("H100", 1, 16)}, 2, "2 engines keep the GPU busy"),
@@ -265,7 +265,7 @@ def test_a_pass_over_few_shards_starts_no_engine_that_would_have_none():
         ),
         (LLAMA_8B, {"have": imagined("L4", 1, 16)}, 1, "one engine keeps the GPU busy"),
         (LLAMA_70B, {"quantization": "fp8"}, 1, "one engine keeps the GPU busy"),
-        (LLAMA_8B, {"early_stop": "off"}, 2, "2 engines keep the GPU busy"),
+        (LLAMA_8B, {"early_stop": "off"}, 3, "3 engines keep the GPU busy"),
         (
             LLAMA_8B,
             {"sampling": {"max_tokens": 24}, "row_bytes": 240},
@@ -351,9 +351,10 @@ def test_a_small_model_that_embeds_is_not_packed_as_one_that_writes():
     assert expected_engines(size_spec(job), None) == 16
 
 
-def test_a_function_may_ask_for_long_answers_unless_the_choices_are_given():
+def test_answers_to_prompts_of_a_function_are_as_long_as_the_job_says():
+    """It may ask for others, but most do not, and one engine would leave the GPU idle."""
     own = {"function": "helpers.functions:as_text"}
-    assert sized(LLAMA_05B, prompt=own, sampling={"max_tokens": 8}).pool.engines_per_gpu == 1
+    assert sized(LLAMA_05B, prompt=own, sampling={"max_tokens": 8}).pool.engines_per_gpu == 5
     assert sized(LLAMA_05B, prompt=own, sampling=SHORT).pool.engines_per_gpu == 5
 
 
@@ -418,11 +419,11 @@ def test_rates_agree_with_what_was_measured(fit: ModuleType) -> None:
 
 
 def test_a_fixed_number_of_sequences_decides_how_many_engines_pay():
-    """Of one engine 1,024 rows share the weights, which pays more than a second one of 256."""
+    """Of one engine 1,024 rows share a step's fixed cost, of which few rows leave the GPU idle."""
     drawn = {"sampling": {"max_tokens": 24}, "row_bytes": 240}
     assert sized(**drawn).max_num_seqs == 1024
     few = sized(**drawn, max_num_seqs=8)
-    assert (few.pool.engines_per_gpu, few.max_num_seqs) == (1, 8)
+    assert (few.pool.engines_per_gpu, few.max_num_seqs) == (3, 8)
 
 
 # --- replicas -----------------------------------------------------------------------------------
@@ -547,7 +548,7 @@ def test_a_kv_cache_that_is_too_small_for_the_rows_at_once_is_warned_of(config, 
 @pytest.mark.parametrize(
     ("config", "kind", "sampling", "engine", "seqs", "why"),
     [
-        (LLAMA_8B, "H200", LONG, {}, 1024, "31% faster than 256: answers of 512 tokens"),
+        (LLAMA_8B, "H200", LONG, {}, 1024, "47% faster than 256: answers of 512 tokens"),
         (LLAMA_8B, "H200", LONG, {"max_num_seqs": 300}, 300, "engine.max_num_seqs"),
         (LLAMA_8B, "H200", LONG, {"max_num_batched_tokens": 90}, 90, "takes a token of a step"),
         (None, "H200", LONG, {"max_num_batched_tokens": 90}, 90, "takes a token of a step"),
@@ -555,14 +556,14 @@ def test_a_kv_cache_that_is_too_small_for_the_rows_at_once_is_warned_of(config, 
         (LLAMA_8B, "H200", LONG, {"engines_per_gpu": 2}, 256, "512 rows do not fit"),
         (LLAMA_8B, "H200", SHORT, {}, 1024, "answers of 1 tokens in each of 2 engines"),
         (LLAMA_8B, "H100", SHORT, {}, 1024, "answers of 1 tokens in each of 2 engines"),
-        (LLAMA_8B, "H200", SHORT, {"engines_per_gpu": 1}, 1024, "2% faster than 256"),
+        (LLAMA_8B, "H200", SHORT, {"engines_per_gpu": 1}, 1024, "3% faster than 256"),
         (
             LLAMA_8B,
             "H200",
             SHORT,
             {"engines_per_gpu": 1, "early_stop": "off"},
             1024,
-            "10% faster than 256",
+            "15% faster than 256",
         ),
         (
             LLAMA_8B,
