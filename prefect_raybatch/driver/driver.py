@@ -118,9 +118,12 @@ class Progress:
 
     @property
     def unit(self) -> tuple[str, str]:
-        """Return the singular and plural noun for what `whole` counts."""
+        """Return the singular and plural noun for what `whole` counts.
+
+        A step answers a request or fills in a row.
+        """
         both = self.before.rows or self.later.rows
-        return ("request or row", "requests and rows") if both else ("row", "rows")
+        return ("step", "steps") if both else ("row", "rows")
 
     @property
     def engine_deaths(self) -> int:
