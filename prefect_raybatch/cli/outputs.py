@@ -127,7 +127,8 @@ def runs(
         if line.failure:
             out.print(f"{line.run_key} failed: {line.failure}", markup=False)
         if line.command:
-            out.print(f"  continue: {line.command}", markup=False)
+            verb = "start again" if line.is_attempt else "continue"
+            out.print(f"  {verb}: {line.command}", markup=False)
 
 
 @outputs.command(**in_catalog("history"))

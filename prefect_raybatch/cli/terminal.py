@@ -17,13 +17,14 @@ from types import TracebackType
 from typing import Any, cast
 
 import typer
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleDimensions, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from prefect_raybatch.harmless import visible
 
+UNFOLDED = 10_000  # width of a table that is printed into a file
 _FORMATTER = logging.Formatter()
 # The base class of argument errors. Newer versions of Typer carry a copy of click, so it is not
 # click's own.
@@ -35,6 +36,17 @@ _ARGUMENT_ERROR = cast(
 
 class Terminal(Console):
     """A console that prints hidden characters as escapes and no hyperlinks."""
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        """The size of the terminal; a file or pipe takes lines of any length.
+
+        There no table may fold, because other programs read it.
+        """
+        size = super().size
+        if self.is_terminal or "COLUMNS" in self._environ:
+            return size
+        return ConsoleDimensions(UNFOLDED, size.height)
 
     def render_str(self, text: str, **options: Any) -> Text:
         # Escaped before rich measures the text, so that tables have room for the escapes.
