@@ -58,6 +58,10 @@ def preview(
         print_json(found)
         return
     _show_preview(found)
+    if found.prompts and all(one.trouble for one in found.prompts):
+        out.print("[red]problem[/]: no row made a prompt; correct the job before it is planned")
+        print_next("raybatch", "preview", job)
+        raise typer.Exit(1)
     print_next("raybatch", "plan", job)
 
 

@@ -255,6 +255,25 @@ def test_init_takes_a_function_of_a_file(table, capsys):
     assert code == 0 and "Acme" in out, err
 
 
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ("{'sampling': {}}", "a dict without 'messages' (its keys: 'sampling')"),
+        ("[]", "an empty list"),
+        ("row['Compny']", "KeyError: 'Compny'"),
+    ],
+)
+def test_a_function_that_makes_no_prompt_is_a_problem_of_the_plan(table, answer, words, capsys):
+    Path("prompts.py").write_text(f"def ask(row):\n    return {answer}\n")
+    assert said(capsys, "init", "firms.parquet", "--function", "prompts.py:ask")[0] == 0
+    code, out, err = said(capsys, "plan", "job.yaml")
+    assert code == 1 and "problem: prompt.function: none of 2 sampled rows" in out, err
+    assert words in out and "next" not in out and not Path("out").exists()
+    code, out, err = said(capsys, "preview", "job.yaml", "--no-answers")
+    assert code == 1 and "no row made a prompt" in out, err
+    assert words in out and out.endswith("next    raybatch preview job.yaml\n")
+
+
 def test_init_asks_again_in_a_terminal(table, monkeypatch, capsys):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

@@ -43,7 +43,10 @@ PROBES: list[Any] = [
         ({"structured_outputs_config": "x"}, "engine.structured_outputs_config: .*backend: "),
         ({"structured_outputs_config": {"backend": "x"}}, "outputs_config.backend: .*'xgrammar'"),
         ({"compilation_config": {"cudagraph_mod": 1}}, "did you mean 'cudagraph_mode'"),
-        ({"compilation_config": {"cudagraph_capture_sizes": ["x"]}}, "capture_sizes.0: must be a whole"),
+        (
+            {"compilation_config": {"cudagraph_capture_sizes": ["x"]}},
+            "capture_sizes.0: must be a whole",
+        ),
         ({"speculative_config": {"method": "nope"}}, "speculative_config.method: .*'ngram'"),
         ({"speculative_config": {"num_speculative_tokens": 0}}, "speculative_tokens: .* 0"),
     ],
