@@ -538,7 +538,7 @@ def test_a_missing_input_and_a_missing_job_are_named(tmp_path, call):
     path = write_job(tmp_path)
     (tmp_path / "in.parquet").unlink()
     code, _, err = call("plan", path)
-    assert code == 1 and err.startswith("SourceError: ") and "in.parquet" in err
+    assert code == 2 and err.startswith("SourceError: ") and "in.parquet" in err
     code, _, err = call("plan", tmp_path / "no.yaml")
     assert code == 2 and "no such job file" in err
 
@@ -687,7 +687,7 @@ def test_the_cluster_starts_beside_prefect_and_only_for_a_job_that_may_run(
     monkeypatch.setattr("prefect_raybatch.flow.flows.batch_inference", flow)
     monkeypatch.setattr("prefect_raybatch.doctor.services.check_api", lambda: None)
     code, _, err = call("run", path, "--set", "source.uri=nowhere.parquet")
-    assert code == 1 and not done, err
+    assert code == 2 and not done, err
     code, _, err = call("run", path)
     assert code == 75 and "as if the flow had run" in err
     assert done == ["Ray for nightly", "the flow"]
