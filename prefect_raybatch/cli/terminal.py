@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, cast
 
 import typer
-from rich.console import Console, ConsoleDimensions, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
@@ -38,15 +38,14 @@ class Terminal(Console):
     """A console that prints hidden characters as escapes and no hyperlinks."""
 
     @property
-    def size(self) -> ConsoleDimensions:
-        """The size of the terminal; a file or pipe takes lines of any length.
+    def options(self) -> ConsoleOptions:
+        """The options of printing. A file or pipe takes lines of any length.
 
         There no table may fold, because other programs read it.
         """
-        size = super().size
-        if self.is_terminal or "COLUMNS" in self._environ:
-            return size
-        return ConsoleDimensions(UNFOLDED, size.height)
+        options = super().options
+        folds = self.is_terminal or "COLUMNS" in self._environ
+        return options if folds else options.update_width(UNFOLDED)
 
     def render_str(self, text: str, **options: Any) -> Text:
         # Escaped before rich measures the text, so that tables have room for the escapes.

@@ -116,7 +116,7 @@ def _message(item: ErrorDetails, place: FieldPlace, kind: object, text: YamlText
     last = str(place[-1]) if place else ""
     given, told = item.get("input"), item["type"]
     hidden = bool({*item["loc"]} & HIDDEN)
-    message = hide_users(_fault(item))
+    message: str = hide_users(_fault(item))
     if told == "extra_forbidden":
         return f"unknown field{nearest(last, _names(kind))}"
     if told == "missing":
@@ -129,7 +129,8 @@ def _message(item: ErrorDetails, place: FieldPlace, kind: object, text: YamlText
         return f"must be a list and is text; write {last}: [{_short(given)!r}]"
     if hidden or isinstance(given, (dict, BaseModel)):
         return message
-    return f"{message} (value: {hide_users(_short(given))!r})"
+    shown = hide_users(_short(given))
+    return f"{message} (value: {repr(shown) if isinstance(given, str) else shown})"
 
 
 def _fault(item: ErrorDetails) -> str:

@@ -147,7 +147,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("sampling.choice", ["a", " "], ["label 2 of 2 is empty"]),
         ("sampling.choice", ["b", "a", "b"], ["'b'", "duplicate", "remove one"]),
         ("sampling.temperature", -1, ["sampling.temperature", "at least 0", "-1"]),
-        ("sampling.max_tokens", 0, ["sampling.max_tokens", "greater than 0", "'0'"]),
+        ("sampling.max_tokens", 0, ["sampling.max_tokens", "greater than 0", "0"]),
         (
             "sampling.logprobs",
             -1,
