@@ -14,6 +14,7 @@ from prefect_raybatch.ledger.partials import PartialResult, read_partial, split_
 from prefect_raybatch.ledger.records import QUARANTINE
 from prefect_raybatch.ledger.success import Success, check_parts
 from prefect_raybatch.storage import Store, arrow_filesystem, open_store
+from prefect_raybatch.words import some_are
 
 if TYPE_CHECKING:
     import duckdb
@@ -100,7 +101,7 @@ class FinishedRows:
         if success is None:
             done = int(ledger.committed(plan).sum())
             raise IncompleteRun(
-                f"{store.uri} is not finished: {done} of {plan.shards} shards are committed. "
+                f"{store.uri} is not finished: {some_are(done, plan.shards, 'shard')} committed. "
                 "Finish it with the command that started it (raybatch run JOB --run-key "
                 f"{plan.run_key}); raybatch status shows its progress"
             )

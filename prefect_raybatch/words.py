@@ -25,6 +25,11 @@ def are(number: float) -> str:
     return "is" if number == 1 else "are"
 
 
+def some_are(number: float, whole: float, noun: str) -> str:
+    """Return e.g. `0 of 1 shard is`, `1 of 3 shards is`, `1,234 of 2,000 rows are`."""
+    return f"{number:,} of {counted(whole, noun)} {are(1 if 1 in (number, whole) else 2)}"
+
+
 def storable(text: str) -> str:
     """Return text that UTF-8 and PostgreSQL can store: `␀` for NUL, `?` for half a surrogate pair.
 

@@ -66,6 +66,7 @@ GROUPS = ["ray", "prefect", "ray and prefect", "s3"]  # in this order
 TESTS = Path(__file__).parent
 LONG = re.compile(r"\bmark\.e2e\b|importorskip\(\"vllm\"\)")
 LAST = "test_typing.py"  # once `make types`, which runs beside the tests, has filled mypy's cache
+APART = "test_benchmarks.py"  # its tests share nothing, and one process would take 12 minutes
 WITH_ENGINES = 900  # seconds that a test in these files may take
 
 
@@ -103,11 +104,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class ByServer(LoadScopeScheduling):
-    """Hands on the tests of a group together. (pytest-xdist's own groups, by marks, are lost on
-    pytest 9.2, where the id of a test cannot be changed.)"""
+    """Hands on the tests of a group together, those of `APART` one by one. (pytest-xdist's own
+    groups, by marks, are lost on pytest 9.2, where the id of a test cannot be changed.)"""
 
     def _split_scope(self, nodeid: str) -> str:
-        return group(self.config.rootpath / nodeid.partition("::")[0])
+        path = self.config.rootpath / nodeid.partition("::")[0]
+        return nodeid if path.name == APART else group(path)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByServer:

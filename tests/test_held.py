@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,10 +42,16 @@ def working(folder: Path, name: str = "one", pause: float = 0.0) -> Iterator[psu
 
 
 def test_what_could_commit_thousands_of_times_a_second_is_held(tmp_path: Path) -> None:
-    with held(find, lambda: committed(tmp_path), every=600.0), working(tmp_path) as process:
+    looks: list[bool] = []
+
+    def counted() -> list[psutil.Process]:
+        looks.append(True)
+        return find()
+
+    with held(counted, lambda: committed(tmp_path), every=600.0), working(tmp_path) as process:
         until(lambda: process.status() == psutil.STATUS_STOPPED, 60, "the hold")
-        before = committed(tmp_path)
-        time.sleep(2)
+        before, seen = committed(tmp_path), len(looks)
+        until(lambda: len(looks) >= seen + 3, 60, "more looks of the holder")
         assert committed(tmp_path) == before
 
 
@@ -70,13 +75,15 @@ def test_it_goes_on_in_each_turn_and_at_the_end(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_processes_are_not_found_fails_the_test(tmp_path: Path) -> None:
+    looks: list[bool] = []
+
+    def nothing() -> list[psutil.Process]:
+        looks.append(True)
+        return []
+
     def hold() -> None:
-        with (
-            held(lambda: [], lambda: committed(tmp_path)),
-            working(tmp_path) as process,
-        ):
-            until(lambda: committed(tmp_path) > 0, 60, "a commit")
-            time.sleep(1)
+        with held(nothing, lambda: committed(tmp_path)), working(tmp_path) as process:
+            until(lambda: looks, 60, "a look for the processes to hold")
             assert process.is_running()
 
     with pytest.raises(AssertionError, match="no process is found"):

@@ -22,7 +22,7 @@ def test_a_notebook_runs_and_gives_its_stored_outputs(path: Path, tmp_path: Path
         for output in cell.outputs
         if output.output_type == "display_data"
     ]
-    assert any("<progress" in page and "requests and rows" in page for page in shown), shown
+    assert any("<progress" in page and " steps" in page for page in shown), shown
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

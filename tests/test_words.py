@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 import prefect_raybatch
-from prefect_raybatch.words import are, counted, error_text, storable, storable_in
+from prefect_raybatch.words import are, counted, error_text, some_are, storable, storable_in
 
 NOUNS = "engines|rows|shards|nodes|CPUs|deaths|replicas|processes"
 # A number put straight before a noun in the plural is wrong where it is 1.
@@ -22,6 +22,20 @@ BARE = re.compile(r"\{(?!counted)[^{}]*\} (" + NOUNS + r")\b(?!/s)")
 )
 def test_a_counted_noun(number, text):
     assert counted(number, "row") == text
+
+
+@pytest.mark.parametrize(
+    ("number", "whole", "text"),
+    [
+        (0, 1, "0 of 1 shard is"),
+        (1, 1, "1 of 1 shard is"),
+        (0, 3, "0 of 3 shards are"),
+        (1, 3, "1 of 3 shards is"),
+        (2, 1234, "2 of 1,234 shards are"),
+    ],
+)
+def test_a_part_of_a_whole(number, whole, text):
+    assert some_are(number, whole, "shard") == text
 
 
 def test_what_pydantic_says_in_a_line():

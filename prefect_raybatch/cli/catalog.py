@@ -18,7 +18,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 COMMAND_EXAMPLES: dict[str, tuple[str, str]] = {
     "init": (
         "raybatch init customers.csv --model Qwen/Qwen2.5-0.5B-Instruct",
-        'raybatch init sqlite:///sales.db --query "SELECT * FROM notes"',
+        'raybatch init sqlite:///sales.db --query "SELECT * FROM notes ORDER BY id"',
     ),
     "preview": (
         "raybatch preview job.yaml --rows 3",

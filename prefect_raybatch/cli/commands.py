@@ -1,8 +1,8 @@
 """The command line `raybatch`. Prefect and Ray are imported only by the commands that need them.
 
-Exit status: 0 success; 1 the run failed, or a check found a fault; 2 the job or the command is
-wrong; 3 a partial result was written and the run is unfinished; 4 the run was drained; 75 a
-transient fault. After 4 and 75 the same command resumes the run.
+Exit status: 0 success; 1 the run failed, or a check found a fault; 2 the job, its input or the
+command is wrong; 3 a partial result was written and the run is unfinished; 4 the run was drained;
+75 a transient fault. After 4 and 75 the same command resumes the run.
 """
 
 from __future__ import annotations
@@ -57,7 +57,14 @@ from prefect_raybatch.cli.terminal import (
     show_tracebacks_visibly,
     visible_logs,
 )
-from prefect_raybatch.errors import ConfigError, NoSuchRun, PlanMismatch, RayBatchError, RunDrained
+from prefect_raybatch.errors import (
+    ConfigError,
+    NoSuchRun,
+    PlanMismatch,
+    RayBatchError,
+    RunDrained,
+    SourceError,
+)
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.edits import edited
@@ -607,7 +614,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def exit_status(error: RayBatchError) -> int:
     """Return the exit status of a command that ends with this error."""
-    if isinstance(error, (ConfigError, NoSuchRun, PlanMismatch)):
+    if isinstance(error, (ConfigError, NoSuchRun, PlanMismatch, SourceError)):
         return 2
     if isinstance(error, RunDrained):
         return DRAINED_STATUS

@@ -184,9 +184,9 @@ def page_hint() -> str:
     from prefect_raybatch.doctor.services import prefect_api
 
     if url := prefect_api():
-        return f"Prefect page: {url.removesuffix('/api')}/runs"
+        return f"Prefect shows the run at {url.removesuffix('/api')}/runs"
     command = shlex.join([str(Path(sys.executable).with_name("prefect")), "server", "start"])
-    return f"Prefect page: run `{command}`, then open http://127.0.0.1:4200/runs"
+    return f"Prefect shows the run at http://127.0.0.1:4200/runs, once you start: {command}"
 
 
 def retry_options(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -100,7 +101,7 @@ def _write_example(force: bool) -> None:
 
     for path in first_job.write_example(Path(), force):
         err.print(f"wrote {path}", markup=False)
-    print_next("raybatch", "plan", first_job.EXAMPLE_JOB)
+    print_next("raybatch", "preview", first_job.EXAMPLE_JOB)
 
 
 def _source(table: str, changes: dict[str, str | None], set_: list[str] | None) -> dict[str, Any]:
@@ -110,14 +111,26 @@ def _source(table: str, changes: dict[str, str | None], set_: list[str] | None) 
         if not field.startswith("source."):
             raise ConfigError(f"--set {field}: init sets fields of source only. Edit the job file")
     given = {field: value for field, value in changes.items() if value is not None}
+    _refuse_database_file(table, changes["source.query"])
     if format_of_scheme(scheme_of(table)) == "sql" and not {"source.query"} & {*given, *others}:
         if not sys.stdin.isatty():
             raise ConfigError(
-                f'{table} is a database. Add --query "SELECT ..." with the rows to read'
+                f'{table} is a database. Add --query "SELECT ... FROM ... ORDER BY ..." with the '
+                "rows to read and a unique key"
             )
-        given["source.query"] = _answer("Query (SELECT ...)")
+        given["source.query"] = _answer("Query (SELECT ... ORDER BY a unique key)")
     made: dict[str, Any] = with_fields({"source": {"uri": table}}, {**given, **others})["source"]
     return made
+
+
+def _refuse_database_file(table: str, query: str | None) -> None:
+    """Raise `ConfigError` with the command to write if a path is that of a database."""
+    from prefect_raybatch.source.find import database_of_file
+
+    if "://" not in table and (dialect := database_of_file(table)) is not None:
+        query = query or "SELECT ... FROM ... ORDER BY ..."
+        command = shlex.join(["raybatch", "init", f"{dialect}:///{table}", "--query", query])
+        raise ConfigError(f"{table} is a database, not a table. Write: {command}")
 
 
 def _write_first_job(
@@ -161,6 +174,13 @@ def _write_first_job(
     if model == DEMO:
         warning = f"{first_job.DEMO_WARNING} For anything else set engine.model, or use --model."
         err.print(warning, markup=False)
+    query = source.get("query")
+    if query is not None and not re.search(r"\border\s+by\b", query, re.IGNORECASE):
+        err.print(
+            "The query has no ORDER BY, so the order of rows may change each time. "
+            "End it with ORDER BY and a unique key.",
+            markup=False,
+        )
     words = ["raybatch", "preview", str(file)]
     if seen.guessed:
         guess = f"source.csv.encoding: {seen.csv['encoding']}"
@@ -175,7 +195,7 @@ def _options_named() -> Iterator[None]:
     try:
         yield
     except RayBatchError as error:
-        remedy = str(error).partition(": ")[2]
+        remedy = str(error).partition(": ")[2] or str(error)
         fields = dict.fromkeys(re.findall(r"\bsource\.(?!uri\b)[a-z]+(?:\.[a-z_]+)?", remedy))
         ways = [OPTION_OF_FIELD.get(field, f"--set {field}=VALUE") for field in fields]
         if not ways:

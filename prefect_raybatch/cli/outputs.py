@@ -58,6 +58,10 @@ def preview(
         print_json(found)
         return
     _show_preview(found)
+    if found.prompts and all(one.trouble for one in found.prompts):
+        out.print("[red]problem[/]: no row made a prompt; correct the job before it is planned")
+        print_next("raybatch", "preview", job)
+        raise typer.Exit(1)
     print_next("raybatch", "plan", job)
 
 
@@ -127,7 +131,8 @@ def runs(
         if line.failure:
             out.print(f"{line.run_key} failed: {line.failure}", markup=False)
         if line.command:
-            out.print(f"  continue: {line.command}", markup=False)
+            verb = "start again" if line.is_attempt else "continue"
+            out.print(f"  {verb}: {line.command}", markup=False)
 
 
 @outputs.command(**in_catalog("history"))

@@ -15,6 +15,7 @@ from prefect_raybatch.cli.show import print_json, show_rows
 from prefect_raybatch.cli.terminal import err, out
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.run_words import date_of
+from prefect_raybatch.words import some_are
 
 if TYPE_CHECKING:
     from prefect_raybatch.runs.backfill import DatedRun
@@ -148,7 +149,7 @@ def drain_command(run_dir: RunDir, as_json: Json = False) -> None:
     if not drained.live:
         out.print("No active driver in the last minute. Any that is still running will stop.")
     out.print(
-        f"{drained.done:,} of {drained.rows:,} rows are committed. Run the same command again to "
+        f"{some_are(drained.done, drained.rows, 'row')} committed. Run the same command again to "
         "finish the remaining shards.",
         markup=False,
     )

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.runs.dry_run import DryRun
     from prefect_raybatch.runs.repair import Repaired
     from prefect_raybatch.runs.status import Status
+    from prefect_raybatch.sizing.sizes import Sizing
 
 TEXT_SHOWN = 2000  # characters of a prompt
 LINE_EVERY = 5.0  # seconds between progress lines where there is no terminal
@@ -121,7 +122,7 @@ def describe_progress(progress: Progress, phase: str, about: str) -> str:
         return "; ".join(filter(None, (done, now)))
     failed = progress.failed + progress.held_back
     return (
-        f"{progress.whole_done:,} of {rows}, {progress.rate:,.0f} rows/s, "
+        f"{progress.whole_done:,} of {rows}, {progress.rate:,.0f} {progress.unit[1]}/s, "
         f"{duration(progress.seconds_left)} left, {failed:,} failed"
     )
 
@@ -167,7 +168,6 @@ def _plan_facts(plan: DryRun) -> list[tuple[str, list[str]]]:
     size = plan.sizing
     about = "about " if plan.rows_guessed else ""
     columns = (f"{name}: {kind}" for name, kind in zip(plan.columns, plan.types, strict=True))
-    fill = "fill" if size.saturated else "do not fill"
     return [
         ("input", [f"{about}{counted(plan.rows, 'row')} {_input_place(plan)}"]),
         ("columns", [", ".join(columns)]),
@@ -179,20 +179,25 @@ def _plan_facts(plan: DryRun) -> list[tuple[str, list[str]]]:
             "shards per engine",
             [f"{size.shards_a_worker:g} ({counted(size.pool.engines, 'engine')})"],
         ),
-        (
-            "saturation",
-            [
-                f"{counted(size.concurrent, 'shard')} in flight per engine, "
-                f"{counted(size.rows_per_shard, 'row')} each, {fill} "
-                f"{counted(size.max_num_seqs, 'sequence')}"
-            ],
-        ),
+        ("saturation", [_saturation(size)]),
         ("resources", [", ".join(counted(plan.needs[f"{k.lower()}s"], k) for k in ("CPU", "GPU"))]),
         ("cluster", [_cluster(plan.have)]),
         ("run directory", [plan.run]),
         ("reuse", reuse_lines(plan)),
         ("cost", [plan.cost.line()] if plan.cost is not None else []),
     ]
+
+
+def _saturation(size: Sizing) -> str:
+    """Return what an engine works on at once, and whether that is enough."""
+    if size.shards <= size.concurrent * size.pool.engines:
+        return "all rows are in flight at once"
+    fill = "fill" if size.saturated else "do not fill"
+    return (
+        f"{counted(size.concurrent, 'shard')} in flight per engine, "
+        f"{counted(size.rows_per_shard, 'row')} each, {fill} "
+        f"{counted(size.max_num_seqs, 'sequence')}"
+    )
 
 
 def _input_place(plan: DryRun) -> str:

@@ -24,6 +24,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from prefect_raybatch.harmless import visible
 
+UNFOLDED = 10_000  # width of a table that is printed into a file
 _FORMATTER = logging.Formatter()
 # The base class of argument errors. Newer versions of Typer carry a copy of click, so it is not
 # click's own.
@@ -35,6 +36,16 @@ _ARGUMENT_ERROR = cast(
 
 class Terminal(Console):
     """A console that prints hidden characters as escapes and no hyperlinks."""
+
+    @property
+    def options(self) -> ConsoleOptions:
+        """The options of printing. A file or pipe takes lines of any length.
+
+        There no table may fold, because other programs read it.
+        """
+        options = super().options
+        folds = self.is_terminal or "COLUMNS" in self._environ
+        return options if folds else options.update_width(UNFOLDED)
 
     def render_str(self, text: str, **options: Any) -> Text:
         # Escaped before rich measures the text, so that tables have room for the escapes.

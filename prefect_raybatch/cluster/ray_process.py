@@ -196,10 +196,10 @@ def _sigterm_kept() -> Iterator[None]:
 def _quiet_start(local: bool) -> Iterator[None]:
     """Drop the line in which Ray's C++ code reports that it has read RAY_BACKEND_LOG_LEVEL.
 
-    It would break a terminal's progress bar, and no setting silences it. Other output is printed
-    after the block. Does nothing for a remote cluster, which may take minutes to join.
+    It would break a progress bar, and no setting silences it. Other output is printed after the
+    block. Does nothing for a remote cluster, which may take minutes to join.
     """
-    if not (local and os.isatty(2)):
+    if not (local and sys.stderr and _is_open(2)):  # a service may run without
         yield
         return
     sys.stderr.flush()
@@ -216,3 +216,11 @@ def _quiet_start(local: bool) -> Iterator[None]:
             for line in caught:
                 if LEVEL_LINE not in line:
                     os.write(2, line)
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True

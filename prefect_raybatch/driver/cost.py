@@ -17,7 +17,7 @@ from prefect_raybatch.ledger.increments import asks_ledger, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import JsonObject, Plan
 from prefect_raybatch.storage import Store
-from prefect_raybatch.words import are, counted, money
+from prefect_raybatch.words import money, some_are
 
 HOUR = 3600.0  # seconds
 
@@ -156,9 +156,8 @@ def check_cost(
     most = limits.max_cost
     if most is None or cost is None or cost < most or committed >= shards:
         return
-    done = counted(shards, "shard")
     raise CostExceeded(
         f"the run has cost {money(cost, currency)}, and limits.max_cost allows "
-        f"{money(most, currency)}. {committed:,} of {done} {are(committed)} committed and kept. "
+        f"{money(most, currency)}. {some_are(committed, shards, 'shard')} committed and kept. "
         "Raise the limit and run the same command again to continue"
     )

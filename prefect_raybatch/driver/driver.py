@@ -44,7 +44,7 @@ from prefect_raybatch.ledger.ledger import Coverage, Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Commit, Plan, Receipt, Unit
 from prefect_raybatch.report.tally import Tally
-from prefect_raybatch.words import are, counted
+from prefect_raybatch.words import are, counted, some_are
 
 log = logging.getLogger(__name__)
 
@@ -118,9 +118,12 @@ class Progress:
 
     @property
     def unit(self) -> tuple[str, str]:
-        """Return the singular and plural noun for what `whole` counts."""
+        """Return the singular and plural noun for what `whole` counts.
+
+        A step answers a request or fills in a row.
+        """
         both = self.before.rows or self.later.rows
-        return ("request or row", "requests and rows") if both else ("row", "rows")
+        return ("step", "steps") if both else ("row", "rows")
 
     @property
     def engine_deaths(self) -> int:
@@ -276,7 +279,7 @@ class Driver:
         self.folder.flush()
         done, shards = self.progress.tally.shards, self.plan.shards
         raise RunDrained(
-            f"{DRAINED_TEXT} {done:,} of {counted(shards, 'shard')} {are(done)} committed; "
+            f"{DRAINED_TEXT} {some_are(done, shards, 'shard')} committed; "
             f"{shards - done:,} {are(shards - done)} left. Run the same command again to "
             "finish them"
         )
@@ -369,13 +372,13 @@ class Driver:
         ]
         lines += ["Examples:"] if stop.sample else []
         lines += [f"  {line}" for line in stop.lines()]
-        done, shards = self.progress.tally.shards, counted(self.plan.shards, "shard")
+        committed = some_are(self.progress.tally.shards, self.plan.shards, "shard")
         raise ErrorBudgetExceeded(
             f"{stop.share()}, more than {self.limits.said(rows)}"
             f"{stop.rest()}. Most common:\n"
             + "\n".join(lines)
-            + f"\n{done:,} of {shards} {are(done)} committed and kept. Fix the "
-            "cause or raise the limit, then run the job again."
+            + f"\n{committed} committed and kept. Fix the cause or raise the limit, then run the "
+            "job again."
         )
 
     def _weighed(self, record: Receipt | Commit) -> int:

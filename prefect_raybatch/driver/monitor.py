@@ -34,7 +34,7 @@ from prefect_raybatch.ledger.record_files import put_record
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.stages.vllm.phases import ON_CLUSTER, ON_TURN, Marks
 from prefect_raybatch.storage import Store
-from prefect_raybatch.words import are, counted
+from prefect_raybatch.words import counted, some_are
 
 if TYPE_CHECKING:
     from prefect_raybatch.driver.driver import Progress
@@ -263,7 +263,7 @@ class Monitor:
         rows, done = self.plan.rows, self.counts.done if self.counts is not None else 0
         cause = (
             "Ray on this host died (its raylet process ended), which ends this process too. "
-            f"{done:,} of {counted(rows, 'row')} {are(done)} committed. If nobody stopped Ray, the "
+            f"{some_are(done, rows, 'row')} committed. If nobody stopped Ray, the "
             "host ran out of memory; see `dmesg` and /tmp/ray/session_latest/logs/raylet.out there"
         )
         log.error("%s", cause)

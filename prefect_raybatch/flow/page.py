@@ -292,7 +292,7 @@ def live_rows(
         unit[1]: f"{beat.done:,} of {beat.rows:,}",
         "failed": _failed(beat),
         "shards": f"{beat.committed:,} of {beat.shards:,}",
-        "rows/s": f"{beat.rate:,.1f}",
+        f"{unit[1]}/s": f"{beat.rate:,.1f}",
         "tokens/s in / out": f"{beat.prompt_tokens_rate:,.0f} / {beat.output_tokens_rate:,.0f}",
         "time left": duration(beat.seconds_left),
         "engines alive": f"{alive(beat.engines)} ({counted(beat.engine_deaths, 'death')})",
@@ -324,7 +324,7 @@ def progress_line(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> str:
     share = beat.done / beat.rows if beat.rows else 1.0
     pace = starting(beat) or beat.phase
     if beat.seconds_left is not None:
-        pace = f"{beat.rate:,.0f} rows/s, {duration(beat.seconds_left)} left"
+        pace = f"{beat.rate:,.0f} {unit[1]}/s, {duration(beat.seconds_left)} left"
     rows = counted(beat.rows, *unit)
     return f"{beat.done:,} of {rows} ({share:.0%}), {pace}, {_failed(beat)} failed"
 

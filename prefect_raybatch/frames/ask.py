@@ -266,7 +266,13 @@ def _asked(data: object, name: str, fields: dict[str, Any], options: CallOptions
         return Answered(add(pa.table(columns)), None, "")
     job = edited(job, {"source.uri": _stored(table, place)}, f"the job of {name}()")
     keep, progress = options.get("keep_seconds", KEEP_SECONDS), options.get("progress")
-    report = run_call(job, keep, progress, options.get("engine"))
+    try:
+        report = run_call(job, keep, progress, options.get("engine"))
+    except KeyboardInterrupt:
+        # From None: sixty lines of a waiting loop would hide the only one that helps.
+        raise KeyboardInterrupt(
+            f"{name}() was stopped. The same call continues with the answers that it has"
+        ) from None
     answers = _answers(report, job.output.row_number, columns)
     if report.failed and errors == "raise":
         raise _failed(report, answers)

@@ -6,6 +6,7 @@ import datetime
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from operator import itemgetter
 from types import UnionType
 from typing import Literal, Union, get_args, get_origin
@@ -21,6 +22,35 @@ FieldPlace = tuple[int | str, ...]  # names of fields and numbers in lists, from
 HIDDEN = {"options", "env", "hf_token"}  # fields whose values are not shown
 NO_GROUP = ("model_type", "model_attributes_type", "dataclass_type")
 YES_OR_NO = {True: ("true", "yes, on and true", "yes"), False: ("false", "no, off and false", "no")}
+
+# What a value must be, by the type of pydantic's error; its context fills in the limits.
+MUST_BE = {
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "dict_type": "a mapping",
+    "enum": "{expected}",
+    "finite_number": "a finite number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "greater_than": "greater than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number with fewer digits",
+    "int_type": "a whole number",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "list_type": "a list",
+    "literal_error": "{expected}",
+    "multiple_of": "a multiple of {multiple_of}",
+    "string_pattern_mismatch": "text that matches {pattern}",
+    "string_too_long": "at most {max_length} characters",
+    "string_too_short": "at least {min_length} characters",
+    "too_long": "a list of at most {max_length}",
+    "too_short": "a list of at least {min_length}",
+    "tuple_type": "a list",
+}
+_MUST = "must be "
 
 
 def explain(
@@ -38,7 +68,14 @@ def explain(
     found = [] if error is None else error.errors(include_url=False)
     items = [(item, *_place(model, item["loc"])) for item in found]
     told: dict[FieldPlace, list[str]] = {place: [fault] for place, fault in (more or {}).items()}
+    misspelt = {
+        (*place[:-1], near)
+        for item, place, kind, _ in items
+        if item["type"] == "extra_forbidden" and (near := _nearest_name(place, kind)) is not None
+    }
     for item, place, kind, branch in items:
+        if item["type"] == "missing" and place in misspelt:
+            continue  # the line about the misspelt field says it
         deeper = any(len(p) > len(place) and p[: len(place)] == place for _, p, _, _ in items)
         if branch and deeper:  # what it should be instead has the shape, and a fault inside
             continue
@@ -69,14 +106,17 @@ def _joined(messages: list[str]) -> Iterator[str]:
     """
     value = messages[-1][messages[-1].find(" (value: ") :] if " (value: " in messages[-1] else ""
     plain = [message.removesuffix(value) for message in messages]
-    yield from (" or ".join(dict.fromkeys(plain)) + value).splitlines()
+    first, *others = dict.fromkeys(plain)
+    if first.startswith(_MUST):
+        others = [other.removeprefix(_MUST) for other in others]
+    yield from (" or ".join([first, *others]) + value).splitlines()
 
 
 def _message(item: ErrorDetails, place: FieldPlace, kind: object, text: YamlText) -> str:
     last = str(place[-1]) if place else ""
     given, told = item.get("input"), item["type"]
     hidden = bool({*item["loc"]} & HIDDEN)
-    message: str = hide_users(item["msg"].removeprefix("Value error, "))
+    message: str = hide_users(_fault(item))
     if told == "extra_forbidden":
         return f"unknown field{nearest(last, _names(kind))}"
     if told == "missing":
@@ -89,7 +129,27 @@ def _message(item: ErrorDetails, place: FieldPlace, kind: object, text: YamlText
         return f"must be a list and is text; write {last}: [{_short(given)!r}]"
     if hidden or isinstance(given, (dict, BaseModel)):
         return message
-    return f"{message} (value: {hide_users(_short(given))!r})"
+    shown = hide_users(_short(given))
+    return f"{message} (value: {repr(shown) if isinstance(given, str) else shown})"
+
+
+def _fault(item: ErrorDetails) -> str:
+    """Return what is wrong with a value: in the words of `MUST_BE`, or as our check said it."""
+    needed = MUST_BE.get(item["type"])
+    if needed is None:
+        text: str = item["msg"].removeprefix("Value error, ")
+        return text
+    limits = {
+        name: f"{limit:,g}" if isinstance(limit, float) else limit
+        for name, limit in item.get("ctx", {}).items()
+    }
+    return _MUST + needed.format(**limits)
+
+
+def _nearest_name(place: FieldPlace, kind: object) -> str | None:
+    """Return the field that an unknown one most likely means."""
+    close = get_close_matches(str(place[-1]), sorted(_names(kind)), n=1)
+    return close[0] if close else None
 
 
 def _no_group(name: str, kind: type[BaseModel], given: object) -> str:

@@ -47,6 +47,10 @@ def check_call(function: Callable[..., Any], name: str, field: str) -> None:
     """Raise `ConfigError` if a function cannot be called with one argument, the row."""
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"{field}: {name} is async{defined_at(function)}; write it with `def`")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(
+            f"{field}: {name} is a generator{defined_at(function)}; write `return`, not `yield`"
+        )
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of a function in C

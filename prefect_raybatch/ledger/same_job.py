@@ -42,7 +42,7 @@ def check_same(
         return
     differences = differing(plan.parts, own.parts)
     lines = [
-        f"{key}: {before} -> {after}"
+        _changed_code(key, plan, own) or f"{key}: {before} -> {after}"
         for key, (before, after) in differences.items()
         if key not in left_out
     ]
@@ -57,6 +57,18 @@ def check_same(
         + "\n  ".join(lines)
         + "\nUse another --run-key, or undo these changes."
     )
+
+
+def _changed_code(key: str, plan: Plan, own: Identity) -> str:
+    """Return the line about a function whose code alone differs, "" for any other difference."""
+    field, _, last = key.rpartition(".")
+    function = own.parts.get(field)
+    if last != "source" or function is None or plan.parts.get(field) != function:
+        return ""
+    place, _, name = function.rpartition(":")
+    where = "the notebook or script" if place == "__main__" else place
+    remedy = f" (--accept {key} continues with the new code)" if plan.increment is None else ""
+    return f"{key}: the code of {name} in {where} changed{remedy}"
 
 
 def _flat(value: JsonObject, prefix: str = "") -> dict[str, Any]:

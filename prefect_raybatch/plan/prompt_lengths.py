@@ -214,8 +214,8 @@ def measure(
     if not seen.sizes:
         first = f": {seen.failures[0].kind}: {seen.failures[0].message}" if seen.failures else ""
         raise ConfigError(
-            f"none of {counted(len(seen.failures), 'sampled row')} made a prompt, so their "
-            f"length cannot be measured{first}"
+            f"none of {counted(len(seen.failures), 'sampled row')} made a prompt{first}. Correct "
+            "the prompt, then run `raybatch preview` on the job"
         )
     share, quarantines = spec.engine.model.context_share, spec.prompt.on_too_long == "quarantine"
     lengths = _summary(share, quarantines, pinned, seen, time.monotonic() - began)

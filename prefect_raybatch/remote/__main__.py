@@ -152,8 +152,8 @@ class _Lines:
     def __call__(self, progress: Progress) -> None:
         if time.time() - self.printed >= DASHBOARD_LINE_EVERY:
             self.printed = time.time()
-            rows = counted(progress.whole, *progress.unit)
-            print(f"{progress.whole_done:,} of {rows}, {progress.rate:,.0f} rows/s")
+            rows, noun = counted(progress.whole, *progress.unit), progress.unit[1]
+            print(f"{progress.whole_done:,} of {rows}, {progress.rate:,.0f} {noun}/s")
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -30,7 +30,7 @@ from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.result.parts import check_unfinished
 from prefect_raybatch.result.pieces import check_commit, read_pieces
-from prefect_raybatch.words import are, counted
+from prefect_raybatch.words import some_are
 
 _NO_POSITIONS, _NO_STATS = Positions(), ShardStats()  # shared: many commits are in memory at once
 
@@ -55,8 +55,8 @@ def survey(ledger: Ledger, plan: Plan, shards: Shards, pieces: bool) -> Survey:
     if not listing.done.all():
         missing = np.flatnonzero(~listing.done)
         raise IncompleteRun(
-            f"{len(missing)} of {counted(plan.shards, 'shard')} {are(len(missing))} not "
-            f"committed (first: {missing[0]}); run the same command again"
+            f"{some_are(len(missing), plan.shards, 'shard')} not committed (first: {missing[0]}); "
+            "run the same command again"
         )
     found = survey_committed(ledger, plan, shards, listing, pieces)
     if found.tally.rows != plan.rows:

@@ -33,7 +33,7 @@ from prefect_raybatch.result.verify_records import (
     check_told,
 )
 from prefect_raybatch.storage import Store, read_ahead
-from prefect_raybatch.words import are, counted
+from prefect_raybatch.words import counted, some_are
 
 MOST_NAMED = 20  # faults listed one by one
 NOT_FINISHED = "not finished"  # first words of the finding about a run without _SUCCESS
@@ -108,7 +108,7 @@ def verify(store: Store) -> Verdict:
         if found.faults and ledger.finished(plan) is not None:
             return verify(store)
         missing = plan.shards - found.committed_shards
-        share = f"{missing} of {counted(plan.shards, 'shard')} {are(missing)}"
+        share = some_are(missing, plan.shards, "shard")
         found.faults.append(f"{NOT_FINISHED}: {share} not committed")
         return found
     if found.committed_shards < plan.shards:

@@ -37,6 +37,8 @@ from prefect_raybatch.storage import join, open_store
 if TYPE_CHECKING:
     from prefect_raybatch.source import Inventory
 
+TRIED_ROWS = 3  # given to a prompt function
+
 
 @dataclass(frozen=True)
 class DryRun:
@@ -105,6 +107,7 @@ def dry_run_resolved(
     if sample or auto:
         tokens = _prompt_lengths(spec, resolved.model, found, copied, run_key, sample)
         spec = spec.decide(context=tokens.max_model_len if auto else None)
+    made = [] if tokens or what_if else _function_problem(spec, resolved.model, found, copied)
     rows, model = sum(file.rows for file in found.files), resolved.model
     row_bytes = image_bytes.row_bytes(
         spec.prompt.images, spec.engine.model, read, model, found, samples=not copied
@@ -124,7 +127,7 @@ def dry_run_resolved(
         needs=fitted.needs,
         have=asdict(fitted.capacity),
         figures=fitted.figures(spec),
-        problems=tuple(fitted.problems),
+        problems=(*made, *fitted.problems),
         tokens=tokens,
         table=found.table,
         publish=publish,
@@ -133,6 +136,19 @@ def dry_run_resolved(
         cost=estimate(spec, fitted.capacity, rows if reuse is None else reuse.counts.asked),
         rows_guessed=found.guessed,
     )
+
+
+def _function_problem(
+    spec: RunSpec, model: PinnedModel, found: Inventory, copied: bool
+) -> list[str]:
+    """Return why the prompt function makes no prompt of any of a few rows; empty if it does."""
+    if not spec.prompt.function or not found.files:
+        return []
+    try:
+        _prompt_lengths(spec, model, found, copied, None, TRIED_ROWS)
+    except ConfigError as error:
+        return [f"prompt.function: {error}"]
+    return []
 
 
 def _prompt_lengths(

@@ -35,6 +35,7 @@ from prefect_raybatch.runs.run import PARTIAL_STATE, who
 from prefect_raybatch.spec.cluster import ClusterSpec
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import open_store
+from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -111,8 +112,8 @@ def _check_incomplete(ledger: Ledger, plan: Plan, listing: Listing) -> None:
     if not listing.done.any():
         first = " (its requests are still being asked)" if plan.increment else ""
         raise IncompleteRun(
-            f"{ledger.store.uri}: none of {plan.shards} shards is committed{first}, so a partial "
-            "result would be empty. Run the job again to continue"
+            f"{ledger.store.uri}: none of {counted(plan.shards, 'shard')} is committed{first}, so "
+            "a partial result would be empty. Run the job again to continue"
         )
     if listing.done.all():
         raise ConfigError(

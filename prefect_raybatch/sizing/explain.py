@@ -16,6 +16,8 @@ from prefect_raybatch.spec.engine import EngineSpec, ModelRequest
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.words import counted
 
+_ALL = "all shards of the run"
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -121,22 +123,22 @@ def _kv_figure(env: Mapping[str, str], size: Sizing, model: Model | None) -> Fig
 def _stage_figures(
     asked: SizeSpec, cluster: ClusterSpec, have: Capacity, size: Sizing
 ) -> list[Figure]:
-    calls = size.concurrent
-    rule = size.concurrent_why
+    calls, engines = size.concurrent, counted(size.pool.engines, "engine")
     taken = size.pool.fewest * asked.cpus
-    engines = counted(size.pool.engines, "engine")
     free = max(0.0, have.cpus - taken)
+    rule = "engine.max_concurrent_batches" if asked.max_concurrent_batches else size.concurrent_why
+
+    def capped(name: str, number: int, why: str) -> Figure:
+        """Return a number of shards, of which a small run has fewer."""
+        return Figure(name, str(min(number, size.shards)), why if number <= size.shards else _ALL)
+
     found = [
         Figure("batch_size", str(asked.batch_size), "engine.batch_size: minimum rows per shard"),
-        Figure(
-            "max_concurrent_batches",
-            str(calls),
-            "engine.max_concurrent_batches" if asked.max_concurrent_batches else rule,
-        ),
-        Figure("tasks in flight an engine", str(calls + 1), "one more waits in its queue"),
-        Figure(
+        capped("max_concurrent_batches", calls, rule),
+        capped("tasks in flight an engine", calls + 1, "one more waits in its queue"),
+        capped(
             "uncommitted shards",
-            str(size.uncommitted),
+            size.uncommitted,
             f"2 * {engines} * {calls + 1}, at most: lost if the run crashes",
         ),
     ]

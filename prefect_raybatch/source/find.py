@@ -469,6 +469,19 @@ def _unreadable(file: File) -> str:
     )
 
 
+def database_of_file(path: str) -> str | None:
+    """Return the dialect of the database that a local file is; None if it is no known one."""
+    if not os.path.isfile(path):
+        return None
+    with suppress(OSError), open(path, "rb") as file:
+        start = file.read(16)
+        if start == b"SQLite format 3\0":
+            return "sqlite"
+        if start[8:12] == b"DUCK":
+            return "duckdb"
+    return None
+
+
 def _without(file: File, read: Sequence[File]) -> str:
     """Return how to exclude a file that was not named itself, given the others in `read`."""
     if file.named:

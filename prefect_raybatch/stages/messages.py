@@ -151,7 +151,7 @@ def _messages(value: object) -> Messages:
     ):
         raise TypeError(
             "prompt.function must return text, a list of {'role', 'content'} messages, or "
-            f"{{'messages': ..., 'sampling': ...}}; it returned {type(value).__name__}"
+            f"{{'messages': ..., 'sampling': ...}}; it returned {_kind(value)}"
         )
     for message in value:
         # a chat template would print a value of any type
@@ -161,6 +161,14 @@ def _messages(value: object) -> Messages:
                 f"prompt.function returned a message with content of type {kind}; return text"
             )
     return [copied(m) for m in value]
+
+
+def _kind(value: object) -> str:
+    """Return what a function returned, in words; of a dict also its keys."""
+    if isinstance(value, dict):
+        keys = ", ".join(repr(str(key))[:40] for key in list(value)[:5]) or "none"
+        return f"a dict without 'messages' (its keys: {keys})"
+    return "an empty list" if value == [] else type(value).__name__
 
 
 def guarded(make: Callable[..., ChatRequest], *args: Any) -> ChatRequest | Failure:

@@ -538,7 +538,7 @@ def test_a_missing_input_and_a_missing_job_are_named(tmp_path, call):
     path = write_job(tmp_path)
     (tmp_path / "in.parquet").unlink()
     code, _, err = call("plan", path)
-    assert code == 1 and err.startswith("SourceError: ") and "in.parquet" in err
+    assert code == 2 and err.startswith("SourceError: ") and "in.parquet" in err
     code, _, err = call("plan", tmp_path / "no.yaml")
     assert code == 2 and "no such job file" in err
 
@@ -592,7 +592,7 @@ def test_running_a_finished_run_starts_nothing_and_reports(made, call, monkeypat
 def test_the_page_of_a_flow_is_that_of_prefects_settings(monkeypatch, url, page):
     monkeypatch.setattr("sys.argv", ["/elsewhere/prefect_raybatch/cli/__main__.py"])
     with temporary_settings({PREFECT_API_URL: url}):
-        assert page_hint().startswith("Prefect page: ") and page in page_hint()
+        assert page_hint().startswith("Prefect shows the run at ") and page in page_hint()
 
 
 def last_lines(capsys: pytest.CaptureFixture[str], report: RunReport, *rest: Any) -> dict[str, str]:
@@ -687,7 +687,7 @@ def test_the_cluster_starts_beside_prefect_and_only_for_a_job_that_may_run(
     monkeypatch.setattr("prefect_raybatch.flow.flows.batch_inference", flow)
     monkeypatch.setattr("prefect_raybatch.doctor.services.check_api", lambda: None)
     code, _, err = call("run", path, "--set", "source.uri=nowhere.parquet")
-    assert code == 1 and not done, err
+    assert code == 2 and not done, err
     code, _, err = call("run", path)
     assert code == 75 and "as if the flow had run" in err
     assert done == ["Ray for nightly", "the flow"]
@@ -747,7 +747,7 @@ def test_each_error_has_its_exit_status(call, monkeypatch, kind):
 
     monkeypatch.setattr("prefect_raybatch.cli.commands.status_of", fails)
     code, out, err = call("status", "anywhere")
-    wrong = kind.__name__ in ("ConfigError", "NoSuchRun", "PlanMismatch")
+    wrong = kind.__name__ in ("ConfigError", "NoSuchRun", "PlanMismatch", "SourceError")
     wanted = 2 if wrong else 75 if kind.transient else 1
     wanted = 4 if kind.__name__ == "RunDrained" else wanted
     assert code == wanted == exit_status(kind(""))

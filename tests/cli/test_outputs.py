@@ -138,7 +138,7 @@ def test_init_takes_what_options_say_and_replaces_nothing_unasked(table, capsys)
 
 def test_init_says_what_is_wrong_with_a_table(table, capsys):
     code, _, err = said(capsys, "init", "missing.parquet")
-    assert code != 0 and "missing.parquet" in err and not Path("job.yaml").exists()
+    assert code == 2 and "missing.parquet" in err and not Path("job.yaml").exists()
 
 
 def write_tables(folder: Path) -> None:
@@ -196,6 +196,14 @@ def test_init_reads_every_table_that_plan_reads(
     assert code == 0, err
 
 
+@pytest.mark.parametrize(("end", "warned"), [("", True), (" order  by id", False)])
+def test_init_warns_of_a_query_without_an_order(end, warned, tmp_path, monkeypatch, capsys):
+    write_tables(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    code, _, err = said(capsys, "init", "sqlite:///in.db", "--query", f"SELECT * FROM t{end}")
+    assert code == 0 and ("End it with ORDER BY and a unique key" in err) is warned
+
+
 def test_init_proposes_a_column_of_conversations(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     chat = [[{"role": "user", "content": "Hello there"}]]
@@ -211,7 +219,11 @@ def test_init_proposes_a_column_of_conversations(tmp_path, monkeypatch, capsys):
     [
         (["in.txt"], "(here: --format)"),
         (["sqlite:///in.db"], "is a database. Add --query"),
-        (["in.db"], "source.query to a SELECT (here: --query)"),
+        (["in.db"], "Write: raybatch init sqlite:///in.db --query 'SELECT ... FROM"),
+        (["in.db", "--query", "SELECT 1"], "init sqlite:///in.db --query 'SELECT 1'"),
+        (["odd.dat"], "Write: raybatch init sqlite:///odd.dat --query"),
+        (["latin.csv", "--encoding", "utf-8"], "is not UTF-8"),
+        (["latin.csv", "--encoding", "utf-8"], "(here: --encoding)"),
         (["none/a.csv"], "no folder"),
         (["in.txt", "--format", "csv", "--template", "Is {bdy}?"], "did you mean 'body'?"),
         (["in.txt", "--format", "csv", "--template", "Is it?"], "names no column"),
@@ -229,6 +241,8 @@ def test_init_says_what_to_add(
 ) -> None:
     write_tables(tmp_path)
     (tmp_path / "odd.csv").write_text("a.b,c[0]\n1,2\n")
+    (tmp_path / "odd.dat").write_bytes((tmp_path / "in.db").read_bytes())
+    (tmp_path / "latin.csv").write_text("a\nMüller\n", encoding="latin-1")
     monkeypatch.chdir(tmp_path)
     code, _, err = said(capsys, "init", *argv)
     assert code != 0 and words in " ".join(err.split()) and not Path("job.yaml").exists()
@@ -239,6 +253,25 @@ def test_init_takes_a_function_of_a_file(table, capsys):
     assert said(capsys, "init", "firms.parquet", "--function", "prompts.py:ask")[0] == 0
     code, out, err = said(capsys, "preview", "job.yaml", "--no-answers")
     assert code == 0 and "Acme" in out, err
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ("{'sampling': {}}", "a dict without 'messages' (its keys: 'sampling')"),
+        ("[]", "an empty list"),
+        ("row['Compny']", "KeyError: 'Compny'"),
+    ],
+)
+def test_a_function_that_makes_no_prompt_is_a_problem_of_the_plan(table, answer, words, capsys):
+    Path("prompts.py").write_text(f"def ask(row):\n    return {answer}\n")
+    assert said(capsys, "init", "firms.parquet", "--function", "prompts.py:ask")[0] == 0
+    code, out, err = said(capsys, "plan", "job.yaml")
+    assert code == 1 and "problem: prompt.function: none of 2 sampled rows" in out, err
+    assert words in out and "next" not in out and not Path("out").exists()
+    code, out, err = said(capsys, "preview", "job.yaml", "--no-answers")
+    assert code == 1 and "no row made a prompt" in out, err
+    assert words in out and out.endswith("next    raybatch preview job.yaml\n")
 
 
 def test_init_asks_again_in_a_terminal(table, monkeypatch, capsys):
@@ -257,7 +290,7 @@ def test_init_asks_again_in_a_terminal(table, monkeypatch, capsys):
 def test_init_writes_an_example_that_can_be_planned(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code, out, _ = said(capsys, "init", "--example")
-    assert code == 0 and out == "next    raybatch plan companies.yaml\n"
+    assert code == 0 and out == "next    raybatch preview companies.yaml\n"
     # The table of the deployments, which is made by the same generator.
     assert Path("companies.csv").read_bytes() == (ROOT / "deployments/customers.csv").read_bytes()
     assert len(Path("companies.yaml").read_text().splitlines()) <= 10

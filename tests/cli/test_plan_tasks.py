@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,14 +51,12 @@ def lora(folder: Path, **change: Any) -> str:
     return str(tiny_models.lora(folder, "demo", {**config, **change}))
 
 
-def test_a_model_that_pools_is_told_when_it_is_asked_for_text(plan, tmp_path):
+def test_a_model_that_pools_is_told_when_it_is_asked_for_text(plan, tmp_path, monkeypatch):
     folder = model(tmp_path / "model", BERT)
-    plan(engine={"model": folder})  # what Python imports once
-    began = time.thread_time()  # of this thread alone: a Ray driver may be in the process
+    monkeypatch.setitem(sys.modules, "transformers", None)  # no tokenizer is loaded for it
     code, _, err = plan(engine={"model": folder})
     assert code == 2
     assert "is BertModel, which embeds or classifies and generates no text" in err
-    assert time.thread_time() - began < 1  # 0.03 on a usual machine: no weights, no tokenizer
 
 
 @pytest.mark.parametrize("task", ["embed", "score"])

@@ -75,14 +75,12 @@ def test_a_head_that_answers_is_reached() -> None:
 
 @pytest.mark.parametrize("parts", [(), (PROXY,), (b"HTTP/1.1 400 Bad Request\r\n\r\n",)])
 def test_somebody_who_listens_is_no_head(parts: tuple[bytes, ...]) -> None:
-    began = time.monotonic()
     with (
         answering(*parts) as address,
         pytest.raises(ClusterUnavailable, match="is not a Ray head") as found,
     ):
         reach.check_reachable(address)
     assert address in str(found.value) and reach.REACH_SECONDS < 5
-    assert time.monotonic() - began < 60  # else it waits for ever
 
 
 def test_where_nobody_listens_is_one_line_that_names_the_address() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import time
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
@@ -20,7 +19,7 @@ from failures.cases import CASES
 from failures.world import World
 from helpers.browser import browser_page, expect, form_field, picture
 from helpers.prefect_server import Prefect
-from helpers.processes import below, held, running, title
+from helpers.processes import below, held, running, title, until
 from helpers.ray_head import Head
 from playwright.sync_api import Locator, Page
 
@@ -420,15 +419,10 @@ def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(
         open_run(page, prefect, run)
         page.get_by_role("button", name="Cancel", exact=True).click()
         expect(page.get_by_text("Cancel Flow Run", exact=True)).to_be_visible()
-        clicked = time.monotonic()
         page.get_by_role("button", name="Confirm", exact=True).click()
         badge = page.locator(".state-badge", has_text=re.compile("^Cancelled$"))
         expect(badge.first).to_be_visible()
-    while left := [*running(before), *at_work(prefect, ray_head)]:
-        assert time.monotonic() - clicked < CANCELLED, f"these outlive the cancelled run: {left}"
-        time.sleep(0.2)
-    took = time.monotonic() - clicked
-    print(f"cancelled, and its engines gone, within {took:.1f} s of the click")
+    until(lambda: not [*running(before), *at_work(prefect, ray_head)], CANCELLED, "their end")
     assert prefect.state(run)["type"] == "CANCELLED"
     assert job_of(job_server, run_dir).status == "STOPPED"
     picture(page, "cancelled", tmp_path, 600)
@@ -436,8 +430,6 @@ def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(
     now = commits(run_dir)
     assert kept.items() <= now.items(), "a commit was changed or lost"
     assert len(now) < MANY // SHARD and not (run_dir / "_SUCCESS").exists()
-    time.sleep(3)
-    assert commits(run_dir) == now, "something goes on committing"
     command = ["raybatch", "reconcile", job_server, "--json"]
     done = subprocess.run(command, env=prefect.env, capture_output=True, text=True)
     assert done.returncode == 0 and json.loads(done.stdout)["actions"] == [], done.stderr

@@ -677,7 +677,7 @@ def test_requests_that_this_attempt_answered_are_not_told_as_done_before(capsys)
     show = TerminalProgress(quiet=False)
     show.hear(Beat(0.0, phase=ENDED))
     show(Progress(40, 1, before=OtherLedger(40)))
-    assert capsys.readouterr().err == "40 of 80 requests and rows done\n"
+    assert capsys.readouterr().err == "40 of 80 steps done\n"
 
 
 def test_failed_rows_that_no_commit_counts_are_shown(tmp_path):

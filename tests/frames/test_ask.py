@@ -125,7 +125,7 @@ def test_progress_is_off_without_a_terminal_unless_wanted(
     ask(["a"], "{text}", **options)
     assert "rows" not in capfd.readouterr().err
     ask(["b"], "{text}", progress=True, **options)
-    assert "2 of 2 requests and rows" in capfd.readouterr().err
+    assert "2 of 2 steps" in capfd.readouterr().err
 
 
 def test_an_engine_ends_with_the_block_of_warm_engines(options: dict[str, Any]) -> None:

@@ -32,8 +32,8 @@ def call():
 
 try:
     done = call()
-except KeyboardInterrupt:
-    print("interrupted", flush=True)
+except KeyboardInterrupt as stopped:
+    print("interrupted", stopped, flush=True)
     if not again:
         raise
     os.unlink(folder / "gate")
@@ -88,9 +88,12 @@ def test_the_same_call_continues_after_ctrl_c(where: str, tmp_path: Path) -> Non
         out, errors = process.communicate(timeout=240)
     finally:
         process.kill()
-    assert out.startswith("interrupted"), errors[-3000:]
+    assert out.startswith("interrupted ask() was stopped. The same call continues"), errors[-3000:]
     if where != "here":
         assert process.returncode, errors[-3000:]
+        last = errors.splitlines()[-1]
+        assert last.startswith("KeyboardInterrupt: ask() was stopped."), errors[-3000:]
+        assert "site-packages" not in errors, errors
         os.unlink(tmp_path / "gate")
         done = subprocess.run(command, env=env, text=True, capture_output=True, timeout=240)
         out, errors = out + done.stdout, done.stderr

@@ -146,8 +146,8 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("sampling.choice", [], ["sampling.choice", "empty list"]),
         ("sampling.choice", ["a", " "], ["label 2 of 2 is empty"]),
         ("sampling.choice", ["b", "a", "b"], ["'b'", "duplicate", "remove one"]),
-        ("sampling.temperature", -1, ["sampling.temperature", "greater than or equal to 0", "-1"]),
-        ("sampling.max_tokens", 0, ["sampling.max_tokens", "greater than 0", "'0'"]),
+        ("sampling.temperature", -1, ["sampling.temperature", "at least 0", "-1"]),
+        ("sampling.max_tokens", 0, ["sampling.max_tokens", "greater than 0", "0"]),
         (
             "sampling.logprobs",
             -1,
@@ -167,7 +167,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("sampling.output_kind", 2, ["output_kind is not supported"]),
         # figures
         ("source.limit", 0, ["source.limit", "greater than 0"]),
-        ("source.limit", "many", ["source.limit", "integer", "'many'"]),
+        ("source.limit", "many", ["source.limit", "whole number", "'many'"]),
         ("source.rows_per_shard", 1_000_001, ["source.rows_per_shard", "1000000"]),
         ("source.columns", [], ["source.columns", "at least 1"]),
         ("engine.replicas", 0, ["engine.replicas", "greater than 0"]),
@@ -233,10 +233,11 @@ def test_every_wrong_field_is_named_on_a_line_of_its_own():
     text = refused({"name": "a b", "sorce": 1, "prompt": {}, "engine": {"replicas": 0}})
     lines = text.splitlines()
     assert all(line.startswith("job.yaml: ") for line in lines)
-    for field in ("name", "sorce", "source", "prompt", "output", "engine.replicas"):
+    for field in ("name", "sorce", "prompt", "output", "engine.replicas"):
         assert sum(line.startswith(f"job.yaml: {field}: ") for line in lines) == 1
     assert "job.yaml: output: is required" in lines
     assert "job.yaml: sorce: unknown field; did you mean 'source'?" in lines
+    assert not any("source: is required" in line for line in lines)
 
 
 def test_a_long_value_is_cut_in_the_message():

@@ -117,6 +117,8 @@ def test_the_files_text_counts_in_the_fingerprint_and_its_folder_does_not(
         ("\ndef ask(row, more): pass\n", ["ask(row, more) cannot be called", "'more'", "line 2"]),
         ("def ask(): pass\n", ["too many positional", "line 1"]),
         ("async def ask(row): pass\n", ["is async", "line 1"]),
+        ("def ask(row):\n    yield 'a'\n", ["is a generator", "line 1", "`return`"]),
+        ("async def ask(row):\n    yield 'a'\n", ["is a generator", "line 1"]),
         ("ask = 7\n", ["is no function or class, but of type int"]),
         ("from json import dumps as ask\n", ["is defined in json, not in"]),
         (

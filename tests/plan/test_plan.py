@@ -441,12 +441,20 @@ def test_the_source_of_a_user_function_counts(tmp_path, monkeypatch):
     module.write_text("def ask(row):\n    return helper()\n\ndef helper():\n    return 'a'\n")
     job = make_job(prompt={"function": "changing_functions:ask"})
     before = fingerprint(job)
+    files = [InputFile("a", 1, None, 1, 5)]
+    plan, _ = new_plan_of(Resolved.of(job, MODEL), "k", files, SCHEMA, 10.0, False)
     module.write_text("def ask(row):\n    return helper()\n\ndef helper():\n    return 'b'\n")
     after = fingerprint(job)
     assert (
         before.fingerprint != after.fingerprint
     )  # a helper beside the function decides answers too
     assert difference(before.parts, after.parts)[0].startswith("prompt.function.source: ")
+    with pytest.raises(PlanMismatch) as refused:
+        check_same(plan, after, "run")
+    assert "prompt.function.source: the code of ask in changing_functions changed" in str(
+        refused.value
+    )
+    assert "--accept prompt.function.source" in str(refused.value)
 
 
 @pytest.mark.parametrize(

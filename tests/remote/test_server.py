@@ -110,17 +110,15 @@ def _signal_when(server: JobServer, follower: jobs.Follower, status: str) -> Non
 
 def test_cancelling_stops_the_job(url: str, tmp_path: Path) -> None:
     small, server = small_run(tmp_path / "run"), JobServer(url)
-    began = [0.0]
 
     def step() -> None:
-        began[0] = time.monotonic()
         _signal_when(server, first, "RUNNING")
 
     first = follower(small, url, tmp_path, step, cancelled=lambda: True)
     with pytest.raises(Signal):
         first.run_to_end()
     found = server.find(first.records.id_of(1))
-    assert found is not None and found.status == "STOPPED" and time.monotonic() - began[0] < 60
+    assert found is not None and found.status == "STOPPED"
 
 
 def test_a_job_that_somebody_stops_is_an_error_that_is_not_retried(

@@ -127,7 +127,7 @@ def test_progress_is_one_count_of_requests_and_rows(nights: Nights) -> None:
 
     def observe(progress: Progress) -> None:
         seen.append(Counts.whole(progress))
-        assert progress.unit == ("request or row", "requests and rows")
+        assert progress.unit == ("step", "steps")
 
     done = nights.infer(job, run, observe)
     assert (done.rows, done.done, done.shards) == (9, 9, 3)  # of the run itself

@@ -697,9 +697,11 @@ def test_engines_that_the_job_asks_for_and_that_do_not_fit_are_refused_before_th
 # --- what is shown ------------------------------------------------------------------------------
 
 
-def shown(job: BatchJob, have: Capacity, model: Model | None) -> dict[str, tuple[str, str]]:
+def shown(
+    job: BatchJob, have: Capacity, model: Model | None, rows: int = 100_000
+) -> dict[str, tuple[str, str]]:
     spec = compile_job(job)
-    size = sizes_of(spec.sizes, 100_000, ROW, have, model)
+    size = sizes_of(spec.sizes, rows, ROW, have, model)
     least = spec.limits.min_agreement
     found = figures(spec.sizes, spec.engine, spec.cluster, have, size, model, least)
     return {figure.name: (figure.value, figure.why) for figure in found}
@@ -730,6 +732,12 @@ def test_every_size_is_shown_with_its_reason():
     assert all(why for _, why in found.values())
     assert "ceil(1024 / 1,563) + 1" in found["max_concurrent_batches"][1]
     assert "(32 CPUs - 2 for engines)" in found["prepare tasks"][1]
+
+
+def test_a_small_run_shows_no_more_shards_than_it_has():
+    found = shown(make_job(), NO_GPU, None, rows=3)
+    for name in ("max_concurrent_batches", "tasks in flight an engine", "uncommitted shards"):
+        assert found[name] == ("1", "all shards of the run"), name
 
 
 def test_what_is_shown_follows_the_job():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import socket
-import time
+import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -44,6 +44,7 @@ class _Handler(BaseHTTPRequestHandler):
     asked: list[str] = []
     headers_seen: list[dict[str, str]] = []
     flaky = 0
+    over = threading.Event()  # the server is being closed
 
     def log_message(self, *_: object) -> None:
         pass
@@ -101,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, PNG[:20], Content_Length=str(len(PNG)))
 
     def _hang(self, _: str) -> None:
-        time.sleep(30)
+        self.over.wait()
         self.close_connection = True
 
     def _drip(self, _: str) -> None:
@@ -109,10 +110,9 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self.send_response(200)
             self.end_headers()
-            for byte in PNG:
-                self.wfile.write(bytes([byte]))
+            while not self.over.wait(0.1):
+                self.wfile.write(b"x")
                 self.wfile.flush()
-                time.sleep(0.3)
         except OSError:
             pass
 
@@ -120,10 +120,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         try:
             self.wfile.write(b"HTTP/1.1 200 OK\r\n")
-            for i in range(100):
-                self.wfile.write(b"X-%d: y\r\n" % i)
+            while not self.over.wait(0.1):
+                self.wfile.write(b"X-A: y\r\n")
                 self.wfile.flush()
-                time.sleep(0.3)
         except OSError:
             pass
 
@@ -140,8 +139,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
+    _Handler.over.clear()
     with served(_Handler) as address:
         yield address
+        _Handler.over.set()
 
 
 @pytest.fixture(autouse=True)
@@ -219,10 +220,8 @@ def test_what_passes_is_fetched(server):
 
 @pytest.mark.parametrize("path", ["/hang", "/drip", "/slowheader"])
 def test_a_server_that_hangs_or_drips_is_given_up_in_time(server, path):
-    began = time.monotonic()
     with pytest.raises(ImageUnavailable):
-        BRISK.fetch(server + path)
-    assert time.monotonic() - began < 60  # each of them alone is three times 20 s or more
+        BRISK.fetch(server + path)  # the server goes on until it is closed
 
 
 def test_a_port_where_nobody_listens_may_come_back():

@@ -25,7 +25,7 @@ PICTURES = ROOT / "docs/images"
 FOLDER = Path("/tmp/tour")  # as the page says
 # Of this environment, and progress that a terminal shows in one line.
 NOISE = re.compile(
-    r"^\[.*logging\.cc|^Prefect page: |^Loading safetensors|.*starting engines: cluster"
+    r"^\[.*logging\.cc|^Prefect shows the run at |^Loading safetensors|.*starting engines: cluster"
 )
 KILL_AT = 2  # commits of the run that is killed
 LIMIT = 240.0  # seconds for a command
