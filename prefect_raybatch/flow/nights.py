@@ -143,7 +143,7 @@ def jobs_without_runs(
 def _explained(line: HistoryLine, night: Night) -> HistoryLine:
     """Return the line of a run with what only Prefect knows: its whole time, why it ended."""
     line = replace(line, elapsed=max(line.elapsed or 0.0, night.seconds) or None)
-    if line.good is not None or line.failure or not night.reason:
+    if line.good is not None or line.failure or not night.state:
         return line
     return replace(line, state=night.state, failure=night.reason, command=night.command)
 
@@ -219,7 +219,7 @@ def _night(client: SyncPrefectClient, run: FlowRun) -> Night | None:
 def _outcome(client: SyncPrefectClient, run: FlowRun) -> tuple[str, str, str]:
     """Return (state in one word, reason, command) of a flow run that did not complete.
 
-    Empty texts for one that is at work, completed or not due.
+    Empty texts for one that is completed or not due; one at work has a state alone.
     """
     state, retry = run.state, f"prefect flow-run retry {run.id}"
     if state is None:
@@ -250,4 +250,4 @@ def _outcome(client: SyncPrefectClient, run: FlowRun) -> tuple[str, str, str]:
         return "crashed", message or "its process or host was lost", retry
     if state.type is StateType.FAILED:
         return "failed", message or "its flow run failed", retry
-    return "", "", ""
+    return ("running" if state.type is StateType.RUNNING else ""), "", ""

@@ -176,20 +176,17 @@ def headlines(page: HistoryPage) -> list[str]:
         return []
     if run.failure:
         return [_failure_line(run)]
+    # Which no run before this one has told of.
+    unstarted = [_failure_line(line) for line in page.runs[1:] if not line.run]
     if run.rows is None or run.good is None:
-        return [f"{run.run_key} is {run.state}"]
+        return [f"{run.run_key} is {run.state}", *unstarted]
     # The shifts have lines of their own.
     about, shifted = remarks(page, run), [f"{run.run_key}: {shift.line()}" for shift in run.shifts]
     about += [LATE_REMARK] if run.is_late else []
     about += [DRIFT_REMARK] if shifted else []
     counts, seconds = (run.rows, run.good, run.quarantined or 0), run.elapsed or 0.0
     outcome = outcome_text(*counts, seconds, run.cost, about, run.currency)
-    unstarted = [line for line in page.runs[1:] if not line.run]
-    return [
-        f"Last run: {outcome}",
-        *shifted,
-        *map(_failure_line, unstarted),  # which no run before this one has told of
-    ]
+    return [f"Last run: {outcome}", *shifted, *unstarted]
 
 
 def _failure_line(run: HistoryLine) -> str:

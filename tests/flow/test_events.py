@@ -56,7 +56,7 @@ from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.report import plots
 from prefect_raybatch.runs.run import Run
-from prefect_raybatch.runs.run_history import history_of
+from prefect_raybatch.runs.run_history import history_of, usual_time
 
 DRAWS = True
 
@@ -161,18 +161,19 @@ def test_twice_the_usual_time_is_told_once(emitted):
     ]
 
 
-def test_the_usual_time_is_that_of_the_runs_of_the_job(tmp_path, emitted):
+def test_the_usual_time_is_that_of_the_runs_of_the_job(tmp_path):
     nights = Nights(tmp_path)
     nights.write("a", "b")
     job = nights.job(reuse=None)
     for key in ("n1", "n2"):
         nights.night(key, job)
-    run = plan_run(job, "n3")
-    shown = Page(job, run, clock=lambda: 0.0)
-    (first, second) = (line.elapsed for line in history_of(job.output.uri)[0].runs if line.good)
-    assert shown.usual() == (first + second) / 2
-    missing = Page(edited(job, {"output.uri": str(tmp_path / "none")}, "test"), run)
-    assert missing.usual() is None
+    plan_run(job, "n3")
+    (page,) = history_of(job.output.uri, job=job.name)
+    (first, second) = (line.elapsed for line in page.runs if line.good)
+    assert usual_time(page, "n3") == (first + second) / 2
+    assert usual_time(page, "n1") == first
+    (none,) = history_of(str(tmp_path / "none"), job=job.name)
+    assert usual_time(none, "n3") is None
 
 
 @pytest.mark.parametrize("phase", [MAKING, UNHEARD])

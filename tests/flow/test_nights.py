@@ -9,8 +9,9 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from helpers.heard import wait_for
 from helpers.nights import Nights
-from helpers.prefect_server import Prefect
+from helpers.prefect_server import Prefect, artifacts_of
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -20,7 +21,8 @@ from prefect.utilities.callables import parameter_schema
 from prefect_raybatch import batch_inference
 from prefect_raybatch.api import plan_run
 from prefect_raybatch.cli import commands as cli
-from prefect_raybatch.flow import nights
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.flow import nights, tasks
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
 
@@ -157,6 +159,40 @@ def test_the_page_of_a_flow_run_lists_the_runs_of_its_deployment(
     assert key(1, "mine") in [line.run_key for line in page.runs]
     assert f"prefect flow-run retry {missed}" in [line.command for line in page.runs]
     assert key(2, "mine") not in [line.run_key for line in page.runs]
+
+
+def test_a_night_that_never_started_is_in_the_history_before_the_next_run_ends(
+    prefect_process: Prefect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run waits for what it must show while it is at work."""
+    runs = Nights(tmp_path)
+    runs.write("a", "b")
+    job = runs.job(name="awaited", reuse=None)
+    runs.night(key(4, "awaited"), job)
+    run = plan_run(job, key(6, "awaited"))
+    deployment = deployed_without_a_worker(prefect_process, own_flow)
+    missed = scheduled(deployment, 5, Crashed(message="host lost"))
+    current = scheduled(deployment, 6, Running())
+    monkeypatch.setattr(nights, "root_run", lambda: current)
+    seen: list[str] = []
+
+    def infer_run(job: Any, run: Any, observe: Any) -> Any:
+        observe(Progress(run.rows, run.shards))
+        for artifact in wait_for(lambda: artifacts_of("raybatch-awaited-history")):
+            seen.append(str(artifact.data))
+        return runs.infer(job, run, observe)
+
+    monkeypatch.setattr("prefect_raybatch.api.submission.infer_run", infer_run)
+
+    @flow
+    def night() -> None:
+        tasks.infer_shards(job, run)
+
+    assert night(return_state=True).is_completed()
+    text = seen[0].replace("\\", "")
+    assert f"**{run.run_key} is running**" in text
+    assert f"{key(5, 'awaited')} crashed: host lost" in text
+    assert f"prefect flow-run retry {missed}" in text
 
 
 def test_the_time_of_a_run_is_that_of_its_flow_run() -> None:
