@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.events import emit_event
-from prefect.states import Cancelled, Failed, Running, Scheduled
+from prefect.states import Cancelled, Cancelling, Failed, Running, Scheduled
 
 from prefect_raybatch.api import plan_run
 from prefect_raybatch.cli.show import TerminalProgress
@@ -47,6 +47,7 @@ from prefect_raybatch.errors import (
 )
 from prefect_raybatch.flow import assets, events, page, tasks
 from prefect_raybatch.flow.artifacts import ARTIFACT_KINDS, artifact_key, tune_key
+from prefect_raybatch.flow.cancelling import ENDED_BY_ITSELF
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
 from prefect_raybatch.flow.page import Page
 from prefect_raybatch.job.batch_job import BatchJob
@@ -780,13 +781,14 @@ def beats_of(run: UUID, *tags: str) -> None:
 def test_each_automation_is_created_once_and_pages_someone(prefect_api):
     script = automations_script()
     script.RINGS_ONCE = timedelta(hours=1)
+    script.CANCELLING_FOR = timedelta(seconds=10)
     with pytest.raises(SystemExit, match=r"block .* does not exist"):
         script.deploy("custom-webhook/nobody")
     with pager() as pages, get_client(sync_client=True) as client:
         assert {what for _, what in script.deploy("custom-webhook/on-call", 10)} == {"created"}
         assert {what for _, what in script.deploy("custom-webhook/on-call", 10)} == {"updated"}
         known = [a for a in client.read_automations() if a.name.startswith("raybatch: ")]
-        assert len(known) == 13
+        assert len(known) == 15
         try:
             gone = in_state("gone-night", Running())
             by_hand = in_state("by-hand", Running())  # without a deployment that promises more
@@ -801,6 +803,8 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
                     in_state("late-night", Scheduled(name="Late"))
                     in_state("foreign", Failed(), another)
                     in_state("cancelled-by-hand", Cancelled())
+                    in_state("unheeded-night", Cancelled(message=ENDED_BY_ITSELF))
+                    in_state("stuck-night", Cancelling())
                 if number < 4:
                     beats_of(by_hand, "nightly")
                     beats_of(gone, "nightly", script.HEARTBEAT_TAG)
@@ -811,7 +815,7 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
                 live.events.emit("answers.drifted", about="the labels differ", run="s3://b/k")
                 live.outage(171.0)
                 live.events.emit("rows.low", about="60 instead of 600", run="s3://b/k")
-                if len({p["subject"] for p in pages}) >= 12:
+                if len({p["subject"] for p in pages}) >= 14:
                     break
                 time.sleep(1)
             state = client.read_flow_run(gone).state
@@ -836,6 +840,8 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
         "gone-night crashed",
         "late-night is late",
         "refused-night did not run",
+        "unheeded-night: nobody noticed its cancellation",
+        "stuck-night: nobody noticed its cancellation",
     }
     assert "1 alive" in said["industries-1 stalls"] and "s3://b/k" in said["industries-1 stalls"]
     assert "4 of 9 rows have failed" in said["industries-1: many rows fail"].replace("\n", " ")
@@ -848,6 +854,10 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
     assert state.is_crashed() and "no heartbeat for 10 s" in state.message
     assert "prefect flow-run retry NAME" in state.message
     assert f"prefect flow-run retry {gone}" in said["gone-night crashed"]
+    for name in ("unheeded-night", "stuck-night"):
+        unheeded = said[f"{name}: nobody noticed its cancellation"]
+        assert "Committed shards are kept" in unheeded, unheeded
+        assert re.search(r"`prefect flow-run retry [0-9a-f-]{36}`", unheeded), unheeded
     refused = said["refused-night did not run"]
     assert "because the run before it was still active" in refused
     assert re.search(r"did not run at\n\d{4}-\d\d-\d\d \d\d:\d\d", refused), refused
