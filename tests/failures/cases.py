@@ -35,7 +35,7 @@ class Seen:
     must be there. `seconds` from the fault to where the page says so. Of a run that has not failed
     the `warnings` alone are looked at, as whoever asks what happened to it would. `file` is a page
     that a command wrote. After `mend`, which removes the cause, the command that is shown must
-    complete the run `mends`."""
+    complete the run `mends`, or it completes `by_itself`."""
 
     run: str
     key: str | None
@@ -45,6 +45,7 @@ class Seen:
     file: Path | None = None
     mend: Callable[[], None] | None = None
     mends: str = ""
+    by_itself: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,9 @@ def missing_column(world: World) -> Seen:
 def no_gpus(world: World) -> Seen:
     engine = {"model": "demo", "device": "gpu", "max_model_len": 256}
     job = world.job("no-gpus", engine=engine, cluster={"job_server": world.head.url})
-    return failed(world, job, ("GPU", "prefect deployment run batch_inference/dev"), 240)
+    texts = ("GPU", "prefect deployment run batch_inference/dev")
+    seen = failed(world, job, texts, 240)
+    return replace(seen, mend=partial(world.renew_head, gpus=1), mends="no-gpus-tuesday")
 
 
 @case(
@@ -279,13 +282,16 @@ def cluster_gone(world: World) -> Seen:
     kill(world.head.pid)
     # It fails after 20 minutes of asking, four times: the one on call looks before that.
     took = world.logs(run, AWAY, 120)
-    return Seen(run, None, (AWAY, "raybatch doctor"), took, warnings=True)
+    return Seen(
+        run, None, (AWAY, "raybatch doctor"), took, warnings=True, mend=world.renew_head,
+        mends="cluster-gone", by_itself=True,
+    )  # fmt: skip
 
 
 @case(
     "The worker's host is gone",
     "Worker and flow run get SIGKILL.",
-    "Crashed, with a Retry button.",
+    "Crashed, with the cause and the command.",
 )
 def dead_worker(world: World) -> Seen:
     cluster = {"job_server": world.head.url}
@@ -303,10 +309,12 @@ def dead_worker(world: World) -> Seen:
         began = time.monotonic()
         world.ended(run, "CRASHED", 240)
         took = time.monotonic() - began
-        paged_once(world, pages, "crashed")
-    # The command as text is in the log, below the first screen; the page has a button for it.
-    texts = ("Crashed", "raybatch: a flow run is gone", "Retry")
-    return Seen(run, None, texts, took, mend=world.prefect.work, mends="dead-worker")
+        body = paged_once(world, pages, "crashed")
+        assert f"prefect flow-run retry {run}" in body, body
+    texts = ("dead-worker crashed", "no heartbeat for", f"prefect flow-run retry {run}")
+    return Seen(
+        run, None, texts, took, file=world.history(), mend=world.prefect.work, mends="dead-worker"
+    )
 
 
 @case(

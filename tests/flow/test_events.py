@@ -140,10 +140,11 @@ def test_a_cost_near_its_limit_is_told_once(emitted):
         return [e["payload"]["about"] for e in emitted if e["event"] == "raybatch.cost.high"]
 
     assert told((2, None, None), (3, 1.0, 400.0), (9, 31.9, 40.0)) == []
-    assert told((9, 1.0, 41.0), (10, 33.0, 42.0)) == [
-        "1.00 spent, about 41.00 at the end; limits.max_cost is 40.00"
-    ]
-    assert told((2, 32.0, None)) == ["32.00 spent; limits.max_cost is 40.00"]
+    limit = "limits.max_cost is 40.00, at which the run ends. Commits are kept"
+    (expected,) = told((9, 1.0, 41.0), (10, 33.0, 42.0))
+    assert expected.startswith(f"1.00 spent, about 41.00 at the end; {limit}")
+    (spent,) = told((2, 32.0, None))
+    assert spent.startswith(f"32.00 spent; {limit}")
 
 
 def test_twice_the_usual_time_is_told_once(emitted):
@@ -153,13 +154,14 @@ def test_twice_the_usual_time_is_told_once(emitted):
         live.usual = usual
         live.started(Beat(0.0, shards=20))
         for at in seconds:
-            live.see(Beat(0.0, shards=20), at)
+            live.see(Beat(0.0, shards=20, committed=3, engines={"ALIVE": 1}), at)
         return [e["payload"]["about"] for e in emitted if e["event"] == "raybatch.time.high"]
 
     assert told(None, 0.0, 1e6) == told(20.0, 0.0, 79.0) == told(100.0, 0.0, 199.0) == []
-    assert told(100.0, 0.0, 200.0, 300.0) == [
-        "3 min 20 s elapsed; a run of this job usually takes 1 min 40 s"
-    ]
+    (slow,) = told(100.0, 0.0, 200.0, 300.0)
+    assert slow.startswith("3 min 20 s elapsed; a run of this job usually takes 1 min 40 s.")
+    assert "3 of 20 shards are committed, 1 engine alive, 0 deaths" in slow
+    assert "cancel the run and retry it" in slow
 
 
 def test_the_usual_time_is_that_of_the_runs_of_the_job(tmp_path):
