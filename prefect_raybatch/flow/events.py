@@ -165,8 +165,8 @@ class LiveEvents:
         expected = "" if end is None else f", about {money(end, self.currency)} at the end"
         about = (
             f"{money(beat.cost_run, self.currency)} spent{expected}; limits.max_cost is "
-            f"{money(self.max_cost, self.currency)}, at which the run ends. Commits are kept; with a "
-            "higher limit the same run key continues"
+            f"{money(self.max_cost, self.currency)}, at which the run ends. Commits are kept; with "
+            "a higher limit the same run key continues"
         )
         log.warning("the cost is near its limit: %s", about)
         self.events.emit("cost.high", run=self.run, about=about, **_figures(beat))

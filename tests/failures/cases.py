@@ -102,13 +102,14 @@ def nothing() -> None:
     """What is to be mended before the command is carried out."""
 
 
-Pages = list[dict[str, str]]
+Pages = list[dict[str, Any]]
 
 
 @contextmanager
 def on_call(world: World) -> Iterator[Pages]:
     """The pages that our automations send to the one on call."""
-    with on_call(world) as pages:
+    with settings_for(world.prefect), pager() as pages:
+        automations_script().deploy("custom-webhook/on-call")
         yield pages
 
 
@@ -120,7 +121,7 @@ def paged_once(world: World, pages: Pages, subject: str, seconds: float = 90) ->
 
     world.prefect.until(found, seconds, "the page to the one on call")
     (page,) = found()
-    return page["body"]
+    return str(page["body"])
 
 
 def failed(world: World, job: dict[str, Any], texts: tuple[str, ...], seconds: float) -> Seen:
