@@ -13,7 +13,7 @@ from prefect_raybatch.report.report import DASH, duration, number, table_lines
 from prefect_raybatch.report.verdict import DRIFT_REMARK, LATE_REMARK, few_rows, outcome_text, slow
 from prefect_raybatch.words import counted, money
 
-VERBS = {"crashed": "crashed", "failed": "failed", "cancelled": "was cancelled"}
+STATE_VERBS = {"crashed": "crashed", "failed": "failed", "cancelled": "was cancelled"}
 LABELS_SHOWN = 8  # most common labels in the table of answers
 
 
@@ -190,7 +190,7 @@ def headlines(page: HistoryPage) -> list[str]:
 
 
 def _failure_line(run: HistoryLine) -> str:
-    verb = VERBS.get(run.state, f"is {run.state}")
+    verb = STATE_VERBS.get(run.state, f"is {run.state}")
     return f"{run.run_key} {verb}: {run.failure}"
 
 
