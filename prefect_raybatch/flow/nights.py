@@ -44,6 +44,7 @@ PENDING_AFTER = 300.0  # seconds in which a worker starts a flow run that it has
 REASON_SHOWN = 400  # characters
 _ADVICE = re.compile(r"\b(?:Continue with|What to do):")  # what follows is the command
 LIMIT_REACHED = "Deployment concurrency limit reached"  # how Prefect's message begins
+AT_WORK = {StateType.RUNNING: "running", StateType.CANCELLING: "cancelling"}
 WAITS = ("AwaitingConcurrencySlot", "the run before it is still active; it starts after that")
 
 
@@ -250,4 +251,4 @@ def _outcome(client: SyncPrefectClient, run: FlowRun) -> tuple[str, str, str]:
         return "crashed", message or "its process or host was lost", retry
     if state.type is StateType.FAILED:
         return "failed", message or "its flow run failed", retry
-    return ("running" if state.type is StateType.RUNNING else ""), "", ""
+    return AT_WORK.get(state.type, ""), "", ""

@@ -15,7 +15,16 @@ from helpers.prefect_server import Prefect, artifacts_of
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import Cancelled, Completed, Crashed, Failed, Pending, Running, Scheduled
+from prefect.states import (
+    Cancelled,
+    Cancelling,
+    Completed,
+    Crashed,
+    Failed,
+    Pending,
+    Running,
+    Scheduled,
+)
 from prefect.utilities.callables import parameter_schema
 
 from prefect_raybatch import batch_inference
@@ -79,6 +88,7 @@ def test_the_history_lists_every_scheduled_run_with_state_reason_and_command(
     runs = Nights(tmp_path)
     runs.write("a", "b")
     job = runs.job(reuse=None)
+    plan_run(job, key(8, "atwork"))
     runs.night(key(1), job)
     runs.stop_after = 0
     with pytest.raises(Exception):  # noqa: B017 - a kill, whatever it is called
@@ -101,6 +111,9 @@ def test_the_history_lists_every_scheduled_run_with_state_reason_and_command(
     scheduled(deployment, 8, Crashed(), **given)
     scheduled(deployment, 9, Completed(), **given, scheduled_for="2026-03-08T01:00:00Z")
     scheduled(deployment, 9, Running(), **given)
+    leaving = scheduled(deployment, 8, Running(), **given, run_key=key(8, "atwork"))
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(leaving, Cancelling())
     other = {**given["job"], "output": {"uri": "s3://elsewhere/out"}}
     scheduled(deployment, 1, Crashed(), job=other, run_key="elsewhere")
     scheduled(deployment, 1, Crashed(), job={**given["job"], "name": "newcomer"}, run_key="n1")
@@ -110,7 +123,7 @@ def test_the_history_lists_every_scheduled_run_with_state_reason_and_command(
     found = {run["run_key"]: run for run in pages["nightly"]}
     assert {k: run["state"] for k, run in found.items()} == {
         key(1): "completed", key(2): "crashed", key(3): "cancelled", key(4): "failed",
-        key(5): "late", key(6): "waiting", key(7): "pending",
+        key(5): "late", key(6): "waiting", key(7): "pending", key(8, "atwork"): "cancelling",
     }  # fmt: skip
     assert found[key(2)]["rows"] == 2
     assert found[key(2)]["failure"] == "no heartbeat for 90 s"
