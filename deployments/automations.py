@@ -134,8 +134,8 @@ def _gone(after: float) -> Automation:
     """Return the automation that marks a run without heartbeats Crashed, which notifies someone."""
     # Prefect does not render templates here, so the message cannot contain the flow run's id.
     message = (
-        f"The process or host was lost: no heartbeat for {after:.0f} s. Committed shards are kept."
-        "\nWhat to do: make sure that a worker is running, then retry this flow run by its name:\n"
+        f"The process or host was lost: no heartbeat for {after:.0f} s. Committed shards are kept. "
+        "Make sure that a worker is running.\nWhat to do: retry this flow run by its name:\n"
         "  prefect flow-run retry NAME"
     )
     return Automation(
