@@ -35,7 +35,12 @@ RINGS_ONCE = timedelta(minutes=1)
 GONE_AFTER = 90.0  # seconds: three times the heartbeat interval in deployments/prefect.yaml
 LEAST_GONE_AFTER, MOST_GONE_AFTER = 10.0, 86400.0  # seconds; Prefect's own least is 10
 LIMIT_REACHED = "Deployment concurrency limit reached."  # Prefect's state message
-ENDED = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")}
+ENDED_STATES = ("Completed", "Failed", "Cancelled", "Drained", "Crashed")
+ENDED = {f"prefect.flow-run.{state}" for state in ENDED_STATES}
+CANCELLING = "prefect.flow-run.Cancelling"
+CANCELLING_FOR = timedelta(minutes=5)  # by then a run whose worker noticed nothing has ended itself
+NOT_ENDED = "No process noticed the cancellation: it was lost, or cannot reach Prefect."
+UNNOTICED = ["Its worker did not notice*", f"{NOT_ENDED}*"]  # state messages
 HEARTBEAT = "prefect.flow-run.heartbeat"
 HEARTBEAT_TAG = "raybatch-heartbeat"  # tag of deployments that set the frequency
 
@@ -60,6 +65,12 @@ Once that has ended, run it for its own date:
 `prefect flow-run retry {{ flow_run.id }}`
 {{ flow_run|ui_url }}"""
 )
+UNHEEDED = """{{ flow_run.state.message }}
+Restart the worker, which no longer looks for cancellations:
+`prefect worker start --pool {{ flow_run.work_pool_name }}`
+To continue the run, or to see that its result is complete:
+`prefect flow-run retry {{ flow_run.id }}`
+{{ flow_run|ui_url }}"""
 CRASHED = """The process or host of this run was lost. Committed shards are kept.
 Make sure that a worker is running, then continue the run:
 `prefect flow-run retry {{ flow_run.id }}`
@@ -103,6 +114,9 @@ def automations(block_id: UUID, gone_after: float = GONE_AFTER) -> list[Automati
         ("a run was cancelled by the concurrency limit", "The previous run was still active.",
          _of_state("Cancelled", {"prefect.state-message": LIMIT_REACHED}),
          f"{JOB} did not run", REFUSED),
+        ("nobody noticed a cancellation", "The run ended itself, or did not end.",
+         _of_state("Cancelled", {"prefect.state-message": UNNOTICED}),
+         f"{name}: nobody noticed its cancellation", UNHEEDED),
     ]  # fmt: skip
     notify = [
         Automation(
@@ -113,15 +127,15 @@ def automations(block_id: UUID, gone_after: float = GONE_AFTER) -> list[Automati
         )
         for title, why, trigger, subject, body in pages
     ]
-    return [*notify, _gone(gone_after)]
+    return [*notify, _gone(gone_after), _not_ended()]
 
 
 def _gone(after: float) -> Automation:
     """Return the automation that marks a run without heartbeats Crashed, which notifies someone."""
     # Prefect does not render templates here, so the message cannot contain the flow run's id.
     message = (
-        f"The process or host was lost: no heartbeat for {after:.0f} s. Committed shards are kept."
-        "\nWhat to do: make sure that a worker is running, then retry this flow run by its name:\n"
+        f"The process or host was lost: no heartbeat for {after:.0f} s. Committed shards are kept. "
+        "Make sure that a worker is running.\nWhat to do: retry this flow run by its name:\n"
         "  prefect flow-run retry NAME"
     )
     return Automation(
@@ -146,12 +160,36 @@ def _gone(after: float) -> Automation:
     )
 
 
+def _not_ended() -> Automation:
+    """Return the automation that ends a run that stays Cancelling, which notifies someone."""
+    return Automation(
+        name="raybatch: a run stays Cancelling",
+        description="Marks it Cancelled, so that it can be continued. Committed shards are kept.",
+        trigger=EventTrigger(
+            after={CANCELLING},
+            expect=ENDED,
+            match={"prefect.resource.id": "prefect.flow-run.*"},
+            match_related=_our_flows(),
+            for_each={"prefect.resource.id"},
+            posture=Posture.Proactive,
+            threshold=1,
+            within=CANCELLING_FOR,
+        ),
+        actions=[
+            ChangeFlowRunState(
+                state=StateType.CANCELLED, message=f"{NOT_ENDED} Committed shards are kept."
+            )
+        ],
+    )
+
+
 def _of_run(event: str) -> EventTrigger:
     return _each(event, {"prefect.resource.id": "raybatch.run.*"})
 
 
-def _of_state(state: str, labels: dict[str, str] | None = None) -> EventTrigger:
-    match = {"prefect.resource.id": "prefect.flow-run.*", **(labels or {})}
+def _of_state(state: str, labels: dict[str, str | list[str]] | None = None) -> EventTrigger:
+    match: dict[str, str | list[str]] = {"prefect.resource.id": "prefect.flow-run.*"}
+    match |= labels or {}
     return _each(f"prefect.flow-run.{state}", match, _our_flows())
 
 
@@ -160,7 +198,7 @@ def _our_flows() -> dict[str, str | list[str]]:
 
 
 def _each(
-    event: str, match: dict[str, str], related: dict[str, str | list[str]] | None = None
+    event: str, match: dict[str, str | list[str]], related: dict[str, str | list[str]] | None = None
 ) -> EventTrigger:
     return EventTrigger(
         expect={event},

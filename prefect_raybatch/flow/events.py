@@ -10,13 +10,13 @@ from typing import Any
 from prefect.events import emit_event
 from prefect.runtime import task_run
 
-from prefect_raybatch.driver.heartbeat import MAKING, UNHEARD, Beat
+from prefect_raybatch.driver.heartbeat import MAKING, UNHEARD, Beat, alive
 from prefect_raybatch.errors import CostExceeded, ErrorBudgetExceeded, RunDrained, is_transient
 from prefect_raybatch.flow.texts import prefect_text_in
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import duration
 from prefect_raybatch.report.verdict import is_slow
-from prefect_raybatch.words import money
+from prefect_raybatch.words import are, counted, money
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,8 @@ class LiveEvents:
         expected = "" if end is None else f", about {money(end, self.currency)} at the end"
         about = (
             f"{money(beat.cost_run, self.currency)} spent{expected}; limits.max_cost is "
-            f"{money(self.max_cost, self.currency)}"
+            f"{money(self.max_cost, self.currency)}, at which the run ends. Commits are kept; with "
+            "a higher limit the same run key continues"
         )
         log.warning("the cost is near its limit: %s", about)
         self.events.emit("cost.high", run=self.run, about=about, **_figures(beat))
@@ -187,8 +188,13 @@ class LiveEvents:
         taken = self._worked + now - self._began
         if not self.told_slow and self.usual is not None and is_slow(taken, self.usual):
             self.told_slow = True
-            about = f"{duration(taken)} elapsed; a run of this job usually takes "
-            about += duration(self.usual)
+            about = (
+                f"{duration(taken)} elapsed; a run of this job usually takes "
+                f"{duration(self.usual)}. {beat.committed:,} of {counted(beat.shards, 'shard')} "
+                f"{are(beat.committed)} committed, {counted(alive(beat.engines), 'engine')} alive, "
+                f"{counted(beat.engine_deaths, 'death')}. If commits have stopped, cancel the run "
+                "and retry it: they are kept"
+            )
             log.warning("the run takes at least twice the usual time: %s", about)
             self.events.emit("time.high", run=self.run, about=about, **_figures(beat))
         if self.deadline is None or self.told_late:

@@ -24,6 +24,7 @@ from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError, R
 from prefect_raybatch.flow import leases  # noqa: F401  # keeps runs at work that lose their lease
 from prefect_raybatch.flow.artifacts import artifact_key, put
 from prefect_raybatch.flow.cancelling import ENDED_BY_ITSELF, ended_by_cancellation
+from prefect_raybatch.flow.continuing import command
 from prefect_raybatch.flow.failure import COMMAND, explained, log_crash
 from prefect_raybatch.flow.job_flow import job_flow
 from prefect_raybatch.flow.run_history import FlowNotes, flow_notes, show_history
@@ -170,7 +171,7 @@ def _run_to_end(job: BatchJob, key: str, accept: list[str] | None, notes: FlowNo
     except RunDrained as drained:
         return cast(RunReport, _ended_drained(drained))
     except TerminationSignal as signal:
-        return cast(RunReport, _ended_cancelled(signal))
+        return cast(RunReport, _ended_cancelled(signal, key))
     return _ended(job, run, progress, notes)
 
 
@@ -276,7 +277,7 @@ def retry_failed(
     except RunDrained as drained:
         return cast(RunReport, _ended_drained(drained))
     except TerminationSignal as signal:
-        return cast(RunReport, _ended_cancelled(signal))
+        return cast(RunReport, _ended_cancelled(signal, planned.run.run_key))
     with flow_notes(planned.job.output.uri) as notes:
         return _ended(planned.job, planned.run, progress, notes)
 
@@ -286,11 +287,11 @@ def _ended_drained(drained: RunDrained) -> Any:
     return Cancelled(name=DRAINED_STATE, message=drained.plain or str(drained))
 
 
-def _ended_cancelled(signal: TerminationSignal) -> Any:
+def _ended_cancelled(signal: TerminationSignal, key: str) -> Any:
     """Return the state of a flow run that ended itself when cancelled; else raise the signal."""
     if not ended_by_cancellation():
         raise signal
-    return Cancelled(message=ENDED_BY_ITSELF)
+    return Cancelled(message=f"{ENDED_BY_ITSELF} Continue with: {command(key, {}, False)}")
 
 
 def called(made: Callable[..., Any], *arguments: Any, **more: Any) -> Any:

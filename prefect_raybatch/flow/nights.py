@@ -44,6 +44,7 @@ PENDING_AFTER = 300.0  # seconds in which a worker starts a flow run that it has
 REASON_SHOWN = 400  # characters
 _ADVICE = re.compile(r"\b(?:Continue with|What to do):")  # what follows is the command
 LIMIT_REACHED = "Deployment concurrency limit reached"  # how Prefect's message begins
+AT_WORK = {StateType.RUNNING: "running", StateType.CANCELLING: "cancelling"}
 WAITS = ("AwaitingConcurrencySlot", "the run before it is still active; it starts after that")
 
 
@@ -143,7 +144,7 @@ def jobs_without_runs(
 def _explained(line: HistoryLine, night: Night) -> HistoryLine:
     """Return the line of a run with what only Prefect knows: its whole time, why it ended."""
     line = replace(line, elapsed=max(line.elapsed or 0.0, night.seconds) or None)
-    if line.good is not None or line.failure or not night.reason:
+    if line.good is not None or line.failure or not night.state:
         return line
     return replace(line, state=night.state, failure=night.reason, command=night.command)
 
@@ -219,7 +220,7 @@ def _night(client: SyncPrefectClient, run: FlowRun) -> Night | None:
 def _outcome(client: SyncPrefectClient, run: FlowRun) -> tuple[str, str, str]:
     """Return (state in one word, reason, command) of a flow run that did not complete.
 
-    Empty texts for one that is at work, completed or not due.
+    Empty texts for one that is completed or not due; one at work has a state alone.
     """
     state, retry = run.state, f"prefect flow-run retry {run.id}"
     if state is None:
@@ -250,4 +251,4 @@ def _outcome(client: SyncPrefectClient, run: FlowRun) -> tuple[str, str, str]:
         return "crashed", message or "its process or host was lost", retry
     if state.type is StateType.FAILED:
         return "failed", message or "its flow run failed", retry
-    return "", "", ""
+    return AT_WORK.get(state.type, ""), "", ""

@@ -33,6 +33,7 @@ from prefect_raybatch.flow.away import NO_ANSWER, ApiWatch, said_once, watched
 from prefect_raybatch.flow.cancelling import CANCEL_LOOK, CancelWatch
 from prefect_raybatch.flow.crashing import active_flow_runs, mark_crashed
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
+from prefect_raybatch.flow.run_history import put_history, read_history
 from prefect_raybatch.harmless import link, markdown_text
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
@@ -147,8 +148,7 @@ class Page(Listener):
         beat = self.state(now)
         if beat is None:
             return
-        is_first_tick = not self._began
-        if is_first_tick:
+        if not self._began:
             self._began = True
             # A small run may have committed shards before the first tick.
             first = beat if self._first is None else Beat.of(self._first, beat.at, phase=beat.phase)
@@ -166,6 +166,8 @@ class Page(Listener):
             ("progress", PROGRESS_EVERY, (share, starting(beat)), lambda: self._show_share(beat)),
             ("live", TABLE_EVERY, beat, lambda: self._show_state(beat)),
             ("plots", PLOTS_EVERY, drawn, lambda: self._show_plots(beat)),
+            # Once, and last, because it reads the reports of several runs.
+            ("history", PLOTS_EVERY, True, self._show_history),
         )
         failed = None
         for what, every, value, show in parts:
@@ -177,20 +179,22 @@ class Page(Listener):
                 failed = error
             else:
                 self._shown[what] = value
-        if is_first_tick:  # after the page is shown, because it reads the reports of several runs
-            self.events.usual = self.usual()
         if failed is not None and not isinstance(failed, NO_ANSWER):
             raise failed
 
-    def usual(self) -> float | None:
-        """Return the usual seconds of the job's runs; None if unknown."""
+    def _show_history(self) -> None:
+        """Show the job's history as this run starts, with nights that never started.
+
+        Also note how long its runs usually take.
+        """
         try:
-            output = self.job.output
-            options = output.options or None
-            return usual_time(self.output, options, self.job.name, self.run.run_key)
+            page = read_history(self.job.name, self.job.output, self.output)
         except RayBatchError as error:  # the page shows everything else without it
             self.log.info("could not read how long earlier runs took: %s", error)
-            return None
+            return
+        self.events.usual = usual_time(page, self.run.run_key)
+        with self.api.within():
+            put_history(page, self.run.run_key)
 
     def _worked(self) -> float:
         """Return the seconds of earlier attempts."""

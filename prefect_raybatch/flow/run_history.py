@@ -15,7 +15,12 @@ from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.flow.nights import nights_of_deployment, with_nights
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.report.plots import data_uri, of_history
-from prefect_raybatch.report.run_history import HistoryLine, history_markdown, remarks
+from prefect_raybatch.report.run_history import (
+    HistoryLine,
+    HistoryPage,
+    history_markdown,
+    remarks,
+)
 from prefect_raybatch.report.verdict import DRIFT_REMARK
 from prefect_raybatch.runs.run_history import RUNS_SHOWN, changed_fields, history_of
 
@@ -55,6 +60,31 @@ def written_uri(uri: str) -> str:
     return uri if notes is None else notes.output
 
 
+def read_history(name: str, output: Output, uri: str | None = None) -> HistoryPage:
+    """Return the history of the job `name`, with the nights of which only Prefect knows.
+
+    `output` has its credentials; `uri` is the output URI as written in the job, which may contain
+    {run_date}.
+    """
+    uri = uri or output.uri
+    (page,) = history_of(uri, output.options or None, name)
+    return with_nights(page, nights_of_deployment(), uri, RUNS_SHOWN)
+
+
+def put_history(page: HistoryPage, run_key: str) -> None:
+    """Show a history as artifacts of the run `run_key`, unless it is empty."""
+    if not page.runs:  # the run has no plan yet
+        return
+    key = artifact_key(page.job)
+    text = MarkdownArtifact(markdown=history_markdown(page), description="Run history.")
+    put(text, f"{key}-history", run_key)
+    picture = of_history(page.runs)
+    if picture is not None:
+        # Also a separate artifact: Prefect's newer page shows no images within Markdown.
+        image = ImageArtifact(image_url=data_uri(picture), description="Run history, plotted.")
+        put(image, f"{key}-history-plots", run_key)
+
+
 def show_history(
     name: str,
     output: Output,
@@ -65,24 +95,13 @@ def show_history(
 ) -> None:
     """Show the history of the job `name` whose run has just ended.
 
-    `output` has its credentials; `uri` is the output URI as written in the job, which may contain
-    {run_date}. `tell` emits an event if the run has far fewer rows than usual, unless `limited`, or
-    if its answers drifted. An error here is only logged and never fails the run.
+    `output` and `uri` are those of `read_history`. `tell` emits an event if the run has far fewer
+    rows than usual, unless `limited`, or if its answers drifted. An error here is only logged and
+    never fails the run.
     """
     try:
-        uri = uri or output.uri
-        (page,) = history_of(uri, output.options or None, name)
-        page = with_nights(page, nights_of_deployment(), uri, RUNS_SHOWN)
-        if not page.runs:  # the run has no plan yet
-            return
-        key = artifact_key(name)
-        text = MarkdownArtifact(markdown=history_markdown(page), description="Run history.")
-        put(text, f"{key}-history", run_key)
-        picture = of_history(page.runs)
-        if picture is not None:
-            # Also a separate artifact: Prefect's newer page shows no images within Markdown.
-            image = ImageArtifact(image_url=data_uri(picture), description="Run history, plotted.")
-            put(image, f"{key}-history-plots", run_key)
+        page = read_history(name, output, uri)
+        put_history(page, run_key)
         line = next((line for line in page.runs if line.run_key == run_key), None)
     except Exception as error:
         log.warning("could not show the run history: %s: %s", type(error).__name__, error)

@@ -13,7 +13,7 @@ from prefect_raybatch.report.report import DASH, duration, number, table_lines
 from prefect_raybatch.report.verdict import DRIFT_REMARK, LATE_REMARK, few_rows, outcome_text, slow
 from prefect_raybatch.words import counted, money
 
-ENDED_STATES = ("crashed", "failed")  # that are verbs; a run *is* late, pending or cancelled
+STATE_VERBS = {"crashed": "crashed", "failed": "failed", "cancelled": "was cancelled"}
 LABELS_SHOWN = 8  # most common labels in the table of answers
 
 
@@ -176,24 +176,21 @@ def headlines(page: HistoryPage) -> list[str]:
         return []
     if run.failure:
         return [_failure_line(run)]
+    # Which no run before this one has told of.
+    unstarted = [_failure_line(line) for line in page.runs[1:] if not line.run]
     if run.rows is None or run.good is None:
-        return [f"{run.run_key} is {run.state}"]
+        return [f"{run.run_key} is {run.state}", *unstarted]
     # The shifts have lines of their own.
     about, shifted = remarks(page, run), [f"{run.run_key}: {shift.line()}" for shift in run.shifts]
     about += [LATE_REMARK] if run.is_late else []
     about += [DRIFT_REMARK] if shifted else []
     counts, seconds = (run.rows, run.good, run.quarantined or 0), run.elapsed or 0.0
     outcome = outcome_text(*counts, seconds, run.cost, about, run.currency)
-    unstarted = [line for line in page.runs[1:] if not line.run]
-    return [
-        f"Last run: {outcome}",
-        *shifted,
-        *map(_failure_line, unstarted),  # which no run before this one has told of
-    ]
+    return [f"Last run: {outcome}", *shifted, *unstarted]
 
 
 def _failure_line(run: HistoryLine) -> str:
-    verb = run.state if run.state in ENDED_STATES else f"is {run.state}"
+    verb = STATE_VERBS.get(run.state, f"is {run.state}")
     return f"{run.run_key} {verb}: {run.failure}"
 
 

@@ -53,9 +53,8 @@ def history_of(
     ]
 
 
-def usual_time(output: str, options: StoreOptions | None, job: str, run_key: str) -> float | None:
+def usual_time(page: HistoryPage, run_key: str) -> float | None:
     """Return the median seconds of the job's latest completed runs, `run_key` apart."""
-    (page,) = history_of(output, options, job)
     times = [(line.elapsed, line.good) for line in page.runs if line.run_key != run_key]
     return usual_seconds([elapsed for elapsed, good in times if elapsed and good is not None])
 

@@ -61,8 +61,9 @@ def mended(world: World, seen: Seen, command: str) -> None:
     if seen.mend is None:
         return
     seen.mend()
-    print(f"  {command}", flush=True)
-    world.carry_out(command)
+    if command:
+        print(f"  {command}", flush=True)
+        world.carry_out(command)
     world.complete(seen.mends)
 
 
@@ -79,7 +80,8 @@ def play(case: Case, folder: Path) -> Seen:
         with browser_page() as page:
             try:
                 look(page, world, case, seen, folder)
-                command = shown_command(page) if seen.mend is not None else ""
+                needed = seen.mend is not None and not seen.by_itself
+                command = shown_command(page) if needed else ""
             except Exception:
                 picture(page, f"wrong-{case.name}", Path(tempfile.gettempdir()))
                 raise

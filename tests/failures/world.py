@@ -53,8 +53,21 @@ class World:
 
     @cached_property
     def head(self) -> Head:
+        return self._start_head()
+
+    def _start_head(self, port: int | None = None) -> Head:
         path = f"{ROOT}:{environ.python_path()}"
-        return self.stack.enter_context(start_head(4, self.gpus, PYTHONPATH=path))
+        return self.heads.enter_context(start_head(4, self.gpus, port, PYTHONPATH=path))
+
+    @cached_property
+    def heads(self) -> ExitStack:
+        return self.stack.enter_context(ExitStack())
+
+    def renew_head(self, gpus: int = 0) -> None:
+        """Another head at the address of the one there, which ends."""
+        self.gpus, port = gpus, int(self.head.url.rpartition(":")[2])
+        self.heads.close()
+        self.head = self._start_head(port)
 
     @cached_property
     def s3(self) -> S3Server:

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.events import emit_event
-from prefect.states import Cancelled, Failed, Running, Scheduled
+from prefect.states import Cancelled, Cancelling, Failed, Running, Scheduled
 
 from prefect_raybatch.api import plan_run
 from prefect_raybatch.cli.show import TerminalProgress
@@ -47,6 +47,7 @@ from prefect_raybatch.errors import (
 )
 from prefect_raybatch.flow import assets, events, page, tasks
 from prefect_raybatch.flow.artifacts import ARTIFACT_KINDS, artifact_key, tune_key
+from prefect_raybatch.flow.cancelling import ENDED_BY_ITSELF
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
 from prefect_raybatch.flow.page import Page
 from prefect_raybatch.job.batch_job import BatchJob
@@ -56,7 +57,7 @@ from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.report import plots
 from prefect_raybatch.runs.run import Run
-from prefect_raybatch.runs.run_history import history_of
+from prefect_raybatch.runs.run_history import history_of, usual_time
 
 DRAWS = True
 
@@ -139,10 +140,11 @@ def test_a_cost_near_its_limit_is_told_once(emitted):
         return [e["payload"]["about"] for e in emitted if e["event"] == "raybatch.cost.high"]
 
     assert told((2, None, None), (3, 1.0, 400.0), (9, 31.9, 40.0)) == []
-    assert told((9, 1.0, 41.0), (10, 33.0, 42.0)) == [
-        "1.00 spent, about 41.00 at the end; limits.max_cost is 40.00"
-    ]
-    assert told((2, 32.0, None)) == ["32.00 spent; limits.max_cost is 40.00"]
+    limit = "limits.max_cost is 40.00, at which the run ends. Commits are kept"
+    (expected,) = told((9, 1.0, 41.0), (10, 33.0, 42.0))
+    assert expected.startswith(f"1.00 spent, about 41.00 at the end; {limit}")
+    (spent,) = told((2, 32.0, None))
+    assert spent.startswith(f"32.00 spent; {limit}")
 
 
 def test_twice_the_usual_time_is_told_once(emitted):
@@ -152,27 +154,29 @@ def test_twice_the_usual_time_is_told_once(emitted):
         live.usual = usual
         live.started(Beat(0.0, shards=20))
         for at in seconds:
-            live.see(Beat(0.0, shards=20), at)
+            live.see(Beat(0.0, shards=20, committed=3, engines={"ALIVE": 1}), at)
         return [e["payload"]["about"] for e in emitted if e["event"] == "raybatch.time.high"]
 
     assert told(None, 0.0, 1e6) == told(20.0, 0.0, 79.0) == told(100.0, 0.0, 199.0) == []
-    assert told(100.0, 0.0, 200.0, 300.0) == [
-        "3 min 20 s elapsed; a run of this job usually takes 1 min 40 s"
-    ]
+    (slow,) = told(100.0, 0.0, 200.0, 300.0)
+    assert slow.startswith("3 min 20 s elapsed; a run of this job usually takes 1 min 40 s.")
+    assert "3 of 20 shards are committed, 1 engine alive, 0 deaths" in slow
+    assert "cancel the run and retry it" in slow
 
 
-def test_the_usual_time_is_that_of_the_runs_of_the_job(tmp_path, emitted):
+def test_the_usual_time_is_that_of_the_runs_of_the_job(tmp_path):
     nights = Nights(tmp_path)
     nights.write("a", "b")
     job = nights.job(reuse=None)
     for key in ("n1", "n2"):
         nights.night(key, job)
-    run = plan_run(job, "n3")
-    shown = Page(job, run, clock=lambda: 0.0)
-    (first, second) = (line.elapsed for line in history_of(job.output.uri)[0].runs if line.good)
-    assert shown.usual() == (first + second) / 2
-    missing = Page(edited(job, {"output.uri": str(tmp_path / "none")}, "test"), run)
-    assert missing.usual() is None
+    plan_run(job, "n3")
+    (page,) = history_of(job.output.uri, job=job.name)
+    (first, second) = (line.elapsed for line in page.runs if line.good)
+    assert usual_time(page, "n3") == (first + second) / 2
+    assert usual_time(page, "n1") == first
+    (none,) = history_of(str(tmp_path / "none"), job=job.name)
+    assert usual_time(none, "n3") is None
 
 
 @pytest.mark.parametrize("phase", [MAKING, UNHEARD])
@@ -779,13 +783,14 @@ def beats_of(run: UUID, *tags: str) -> None:
 def test_each_automation_is_created_once_and_pages_someone(prefect_api):
     script = automations_script()
     script.RINGS_ONCE = timedelta(hours=1)
+    script.CANCELLING_FOR = timedelta(seconds=10)
     with pytest.raises(SystemExit, match=r"block .* does not exist"):
         script.deploy("custom-webhook/nobody")
     with pager() as pages, get_client(sync_client=True) as client:
         assert {what for _, what in script.deploy("custom-webhook/on-call", 10)} == {"created"}
         assert {what for _, what in script.deploy("custom-webhook/on-call", 10)} == {"updated"}
         known = [a for a in client.read_automations() if a.name.startswith("raybatch: ")]
-        assert len(known) == 13
+        assert len(known) == 15
         try:
             gone = in_state("gone-night", Running())
             by_hand = in_state("by-hand", Running())  # without a deployment that promises more
@@ -800,6 +805,8 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
                     in_state("late-night", Scheduled(name="Late"))
                     in_state("foreign", Failed(), another)
                     in_state("cancelled-by-hand", Cancelled())
+                    in_state("unheeded-night", Cancelled(message=ENDED_BY_ITSELF))
+                    in_state("stuck-night", Cancelling())
                 if number < 4:
                     beats_of(by_hand, "nightly")
                     beats_of(gone, "nightly", script.HEARTBEAT_TAG)
@@ -810,7 +817,7 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
                 live.events.emit("answers.drifted", about="the labels differ", run="s3://b/k")
                 live.outage(171.0)
                 live.events.emit("rows.low", about="60 instead of 600", run="s3://b/k")
-                if len({p["subject"] for p in pages}) >= 12:
+                if len({p["subject"] for p in pages}) >= 14:
                     break
                 time.sleep(1)
             state = client.read_flow_run(gone).state
@@ -835,6 +842,8 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
         "gone-night crashed",
         "late-night is late",
         "refused-night did not run",
+        "unheeded-night: nobody noticed its cancellation",
+        "stuck-night: nobody noticed its cancellation",
     }
     assert "1 alive" in said["industries-1 stalls"] and "s3://b/k" in said["industries-1 stalls"]
     assert "4 of 9 rows have failed" in said["industries-1: many rows fail"].replace("\n", " ")
@@ -847,6 +856,10 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
     assert state.is_crashed() and "no heartbeat for 10 s" in state.message
     assert "prefect flow-run retry NAME" in state.message
     assert f"prefect flow-run retry {gone}" in said["gone-night crashed"]
+    for name in ("unheeded-night", "stuck-night"):
+        unheeded = said[f"{name}: nobody noticed its cancellation"]
+        assert "Committed shards are kept" in unheeded, unheeded
+        assert re.search(r"`prefect flow-run retry [0-9a-f-]{36}`", unheeded), unheeded
     refused = said["refused-night did not run"]
     assert "because the run before it was still active" in refused
     assert re.search(r"did not run at\n\d{4}-\d\d-\d\d \d\d:\d\d", refused), refused

@@ -436,7 +436,7 @@ def test_a_cancellation_that_no_worker_notices_ends_the_run(
     state = batch_inference(job, run.run_key, return_state=True)
     assert state.is_cancelled(), state
     assert "did not notice the cancellation" in str(state.message)
-    assert "Committed shards are kept" in str(state.message)
+    assert "Committed shards are kept. Continue with: " in str(state.message)
 
 
 @pytest.mark.parametrize("publishes", [False, True])

@@ -9,18 +9,29 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from helpers.heard import wait_for
 from helpers.nights import Nights
-from helpers.prefect_server import Prefect
+from helpers.prefect_server import Prefect, artifacts_of
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import Cancelled, Completed, Crashed, Failed, Pending, Running, Scheduled
+from prefect.states import (
+    Cancelled,
+    Cancelling,
+    Completed,
+    Crashed,
+    Failed,
+    Pending,
+    Running,
+    Scheduled,
+)
 from prefect.utilities.callables import parameter_schema
 
 from prefect_raybatch import batch_inference
 from prefect_raybatch.api import plan_run
 from prefect_raybatch.cli import commands as cli
-from prefect_raybatch.flow import nights
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.flow import nights, tasks
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
 
@@ -77,6 +88,7 @@ def test_the_history_lists_every_scheduled_run_with_state_reason_and_command(
     runs = Nights(tmp_path)
     runs.write("a", "b")
     job = runs.job(reuse=None)
+    plan_run(job, key(8, "atwork"))
     runs.night(key(1), job)
     runs.stop_after = 0
     with pytest.raises(Exception):  # noqa: B017 - a kill, whatever it is called
@@ -99,6 +111,9 @@ def test_the_history_lists_every_scheduled_run_with_state_reason_and_command(
     scheduled(deployment, 8, Crashed(), **given)
     scheduled(deployment, 9, Completed(), **given, scheduled_for="2026-03-08T01:00:00Z")
     scheduled(deployment, 9, Running(), **given)
+    leaving = scheduled(deployment, 8, Running(), **given, run_key=key(8, "atwork"))
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(leaving, Cancelling())
     other = {**given["job"], "output": {"uri": "s3://elsewhere/out"}}
     scheduled(deployment, 1, Crashed(), job=other, run_key="elsewhere")
     scheduled(deployment, 1, Crashed(), job={**given["job"], "name": "newcomer"}, run_key="n1")
@@ -108,7 +123,7 @@ def test_the_history_lists_every_scheduled_run_with_state_reason_and_command(
     found = {run["run_key"]: run for run in pages["nightly"]}
     assert {k: run["state"] for k, run in found.items()} == {
         key(1): "completed", key(2): "crashed", key(3): "cancelled", key(4): "failed",
-        key(5): "late", key(6): "waiting", key(7): "pending",
+        key(5): "late", key(6): "waiting", key(7): "pending", key(8, "atwork"): "cancelling",
     }  # fmt: skip
     assert found[key(2)]["rows"] == 2
     assert found[key(2)]["failure"] == "no heartbeat for 90 s"
@@ -157,6 +172,40 @@ def test_the_page_of_a_flow_run_lists_the_runs_of_its_deployment(
     assert key(1, "mine") in [line.run_key for line in page.runs]
     assert f"prefect flow-run retry {missed}" in [line.command for line in page.runs]
     assert key(2, "mine") not in [line.run_key for line in page.runs]
+
+
+def test_a_night_that_never_started_is_in_the_history_before_the_next_run_ends(
+    prefect_process: Prefect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run waits for what it must show while it is at work."""
+    runs = Nights(tmp_path)
+    runs.write("a", "b")
+    job = runs.job(name="awaited", reuse=None)
+    runs.night(key(4, "awaited"), job)
+    run = plan_run(job, key(6, "awaited"))
+    deployment = deployed_without_a_worker(prefect_process, own_flow)
+    missed = scheduled(deployment, 5, Crashed(message="host lost"))
+    current = scheduled(deployment, 6, Running())
+    monkeypatch.setattr(nights, "root_run", lambda: current)
+    seen: list[str] = []
+
+    def infer_run(job: Any, run: Any, observe: Any) -> Any:
+        observe(Progress(run.rows, run.shards))
+        for artifact in wait_for(lambda: artifacts_of("raybatch-awaited-history")):
+            seen.append(str(artifact.data))
+        return runs.infer(job, run, observe)
+
+    monkeypatch.setattr("prefect_raybatch.api.submission.infer_run", infer_run)
+
+    @flow
+    def night() -> None:
+        tasks.infer_shards(job, run)
+
+    assert night(return_state=True).is_completed()
+    text = seen[0].replace("\\", "")
+    assert f"**{run.run_key} is running**" in text
+    assert f"{key(5, 'awaited')} crashed: host lost" in text
+    assert f"prefect flow-run retry {missed}" in text
 
 
 def test_the_time_of_a_run_is_that_of_its_flow_run() -> None:

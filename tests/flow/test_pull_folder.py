@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import pytest
+from helpers.prefect_server import POOL, Prefect
+from helpers.small import job_dict
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.states import Running
@@ -48,3 +51,47 @@ def test_a_function_beside_the_pulled_files_is_found_without_pythonpath(
         pull_folder.add_pull_folder()
     assert load_function("pulled_questions:ask", "prompt.function")({"text": "a"}) == "a"
     assert sys.path[-1] == str(tmp_path) and sys.path.count(str(tmp_path)) == 1
+
+
+@pytest.mark.whole
+def test_a_worker_asks_with_a_function_beside_the_pulled_files(
+    deployed: Prefect, tmp_path: Path
+) -> None:
+    """Both the driver and Ray's workers import it."""
+    code, out = tmp_path / "code", tmp_path / "out"
+    code.mkdir()
+    (code / "worker_questions.py").write_text(
+        "def ask(row):\n    return [{'role': 'user', 'content': 'Industry: ' + row['Company']}]\n"
+    )
+    (code / "in.csv").write_text("Company\nAcme Law Firm\nBolt Bank\n")
+    job = job_dict(
+        name="pulled", source={"uri": "in.csv"}, prompt={"function": "worker_questions:ask"},
+        engine={"model": "demo", "max_model_len": 256}, output={"uri": str(out)},
+    )  # fmt: skip
+    policy = tmp_path / "policy.yaml"
+    places = [str(tmp_path)]
+    allowed = {"read": places, "write": places, "function_modules": ["worker_questions"]}
+    policy.write_text(json.dumps(allowed))
+    step = {"prefect.deployments.steps.set_working_directory": {"directory": str(code)}}
+    deployment = {
+        "name": "pulled-functions",
+        "entrypoint": "prefect_raybatch.flow.batch_inference",
+        "pull": [step],
+        "parameters": {"job": job, "run_key": "night"},
+        "work_pool": {
+            "name": POOL, "job_variables": {"env": {"RAYBATCH_POLICY": str(policy)}},
+        },
+    }  # fmt: skip
+    made = tmp_path / "prefect.yaml"
+    made.write_text(json.dumps({"name": "pulled", "deployments": [deployment]}))
+    deployed.call("--no-prompt", "deploy", "--all", "--prefect-file", str(made))
+    found = deployed.ask("deployments/name/batch_inference/pulled-functions")
+    run = deployed.ask(f"deployments/{found['id']}/create_flow_run", {})["id"]
+
+    def ended() -> dict[str, Any] | None:
+        state = deployed.state(run)
+        return state if state["type"] in ("COMPLETED", "FAILED", "CRASHED") else None
+
+    state = deployed.until(ended, 600, "the end of the flow run")
+    assert state["type"] == "COMPLETED", state
+    assert state["message"].startswith("2 of 2 rows"), state

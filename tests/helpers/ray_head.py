@@ -35,14 +35,16 @@ class Head:
 
 
 @contextmanager
-def start_head(cpus: int, gpus: int = 0, **env: str) -> Iterator[Head]:
-    """Ends only the processes of this head.
+def start_head(
+    cpus: int, gpus: int = 0, dashboard: int | None = None, **env: str
+) -> Iterator[Head]:
+    """Ends only the processes of this head. `dashboard` is the port of its job server.
 
     A raylet gives its agent 15 s to start, which a busy machine may exceed: then another try.
     """
     for tries_left in (2, 1, 0):
         folder = tempfile.mkdtemp(prefix="rb", dir="/tmp")  # short: sockets lie in it
-        process, head = _launch(folder, cpus, gpus, env)
+        process, head = _launch(folder, cpus, gpus, dashboard, env)
         try:
             if _is_up(process, head.url, Path(folder) / "head.txt"):
                 yield head
@@ -54,9 +56,10 @@ def start_head(cpus: int, gpus: int = 0, **env: str) -> Iterator[Head]:
 
 
 def _launch(
-    folder: str, cpus: int, gpus: int, env: dict[str, str]
+    folder: str, cpus: int, gpus: int, dashboard: int | None, env: dict[str, str]
 ) -> tuple[subprocess.Popen[bytes], Head]:
-    port, dashboard, agent, client = free_ports(4)
+    port, free, agent, client = free_ports(4)
+    dashboard = dashboard or free
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = dying_with_us(
         sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block",
