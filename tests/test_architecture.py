@@ -270,9 +270,9 @@ TAKE_A_JOB = ("job", "compile", "api", "frames")
 # Modules of other rooms that import BatchJob. None may be added: whoever needs a few fields of a
 # job is given these.
 JOB_IMPORTERS = """
-    cli: commands drive outputs recovery
-    doctor: __init__ finding services
-    flow: blocks.cluster blocks.job continuing failure flows job_flow page tasks
+    cli: drive
+    doctor: finding
+    flow: blocks.cluster blocks.job flows job_flow tasks
 """
 
 

@@ -21,6 +21,7 @@ from prefect_raybatch.api import (
     recorded_attempt,
     resolve_run,
 )
+from prefect_raybatch.cli.arguments import field_changes
 from prefect_raybatch.cli.show import TerminalProgress
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.early import engines_early
@@ -28,12 +29,8 @@ from prefect_raybatch.compile.job import cluster_spec, read_spec
 from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import LOCAL
-from prefect_raybatch.job.run_words import (
-    date_of_key,
-    run_words,
-    targets_are_dated,
-    with_run_words,
-)
+from prefect_raybatch.job.edits import edited, run_words, targets_are_dated, with_run_words
+from prefect_raybatch.job.run_words import date_of_key
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.attempts import FINALIZING, INFERENCE, PLANNING
 from prefect_raybatch.runs.plan_run import check_places
@@ -140,6 +137,11 @@ def retry_rows(
         if isinstance(child, Nothing):
             return child
         return _run_here(child.job, with_keys(child.job), lambda: child.run, show)
+
+
+def job_of_file(path: str, overrides: list[str] | None = None) -> BatchJob:
+    """Return the job of a file, with the changes of `--set`."""
+    return edited(BatchJob.from_yaml(path), field_changes(overrides), f"{path} with --set")
 
 
 def with_keys(job: BatchJob) -> BatchJob:

@@ -409,7 +409,8 @@ def test_a_cluster_that_answers(ray_head: Head, monkeypatch: pytest.MonkeyPatch)
     got = one(services.check_cluster, make_job(cluster=at))
     assert got.mark == "pass" and "1 node, 4 CPUs, 0 GPUs" in got.found, got
     large = make_job(cluster=at, engine={"model": "demo", "replicas": 9})
-    (verdict,) = doctor.examine(large, checks={"cluster": doctor.CHECKS["cluster"]})[-1:]
+    only = {"cluster": doctor.CHECKS["cluster"]}
+    (verdict,) = doctor.examine(CheckContext(large), only)[-1:]
     assert verdict.mark == "fail" and "too small" in verdict.found, verdict
 
 
@@ -484,7 +485,8 @@ def test_the_source(tmp_path: Path) -> None:
         {"source": {"uri": str(tmp_path / "none.csv")}},
         {"source": {"uri": str(tmp_path / "in.csv")}, "prompt": {"template": "{Firm}"}},
     ):
-        (got,) = doctor.examine(make_job(**wrong), checks={"source": doctor.CHECKS["source"]})
+        only = {"source": doctor.CHECKS["source"]}
+        (got,) = doctor.examine(CheckContext(make_job(**wrong)), only)
         assert (
             got.mark == "fail" and got.remedy and ("none.csv" in got.found or "Firm" in got.found)
         )
@@ -518,7 +520,7 @@ def model_folder(folder: Path, *without: str) -> dict[str, str]:
 )
 def test_a_model_folder(without: tuple[str, ...], named: str | None, tmp_path: Path) -> None:
     job = make_job(engine=model_folder(tmp_path / "m", *without))
-    (got,) = doctor.examine(job, checks={"model": doctor.CHECKS["model"]})
+    (got,) = doctor.examine(CheckContext(job), checks={"model": doctor.CHECKS["model"]})
     assert got.mark == ("fail" if named else "pass")
     assert named is None or named in got.found
 
@@ -541,7 +543,7 @@ def test_models_by_other_names(
     assert one(places.check_model, there).mark == "pass"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     hub = make_job(engine={"model": "nobody/none"})
-    (got,) = doctor.examine(hub, checks={"model": doctor.CHECKS["model"]})
+    (got,) = doctor.examine(CheckContext(hub), checks={"model": doctor.CHECKS["model"]})
     assert got.mark == "fail" and "nobody/none" in got.found
 
 
@@ -592,7 +594,7 @@ def test_a_credentials_block_that_cannot_be_loaded(tmp_path: Path) -> None:
         raise ConfigError("credentials_block: 'x/y' cannot be loaded")
 
     checks = {name: doctor.CHECKS[name] for name in ("output", "source", "open files")}
-    got = {f.check: f for f in doctor.examine(make_job(), with_keys, checks)}
+    got = {f.check: f for f in doctor.examine(CheckContext(make_job(), with_keys), checks)}
     assert got["output"].mark == got["source"].mark == "fail" and "x/y" in got["output"].found
     assert "credentials_block" in got["output"].remedy
 
@@ -608,9 +610,7 @@ PLANTED = {
 def test_the_command(
     names: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        doctor.examine, "__defaults__", (None, lambda job: job, {n: PLANTED[n] for n in names})
-    )
+    monkeypatch.setattr(doctor.examine, "__defaults__", (None, {n: PLANTED[n] for n in names}))
     for arguments in (["doctor"], ["doctor", "--json"]):
         with pytest.raises(SystemExit) as ended:
             cli.main(arguments)
@@ -632,8 +632,9 @@ def test_the_command_with_a_job_and_overrides(
     (tmp_path / "job.yaml").write_text(json.dumps(make_job().to_dict()))
     seen: list[Any] = []
 
-    def examine(job: BatchJob, with_keys: Any) -> list[Finding]:
-        seen.append((job.name, job.engine.replicas, with_keys(job) == job))
+    def examine(context: CheckContext) -> list[Finding]:
+        job = context.job
+        seen.append(job and (job.name, job.engine.replicas, context.keyed() == job))
         return []
 
     monkeypatch.setattr(doctor, "examine", examine)

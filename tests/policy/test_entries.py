@@ -17,10 +17,10 @@ from prefect_raybatch.api import (
     finalize_whole,
     infer_run,
     plan_run,
+    planned_runs,
     publish_run,
     record_unplanned,
 )
-from prefect_raybatch.api.backfill import planned_runs
 from prefect_raybatch.api.retry import plan_retry
 from prefect_raybatch.api.submission import infer_in_place
 from prefect_raybatch.api.tune import tune
