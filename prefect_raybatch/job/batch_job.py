@@ -14,12 +14,12 @@ from typing import Any
 from pydantic import ValidationError, field_validator, model_validator
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.checks import NAME, check_uri, class_name, run_checks
+from prefect_raybatch.job.checks import check_name, check_uri, class_name, run_checks
 from prefect_raybatch.job.cluster import Cluster
 from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.expansion import anchored, expanded
 from prefect_raybatch.job.faults import FieldPlace, explain
-from prefect_raybatch.job.group import Group, field
+from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.job_file import read_job_file
 from prefect_raybatch.job.limits import Limits
@@ -79,15 +79,7 @@ class BatchJob(Group):
         min_length=1,
     )
 
-    @field_validator("name")
-    @classmethod
-    def _name(cls, value: str) -> str:
-        if not NAME.match(value):
-            raise ValueError(
-                f"{value!r} is not a valid name; use up to 128 letters, digits, '.', '_' and '-', "
-                "starting with a letter or digit"
-            )
-        return value
+    _name = field_check("name", by=check_name)
 
     @property
     def drawn(self) -> Sampling:

@@ -13,6 +13,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import check_run_key
 from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.job.job_file import with_fields
+from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.precision import PRECISION_FIELDS, TRY_FP8, precision_tries
 from prefect_raybatch.job.run_words import day_of_run, fill_words, today, words_in
 
@@ -106,7 +107,7 @@ def run_words(job: BatchJob) -> set[str]:
     Of its targets only the date counts: {run_key} is filled in there when a run is published,
     because a retry has a key of its own.
     """
-    return _place_words(job) | ({"run_date"} if targets_are_dated(job) else set())
+    return _place_words(job) | ({"run_date"} if targets_are_dated(job.output) else set())
 
 
 def places_are_dated(job: BatchJob) -> bool:
@@ -118,9 +119,9 @@ def _place_words(job: BatchJob) -> set[str]:
     return words_in(*job.source.uris, job.source.query, job.source.filter, job.output.uri)
 
 
-def targets_are_dated(job: BatchJob) -> bool:
-    """Return whether {run_date} is in a target that the job publishes to."""
-    texts = (text for target in job.output.publish for text in (target.uri, target.table))
+def targets_are_dated(output: Output) -> bool:
+    """Return whether {run_date} is in a target that a job publishes to."""
+    texts = (text for target in output.publish for text in (target.uri, target.table))
     return "run_date" in words_in(*texts)
 
 
@@ -150,7 +151,7 @@ def with_places(job: BatchJob, run_key: str, run_date: date | None = None) -> Ba
 
 def with_dated_targets(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
     """Return the job with {run_date} filled in for its targets, as by `with_run_words`."""
-    if not targets_are_dated(job):
+    if not targets_are_dated(job.output):
         return job
     when = day_of_run(run_key, run_date)
     targets = [

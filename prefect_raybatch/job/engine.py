@@ -8,7 +8,7 @@ from pydantic import ConfigDict, ModelWrapValidatorHandler, field_validator, mod
 
 from prefect_raybatch.job import tasks
 from prefect_raybatch.job.checks import check_count, refuse_unknown, unknown_too, without_user
-from prefect_raybatch.job.group import Group, field
+from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.vllm import fields as vllm_fields
 
 MOST_REPLICAS = 4096
@@ -188,15 +188,7 @@ class Engine(Group):
         """Include arguments that are no fields of ours."""
         return name == "env" or name not in cls.model_fields
 
-    @field_validator("model")
-    @classmethod
-    def _model(cls, value: str) -> str:
-        return without_user(value)
-
-    @field_validator("adapter")
-    @classmethod
-    def _adapter(cls, value: str | None) -> str | None:
-        return None if value is None else without_user(value)
+    _model = field_check("model", "adapter", by=without_user)
 
     @field_validator("adapters")
     @classmethod
@@ -223,15 +215,13 @@ class Engine(Group):
             )
         return [fewest, most]
 
-    @field_validator("engines_per_gpu", mode="before")
-    @classmethod
-    def _engines_per_gpu(cls, value: object) -> object:
-        return check_count(value, 16)
+    _engines_per_gpu = field_check(
+        "engines_per_gpu", by=lambda value: check_count(value, 16), mode="before"
+    )
 
-    @field_validator("max_num_seqs", mode="before")
-    @classmethod
-    def _sequences(cls, value: object) -> object:
-        return check_count(value, MOST_SEQUENCES)
+    _sequences = field_check(
+        "max_num_seqs", by=lambda value: check_count(value, MOST_SEQUENCES), mode="before"
+    )
 
     @field_validator("max_model_len")
     @classmethod

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -12,6 +12,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     SerializationInfo,
     SerializerFunctionWrapHandler,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -40,6 +41,21 @@ def field(position: int, default: Any = ..., *, title: str, text: str, **kwargs:
         json_schema_extra={"position": position},
         **kwargs,
     )
+
+
+def field_check(
+    *fields: str, by: Callable[[Any], object], mode: Literal["before", "after"] = "after"
+) -> Any:
+    """Return a validator that calls `by` with each value of the fields, after pydantic but None.
+
+    The field gets what `by` returns, and keeps its value if that is None.
+    """
+
+    def check(value: object) -> object:
+        found = None if value is None and mode == "after" else by(value)
+        return value if found is None else found
+
+    return field_validator(*fields, mode=mode)(check)
 
 
 TABS = {

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import field_validator, model_validator
 
 from prefect_raybatch.job.checks import SERVER, check_duration, seconds_of
-from prefect_raybatch.job.group import Group, field
+from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.secrets import PASSWORD, SAFE_NAMES, safe_variable
 
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -256,10 +256,7 @@ class Kubernetes(Group):
             )
         return value.rstrip("/")
 
-    @field_validator("ready_within", "lease", "keep")
-    @classmethod
-    def _durations(cls, value: str | None) -> str | None:
-        return check_duration(value)
+    _durations = field_check("ready_within", "lease", "keep", by=check_duration)
 
     @field_validator("lease")
     @classmethod
@@ -271,12 +268,7 @@ class Kubernetes(Group):
             )
         return value
 
-    @field_validator("manifest")
-    @classmethod
-    def _manifest(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if value is not None:
-            check_manifest(value)
-        return value
+    _manifest = field_check("manifest", by=lambda value: check_manifest(value))
 
     @model_validator(mode="after")
     def _one_shape(self) -> Kubernetes:

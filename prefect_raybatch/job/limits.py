@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import field_validator
 
 from prefect_raybatch.job.checks import check_duration
-from prefect_raybatch.job.group import Group, field
+from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.words import counted
 
 MAX_FAILED = 0.01  # of the planned rows, where a job sets no limit
@@ -139,10 +139,7 @@ class Limits(Group):
         # Prefect's form shows a field as a plain one only if it is null by default or never null.
         return 0 if value is None else value
 
-    @field_validator("deadline")
-    @classmethod
-    def _known_duration(cls, value: str | None) -> str | None:
-        return check_duration(value)
+    _known_duration = field_check("deadline", by=check_duration)
 
     def _limits(self) -> dict[str, float]:
         """Return the limits of failed rows that are set, else the default."""

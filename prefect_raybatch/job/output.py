@@ -8,7 +8,7 @@ from pydantic import ConfigDict, field_validator, model_validator
 
 from prefect_raybatch.job import answer_schema, chat, tasks
 from prefect_raybatch.job.checks import RESERVED, check_function, check_uri, run_checks
-from prefect_raybatch.job.group import Group, field
+from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.own_code.loading import own_name
 from prefect_raybatch.job.publish import PublishTarget, check_targets
 from prefect_raybatch.job.run_words import check_run_words
@@ -198,20 +198,11 @@ class Output(Group):
             raise ValueError(f"{value!r} contains a wildcard; name one folder")
         return value
 
-    @field_validator("schema_model", mode="before")
-    @classmethod
-    def _class(cls, value: object) -> object:
-        return answer_schema.form_of_class(value)
+    _class = field_check("schema_model", by=answer_schema.form_of_class, mode="before")
 
-    @field_validator("postprocess", mode="before")
-    @classmethod
-    def _callable(cls, value: object) -> object:
-        return own_name(value) if callable(value) else value
+    _callable = field_check("postprocess", by=own_name, mode="before")
 
-    @field_validator("postprocess")
-    @classmethod
-    def _function(cls, value: str | None) -> str | None:
-        return None if value is None else check_function(value)
+    _function = field_check("postprocess", by=check_function)
 
     @field_validator("extras")
     @classmethod
@@ -220,15 +211,9 @@ class Output(Group):
             raise ValueError("contains a duplicate name; remove one")
         return value
 
-    @field_validator("publish")
-    @classmethod
-    def _publish(cls, value: list[PublishTarget]) -> list[PublishTarget]:
-        return check_targets(value)
+    _publish = field_check("publish", by=check_targets)
 
-    @field_validator("schema_model")
-    @classmethod
-    def _schema_model(cls, value: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-        return None if value is None else answer_schema.check_form(value)
+    _schema_model = field_check("schema_model", by=answer_schema.check_form)
 
     @field_validator("column")
     @classmethod

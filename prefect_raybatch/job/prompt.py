@@ -8,7 +8,7 @@ from pydantic import field_validator, model_validator
 
 from prefect_raybatch.job import chat
 from prefect_raybatch.job.checks import check_function, run_checks, template_fields
-from prefect_raybatch.job.group import Group, field
+from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.images import Images
 from prefect_raybatch.job.own_code.loading import own_name
 
@@ -143,15 +143,9 @@ class Prompt(Group):
             template_fields(value)
         return value
 
-    @field_validator("function", mode="before")
-    @classmethod
-    def _callable(cls, value: object) -> object:
-        return own_name(value) if callable(value) else value
+    _callable = field_check("function", by=own_name, mode="before")
 
-    @field_validator("function")
-    @classmethod
-    def _function(cls, value: str | None) -> str | None:
-        return None if value is None else check_function(value)
+    _function = field_check("function", by=check_function)
 
     @field_validator("messages", "documents", "chat_template")
     @classmethod
@@ -160,15 +154,9 @@ class Prompt(Group):
             raise ValueError("is empty; set it, or remove it")
         return value
 
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _template_arguments(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return chat.check_template_arguments(value)
+    _template_arguments = field_check("chat_template_kwargs", by=chat.check_template_arguments)
 
-    @field_validator("tools")
-    @classmethod
-    def _tools(cls, value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-        return chat.check_tools(value)
+    _tools = field_check("tools", by=chat.check_tools)
 
     @model_validator(mode="after")
     def _combined(self) -> Prompt:

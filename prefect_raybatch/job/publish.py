@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 from pydantic import field_validator, model_validator
 
-from prefect_raybatch.job.checks import NAME
-from prefect_raybatch.job.group import Group, field
+from prefect_raybatch.job.checks import check_name
+from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.run_words import check_run_words
 from prefect_raybatch.job.secrets import holds_password, is_masked
 from prefect_raybatch.job.table_formats import check_catalog_code
@@ -78,25 +78,11 @@ class PublishTarget(Group):
         text="s3fs options for the target. Default: output.options.",
     )
 
-    @field_validator("name")
-    @classmethod
-    def _name(cls, value: str | None) -> str | None:
-        if value is not None and not NAME.match(value):
-            raise ValueError(
-                f"{value!r} is not a valid name; use up to 128 letters, digits, '.', '_' and '-', "
-                "starting with a letter or digit"
-            )
-        return value
+    _name = field_check("name", by=check_name)
 
-    @field_validator("uri", "table")
-    @classmethod
-    def _words(cls, value: str | None) -> str | None:
-        return value if value is None else check_run_words(value)
+    _words = field_check("uri", "table", by=check_run_words)
 
-    @field_validator("uri")
-    @classmethod
-    def _uri(cls, value: str | None) -> str | None:
-        return value if value is None else _without_password(value)
+    _uri = field_check("uri", by=lambda uri: _without_password(uri))
 
     @field_validator("catalog")
     @classmethod

@@ -19,7 +19,7 @@ from prefect_raybatch.job.checks import (
 )
 from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.job.filter_text import parse_filter
-from prefect_raybatch.job.group import Group, field
+from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.run_words import check_run_words
 from prefect_raybatch.job.secrets import hide_users, holds_password, is_masked
 from prefect_raybatch.job.table_formats import (
@@ -213,11 +213,7 @@ class Source(Group):
             return hide_users(value) if is_web(value) else value
         return [self._shown(name, uri) for uri in value]
 
-    @field_validator("catalog")
-    @classmethod
-    def _catalog(cls, value: dict[str, Any]) -> dict[str, Any]:
-        check_catalog(value)
-        return value
+    _catalog = field_check("catalog", by=check_catalog)
 
     @field_validator("version", mode="before")
     @classmethod

@@ -15,7 +15,7 @@ from prefect_raybatch.errors import CorruptRun, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.chat import is_template_text
 from prefect_raybatch.job.checks import class_name, is_web
-from prefect_raybatch.job.cluster import LOCAL
+from prefect_raybatch.job.cluster import LOCAL, Cluster
 from prefect_raybatch.job.functions import check_place
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.job.table_formats import format_of_scheme, scheme_of
@@ -50,37 +50,6 @@ def check_trust(job: BatchJob) -> None:
     check_made_pods(job.cluster, policy)
 
 
-def check_types(schema: pa.Schema, where: str, error: type[RayBatchError] = CorruptRun) -> None:
-    """Raise `error` for a column whose type is more than data.
-
-    Ray's object columns, for example, are unpickled when a value is read, which runs whatever the
-    file's writer put there.
-    """
-    for field in schema:
-        for name in _extensions(field):
-            if not CANONICAL.match(name):
-                raise error(
-                    f"{where}: column {field.name!r} has the extension type {name}, which may run "
-                    "code when it is read; store it as a plain Arrow type"
-                )
-
-
-def _extensions(field: pa.Field) -> Iterator[str]:
-    import pyarrow as pa
-
-    kind: Any = field.type
-    named = (field.metadata or {}).get(b"ARROW:extension:name")
-    if named is not None:  # of a type that this process does not know
-        yield named.decode(errors="replace")
-    if isinstance(kind, pa.BaseExtensionType):
-        yield kind.extension_name
-        kind = kind.storage_type
-    if pa.types.is_dictionary(kind):
-        yield from _extensions(pa.field("values", kind.value_type))
-    for index in range(kind.num_fields):
-        yield from _extensions(kind.field(index))
-
-
 def check_reach(job: BatchJob, policy: JobPolicy) -> None:
     """Raise `ConfigError` for the first folder, host, variable or block that the policy rejects."""
     if not policy.limited:
@@ -113,7 +82,7 @@ def check_reach(job: BatchJob, policy: JobPolicy) -> None:
         reach.read("reuse", job.reuse)
     for target in output.publish:
         _check_target(reach, target)
-    _check_cluster(reach, job)
+    _check_cluster(reach, job.cluster)
 
 
 def check_blocks(job: BatchJob) -> None:
@@ -154,10 +123,40 @@ def _check_blocks(reach: Reach, job: BatchJob) -> None:
     reach.block("cluster.block", job.cluster.block)
 
 
-def _check_cluster(reach: Reach, job: BatchJob) -> None:
-    cluster = job.cluster
+def _check_cluster(reach: Reach, cluster: Cluster) -> None:
     access = cluster.access_if_loaded
     for address in {cluster.address, access and access.address} - {None, LOCAL, "auto"}:
         reach.connect_url("cluster.address", f"//{address}")
     for server in {cluster.job_server, access and access.job_server} - {None}:
         reach.connect_url("cluster.job_server", str(server))
+
+
+def check_types(schema: pa.Schema, where: str, error: type[RayBatchError] = CorruptRun) -> None:
+    """Raise `error` for a column whose type is more than data.
+
+    Ray's object columns, for example, are unpickled when a value is read, which runs whatever the
+    file's writer put there.
+    """
+    for field in schema:
+        for name in _extensions(field):
+            if not CANONICAL.match(name):
+                raise error(
+                    f"{where}: column {field.name!r} has the extension type {name}, which may run "
+                    "code when it is read; store it as a plain Arrow type"
+                )
+
+
+def _extensions(field: pa.Field) -> Iterator[str]:
+    import pyarrow as pa
+
+    kind: Any = field.type
+    named = (field.metadata or {}).get(b"ARROW:extension:name")
+    if named is not None:  # of a type that this process does not know
+        yield named.decode(errors="replace")
+    if isinstance(kind, pa.BaseExtensionType):
+        yield kind.extension_name
+        kind = kind.storage_type
+    if pa.types.is_dictionary(kind):
+        yield from _extensions(pa.field("values", kind.value_type))
+    for index in range(kind.num_fields):
+        yield from _extensions(kind.field(index))
