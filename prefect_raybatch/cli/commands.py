@@ -19,6 +19,7 @@ import typer
 
 from prefect_raybatch.api import dry_run as dry_run_of
 from prefect_raybatch.cli.arguments import (
+    CommandGroups,
     DryRunOnly,
     FieldChanges,
     JobFile,
@@ -29,8 +30,8 @@ from prefect_raybatch.cli.arguments import (
     TargetsFromPlan,
     UsePrefect,
     field_changes,
+    in_catalog,
 )
-from prefect_raybatch.cli.catalog import CommandGroups, in_catalog
 from prefect_raybatch.cli.drive import (
     is_readable,
     job_of_file,
@@ -277,7 +278,7 @@ def run(
     else:
         when = when or date_of_key(report.run_key) or day
         options = retry_options(loaded, job, set_, when, report.run_key)
-        show_ending(report, fresh, options, is_readable(loaded))
+        show_ending(report, fresh, options, is_readable(loaded.output))
 
 
 @app.command(**in_catalog("status"))
@@ -356,7 +357,7 @@ def retry_failed(
         out.print(f"{outcome.message}; nothing was started", markup=False)
     else:
         words = _same_options(job, targets_from_plan, set_, run_date)
-        show_ending(outcome, True, words, loaded is None or is_readable(loaded))
+        show_ending(outcome, True, words, loaded is None or is_readable(loaded.output))
 
 
 def _same_options(

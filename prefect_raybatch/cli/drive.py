@@ -30,6 +30,7 @@ from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import LOCAL
 from prefect_raybatch.job.edits import edited, run_words, targets_are_dated, with_run_words
+from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.run_words import date_of_key
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.attempts import FINALIZING, INFERENCE, PLANNING
@@ -222,14 +223,14 @@ def retry_options(
         # The rows of a retry come from the quarantine, and it lies beside its run.
         if field.partition(".")[0] != "source" and field != "output.uri":
             words += ["--set", change]
-    if run_date is not None and targets_are_dated(job) and run_date != date_of_key(run_key):
+    if run_date is not None and targets_are_dated(job.output) and run_date != date_of_key(run_key):
         words += ["--run-date", run_date.isoformat()]
     return None if without_secrets(words) != words else words
 
 
-def is_readable(job: BatchJob) -> bool:
+def is_readable(output: Output) -> bool:
     """Return whether the run directory of a job can be read without the job's credentials."""
-    return not (job.output.options or job.output.credentials_block)
+    return not (output.options or output.credentials_block)
 
 
 def quiet_engine() -> None:

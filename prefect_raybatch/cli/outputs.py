@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefect_raybatch.cli.arguments import DryRunOnly, JobFile, JobName, Json, OutputFolder
-from prefect_raybatch.cli.catalog import in_catalog
+from prefect_raybatch.cli.arguments import (
+    DryRunOnly,
+    JobFile,
+    JobName,
+    Json,
+    OutputFolder,
+    in_catalog,
+)
 from prefect_raybatch.cli.ending import print_next
 from prefect_raybatch.cli.show import print_json, print_prompt, show_rows, write_page
 from prefect_raybatch.cli.terminal import out

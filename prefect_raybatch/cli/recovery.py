@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefect_raybatch.cli.arguments import DryRunOnly, JobFile, Json, RunDir
-from prefect_raybatch.cli.catalog import in_catalog
+from prefect_raybatch.cli.arguments import DryRunOnly, JobFile, Json, RunDir, in_catalog
 from prefect_raybatch.cli.drive import is_readable, job_of_file, retry_options, run_job, with_keys
 from prefect_raybatch.cli.ending import print_next, show_ending, show_partial_ending
 from prefect_raybatch.cli.show import print_json, show_rows
@@ -57,7 +56,7 @@ def finalize_command(
     elif partial:
         show_partial_ending(report)
     elif loaded is not None and job is not None:
-        show_ending(report, True, retry_options(loaded, job, None), is_readable(loaded))
+        show_ending(report, True, retry_options(loaded, job, None), is_readable(loaded.output))
     else:
         plan = need_plan(Ledger(open_store(report.run)))
         show_ending(report, retry=options_of_retry(plan))

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from queue import Empty, SimpleQueue
 
-from prefect_raybatch.doctor.engine import check_engine
 from prefect_raybatch.doctor.finding import CheckContext, Finding, failed
 from prefect_raybatch.doctor.machine import (
+    check_engine,
     check_engines,
     check_files,
     check_gpus,
@@ -26,9 +26,9 @@ from prefect_raybatch.doctor.places import (
     check_functions,
     check_model,
     check_output,
+    check_policy,
     check_source,
 )
-from prefect_raybatch.doctor.policy import check_policy
 from prefect_raybatch.doctor.services import check_clock, check_cluster, check_prefect
 from prefect_raybatch.errors import RayBatchError
 

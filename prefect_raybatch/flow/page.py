@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -11,7 +12,11 @@ from uuid import UUID
 
 from prefect import get_run_logger
 from prefect.artifacts import Artifact, ImageArtifact, MarkdownArtifact, ProgressArtifact
+from prefect.client.orchestration import get_client
+from prefect.runtime import flow_run
+from prefect.states import Crashed
 
+from prefect_raybatch.bounded import within
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import (
     COSTS,
@@ -30,7 +35,7 @@ from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.flow.artifacts import artifact_key, of_run, put, update
 from prefect_raybatch.flow.away import NO_ANSWER, ApiWatch, said_once, watched
 from prefect_raybatch.flow.cancelling import CANCEL_LOOK, CancelWatch
-from prefect_raybatch.flow.crashing import active_flow_runs, mark_crashed
+from prefect_raybatch.flow.continuing import root_run
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
 from prefect_raybatch.harmless import link, markdown_text
 from prefect_raybatch.job.checks import seconds_of
@@ -49,6 +54,9 @@ from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.words import counted, money
 
+log = logging.getLogger(__name__)
+
+MARK_SECONDS = 5.0  # to mark a flow run; Ray ends the process within about ten
 PAGE_LOOK = 1.0  # seconds between looks of the page's thread
 ROW_UNIT = ("row", "rows")
 PROGRESS_EVERY = 5.0  # seconds between calls to the API, which a page needs no more often
@@ -335,3 +343,30 @@ def _failed(beat: Beat) -> str:
     if not beat.held_back:
         return f"{beat.failed:,}"
     return f"{beat.failed + beat.held_back:,} ({beat.held_back:,} not committed yet)"
+
+
+def active_flow_runs() -> list[UUID]:
+    """Return the outermost flow run of this process, and the current one if it is another."""
+    root, current = root_run(), flow_run.get_id()
+    return [] if root is None else list(dict.fromkeys((root, UUID(str(current or root)))))
+
+
+def mark_crashed(flow_runs: list[UUID], cause: str) -> None:
+    """Mark flow runs Crashed because of `cause`; the first one is the outermost.
+
+    Otherwise the worker marks them, with the exit status alone; Prefect keeps the first of the two.
+    A failure is logged.
+    """
+    if not flow_runs:
+        return
+    text = f"{cause}. Continue with: prefect flow-run retry {flow_runs[0]}"
+
+    def mark() -> None:
+        with get_client(sync_client=True) as client:
+            for run in flow_runs:
+                client.set_flow_run_state(run, Crashed(message=text), force=True)
+
+    try:
+        within(MARK_SECONDS, mark)
+    except Exception as error:
+        log.warning("Prefect was not told of it: %s: %s", type(error).__name__, error)

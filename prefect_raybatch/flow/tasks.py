@@ -36,8 +36,8 @@ from prefect_raybatch.flow.blocks.cluster import access_of
 from prefect_raybatch.flow.blocks.store import options_of
 from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.flow.failure import COMMAND, ROWS_SHOWN, crash_advice, explained, is_explained
+from prefect_raybatch.flow.origin import add_pull_folder
 from prefect_raybatch.flow.page import Observer, Page
-from prefect_raybatch.flow.pull_folder import add_pull_folder
 from prefect_raybatch.flow.run_history import show_history, written_uri
 from prefect_raybatch.flow.texts import STORABLE_LINES
 from prefect_raybatch.harmless import markdown_text
@@ -204,7 +204,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         with _recorded(loaded, run, FINALIZING):
             report = finalize(loaded, run, progress)
         with watched() as api, api.within():
-            _show_report(job, report)
+            _show_report(job.name, report)
         written = written_uri(job.output.uri)
         show_history(
             *(loaded.name, loaded.output, run.run_key),
@@ -356,7 +356,7 @@ def _job_of(run_dir: str) -> str:
     return run_dir.rstrip("/").rpartition("/")[2]
 
 
-def _show_report(job: BatchJob, report: RunReport) -> None:
+def _show_report(job_name: str, report: RunReport) -> None:
     """Show the outcome of a finished run as artifacts of its job."""
     shown: dict[str, Artifact] = {
         "stages": TableArtifact(
@@ -375,7 +375,7 @@ def _show_report(job: BatchJob, report: RunReport) -> None:
         # Also a separate artifact: Prefect's newer page shows no images within Markdown.
         shown["plots"] = ImageArtifact(image_url=image, description="Plots of the run.")
     for kind, artifact in shown.items():
-        put(artifact, f"{artifact_key(job.name)}-{kind}", report.run_key)
+        put(artifact, f"{artifact_key(job_name)}-{kind}", report.run_key)
 
 
 def _report_page(report: RunReport) -> MarkdownArtifact:

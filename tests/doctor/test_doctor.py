@@ -33,7 +33,7 @@ from s3server import S3Server, proxy
 from prefect_raybatch import doctor, installed
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cluster.ray_process import WORKER_PYTHON
-from prefect_raybatch.doctor import CheckContext, Finding, engine, machine, places, services
+from prefect_raybatch.doctor import CheckContext, Finding, machine, places, services
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import ClusterAccess
@@ -168,8 +168,8 @@ def answers(monkeypatch: pytest.MonkeyPatch, no_cards: None) -> Callable[[str], 
     """What is found when this Python is in the place of an engine's process."""
 
     def ask(code: str, job: BatchJob | None = None) -> Finding:
-        monkeypatch.setattr(engine, "FORWARD", [sys.executable, "-c", code])
-        return one(engine.check_engine, job)
+        monkeypatch.setattr(machine, "FORWARD", [sys.executable, "-c", code])
+        return one(machine.check_engine, job)
 
     return ask
 
@@ -203,7 +203,7 @@ def test_an_engine_that_hangs(
     load: float, mark: str, answers: Callable[..., Finding], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a busy machine it may only be slow."""
-    monkeypatch.setattr(engine, "START_LIMIT_SECONDS", 0.3)
+    monkeypatch.setattr(machine, "START_LIMIT_SECONDS", 0.3)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
     got = answers("import time; time.sleep(60)")
     assert got.mark == mark and "after 0.3 s (load" in got.found
@@ -220,15 +220,17 @@ def test_the_jobs_dtype_and_environment_are_tried(answers: Callable[..., Finding
 def test_where_gpus_compute_the_cpu_is_not_tried(
     device: str, no_cards: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "FORWARD", [sys.executable, "-c", "pass"])
+    monkeypatch.setattr(machine, "FORWARD", [sys.executable, "-c", "pass"])
     show(monkeypatch, Card())
-    assert len(found(engine.check_engine, make_job(engine={"device": device}))) == (device == "cpu")
+    assert len(found(machine.check_engine, make_job(engine={"device": device}))) == (
+        device == "cpu"
+    )
 
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    assert found(engine.check_engine, make_job(engine={"device": device})) == {}
+    assert found(machine.check_engine, make_job(engine={"device": device})) == {}
 
 
 # --- limits -------------------------------------------------------------------------------------
