@@ -19,11 +19,10 @@ from prefect_raybatch.job.early_stop import (
     may_ask_rest,
     may_stop_early,
 )
-from prefect_raybatch.job.engine import Engine
+from prefect_raybatch.job.engine import Engine, precision_tries, without_tries
 from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.own_code.shipping import shipped
-from prefect_raybatch.job.precision import precision_tries, without_tries
 from prefect_raybatch.job.secrets import catalog_place, hide_argument, is_masked, recorded
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.tasks import pools

@@ -70,5 +70,5 @@ class CheckContext:
             return self._loaded
 
     def cluster(self) -> ClusterSpec:
-        """Return the cluster of the job, without one that of a job that says nothing of it."""
+        """Return the cluster of the job; without a job, the one that runs have by default."""
         return cluster_spec(self.keyed() or BatchJob.from_dict(ANY_JOB))

@@ -16,7 +16,7 @@ from pydantic import ValidationError, field_validator, model_validator
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import check_name, check_uri, class_name, run_checks
 from prefect_raybatch.job.cluster import Cluster
-from prefect_raybatch.job.engine import Engine
+from prefect_raybatch.job.engine import TRY_FP8, Engine, precision_tries
 from prefect_raybatch.job.expansion import anchored, expanded
 from prefect_raybatch.job.faults import FieldPlace, explain
 from prefect_raybatch.job.group import Group, field, field_check
@@ -25,7 +25,6 @@ from prefect_raybatch.job.job_file import read_job_file
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.own_code.loading import is_own_code
-from prefect_raybatch.job.precision import TRY_FP8, precision_tries
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.sampling import Sampling
 from prefect_raybatch.job.secrets import CLEAR
@@ -40,37 +39,32 @@ class BatchJob(Group):
     """A batch inference job: read a table, ask a model about every row, write the answers."""
 
     name: str = field(
-        1,
         title="Name",
         text="Used in default run keys. Up to 128 letters, digits, dots, underscores "
         "and hyphens; the first is a letter or digit.",
     )
-    source: Source = field(2, title="Source", text="The table or files to read.")
-    prompt: Prompt = field(3, title="Prompt", text="How a row becomes a request to the model.")
+    source: Source = field(title="Source", text="The table or files to read.")
+    prompt: Prompt = field(title="Prompt", text="How a row becomes a request to the model.")
     sampling: Sampling = field(
-        4,
         Sampling(),
         title="Sampling",
         text="How the model generates an answer: temperature, length, labels.",
     )
-    engine: Engine = field(5, Engine(), title="Engine", text="The model and how vLLM runs it.")
+    engine: Engine = field(Engine(), title="Engine", text="The model and how vLLM runs it.")
     output: Output = field(
-        6, title="Output", text="Where the result is written and which columns it has."
+        title="Output", text="Where the result is written and which columns it has."
     )
     limits: Limits = field(
-        7,
         Limits(),
         title="Limits",
         text="How many failed rows, how much time and what cost are acceptable.",
     )
     cluster: Cluster = field(
-        8,
         Cluster(),
         title="Cluster",
         text="The Ray cluster to run on and the resources of the CPU stages.",
     )
     reuse: str | None = field(
-        9,
         None,
         title="Reuse answers from",
         text="Earlier run whose raw answers are reused for rows with the same "

@@ -12,9 +12,9 @@ from prefect_raybatch.job import answer_schema
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import check_run_key
 from prefect_raybatch.job.cluster import ClusterAccess
+from prefect_raybatch.job.engine import PRECISION_FIELDS, TRY_FP8, precision_tries
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.output import Output
-from prefect_raybatch.job.precision import PRECISION_FIELDS, TRY_FP8, precision_tries
 from prefect_raybatch.job.run_words import day_of_run, fill_words, today, words_in
 
 

@@ -29,24 +29,15 @@ from prefect_raybatch.job.secrets import (
 )
 
 
-def field(position: int, default: Any = ..., *, title: str, text: str, **kwargs: Any) -> Any:
-    """Return a described field.
-
-    `position` sets the order in the Prefect form, which is otherwise alphabetical.
-    """
-    return Field(
-        default,
-        title=title,
-        description=text,
-        json_schema_extra={"position": position},
-        **kwargs,
-    )
+def field(default: Any = ..., *, title: str, text: str, **kwargs: Any) -> Any:
+    """Return a described field."""
+    return Field(default, title=title, description=text, **kwargs)
 
 
 def field_check(
     *fields: str, by: Callable[[Any], object], mode: Literal["before", "after"] = "after"
 ) -> Any:
-    """Return a validator that calls `by` with each value of the fields, after pydantic but None.
+    """Return a validator that calls `by` with values of the fields; after pydantic, not with None.
 
     The field gets what `by` returns, and keeps its value if that is None.
     """
@@ -122,10 +113,15 @@ class Group(BaseModel):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """Return the schema, with each field as the Prefect form shows it best."""
+        """Return the schema, with each field as the Prefect form shows it best.
+
+        The form sorts fields by `position`, else by name.
+        """
         schema = handler(core_schema)
         # As what is written out, a group is any object: which keys are hidden is told only then.
-        for shown in handler.resolve_ref_schema(schema).get("properties", {}).values():
+        fields = handler.resolve_ref_schema(schema).get("properties", {})
+        for position, shown in enumerate(fields.values(), 1):
+            shown["position"] = position
             show_plainly(shown)
         return schema
 

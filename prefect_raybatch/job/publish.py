@@ -20,9 +20,8 @@ TargetFormat = Literal["delta", "iceberg", "sql", "lance", "parquet", "jsonl"]
 class PublishTarget(Group):
     """A table or folder that receives the answered rows of a finished run, once."""
 
-    format: TargetFormat = field(1, title="Format", text="Format of the target.")
+    format: TargetFormat = field(title="Format", text="Format of the target.")
     uri: str | None = field(
-        2,
         None,
         title="Location",
         text="Local or s3:// folder of the table or files, or a SQLAlchemy URL for "
@@ -30,7 +29,6 @@ class PublishTarget(Group):
         min_length=1,
     )
     table: str | None = field(
-        3,
         None,
         title="Table",
         text="Name of the table, for sql and iceberg (namespace.table). {run_key} and "
@@ -38,33 +36,28 @@ class PublishTarget(Group):
         min_length=1,
     )
     name: str | None = field(
-        4,
         None,
         title="Name",
         text="Name of the target in the run's records; must be unique. Default: the format.",
     )
     mode: Literal["append", "merge"] = field(
-        5,
         "append",
         title="Mode",
         text="append: add the rows. merge: replace rows that have the same key, and "
         "add the others.",
     )
     key: list[str] = field(
-        6,
         [],
         title="Key columns",
         text="Columns that identify a row, for mode: merge. They must be unique in "
         "the result and never null.",
     )
     partition_by: list[str] = field(
-        7,
         [],
         title="Partition columns",
         text="Columns that partition the files (key=value folders) or a new Delta table.",
     )
     catalog: dict[str, Any] = field(
-        8,
         {},
         title="Iceberg catalog",
         text="pyiceberg properties of the catalog, such as {type: rest, uri: ...}, or "
@@ -72,10 +65,7 @@ class PublishTarget(Group):
         "variable.",
     )
     options: dict[str, Any] = field(
-        9,
-        {},
-        title="Storage options",
-        text="s3fs options for the target. Default: output.options.",
+        {}, title="Storage options", text="s3fs options for the target. Default: output.options."
     )
 
     _name = field_check("name", by=check_name)
