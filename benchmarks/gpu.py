@@ -509,7 +509,7 @@ def _packed(job: Any, run: Any) -> int:
     """Engines on a GPU, as they were chosen."""
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.cluster import sizes as sized
-    from prefect_raybatch.compile.sizes import size_spec
+    from prefect_raybatch.compile.job import size_spec
     from prefect_raybatch.ledger.ledger import Ledger
     from prefect_raybatch.storage import open_store
 

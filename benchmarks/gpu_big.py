@@ -295,7 +295,7 @@ def expected(job: Any, plan: Any, ledger: Any) -> dict[str, Any]:
     """What sizing expects one of an engine's GPUs to hold, in GiB."""
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.cluster import sizes as sized
-    from prefect_raybatch.compile.sizes import size_spec
+    from prefect_raybatch.compile.job import size_spec
     from prefect_raybatch.sizing.fit import Fit
 
     have = cluster.capacity()

@@ -29,7 +29,7 @@ import numpy as np
 from gpu import DIMENSIONS
 
 from prefect_raybatch import BatchJob
-from prefect_raybatch.compile.sizes import size_spec
+from prefect_raybatch.compile.job import size_spec
 from prefect_raybatch.model.memory import Model, describe
 from prefect_raybatch.plan.plan import shard_starts, shard_work
 from prefect_raybatch.sizing import cost

@@ -105,7 +105,7 @@ def peer_ours(args: argparse.Namespace, model: str, data: str) -> dict[str, Any]
     from prefect_raybatch.api import finalize_run, infer_run, plan_run
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.cluster import sizes as sized
-    from prefect_raybatch.compile.sizes import size_spec
+    from prefect_raybatch.compile.job import size_spec
     from prefect_raybatch.ledger.ledger import Ledger
     from prefect_raybatch.storage import open_store
 

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from prefect_raybatch.compile.job import compile_job, public_job
+from prefect_raybatch.compile.job import cluster_spec, compile_job, public_job, size_spec
 from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import INFERRING, Beat, Counts, Listener
@@ -66,7 +66,8 @@ def counted(run: Run, job: BatchJob, shards: int) -> Counter[str]:
     """Calls and events of a steady run of 8 hours."""
     calls: Counter[str] = Counter()
     now = [0.0]
-    shown = Page(job, run, clock=lambda: now[0])
+    parts = (job.output, job.limits, cluster_spec(job), size_spec(job))
+    shown = Page(run, *parts, clock=lambda: now[0])
     shown.log = type("Log", (), {"info": lambda self, text: calls.update(["log lines"])})()  # type: ignore[assignment]
     page.Page.show = lambda self, artifact, kind: calls.update([kind])  # type: ignore[method-assign]
     page.Page.image = lambda self, beat: "drawn"  # type: ignore[method-assign]
@@ -106,7 +107,8 @@ def main() -> None:
 
         bare = microseconds(args.shards, lambda progress: None)
         watched = microseconds(args.shards, monitor(lambda p: None))
-        shown = microseconds(args.shards, monitor(Page(job, run)))
+        parts = (job.output, job.limits, cluster_spec(job), size_spec(job))
+        shown = microseconds(args.shards, monitor(Page(run, *parts)))
         quiet = monitor(Listener())
         quiet(Progress(10, 10))
         cpu = time.process_time()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -270,9 +271,9 @@ TAKE_A_JOB = ("job", "compile", "api", "frames")
 # Modules of other rooms that import BatchJob. None may be added: whoever needs a few fields of a
 # job is given these.
 JOB_IMPORTERS = """
-    cli: commands drive outputs recovery
-    doctor: __init__ finding services
-    flow: blocks.cluster blocks.job continuing failure flows job_flow page tasks
+    cli: drive
+    doctor: finding
+    flow: blocks.cluster blocks.job flows job_flow tasks
 """
 
 
@@ -309,6 +310,14 @@ def test_no_further_module_imports_the_whole_job():
     )
 
 
+@pytest.mark.parametrize("whole", ["BatchJob", "RunSpec"])
+def test_few_modules_name_what_has_everything(whole):
+    """A module that takes a part of a job or of a spec says what it depends on."""
+    word = re.compile(rf"\b{whole}\b")
+    naming = [module for module, path in MODULES.items() if word.search(path.read_text("utf-8"))]
+    assert len(naming) <= 20, f"pass a part of {whole} to one of {', '.join(sorted(naming))}"
+
+
 # Where a spec is copied with a change, and what returns one: a job is compiled once, and only what
 # is open in it is decided afterwards.
 REPLACES_A_SPEC = {"spec.run", "runs.increment", "runs.precision"}
@@ -318,7 +327,6 @@ GIVES_A_SPEC = {
     "compile.job.compile_planned",
     "spec.run.RunSpec.decide",
     "runs.increment.asks_of",
-    "api.tune._changed",
 }
 
 

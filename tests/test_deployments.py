@@ -28,7 +28,7 @@ from prefect_raybatch.demo.customers import write_customers
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.flow import flows
 from prefect_raybatch.flow.schedule import zone_of
-from prefect_raybatch.job.run_words import with_run_words
+from prefect_raybatch.job.edits import with_run_words
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.kuberay.api import VERBS

@@ -275,3 +275,19 @@ def _example_job() -> str:
         "output: {uri: out, column: industry}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def demo_job(data: Path, output: Path, model: str) -> BatchJob:
+    """Return the job that infers the industry of each company in `data`."""
+    from prefect_raybatch import demo
+
+    return BatchJob.from_dict(
+        {
+            "name": "demo",
+            "source": {"uri": str(data)},
+            "prompt": {"system": demo.SYSTEM, "template": demo.TEMPLATE},
+            "sampling": {"temperature": 0, "max_tokens": 16, "choice": list(demo.LABELS)},
+            "engine": {"model": model, "max_model_len": 256 if model == "demo" else 1024},
+            "output": {"uri": str(output), "column": "industry"},
+        }
+    )

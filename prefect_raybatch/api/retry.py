@@ -10,10 +10,9 @@ from prefect_raybatch.compile.job import compile_job, public_job
 from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.edits import edited
+from prefect_raybatch.job.edits import edited, with_dated_targets
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.limits import FAILED_LIMITS
-from prefect_raybatch.job.run_words import with_dated_targets
 from prefect_raybatch.job.secrets import hide_path
 from prefect_raybatch.job.trusted_places import check_store_options
 from prefect_raybatch.ledger.family import Family, Member, place

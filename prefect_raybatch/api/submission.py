@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from prefect_raybatch.api import infer_run
-from prefect_raybatch.compile.fingerprint import LOOKED_UP, answer_fields, shown_parts
 from prefect_raybatch.compile.job import model_request, planned_job, public_job
+from prefect_raybatch.compile.resolved import LOOKED_UP, answer_fields, shown_parts
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job.batch_job import BatchJob

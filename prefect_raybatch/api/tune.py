@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 from prefect_raybatch.api import dry_run, plan_run
@@ -15,7 +14,6 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.edits import edited
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.memory import experts_of
 from prefect_raybatch.runs.alterations import alterations
@@ -31,7 +29,6 @@ from prefect_raybatch.runs.tune import (
     remove_trials,
     tried,
 )
-from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.storage import join, open_store
 
 log = logging.getLogger(__name__)
@@ -62,27 +59,24 @@ def tune(
     store = open_store(run.uri, job.output.options or None)
     try:
         plan, shards = load_run(Ledger(store), run)
-        changed = partial(_changed, sample, plan)
         user = User(f"tuning of {job.name}")
         spec = compile_job(resolved.job)
         # The whole cluster: beside another run a trial would measure that one as well.
         with cluster.connected(spec.cluster, user) as capacity:
             with cluster.admitted(spec.sizes, capacity, None, user):
-                bench = Bench(changed, plan, shards, store, capacity, trial_seconds, engine)
+                bench = Bench(
+                    # Without the job's quantization trials, because those may change answers.
+                    lambda changes: compile_planned(
+                        edited(sample, changes, "the tuned job"), plan
+                    ).decide(precision={}),
+                    *(plan, shards, store, capacity, trial_seconds, engine),
+                )
                 options = alterations(spec, capacity, _experts(resolved))
                 trials = tried(bench, axes(spec.sizes, capacity), options, 60 * minutes, observe)
             trials = bench.compared(trials, user)
     finally:
         remove_trials(open_store(job.output.uri, job.output.options or None), f"{FOLDER}/{key}")
     return outcome(trials, options, job.limits.min_agreement, rows, deadline)
-
-
-def _changed(sample: BatchJob, plan: Plan, changes: Mapping[str, Any]) -> RunSpec:
-    """Return what the sample's run does with fields such as engine.max_num_seqs changed.
-
-    Without the job's quantization trials, because those may change answers.
-    """
-    return compile_planned(edited(sample, changes, "the tuned job"), plan).decide(precision={})
 
 
 def _experts(resolved: Resolved) -> int:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from prefect_raybatch.cli.terminal import HelpfulCommand, VisibleGroup
 from prefect_raybatch.errors import ConfigError
 
 JobFile = Annotated[str, typer.Argument(metavar="JOB", help="Job file in YAML")]
@@ -48,3 +49,94 @@ def field_changes(overrides: list[str] | None) -> dict[str, Any]:
         except ValueError as error:
             raise ConfigError(f"--set {text!r}: the value is no valid YAML: {error}") from None
     return changes
+
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Start": ("init", "preview", "plan", "run", "demo"),
+    "Watch": ("status", "report", "runs", "history"),
+    "Fix": ("retry-failed", "repair", "drain", "finalize", "publish", "backfill"),
+    "Check": ("verify", "doctor", "schema"),
+    "Tune": ("tune",),
+    "Clean up": ("prune", "reap", "reconcile"),
+}
+
+COMMAND_EXAMPLES: dict[str, tuple[str, str]] = {
+    "init": (
+        "raybatch init customers.csv --model Qwen/Qwen2.5-0.5B-Instruct",
+        'raybatch init sqlite:///sales.db --query "SELECT * FROM notes ORDER BY id"',
+    ),
+    "preview": (
+        "raybatch preview job.yaml --rows 3",
+        "raybatch preview job.yaml --no-answers",
+    ),
+    "plan": (
+        "raybatch plan job.yaml --tokens",
+        "raybatch plan job.yaml --gpu H100 --gpus 8",
+    ),
+    "run": (
+        "raybatch run job.yaml --run-key monday",
+        "raybatch run job.yaml --set source.limit=100 --no-prefect",
+    ),
+    "demo": (
+        "raybatch demo --rows 1000",
+        "raybatch demo --model Qwen/Qwen2.5-0.5B-Instruct --no-prefect",
+    ),
+    "status": ("raybatch status out/monday", "raybatch status s3://bucket/out/monday --json"),
+    "report": (
+        "raybatch report out/monday",
+        "raybatch report out/monday --html report.html",
+    ),
+    "runs": ("raybatch runs out", "raybatch runs out --job industries --latest"),
+    "history": ("raybatch history out", "raybatch history out --last 30 --html history.html"),
+    "retry-failed": (
+        "raybatch retry-failed out/monday",
+        "raybatch retry-failed out/monday --error PromptTooLong",
+    ),
+    "repair": ("raybatch repair out/monday", "raybatch repair s3://bucket/out/monday --json"),
+    "drain": ("raybatch drain out/monday", "raybatch drain s3://bucket/out/monday --json"),
+    "finalize": (
+        "raybatch finalize out/monday",
+        "raybatch finalize out/monday --partial",
+    ),
+    "publish": (
+        "raybatch publish out/monday --job job.yaml",
+        "raybatch publish out/monday --targets-from-plan",
+    ),
+    "backfill": (
+        "raybatch backfill job.yaml --from 2026-11-01 --to 2026-11-07",
+        "raybatch backfill job.yaml --from 2026-11-01 --to 2026-11-30 --at-most 4",
+    ),
+    "verify": ("raybatch verify out/monday", "raybatch verify out/monday --chain"),
+    "doctor": ("raybatch doctor", "raybatch doctor job.yaml"),
+    "schema": ("raybatch schema", "raybatch schema > job.schema.json"),
+    "tune": (
+        "raybatch tune job.yaml --minutes 10",
+        "raybatch tune job.yaml --deadline 6h --write tuned.yaml",
+    ),
+    "prune": (
+        "raybatch prune out --keep 14 --dry-run",
+        "raybatch prune out --keep 14 --older-than 30d --yes",
+    ),
+    "reap": ("raybatch reap out/monday --dry-run", "raybatch reap out/monday --older-than 2h"),
+    "reconcile": (
+        "raybatch reconcile http://head:8265 --dry-run",
+        "raybatch reconcile kubernetes/batch",
+    ),
+}
+
+
+class CommandGroups(VisibleGroup):
+    """The program's commands in the order of GROUPS."""
+
+    order = [name for names in GROUPS.values() for name in names]
+
+
+def in_catalog(name: str) -> dict[str, Any]:
+    """Return the options with which Typer registers a command: its name, group and examples."""
+    (group,) = (title for title, names in GROUPS.items() if name in names)
+    return {
+        "name": name,
+        "cls": HelpfulCommand,
+        "rich_help_panel": group,
+        "epilog": "\n".join(["Examples:", *(f"  {line}" for line in COMMAND_EXAMPLES[name])]),
+    }

@@ -19,6 +19,7 @@ import typer
 
 from prefect_raybatch.api import dry_run as dry_run_of
 from prefect_raybatch.cli.arguments import (
+    CommandGroups,
     DryRunOnly,
     FieldChanges,
     JobFile,
@@ -29,9 +30,16 @@ from prefect_raybatch.cli.arguments import (
     TargetsFromPlan,
     UsePrefect,
     field_changes,
+    in_catalog,
 )
-from prefect_raybatch.cli.catalog import CommandGroups, in_catalog
-from prefect_raybatch.cli.drive import is_readable, retry_options, retry_rows, run_job, with_keys
+from prefect_raybatch.cli.drive import (
+    is_readable,
+    job_of_file,
+    retry_options,
+    retry_rows,
+    run_job,
+    with_keys,
+)
 from prefect_raybatch.cli.ending import print_next, show_ending
 from prefect_raybatch.cli.init import first_job_file
 from prefect_raybatch.cli.outputs import outputs
@@ -65,20 +73,11 @@ from prefect_raybatch.errors import (
     RunDrained,
     SourceError,
 )
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
-from prefect_raybatch.job.edits import edited
+from prefect_raybatch.job.edits import of_today, with_dated_targets, with_run_words
 from prefect_raybatch.job.expansion import anchored, expanded
 from prefect_raybatch.job.job_file import read_job_file
-from prefect_raybatch.job.run_words import (
-    date_of,
-    date_of_key,
-    of_today,
-    today,
-    with_dated_publish,
-    with_dated_targets,
-    with_run_words,
-)
+from prefect_raybatch.job.run_words import date_of, date_of_key, today, with_dated_publish
 from prefect_raybatch.proxies import bypass_for_local_addresses
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import published_text, published_verb
@@ -145,10 +144,11 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Classify generated companies with vLLM and the bundled model."""
+    from prefect_raybatch.api.first_job import demo_job
     from prefect_raybatch.demo.customers import write_customers
 
     data = folder / f"customers-{rows}-{seed}.csv"
-    job = _demo_job(data, folder / "out", model)
+    job = demo_job(data, folder / "out", model)
     if not data.exists():
         if not as_json:
             err.print(f"writing {rows:,} customers to {data}", markup=False)
@@ -161,22 +161,6 @@ def demo(
         return
     show_sample(report, ["Index", "Company", "Country", "industry"])
     show_ending(report, fresh)
-
-
-def _demo_job(data: Path, output: Path, model: str) -> BatchJob:
-    """Return the job that infers the industry of each company in `data`."""
-    from prefect_raybatch import demo as bundled
-
-    return BatchJob.from_dict(
-        {
-            "name": "demo",
-            "source": {"uri": str(data)},
-            "prompt": {"system": bundled.SYSTEM, "template": bundled.TEMPLATE},
-            "sampling": {"temperature": 0, "max_tokens": 16, "choice": list(bundled.LABELS)},
-            "engine": {"model": model, "max_model_len": 256 if model == "demo" else 1024},
-            "output": {"uri": str(output), "column": "industry"},
-        }
-    )
 
 
 @app.command(**in_catalog("plan"))
@@ -206,7 +190,7 @@ def plan(
         what_if = imagined(gpu, gpus, cpus)
     key = run_key or "RUN_KEY"
     when = date_of(run_date) if run_date else date_of_key(key) or today()
-    loaded = with_run_words(with_keys(_job(job, set_)), key, when)
+    loaded = with_run_words(with_keys(job_of_file(job, set_)), key, when)
     found = dry_run_of(loaded, run_key, what_if, sample if tokens else 0)
     if as_json:
         print_json({**asdict(found), "sizing": found.sizing.to_dict()})
@@ -244,7 +228,7 @@ def tune(
     from prefect_raybatch.api.tune import tune as try_settings
     from prefect_raybatch.runs import tune as tuning
 
-    loaded = of_today(_job(job, set_))
+    loaded = of_today(job_of_file(job, set_))
     wanted = deadline or loaded.limits.deadline
     limit = seconds_of(wanted) if wanted else None
 
@@ -284,7 +268,7 @@ def run(
 ) -> None:
     """Run a job; the same command resumes it after a failure."""
     try:
-        loaded = _job(job, set_)
+        loaded = job_of_file(job, set_)
     except ConfigError as error:
         _record_bad_job(job, run_key, error)
         raise
@@ -301,7 +285,7 @@ def run(
     else:
         when = when or date_of_key(report.run_key) or day
         options = retry_options(loaded, job, set_, when, report.run_key)
-        show_ending(report, fresh, options, is_readable(loaded))
+        show_ending(report, fresh, options, is_readable(loaded.output))
 
 
 @app.command(**in_catalog("status"))
@@ -361,7 +345,7 @@ def retry_failed(
     if targets_from_plan:
         _refuse_both(job)
         changes.setdefault("output.publish", retry.planned_targets(run_dir, changes, with_keys))
-    loaded = BatchJob.from_yaml(job) if job else None
+    loaded = job_of_file(job) if job else None
     if run_date:
         when = date_of(run_date)
         changes = with_dated_publish(changes, when)
@@ -380,7 +364,7 @@ def retry_failed(
         out.print(f"{outcome.message}; nothing was started", markup=False)
     else:
         words = _same_options(job, targets_from_plan, set_, run_date)
-        show_ending(outcome, True, words, loaded is None or is_readable(loaded))
+        show_ending(outcome, True, words, loaded is None or is_readable(loaded.output))
 
 
 def _same_options(
@@ -455,7 +439,7 @@ def publish(
         raise ConfigError("--set needs a job file to change. Name it with --job.")
     if targets_from_plan:
         _refuse_both(job)
-    loaded = with_keys(_job(job, set_)) if job else None
+    loaded = with_keys(job_of_file(job, set_)) if job else None
     when = date_of(run_date) if run_date else None
     if loaded is not None and (differ := other_targets(loaded, run_dir, when)) is not None:
         err.print(
@@ -488,7 +472,8 @@ def doctor(
     """
     from prefect_raybatch import doctor as checks
 
-    found = checks.examine(of_today(_job(job, set_)) if job else None, with_keys)
+    loaded = of_today(job_of_file(job, set_)) if job else None
+    found = checks.examine(checks.CheckContext(loaded, with_keys))
     wrong = [finding for finding in found if finding.mark == "fail"]
     if as_json:
         print_json({"ok": not wrong, "findings": [asdict(finding) for finding in found]})
@@ -561,10 +546,6 @@ def _verify_chain(run_dir: str, as_json: bool) -> None:
         show_chain(found)
     if not found.ok:
         raise typer.Exit(1)
-
-
-def _job(path: str, overrides: list[str] | None) -> BatchJob:
-    return edited(BatchJob.from_yaml(path), field_changes(overrides), f"{path} with --set")
 
 
 def _record_bad_job(path: str, run_key: str | None, error: ConfigError) -> None:

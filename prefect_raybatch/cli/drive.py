@@ -21,6 +21,7 @@ from prefect_raybatch.api import (
     recorded_attempt,
     resolve_run,
 )
+from prefect_raybatch.cli.arguments import field_changes
 from prefect_raybatch.cli.show import TerminalProgress
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.early import engines_early
@@ -28,12 +29,9 @@ from prefect_raybatch.compile.job import cluster_spec, read_spec
 from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import LOCAL
-from prefect_raybatch.job.run_words import (
-    date_of_key,
-    run_words,
-    targets_are_dated,
-    with_run_words,
-)
+from prefect_raybatch.job.edits import edited, run_words, targets_are_dated, with_run_words
+from prefect_raybatch.job.output import Output
+from prefect_raybatch.job.run_words import date_of_key
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.attempts import FINALIZING, INFERENCE, PLANNING
 from prefect_raybatch.runs.plan_run import check_places
@@ -142,6 +140,11 @@ def retry_rows(
         return _run_here(child.job, with_keys(child.job), lambda: child.run, show)
 
 
+def job_of_file(path: str, overrides: list[str] | None = None) -> BatchJob:
+    """Return the job of a file, with the changes of `--set`."""
+    return edited(BatchJob.from_yaml(path), field_changes(overrides), f"{path} with --set")
+
+
 def with_keys(job: BatchJob) -> BatchJob:
     """Return the job with the credentials of its blocks, the cluster's block included.
 
@@ -220,14 +223,14 @@ def retry_options(
         # The rows of a retry come from the quarantine, and it lies beside its run.
         if field.partition(".")[0] != "source" and field != "output.uri":
             words += ["--set", change]
-    if run_date is not None and targets_are_dated(job) and run_date != date_of_key(run_key):
+    if run_date is not None and targets_are_dated(job.output) and run_date != date_of_key(run_key):
         words += ["--run-date", run_date.isoformat()]
     return None if without_secrets(words) != words else words
 
 
-def is_readable(job: BatchJob) -> bool:
+def is_readable(output: Output) -> bool:
     """Return whether the run directory of a job can be read without the job's credentials."""
-    return not (job.output.options or job.output.credentials_block)
+    return not (output.options or output.credentials_block)
 
 
 def quiet_engine() -> None:

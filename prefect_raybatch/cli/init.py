@@ -12,8 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from prefect_raybatch.cli.arguments import field_changes
-from prefect_raybatch.cli.catalog import in_catalog
+from prefect_raybatch.cli.arguments import field_changes, in_catalog
 from prefect_raybatch.cli.ending import print_next
 from prefect_raybatch.cli.terminal import err
 from prefect_raybatch.errors import ConfigError, RayBatchError

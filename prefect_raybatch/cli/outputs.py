@@ -10,13 +10,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefect_raybatch.cli.arguments import DryRunOnly, JobFile, JobName, Json, OutputFolder
-from prefect_raybatch.cli.catalog import in_catalog
+from prefect_raybatch.cli.arguments import (
+    DryRunOnly,
+    JobFile,
+    JobName,
+    Json,
+    OutputFolder,
+    in_catalog,
+)
 from prefect_raybatch.cli.ending import print_next
 from prefect_raybatch.cli.show import print_json, print_prompt, show_rows, write_page
 from prefect_raybatch.cli.terminal import out
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.batch_job import job_schema
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.run_words import dated_parts
 from prefect_raybatch.report.report import DASH, duration
@@ -48,11 +54,11 @@ def preview(
     It needs neither Prefect nor Ray, and writes nothing.
     """
     from prefect_raybatch.api import preview_rows
-    from prefect_raybatch.cli.drive import quiet_engine, with_keys
-    from prefect_raybatch.job.run_words import of_today
+    from prefect_raybatch.cli.drive import job_of_file, quiet_engine, with_keys
+    from prefect_raybatch.job.edits import of_today
 
     quiet_engine()
-    loaded = of_today(with_keys(BatchJob.from_yaml(job)))
+    loaded = of_today(with_keys(job_of_file(job)))
     found = preview_rows(loaded, rows, not no_answers)
     if as_json:
         print_json(found)
@@ -93,8 +99,7 @@ def schema() -> None:
 
     Editors complete and check job files with it.
     """
-    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-    print(json.dumps({**dialect, **BatchJob.model_json_schema()}, indent=2))
+    print(json.dumps(job_schema(), indent=2))
 
 
 @outputs.command(**in_catalog("runs"))

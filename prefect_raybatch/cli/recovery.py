@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefect_raybatch.cli.arguments import DryRunOnly, JobFile, Json, RunDir
-from prefect_raybatch.cli.catalog import in_catalog
-from prefect_raybatch.cli.drive import is_readable, retry_options, run_job, with_keys
+from prefect_raybatch.cli.arguments import DryRunOnly, JobFile, Json, RunDir, in_catalog
+from prefect_raybatch.cli.drive import is_readable, job_of_file, retry_options, run_job, with_keys
 from prefect_raybatch.cli.ending import print_next, show_ending, show_partial_ending
 from prefect_raybatch.cli.show import print_json, show_rows
 from prefect_raybatch.cli.terminal import err, out
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.run_words import date_of
 from prefect_raybatch.words import some_are
 
@@ -48,7 +46,7 @@ def finalize_command(
     from prefect_raybatch.runs.retry import options_of_retry
     from prefect_raybatch.storage import open_store
 
-    loaded = with_keys(BatchJob.from_yaml(job)) if job else None
+    loaded = with_keys(job_of_file(job)) if job else None
     if partial:
         options = loaded.output.options if loaded else None
         report = finalize_partial(run_dir, options, loaded)
@@ -59,7 +57,7 @@ def finalize_command(
     elif partial:
         show_partial_ending(report)
     elif loaded is not None and job is not None:
-        show_ending(report, True, retry_options(loaded, job, None), is_readable(loaded))
+        show_ending(report, True, retry_options(loaded, job, None), is_readable(loaded.output))
     else:
         plan = need_plan(Ledger(open_store(report.run)))
         show_ending(report, retry=options_of_retry(plan))
@@ -84,11 +82,11 @@ def backfill_command(
     The job has {run_date} in its source or output. Each date has its own run, without Prefect. The
     exit status is 0 only if all dates are complete.
     """
-    from prefect_raybatch.api import backfill
+    from prefect_raybatch.api import backfill, planned_runs
 
-    loaded = BatchJob.from_yaml(job)
+    loaded = job_of_file(job)
     known = with_keys(loaded)
-    runs = backfill.planned_runs(known, date_of(first), date_of(last))
+    runs = planned_runs(known, date_of(first), date_of(last))
     found = {run.date: run for run in runs}
 
     def show(run: DatedRun) -> None:
@@ -98,7 +96,7 @@ def backfill_command(
 
     try:
         if not dry_run:
-            backfill.backfill(
+            backfill(
                 known,
                 runs,
                 lambda run: run_job(loaded, run.run_key, False, True, run.date)[0],

@@ -31,6 +31,7 @@ from prefect_raybatch.sizing import sizes as sizing
 from prefect_raybatch.sizing.prices import gpu_price
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
 from prefect_raybatch.spec.cluster import ClusterSpec
+from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.words import counted
@@ -185,13 +186,13 @@ def spare_cpus(where: ClusterSpec, have: Capacity) -> float:
     return max(1.0, math.floor(COPY_SHARE * have.cpus))
 
 
-def guessed(spec: RunSpec) -> Guess:
+def guessed(read: ReadSpec, images: bool) -> Guess:
     """Estimate the input from its beginning. Raises like `source.peek`."""
     from prefect_raybatch import source
 
-    if source.detect_format(spec.read) == "sql":  # peeking would run the query once more
+    if source.detect_format(read) == "sql":  # peeking would run the query once more
         return Guess(0, ANY_ROW)
-    return Guess.of(source.peek(spec.read), spec.prompt.images is not None)
+    return Guess.of(source.peek(read), images)
 
 
 # --- the start ----------------------------------------------------------------------------------
@@ -280,7 +281,7 @@ class EarlyStart:
 
     def _main(self, spec: RunSpec, model: Callable[[], PinnedModel]) -> None:
         try:
-            guess = guessed(spec)
+            guess = guessed(spec.read, spec.prompt.images is not None)
             if guess.rows and guess.whole < WORTH_BYTES:
                 log.debug("engines start once the input is copied: it is small")
                 return

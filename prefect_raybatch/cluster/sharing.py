@@ -94,10 +94,9 @@ class Shared:
         self,
         ray: RayAccess,
         warm: WarmEngines,
-        clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
-        self.ray, self.warm, self.clock, self.sleep = ray, warm, clock, sleep
+        self.ray, self.warm, self.sleep = ray, warm, sleep
         self._changed = threading.Condition()
         self._users: list[User] = []
         self._door: list[User] = []  # users that wait to join, in order of arrival
@@ -432,7 +431,7 @@ class Shared:
         with self._changed:
             if not self._worked:
                 return
-            until = self.clock() + (BESIDE if len(self._claims) > 1 else LET_GO)
+            until = time.monotonic() + (BESIDE if len(self._claims) > 1 else LET_GO)
         while not user.stopped.is_set():
             free = self.ray.free()
             short = {
@@ -442,7 +441,7 @@ class Shared:
             if all(lack <= ROUNDING for lack in short.values()):
                 return
             self.warm.make_room(short)
-            if self.clock() > until:
+            if time.monotonic() > until:
                 log.debug("%s starts although Ray reports only %s free", user.name, dict(free))
                 return
             self.sleep(0.1)

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import getitem
 from typing import Any
 
-from prefect_raybatch.compile.fingerprint import fingerprint
 from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.checks import is_web
+from prefect_raybatch.job.counted_fields import FINGERPRINTED, FREE_ENGINE_ARGUMENTS
 from prefect_raybatch.job.edits import with_answer_schema, with_template_text
+from prefect_raybatch.job.functions import source_digest
+from prefect_raybatch.job.own_code.loading import shown_name
+from prefect_raybatch.job.secrets import (
+    catalog_place,
+    counted_catalog,
+    hide_argument,
+    recorded,
+    unsigned,
+)
 from prefect_raybatch.job.trust import check_trust
+from prefect_raybatch.ledger.records import digest, dump
 from prefect_raybatch.model import adapters, chat_template
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.spec.engine import ModelRequest
@@ -100,3 +113,111 @@ def _folder_model(request: ModelRequest) -> dict[str, Any] | None:
     name = request.name
     known = name == models.DEMO or is_remote(name) or os.path.exists(name)
     return models.pin(request) if known else None
+
+
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # other kernels, whose answers differ in the last bits
+
+
+def _uris(job: BatchJob) -> list[str]:
+    return [unsigned(uri) if is_web(uri) else uri for uri in job.source.uris]
+
+
+def _shown(name: str | None) -> str | None:
+    return None if name is None else shown_name(name)
+
+
+def _catalog(job: BatchJob) -> dict[str, Any]:
+    return counted_catalog(job.source.catalog) if job.source.catalog else {}
+
+
+def _engine_arguments(job: BatchJob) -> dict[str, Any]:
+    arguments = job.engine.given
+    return {k: v for k, v in sorted(arguments.items()) if k not in FREE_ENGINE_ARGUMENTS}
+
+
+# Fields of FINGERPRINTED whose value is not what counts, and what counts in its place.
+FIELD_READERS: dict[str, Callable[[BatchJob], Any]] = {
+    "source.uri": _uris,
+    "source.catalog": _catalog,
+    "prompt.function": lambda job: _shown(job.prompt.function),
+    "output.postprocess": lambda job: _shown(job.output.postprocess),
+    "engine.(extra)": _engine_arguments,
+    "output.schema_model": lambda job: job.output.answer_form,
+    "output.on_cut_off": lambda job: "fail" if job.output.on_cut_off == "fail" else None,
+}
+COUNTED_WHEN: dict[str, Callable[[BatchJob], bool]] = {  # the other fields always count
+    "source.sample": lambda job: job.source.sample is not None,
+    "source.sample_seed": lambda job: job.source.sample is not None,
+    "engine.max_model_len_percentile": lambda job: job.engine.max_model_len == "auto",
+    "output.reasoning_column": lambda job: job.output.reasoning_parser is not None,
+    "output.tool_calls_column": lambda job: job.output.tool_parser is not None,
+}
+BY_CONTENT = ("engine.adapter", "engine.adapters")  # fields that `fingerprint` itself looks up
+PART_NAMES = {"engine.(extra)": "engine", "output.output_schema": "output.schema"}
+
+
+def fingerprint(
+    job: BatchJob,
+    model: Mapping[str, Any] | None = None,
+    retry: Mapping[str, Any] | None = None,
+) -> Identity:
+    """Return the SHA-256 of everything in the job that changes an answer, and its parts.
+
+    For a model in a local or s3:// folder, its content counts; a Hugging Face name counts as
+    written, because the plan pins its commit when the run begins. `retry` names the failed rows
+    that are the input ({parent, errors}), and replaces the source.
+    """
+    parts = answer_fields(job)
+    if found := adapters.identities(model_request(job.engine)):
+        parts["engine.adapters"] = found
+    if job.prompt.function:
+        parts["prompt.function.source"] = source_digest(job.prompt.function, "prompt.function")
+    if job.output.postprocess:
+        parts["output.postprocess.source"] = source_digest(
+            job.output.postprocess, "output.postprocess"
+        )
+    if model is not None and "@" not in str(model["identity"]):
+        parts["model.identity"] = model["identity"]
+    if retry is not None:
+        parts = {k: v for k, v in parts.items() if not k.startswith("source.")}
+        parts["retry"] = dict(retry)
+    return Identity(digest(dump(parts)), shown_parts(parts))
+
+
+def shown_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of a fingerprint as records and messages hold them.
+
+    They are without credentials, which the hash does include.
+    """
+    shown = {**parts, "engine": hide_argument(parts["engine"], "engine")}
+    if "source.uri" in parts:
+        uris = parts["source.uri"]
+        shown["source.uri"] = [recorded(uri) if is_web(uri) else uri for uri in uris]
+    if parts.get("source.catalog"):
+        shown["source.catalog"] = catalog_place(parts["source.catalog"])
+    return shown
+
+
+# Parts of a fingerprint that are looked up: in the functions' modules, adapters and model.
+LOOKED_UP = (
+    *("engine.adapters", "prompt.function.source", "output.postprocess.source"),
+    *("model.identity", "retry"),
+)
+
+
+def answer_fields(job: BatchJob) -> dict[str, Any]:
+    """Return the parts of the fingerprint that come from the job's own fields.
+
+    They include engine arguments that may be secret.
+    """
+    values = job.model_dump(mode="json", exclude={"output": {"schema_model"}})
+    parts = {
+        PART_NAMES.get(name, name): FIELD_READERS[name](job)
+        if name in FIELD_READERS
+        else reduce(getitem, name.split("."), values)
+        for name in FINGERPRINTED
+        if name not in BY_CONTENT and (name not in COUNTED_WHEN or COUNTED_WHEN[name](job))
+    }
+    if job.engine.env.get(BATCH_INVARIANT, "0") not in ("", "0"):
+        parts[f"engine.env.{BATCH_INVARIANT}"] = job.engine.env[BATCH_INVARIANT]
+    return parts

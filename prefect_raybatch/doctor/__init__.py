@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from queue import Empty, SimpleQueue
 
-from prefect_raybatch.doctor.engine import check_engine
 from prefect_raybatch.doctor.finding import CheckContext, Finding, failed
 from prefect_raybatch.doctor.machine import (
+    check_engine,
     check_engines,
     check_files,
     check_gpus,
@@ -26,12 +26,11 @@ from prefect_raybatch.doctor.places import (
     check_functions,
     check_model,
     check_output,
+    check_policy,
     check_source,
 )
-from prefect_raybatch.doctor.policy import check_policy
 from prefect_raybatch.doctor.services import check_clock, check_cluster, check_prefect
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.job.batch_job import BatchJob
 
 __all__ = ["CHECKS", "CheckContext", "Finding", "examine"]
 
@@ -62,15 +61,14 @@ CHECKS: Mapping[str, tuple[Check, float, str]] = {
 
 
 def examine(
-    job: BatchJob | None = None,
-    with_keys: Callable[[BatchJob], BatchJob] = lambda job: job,
+    context: CheckContext | None = None,
     checks: Mapping[str, tuple[Check, float, str]] = CHECKS,
 ) -> list[Finding]:
     """Run all checks concurrently; return their findings in the order of `checks`.
 
-    `with_keys` adds the credentials of the job's blocks. Checks of a job find nothing without one.
+    Checks of a job find nothing without one.
     """
-    context = CheckContext(job, with_keys)
+    context = context or CheckContext()
     started = time.monotonic()
     answers: dict[str, SimpleQueue[list[Finding]]] = {}
     for name, (check, _, remedy) in checks.items():

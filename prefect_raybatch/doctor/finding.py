@@ -7,8 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.spec.cluster import ClusterSpec
 
+ANY_JOB = {
+    "name": "doctor",
+    "source": {"uri": "-"},
+    "prompt": {"template": "-"},
+    "output": {"uri": "-"},
+}
 Mark = Literal["pass", "warn", "fail"]
 
 
@@ -35,9 +43,16 @@ def failed(check: str, found: str, remedy: str) -> Finding:
 
 
 class CheckContext:
-    """The job to check; None to check only the machine."""
+    """The job to check; None to check only the machine.
 
-    def __init__(self, job: BatchJob | None, with_keys: Callable[[BatchJob], BatchJob]) -> None:
+    `with_keys` adds the credentials of the job's blocks.
+    """
+
+    def __init__(
+        self,
+        job: BatchJob | None = None,
+        with_keys: Callable[[BatchJob], BatchJob] = lambda job: job,
+    ) -> None:
         self.job = job
         self._with_keys, self._lock = with_keys, threading.Lock()
         self._loaded: BatchJob | None = None
@@ -53,3 +68,7 @@ class CheckContext:
             if self._loaded is None:
                 self._loaded = self._with_keys(self.job)
             return self._loaded
+
+    def cluster(self) -> ClusterSpec:
+        """Return the cluster of the job; without a job, the one that runs have by default."""
+        return cluster_spec(self.keyed() or BatchJob.from_dict(ANY_JOB))

@@ -1,4 +1,4 @@
-"""Checks of a job's output, source, model and functions."""
+"""Checks of the policy, and of a job's output, source, model and functions."""
 
 from __future__ import annotations
 
@@ -6,20 +6,72 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from prefect_raybatch.compile.job import compile_job, model_request, read_spec
 from prefect_raybatch.doctor.finding import CheckContext, Finding, failed, passed, warned
 from prefect_raybatch.errors import ConfigError, StoreError, UnsafeStore
 from prefect_raybatch.job.functions import load_function
+from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.check import INDEX
 from prefect_raybatch.model.pinned import WEIGHTS
 from prefect_raybatch.plan import plan as planning
+from prefect_raybatch.policy.in_force import POLICY_FILE, operator_policy, owner_policy, under
+from prefect_raybatch.policy.policy import JobPolicy
 from prefect_raybatch.storage import is_remote, open_store
 from prefect_raybatch.storage.uri import normalize
 from prefect_raybatch.words import counted
+
+
+def check_policy(context: CheckContext) -> Iterator[Finding]:
+    """Report the policy for submitted jobs, and whether it and the owner's policy allow the job."""
+    operator = operator_policy()
+    yield passed(
+        "policy",
+        f"jobs sent through Prefect's API or a job server may use only {described(operator)} "
+        f"({operator.title})",
+    )
+    if context.job is None:
+        return
+    with under(owner_policy()):
+        check_trust(context.job)
+    if not os.environ.get(POLICY_FILE):
+        return
+    try:
+        with under(operator):
+            check_trust(context.job)
+    except ConfigError as error:
+        yield warned(
+            "policy",
+            f"this job is refused as a deployment: {error}",
+            "extend the policy file (RAYBATCH_POLICY), unless the job is only run by hand",
+        )
+    else:
+        yield passed("policy", "allows this job as a deployment")
+
+
+def described(policy: JobPolicy) -> str:
+    """Return the fields that allow something, with their values."""
+    settings = {
+        field.name: getattr(policy, field.name)
+        for field in fields(policy)
+        if field.name not in ("title", "limited", "kubernetes")
+    }
+    limits = policy.kubernetes
+    settings |= {f"kubernetes.{f.name}": getattr(limits, f.name) for f in fields(limits)}
+    allowed = [f"{name}: {_shown(value)}" for name, value in settings.items() if value]
+    return "; ".join(allowed) or "nothing"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return ", ".join(value)
+    return str(value)
+
 
 STORE_PATIENCE = 10.0  # seconds to wait for a store's answer
 DISK_LEAST, DISK_GOOD = 1 << 30, 10 << 30  # bytes free

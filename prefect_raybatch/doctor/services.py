@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -20,15 +21,15 @@ from prefect_raybatch.bounded import within
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.reach import silent, token_refusal
 from prefect_raybatch.cluster.tokens import token_missing, token_sent, token_wrong
-from prefect_raybatch.compile.job import cluster_spec
-from prefect_raybatch.compile.sizes import size_spec
+from prefect_raybatch.compile.job import size_spec
 from prefect_raybatch.doctor.finding import CheckContext, Finding, failed, passed, warned
 from prefect_raybatch.errors import PrefectUnavailable, Problem, RayBatchError
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.kuberay.api import KubeApi
 from prefect_raybatch.sizing.sizes import Capacity, pool_for
+from prefect_raybatch.spec.cluster import ClusterSpec
+from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.storage.redirects import open_without_redirects, redirect_problem
 from prefect_raybatch.words import counted
 
@@ -39,25 +40,16 @@ START_PREFECT = "run prefect server start, or correct PREFECT_API_URL (see prefe
 SKEW_WARN, SKEW_FAIL = 30.0, 300.0  # seconds; S3 refuses signatures from 900 s on
 # In its own process: joining a cluster can hang, and ends the process if versions differ.
 JOIN_CLUSTER = """
-import json, sys
+import json, pickle, sys
 from dataclasses import asdict
 from prefect_raybatch.cluster.connect import connected
-from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.job.batch_job import BatchJob
-job = BatchJob.from_dict(json.loads(sys.stdin.read()))
 try:
-    with connected(cluster_spec(job)) as have:
+    with connected(pickle.load(sys.stdin.buffer)) as have:
         print(json.dumps({"have": asdict(have)}))
 except RayBatchError as error:
     print(json.dumps({"error": str(error)}))
 """
-ANY_JOB = {
-    "name": "doctor",
-    "source": {"uri": "-"},
-    "prompt": {"template": "-"},
-    "output": {"uri": "-"},
-}
 
 
 # --- Prefect ------------------------------------------------------------------------------------
@@ -129,17 +121,17 @@ def prefect_api() -> str | None:
 
 def check_cluster(context: CheckContext) -> Iterator[Finding]:
     """Check that the cluster of a run answers and is large enough for the job."""
-    job = context.keyed() or BatchJob.from_dict(ANY_JOB)
-    access = job.cluster.access
+    spec = context.cluster()
+    access = spec.access
     if access.kubernetes is not None:
         yield kubernetes(access.kubernetes)
         return
     if access.job_server:
         yield job_server(access)
         return
-    address = cluster.address_of(cluster_spec(job))
+    address = cluster.address_of(spec)
     if address is None:
-        yield _local(context.job)
+        yield _local(size_spec(context.job) if context.job else None)
         return
     remedy = "start it (ray start --head), or correct cluster.address or RAY_ADDRESS"
     if trouble := silent(address):
@@ -148,7 +140,7 @@ def check_cluster(context: CheckContext) -> Iterator[Finding]:
     if refused := token_refusal(address, access):
         yield _problem(refused)
         return
-    found = _join(job)
+    found = _join(spec, address)
     if "error" in found:
         # Ray's own text names both versions when they differ.
         yield failed(
@@ -165,12 +157,12 @@ def check_cluster(context: CheckContext) -> Iterator[Finding]:
         cluster.check_fit(size_spec(context.job), have)
 
 
-def _local(job: BatchJob | None) -> Finding:
+def _local(sizes: SizeSpec | None) -> Finding:
     cpus = os.cpu_count() or 1
     text = f"cluster.address is not set: each run starts a local one with {counted(cpus, 'CPU')}"
-    if job is None:
+    if sizes is None:
         return passed("cluster", text)
-    if (need := _cpus_needed(job)) > cpus:
+    if (need := _cpus_needed(sizes)) > cpus:
         return warned(
             "cluster",
             f"{text}; the job asks for {need:g}",
@@ -180,35 +172,29 @@ def _local(job: BatchJob | None) -> Finding:
     return passed("cluster", text)
 
 
-def _cpus_needed(job: BatchJob) -> float:
+def _cpus_needed(spec: SizeSpec) -> float:
     have = Capacity(0, 0, 1, "this machine")
-    spec = size_spec(job)
     return cluster.needs(spec, pool_for(spec, have)).cpus
 
 
-def _join(job: BatchJob) -> dict[str, Any]:
-    token = job.cluster.access.token
+def _join(spec: ClusterSpec, address: str) -> dict[str, Any]:
+    token = spec.access.token
     env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {}
-    value = job.to_dict()
-    at = {"address": cluster.address_of(cluster_spec(job)), "block": None}
-    value["cluster"] = {**value.get("cluster", {}), **at}
+    named = replace(spec, loaded=ClusterAccess(address), block=None)
     try:
         done = subprocess.run(
             [sys.executable, "-c", JOIN_CLUSTER],
-            input=json.dumps(value),
+            input=pickle.dumps(named),
             env={**os.environ, **env},
             capture_output=True,
-            text=True,
             timeout=CLUSTER_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        address = cluster.address_of(cluster_spec(job))
         return {"error": f"{address} listens but could not be joined within {CLUSTER_SECONDS:g} s"}
     lines = done.stdout.splitlines()
+    trouble = done.stderr.decode(errors="replace").strip()[-500:]
     if done.returncode or not lines:
-        return {
-            "error": done.stderr.strip()[-500:] or f"joining ended with exit code {done.returncode}"
-        }
+        return {"error": trouble or f"joining ended with exit code {done.returncode}"}
     return dict(json.loads(lines[-1]))
 
 

@@ -56,12 +56,9 @@ def spent_by(stores: Iterable[tuple[Store, Iterable[str]]]) -> Spent:
     return Spent(seconds, cost, unpriced)
 
 
-def spent_on(ledger: Ledger, plan: Plan, but: str = "") -> Spent:
-    """Return what all attempts at a run have spent, except the attempt `but`.
-
-    Attempts at its requests phase count too.
-    """
-    places = [(ledger.store, [name for name in ledger.attempts() if name != but])]
+def spent_on(ledger: Ledger, plan: Plan) -> Spent:
+    """Return what all attempts at a run have spent, those at its requests phase too."""
+    places = [(ledger.store, list(ledger.attempts()))]
     increment = increment_of(plan)
     if increment is not None and increment.asks is not None:
         asks = asks_ledger(ledger.store)

@@ -19,8 +19,8 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.runtime import flow_run
 
-from prefect_raybatch.errors import ConfigError, RayBatchError
-from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.job.edits import is_same_job, shown_job
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.secrets import hide_options
 from prefect_raybatch.runs.typed import typed_words
@@ -162,10 +162,7 @@ def _is_same(value: Any, other: Any) -> bool:
         return True
     if not (isinstance(value, Mapping) and isinstance(other, Mapping)):
         return False
-    with suppress(RayBatchError):  # not a job
-        # The form of the Prefect page sends all defaults.
-        return BatchJob.from_dict(value).to_dict() == BatchJob.from_dict(other).to_dict()
-    return False
+    return is_same_job(value, other)  # the form of the Prefect page sends all defaults
 
 
 def _without_secrets(parameters: Mapping[str, Any], job: Any) -> dict[str, Any]:
@@ -175,25 +172,16 @@ def _without_secrets(parameters: Mapping[str, Any], job: Any) -> dict[str, Any]:
     """
     shown = dict(parameters)
     if "job" in shown:
-        shown["job"] = _shown_job(shown["job"]) or _numbers_alone(shown["job"])
+        shown["job"] = shown_job(shown["job"]) or _numbers_alone(shown["job"])
     if shown.get("overrides"):
         shown["overrides"] = _shown_changes(job, shown["overrides"])
     return shown
 
 
-def _shown_job(job: Any) -> dict[str, Any] | None:
-    """Return a job with its secrets masked; None for an invalid one."""
-    try:
-        valid_job = job if isinstance(job, BatchJob) else BatchJob.from_dict(job)
-    except (ConfigError, TypeError, ValueError):
-        return None
-    return valid_job.model_dump(mode="json", by_alias=True, exclude_unset=True)
-
-
 def _shown_changes(job: Any, changes: Mapping[str, Any]) -> Any:
     values = job if isinstance(job, Mapping) else {}
     with suppress(RayBatchError, KeyError, TypeError):  # TypeError: not a valid job
-        shown = _shown_job(with_fields(values, changes))
+        shown = shown_job(with_fields(values, changes))
         return {field: _at(shown, field) for field in changes}
     return _numbers_alone(changes)
 

@@ -43,8 +43,7 @@ from prefect_raybatch.flow.artifacts import artifact_key, put
 from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.flow.texts import STORABLE_LINES, make_storable, prefect_text
 from prefect_raybatch.harmless import code_span, fenced, markdown_text, visible
-from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.limits import MAX_FAILED
+from prefect_raybatch.job.limits import MAX_FAILED, Limits
 from prefect_raybatch.report.report import table_lines
 
 log = logging.getLogger(__name__)
@@ -123,20 +122,20 @@ class Cause:
 @contextmanager
 def explained(
     task: str,
-    job: BatchJob | str,
+    name: str,
     run_key: str | None,
     retries: int = 0,
     run: str | None = None,
     sample: Callable[[], Sequence[Sample]] | None = None,
     stop: Callable[[], Stop | None] = lambda: None,
+    limits: Limits | None = None,
 ) -> Iterator[None]:
     """Explain an exception of the block, then raise it again.
 
-    An exception that Prefect will retry is only reported as an event. Takes the job or its name,
-    and the run's key and directory, None if not known yet. `sample` returns failed rows, `stop` how
-    many had failed when the error budget ended the run.
+    An exception that Prefect will retry is only reported as an event. Takes the name and limits of
+    the job, and the run's key and directory, None if not known yet. `sample` returns failed rows,
+    `stop` how many had failed when the error budget ended the run.
     """
-    name = job if isinstance(job, str) else job.name
     try:
         yield
     except Exception as error:
@@ -149,7 +148,7 @@ def explained(
         kind, message = _kind_and_message(error)
         remedy = _remedy(error)
         budget = stop() if isinstance(error, ErrorBudgetExceeded) else None
-        command = command_for(error, job, run_key, run, budget)
+        command = command_for(error, limits, run_key, run, budget)
         cause = Cause(task, name, run_key or name, kind, message, remedy, command, run, rows)
         _report(cause)
         setattr(error, PLAIN_MESSAGE, str(error))
@@ -199,7 +198,7 @@ def _report(cause: Cause) -> None:
 
 def command_for(
     error: Exception,
-    job: BatchJob | str,
+    limits: Limits | None,
     run_key: str | None,
     run: str | None,
     stop: Stop | None = None,
@@ -211,17 +210,17 @@ def command_for(
     if isinstance(error, CorruptRun) and run:
         return f"raybatch verify {shlex.quote(run)}"
     changes: dict[str, Any] = {}
-    if isinstance(error, ErrorBudgetExceeded) and isinstance(job, BatchJob):
-        changes = raised_limits(job, stop)
-    if isinstance(error, CostExceeded) and isinstance(job, BatchJob) and job.limits.max_cost:
-        changes = {"limits.max_cost": 2 * job.limits.max_cost}
+    if isinstance(error, ErrorBudgetExceeded) and limits is not None:
+        changes = raised_limits(limits, stop)
+    if isinstance(error, CostExceeded) and limits is not None and limits.max_cost:
+        changes = {"limits.max_cost": 2 * limits.max_cost}
     if isinstance(error, PlanMismatch) and run_key:
         run_key = f"{run_key}-2"
     new_run = isinstance(error, (*JOB_TO_CHANGE, PlanMismatch))
     return continuing.command(run_key, changes, new_run)
 
 
-def raised_limits(job: BatchJob, stop: Stop | None) -> dict[str, float]:
+def raised_limits(limits: Limits, stop: Stop | None) -> dict[str, float]:
     """Return a higher limit of failed rows with which the run can pass.
 
     At least doubled, and with room for the share of failed rows so far. If almost all rows that
@@ -230,7 +229,7 @@ def raised_limits(job: BatchJob, stop: Stop | None) -> dict[str, float]:
     share = stop.failed / stop.tried if stop is not None and stop.tried else 0.0
     if share > HOPELESS:
         return {}
-    limits, rows = job.limits, 0 if stop is None else stop.rows
+    rows = 0 if stop is None else stop.rows
     raised: dict[str, float] = {}
     if limits.max_failed_rows:
         raised["limits.max_failed_rows"] = max(

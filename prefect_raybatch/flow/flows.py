@@ -15,13 +15,17 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed
 from pydantic import AwareDatetime, Field
 
-from prefect_raybatch.api import default_run_key, record_unplanned, resolve_run
-from prefect_raybatch.api.backfill import backfill, planned_runs
+from prefect_raybatch.api import (
+    backfill,
+    default_run_key,
+    planned_runs,
+    record_unplanned,
+    resolve_run,
+)
 from prefect_raybatch.cluster.connect import end_by_sigterm
 from prefect_raybatch.cluster.early import engines_early
 from prefect_raybatch.driver.driver import DRAINED_TEXT, Progress
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError, RunDrained
-from prefect_raybatch.flow import leases  # noqa: F401  # keeps runs at work that lose their lease
 from prefect_raybatch.flow.artifacts import artifact_key, put
 from prefect_raybatch.flow.cancelling import ENDED_BY_ITSELF, ended_by_cancellation
 from prefect_raybatch.flow.continuing import command
@@ -39,8 +43,8 @@ from prefect_raybatch.flow.tasks import (
     with_blocks,
 )
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.edits import edited
-from prefect_raybatch.job.run_words import run_words, start_of_key, today, with_run_words
+from prefect_raybatch.job.edits import edited, run_words, with_run_words
+from prefect_raybatch.job.run_words import start_of_key, today
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.verdict import verdict_of
 from prefect_raybatch.runs.attempts import record_bad_job, record_command
@@ -149,7 +153,7 @@ def batch_inference(
     """
     with (
         _recorded_unplanned(job, run_key, scheduled_for, run_date),
-        explained("batch_inference", job, run_key),
+        explained("batch_inference", job.name, run_key),
     ):
         if accept and run_key is None:
             raise ConfigError(
@@ -340,7 +344,7 @@ def backfill_job(
         at_most: Maximum number of concurrent runs. They share one Ray cluster.
         stop_on_failure: Start no further runs once one has failed.
     """
-    with explained("backfill_job", job, None):
+    with explained("backfill_job", job.name, None):
         loaded = with_blocks(job)
         by_date = {run.date: run for run in planned_runs(loaded, first, last)}
 

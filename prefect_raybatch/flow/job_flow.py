@@ -1,16 +1,23 @@
-"""Flows whose parameters may contain JSON Schemas.
+"""Flows whose parameters may contain JSON Schemas, and which continue without their lease.
 
 Prefect treats every mapping with the key `$ref` in a flow's parameters as a reference to a block,
 and JSON Schemas have that key too (`output.schema_model`, `prompt.tools`, overrides of these).
+
+Prefect ends a flow run that cannot renew its lease of a deployment's concurrency limit, e.g. after
+its server was unreachable, even if the result is complete by then. The records of a run allow
+several drivers, so these flows continue. The worst case is that the deployment's next flow run
+starts beside this one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 from uuid import UUID
 
-from prefect import Flow
+from prefect import Flow, flow_engine
+from prefect.context import FlowRunContext
 from pydantic import BaseModel
 
 from prefect_raybatch.job.batch_job import BatchJob
@@ -98,3 +105,20 @@ def _without_references(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_without_references(inner) for inner in value]
     return value
+
+
+_NAME, _RAISES = "maintain_concurrency_lease", "raise_on_lease_renewal_failure"
+_maintain: Any = vars(flow_engine).get(_NAME)  # internal to Prefect, so it may be absent
+
+
+def maintain_lease(*arguments: Any, **options: Any) -> AbstractContextManager[None]:
+    """Maintain a lease as Prefect does, but end no flow run of a `JobFlow` if that fails."""
+    context = FlowRunContext.get()
+    if context is not None and isinstance(context.flow, JobFlow):
+        options[_RAISES] = False
+    maintained: AbstractContextManager[None] = _maintain(*arguments, **options)
+    return maintained
+
+
+if _maintain is not None:  # Prefect has no setting for it
+    vars(flow_engine)[_NAME] = maintain_lease

@@ -1,13 +1,18 @@
-"""Whether a flow or task run came to this process through Prefect's API.
+"""Whether a flow or task run came through Prefect's API, and the folder of its pull steps.
 
 Anybody who may use the API can choose the parameters of a deployment's flow run, and of one that a
 block's `trigger` creates. So the operator's policy limits their jobs. It does not limit a flow that
 its owner calls in their own process, from a script or by `raybatch run`.
+
+Prefect makes the folder of a deployment's pull steps the working directory, which Ray's workers can
+import user functions from, but not the driver. Only the operator who deploys chooses the folder;
+the policy says which modules a job may name.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from functools import cache
 from uuid import UUID
@@ -17,6 +22,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.runtime import flow_run
 
+from prefect_raybatch.flow.continuing import root_run
 from prefect_raybatch.policy.in_force import ask_for_origin
 
 log = logging.getLogger(__name__)
@@ -61,3 +67,29 @@ def _root_is_scheduled(run_id: str | None) -> bool:
 
 
 ask_for_origin(comes_through_api)
+
+
+def add_pull_folder() -> None:
+    """Add the working directory to `sys.path`, last, if pull steps of the deployment chose it."""
+    root = root_run()
+    if root is None:
+        return
+    try:
+        is_pulled = _has_pull_steps(root)
+    except Exception as error:
+        log.warning(
+            "could not read from Prefect whether this flow run has pull steps, so functions in its "
+            "folder may not be found: %s",
+            error,
+        )
+        return
+    folder = os.getcwd()
+    if is_pulled and folder not in sys.path:
+        sys.path.append(folder)
+
+
+@cache
+def _has_pull_steps(root: UUID) -> bool:
+    with get_client(sync_client=True) as client:
+        deployment = client.read_flow_run(root).deployment_id
+        return deployment is not None and bool(client.read_deployment(deployment).pull_steps)

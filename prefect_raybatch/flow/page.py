@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -11,8 +12,11 @@ from uuid import UUID
 
 from prefect import get_run_logger
 from prefect.artifacts import Artifact, ImageArtifact, MarkdownArtifact, ProgressArtifact
+from prefect.client.orchestration import get_client
+from prefect.runtime import flow_run
+from prefect.states import Crashed
 
-from prefect_raybatch.compile.sizes import size_spec
+from prefect_raybatch.bounded import within
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import (
     COSTS,
@@ -31,12 +35,13 @@ from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.flow.artifacts import artifact_key, of_run, put, update
 from prefect_raybatch.flow.away import NO_ANSWER, ApiWatch, said_once, watched
 from prefect_raybatch.flow.cancelling import CANCEL_LOOK, CancelWatch
-from prefect_raybatch.flow.crashing import active_flow_runs, mark_crashed
+from prefect_raybatch.flow.continuing import root_run
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
 from prefect_raybatch.flow.run_history import put_history, read_history
 from prefect_raybatch.harmless import link, markdown_text
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
+from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.report import plots
 from prefect_raybatch.report.charts import charts
@@ -45,9 +50,14 @@ from prefect_raybatch.runs.run import Run
 from prefect_raybatch.runs.run_history import usual_time
 from prefect_raybatch.runs.starts import attempts_seconds
 from prefect_raybatch.sizing.shards import SEQUENCES, concurrent_batches, sequences_seen
+from prefect_raybatch.spec.cluster import ClusterSpec
+from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.words import counted, money
 
+log = logging.getLogger(__name__)
+
+MARK_SECONDS = 5.0  # to mark a flow run; Ray ends the process within about ten
 PAGE_LOOK = 1.0  # seconds between looks of the page's thread
 ROW_UNIT = ("row", "rows")
 PROGRESS_EVERY = 5.0  # seconds between calls to the API, which a page needs no more often
@@ -67,31 +77,34 @@ class Page(Listener):
     """Shows a run in the Prefect page; a context manager around the work.
 
     Works in its own thread, so that a slow or unreachable API never delays the run. `observers`
-    receive the same updates immediately. `output` is the job's output URI as written, where its
-    earlier runs are.
+    receive the same updates immediately. `written` is the job's output URI as written, where its
+    earlier runs are. `sizes` are those that the job sets.
     """
 
     def __init__(
         self,
-        job: BatchJob,
         run: Run,
+        output: Output,
+        limits: Limits,
+        cluster: ClusterSpec,
+        sizes: SizeSpec,
         clock: Callable[[], float] = time.monotonic,
         observers: Sequence[Observer] = (),
-        output: str | None = None,
+        written: str | None = None,
     ):
-        self.output = output or job.output.uri
-        self.job, self.run, self.clock, self.observers = job, run, clock, observers
-        self.key, self._currency = artifact_key(job.name), job.cluster.currency or ""
-        limits = job.limits
+        self.uri, self.options = written or output.uri, output.options or None
+        self.run, self.sizes, self.clock, self.observers = run, sizes, clock, observers
+        self.job_name, self._currency = cluster.name, cluster.prices.currency
+        self.key = artifact_key(cluster.name)
         self.events = LiveEvents(
-            RunEvents(run.run_key, job.name),
+            RunEvents(run.run_key, cluster.name),
             run.uri,
             limits.reported(run.rows),
             seconds_of(limits.deadline) if limits.deadline else None,
             limits.max_cost,
             self._currency,
         )
-        self.followed = job.cluster.access.remote  # its driver is in another process
+        self.followed = cluster.access.remote  # its driver is in another process
         self.counts: Counts | None = None
         self._first: Counts | None = None  # before the first commit of this attempt
         self.progress: Progress | None = None
@@ -188,7 +201,7 @@ class Page(Listener):
         Also note how long its runs usually take.
         """
         try:
-            page = read_history(self.job.name, self.job.output, self.output)
+            page = read_history(self.job_name, self.uri, self.options)
         except RayBatchError as error:  # the page shows everything else without it
             self.log.info("could not read how long earlier runs took: %s", error)
             return
@@ -199,7 +212,7 @@ class Page(Listener):
     def _worked(self) -> float:
         """Return the seconds of earlier attempts."""
         try:
-            ledger = Ledger(open_store(self.run.uri, self.job.output.options or None))
+            ledger = Ledger(open_store(self.run.uri, self.options))
             plan = ledger.load_plan()
             return 0.0 if plan is None else attempts_seconds(ledger, plan)
         except RayBatchError as error:  # the page shows everything else without it
@@ -235,9 +248,8 @@ class Page(Listener):
         engines = 0 if beat.phase == ENDED else alive(beat.engines)
         a_shard = max(1, round(self.run.rows / max(1, self.run.shards)))
         tally = self.progress.tally
-        spec = size_spec(self.job)
-        seqs = sequences_seen(spec.max_num_seqs, tally.stats.figures()) or SEQUENCES
-        working = engines * concurrent_batches(spec.max_concurrent_batches, a_shard, seqs)
+        seqs = sequences_seen(self.sizes.max_num_seqs, tally.stats.figures()) or SEQUENCES
+        working = engines * concurrent_batches(self.sizes.max_concurrent_batches, a_shard, seqs)
         return plots.live(charts(tally, self.progress.shards), working)
 
     @property
@@ -251,7 +263,7 @@ class Page(Listener):
             return None
         if self.followed and now - self._heard > REMOTE_AFTER and now - self._asked > REMOTE_EVERY:
             self._asked = now
-            store = open_store(self.run.uri, self.job.output.options or None)
+            store = open_store(self.run.uri, self.options)
             self._beat = told_elsewhere(store, counts, over=counts.done == counts.rows)
         beat = self._beat
         more: dict[str, Any] = {"phase": UNHEARD} if self.followed else {}
@@ -337,3 +349,30 @@ def _failed(beat: Beat) -> str:
     if not beat.held_back:
         return f"{beat.failed:,}"
     return f"{beat.failed + beat.held_back:,} ({beat.held_back:,} not committed yet)"
+
+
+def active_flow_runs() -> list[UUID]:
+    """Return the outermost flow run of this process, and the current one if it is another."""
+    root, current = root_run(), flow_run.get_id()
+    return [] if root is None else list(dict.fromkeys((root, UUID(str(current or root)))))
+
+
+def mark_crashed(flow_runs: list[UUID], cause: str) -> None:
+    """Mark flow runs Crashed because of `cause`; the first one is the outermost.
+
+    Otherwise the worker marks them, with the exit status alone; Prefect keeps the first of the two.
+    A failure is logged.
+    """
+    if not flow_runs:
+        return
+    text = f"{cause}. Continue with: prefect flow-run retry {flow_runs[0]}"
+
+    def mark() -> None:
+        with get_client(sync_client=True) as client:
+            for run in flow_runs:
+                client.set_flow_run_state(run, Crashed(message=text), force=True)
+
+    try:
+        within(MARK_SECONDS, mark)
+    except Exception as error:
+        log.warning("Prefect was not told of it: %s: %s", type(error).__name__, error)

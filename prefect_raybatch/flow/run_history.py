@@ -23,6 +23,7 @@ from prefect_raybatch.report.run_history import (
 )
 from prefect_raybatch.report.verdict import DRIFT_REMARK
 from prefect_raybatch.runs.run_history import RUNS_SHOWN, changed_fields, history_of
+from prefect_raybatch.spec.options import StoreOptions
 
 log = logging.getLogger(__name__)
 
@@ -60,14 +61,13 @@ def written_uri(uri: str) -> str:
     return uri if notes is None else notes.output
 
 
-def read_history(name: str, output: Output, uri: str | None = None) -> HistoryPage:
+def read_history(name: str, uri: str, options: StoreOptions | None) -> HistoryPage:
     """Return the history of the job `name`, with the nights of which only Prefect knows.
 
-    `output` has its credentials; `uri` is the output URI as written in the job, which may contain
-    {run_date}.
+    `uri` is the output URI as written in the job, which may contain {run_date}; `options` have its
+    credentials.
     """
-    uri = uri or output.uri
-    (page,) = history_of(uri, output.options or None, name)
+    (page,) = history_of(uri, options, name)
     return with_nights(page, nights_of_deployment(), uri, RUNS_SHOWN)
 
 
@@ -95,12 +95,12 @@ def show_history(
 ) -> None:
     """Show the history of the job `name` whose run has just ended.
 
-    `output` and `uri` are those of `read_history`. `tell` emits an event if the run has far fewer
+    `output` has the credentials; `uri` is its URI as written in the job. `tell` emits an event if the run has far fewer
     rows than usual, unless `limited`, or if its answers drifted. An error here is only logged and
     never fails the run.
     """
     try:
-        page = read_history(name, output, uri)
+        page = read_history(name, uri or output.uri, output.options or None)
         put_history(page, run_key)
         line = next((line for line in page.runs if line.run_key == run_key), None)
     except Exception as error:

@@ -23,6 +23,7 @@ from prefect_raybatch.api import publish_run as publish
 from prefect_raybatch.api.retry import Retry
 from prefect_raybatch.api.submission import infer_in_place
 from prefect_raybatch.api.tune import tune as try_settings
+from prefect_raybatch.compile.job import cluster_spec, size_spec
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.stops import Sample, Stop, failed_sample, last_stop
 from prefect_raybatch.errors import ConfigError, RayBatchError, StoreError, is_transient
@@ -35,17 +36,17 @@ from prefect_raybatch.flow.blocks.cluster import access_of
 from prefect_raybatch.flow.blocks.store import options_of
 from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.flow.failure import COMMAND, ROWS_SHOWN, crash_advice, explained, is_explained
+from prefect_raybatch.flow.origin import add_pull_folder
 from prefect_raybatch.flow.page import Observer, Page
-from prefect_raybatch.flow.pull_folder import add_pull_folder
 from prefect_raybatch.flow.run_history import show_history, written_uri
 from prefect_raybatch.flow.texts import STORABLE_LINES
 from prefect_raybatch.harmless import markdown_text
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
-from prefect_raybatch.job.edits import with_access, with_store_options
-from prefect_raybatch.job.run_words import date_of_key, today, with_run_words
-from prefect_raybatch.job.trust import check_trust
-from prefect_raybatch.job.trusted_places import check_blocks, check_run_place
+from prefect_raybatch.job.edits import with_access, with_run_words, with_store_options
+from prefect_raybatch.job.run_words import date_of_key, today
+from prefect_raybatch.job.trust import check_blocks, check_trust
+from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.report import plots
 from prefect_raybatch.report import report as reports
@@ -113,7 +114,7 @@ def plan_shards(
     with (
         logs_in_page(),
         failed_run_shown(job, run_key),
-        explained("plan_shards", job, run_key, RETRY["retries"]),
+        explained("plan_shards", job.name, run_key, RETRY["retries"]),
     ):
         add_pull_folder()
         job = with_blocks(with_run_words(job, run_key))
@@ -141,7 +142,9 @@ def plan_retry(
     key = run_dir.rstrip("/").rpartition("/")[2]
     with (
         logs_in_page(),
-        explained("plan_retry", job or _job_of(run_dir), key, RETRY["retries"], run_dir),
+        explained(
+            "plan_retry", job.name if job else _job_of(run_dir), key, RETRY["retries"], run_dir
+        ),
     ):
         add_pull_folder()
         planned = retry.plan_retry(run_dir, errors, overrides, job, with_blocks)
@@ -175,7 +178,13 @@ def infer_shards(job: BatchJob, run: Run) -> Progress:
         with (
             _recorded(loaded, run, INFERENCE),  # a lost Ray job records nothing itself
             Page(
-                loaded, run, observers=_observers.get(), output=written_uri(job.output.uri)
+                run,
+                loaded.output,
+                loaded.limits,
+                cluster_spec(loaded),
+                size_spec(loaded),
+                observers=_observers.get(),
+                written=written_uri(job.output.uri),
             ) as page,
         ):
             owner = flow_runs.owner(RETRY["retries"])
@@ -195,7 +204,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         with _recorded(loaded, run, FINALIZING):
             report = finalize(loaded, run, progress)
         with watched() as api, api.within():
-            _show_report(job, report)
+            _show_report(job.name, report)
         written = written_uri(job.output.uri)
         show_history(
             *(loaded.name, loaded.output, run.run_key),
@@ -253,7 +262,7 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
     Returns the fields to change, such as {"engine.max_num_seqs": 512}. Raises `ConfigError` if no
     setting worked.
     """
-    with logs_in_page(), explained("tune_engine", job, None):
+    with logs_in_page(), explained("tune_engine", job.name, None):
         log = get_run_logger()
 
         def show(trial: tune.Trial) -> None:
@@ -283,12 +292,21 @@ def _failures_shown(task_name: str, job: BatchJob, run: Run) -> Iterator[None]:
         return failed_sample(run.uri, options(), ROWS_SHOWN, stop())
 
     # First, because explaining an error reads the run directory and the job's output.
-    with explained(task_name, job, run.run_key, RETRY["retries"]):
+    with explained(task_name, job.name, run.run_key, RETRY["retries"]):
         check_run_place(run.uri)
         check_trust(with_blocks(with_run_words(job, run.run_key)))
     with (
         failed_run_shown(job, run.run_key),
-        explained(task_name, job, run.run_key, RETRY["retries"], run.uri, sample, stop),
+        explained(
+            task_name,
+            job.name,
+            run.run_key,
+            RETRY["retries"],
+            run.uri,
+            sample,
+            stop,
+            job.limits,
+        ),
     ):
         yield
 
@@ -338,7 +356,7 @@ def _job_of(run_dir: str) -> str:
     return run_dir.rstrip("/").rpartition("/")[2]
 
 
-def _show_report(job: BatchJob, report: RunReport) -> None:
+def _show_report(job_name: str, report: RunReport) -> None:
     """Show the outcome of a finished run as artifacts of its job."""
     shown: dict[str, Artifact] = {
         "stages": TableArtifact(
@@ -357,7 +375,7 @@ def _show_report(job: BatchJob, report: RunReport) -> None:
         # Also a separate artifact: Prefect's newer page shows no images within Markdown.
         shown["plots"] = ImageArtifact(image_url=image, description="Plots of the run.")
     for kind, artifact in shown.items():
-        put(artifact, f"{artifact_key(job.name)}-{kind}", report.run_key)
+        put(artifact, f"{artifact_key(job_name)}-{kind}", report.run_key)
 
 
 def _report_page(report: RunReport) -> MarkdownArtifact:

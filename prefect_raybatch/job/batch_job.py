@@ -1,7 +1,8 @@
 """`BatchJob`: a job as one pydantic model, for the YAML file, the flow parameter and the docs.
 
 The title and description of a field appear in the Prefect form and in the tables of
-docs/reference/job.md. Checks that need the input are left to `plan`.
+docs/reference/job.md. `COMBINATIONS` are the checks of fields in different groups that do not go
+together. Checks that need the input are left to `plan`.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from typing import Any
 from pydantic import ValidationError, field_validator, model_validator
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.checks import NAME, check_uri, run_checks
+from prefect_raybatch.job.checks import check_name, check_uri, class_name, run_checks
 from prefect_raybatch.job.cluster import Cluster
-from prefect_raybatch.job.combinations import COMBINATIONS
-from prefect_raybatch.job.engine import Engine
+from prefect_raybatch.job.engine import TRY_FP8, Engine, precision_tries
 from prefect_raybatch.job.expansion import anchored, expanded
 from prefect_raybatch.job.faults import FieldPlace, explain
-from prefect_raybatch.job.group import Group, field
+from prefect_raybatch.job.group import Group, field, field_check
+from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.job_file import read_job_file
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.output import Output
+from prefect_raybatch.job.own_code.loading import is_own_code
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.sampling import Sampling
 from prefect_raybatch.job.secrets import CLEAR
@@ -30,42 +32,39 @@ from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.tasks import pools
 from prefect_raybatch.job.yaml_text import NO_TEXT, YamlText
 
+JSON_SCHEMA = "https://json-schema.org/draft/2020-12/schema"  # the dialect
+
 
 class BatchJob(Group):
     """A batch inference job: read a table, ask a model about every row, write the answers."""
 
     name: str = field(
-        1,
         title="Name",
         text="Used in default run keys. Up to 128 letters, digits, dots, underscores "
         "and hyphens; the first is a letter or digit.",
     )
-    source: Source = field(2, title="Source", text="The table or files to read.")
-    prompt: Prompt = field(3, title="Prompt", text="How a row becomes a request to the model.")
+    source: Source = field(title="Source", text="The table or files to read.")
+    prompt: Prompt = field(title="Prompt", text="How a row becomes a request to the model.")
     sampling: Sampling = field(
-        4,
         Sampling(),
         title="Sampling",
         text="How the model generates an answer: temperature, length, labels.",
     )
-    engine: Engine = field(5, Engine(), title="Engine", text="The model and how vLLM runs it.")
+    engine: Engine = field(Engine(), title="Engine", text="The model and how vLLM runs it.")
     output: Output = field(
-        6, title="Output", text="Where the result is written and which columns it has."
+        title="Output", text="Where the result is written and which columns it has."
     )
     limits: Limits = field(
-        7,
         Limits(),
         title="Limits",
         text="How many failed rows, how much time and what cost are acceptable.",
     )
     cluster: Cluster = field(
-        8,
         Cluster(),
         title="Cluster",
         text="The Ray cluster to run on and the resources of the CPU stages.",
     )
     reuse: str | None = field(
-        9,
         None,
         title="Reuse answers from",
         text="Earlier run whose raw answers are reused for rows with the same "
@@ -74,15 +73,7 @@ class BatchJob(Group):
         min_length=1,
     )
 
-    @field_validator("name")
-    @classmethod
-    def _name(cls, value: str) -> str:
-        if not NAME.match(value):
-            raise ValueError(
-                f"{value!r} is not a valid name; use up to 128 letters, digits, '.', '_' and '-', "
-                "starting with a letter or digit"
-            )
-        return value
+    _name = field_check("name", by=check_name)
 
     @property
     def drawn(self) -> Sampling:
@@ -157,3 +148,259 @@ class BatchJob(Group):
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for YAML or JSON, without what equals its default."""
         return self.model_dump(mode="json", by_alias=True, exclude_defaults=True, context=CLEAR)
+
+
+def job_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a job file."""
+    return {"$schema": JSON_SCHEMA, **BatchJob.model_json_schema()}
+
+
+MOST_LABELS = 128  # of which vLLM tells the probabilities (MAX_LOGPROB_TOKEN_IDS)
+MOST_LOGPROBS = 20  # vLLM's default of engine.max_logprobs
+# Fields of a job that have no meaning where no chat is held, and where no text comes back.
+OF_A_CHAT = (
+    *("messages", "chat_template", "chat_template_kwargs", "prefill"),
+    *("continue_final_message", "tools", "documents"),
+)
+OF_A_TEXT = ("schema_model", "probabilities", "reasoning_parser", "tool_parser")
+
+
+def check_task(job: BatchJob) -> None:
+    """Raise ValueError that names a field which does not apply to the job's task."""
+    task = job.engine.task
+    if task != "score" and job.prompt.second is not None:
+        raise ValueError(
+            f"prompt.second applies only to engine.task score, not to {task}; remove it"
+        )
+    if task != "embed":
+        for name in ("normalize", "vector_type"):
+            if getattr(job.output, name) != type(job.output).model_fields[name].default:
+                raise ValueError(
+                    f"output.{name} applies only to engine.task embed, not to {task}; remove it"
+                )
+    if pools(task):
+        _check_pooling(job, task)
+
+
+def _check_pooling(job: BatchJob, task: str) -> None:
+    drawn = _set(job.sampling)
+    if drawn:
+        raise ValueError(
+            f"sampling.{drawn[0]}: engine.task {task} generates no tokens; remove sampling"
+        )
+    if job.prompt.system is not None:
+        raise ValueError(
+            f"prompt.system: engine.task {task} uses no chat template; put the instruction into "
+            "prompt.template"
+        )
+    if job.output.on_cut_off != "auto":
+        raise ValueError(
+            f"output.on_cut_off: engine.task {task} has no answers that can be truncated; remove it"
+        )
+    for name in OF_A_CHAT:
+        if getattr(job.prompt, name) not in (None, False, {}):
+            raise ValueError(
+                f"prompt.{name}: engine.task {task} uses the plain text of prompt.template, "
+                "without a chat; remove it"
+            )
+    for name in OF_A_TEXT:
+        if getattr(job.output, name):
+            raise ValueError(f"output.{name}: engine.task {task} generates no text; remove it")
+    for name in job.output.extras:
+        if name != "prompt_tokens":
+            raise ValueError(
+                f"output.extras: {name}: engine.task {task} generates no text; remove it, only "
+                "prompt_tokens is available"
+            )
+    if "runner" in job.engine.given:
+        raise ValueError("engine.runner is set from engine.task; remove it")
+
+
+def check_adapters(job: BatchJob) -> None:
+    """Raise ValueError if it is unclear which rows an adapter is for."""
+    column, several = job.prompt.adapter_column, job.engine.adapters
+    if job.engine.adapter is not None and (several or column is not None):
+        raise ValueError(
+            "engine.adapter applies to all rows; remove it to use engine.adapters and "
+            "prompt.adapter_column"
+        )
+    if bool(several) != (column is not None):
+        raise ValueError(
+            "engine.adapters and prompt.adapter_column, which names the adapter of each row, need "
+            "each other; set both or neither"
+        )
+    if "" in several:
+        raise ValueError("engine.adapters: the name of an adapter is empty; set one")
+
+
+def _set(group: Group) -> list[str]:
+    """Return the fields of a group that differ from their defaults."""
+    usual = type(group)().model_dump()
+    return [name for name, value in group.model_dump().items() if value != usual.get(name)]
+
+
+def check_without_images(job: BatchJob) -> None:
+    """Raise ValueError for a field that needs images in a job without any."""
+    if job.prompt.images.used:
+        return
+    if job.source.media_root is not None:
+        raise ValueError(
+            "source.media_root needs prompt.images; set prompt.images, or remove media_root"
+        )
+    if DIGESTS_COLUMN in job.output.extras:
+        raise ValueError(
+            f"output.extras: {DIGESTS_COLUMN} needs prompt.images; set prompt.images, or "
+            f"remove {DIGESTS_COLUMN}"
+        )
+
+
+def check_with_images(job: BatchJob) -> None:
+    """Raise ValueError for a setting of the engine that does not go with images."""
+    engine = job.engine
+    if not job.prompt.images.used:
+        return
+    if pools(engine.task):
+        raise ValueError(
+            f"prompt.images: engine.task {engine.task} accepts only text; remove one of them"
+        )
+    if engine.adapter is not None or engine.adapters:
+        raise ValueError("prompt.images cannot be combined with adapters; remove one of them")
+    if engine.max_model_len == "auto":
+        raise ValueError(
+            "engine.max_model_len: auto counts only text, not images; set a number that "
+            "includes the images, such as 8192"
+        )
+    for name in ("limit_mm_per_prompt", "mm_processor_cache_gb"):
+        if name in engine.given:
+            raise ValueError(f"engine.{name} is set from prompt.images.per_row; remove it")
+
+
+def check_precision(job: BatchJob) -> None:
+    """Raise ValueError for a job for which a trial is impossible or useless."""
+    tries = precision_tries(job.engine)
+    if not tries:
+        return
+    field = f"engine.{next(iter(tries[0]))}: {TRY_FP8}"
+    if pools(job.engine.task) and "kv_cache_dtype" in tries[0]:
+        raise ValueError(
+            f"engine.kv_cache_dtype: {TRY_FP8} applies only to engine.task generate, not to "
+            f"{job.engine.task}; remove it"
+        )
+    if job.engine.spans_nodes:
+        raise ValueError(
+            f"{field} needs an engine on one node; remove distributed_executor_backend: ray, or "
+            "write fp8"
+        )
+
+
+def check_price(job: BatchJob) -> None:
+    """Raise ValueError for a limit on cost without the price of a GPU."""
+    if job.limits.max_cost is not None and not job.cluster.priced:
+        raise ValueError(
+            "limits.max_cost needs the price of a GPU; set cluster.price_per_gpu_hour or "
+            "cluster.price_by_card"
+        )
+
+
+def check_reasoning_parser(job: BatchJob) -> None:
+    """Raise ValueError if engine and output name different reasoning parsers."""
+    name = job.engine.given.get("reasoning_parser")
+    if name and job.output.reasoning_parser not in (None, name):
+        raise ValueError(
+            f"engine.reasoning_parser {name!r} is not output.reasoning_parser "
+            f"{job.output.reasoning_parser!r}; remove engine.reasoning_parser"
+        )
+
+
+def check_logprobs(job: BatchJob) -> None:
+    """Raise ValueError for sampling.logprobs that is no number, or too large."""
+    logprobs = job.sampling.extra.get("logprobs")
+    if logprobs is None:
+        return
+    if type(logprobs) is not int or logprobs < 0:
+        raise ValueError(
+            f"sampling.logprobs must be a whole number, at least 0, and is {str(logprobs)[:80]!r}; "
+            "set the number of most probable tokens to write for each output token"
+        )
+    if job.output.probabilities:
+        raise ValueError(
+            "sampling.logprobs and output.probabilities cannot be combined; remove one of them"
+        )
+    most = job.engine.given.get("max_logprobs", MOST_LOGPROBS)
+    if isinstance(most, int) and 0 <= most < logprobs:
+        raise ValueError(
+            f"sampling.logprobs ({logprobs}) exceeds engine.max_logprobs ({most}); lower it, or "
+            "raise engine.max_logprobs"
+        )
+
+
+def check_probabilities(job: BatchJob) -> None:
+    """Raise ValueError if the probabilities of labels cannot be written."""
+    if not job.output.probabilities:
+        return
+    if not job.sampling.choice:
+        raise ValueError("output.probabilities needs labels; set sampling.choice")
+    if len(job.sampling.choice) > MOST_LABELS:
+        raise ValueError(
+            f"output.probabilities supports at most {MOST_LABELS} labels, and sampling.choice "
+            f"has {len(job.sampling.choice)}; remove some labels"
+        )
+    if (job.sampling.extra.get("n") or 1) > 1:
+        raise ValueError(
+            "output.probabilities are the same for all answers of a row; remove sampling.n"
+        )
+
+
+def check_answer_schema(job: BatchJob) -> None:
+    """Raise ValueError for sampling that does not go with output.schema_model."""
+    sampling = job.sampling
+    if job.output.schema_model is None:
+        return
+    forms = {
+        "choice": sampling.choice,
+        "structured_outputs": sampling.extra.get("structured_outputs"),
+    }
+    for name, form in forms.items():
+        if form:
+            raise ValueError(
+                f"sampling.{name} cannot be combined with output.schema_model; remove one of them"
+            )
+    if sampling.extra.get("skip_special_tokens") is False:
+        raise ValueError(
+            "sampling.skip_special_tokens: false would append the end token to the JSON of "
+            "output.schema_model; remove it"
+        )
+
+
+def check_own_code(job: BatchJob) -> None:
+    """Raise ValueError for a function of a file or notebook in a job that is sent elsewhere."""
+    cluster = job.cluster
+    server = (
+        "job_server" if cluster.job_server else "kubernetes" if cluster.kubernetes.asked else ""
+    )
+    names = {
+        "prompt.function": job.prompt.function,
+        "output.postprocess": job.output.postprocess,
+        "output.schema_model": class_name(job.output.schema_model),
+    }
+    own = [field for field, name in names.items() if name is not None and is_own_code(name)]
+    if server and own:
+        raise ValueError(
+            f"{own[0]}: {names[own[0]]} is not on the machines of cluster.{server}; move it to a "
+            "module that is installed there"
+        )
+
+
+COMBINATIONS = (
+    check_own_code,
+    check_task,
+    check_adapters,
+    check_without_images,
+    check_with_images,
+    check_precision,
+    check_price,
+    check_reasoning_parser,
+    check_logprobs,
+    check_probabilities,
+    check_answer_schema,
+)

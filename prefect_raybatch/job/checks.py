@@ -28,6 +28,16 @@ RESERVED = "__rb_"  # columns of ours that travel with a row
 BRACES = "write {{ and }} for literal braces"
 
 
+def check_name(value: str) -> str:
+    """Return a valid name; raise ValueError for any other."""
+    if not NAME.match(value):
+        raise ValueError(
+            f"{value!r} is not a valid name; use up to 128 letters, digits, '.', '_' and '-', "
+            "starting with a letter or digit"
+        )
+    return value
+
+
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 

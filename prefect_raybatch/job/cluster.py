@@ -45,17 +45,15 @@ class Stage(Group):
     """Resources of the tasks of a CPU stage."""
 
     num_cpus: float = field(
-        1, 0.5, title="CPUs per task", text="Logical CPUs that Ray reserves for each task.", gt=0
+        0.5, title="CPUs per task", text="Logical CPUs that Ray reserves for each task.", gt=0
     )
     concurrency: int | None = field(
-        2,
         None,
         title="Concurrent tasks",
         text="Maximum number of tasks that run at the same time. Default: chosen by Ray.",
         gt=0,
     )
     memory: int | None = field(
-        3,
         None,
         title="Memory per task",
         text="Memory that Ray reserves for each task, in bytes. Default: none.",
@@ -70,33 +68,28 @@ class Cluster(Group):
     """The Ray cluster to run on and the resources of the CPU stages."""
 
     address: str | None = field(
-        1,
         None,
         title="Address",
         text="Address of a running Ray cluster (host:port, or auto), or local to "
         "start one for this run. Default: the environment variable RAY_ADDRESS, otherwise local.",
     )
     prepare: Stage = field(
-        2,
         Stage(),
         title="Prepare stage",
         text="Resources of the tasks that read rows, build prompts and tokenize them.",
     )
     finish: Stage = field(
-        3,
         Stage(num_cpus=0.25),
         title="Finish stage",
         text="Resources of the tasks that detokenize, postprocess and write the answers.",
     )
     job_server: str | None = field(
-        4,
         None,
         title="Job server",
         text="URL of a Ray job server, such as http://host:8265. The run is submitted "
         "as a Ray job, so it survives the flow's process; a retry reattaches to it.",
     )
     on_crash: Literal["reattach", "stop"] = field(
-        5,
         "reattach",
         title="After a flow crash",
         text="What to do with the Ray job of a crashed flow run. reattach: it "
@@ -104,7 +97,6 @@ class Cluster(Group):
         "Cancelling the flow run always stops the job.",
     )
     price_per_gpu_hour: float | None = field(
-        6,
         None,
         title="Price per GPU-hour",
         text="Price of a GPU-hour, for GPUs that price_by_card does "
@@ -113,26 +105,22 @@ class Cluster(Group):
         allow_inf_nan=False,
     )
     price_by_card: dict[str, float] = field(
-        7,
         {},
         title="Price per GPU model",
         text="Price of a GPU-hour by GPU model, with Ray's names. Example: {H100: 2.5, L4: 0.6}.",
     )
     block: str | None = field(
-        8,
         None,
         title="RayCluster block",
         text="Saved RayCluster block, as ray-cluster/NAME. It says where the cluster "
         "is, and holds its token and headers.",
     )
     kubernetes: Kubernetes = field(
-        9,
         Kubernetes(),
         title="Cluster on Kubernetes",
         text="Create a Ray cluster with KubeRay for this run and delete it afterwards.",
     )
     currency: str | None = field(
-        10,
         None,
         title="Currency",
         text="Currency of the prices and of limits.max_cost, shown after each cost. Example: EUR. "

@@ -15,49 +15,42 @@ class Csv(Group):
     """Delimiter, encoding and header of CSV files."""
 
     delimiter: str | None = field(
-        1,
         None,
         title="Delimiter",
         text="Character between values, such as a semicolon; write tab for a tab. "
         "Default: a comma, or a tab if the file name contains .tsv.",
     )
     encoding: str = field(
-        2,
         "utf-8",
         title="Encoding",
         text="Text encoding by its Python name, such as cp1252 (Excel in Western "
         "Europe), latin-1 or utf-16.",
     )
     quote: str = field(
-        3,
         '"',
         title="Quote character",
         text="Character around values that contain delimiters or line breaks. Leave "
         "empty if values are never quoted.",
     )
     escape: str | None = field(
-        4,
         None,
         title="Escape character",
         text="Character that makes the quote or delimiter after it part of the value. "
         "Default: none; a quote inside a quoted value is doubled.",
     )
     header: bool = field(
-        5,
         True,
         title="Header line",
         text="The first line contains the column names. If off, columns are named by "
         "names, or f0, f1 and so on.",
     )
     names: list[str] | None = field(
-        6,
         None,
         title="Column names",
         text="Names of all columns, in order. They replace the names in the header line.",
         min_length=1,
     )
     skip_rows: int = field(
-        7,
         0,
         title="Lines to skip",
         text="Number of lines to skip before the header.",
@@ -65,7 +58,6 @@ class Csv(Group):
         le=1_000_000,
     )
     null_values: list[str] = field(
-        8,
         [],
         title="Null values",
         text="Unquoted texts that are read as null, such as NULL or \\N. An empty "

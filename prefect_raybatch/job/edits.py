@@ -1,14 +1,21 @@
-"""A job with fields changed, before it is compiled."""
+"""A job with fields changed or its placeholders filled in, before it is compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import date
+from typing import Any
 
+from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job import answer_schema
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.checks import check_run_key
 from prefect_raybatch.job.cluster import ClusterAccess
+from prefect_raybatch.job.engine import PRECISION_FIELDS, TRY_FP8, precision_tries
 from prefect_raybatch.job.job_file import with_fields
-from prefect_raybatch.job.precision import PRECISION_FIELDS, TRY_FP8, precision_tries
+from prefect_raybatch.job.output import Output
+from prefect_raybatch.job.run_words import day_of_run, fill_words, today, words_in
 
 
 def edited(job: BatchJob, changes: Mapping[str, object], where: str) -> BatchJob:
@@ -23,6 +30,23 @@ def edited(job: BatchJob, changes: Mapping[str, object], where: str) -> BatchJob
     access = job.cluster.access_if_loaded
     same = made.cluster.block is not None and made.cluster.block == job.cluster.block
     return with_access(made, access) if same and access is not None else made
+
+
+def is_same_job(value: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two job files mean the same job; False if one is not valid."""
+    with suppress(ConfigError):
+        return BatchJob.from_dict(value).to_dict() == BatchJob.from_dict(other).to_dict()
+    return False
+
+
+def shown_job(job: object) -> dict[str, Any] | None:
+    """Return a job, or the fields of one, with its secrets masked; None if it is not valid."""
+    if isinstance(job, Mapping):
+        with suppress(ConfigError, TypeError, ValueError):
+            job = BatchJob.from_dict(job)
+    if isinstance(job, BatchJob):
+        return job.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    return None
 
 
 def with_access(job: BatchJob, access: ClusterAccess) -> BatchJob:
@@ -75,3 +99,78 @@ def with_precision(job: BatchJob, decided: Mapping[str, str]) -> BatchJob:
     if extra is not None:
         extra.update(decided)
     return job.model_copy(update={"engine": engine})
+
+
+def run_words(job: BatchJob) -> set[str]:
+    """Return which placeholders a job uses.
+
+    Of its targets only the date counts: {run_key} is filled in there when a run is published,
+    because a retry has a key of its own.
+    """
+    return _place_words(job) | ({"run_date"} if targets_are_dated(job.output) else set())
+
+
+def places_are_dated(job: BatchJob) -> bool:
+    """Return whether {run_date} is in a job's input, or in the place where its runs are written."""
+    return "run_date" in _place_words(job)
+
+
+def _place_words(job: BatchJob) -> set[str]:
+    return words_in(*job.source.uris, job.source.query, job.source.filter, job.output.uri)
+
+
+def targets_are_dated(output: Output) -> bool:
+    """Return whether {run_date} is in a target that a job publishes to."""
+    texts = (text for target in output.publish for text in (target.uri, target.table))
+    return "run_date" in words_in(*texts)
+
+
+def of_today(job: BatchJob) -> BatchJob:
+    """Return the job with {run_date} and {run_key} filled in as a run of today would have them."""
+    return with_run_words(job, f"{job.name}-{today():%Y%m%d}T000000Z")
+
+
+def with_run_words(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
+    """Return the job with {run_date} and {run_key} filled in.
+
+    Without `run_date`, use the date in the run key; raise `ConfigError` if there is none. A job
+    without placeholders is unchanged.
+    """
+    return with_dated_targets(with_places(job, run_key, run_date), run_key, run_date)
+
+
+def with_places(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
+    """Like `with_run_words`, except for the targets to publish to, which are unchanged."""
+    words = _place_words(job)
+    if not words:
+        return job
+    when = day_of_run(run_key, run_date) if "run_date" in words else None
+    key = check_run_key(run_key) if "run_key" in words else run_key
+    return _changed(job, lambda text: fill_words(text, key, when))
+
+
+def with_dated_targets(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
+    """Return the job with {run_date} filled in for its targets, as by `with_run_words`."""
+    if not targets_are_dated(job.output):
+        return job
+    when = day_of_run(run_key, run_date)
+    targets = [
+        target.model_copy(
+            update={
+                "uri": target.uri and fill_words(target.uri, None, when),
+                "table": target.table and fill_words(target.table, None, when),
+            }
+        )
+        for target in job.output.publish
+    ]
+    output = job.output.model_copy(update={"publish": targets})
+    return job.model_copy(update={"output": output})
+
+
+def _changed(job: BatchJob, fill: Callable[[str], str]) -> BatchJob:
+    source = job.source
+    uri = fill(source.uri) if isinstance(source.uri, str) else [fill(one) for one in source.uri]
+    query, kept = (text and fill(text) for text in (source.query, source.filter))
+    source = source.model_copy(update={"uri": uri, "query": query, "filter": kept})
+    output = job.output.model_copy(update={"uri": fill(job.output.uri)})
+    return job.model_copy(update={"source": source, "output": output})

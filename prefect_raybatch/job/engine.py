@@ -8,7 +8,7 @@ from pydantic import ConfigDict, ModelWrapValidatorHandler, field_validator, mod
 
 from prefect_raybatch.job import tasks
 from prefect_raybatch.job.checks import check_count, refuse_unknown, unknown_too, without_user
-from prefect_raybatch.job.group import Group, field
+from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.vllm import fields as vllm_fields
 
 MOST_REPLICAS = 4096
@@ -22,27 +22,23 @@ class Engine(Group):
     model_config = ConfigDict(extra="allow", validate_default=True, protected_namespaces=())
 
     model: str = field(
-        1,
         "demo",
         title="Model",
         text="Hugging Face name, local folder or s3:// folder of the model. Default: "
         "demo, the small bundled model.",
     )
     revision: str | None = field(
-        2,
         None,
         title="Model revision",
         text="Branch, tag or commit of a Hugging Face model. It is resolved to a "
         "commit when the run is planned.",
     )
     device: Literal["auto", "gpu", "cpu"] = field(
-        3,
         "auto",
         title="Device",
         text="Hardware for the engines. auto: GPUs if the cluster has any, else CPUs.",
     )
     replicas: int | Literal["auto"] | list[int] = field(
-        4,
         "auto",
         title="Replicas",
         text="Number of copies of the model; each uses tensor_parallel_size * "
@@ -50,14 +46,12 @@ class Engine(Group):
         "CPU. [fewest, most]: as many as the cluster has room for.",
     )
     tensor_parallel_size: int = field(
-        5,
         1,
         title="Tensor parallel size",
         text="Number of GPUs that each layer of the model is split across.",
         gt=0,
     )
     pipeline_parallel_size: int = field(
-        6,
         1,
         title="Pipeline parallel size",
         text="Number of stages that the layers of the model are divided into, each on "
@@ -65,7 +59,6 @@ class Engine(Group):
         gt=0,
     )
     max_model_len: int | Literal["auto"] | None = field(
-        7,
         None,
         title="Context length",
         text="Maximum length of prompt and answer together, in tokens. Default: the "
@@ -73,14 +66,12 @@ class Engine(Group):
         "rows, fixed when the run is planned.",
     )
     max_num_seqs: int | Literal["auto"] = field(
-        8,
         "auto",
         title="Concurrent sequences",
         text="Maximum number of requests that an engine processes at the same time. "
         "auto: 256, or up to 1024 if the answers and the GPU memory make it worthwhile.",
     )
     max_num_batched_tokens: int | None = field(
-        9,
         None,
         title="Tokens per step",
         text="Maximum number of tokens in one engine step. Default: 16384 on a GPU "
@@ -88,14 +79,12 @@ class Engine(Group):
         gt=0,
     )
     batch_size: int = field(
-        10,
         256,
         title="Batch size",
         text="Minimum number of rows per shard if source.rows_per_shard is not set.",
         gt=0,
     )
     max_concurrent_batches: int | None = field(
-        11,
         None,
         title="Concurrent shards",
         text="Number of shards in flight per engine. Default: enough for max_num_seqs "
@@ -103,22 +92,19 @@ class Engine(Group):
         gt=0,
     )
     accelerator_type: str | None = field(
-        12,
         None,
         title="Accelerator type",
         text="GPU model to run on, by its name in Ray, such as H100 or L4. Default: any.",
     )
     num_cpus: float = field(
-        13, 1, title="CPUs per engine", text="Logical CPUs that Ray reserves for each engine.", gt=0
+        1, title="CPUs per engine", text="Logical CPUs that Ray reserves for each engine.", gt=0
     )
     env: dict[str, str] = field(
-        14,
         {},
         title="Environment variables",
         text="Environment variables of the engine process. Example: {NCCL_DEBUG: WARN}.",
     )
     engines_per_gpu: int | Literal["auto"] = field(
-        15,
         "auto",
         title="Engines per GPU",
         text="Number of engines that share one GPU and its memory; together they form "
@@ -126,7 +112,6 @@ class Engine(Group):
         "core per engine is the bottleneck. auto: as many as fit and improve throughput.",
     )
     order: Literal["auto", "input", "run"] = field(
-        16,
         "auto",
         title="Request order",
         text="Order in which requests are sent; the result is always in input order. "
@@ -135,7 +120,6 @@ class Engine(Group):
         "distinct request once.",
     )
     deduplicate: bool = field(
-        17,
         True,
         title="Deduplicate requests",
         text="Send identical requests within a shard once and use the answer for all "
@@ -143,7 +127,6 @@ class Engine(Group):
     )
 
     max_model_len_percentile: float = field(
-        18,
         0.99,
         title="Rows that must fit",
         text="Fraction of the sampled rows that max_model_len: auto must fit. 1.0 "
@@ -153,14 +136,12 @@ class Engine(Group):
     )
 
     task: tasks.TaskName = field(
-        19,
         "generate",
         title="Task",
         text="What the model produces for a row. generate: text. embed: an embedding. "
         "classify: a label and the probability of every label. score: how well two texts match.",
     )
     adapter: str | None = field(
-        20,
         None,
         title="LoRA adapter",
         text="Adapter for all rows: a local or s3:// folder in peft format, or a "
@@ -168,14 +149,12 @@ class Engine(Group):
         "the run is planned.",
     )
     adapters: dict[str, str] = field(
-        21,
         {},
         title="LoRA adapters",
         text="Adapters by name, for prompt.adapter_column. Each value has the same "
         "form as adapter.",
     )
     early_stop: Literal["decided", "first_token", "off"] = field(
-        22,
         "decided",
         title="Early stop",
         text="When to stop generating an answer to sampling.choice; the labels are "
@@ -188,15 +167,7 @@ class Engine(Group):
         """Include arguments that are no fields of ours."""
         return name == "env" or name not in cls.model_fields
 
-    @field_validator("model")
-    @classmethod
-    def _model(cls, value: str) -> str:
-        return without_user(value)
-
-    @field_validator("adapter")
-    @classmethod
-    def _adapter(cls, value: str | None) -> str | None:
-        return None if value is None else without_user(value)
+    _model = field_check("model", "adapter", by=without_user)
 
     @field_validator("adapters")
     @classmethod
@@ -223,15 +194,13 @@ class Engine(Group):
             )
         return [fewest, most]
 
-    @field_validator("engines_per_gpu", mode="before")
-    @classmethod
-    def _engines_per_gpu(cls, value: object) -> object:
-        return check_count(value, 16)
+    _engines_per_gpu = field_check(
+        "engines_per_gpu", by=lambda value: check_count(value, 16), mode="before"
+    )
 
-    @field_validator("max_num_seqs", mode="before")
-    @classmethod
-    def _sequences(cls, value: object) -> object:
-        return check_count(value, MOST_SEQUENCES)
+    _sequences = field_check(
+        "max_num_seqs", by=lambda value: check_count(value, MOST_SEQUENCES), mode="before"
+    )
 
     @field_validator("max_model_len")
     @classmethod
@@ -299,3 +268,25 @@ def _check_spanning(engine: Engine) -> None:
         raise ValueError(
             "distributed_executor_backend: ray needs GPUs, and device is cpu; remove it"
         )
+
+
+TRY_FP8 = "try-fp8"
+PRECISION_FIELDS = ("quantization", "kv_cache_dtype")  # of vLLM's engine: weights, KV cache
+
+
+def precision_tries(engine: Engine) -> list[dict[str, str]]:
+    """Return the settings to try one after the other until one passes.
+
+    These are all that the job asks for together, then each alone; [] if there is nothing to try.
+    """
+    names = [name for name in PRECISION_FIELDS if engine.given.get(name) == TRY_FP8]
+    if not names:
+        return []
+    together = dict.fromkeys(names, "fp8")
+    return [together, *({name: "fp8"} for name in names if len(names) > 1)]
+
+
+def without_tries(engine: Engine) -> dict[str, Any]:
+    """Return the vLLM arguments of an engine, without those that are to be decided."""
+    undecided = {name for tried in precision_tries(engine) for name in tried}
+    return {name: value for name, value in engine.given.items() if name not in undecided}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -12,6 +12,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     SerializationInfo,
     SerializerFunctionWrapHandler,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -28,18 +29,24 @@ from prefect_raybatch.job.secrets import (
 )
 
 
-def field(position: int, default: Any = ..., *, title: str, text: str, **kwargs: Any) -> Any:
-    """Return a described field.
+def field(default: Any = ..., *, title: str, text: str, **kwargs: Any) -> Any:
+    """Return a described field."""
+    return Field(default, title=title, description=text, **kwargs)
 
-    `position` sets the order in the Prefect form, which is otherwise alphabetical.
+
+def field_check(
+    *fields: str, by: Callable[[Any], object], mode: Literal["before", "after"] = "after"
+) -> Any:
+    """Return a validator that calls `by` with values of the fields; after pydantic, not with None.
+
+    The field gets what `by` returns, and keeps its value if that is None.
     """
-    return Field(
-        default,
-        title=title,
-        description=text,
-        json_schema_extra={"position": position},
-        **kwargs,
-    )
+
+    def check(value: object) -> object:
+        found = None if value is None and mode == "after" else by(value)
+        return value if found is None else found
+
+    return field_validator(*fields, mode=mode)(check)
 
 
 TABS = {
@@ -106,10 +113,15 @@ class Group(BaseModel):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """Return the schema, with each field as the Prefect form shows it best."""
+        """Return the schema, with each field as the Prefect form shows it best.
+
+        The form sorts fields by `position`, else by name.
+        """
         schema = handler(core_schema)
         # As what is written out, a group is any object: which keys are hidden is told only then.
-        for shown in handler.resolve_ref_schema(schema).get("properties", {}).values():
+        fields = handler.resolve_ref_schema(schema).get("properties", {})
+        for position, shown in enumerate(fields.values(), 1):
+            shown["position"] = position
             show_plainly(shown)
         return schema
 

@@ -16,7 +16,6 @@ class Images(Group):
     """Images that accompany the text of a row."""
 
     columns: list[str] = field(
-        1,
         [],
         title="Image columns",
         text="Columns with an image or a list of images, which are placed before the "
@@ -24,14 +23,12 @@ class Images(Group):
         "source.media_root, or an s3:// or http(s) URL.",
     )
     resize: int | list[int] | None = field(
-        2,
         None,
         title="Image size",
         text="Exact size in pixels as [width, height], or the maximum length of the "
         "longer side. Default: images are not resized.",
     )
     per_row: int | None = field(
-        3,
         None,
         title="Images per row",
         text="Maximum number of images per row; a row with more fails. Default: 1. "
@@ -40,7 +37,6 @@ class Images(Group):
         le=256,
     )
     max_pixels: int = field(
-        4,
         50_000_000,
         title="Maximum pixels",
         text="Largest image to decode, in pixels (width times height). A row with a "
@@ -49,7 +45,6 @@ class Images(Group):
         le=MOST_PIXELS,
     )
     max_bytes: int = field(
-        5,
         20_000_000,
         title="Maximum file size",
         text="Largest image file to read, in bytes. A row with a larger file fails.",
@@ -57,7 +52,6 @@ class Images(Group):
         le=1_000_000_000,
     )
     fetch_seconds: float = field(
-        6,
         20.0,
         title="Fetch timeout",
         text="Time limit for one attempt to fetch an image, in seconds. An http(s) "
@@ -67,7 +61,6 @@ class Images(Group):
         allow_inf_nan=False,
     )
     allow_private: bool = field(
-        7,
         False,
         title="Private addresses",
         text="Allow rows to name http(s) hosts in a private network and ports other "

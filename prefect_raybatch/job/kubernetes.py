@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import field_validator, model_validator
 
 from prefect_raybatch.job.checks import SERVER, check_duration, seconds_of
-from prefect_raybatch.job.group import Group, field
+from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.secrets import PASSWORD, SAFE_NAMES, safe_variable
 
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -73,98 +73,83 @@ class Kubernetes(Group):
     """A Ray cluster that KubeRay creates for the run and that is deleted afterwards."""
 
     image: str | None = field(
-        1,
         None,
         title="Image",
         text="Container image of the head and the workers. It must contain this "
         "package and the same versions of Ray and Python as the flow.",
     )
     workers: int | None = field(
-        2, None, title="Workers", text=f"Number of worker pods. Default: {WORKERS}.", ge=1
+        None, title="Workers", text=f"Number of worker pods. Default: {WORKERS}.", ge=1
     )
     gpus_per_worker: int | None = field(
-        3,
         None,
         title="GPUs per worker",
         text=f"GPUs of each worker pod ({GPU}). Default: {GPUS}; 0 for a CPU cluster.",
         ge=0,
     )
     worker_cpu: str | None = field(
-        4,
         None,
         title="CPUs per worker",
         text=f"CPUs of each worker pod, as a Kubernetes quantity. Default: {WORKER_CPU}.",
     )
     worker_memory: str | None = field(
-        5,
         None,
         title="Memory per worker",
         text=f"Memory of each worker pod, as a Kubernetes quantity. Default: {WORKER_MEMORY}.",
     )
     head_cpu: str | None = field(
-        6,
         None,
         title="Head CPUs",
         text=f"CPUs of the head pod, as a Kubernetes quantity. Default: {HEAD_CPU}.",
     )
     head_memory: str | None = field(
-        7,
         None,
         title="Head memory",
         text=f"Memory of the head pod, as a Kubernetes quantity. Default: {HEAD_MEMORY}.",
     )
     shm: str | None = field(
-        8,
         None,
         title="Shared memory per pod",
         text=f"Size of /dev/shm in each pod, as a Kubernetes quantity. Default: {POD_SHM}.",
     )
     service_account: str | None = field(
-        9,
         None,
         title="Service account",
         text="Kubernetes service account of the pods. Default: the namespace's default account.",
     )
     env: dict[str, str] = field(
-        10,
         {},
         title="Environment variables",
         text="Environment variables of the pods. Put keys into secrets instead.",
     )
     secrets: list[str] = field(
-        11,
         [],
         title="Secrets",
         text="Names of Kubernetes Secrets whose entries become environment variables of the pods.",
     )
     manifest: dict[str, Any] | None = field(
-        12,
         None,
         title="Manifest",
         text="Complete RayCluster manifest (ray.io/v1), in place of the fields above.",
     )
     manifest_file: str | None = field(
-        13,
         None,
         title="Manifest file",
         text="Path of a YAML file with a RayCluster manifest, on the machine where the flow runs.",
     )
     namespace: str | None = field(
-        14,
         None,
         title="Namespace",
         text="Kubernetes namespace of the cluster. Default: that of the flow's pod, "
         "otherwise that of the kubeconfig, otherwise default.",
     )
     context: str | None = field(
-        15,
         None,
         title="Context",
         text="Context in the kubeconfig. Default: the current context, or the service "
         "account if the flow runs in a pod.",
     )
     url: str | None = field(
-        16,
         None,
         title="Job server URL",
         text="URL of the cluster's job server for a flow outside the cluster network, "
@@ -172,20 +157,17 @@ class Kubernetes(Group):
         "http://{name}-head-svc.{namespace}.svc:8265.",
     )
     ready_within: str | None = field(
-        17,
         None,
         title="Start timeout",
         text=f"Time to wait until all pods are ready, such as 45m. Default: {READY_WITHIN}.",
     )
     lease: str | None = field(
-        18,
         None,
         title="Lease",
         text="Time that the cluster may outlive its flow, such as 2h. Default: "
         f"{LEASE}. After that, `raybatch reconcile` deletes it.",
     )
     keep: str | None = field(
-        19,
         None,
         title="Retention",
         text="Time to keep the cluster after the run for debugging, such as 30m; then "
@@ -256,10 +238,7 @@ class Kubernetes(Group):
             )
         return value.rstrip("/")
 
-    @field_validator("ready_within", "lease", "keep")
-    @classmethod
-    def _durations(cls, value: str | None) -> str | None:
-        return check_duration(value)
+    _durations = field_check("ready_within", "lease", "keep", by=check_duration)
 
     @field_validator("lease")
     @classmethod
@@ -271,12 +250,7 @@ class Kubernetes(Group):
             )
         return value
 
-    @field_validator("manifest")
-    @classmethod
-    def _manifest(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if value is not None:
-            check_manifest(value)
-        return value
+    _manifest = field_check("manifest", by=lambda value: check_manifest(value))
 
     @model_validator(mode="after")
     def _one_shape(self) -> Kubernetes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import field_validator
 
 from prefect_raybatch.job.checks import check_duration
-from prefect_raybatch.job.group import Group, field
+from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.words import counted
 
 MAX_FAILED = 0.01  # of the planned rows, where a job sets no limit
@@ -16,7 +16,6 @@ class Limits(Group):
     """How many failed rows, how much time and what cost are acceptable."""
 
     max_failed_fraction: float | None = field(
-        1,
         None,
         title="Failed rows, fraction",
         text="Maximum fraction of the planned rows that may fail before the run "
@@ -27,7 +26,6 @@ class Limits(Group):
         allow_inf_nan=False,
     )
     max_failed_rows: int | None = field(
-        2,
         None,
         title="Failed rows, count",
         text="Maximum number of rows that may fail before the run fails. With "
@@ -35,7 +33,6 @@ class Limits(Group):
         ge=0,
     )
     engine_deaths: int = field(
-        3,
         2,
         title="Engine deaths per row",
         text="Number of times a row may crash the engine when it runs alone. At this "
@@ -43,7 +40,6 @@ class Limits(Group):
         gt=0,
     )
     warn_failed: int | float | None = field(
-        4,
         None,
         title="Failed rows, warning",
         text="Number or fraction of failed rows above which a warning and the event "
@@ -52,7 +48,6 @@ class Limits(Group):
         allow_inf_nan=False,
     )
     stall_seconds: float | None = field(
-        5,
         None,
         title="Stall timeout",
         text="Maximum time without a commit before the run is reported as stalled, in "
@@ -62,7 +57,6 @@ class Limits(Group):
         allow_inf_nan=False,
     )
     stall_start_seconds: float = field(
-        6,
         1800.0,
         title="First commit timeout",
         text="Stall timeout until the first commit of a pass, in seconds. It includes "
@@ -71,14 +65,12 @@ class Limits(Group):
         allow_inf_nan=False,
     )
     fail_on_stall: bool = field(
-        7,
         False,
         title="Fail on stall",
         text="Fail a stalled run with EngineFailure, which Prefect retries. If off, a "
         "stall is only reported.",
     )
     deadline: str | None = field(
-        8,
         None,
         title="Deadline",
         text="Time that all attempts of a run may take together, such as 45m or 6h. "
@@ -86,7 +78,6 @@ class Limits(Group):
         "stopped; the report says what would meet it.",
     )
     hang_seconds: float = field(
-        9,
         600.0,
         title="Engine step timeout",
         text="Maximum time for one engine step, in seconds; twice that until the "
@@ -95,7 +86,6 @@ class Limits(Group):
         allow_inf_nan=False,
     )
     function_seconds: float = field(
-        10,
         600.0,
         title="Function timeout",
         text="Maximum time for one call of prompt.function or output.postprocess, in "
@@ -104,7 +94,6 @@ class Limits(Group):
         allow_inf_nan=False,
     )
     max_cost: float | None = field(
-        11,
         None,
         title="Maximum cost",
         text="Maximum cost of all attempts of a run, in "
@@ -114,7 +103,6 @@ class Limits(Group):
     )
 
     min_agreement: float = field(
-        12,
         0.99,
         title="Minimum agreement",
         text="Fraction of answers that must not change, at 95 % confidence, for "
@@ -125,7 +113,6 @@ class Limits(Group):
     )
 
     min_rows: int | None = field(
-        13,
         None,
         title="Minimum rows",
         text="Minimum number of input rows. A run with fewer fails before it starts engines, "
@@ -139,10 +126,7 @@ class Limits(Group):
         # Prefect's form shows a field as a plain one only if it is null by default or never null.
         return 0 if value is None else value
 
-    @field_validator("deadline")
-    @classmethod
-    def _known_duration(cls, value: str | None) -> str | None:
-        return check_duration(value)
+    _known_duration = field_check("deadline", by=check_duration)
 
     def _limits(self) -> dict[str, float]:
         """Return the limits of failed rows that are set, else the default."""

@@ -8,7 +8,7 @@ from pydantic import ConfigDict, field_validator, model_validator
 
 from prefect_raybatch.job import answer_schema, chat, tasks
 from prefect_raybatch.job.checks import RESERVED, check_function, check_uri, run_checks
-from prefect_raybatch.job.group import Group, field
+from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.own_code.loading import own_name
 from prefect_raybatch.job.publish import PublishTarget, check_targets
 from prefect_raybatch.job.run_words import check_run_words
@@ -23,22 +23,19 @@ class Output(Group):
     """Where the result is written and which columns it has."""
 
     uri: str = field(
-        1,
         title="Location",
         text="Local or s3:// folder for the results. A run is written to URI/RUN_KEY/.",
     )
     column: str = field(
-        2, "response", title="Answer column", text="Name of the column that contains the answer."
+        "response", title="Answer column", text="Name of the column that contains the answer."
     )
     columns: list[str] | None = field(
-        3,
         None,
         title="Input columns to keep",
         text="Input columns that are copied to the result; [] copies none. Default: "
         "all columns that contain no images.",
     )
     postprocess: str | None = field(
-        4,
         None,
         title="Postprocess function",
         text="Python function that replaces the answer column, as "
@@ -46,7 +43,6 @@ class Output(Group):
         "and returns a dict of columns, or None to drop the row.",
     )
     output_schema: dict[str, str] | None = field(
-        5,
         None,
         title="Postprocess schema",
         text="Arrow types of the columns that postprocess returns, such as {industry: "
@@ -54,7 +50,6 @@ class Output(Group):
         alias="schema",
     )
     row_number: str = field(
-        6,
         "_row",
         title="Row number column",
         text="Name of the column with the number (from 0) of each result row among the input rows "
@@ -63,31 +58,27 @@ class Output(Group):
         min_length=1,
     )
     compact: bool = field(
-        7,
         True,
         title="Compact result",
         text="Write the result to data/ in input order when all shards are done. If "
         "off, the committed pieces stay as they are, listed in a manifest.",
     )
     file_mb: int = field(
-        8, 256, title="File size", text="Target size of result files, in MiB; at most 4096.", gt=0
+        256, title="File size", text="Target size of result files, in MiB; at most 4096.", gt=0
     )
     options: dict[str, Any] = field(
-        9,
         {},
         title="Storage options",
         text="s3fs options for writing the output, such as endpoint_url. For keys, "
         "prefer credentials_block or environment variables.",
     )
     credentials_block: str | None = field(
-        10,
         None,
         title="Credentials block",
         text="Saved Prefect block with the keys for the output, as type-slug/name. "
         "Example: aws-credentials/nightly.",
     )
     on_cut_off: Literal["auto", "keep", "fail"] = field(
-        11,
         "auto",
         title="Truncated answers",
         text="What to do with an answer that stops at max_tokens or at the end of the "
@@ -96,7 +87,6 @@ class Output(Group):
         "schema_model, fail.",
     )
     schema_model: str | dict[str, Any] | None = field(
-        12,
         None,
         title="Answer schema",
         text="JSON Schema that each answer must match: inline, as a .json file, or as "
@@ -105,7 +95,6 @@ class Output(Group):
     )
     extras: list[Literal["finish_reason", "prompt_tokens", "output_tokens", "image_digests"]] = (
         field(
-            13,
             [],
             title="Extra columns",
             text="Columns to add: why the answer ended (stop or length), the tokens of "
@@ -114,35 +103,30 @@ class Output(Group):
         )
     )
     probabilities: bool = field(
-        14,
         False,
         title="Label probabilities",
         text="Add a column named probabilities that maps each label of "
         "sampling.choice to its probability.",
     )
     reasoning_parser: str | None = field(
-        15,
         None,
         title="Reasoning parser",
         text="vLLM parser that separates the model's reasoning from its answer, such "
         "as qwen3 or deepseek_r1. The reasoning goes to reasoning_column.",
     )
     reasoning_column: str = field(
-        16,
         "reasoning",
         title="Reasoning column",
         text="Name of the column for the model's reasoning, if reasoning_parser is set.",
         min_length=1,
     )
     tool_parser: str | None = field(
-        17,
         None,
         title="Tool parser",
         text="vLLM parser that separates tool calls from the answer, such as hermes "
         "or llama3_json. The calls go to tool_calls_column.",
     )
     tool_calls_column: str = field(
-        18,
         "tool_calls",
         title="Tool calls column",
         text="Name of the column for tool calls, if tool_parser is set: a list of "
@@ -150,27 +134,23 @@ class Output(Group):
         min_length=1,
     )
     normalize: bool = field(
-        19,
         True,
         title="Normalize embeddings",
         text="Scale embeddings to length 1, for engine.task: embed. If off, they are "
         "written as the model returns them.",
     )
     vector_type: tasks.VectorType = field(
-        20,
         "float32",
         title="Embedding dtype",
         text="Number type of embeddings, for engine.task: embed. float16 takes half the space.",
     )
     publish: list[PublishTarget] = field(
-        21,
         [],
         title="Publish targets",
         text="Tables and folders that receive the answered rows once the result is "
         "verified. Each target is published once.",
     )
     keep_answers: float | None = field(
-        22,
         None,
         title="Answer retention",
         text="Number of days to keep raw answers for reuse by later runs. Default: as "
@@ -180,7 +160,6 @@ class Output(Group):
     )
 
     read_back: bool = field(
-        23,
         False,
         title="Read back files",
         text="Read every result file again after writing it, even if the store's ETag "
@@ -198,20 +177,11 @@ class Output(Group):
             raise ValueError(f"{value!r} contains a wildcard; name one folder")
         return value
 
-    @field_validator("schema_model", mode="before")
-    @classmethod
-    def _class(cls, value: object) -> object:
-        return answer_schema.form_of_class(value)
+    _class = field_check("schema_model", by=answer_schema.form_of_class, mode="before")
 
-    @field_validator("postprocess", mode="before")
-    @classmethod
-    def _callable(cls, value: object) -> object:
-        return own_name(value) if callable(value) else value
+    _callable = field_check("postprocess", by=own_name, mode="before")
 
-    @field_validator("postprocess")
-    @classmethod
-    def _function(cls, value: str | None) -> str | None:
-        return None if value is None else check_function(value)
+    _function = field_check("postprocess", by=check_function)
 
     @field_validator("extras")
     @classmethod
@@ -220,15 +190,9 @@ class Output(Group):
             raise ValueError("contains a duplicate name; remove one")
         return value
 
-    @field_validator("publish")
-    @classmethod
-    def _publish(cls, value: list[PublishTarget]) -> list[PublishTarget]:
-        return check_targets(value)
+    _publish = field_check("publish", by=check_targets)
 
-    @field_validator("schema_model")
-    @classmethod
-    def _schema_model(cls, value: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-        return None if value is None else answer_schema.check_form(value)
+    _schema_model = field_check("schema_model", by=answer_schema.check_form)
 
     @field_validator("column")
     @classmethod

@@ -8,7 +8,7 @@ from pydantic import field_validator, model_validator
 
 from prefect_raybatch.job import chat
 from prefect_raybatch.job.checks import check_function, run_checks, template_fields
-from prefect_raybatch.job.group import Group, field
+from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.images import Images
 from prefect_raybatch.job.own_code.loading import own_name
 
@@ -23,20 +23,17 @@ class Prompt(Group):
     """How a row becomes a request: a template, a Python function or a column of conversations."""
 
     template: str | None = field(
-        1,
         None,
         title="User message",
         text="Text of the user message; {Column} is replaced by the row's value. "
         "Write {{ and }} for literal braces.",
     )
     system: str | None = field(
-        2,
         None,
         title="System message",
         text="Text that is sent before the user message, unchanged: columns are not filled in.",
     )
     function: str | None = field(
-        3,
         None,
         title="Prompt function",
         text="Python function that builds the prompt in place of a template, as "
@@ -44,14 +41,12 @@ class Prompt(Group):
         "user message, a list of chat messages, or {'messages': [...], 'sampling': {...}}.",
     )
     on_null: Literal["fail", "empty"] = field(
-        4,
         "fail",
         title="Null in a template column",
         text="What to do with a row in which a template column is null or NaN. fail: "
         "quarantine the row. empty: insert an empty text.",
     )
     on_too_long: Literal["quarantine", "truncate_left", "truncate_right"] = field(
-        5,
         "quarantine",
         title="Prompt exceeds the context",
         text="What to do with a prompt that is too long. quarantine: the row fails "
@@ -59,7 +54,6 @@ class Prompt(Group):
         "user message until max_tokens fit.",
     )
     messages: str | None = field(
-        6,
         None,
         title="Conversation column",
         text="Column with a complete conversation per row, in place of a template: a "
@@ -67,55 +61,47 @@ class Prompt(Group):
         "the assistant's.",
     )
     chat_template: str | None = field(
-        7,
         None,
         title="Chat template",
         text="Jinja template that replaces the model's chat template: a local or "
         "s3:// file, or the template text. A file is read once, when the run is planned.",
     )
     chat_template_kwargs: dict[str, Any] = field(
-        8,
         {},
         title="Chat template arguments",
         text="Extra variables for the chat template. Example: {enable_thinking: false}.",
     )
     prefill: str | None = field(
-        9,
         None,
         title="Answer prefix",
         text="Text that every answer continues. The answer column contains only the continuation.",
         min_length=1,
     )
     continue_final_message: bool = field(
-        10,
         False,
         title="Continue the last message",
         text="Let the model continue the last message of the conversation, which must "
         "be the assistant's. The answer column contains only the continuation.",
     )
     tools: list[dict[str, Any]] | None = field(
-        11,
         None,
         title="Tools",
         text="Tool definitions for the chat template, each {type: function, function: "
         "{name, description, parameters}}.",
     )
     documents: str | None = field(
-        12,
         None,
         title="Documents column",
         text="Column with documents for a chat template that supports them: a list of "
         "{title, text} or of texts, or such a list as JSON text.",
     )
     second: str | None = field(
-        13,
         None,
         title="Second text",
         text="Text that is compared with the template, for engine.task: score. "
         "{Column} is replaced by the row's value.",
     )
     adapter_column: str | None = field(
-        14,
         None,
         title="Adapter column",
         text="Column that names the LoRA adapter of each row, one of engine.adapters. "
@@ -123,7 +109,6 @@ class Prompt(Group):
     )
 
     special_tokens_in_rows: Literal["split", "refuse", "allow"] = field(
-        15,
         "split",
         title="Control tokens in rows",
         text="What to do with text in a row that the tokenizer would read as a "
@@ -133,7 +118,7 @@ class Prompt(Group):
     )
 
     images: Images = field(
-        16, Images(), title="Images", text="Images that accompany the text. Default: none."
+        Images(), title="Images", text="Images that accompany the text. Default: none."
     )
 
     @field_validator("template", "second")
@@ -143,15 +128,9 @@ class Prompt(Group):
             template_fields(value)
         return value
 
-    @field_validator("function", mode="before")
-    @classmethod
-    def _callable(cls, value: object) -> object:
-        return own_name(value) if callable(value) else value
+    _callable = field_check("function", by=own_name, mode="before")
 
-    @field_validator("function")
-    @classmethod
-    def _function(cls, value: str | None) -> str | None:
-        return None if value is None else check_function(value)
+    _function = field_check("function", by=check_function)
 
     @field_validator("messages", "documents", "chat_template")
     @classmethod
@@ -160,15 +139,9 @@ class Prompt(Group):
             raise ValueError("is empty; set it, or remove it")
         return value
 
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _template_arguments(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return chat.check_template_arguments(value)
+    _template_arguments = field_check("chat_template_kwargs", by=chat.check_template_arguments)
 
-    @field_validator("tools")
-    @classmethod
-    def _tools(cls, value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-        return chat.check_tools(value)
+    _tools = field_check("tools", by=chat.check_tools)
 
     @model_validator(mode="after")
     def _combined(self) -> Prompt:

@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 from pydantic import field_validator, model_validator
 
-from prefect_raybatch.job.checks import NAME
-from prefect_raybatch.job.group import Group, field
+from prefect_raybatch.job.checks import check_name
+from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.run_words import check_run_words
 from prefect_raybatch.job.secrets import holds_password, is_masked
 from prefect_raybatch.job.table_formats import check_catalog_code
@@ -20,9 +20,8 @@ TargetFormat = Literal["delta", "iceberg", "sql", "lance", "parquet", "jsonl"]
 class PublishTarget(Group):
     """A table or folder that receives the answered rows of a finished run, once."""
 
-    format: TargetFormat = field(1, title="Format", text="Format of the target.")
+    format: TargetFormat = field(title="Format", text="Format of the target.")
     uri: str | None = field(
-        2,
         None,
         title="Location",
         text="Local or s3:// folder of the table or files, or a SQLAlchemy URL for "
@@ -30,7 +29,6 @@ class PublishTarget(Group):
         min_length=1,
     )
     table: str | None = field(
-        3,
         None,
         title="Table",
         text="Name of the table, for sql and iceberg (namespace.table). {run_key} and "
@@ -38,33 +36,28 @@ class PublishTarget(Group):
         min_length=1,
     )
     name: str | None = field(
-        4,
         None,
         title="Name",
         text="Name of the target in the run's records; must be unique. Default: the format.",
     )
     mode: Literal["append", "merge"] = field(
-        5,
         "append",
         title="Mode",
         text="append: add the rows. merge: replace rows that have the same key, and "
         "add the others.",
     )
     key: list[str] = field(
-        6,
         [],
         title="Key columns",
         text="Columns that identify a row, for mode: merge. They must be unique in "
         "the result and never null.",
     )
     partition_by: list[str] = field(
-        7,
         [],
         title="Partition columns",
         text="Columns that partition the files (key=value folders) or a new Delta table.",
     )
     catalog: dict[str, Any] = field(
-        8,
         {},
         title="Iceberg catalog",
         text="pyiceberg properties of the catalog, such as {type: rest, uri: ...}, or "
@@ -72,31 +65,14 @@ class PublishTarget(Group):
         "variable.",
     )
     options: dict[str, Any] = field(
-        9,
-        {},
-        title="Storage options",
-        text="s3fs options for the target. Default: output.options.",
+        {}, title="Storage options", text="s3fs options for the target. Default: output.options."
     )
 
-    @field_validator("name")
-    @classmethod
-    def _name(cls, value: str | None) -> str | None:
-        if value is not None and not NAME.match(value):
-            raise ValueError(
-                f"{value!r} is not a valid name; use up to 128 letters, digits, '.', '_' and '-', "
-                "starting with a letter or digit"
-            )
-        return value
+    _name = field_check("name", by=check_name)
 
-    @field_validator("uri", "table")
-    @classmethod
-    def _words(cls, value: str | None) -> str | None:
-        return value if value is None else check_run_words(value)
+    _words = field_check("uri", "table", by=check_run_words)
 
-    @field_validator("uri")
-    @classmethod
-    def _uri(cls, value: str | None) -> str | None:
-        return value if value is None else _without_password(value)
+    _uri = field_check("uri", by=lambda uri: _without_password(uri))
 
     @field_validator("catalog")
     @classmethod

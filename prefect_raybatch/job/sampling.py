@@ -25,7 +25,6 @@ class Sampling(Group):
     model_config = ConfigDict(extra="allow", validate_default=True)
 
     temperature: float = field(
-        1,
         0.0,
         title="Temperature",
         text="Randomness of the answers, from 0 to 2; 0 always takes the most probable token.",
@@ -33,10 +32,9 @@ class Sampling(Group):
         allow_inf_nan=False,
     )
     max_tokens: int = field(
-        2, 16, title="Maximum output tokens", text="Maximum length of an answer, in tokens.", gt=0
+        16, title="Maximum output tokens", text="Maximum length of an answer, in tokens.", gt=0
     )
     choice: list[str] | None = field(
-        3,
         None,
         title="Labels",
         text="Labels to choose from: each answer is exactly one of them. Example: "

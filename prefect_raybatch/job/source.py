@@ -19,7 +19,7 @@ from prefect_raybatch.job.checks import (
 )
 from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.job.filter_text import parse_filter
-from prefect_raybatch.job.group import Group, field
+from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.run_words import check_run_words
 from prefect_raybatch.job.secrets import hide_users, holds_password, is_masked
 from prefect_raybatch.job.table_formats import (
@@ -36,7 +36,6 @@ class Web(Group):
     """Limits for files that are read by http(s)."""
 
     max_mb: int = field(
-        1,
         10_000,
         title="Maximum file size",
         text="Largest file to download, in MB. A file is stored temporarily on the "
@@ -45,7 +44,6 @@ class Web(Group):
         le=10_000_000,
     )
     allow_private: bool = field(
-        2,
         False,
         title="Private addresses",
         text="Allow source.uri to name hosts in a private network and ports other "
@@ -62,31 +60,24 @@ class Source(Group):
     """The table or files to read, and which of their rows and columns."""
 
     uri: str | list[str] = field(
-        1,
         title="Location",
         text="File, folder, glob or table, or a list of files, folders and globs: "
         "local or s3://, or single files by http(s). Folders are read recursively, and files in "
         "the order of their full names. A Hugging Face dataset is hf://datasets/OWNER/NAME.",
     )
     format: SourceFormat = field(
-        2,
         "auto",
         title="Format",
         text="Format of the files or table. Default (auto): inferred from file "
         "extensions or table metadata.",
     )
     limit: int | None = field(
-        3, None, title="Row limit", text="Read only the first N rows. Default: all rows.", gt=0
+        None, title="Row limit", text="Read only the first N rows. Default: all rows.", gt=0
     )
     columns: list[str] | None = field(
-        4,
-        None,
-        title="Columns",
-        text="Read only these columns. Default: all columns.",
-        min_length=1,
+        None, title="Columns", text="Read only these columns. Default: all columns.", min_length=1
     )
     rows_per_shard: int | None = field(
-        5,
         None,
         title="Rows per shard",
         text="Number of rows that are processed and committed together, at most "
@@ -95,31 +86,27 @@ class Source(Group):
         le=1_000_000,
     )
     options: dict[str, Any] = field(
-        6,
         {},
         title="Storage options",
         text="s3fs options for reading the input, such as endpoint_url or anon. For "
         "keys, prefer credentials_block or environment variables.",
     )
     credentials_block: str | None = field(
-        7,
         None,
         title="Credentials block",
         text="Saved Prefect block with the keys for the input, as type-slug/name. "
         "Example: aws-credentials/nightly.",
     )
     media_root: str | None = field(
-        8,
         None,
         title="Media folder",
         text="Local folder, present on every node, that contains the image files "
         "named by the rows. Default: rows cannot name local files.",
     )
     csv: Csv = field(
-        9, Csv(), title="CSV options", text="Delimiter, encoding and header of CSV files."
+        Csv(), title="CSV options", text="Delimiter, encoding and header of CSV files."
     )
     version: str | None = field(
-        10,
         None,
         title="Table version",
         text="Version of the table to read: a version or snapshot number, a tag or a "
@@ -127,17 +114,15 @@ class Source(Group):
         min_length=1,
     )
     filter: str | None = field(
-        11,
         None,
         title="Filter",
         text="Read only rows that match this SQL condition. Example: country = 'DE' "
         "AND amount >= 10.",
     )
     web: Web = field(
-        12, Web(), title="HTTP downloads", text="Limits for files that are read by http(s)."
+        Web(), title="HTTP downloads", text="Limits for files that are read by http(s)."
     )
     catalog: dict[str, Any] = field(
-        13,
         {},
         title="Iceberg catalog",
         text="pyiceberg properties of the catalog, such as {type: rest, uri: ...}, or "
@@ -145,7 +130,6 @@ class Source(Group):
         "variable. source.uri is then namespace.table.",
     )
     query: str | None = field(
-        14,
         None,
         title="SQL query",
         text="SELECT statement to run on the database in source.uri, a SQLAlchemy URL "
@@ -153,7 +137,6 @@ class Source(Group):
         min_length=1,
     )
     types: dict[str, str] = field(
-        15,
         {},
         title="Column types",
         text="Arrow type of each column whose type should not be inferred: columns of "
@@ -161,7 +144,6 @@ class Source(Group):
         "'decimal(38,9)', created: 'timestamp[us, UTC]'}.",
     )
     config: str | None = field(
-        16,
         None,
         title="Dataset configuration",
         text="Configuration (subset) of a Hugging Face dataset. Default: the "
@@ -169,7 +151,6 @@ class Source(Group):
         min_length=1,
     )
     split: str | None = field(
-        17,
         None,
         title="Dataset split",
         text="Split of a Hugging Face dataset, such as train, or several joined by +, "
@@ -178,7 +159,6 @@ class Source(Group):
     )
 
     sample: int | None = field(
-        18,
         None,
         title="Row sample",
         text="Read N rows, chosen by a hash of the row's number after source.filter, so that "
@@ -187,7 +167,6 @@ class Source(Group):
         le=10_000_000,
     )
     sample_seed: int = field(
-        19,
         0,
         title="Sample seed",
         text="Another number chooses other rows for source.sample.",
@@ -213,11 +192,7 @@ class Source(Group):
             return hide_users(value) if is_web(value) else value
         return [self._shown(name, uri) for uri in value]
 
-    @field_validator("catalog")
-    @classmethod
-    def _catalog(cls, value: dict[str, Any]) -> dict[str, Any]:
-        check_catalog(value)
-        return value
+    _catalog = field_check("catalog", by=check_catalog)
 
     @field_validator("version", mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""Checks the folders, hosts, variables and blocks that a job names against the policy in force."""
+"""Checks folders, hosts, variables and blocks against the policy in force."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from typing import NoReturn
 from urllib.parse import parse_qsl, unquote
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.chat import is_template_text
-from prefect_raybatch.job.checks import NAME, class_name, is_web
-from prefect_raybatch.job.cluster import LOCAL
-from prefect_raybatch.job.publish import PublishTarget
+from prefect_raybatch.job.checks import NAME
 from prefect_raybatch.job.table_formats import SQL_SCHEMES, format_of_scheme, scheme_of
 from prefect_raybatch.job.variables import VARIABLE
 from prefect_raybatch.policy.allowed import (
@@ -198,42 +194,7 @@ def _add(what: str) -> str:
     return f"to allow it, add {what} in the file of {POLICY_FILE} where the flow runs"
 
 
-def check_reach(job: BatchJob, policy: JobPolicy) -> None:
-    """Raise `ConfigError` for the first folder, host, variable or block that the policy rejects."""
-    if not policy.limited:
-        return
-    reach = Reach(policy)
-    source, prompt, output, engine = job.source, job.prompt, job.output, job.engine
-    for uri in source.uris if not source.catalog else ():
-        _check_source(reach, uri)
-    reach.catalog("source.catalog", source.catalog, writes=False)
-    reach.options("source.options", source.options)
-    _check_blocks(reach, job)
-    reach.private("source.web.allow_private", source.web.allow_private)
-    if source.media_root is not None:
-        reach.read("source.media_root", source.media_root)
-    reach.private("prompt.images.allow_private", prompt.images.allow_private)
-    template = prompt.chat_template
-    if template is not None and not is_template_text(template):
-        reach.read("prompt.chat_template", template)
-    schema = output.schema_model
-    if isinstance(schema, str) and not schema.lstrip().startswith("{") and not class_name(schema):
-        reach.read("output.schema_model", schema)
-    if engine.model != "demo":
-        reach.model("engine.model", engine.model)
-    for name, adapter in {"": engine.adapter, **engine.adapters}.items():
-        if adapter is not None:
-            reach.model(f"engine.adapters.{name}" if name else "engine.adapter", adapter)
-    reach.write("output.uri", output.uri)
-    reach.options("output.options", output.options)
-    if job.reuse is not None and job.reuse not in ("latest", "all"):
-        reach.read("reuse", job.reuse)
-    for target in output.publish:
-        _check_target(reach, target)
-    _check_cluster(reach, job)
-
-
-def _limited_reach() -> Reach | None:
+def limited_reach() -> Reach | None:
     """Return what a job may reach under the policy in force; None where that is everything."""
     policy = policy_in_force()
     return Reach(policy) if policy.limited else None
@@ -241,20 +202,20 @@ def _limited_reach() -> Reach | None:
 
 def check_run_place(uri: str) -> None:
     """Raise `ConfigError` if the policy in force does not allow work in this run directory."""
-    if reach := _limited_reach():
+    if reach := limited_reach():
         reach.write("run directory", uri)
 
 
 def check_output_place(uri: str, options: Mapping[str, object]) -> None:
     """Raise `ConfigError` if the policy in force does not allow writing to an output."""
-    if reach := _limited_reach():
+    if reach := limited_reach():
         reach.write("output.uri", uri)
         reach.options("output.options", options)
 
 
 def check_run_read(uri: str) -> None:
     """Raise `ConfigError` if the policy in force does not allow reading this run directory."""
-    if reach := _limited_reach():
+    if reach := limited_reach():
         reach.read("run directory", uri)
 
 
@@ -263,13 +224,13 @@ def check_store_options(field: str, options: Mapping[str, object]) -> None:
 
     They decide which host gets requests signed with this machine's credentials.
     """
-    if reach := _limited_reach():
+    if reach := limited_reach():
         reach.options(field, options)
 
 
 def check_links(uris: Sequence[str]) -> None:
     """Raise `ConfigError` for a listed file that a link takes out of the allowed folders."""
-    if reach := _limited_reach():
+    if reach := limited_reach():
         for uri in uris:
             if "://" not in uri and os.path.realpath(uri) != uri:
                 reach.read("source.uri", uri)
@@ -277,15 +238,9 @@ def check_links(uris: Sequence[str]) -> None:
 
 def check_table_files(uris: Iterable[str]) -> None:
     """Raise `ConfigError` for a file of a table that is outside the allowed folders."""
-    if reach := _limited_reach():
+    if reach := limited_reach():
         for uri in uris:
             reach.read("source.uri", uri)
-
-
-def check_blocks(job: BatchJob) -> None:
-    """Raise `ConfigError` for a saved Prefect block that the policy in force does not allow."""
-    if reach := _limited_reach():
-        _check_blocks(reach, job)
 
 
 def url_check(field: str) -> Callable[[str], None]:
@@ -293,7 +248,7 @@ def url_check(field: str) -> Callable[[str], None]:
 
     It keeps the present policy, whichever thread calls it.
     """
-    reach = _limited_reach()
+    reach = limited_reach()
 
     def check(url: str) -> None:
         if reach is not None:
@@ -304,7 +259,7 @@ def url_check(field: str) -> Callable[[str], None]:
 
 def check_server(field: str, url: str) -> None:
     """Raise `ConfigError` if the policy in force does not allow a job server or address."""
-    if reach := _limited_reach():
+    if reach := limited_reach():
         reach.connect_url(field, url if "://" in url else f"//{url}")
 
 
@@ -319,47 +274,6 @@ def database_file(url: str) -> str | None:
         if place.startswith("//"):
             place = "/" + place.removeprefix("//").partition("/")[2]
     return None if place in ("", ":memory:") else place
-
-
-def _check_source(reach: Reach, uri: str) -> None:
-    kind = format_of_scheme(scheme_of(uri))
-    if is_web(uri):
-        reach.connect_url("source.uri", uri)
-    elif kind == "huggingface":
-        reach.connect("source.uri", HUB_HOST)
-    elif kind == "sql":
-        reach.database("source.uri", uri, writes=False)
-    else:
-        reach.read("source.uri", uri)
-
-
-def _check_target(reach: Reach, target: PublishTarget) -> None:
-    field = f"output.publish.{target.label}"
-    for name in ("uri", "catalog", "options"):
-        reach.variables(f"{field}.{name}", getattr(target, name))
-    reach.options(f"{field}.options", target.options)
-    reach.catalog(f"{field}.catalog", target.catalog, writes=True)
-    if target.uri is None:
-        return
-    if target.format == "sql":
-        reach.database(f"{field}.uri", target.uri, writes=True)
-    else:
-        reach.write(f"{field}.uri", target.uri)
-
-
-def _check_blocks(reach: Reach, job: BatchJob) -> None:
-    reach.block("source.credentials_block", job.source.credentials_block)
-    reach.block("output.credentials_block", job.output.credentials_block)
-    reach.block("cluster.block", job.cluster.block)
-
-
-def _check_cluster(reach: Reach, job: BatchJob) -> None:
-    cluster = job.cluster
-    access = cluster.access_if_loaded
-    for address in {cluster.address, access and access.address} - {None, LOCAL, "auto"}:
-        reach.connect_url("cluster.address", f"//{address}")
-    for server in {cluster.job_server, access and access.job_server} - {None}:
-        reach.connect_url("cluster.job_server", str(server))
 
 
 def _is_place(warehouse: str, kind: object) -> bool:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.records import JsonObject, dump
-from prefect_raybatch.ledger.strict import STRICT, Number, read_json
+from prefect_raybatch.ledger.strict import Number, StrictRecord, read_json
 
 if TYPE_CHECKING:
     from prefect_raybatch.ledger.ledger import Ledger
@@ -23,13 +23,11 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Accepted:
+class Accepted(StrictRecord):
     """One fingerprint field that differs, with both values as text cut to 120 characters.
 
     `by` is user@host, `at` seconds since 1970.
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     field: str
     old: str

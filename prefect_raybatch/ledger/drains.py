@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -19,7 +19,7 @@ from prefect_raybatch.ledger.layout import DRAIN
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import dump
-from prefect_raybatch.ledger.strict import STRICT, Number, read_json
+from prefect_raybatch.ledger.strict import Number, StrictRecord, read_json
 from prefect_raybatch.storage import Store
 
 log = logging.getLogger(__name__)
@@ -28,13 +28,11 @@ DRAIN_LOOK = 2.0  # seconds between two looks of one process
 
 
 @dataclass(frozen=True)
-class Drain:
+class Drain(StrictRecord):
     """`_raybatch/drain.json`: the attempts that are to stop.
 
     `by` is user@host, `at` seconds since 1970.
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     attempts: tuple[str, ...]
     by: str

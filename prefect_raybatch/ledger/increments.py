@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -23,7 +23,7 @@ from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.ledger.record_texts import SomePositions
 from prefect_raybatch.ledger.records import JsonObject, Plan, digest, dump, load
-from prefect_raybatch.ledger.strict import STRICT, Count, Number, read_json
+from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_json
 from prefect_raybatch.storage import Store
 
 # Where a row's answer is: its row makes no request; among those taken over; among those asked for
@@ -34,10 +34,8 @@ OF_ROWS, OF_ASKS = "rows", "asks"  # the two ledgers of a run that reuses
 
 
 @dataclass(frozen=True)
-class RowCounts:
+class RowCounts(StrictRecord):
     """Rows of a run that reuses answers, by the source of their answers. `none` make no request."""
-
-    __pydantic_config__: ClassVar = STRICT
 
     reused: Count = 0
     merged: Count = 0
@@ -46,13 +44,11 @@ class RowCounts:
 
 
 @dataclass(frozen=True)
-class AnswerPart:
+class AnswerPart(StrictRecord):
     """A file of raw answers: its path in the run directory, and what proves that it is intact.
 
     `origin` is the run that asked, None where the file names it for each row.
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     path: str
     rows: Count
@@ -62,10 +58,8 @@ class AnswerPart:
 
 
 @dataclass(frozen=True)
-class TakenPrecision:
+class TakenPrecision(StrictRecord):
     """The engine arguments that run `by` (a run key) decided on, with its `min_agreement`."""
-
-    __pydantic_config__: ClassVar = STRICT
 
     decided: Mapping[str, str]
     min_agreement: Number
@@ -73,13 +67,11 @@ class TakenPrecision:
 
 
 @dataclass(frozen=True)
-class RowAnswers:
+class RowAnswers(StrictRecord):
     """A file of raw answers in the order of the run's rows.
 
     Its column `_row` has the row numbers, from `first` on.
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     path: str
     first: Count
@@ -89,10 +81,8 @@ class RowAnswers:
 
 
 @dataclass(frozen=True)
-class AnswersByRow:
+class AnswersByRow(StrictRecord):
     """The raw answers of all rows of a run in input order. `plan` is the hash of the run's plan."""
-
-    __pydantic_config__: ClassVar = STRICT
 
     plan: str
     files: tuple[RowAnswers, ...]
@@ -107,7 +97,7 @@ class AnswersByRow:
 
 
 @dataclass(frozen=True)
-class Increment:
+class Increment(StrictRecord):
     """`Plan.increment`. `ledger` is `rows` in the run itself and `asks` in the run of its asks.
 
     `context` is the hash of what all requests have in common, `parts` what went into it. `places`
@@ -118,8 +108,6 @@ class Increment:
     each ask, `rows` in all. `seconds` is the engine time of one earlier answer, None if unknown.
     `precision` is the earlier decision of a job with `try-fp8`.
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     ledger: str
     context: str
@@ -149,7 +137,7 @@ class Increment:
 
 
 @dataclass(frozen=True)
-class Answers:
+class Answers(StrictRecord):
     """The raw answers of a finished run, in order.
 
     They are reused and kept until `until` (seconds since 1970), or as long as the run if None;
@@ -157,8 +145,6 @@ class Answers:
     run measured it. `rejected` marks, by file path, the answers whose rows all failed; they are not
     reused. `checksum` is the SHA-256 of the record without it, None in a record that has none.
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     run_key: str
     plan: str

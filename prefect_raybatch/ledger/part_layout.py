@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import ClassVar
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -24,7 +23,7 @@ from prefect_raybatch.ledger.record_files import (
     read_table,
 )
 from prefect_raybatch.ledger.records import Plan, TableName, digest, dump
-from prefect_raybatch.ledger.strict import STRICT, Count, read_json
+from prefect_raybatch.ledger.strict import Count, StrictRecord, read_json
 
 # Numbers and checksums of a file's rows are held while it is written: about 40 bytes a row, and
 # 256 MiB of narrow rows (an id and a label) are a hundred million of them.
@@ -55,14 +54,12 @@ class PartSpan:
 
 
 @dataclass(frozen=True)
-class PartLayout:
+class PartLayout(StrictRecord):
     """`_raybatch/layout.json`.
 
     `schemas` are the columns of each kind without the row number, as Arrow IPC in base64. `table`
     names the table of the spans, with its hash.
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     plan: str
     rule: str

@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import ClassVar
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -27,7 +26,7 @@ from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.record_files import put_record_proved, read_record
 from prefect_raybatch.ledger.records import Part, Plan, dump
 from prefect_raybatch.ledger.row_numbers import RowNumbers
-from prefect_raybatch.ledger.strict import STRICT, Count, Number, read_json
+from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_json
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 
@@ -38,14 +37,12 @@ _PLACE = re.compile(rf"(?P<run>.+)/{PARTIAL_FOLDER}/(?P<name>_[0-9a-f]{{32}})/*\
 
 
 @dataclass(frozen=True)
-class MissingRows:
+class MissingRows(StrictRecord):
     """Rows that are in no file because they were not committed.
 
     Counts rows and shards, and lists the first `RANGES_TOLD` ranges of row numbers (first, last).
     `more` counts the ranges not listed.
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     rows: Count
     shards: Count
@@ -83,13 +80,11 @@ def _spans(pending: np.ndarray, shards: Shards, numbers: RowNumbers) -> Iterator
 
 
 @dataclass(frozen=True)
-class PartialResult:
+class PartialResult(StrictRecord):
     """`partial/_UUID/_PARTIAL.json`: what a partial result holds and what it lacks.
 
     `at` is when its commits were listed, in seconds since 1970; `by` is user@host.
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     warning: str
     name: str

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import ClassVar
 
 from pydantic import TypeAdapter
 
@@ -15,15 +14,13 @@ from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.layout import PRECISION
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import dump, with_checksum, without_checksum
-from prefect_raybatch.ledger.strict import STRICT, Count, Number, read_json
+from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_json
 from prefect_raybatch.storage import Store
 
 
 @dataclass(frozen=True)
-class Disagreement:
+class Disagreement(StrictRecord):
     """A row (its number in the input) with both answers, as texts cut to a length."""
-
-    __pydantic_config__: ClassVar = STRICT
 
     row: Count
     stored: str
@@ -31,15 +28,13 @@ class Disagreement:
 
 
 @dataclass(frozen=True)
-class PrecisionTry:
+class PrecisionTry(StrictRecord):
     """The outcome of trying the engine arguments `tried`.
 
     `agreed` of the `rows` rows asked both ways got the same answer, which shows with `confidence`
     that at least the share `bound` agrees. `disagreeing` are some of the others. `error` says why
     nothing could be compared. `seconds` includes the engine's start.
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     tried: Mapping[str, str]
     rows: Count
@@ -57,15 +52,13 @@ class PrecisionTry:
 
 
 @dataclass(frozen=True)
-class PrecisionNote:
+class PrecisionNote(StrictRecord):
     """The engine arguments that a run `decided` on; {} for the model as stored.
 
     `tries` were measured against `min_agreement`. `itself` is the share of the sample in which the
     stored model gave the same answer when asked again in another order. `seconds` is the time of
     the whole trial. `by` is the attempt that decided, or the run whose decision was reused.
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     decided: Mapping[str, str]
     min_agreement: Number

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import ClassVar
 
 from pydantic import TypeAdapter
 
@@ -15,19 +14,17 @@ from prefect_raybatch.ledger.record_files import (
     read_record,
 )
 from prefect_raybatch.ledger.records import dump
-from prefect_raybatch.ledger.strict import STRICT, Count, Number, read_json
+from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_json
 from prefect_raybatch.storage import Store
 
 
 @dataclass(frozen=True)
-class Published:
+class Published(StrictRecord):
     """A target that has the rows of the run with this plan.
 
     `version` is the table's, in the terms of its format; "" if it has none. `at` is in seconds
     since 1970.
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     target: str
     format: str

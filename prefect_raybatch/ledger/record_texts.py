@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, FailFast, Field, GetCoreSchemaHandler, TypeAdapter
 from pydantic_core import PydanticCustomError, core_schema
@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError, core_schema
 from prefect_raybatch.ledger.failures import Failures
 from prefect_raybatch.ledger.positions import MOST_POSITIONS, PositionsText
 from prefect_raybatch.ledger.stats import ShardStats
-from prefect_raybatch.ledger.strict import AS_BITMAP, AS_RANGES, STRICT, Count, Number
+from prefect_raybatch.ledger.strict import AS_BITMAP, AS_RANGES, Count, Number, StrictRecord
 
 PieceKind = Literal["data", "quarantine"]
 
@@ -49,10 +49,8 @@ SomePositions = Annotated[PositionsText, _RangesOrBitmap()]
 
 
 @dataclass(frozen=True)
-class PieceText:
+class PieceText(StrictRecord):
     """A piece in JSON. `positions` None: all that the record has of its kind."""
-
-    __pydantic_config__: ClassVar = STRICT
 
     path: PieceName
     kind: PieceKind
@@ -66,9 +64,7 @@ PieceTexts = Annotated[tuple[PieceText, ...], FailFast()]
 
 
 @dataclass(frozen=True)
-class ReceiptText:
-    __pydantic_config__: ClassVar = STRICT
-
+class ReceiptText(StrictRecord):
     shard: Count
     attempt: str
     good: SomePositions
@@ -85,9 +81,7 @@ class ReceiptText:
 
 
 @dataclass(frozen=True)
-class CommitText:
-    __pydantic_config__: ClassVar = STRICT
-
+class CommitText(StrictRecord):
     shard: Count
     attempt: str
     token: str

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, TypeAdapter
 from pydantic_core import PydanticCustomError
@@ -26,7 +26,7 @@ from prefect_raybatch.ledger.positions import (
 )
 from prefect_raybatch.ledger.record_texts import COMMIT_TEXT, RECEIPT_TEXT, PieceKind
 from prefect_raybatch.ledger.stats import ShardStats
-from prefect_raybatch.ledger.strict import STRICT, Count, Number, read_json
+from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_json
 
 JsonObject = Mapping[str, Any]
 """A JSON object in a record whose fields another room defines."""
@@ -189,7 +189,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(StrictRecord):
     """What a run is: input, shards and the job's fingerprint. Written once, never changed.
 
     `shards_table` and `files_table` name Parquet files under `_raybatch/` with their hash in the
@@ -207,8 +207,6 @@ class Plan:
     is the run that this one continues: {run_key, plan}, with the plan's hash; `night` is when the
     first of such runs was planned.
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     run_key: str
     job_name: str
@@ -398,14 +396,12 @@ class Commit:
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(StrictRecord):
     """A file of the result; `path` is relative to the run directory.
 
     `first` and `last` are the row numbers at its ends, `sums` the SHA-256 of its row checksums;
     None while only the file itself is written. `etag` is that of the checked file, None on a disk.
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     path: str
     rows: Count

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import from_json
@@ -32,6 +32,12 @@ AS_RANGES, AS_BITMAP = "ranges", "bitmap"  # the two ways in which positions are
 _BRANCHES = {"int", "float", "constrained-int", "constrained-float"}  # of Number, in a location
 MOST_KEYS = 20_000  # of a record that are no fields of ours: each costs memory that it is told of
 _KEY = re.compile(rb'"([^"]*)"\s*:')
+
+
+class StrictRecord:
+    """Base of the dataclasses that records are read as: only with their fields and types."""
+
+    __pydantic_config__: ClassVar = STRICT
 
 
 def read_json(adapter: TypeAdapter[Checked], data: bytes | str, what: str) -> Checked:

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
 from prefect_raybatch.job.counted_fields import FREE_ENGINE_ARGUMENTS
-from prefect_raybatch.job.precision import TRY_FP8
+from prefect_raybatch.job.engine import TRY_FP8
 from prefect_raybatch.job.secrets import hide_argument
 from prefect_raybatch.ledger.records import JsonObject, Unit
 from prefect_raybatch.model import adapters

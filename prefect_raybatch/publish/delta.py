@@ -58,10 +58,6 @@ class DeltaSink(FolderSink):
     def check_names(self, names: Sequence[str]) -> None:
         self.refuse_alike(names, str.lower)
 
-    def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
-        if there is None:
-            self.rehearse_in_folder(wanted)
-
     def publish(self, rows: AnsweredRows, observe: Observe) -> str:
         from deltalake.exceptions import CommitFailedError
 

@@ -43,10 +43,6 @@ class LanceSink(FolderSink):
                 )
         return super().fit(wanted, there, whole)
 
-    def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
-        if there is None:
-            self.rehearse_in_folder(wanted)
-
     def refused(self, error: Exception) -> str | None:
         refused = isinstance(error, (ValueError, TypeError)) or _REFUSED.search(str(error))
         return "the dataset rejects the rows" if refused else None

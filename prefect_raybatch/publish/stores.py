@@ -32,8 +32,10 @@ class FolderSink(Sink):
         if not is_remote(self.uri):
             self.need_writable(self.uri)
 
-    def rehearse_in_folder(self, wanted: pa.Schema) -> None:
+    def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
         """Create the empty table in a temporary folder, which shows rejected names and types."""
+        if there is not None:
+            return
         with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
             changed: dict[str, Any] = {"uri": f"{folder}/table", "options": {}}
             for names in ("key", "partition_by"):  # of a result whose columns are not all known

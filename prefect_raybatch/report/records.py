@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
@@ -15,7 +15,7 @@ from prefect_raybatch.ledger.precision import PrecisionNote
 from prefect_raybatch.ledger.published import Published
 from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import Part, dump, with_checksum, without_checksum
-from prefect_raybatch.ledger.strict import STRICT, Number, read_json
+from prefect_raybatch.ledger.strict import Number, StrictRecord, read_json
 from prefect_raybatch.result_reader import FinishedRows
 from prefect_raybatch.storage import Store
 
@@ -25,15 +25,13 @@ Cell = Annotated[tuple[int, ...], Field(min_length=4, max_length=4)]
 
 
 @dataclass(frozen=True)
-class StageStats:
+class StageStats(StrictRecord):
     """One stage over the whole run.
 
     `seconds` are summed over its tasks; `balance` is the mean task time divided by the longest (1
     is even); `busiest` is the rows of the busiest engine (or node, for finish) divided by the mean.
     Unknown values are None.
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     name: str
     tasks: int
@@ -47,13 +45,11 @@ class StageStats:
 
 
 @dataclass(frozen=True)
-class WorkerStats:
+class WorkerStats(StrictRecord):
     """An engine actor (HOST:PID) and its work; `seconds` are summed over concurrent shards.
 
     A report lists the engines of the attempt that processed most rows.
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     name: str
     shards: int
@@ -63,10 +59,8 @@ class WorkerStats:
 
 
 @dataclass(frozen=True)
-class NodeStats:
+class NodeStats(StrictRecord):
     """A node with engines; `figures` holds the known ones of MEANS and PEAKS."""
-
-    __pydantic_config__: ClassVar = STRICT
 
     name: str
     engines: int
@@ -76,15 +70,13 @@ class NodeStats:
 
 
 @dataclass(frozen=True)
-class Charts:
+class Charts(StrictRecord):
     """The data of the plots, of bounded size for any run.
 
     throughput: (seconds of work, rows/s, prompt tokens/s, output tokens/s) at the end of each of up
     to 120 equal spans. durations: {stage: (p5, p25, median, p75, p95, longest)} in seconds. cells:
     (shards, committed, failed rows, committed rows) of up to 2,000 equal runs of shards, in order.
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     throughput: Annotated[tuple[Point, ...], Field(max_length=1000)] = ()
     durations: Annotated[Mapping[str, Quantiles], Field(max_length=20)] = field(
@@ -94,13 +86,11 @@ class Charts:
 
 
 @dataclass(frozen=True)
-class StartTimes:
+class StartTimes(StrictRecord):
     """The `seconds` of each phase of an attempt up to its first commit, in order.
 
     Phases of engines are those of the slowest engine.
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     attempt: str
     engines: int
@@ -108,10 +98,8 @@ class StartTimes:
 
 
 @dataclass(frozen=True)
-class Advice:
+class Advice(StrictRecord):
     """Advice from a run's own figures: the problem, the evidence, and the one change to make."""
-
-    __pydantic_config__: ClassVar = STRICT
 
     about: str
     evidence: str
@@ -119,13 +107,11 @@ class Advice:
 
 
 @dataclass(frozen=True)
-class RunReport(FinishedRows):
+class RunReport(FinishedRows, StrictRecord):
     """The report of a run; the JSON of report.json. Times are in seconds, rates in rows per second.
 
     Its rows are read from the run directory on demand.
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     run: str
     run_key: str

@@ -19,6 +19,7 @@ from prefect_raybatch.ledger.records import Commit
 from prefect_raybatch.ledger.stats import ShardStats, StatsFold
 from prefect_raybatch.report.records import NodeStats, StageStats, WorkerStats
 
+RECENT = 120.0  # seconds of which the rate of an active run is the mean
 STAGE_SECONDS = tuple((name, f"{name}_s") for name in ("read", "prepare", "engine", "finish"))
 WORKERS_SHOWN = 64  # engines and nodes that a report names; the others are one line
 CODES = 16  # versions of the package's code that are counted separately
@@ -173,11 +174,11 @@ class Tally:
         seconds = covered(np.maximum(started[later], first), ended[later])
         return float(rows.sum() - rows[earliest]) / seconds if seconds else 0.0
 
-    def recent_rate(self, window: float = 120.0) -> float:
-        """Return rows per second of the shards that ended in the last `window` seconds, or 0."""
+    def recent_rate(self) -> float:
+        """Return rows per second of the shards that ended in the last two minutes, or 0."""
         now = time.time()
         started, ended, rows = self.series.times()
-        recent = now - ended < window
+        recent = now - ended < RECENT
         if not recent.any():
             return 0.0
         return float(rows[recent].sum()) / max(now - float(started[recent].min()), 1e-6)

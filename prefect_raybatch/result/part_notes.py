@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import ClassVar
 
 from pydantic import TypeAdapter
 
@@ -24,7 +23,7 @@ from prefect_raybatch.ledger.layout import (
 from prefect_raybatch.ledger.part_layout import PartSpan
 from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import Part, dump
-from prefect_raybatch.ledger.strict import STRICT, Count, read_json
+from prefect_raybatch.ledger.strict import Count, StrictRecord, read_json
 from prefect_raybatch.storage import FileInfo, Store, read_ahead
 
 log = logging.getLogger(__name__)
@@ -33,10 +32,8 @@ READ_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
-class FileSeen:
+class FileSeen(StrictRecord):
     """Identity of a file in a listing: the ETag on S3, modification time and inode on a disk."""
-
-    __pydantic_config__: ClassVar = STRICT
 
     size: Count
     etag: str | None
@@ -49,14 +46,12 @@ class FileSeen:
 
 
 @dataclass(frozen=True)
-class PartNote:
+class PartNote(StrictRecord):
     """Records that `part` was written and verified.
 
     `layout` is the table of its layout; `file` and `sums` identify the file and its row checksums
     as they were then.
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     layout: str
     kind: str

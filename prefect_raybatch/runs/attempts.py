@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from prefect_raybatch.errors import ConfigError, JobStopped, PlanMismatch, RayBatchError, RunDrained
 from prefect_raybatch.installed import code_version
 from prefect_raybatch.job.checks import NAME, check_run_key, check_uri
-from prefect_raybatch.job.run_words import date_of_key, filled_uri, today
+from prefect_raybatch.job.run_words import date_of_key, fill_words, today
 from prefect_raybatch.job.secrets import MASK, hide_users
 from prefect_raybatch.job.trusted_places import check_output_place, check_run_place
 from prefect_raybatch.ledger.last_attempt import (
@@ -143,7 +143,7 @@ def record_bad_job(
     uris = [inputs] if isinstance(inputs, str) else inputs if isinstance(inputs, list) else []
     try:
         key = run_key if run_key and NAME.match(run_key) else key_for_start(name, scheduled)
-        place = filled_uri(check_uri(uri), key, run_date or date_of_key(key) or today())
+        place = fill_words(check_uri(uri), key, run_date or date_of_key(key) or today())
         given = dict(options) if isinstance(options, Mapping) and options else None
         check_output_place(place, given or {})
         texts = [one for one in uris if isinstance(one, str)]

@@ -111,7 +111,7 @@ def run_dates(
     stop_on_failure: bool,
     observe: Callable[[DatedRun], None],
 ) -> list[DatedRun]:
-    """Run the incomplete dates on one cluster; see `api.backfill.backfill`."""
+    """Run the incomplete dates on one cluster; see `api.backfill`."""
     latest = {run.date: run for run in runs}
     context = copy_context()  # of before the cluster is held: runs within a run are refused
     failed = threading.Event()

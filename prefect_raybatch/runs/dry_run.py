@@ -133,7 +133,10 @@ def dry_run_resolved(
         publish=publish,
         types=tuple(str(found.schema.field(name).type) for name in found.schema.names),
         reuse=reuse,
-        cost=estimate(spec, fitted.capacity, rows if reuse is None else reuse.counts.asked),
+        cost=estimate(
+            *(spec.cluster, spec.sizes, spec.output, spec.limits.max_cost, fitted.capacity),
+            rows if reuse is None else reuse.counts.asked,
+        ),
         rows_guessed=found.guessed,
     )
 

@@ -9,8 +9,10 @@ from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.listing import COMPLETED, list_runs
 from prefect_raybatch.sizing.prices import gpu_price
 from prefect_raybatch.sizing.sizes import Capacity
+from prefect_raybatch.spec.cluster import ClusterSpec
 from prefect_raybatch.spec.options import StoreOptions
-from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.result import OutputSpec
+from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.words import counted, money
 
@@ -42,29 +44,38 @@ class CostEstimate:
         )
 
 
-def estimate(spec: RunSpec, have: Capacity, rows: int) -> CostEstimate | None:
-    """Return the estimated cost of asking `rows` rows; None without prices. Never raises."""
-    if not spec.cluster.prices:
+def estimate(
+    cluster: ClusterSpec,
+    sizes: SizeSpec,
+    output: OutputSpec,
+    most: float | None,
+    have: Capacity,
+    rows: int,
+) -> CostEstimate | None:
+    """Return the estimated cost of asking `rows` rows; None without prices. Never raises.
+
+    `most` is limits.max_cost.
+    """
+    if not cluster.prices:
         return None
-    if spec.sizes.device_for(have.gpus) == "cpu":
+    if sizes.device_for(have.gpus) == "cpu":
         none = "the engines use no GPU"
-        text = f"limits.max_cost has no effect: {none}" if spec.limits.max_cost else None
+        text = f"limits.max_cost has no effect: {none}" if most else None
         return CostEstimate(rows, why=none, warning=text)
-    price = gpu_price(spec.cluster, have)
+    price = gpu_price(cluster, have)
     if price.hour is None:
         return CostEstimate(rows, why=price.why)
     try:
-        known = _last_known(spec.output.uri, spec.output.options, spec.name)
+        known = _last_known(output.uri, output.options, cluster.name)
     except RayBatchError as error:
         return CostEstimate(rows, why=f"earlier runs cannot be read: {error}")
     if known is None:
         return CostEstimate(rows, why="no earlier run of this job has recorded its GPU-hours")
     by, hours_a_row = known
     hours = rows * hours_a_row
-    currency = spec.cluster.prices.currency
+    currency = cluster.prices.currency
     cost = round(hours * price.hour, 6)
     found = CostEstimate(rows, cost, round(hours, 6), by, currency=currency)
-    most = spec.limits.max_cost
     if most is None or hours * price.hour <= most:
         return found
     limit = f"limits.max_cost {money(most, currency)}"

@@ -48,13 +48,14 @@ from prefect_raybatch.runs.earlier import (
 )
 from prefect_raybatch.runs.precision import taken_precision
 from prefect_raybatch.source import Inventory, snapshot_tables
+from prefect_raybatch.spec.engine import EngineSpec
 from prefect_raybatch.spec.run import ReuseSpec, RunSpec
 from prefect_raybatch.stages.raw_answers import NUMBER, ORIGIN, POOLED, RAW
 from prefect_raybatch.stages.request_key import Keying
 from prefect_raybatch.storage import Store, open_store
 
 if TYPE_CHECKING:
-    from prefect_raybatch.runs.new_plan import RunInput
+    from prefect_raybatch.runs.plan_run import RunInput
 
 log = logging.getLogger(__name__)
 ANSWERS_A_FILE = 1 << 18  # answers in a file of those taken over
@@ -128,7 +129,7 @@ def worked_out(
     """
     model = resolved.with_adapters()
     keying, parts = keying_of(spec, model)
-    ordered = in_order and _in_prompt_order(spec, sum(file.rows for file in found.files))
+    ordered = in_order and _in_prompt_order(spec.engine, sum(file.rows for file in found.files))
     rows = RowKeys.of(spec, model, found, store, keying, ordered)
     skipped = set() if skipped is None else skipped
 
@@ -170,10 +171,10 @@ def _begun_join(
             return known, join
 
 
-def _in_prompt_order(spec: RunSpec, rows: int) -> bool:
+def _in_prompt_order(engine: EngineSpec, rows: int) -> bool:
     """Return whether requests of this run with a common prefix are asked one after the other."""
-    pools = spec.engine.model.pools  # from one pass over each text: encoders keep no cache
-    return spec.engine.sort and rows <= MOST_ORDERED and not pools
+    pools = engine.model.pools  # from one pass over each text: encoders keep no cache
+    return engine.sort and rows <= MOST_ORDERED and not pools
 
 
 def planned(

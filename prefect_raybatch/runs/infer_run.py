@@ -1,23 +1,49 @@
-"""Reads, infers and commits the pending shards of a run."""
+"""Reads, infers and commits the pending shards of a run, in an attempt for each of its phases.
+
+A run that reuses answers has two phases: the requests that it asks first, and its rows.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import threading
+import uuid
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.driver.cost import Spent, check_cost, spent_on
+from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.ledger.accepted import accepted_note
+from prefect_raybatch.ledger.drains import Draining
+from prefect_raybatch.ledger.increments import (
+    OF_ROWS,
+    Increment,
+    begin_asks,
+    increment_of,
+    waiting_rows,
+)
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Plan
-from prefect_raybatch.runs.attempt import Attempt, JoinedCluster
-from prefect_raybatch.runs.phases import Phase, begin_phases
-from prefect_raybatch.runs.run import Run
+from prefect_raybatch.runs.attempts import AttemptLog, about_process, compare_code
+from prefect_raybatch.runs.costs import meter_for
+from prefect_raybatch.runs.precision import decided_precision
+from prefect_raybatch.runs.run import Run, run_of
 from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.sizes import SizeSpec
 
 if TYPE_CHECKING:
-    from prefect_raybatch.driver.driver import OtherLedger, Progress
+    from prefect_raybatch.cluster.pipeline import Pipeline
+    from prefect_raybatch.cluster.sharing import User
+    from prefect_raybatch.cluster.warm import WarmKind
+    from prefect_raybatch.driver.driver import OtherLedger, Progress, RunPass
+    from prefect_raybatch.driver.monitor import Monitor
+    from prefect_raybatch.sizing.sizes import Capacity, Sizing
 
 log = logging.getLogger(__name__)
 
@@ -87,3 +113,291 @@ def infer_phase(
         attempt.decide(joined)
         pipeline = attempt.pipeline(stack, joined)
         return attempt.run(pipeline, joined.user)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of a run: what it does, and its ledger with the plan and its shards.
+
+    `increment` is the plan's record of reuse, None for an ordinary run.
+    """
+
+    spec: RunSpec
+    run: Run
+    ledger: Ledger
+    plan: Plan
+    shards: Shards
+    increment: Increment | None
+
+    @property
+    def looks_up(self) -> bool:
+        """Return whether every answer of this phase exists already, so that it needs no engine."""
+        return self.increment is not None and self.increment.ledger == OF_ROWS
+
+    @property
+    def sizes(self) -> SizeSpec:
+        """Return what the phase's sizes follow from: without engines where it only looks up."""
+        return self.spec.sizes.without_engine() if self.looks_up else self.spec.sizes
+
+    @property
+    def finished(self) -> bool:
+        """Return whether the phase's result is written."""
+        return self.ledger.finished(self.plan) is not None
+
+    @property
+    def extent(self) -> OtherLedger:
+        """Return the size of this phase, as the progress of the run's other phase shows it."""
+        from prefect_raybatch.driver.driver import OtherLedger
+
+        return OtherLedger(self.plan.rows, self.plan.shards)
+
+
+def begin_phases(
+    spec: RunSpec, run: Run, ledger: Ledger, plan: Plan, shards: Shards
+) -> tuple[Phase | None, Phase]:
+    """Return the requests phase of a run and its rows phase.
+
+    The first is None if the run has no requests to ask or is finished. Writes the plan of the
+    requests phase unless it exists.
+    """
+    increment = increment_of(plan)
+    own = plan if run.model is None else plan.with_model(run.model)
+    rows = Phase(spec, run, ledger, own, shards, increment)
+    if increment is None or rows.finished:
+        return None, rows
+    begun = begin_asks(ledger.store, increment)
+    if begun is None:
+        return None, rows
+    from prefect_raybatch.runs.increment import asks_of
+
+    asks, asked = begun
+    part = replace(run_of(asks.store, asked, asks), probed=run.probed)
+    return Phase(asks_of(spec), part, asks, asked, asks.shards(asked), increment_of(asked)), rows
+
+
+@dataclass(frozen=True)
+class JoinedCluster:
+    """The cluster that a phase runs on: this run as a user of it, and its capacity."""
+
+    user: User
+    capacity: Capacity
+
+
+class Attempt:
+    """One attempt at a phase: its log, monitor and driver, and the steps to its pipeline."""
+
+    def __init__(
+        self, phase: Phase, observe: Callable[[Progress], None], engine: type | None = None
+    ) -> None:
+        """Store the arguments; `engine` replaces the engine stage in tests."""
+        from prefect_raybatch.driver.driver import Driver
+        from prefect_raybatch.driver.monitor import Monitor
+
+        self.phase, self.engine = phase, engine
+        plan, ledger, limits = phase.plan, phase.ledger, phase.spec.limits
+        self.name = uuid.uuid4().hex
+        self.log = AttemptLog(
+            ledger, self.name, {**about_process(plan), **accepted_note(phase.run.accepted)}
+        )
+        self.monitor = Monitor(
+            self.name, plan, ledger.store, limits, observe, on_started=self.log.note_start
+        )
+        waiting = None
+        if phase.increment is not None:
+            waiting = waiting_rows(ledger, phase.increment, phase.shards)
+        self.driver = Driver(
+            plan,
+            phase.shards,
+            ledger,
+            limits,
+            self.monitor,
+            self.log.note_stop,
+            waiting,
+            Draining(ledger.store, self.name).look,
+        )
+        self.spent = Spent()
+
+    def resume(self, before: OtherLedger | None, later: OtherLedger | None) -> bool:
+        """Count what is committed; return whether anything is pending.
+
+        `before` and `later` are the run's other phase, which the progress counts.
+        """
+        progress = self.driver.progress
+        progress.before = before or progress.before
+        progress.later = later or progress.later
+        self.driver.resume()
+        return not self.driver.done.all()
+
+    @property
+    def committed(self) -> int:
+        return int(self.driver.done.sum())
+
+    def _check_cost(self, cost: float | None) -> None:
+        spec, shards = self.phase.spec, self.phase.plan.shards
+        check_cost(spec.limits, cost, shards, self.committed, spec.cluster.prices.currency)
+
+    def check(self) -> None:
+        """Run preflight checks, then record the attempt."""
+        phase = self.phase
+        self.spent = spent_on(phase.ledger, phase.plan)
+        self._check_cost(self.spent.at(None))
+        self.monitor(self.driver.progress)
+        if not phase.run.probed:  # an earlier command made the plan, and the store may differ now
+            phase.ledger.store.probe()
+        self.log.note()
+        compare_code(phase.ledger.store)
+
+    def join(self, stack: ExitStack, joined: JoinedCluster | None) -> JoinedCluster:
+        """Return the cluster, joined until `stack` closes unless it is `joined` already.
+
+        From then on heartbeats tell how the attempt stands.
+        """
+        from prefect_raybatch.cluster import connect as cluster
+        from prefect_raybatch.cluster.raylet import raylet_watch
+        from prefect_raybatch.cluster.sharing import User
+
+        user = joined.user if joined is not None else User(self.phase.spec.name)
+        user.waits = self.monitor.held
+        stack.enter_context(self.monitor)
+        if joined is None:
+            capacity = stack.enter_context(cluster.connected(self.phase.spec.cluster, user))
+            joined = JoinedCluster(user, capacity)
+        self.monitor.joined(cluster.dashboard_url(), cluster.leaving, raylet_watch())
+        return joined
+
+    def decide(self, joined: JoinedCluster) -> None:
+        """Settle what must be known before the first row: its answer's place, or the precision."""
+        if self.phase.looks_up:
+            self._place_answers(joined.user)
+        elif self.phase.spec.engine.tries:
+            spec = self.phase.spec.decide(precision=self._precision(joined))
+            self.phase = replace(self.phase, spec=spec)
+
+    def _place_answers(self, user: User) -> None:
+        """Record where the answer of each row is."""
+        from prefect_raybatch.cluster.lookups import known_answers
+        from prefect_raybatch.runs.answers_by_row import place_answers
+
+        phase, store = self.phase, self.phase.ledger.store
+        if phase.increment is not None:
+            known = known_answers(phase.spec.engine.model.pools, phase.increment, store)
+            place_answers(store, phase.plan, phase.increment, known, user.waits)
+
+    def _precision(self, joined: JoinedCluster) -> Mapping[str, str]:
+        """Return the engine arguments of the precision that the run uses.
+
+        If it has not decided yet, engines of each precision answer a sample of the rows first.
+        """
+        phase, spec = self.phase, self.phase.spec
+        stored = sized.for_attempt(spec.sizes, phase.plan, joined.capacity)
+        self.monitor.meter = meter_for(
+            spec.cluster, spec.limits, joined.capacity, stored.pool, self.spent
+        )
+        return decided_precision(
+            spec,
+            phase.plan,
+            phase.shards,
+            phase.ledger,
+            joined.capacity,
+            joined.user,
+            self.name,
+            self.engine,
+            self.monitor.meter,
+            partial(_halted, joined.user, self.monitor),
+        )
+
+    def pipeline(self, stack: ExitStack, joined: JoinedCluster) -> Pipeline:
+        """Return the stages with their sizes, once the cluster has room for them.
+
+        `stack` holds the room until it closes.
+        """
+        from prefect_raybatch.cluster import connect as cluster
+        from prefect_raybatch.cluster.early import engines_begun
+        from prefect_raybatch.cluster.pipeline import Pipeline
+        from prefect_raybatch.stages.engine import EngineStage
+
+        phase, spec, capacity = self.phase, self.phase.spec, joined.capacity
+        engine = self.engine or EngineStage
+        size, kind = self._sizes(capacity, engine)
+        cluster.check_fit(phase.sizes, capacity, size.pool)
+        early = engines_begun(kind, size.pool.engines_for(phase.plan.shards - self.committed)[0])
+        meter = meter_for(spec.cluster, spec.limits, capacity, size.pool, self.spent)
+        self.monitor.meter = meter.after(self.monitor.meter, early.gpu_seconds)
+        self._check_cost(self.monitor.meter.whole)
+        lease = cluster.admitted(phase.sizes, capacity, size.pool, joined.user, kind)
+        warm = stack.enter_context(lease)
+        if phase.increment is not None and not phase.looks_up:  # the report derives savings from it
+            self.log.note(gpus=size.pool.gpus[1])
+        pipeline = Pipeline(
+            spec,
+            phase.plan,
+            phase.shards,
+            phase.ledger.store,
+            self.name,
+            size,
+            # Another attempt may be alive. Ours is noted before we look, so that of two that start
+            # at the same moment one at least sees the other.
+            shuffle=self.name if len(phase.ledger.attempts()) > 1 else None,
+            engine=engine,
+            on_pass=self.monitor.pass_began,
+            warm=warm,
+            early=early.name,
+        )
+        self.monitor.watch(pipeline)
+        stack.callback(pipeline.forget)
+        stack.callback(self.monitor.note_start)
+        stack.callback(self.monitor.look_at_deaths)
+        return pipeline
+
+    def run(self, pipeline: Pipeline, user: User) -> Progress:
+        """Send the pending shards through the pipeline; return the progress at the end."""
+        run_pass = _interruptible(pipeline, self.monitor, user, self.phase.spec.limits)
+        suspects = pipeline.size.pool.engines * (1 + pipeline.size.concurrent)
+        return self.driver.run(run_pass, pipeline.quarantine, suspects)
+
+    def _sizes(self, capacity: Capacity, engine: type) -> tuple[Sizing, WarmKind | None]:
+        """Return the sizes of this attempt, and the kind of engine by which running ones are found.
+
+        The kind is None for a phase without engines. Prefers running engines that are similar
+        enough.
+        """
+        from prefect_raybatch.cluster import connect as cluster
+        from prefect_raybatch.cluster.near import nearest_up
+        from prefect_raybatch.cluster.pipeline import warm_kind_of
+
+        phase, plan = self.phase, self.phase.plan
+
+        def size_of(asked: SizeSpec) -> Sizing:
+            return sized.for_attempt(asked, plan, capacity)
+
+        def kind_of(size: Sizing) -> WarmKind | None:
+            return warm_kind_of(phase.spec, plan.model, size, engine)
+
+        if phase.looks_up:
+            return size_of(phase.sizes), None
+        up = cluster.SHARED.warm.kinds
+        size, kind = nearest_up(phase.sizes, size_of, size_of(phase.sizes), kind_of, up)
+        for warning in size.warnings:
+            log.warning(warning)
+        return size, kind
+
+
+def _interruptible(pipeline: Pipeline, monitor: Monitor, user: User, limits: Limits) -> RunPass:
+    """Return the pass such that a stall or its costs can end it.
+
+    A signal to the main thread also ends a run in another thread, in which it is not raised.
+    """
+    from prefect_raybatch.driver.stall import interruptible
+
+    # A nightly run that nobody watches needs `fail_on_stall`: Ray waits for ever for room in a
+    # cluster, which neither `hang_seconds` (engines) nor `function_seconds` (functions) sees.
+    may_end = limits.fail_on_stall or limits.max_cost is not None
+    if may_end or threading.current_thread() is not threading.main_thread():
+        halted = partial(_halted, user, monitor)
+        return interruptible(pipeline, lambda: monitor.failure, pipeline.stop, halted)
+    return pipeline
+
+
+def _halted(user: User, monitor: Monitor) -> RayBatchError | None:
+    """Return why the run must stop now; None to continue."""
+    return user.halted() or monitor.spent

@@ -62,12 +62,12 @@ class RunLine:
         return not self.has_plan
 
 
-def need_output(output: str, options: StoreOptions | None = None) -> None:
+def need_output(output: str) -> None:
     """Raise `NoSuchRun` if `output` is no folder of runs: missing, a file, or itself a run.
 
     An empty folder is accepted.
     """
-    root = open_store(output, dict(options) if options else None)
+    root = open_store(output)
     if not is_remote(root.uri) and os.path.isfile(root.uri):
         raise NoSuchRun(f"{output} is a file. Name the folder of the runs, the job's output.uri.")
     if not (_holds_anything(root) if is_remote(root.uri) else os.path.isdir(root.uri)):

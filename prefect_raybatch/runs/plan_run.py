@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prefect_raybatch.compile.job import cluster_spec, compile_job, read_spec
+from prefect_raybatch.cluster import sizes as sized
+from prefect_raybatch.compile.job import cluster_spec, compile_job, public_job, read_spec
 from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.ray_cluster import check_made_cluster
@@ -18,17 +19,19 @@ from prefect_raybatch.ledger import increments
 from prefect_raybatch.ledger.accepted import Accepted
 from prefect_raybatch.ledger.forks import follow_forks
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.records import JsonObject, Plan
 from prefect_raybatch.model import chat_template
 from prefect_raybatch.model import check as model_check
 from prefect_raybatch.model.pinned import PinnedModel
+from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.accepting import check_acceptable, of_model
+from prefect_raybatch.plan.plan import make_plan
+from prefect_raybatch.plan.prefix_order import MOST_ORDERED
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.runs.attempts import note_planner
 from prefect_raybatch.runs.estimate import estimate
-from prefect_raybatch.runs.new_plan import RunInput, new_plan
 from prefect_raybatch.runs.run import Run, run_of, who
 from prefect_raybatch.sizing.agreement import trial_rows
 from prefect_raybatch.sizing.sizes import assumed
@@ -40,6 +43,8 @@ from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
     import ray.data
+
+    from prefect_raybatch.source import Inventory
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +222,7 @@ def _write_plan(
     found = taken.found
     spec = compile_job(resolved.job, found.schema.names)
     planning.check_against_schema(spec, found.schema)
-    _check_rows(spec, taken.rows)
+    _check_rows(spec.limits.min_rows, spec.read.most_rows, taken.rows)
     trial_rows(spec.engine.tries, spec.limits.min_agreement, taken.rows)
     if note := planning.alike_note(spec):
         log.warning("%s", note)
@@ -241,9 +246,8 @@ def _write_plan(
     return made
 
 
-def _check_rows(spec: RunSpec, rows: int) -> None:
+def _check_rows(least: int | None, limit: int | None, rows: int) -> None:
     """Raise `SourceError` if the input has fewer rows than the job expects."""
-    least, limit = spec.limits.min_rows, spec.read.most_rows
     if least is None or rows >= least or (limit is not None and rows >= limit):
         return
     raise SourceError(
@@ -284,6 +288,94 @@ def _warn_of_cost(spec: RunSpec, plan: Plan) -> None:
 
     increment = increments.increment_of(plan)
     rows = plan.rows if increment is None else increment.counts.asked
-    found = estimate(spec, cluster.glance(spec.cluster) or assumed(spec.sizes), rows)
+    have = cluster.glance(spec.cluster) or assumed(spec.sizes)
+    found = estimate(spec.cluster, spec.sizes, spec.output, spec.limits.max_cost, have, rows)
     if found is not None and found.warning:
         log.warning("%s", found.warning)
+
+
+@dataclass(frozen=True)
+class RunInput:
+    """The input of a new run.
+
+    `store` is rooted at the run directory; `copied`: the files are a copy there, made by `attempt`.
+    """
+
+    found: Inventory
+    store: Store
+    attempt: str
+    copied: bool
+
+    @property
+    def rows(self) -> int:
+        return sum(file.rows for file in self.found.files)
+
+    @property
+    def snapshot(self) -> Store | None:
+        """Return the store that holds the files if they are a copy, else None."""
+        return self.store if self.copied else None
+
+
+def new_plan(
+    resolved: Resolved,
+    spec: RunSpec,
+    run_key: str,
+    taken: RunInput,
+    context: JsonObject | None = None,
+    numbers: bytes | None = None,
+    earlier: bool = True,
+) -> tuple[Plan, dict[str, bytes]]:
+    """Return the plan of a new run that does `spec`, and the tables that the plan names.
+
+    Neither is written; only the files of a run that reuses answers are. `context` records what an
+    automatic context length resolved to, `numbers` the row numbers of a run that retries failed
+    rows. Without `earlier`, no answers of earlier runs are reused.
+    """
+    found = taken.found
+    return make_plan(
+        spec,
+        resolved.identity,
+        resolved.with_adapters(),
+        public_job(resolved.job, spec.finish),
+        run_key,
+        found.files,
+        found.schema,
+        image_bytes.row_bytes(
+            spec.prompt.images,
+            spec.engine.model,
+            spec.read,
+            resolved.model,
+            found,
+            taken.snapshot,
+        ),
+        snapshot=taken.copied,
+        numbers=numbers,
+        engines=sized.engines_to_plan_for(spec.sizes, spec.cluster),
+        context=context,
+        table=found.table,
+        increment=_increment(resolved, spec, run_key, taken, context, earlier),
+        weights=found.weights,
+    )
+
+
+def _increment(
+    resolved: Resolved,
+    spec: RunSpec,
+    run_key: str,
+    taken: RunInput,
+    context: JsonObject | None,
+    earlier: bool,
+) -> JsonObject | None:
+    """Return the plan's record of reuse; None for a run without a requests phase."""
+    if not spec.reuse.asks_apart:
+        return None
+    if taken.rows > MOST_ORDERED and not spec.reuse.keeps:
+        log.warning(
+            "engine.order: run is ignored: the input has %d rows, and at most %d can be ordered",
+            taken.rows,
+            MOST_ORDERED,
+        )
+        return None
+    from prefect_raybatch.runs.increment import increment_for
+
+    return increment_for(resolved, spec, run_key, taken, context, earlier)

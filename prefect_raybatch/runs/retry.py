@@ -32,7 +32,7 @@ from prefect_raybatch.ledger.records import JsonObject, Plan
 from prefect_raybatch.ledger.row_numbers import among, numbers_table
 from prefect_raybatch.plan import prompt_lengths as tokens
 from prefect_raybatch.result.rows import quarantine_of
-from prefect_raybatch.runs.new_plan import RunInput, new_plan
+from prefect_raybatch.runs.plan_run import RunInput, new_plan
 from prefect_raybatch.storage import Store
 
 # What a job says of where keys and rows are sent: a run directory, which others may write to, does

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.precision import TRY_FP8
+from prefect_raybatch.job.engine import TRY_FP8
 from prefect_raybatch.words import counted
 
 CONFIDENCE = 0.95  # over all that is tried together: what is tried more often must show more

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prefect_raybatch.job.precision import TRY_FP8
+from prefect_raybatch.job.engine import TRY_FP8
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, gib
 from prefect_raybatch.sizing.agreement import CONFIDENCE, confidence_of_each, sample_size

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import ClassVar
 
 import pyarrow as pa
 from pydantic import TypeAdapter
@@ -22,7 +21,7 @@ from prefect_raybatch.ledger.layout import COPIED, INPUT
 from prefect_raybatch.ledger.plan_tables import decode_schema, encode_schema
 from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import InputFile, dump
-from prefect_raybatch.ledger.strict import STRICT, Count, Number, read_json
+from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_json
 from prefect_raybatch.source.copies import Copied
 from prefect_raybatch.source.cuts import Stretch
 from prefect_raybatch.source.find import input_file
@@ -34,13 +33,11 @@ CopyShare = tuple[Stretch, ...]
 
 
 @dataclass(frozen=True)
-class _CopyRecord:
+class _CopyRecord(StrictRecord):
     """The record on disk of a share of the input that was copied without faults.
 
     `schema` and `types` are Arrow schemas in base64.
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     files: tuple[InputFile, ...]
     schema: str

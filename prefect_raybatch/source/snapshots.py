@@ -411,11 +411,9 @@ def _check_unchanged(files: Sequence[File]) -> None:
             )
 
 
-def snapshot_tables(
-    tables: Callable[[], Blocks], run_store: Store, attempt: str, kind: str = "parquet"
-) -> Inventory:
+def snapshot_tables(tables: Callable[[], Blocks], run_store: Store, attempt: str) -> Inventory:
     """Copy tables of one schema to Parquet, as `snapshot` does; without rows there are no files.
 
     `tables` yields (origin, rows) from the start each time it is called.
     """
-    return copy_tables(tables, Shape(), run_store, attempt, None, kind)
+    return copy_tables(tables, Shape(), run_store, attempt, None, "parquet")

@@ -35,12 +35,12 @@ class AnswerMisfit(ValueError):
 class SchemaCheck:
     """Validates values with the text of a JSON Schema, one at a time."""
 
-    def __init__(self, schema: str, seconds: float = SECONDS):
+    def __init__(self, schema: str):
         from jsonschema.validators import Draft202012Validator, extend, validator_for
         from referencing import Registry
 
         self.schema = json.loads(schema)
-        self._seconds, self._until = seconds, 0.0
+        self._until = 0.0
         kind = validator_for(self.schema, default=Draft202012Validator)
         for _, part in parts_of(self.schema):
             part.pop("$schema", None)  # where it stands, jsonschema takes its own class again
@@ -57,7 +57,7 @@ class SchemaCheck:
         from jsonschema.exceptions import best_match
         from referencing.exceptions import Unresolvable
 
-        self._until = time.monotonic() + self._seconds
+        self._until = time.monotonic() + SECONDS
         try:
             if self._validator.is_valid(value):
                 return
@@ -80,7 +80,7 @@ class SchemaCheck:
         return AnswerMisfit(
             "",
             rule,
-            f"the check against the schema took over {self._seconds:g} s. Simplify the schema",
+            f"the check against the schema took over {SECONDS:g} s. Simplify the schema",
         )
 
     def _timed(self, rule: Rule) -> Rule:

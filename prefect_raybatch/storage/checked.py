@@ -17,9 +17,8 @@ from typing import BinaryIO
 from cachetools import LRUCache
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.storage.base import FileInfo, Store
+from prefect_raybatch.storage.base import FileInfo, SeekableReader, Store
 from prefect_raybatch.storage.proof import CHUNK
-from prefect_raybatch.storage.seekable import SeekableReader
 
 CHECKED_BLOCK = 256 << 10  # bytes that one checksum is of
 SUM_BYTES = 16

@@ -17,6 +17,7 @@ from prefect_raybatch.errors import SourceError, StoreUnavailable, UnsafeStore
 from prefect_raybatch.storage.base import (
     RACE_TRIES,
     FileInfo,
+    SeekableReader,
     Store,
     in_batches,
     local_size,
@@ -25,7 +26,6 @@ from prefect_raybatch.storage.base import (
 )
 from prefect_raybatch.storage.s3_answers import judge
 from prefect_raybatch.storage.s3_client import Connection, Send, put_file_at_once, request, upload
-from prefect_raybatch.storage.seekable import SeekableReader
 from prefect_raybatch.storage.uri import checked, join
 
 SINGLE_PUT_BYTES = 64 * 2**20  # larger files go up in parts, unless under a condition

@@ -22,7 +22,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 from prefect_raybatch.errors import ConfigError, SourceError, StoreError, StoreUnavailable
 from prefect_raybatch.job.secrets import recorded
-from prefect_raybatch.storage.base import FileInfo, Store
+from prefect_raybatch.storage.base import FileInfo, SeekableReader, Store
 from prefect_raybatch.storage.internet import (
     AGAIN,
     MOVED,
@@ -33,7 +33,6 @@ from prefect_raybatch.storage.internet import (
     resolved,
     shown_url,
 )
-from prefect_raybatch.storage.seekable import SeekableReader
 
 MOST_REDIRECTS = 5
 WEB_TRIES = 5

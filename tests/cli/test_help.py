@@ -13,7 +13,7 @@ import typer
 from helpers.command_line import called
 from test_docs import COMMANDS
 
-from prefect_raybatch.cli.catalog import COMMAND_EXAMPLES, GROUPS
+from prefect_raybatch.cli.arguments import COMMAND_EXAMPLES, GROUPS
 from prefect_raybatch.cli.commands import app
 
 NAMES = [name for names in GROUPS.values() for name in names]

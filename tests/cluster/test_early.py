@@ -509,7 +509,7 @@ def test_what_is_started_is_what_the_planned_run_starts(
     job = csv_job(tmp_path / "job", **groups)
     resolved = resolve(job)
     asked = compile_job(resolved.job)
-    found = early_plan(asked, resolved.with_adapters(), CPUS, early.guessed(asked))
+    found = early_plan(asked, resolved.with_adapters(), CPUS, early.guessed(asked.read, False))
     run = plan_run(job, "key")
     ledger = Ledger(open_store(run.uri))
     plan = ledger.load_plan()

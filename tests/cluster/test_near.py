@@ -16,8 +16,7 @@ from prefect_raybatch.cluster.early import EarlyPlan, Guess, early_plan
 from prefect_raybatch.cluster.near import EngineShape, near_sizes, nearest_up
 from prefect_raybatch.cluster.pipeline import warm_kind_of
 from prefect_raybatch.cluster.warm import WarmKind
-from prefect_raybatch.compile.job import compile_job
-from prefect_raybatch.compile.sizes import size_spec
+from prefect_raybatch.compile.job import compile_job, size_spec
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.model.memory import describe
 from prefect_raybatch.sizing.sizes import Capacity, Sizing, imagined, sizes_of

@@ -7,8 +7,7 @@ import pickle
 import pytest
 from helpers.small import make_job
 
-from prefect_raybatch.compile.job import cluster_spec, compile_job
-from prefect_raybatch.compile.sizes import size_spec
+from prefect_raybatch.compile.job import cluster_spec, compile_job, size_spec
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.job.edits import edited, with_access, with_store_options

@@ -33,7 +33,7 @@ from s3server import S3Server, proxy
 from prefect_raybatch import doctor, installed
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cluster.ray_process import WORKER_PYTHON
-from prefect_raybatch.doctor import CheckContext, Finding, engine, machine, places, services
+from prefect_raybatch.doctor import CheckContext, Finding, machine, places, services
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import ClusterAccess
@@ -168,8 +168,8 @@ def answers(monkeypatch: pytest.MonkeyPatch, no_cards: None) -> Callable[[str], 
     """What is found when this Python is in the place of an engine's process."""
 
     def ask(code: str, job: BatchJob | None = None) -> Finding:
-        monkeypatch.setattr(engine, "FORWARD", [sys.executable, "-c", code])
-        return one(engine.check_engine, job)
+        monkeypatch.setattr(machine, "FORWARD", [sys.executable, "-c", code])
+        return one(machine.check_engine, job)
 
     return ask
 
@@ -203,7 +203,7 @@ def test_an_engine_that_hangs(
     load: float, mark: str, answers: Callable[..., Finding], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a busy machine it may only be slow."""
-    monkeypatch.setattr(engine, "START_LIMIT_SECONDS", 0.3)
+    monkeypatch.setattr(machine, "START_LIMIT_SECONDS", 0.3)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
     got = answers("import time; time.sleep(60)")
     assert got.mark == mark and "after 0.3 s (load" in got.found
@@ -220,15 +220,17 @@ def test_the_jobs_dtype_and_environment_are_tried(answers: Callable[..., Finding
 def test_where_gpus_compute_the_cpu_is_not_tried(
     device: str, no_cards: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "FORWARD", [sys.executable, "-c", "pass"])
+    monkeypatch.setattr(machine, "FORWARD", [sys.executable, "-c", "pass"])
     show(monkeypatch, Card())
-    assert len(found(engine.check_engine, make_job(engine={"device": device}))) == (device == "cpu")
+    assert len(found(machine.check_engine, make_job(engine={"device": device}))) == (
+        device == "cpu"
+    )
 
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    assert found(engine.check_engine, make_job(engine={"device": device})) == {}
+    assert found(machine.check_engine, make_job(engine={"device": device})) == {}
 
 
 # --- limits -------------------------------------------------------------------------------------
@@ -409,7 +411,8 @@ def test_a_cluster_that_answers(ray_head: Head, monkeypatch: pytest.MonkeyPatch)
     got = one(services.check_cluster, make_job(cluster=at))
     assert got.mark == "pass" and "1 node, 4 CPUs, 0 GPUs" in got.found, got
     large = make_job(cluster=at, engine={"model": "demo", "replicas": 9})
-    (verdict,) = doctor.examine(large, checks={"cluster": doctor.CHECKS["cluster"]})[-1:]
+    only = {"cluster": doctor.CHECKS["cluster"]}
+    (verdict,) = doctor.examine(CheckContext(large), only)[-1:]
     assert verdict.mark == "fail" and "too small" in verdict.found, verdict
 
 
@@ -484,7 +487,8 @@ def test_the_source(tmp_path: Path) -> None:
         {"source": {"uri": str(tmp_path / "none.csv")}},
         {"source": {"uri": str(tmp_path / "in.csv")}, "prompt": {"template": "{Firm}"}},
     ):
-        (got,) = doctor.examine(make_job(**wrong), checks={"source": doctor.CHECKS["source"]})
+        only = {"source": doctor.CHECKS["source"]}
+        (got,) = doctor.examine(CheckContext(make_job(**wrong)), only)
         assert (
             got.mark == "fail" and got.remedy and ("none.csv" in got.found or "Firm" in got.found)
         )
@@ -518,7 +522,7 @@ def model_folder(folder: Path, *without: str) -> dict[str, str]:
 )
 def test_a_model_folder(without: tuple[str, ...], named: str | None, tmp_path: Path) -> None:
     job = make_job(engine=model_folder(tmp_path / "m", *without))
-    (got,) = doctor.examine(job, checks={"model": doctor.CHECKS["model"]})
+    (got,) = doctor.examine(CheckContext(job), checks={"model": doctor.CHECKS["model"]})
     assert got.mark == ("fail" if named else "pass")
     assert named is None or named in got.found
 
@@ -541,7 +545,7 @@ def test_models_by_other_names(
     assert one(places.check_model, there).mark == "pass"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     hub = make_job(engine={"model": "nobody/none"})
-    (got,) = doctor.examine(hub, checks={"model": doctor.CHECKS["model"]})
+    (got,) = doctor.examine(CheckContext(hub), checks={"model": doctor.CHECKS["model"]})
     assert got.mark == "fail" and "nobody/none" in got.found
 
 
@@ -592,7 +596,7 @@ def test_a_credentials_block_that_cannot_be_loaded(tmp_path: Path) -> None:
         raise ConfigError("credentials_block: 'x/y' cannot be loaded")
 
     checks = {name: doctor.CHECKS[name] for name in ("output", "source", "open files")}
-    got = {f.check: f for f in doctor.examine(make_job(), with_keys, checks)}
+    got = {f.check: f for f in doctor.examine(CheckContext(make_job(), with_keys), checks)}
     assert got["output"].mark == got["source"].mark == "fail" and "x/y" in got["output"].found
     assert "credentials_block" in got["output"].remedy
 
@@ -608,9 +612,7 @@ PLANTED = {
 def test_the_command(
     names: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        doctor.examine, "__defaults__", (None, lambda job: job, {n: PLANTED[n] for n in names})
-    )
+    monkeypatch.setattr(doctor.examine, "__defaults__", (None, {n: PLANTED[n] for n in names}))
     for arguments in (["doctor"], ["doctor", "--json"]):
         with pytest.raises(SystemExit) as ended:
             cli.main(arguments)
@@ -632,8 +634,9 @@ def test_the_command_with_a_job_and_overrides(
     (tmp_path / "job.yaml").write_text(json.dumps(make_job().to_dict()))
     seen: list[Any] = []
 
-    def examine(job: BatchJob, with_keys: Any) -> list[Finding]:
-        seen.append((job.name, job.engine.replicas, with_keys(job) == job))
+    def examine(context: CheckContext) -> list[Finding]:
+        job = context.job
+        seen.append(job and (job.name, job.engine.replicas, context.keyed() == job))
         return []
 
     monkeypatch.setattr(doctor, "examine", examine)

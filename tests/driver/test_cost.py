@@ -28,7 +28,7 @@ from prefect_raybatch.report.report import result_rows
 from prefect_raybatch.report.run_history import headlines, history_rows
 from prefect_raybatch.report.verdict import verdict_of
 from prefect_raybatch.runs.costs import meter_for, with_cost
-from prefect_raybatch.runs.estimate import estimate
+from prefect_raybatch.runs.estimate import CostEstimate, estimate
 from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.runs.status import report_of, status
 from prefect_raybatch.sizing.prices import gpu_price
@@ -41,6 +41,15 @@ PRICED = {"price_per_gpu_hour": 3600.0, "currency": "EUR"}  # 1 a GPU-second
 
 
 # --- the price ----------------------------------------------------------------------------------
+
+
+def estimate_of(job: BatchJob) -> CostEstimate:
+    """Return the estimated cost of 400 rows of a job with prices."""
+    spec = compile_job(job)
+    parts = (spec.cluster, spec.sizes, spec.output, spec.limits.max_cost)
+    found = estimate(*parts, H100S, 400)
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize(
@@ -213,19 +222,17 @@ def test_a_run_stops_at_its_limit_is_resumed_and_reports_what_it_cost(tmp_path, 
     assert history_rows(page)[0]["cost"] == spent and f"cost {spent}" in headlines(page)[0]
 
     # The next night is estimated by this one.
-    found = estimate(compile_job(job), H100S, 400)
+    found = estimate_of(job)
     assert "EUR: " in found.line()
     assert found.by == "monday" and found.cost == pytest.approx(10 * report.cost["total"], rel=1e-3)
     small = priced(nights, max_cost=found.cost / 2)
-    assert "may stop the run before it is complete" in (
-        estimate(compile_job(small), H100S, 400).warning or ""
-    )
+    assert "may stop the run before it is complete" in (estimate_of(small).warning or "")
     elsewhere = small.model_copy(
         update={"output": small.output.model_copy(update={"uri": str(tmp_path / "new")})}
     )
-    assert "no earlier run" in estimate(compile_job(elsewhere), H100S, 400).why
+    assert "no earlier run" in estimate_of(elsewhere).why
     on_cpu = edited(small, {"engine.device": "cpu"}, "test")
-    text = estimate(compile_job(on_cpu), H100S, 400).warning
+    text = estimate_of(on_cpu).warning
     assert text == "limits.max_cost has no effect: the engines use no GPU"
 
 

@@ -141,13 +141,13 @@ def test_limits_are_raised_beside_the_changes_that_are_there(
     job: rb.BatchJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(continuing, "started", started)
-    command = command_for(ErrorBudgetExceeded("x"), job, "k", None)
+    command = command_for(ErrorBudgetExceeded("x"), job.limits, "k", None)
     assert given_by(command) == {
         "run_key": "k",
         "scheduled_for": "2026-11-25T02:00:00+00:00",
         "overrides": {"sampling.max_tokens": 9, "limits.max_failed_rows": 6},
     }
-    other = given_by(command_for(PlanMismatch("x"), job, "k", None))
+    other = given_by(command_for(PlanMismatch("x"), job.limits, "k", None))
     assert other["run_key"] == "k-2" and other["overrides"] == {"sampling.max_tokens": 9}
 
 
@@ -157,7 +157,7 @@ def test_texts_that_look_like_json_and_secrets_in_fields(
     changes = {"engine.hf_token": "hf_secret", "output.options": {"secret": "s3cret"}}
     made = {"given": {"overrides": changes, "job": job_dict(engine={"hf_token": "hf_other"})}}
     monkeypatch.setattr(continuing, "started", lambda: started(**made, job=made["given"]["job"]))
-    command = command_for(ConfigError("x"), job, "20261125", None)
+    command = command_for(ConfigError("x"), job.limits, "20261125", None)
     assert given_by(command)["run_key"] == "20261125"
     assert "hf_secret" not in command and "s3cret" not in command and "hf_other" not in command
     assert set(given_by(command)["overrides"]) == set(changes)
@@ -169,7 +169,7 @@ def test_a_flow_of_ones_own_is_tried_again_as_it_is(
     own = started(takes=frozenset({"day"}), given={"day": "monday"}, deployment="mine/prod")
     monkeypatch.setattr(continuing, "started", lambda: own)
     for error in (ConfigError("x"), ErrorBudgetExceeded("x"), ValueError("x")):
-        command = command_for(error, job, "k", None)
+        command = command_for(error, job.limits, "k", None)
         assert command == f"prefect flow-run retry {own.run}"
 
 
@@ -183,7 +183,7 @@ def test_a_typed_command_is_typed_again_with_the_key_of_its_run(tmp_path: Path) 
     with typed_command(words):
         name_typed_run("typed-1")
         loaded = rb.BatchJob.from_yaml(path)
-        command = command_for(ErrorBudgetExceeded("x"), loaded, "typed-1", None)
+        command = command_for(ErrorBudgetExceeded("x"), loaded.limits, "typed-1", None)
     assert shlex.split(command) == [
         *words[:5], "--run-key", "typed-1", "--set", "limits.max_failed_rows=6",
     ]  # fmt: skip

@@ -29,6 +29,7 @@ from prefect.states import Cancelled, Cancelling, Failed, Running, Scheduled
 
 from prefect_raybatch.api import plan_run
 from prefect_raybatch.cli.show import TerminalProgress
+from prefect_raybatch.compile.job import cluster_spec, size_spec
 from prefect_raybatch.driver.driver import OtherLedger, Progress
 from prefect_raybatch.driver.heartbeat import (
     ENDED,
@@ -62,6 +63,12 @@ from prefect_raybatch.runs.run_history import history_of, usual_time
 DRAWS = True
 
 ROOT = Path(__file__).parents[2]
+
+
+def page_of(job: BatchJob, run: Run, **options: Any) -> Page:
+    """Return the page of a run, with the parts of its job."""
+    parts = (job.output, job.limits, cluster_spec(job), size_spec(job))
+    return Page(run, *parts, **options)
 
 
 @pytest.fixture
@@ -212,7 +219,7 @@ def test_the_closing_line_is_said_once_whatever_the_driver_does_after_it(
 ):
     """Of a run that is followed, the driver's last beat comes after its last commit."""
     now, lines = [0.0], list[str]()
-    shown = Page(make_job(), Run(str(tmp_path), "k", "h", 20, 4, False), clock=lambda: now[0])
+    shown = page_of(make_job(), Run(str(tmp_path), "k", "h", 20, 4, False), clock=lambda: now[0])
     shown.log = type("Log", (), {"info": lambda self, text: lines.append(text)})()
     monkeypatch.setattr(Page, "show", lambda self, artifact, kind: None)
     monkeypatch.setattr(Page, "image", lambda self, beat: None)
@@ -238,7 +245,7 @@ def test_a_steady_run_asks_the_api_less_than_once_a_second(tmp_path, emitted, mo
     """8 hours of it, by a clock that is turned by hand."""
     now = [0.0]
     run = Run(str(tmp_path), "k", "h", 1_000_000, 100_000, False)
-    shown = Page(make_job(), run, clock=lambda: now[0])
+    shown = page_of(make_job(), run, clock=lambda: now[0])
     calls: Counter[str] = Counter()
     progress = Progress(1_000_000, 100_000)
     stats = ShardStats(rows=10, started=1.0, ended=2.0)
@@ -263,7 +270,7 @@ def test_what_the_api_refuses_is_tried_again_and_keeps_nothing_else_away(
     tmp_path, emitted, monkeypatch
 ):
     now, away = [0.0], [True]
-    shown = Page(make_job(), Run(str(tmp_path), "k", "h", 100, 10, False), clock=lambda: now[0])
+    shown = page_of(make_job(), Run(str(tmp_path), "k", "h", 100, 10, False), clock=lambda: now[0])
     shown.log = type("Log", (), {"info": lambda self, text: None})()
     seen: list[str] = []
 
@@ -298,7 +305,7 @@ def test_a_follower_shows_what_the_driver_elsewhere_says(tmp_path, emitted, foll
     store = small_run(tmp_path).store
     now = [0.0]
     run = Run(str(tmp_path), "k", "h", 100, 10, False)
-    shown = Page(followed, run, clock=lambda: now[0])
+    shown = page_of(followed, run, clock=lambda: now[0])
     shown.counts = counts()
     beat = Beat(time.time(), phase=WAITING, alarms=1, about="an engine hangs", passes=3)
     store.put(heartbeat_path("elsewhere"), beat.to_bytes())
@@ -315,7 +322,7 @@ def test_a_driver_elsewhere_that_has_ended_is_one_of_before_unless_all_is_done(
     tmp_path, followed, done, phase
 ):
     store = small_run(tmp_path).store
-    shown = Page(followed, Run(str(tmp_path), "k", "h", 100, 10, False), clock=lambda: 0.0)
+    shown = page_of(followed, Run(str(tmp_path), "k", "h", 100, 10, False), clock=lambda: 0.0)
     shown.counts = counts(done=done)
     store.put(heartbeat_path("elsewhere"), Beat(time.time(), phase=ENDED).to_bytes())
     assert shown.state(20.0).phase == phase
@@ -327,7 +334,7 @@ def test_of_a_driver_that_nothing_is_heard_of_it_is_not_said_that_its_engines_st
     """A flow that found its cluster and its job again said it, before it had asked for a word."""
     run = Run(str(tmp_path), "k", "h", 100, 10, False)
     for job, phase in ((followed, UNHEARD), (make_job(), STARTING)):
-        shown = Page(job, run, clock=lambda: 0.0)
+        shown = page_of(job, run, clock=lambda: 0.0)
         shown.counts = counts()
         assert shown.state(1.0).phase == phase
 
@@ -335,7 +342,7 @@ def test_of_a_driver_that_nothing_is_heard_of_it_is_not_said_that_its_engines_st
 def test_what_a_driver_here_said_last_holds_until_it_says_something_else(tmp_path):
     """While the run ends, which may take longer than a page waits for a word of others."""
     run = Run(str(tmp_path), "k", "h", 100, 10, False)
-    shown = Page(make_job(), run, clock=lambda: 0.0)
+    shown = page_of(make_job(), run, clock=lambda: 0.0)
     shown.counts = counts()
     shown.hear(Beat(0.0, phase=WAITING, alarms=1, about="an engine hangs"))
     assert shown.state(page.REMOTE_AFTER + 1).about == "an engine hangs"
@@ -343,7 +350,7 @@ def test_what_a_driver_here_said_last_holds_until_it_says_something_else(tmp_pat
 
 def test_commits_before_the_page_looks_for_the_first_time_are_told(tmp_path, emitted):
     """It looks a second after the run begins; on a busy machine a small run was over by then."""
-    shown = Page(make_job(), Run(str(tmp_path), "k", "h", 100, 10, False), clock=lambda: 0.0)
+    shown = page_of(make_job(), Run(str(tmp_path), "k", "h", 100, 10, False), clock=lambda: 0.0)
     shown.log = type("Log", (), {"info": lambda self, text: None})()
     shown.show = lambda artifact, kind: None
     progress, good = Progress(100, 10), replace(COMMIT, failed=Positions())
@@ -366,7 +373,7 @@ def test_a_driver_elsewhere_that_has_committed_since_its_last_word_starts_no_eng
     store = small_run(tmp_path).store
     run = Run(str(tmp_path), "k", "h", 100, 10, False)
     for knew, phase in ((0, INFERRING), (10, STARTING)):
-        shown = Page(followed, run, clock=lambda: 0.0)
+        shown = page_of(followed, run, clock=lambda: 0.0)
         progress = Progress(100, 10)
         progress.add(replace(COMMIT, stats=ShardStats(rows=10, started=1.0, ended=2.0)), 1.0)
         shown(progress)
@@ -666,7 +673,7 @@ def test_what_was_tuned_has_a_key_that_no_run_has(kind):
 def test_the_terminal_hears_what_the_page_hears(tmp_path, capsys):
     show = TerminalProgress(quiet=False)
     run, observers = Run(str(tmp_path), "k", "h", 100, 10, False), [show, lambda progress: None]
-    shown = Page(make_job(), run, observers=observers)
+    shown = page_of(make_job(), run, observers=observers)
     shown.hear(Beat(0.0, phase=INFERRING))
     shown(Progress(100, 10))
     assert capsys.readouterr().err == "inferring\n"
@@ -689,7 +696,7 @@ def test_failed_rows_that_no_commit_counts_are_shown(tmp_path):
     assert page.progress_line(beat).endswith("8 (7 not committed yet) failed")
     assert {"": "failed", "now": "8 (7 not committed yet)"} in page.live_rows(beat)
     # Also of a driver elsewhere, whose commits are all that is seen from here.
-    shown = Page(make_job(), Run(str(tmp_path), "k", "h", 100, 10, False), clock=lambda: 0.0)
+    shown = page_of(make_job(), Run(str(tmp_path), "k", "h", 100, 10, False), clock=lambda: 0.0)
     shown.counts = counts()
     shown.hear(beat)
     assert shown.state(1.0).held_back == 7
@@ -697,7 +704,7 @@ def test_failed_rows_that_no_commit_counts_are_shown(tmp_path):
 
 def test_plots_say_what_is_in_work_and_wait_for_the_first_commit(tmp_path):
     run = Run(str(tmp_path), "k", "h", 100, 10, False)
-    shown = Page(make_job(), run)
+    shown = page_of(make_job(), run)
     beat = Beat(0.0, phase=INFERRING, engines={"ALIVE": 1})
     assert shown.image(beat) is None
     progress = Progress(100, 10)

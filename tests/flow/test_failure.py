@@ -163,7 +163,7 @@ def test_the_suggested_limit_has_room_for_the_share_that_failed(
     limits: dict[str, Any], failed: int, tried: int | None, changes: dict[str, float]
 ) -> None:
     stop = Stop(failed, 1, 5, 600, tried=tried)
-    assert failure.raised_limits(make_job(limits=limits), stop) == changes
+    assert failure.raised_limits(make_job(limits=limits).limits, stop) == changes
 
 
 ODD = "'a\0b' and '\ud800'"  # as a row may hold, and an error that quotes it
@@ -328,7 +328,7 @@ def test_the_command_fits_the_error(
     error: RayBatchError, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(continuing, "started", made_by_a_deployment)
-    assert failure.command_for(error, make_job(), "k", "/o/k") == command
+    assert failure.command_for(error, make_job().limits, "k", "/o/k") == command
 
 
 @pytest.mark.parametrize("deployment", ["f/d", None])

@@ -16,7 +16,7 @@ from prefect.client.orchestration import get_client
 from prefect.states import Running
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.flow import pull_folder
+from prefect_raybatch.flow import origin
 from prefect_raybatch.job.functions import load_function
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
@@ -41,14 +41,14 @@ def test_a_function_beside_the_pulled_files_is_found_without_pythonpath(
     (tmp_path / "pulled_questions.py").write_text("def ask(row):\n    return row['text']\n")
     step = {"prefect.deployments.steps.set_working_directory": {"directory": str(tmp_path)}}
     for run in (None, run_of("without", None)):  # a script, and a worker's own folder
-        monkeypatch.setattr(pull_folder, "root_run", lambda run=run: run)
-        pull_folder.add_pull_folder()
+        monkeypatch.setattr(origin, "root_run", lambda run=run: run)
+        origin.add_pull_folder()
         with pytest.raises(ConfigError, match=r"prompt\.function.*pulled_questions"):
             load_function("pulled_questions:ask", "prompt.function")
     with_steps = run_of("with", [step])
-    monkeypatch.setattr(pull_folder, "root_run", lambda: with_steps)
+    monkeypatch.setattr(origin, "root_run", lambda: with_steps)
     for _ in range(2):
-        pull_folder.add_pull_folder()
+        origin.add_pull_folder()
     assert load_function("pulled_questions:ask", "prompt.function")({"text": "a"}) == "a"
     assert sys.path[-1] == str(tmp_path) and sys.path.count(str(tmp_path)) == 1
 

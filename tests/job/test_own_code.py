@@ -14,8 +14,8 @@ import pytest
 from helpers.small import job_dict, make_job
 from pydantic import BaseModel
 
-from prefect_raybatch.compile.fingerprint import fingerprint
 from prefect_raybatch.compile.job import prompt_spec
+from prefect_raybatch.compile.resolved import fingerprint
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.functions import load_function, source_digest
@@ -270,7 +270,7 @@ def test_a_script_runs_with_its_own_function(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "from prefect_raybatch.compile.job import prompt_spec\n"
-        "from prefect_raybatch.compile.fingerprint import fingerprint\n"
+        "from prefect_raybatch.compile.resolved import fingerprint\n"
         "from prefect_raybatch.job.batch_job import BatchJob\n"
         "from prefect_raybatch.stages.calls.apart import Apart\n"
         f"{CELLS}\n"

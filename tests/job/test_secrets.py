@@ -20,8 +20,8 @@ from prefect.runtime import flow_run
 
 from prefect_raybatch.api import plan_run
 from prefect_raybatch.api.submission import sendable
-from prefect_raybatch.compile.fingerprint import fingerprint
 from prefect_raybatch.compile.job import public_job
+from prefect_raybatch.compile.resolved import fingerprint
 from prefect_raybatch.errors import ConfigError, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.secrets import MASK

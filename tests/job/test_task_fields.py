@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from helpers.small import MODEL, make_job
 
-from prefect_raybatch.compile.fingerprint import fingerprint
+from prefect_raybatch.compile.resolved import fingerprint
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.stages.result_columns import answer_columns
 

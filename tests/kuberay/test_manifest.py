@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_raybatch.api.submission import sendable
-from prefect_raybatch.compile.fingerprint import fingerprint
-from prefect_raybatch.compile.job import cluster_spec
-from prefect_raybatch.compile.sizes import size_spec
+from prefect_raybatch.compile.job import cluster_spec, size_spec
+from prefect_raybatch.compile.resolved import fingerprint
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.kubernetes import GPU, Kubernetes, quantity
 from prefect_raybatch.job.ray_cluster import PodGroup, check_shape, pod_groups

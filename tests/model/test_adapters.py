@@ -11,8 +11,8 @@ import pytest
 from helpers import tiny_models
 from helpers.small import MODEL, make_job
 
-from prefect_raybatch.compile.fingerprint import fingerprint
 from prefect_raybatch.compile.job import model_request
+from prefect_raybatch.compile.resolved import fingerprint
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model import adapters
 

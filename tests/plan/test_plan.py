@@ -19,9 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from prefect_raybatch.compile.fingerprint import fingerprint
 from prefect_raybatch.compile.job import public_job
-from prefect_raybatch.compile.resolved import Resolved
+from prefect_raybatch.compile.resolved import Resolved, fingerprint
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.counted_fields import FINGERPRINTED, FREE, FREE_ENGINE_ARGUMENTS

@@ -17,8 +17,7 @@ from prefect_raybatch.api import plan_run
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.cluster.pipeline import Pipeline
-from prefect_raybatch.compile.job import cluster_spec, compile_job, read_spec
-from prefect_raybatch.compile.sizes import size_spec
+from prefect_raybatch.compile.job import cluster_spec, compile_job, read_spec, size_spec
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.plan.row_keys import RowKeys, keying_of

@@ -17,15 +17,15 @@ from prefect_raybatch.api import (
     finalize_whole,
     infer_run,
     plan_run,
+    planned_runs,
     publish_run,
     record_unplanned,
 )
-from prefect_raybatch.api.backfill import planned_runs
 from prefect_raybatch.api.retry import plan_retry
 from prefect_raybatch.api.submission import infer_in_place
 from prefect_raybatch.api.tune import tune
 from prefect_raybatch.doctor import CheckContext
-from prefect_raybatch.doctor.policy import check_policy
+from prefect_raybatch.doctor.places import check_policy
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.flow import reconcile, tasks
 from prefect_raybatch.job.batch_job import BatchJob

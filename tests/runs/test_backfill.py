@@ -21,8 +21,7 @@ from helpers.retries import first_run
 from helpers.small import job_dict
 
 from prefect_raybatch import BatchJob
-from prefect_raybatch.api import infer_run, submission
-from prefect_raybatch.api.backfill import backfill, planned_runs
+from prefect_raybatch.api import backfill, infer_run, planned_runs, submission
 from prefect_raybatch.cluster.connect import SHARED
 from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.errors import ConfigError, IncompleteRun

@@ -587,7 +587,7 @@ def test_answers_stay_where_they_are_without_room_for_another_order(
 def test_more_rows_than_can_be_sorted_are_asked_as_they_stand(
     nights: Nights, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("prefect_raybatch.runs.new_plan.MOST_ORDERED", 3)
+    monkeypatch.setattr("prefect_raybatch.runs.plan_run.MOST_ORDERED", 3)
     nights.write("b", "a", "b", "a")
     assert Ledger(open_store(plan_run(ordered(nights), "n1").uri)).load_plan().increment is None
     assert "engine.order: run is ignored: the input has 4 rows, and at most 3" in caplog.text

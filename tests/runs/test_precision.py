@@ -19,8 +19,8 @@ from prefect_raybatch.api import dry_run, plan_run
 from prefect_raybatch.api.retry import Retry, plan_retry
 from prefect_raybatch.cluster import connect, trial_actor
 from prefect_raybatch.cluster.sharing import User
-from prefect_raybatch.compile.fingerprint import fingerprint
 from prefect_raybatch.compile.job import compile_job, compile_planned
+from prefect_raybatch.compile.resolved import fingerprint
 from prefect_raybatch.driver.cost import CostMeter
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob

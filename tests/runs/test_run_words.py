@@ -17,7 +17,8 @@ from prefect_raybatch.flow import flows
 from prefect_raybatch.flow.run_history import written_uri
 from prefect_raybatch.flow.schedule import zone_of
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.run_words import date_of, date_of_key, run_words, with_run_words
+from prefect_raybatch.job.edits import run_words, with_run_words
+from prefect_raybatch.job.run_words import date_of, date_of_key
 
 NIGHT = date(2026, 7, 1)
 

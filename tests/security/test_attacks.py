@@ -31,8 +31,8 @@ from helpers.specs import check_template_of, reads
 from urllib3.util import parse_url
 
 from prefect_raybatch.api.submission import sendable
-from prefect_raybatch.compile.fingerprint import fingerprint
 from prefect_raybatch.compile.job import public_job
+from prefect_raybatch.compile.resolved import fingerprint
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.publish import PublishTarget

@@ -101,7 +101,7 @@ def test_the_command_line_prints_in_one_place() -> None:
                     others[f"{path.stem}: {ast.unparse(call)}"] += 1
     assert sorted(others) == [
         "commands: typer.echo(f'{name} {metadata.version(name)}')",
-        "outputs: print(json.dumps({**dialect, **BatchJob.model_json_schema()}, indent=2))",
+        "outputs: print(json.dumps(job_schema(), indent=2))",
         "show: print(json.dumps(value, default=str))",
     ]
 

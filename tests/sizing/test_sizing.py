@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_raybatch.cluster.connect import check_fit
-from prefect_raybatch.compile.job import compile_job
-from prefect_raybatch.compile.sizes import row_spec, size_spec
+from prefect_raybatch.compile.job import compile_job, row_spec, size_spec
 from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.model.arguments import USABLE, EngineArguments

@@ -14,8 +14,7 @@ import pytest
 from helpers.small import MODEL, make_job
 from helpers.specs import check_columns, new_plan_of, reads
 
-from prefect_raybatch.compile.fingerprint import fingerprint
-from prefect_raybatch.compile.resolved import Resolved
+from prefect_raybatch.compile.resolved import Resolved, fingerprint
 from prefect_raybatch.errors import ConfigError, CorruptRun, SourceError
 from prefect_raybatch.ledger.plan_tables import files_table, read_files, to_parquet
 from prefect_raybatch.ledger.records import Unit

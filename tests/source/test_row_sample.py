@@ -14,7 +14,7 @@ from helpers.specs import reads
 from helpers.table_sources import copied
 
 from prefect_raybatch.api import dry_run, plan_run
-from prefect_raybatch.compile.fingerprint import fingerprint
+from prefect_raybatch.compile.resolved import fingerprint
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.ledger import Ledger

@@ -16,7 +16,7 @@ from helpers.small import make_job
 from helpers.specs import reads
 from helpers.web_server import served
 
-from prefect_raybatch.compile.fingerprint import fingerprint
+from prefect_raybatch.compile.resolved import fingerprint
 from prefect_raybatch.errors import ConfigError, SourceError, StoreError, StoreUnavailable
 from prefect_raybatch.source import needs_snapshot, peek, snapshot
 from prefect_raybatch.spec.read import ReadSpec

@@ -19,8 +19,7 @@ pytest.importorskip("vllm")
 from helpers.small import make_job, receipts
 from helpers.thinking import save_model
 
-from prefect_raybatch.compile.job import parsing_spec
-from prefect_raybatch.compile.sizes import size_spec
+from prefect_raybatch.compile.job import parsing_spec, size_spec
 from prefect_raybatch.job.answer_schema import (
     schema_engine_fields,
     schema_sampling_fields,

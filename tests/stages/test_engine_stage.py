@@ -25,8 +25,7 @@ from helpers.heard import wait_for
 from helpers.small import MODEL, make_job
 
 from prefect_raybatch import demo
-from prefect_raybatch.compile.job import compile_job, model_request, sampling_spec
-from prefect_raybatch.compile.sizes import size_spec
+from prefect_raybatch.compile.job import compile_job, model_request, sampling_spec, size_spec
 from prefect_raybatch.errors import StoreUnavailable
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.engine import Engine

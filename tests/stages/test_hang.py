@@ -25,8 +25,7 @@ from helpers.small import input_rows, make_job
 
 from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.cluster.pipeline import Pipeline
-from prefect_raybatch.compile.job import compile_job
-from prefect_raybatch.compile.sizes import size_spec
+from prefect_raybatch.compile.job import compile_job, size_spec
 from prefect_raybatch.errors import EngineStartError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.result.verify import verify

@@ -349,7 +349,7 @@ def test_what_does_not_go_with_images_is_refused(groups, words):
 
 
 def test_what_images_are_is_in_the_fingerprint():
-    from prefect_raybatch.compile.fingerprint import fingerprint
+    from prefect_raybatch.compile.resolved import fingerprint
 
     plain = fingerprint(make_job()).fingerprint
     made = {

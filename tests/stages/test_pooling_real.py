@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from helpers import tiny_models
 from helpers.small import make_job, receipts
 
-from prefect_raybatch.compile.sizes import size_spec
+from prefect_raybatch.compile.job import size_spec
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing import sizes

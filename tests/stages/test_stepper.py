@@ -20,8 +20,7 @@ from helpers.nvidia import ABSENT, show
 
 pytest.importorskip("vllm")
 
-from prefect_raybatch.doctor import CheckContext, Finding
-from prefect_raybatch.doctor import engine as doctor_engine
+from prefect_raybatch.doctor import CheckContext, Finding, machine
 from prefect_raybatch.stages.decided import EarlyStop, EarlyStopping, grammar_bytes
 from prefect_raybatch.stages.vllm import reaper
 from prefect_raybatch.stages.vllm.stepper import (
@@ -188,9 +187,9 @@ def examined() -> Iterator[Future[list[Finding]]]:
     """What `raybatch doctor` finds of the engine; looks beside the other starts."""
     with ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
         show(patch, error=ABSENT)
-        patch.setattr(doctor_engine, "START_LIMIT_SECONDS", START_S)
+        patch.setattr(machine, "START_LIMIT_SECONDS", START_S)
         patient = CheckContext(None, lambda job: job)
-        yield pool.submit(lambda: list(doctor_engine.check_engine(patient)))
+        yield pool.submit(lambda: list(machine.check_engine(patient)))
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from helpers.small import make_job
 
-from prefect_raybatch.compile.job import compile_job, model_request
-from prefect_raybatch.compile.sizes import size_spec
+from prefect_raybatch.compile.job import compile_job, model_request, size_spec
 from prefect_raybatch.demo import demo_model_path
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model import pinned as models

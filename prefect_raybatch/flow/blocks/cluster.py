@@ -9,10 +9,11 @@ from prefect.types import SecretDict
 from pydantic import ConfigDict, HttpUrl, SecretStr, field_validator, model_validator
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.flow.blocks.store import block_field, load_block
+from prefect_raybatch.flow.blocks.store import load_block
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import SERVER
 from prefect_raybatch.job.cluster import ClusterAccess
+from prefect_raybatch.job.group import field
 from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.remote.client import connect_client
 
@@ -51,28 +52,28 @@ class RayCluster(CredentialsBlock):
 
     model_config = ConfigDict(hide_input_in_errors=True)  # input may hold keys
 
-    address: str | None = block_field(
+    address: str | None = field(
         None,
         title="Address",
         text="Address of a running Ray cluster: host:6379 (the GCS), or auto. If no "
         "cluster is named, a local one is started.",
     )
-    job_server: str | None = block_field(
+    job_server: str | None = field(
         None,
         title="Job server",
         text="URL of a Ray job server, such as http://host:8265. Runs are submitted "
         "as Ray jobs, so they survive the flow's process.",
     )
-    headers: SecretDict | None = block_field(
+    headers: SecretDict | None = field(
         None, title="Headers", text="HTTP headers for the job server, stored as a secret."
     )
-    token: SecretStr | None = block_field(
+    token: SecretStr | None = field(
         None,
         title="Token",
         text="Ray's authentication token, if the cluster requires one. It is sent to "
         "a job server as a bearer token.",
     )
-    kubernetes: Kubernetes = block_field(
+    kubernetes: Kubernetes = field(
         Kubernetes(),
         title="Cluster on Kubernetes",
         text="Create a Ray cluster with KubeRay for each run and delete it "

@@ -23,11 +23,12 @@ from pydantic import ConfigDict, HttpUrl, model_validator
 
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError
 from prefect_raybatch.flow.blocks.cluster import RayCluster
-from prefect_raybatch.flow.blocks.store import ObjectStore, block_field, reference
+from prefect_raybatch.flow.blocks.store import ObjectStore, reference
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import check_run_key
 from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.job.edits import edited
+from prefect_raybatch.job.group import field
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.storage import is_remote
 
@@ -70,23 +71,23 @@ class BatchInferenceJob(JobBlock[RunReport]):
 
     model_config = ConfigDict(hide_input_in_errors=True)  # input may hold keys
 
-    job: BatchJob | None = block_field(
+    job: BatchJob | None = field(
         None,
         title="Job",
         text="The job to run: what to read, what to ask and where to write. Leave it "
         "empty if you set a job file.",
     )
-    job_file: str | None = block_field(
+    job_file: str | None = field(
         None,
         title="Job file",
         text="Path of a YAML job file, in place of the job. It is read at each trigger.",
     )
-    cluster: RayCluster | None = block_field(
+    cluster: RayCluster | None = field(
         None,
         title="Ray cluster",
         text="Ray cluster to run on. It replaces the cluster that the job names.",
     )
-    store: ObjectStore | None = block_field(
+    store: ObjectStore | None = field(
         None,
         title="Object store",
         text="Keys for s3:// input and output, if the job names no credentials block.",

@@ -6,9 +6,10 @@ from typing import Any
 
 from prefect.blocks.abstract import CredentialsBlock
 from prefect.blocks.core import Block
-from pydantic import ConfigDict, Field, HttpUrl, SecretStr, field_validator, model_validator
+from pydantic import ConfigDict, HttpUrl, SecretStr, field_validator, model_validator
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.group import field
 from prefect_raybatch.storage import Store, open_store
 
 # s3fs's option, and the fields of prefect-aws's AwsCredentials and MinIOCredentials it comes from.
@@ -18,11 +19,6 @@ KEYS = {
     "token": ("aws_session_token",),
     "profile": ("profile_name",),
 }
-
-
-def block_field(default: Any, *, title: str, text: str, **kwargs: Any) -> Any:
-    """Return a field with a title and a description for Prefect's form."""
-    return Field(default, title=title, description=text, **kwargs)
 
 
 class ObjectStore(CredentialsBlock):
@@ -62,29 +58,29 @@ class ObjectStore(CredentialsBlock):
 
     model_config = ConfigDict(hide_input_in_errors=True)  # input may hold keys
 
-    credentials: str | None = block_field(
+    credentials: str | None = field(
         None,
         title="Credentials block",
         text="Saved AwsCredentials or MinIOCredentials block of prefect-aws, as type-slug/name.",
     )
-    access_key_id: SecretStr | None = block_field(
+    access_key_id: SecretStr | None = field(
         None, title="Access key ID", text="Access key ID, if no credentials block is set."
     )
-    secret_access_key: SecretStr | None = block_field(
+    secret_access_key: SecretStr | None = field(
         None, title="Secret access key", text="Secret that belongs to the access key ID."
     )
-    session_token: SecretStr | None = block_field(
+    session_token: SecretStr | None = field(
         None, title="Session token", text="Session token, for temporary keys."
     )
-    endpoint_url: str | None = block_field(
+    endpoint_url: str | None = field(
         None,
         title="Endpoint URL",
         text="http(s) URL of an S3-compatible store such as Ceph, MinIO or R2. Default: AWS.",
     )
-    region: str | None = block_field(
+    region: str | None = field(
         None, title="Region", text="Region of the bucket, such as eu-central-1."
     )
-    anonymous: bool = block_field(
+    anonymous: bool = field(
         False,
         title="Anonymous access",
         text="Send requests without keys. Works only for public buckets.",

@@ -35,8 +35,13 @@ def is_own_code(name: str) -> bool:
     return FILE_FUNCTION.match(name) is not None or name.startswith(f"{MAIN}:")
 
 
-def own_name(value: object) -> str:
-    """Return `module:name` of a function or class; raise ValueError if no name leads to it."""
+def own_name(value: object) -> object:
+    """Return `module:name` of a function or class, and any other value as it is.
+
+    Raises ValueError if no name leads to it.
+    """
+    if not callable(value):
+        return value
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     if not isinstance(module, str) or not name.isidentifier():
         raise ValueError(
