@@ -27,7 +27,14 @@ FieldChanges = Annotated[
 TargetsFromPlan = Annotated[
     bool, typer.Option("--targets-from-plan", help="Publish to the run's own targets")
 ]
-UsePrefect = Annotated[bool, typer.Option(help="Run as a Prefect flow")]
+UsePrefect = Annotated[
+    bool | None,
+    typer.Option(
+        "--prefect/--no-prefect",
+        help="Run as a Prefect flow. Default: if a Prefect API is configured",
+        show_default=False,
+    ),
+]
 DryRunOnly = Annotated[bool, typer.Option("--dry-run", help="Only show what would be done")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object only")]
 

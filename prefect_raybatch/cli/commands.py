@@ -134,7 +134,7 @@ def demo(
         Path, typer.Option(metavar="FOLDER", help="Folder of data and result")
     ] = Path("raybatch-demo"),
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the companies")] = 7,
-    prefect: UsePrefect = True,
+    prefect: UsePrefect = None,
     as_json: Json = False,
 ) -> None:
     """Classify generated companies with vLLM and the bundled model."""
@@ -272,7 +272,7 @@ def run(
         list[str] | None,
         typer.Option(metavar="FIELD", help="Accept a changed field; repeatable"),
     ] = None,
-    prefect: UsePrefect = True,
+    prefect: UsePrefect = None,
     as_json: Json = False,
 ) -> None:
     """Run a job; the same command resumes it after a failure."""
@@ -343,7 +343,7 @@ def retry_failed(
     targets_from_plan: TargetsFromPlan = False,
     run_date: RunDate = None,
     set_: FieldChanges = None,
-    prefect: UsePrefect = True,
+    prefect: UsePrefect = None,
     as_json: Json = False,
 ) -> None:
     """Retry the failed rows of a finished run in a child run."""

@@ -52,14 +52,15 @@ RetryArguments = tuple[str, list[str] | None, dict[str, Any], BatchJob | None]
 def run_job(
     job: BatchJob,
     key: str | None,
-    prefect: bool,
+    prefect: bool | None,
     quiet: bool,
     run_date: date | None = None,
     accept: Sequence[str] = (),
 ) -> tuple[RunReport, bool]:
     """Run a job, or resume it; return the report, and whether this call did any work.
 
-    A complete run starts neither Prefect nor an engine.
+    `prefect` None makes it a flow if a Prefect API is configured. A complete run starts neither
+    Prefect nor an engine.
     """
     from prefect_raybatch.ledger.ledger import Ledger
 
@@ -83,7 +84,7 @@ def run_job(
     with recorded_attempt(store, known, key, PLANNING, begin=False):
         resolved = precheck(resolved, store, accept)
     with closing(TerminalProgress(quiet)) as show:
-        if prefect:
+        if _as_flow(prefect):
             show.begin(store.uri)
             options = {"accept": list(accept)} if accept else {}
             return run_flow("batch_inference", (job, key), show, known, **options), True
@@ -112,6 +113,16 @@ def _run_here(
     return _published(known, report)
 
 
+def _as_flow(prefect: bool | None) -> bool:
+    """Return whether a command runs as a Prefect flow: as asked, else if an API is configured.
+
+    Without an API, a flow would start a server that ends with it and that nobody sees.
+    """
+    from prefect_raybatch.doctor.services import prefect_api
+
+    return prefect_api() is not None if prefect is None else prefect
+
+
 def _published(known: BatchJob, report: RunReport) -> RunReport:
     """Publish the run to the targets of its job, if any; return its report."""
     if not known.output.publish:
@@ -122,7 +133,7 @@ def _published(known: BatchJob, report: RunReport) -> RunReport:
 
 
 def retry_rows(
-    asked: RetryRequest, arguments: RetryArguments, prefect: bool, quiet: bool
+    asked: RetryRequest, arguments: RetryArguments, prefect: bool | None, quiet: bool
 ) -> RunReport | Nothing:
     """Retry failed rows in a child run; return its report.
 
@@ -132,7 +143,7 @@ def retry_rows(
     from prefect_raybatch.runs.retry import Nothing
 
     with closing(TerminalProgress(quiet)) as show:
-        if prefect:
+        if _as_flow(prefect):
             report = run_flow("retry_failed", arguments, show, asked.known.job)
             message = "Other runs have retried all of these rows; none is left that failed"
             return report or Nothing(arguments[0], message)

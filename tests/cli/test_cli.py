@@ -37,7 +37,13 @@ from prefect_raybatch.cli.commands import exit_status
 from prefect_raybatch.cli.drive import page_hint, retry_options
 from prefect_raybatch.cli.ending import show_ending
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.errors import ErrorBudgetExceeded, IncompleteRun, PlanMismatch, RayBatchError
+from prefect_raybatch.errors import (
+    ConfigError,
+    ErrorBudgetExceeded,
+    IncompleteRun,
+    PlanMismatch,
+    RayBatchError,
+)
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.report.records import RunReport
@@ -580,6 +586,35 @@ def test_running_a_finished_run_starts_nothing_and_reports(made, call, monkeypat
     assert len(out.splitlines()) == 5 and f"next    raybatch status {made.run.uri}\n" in out
     code, out, _ = call("run", path, "--run-key", "key", "--json")
     assert code == 0 and json.loads(out)["good"] == ROWS - 1
+
+
+@pytest.mark.parametrize(
+    ("api", "words", "flow"),
+    [
+        (None, [], False),
+        (None, ["--prefect"], True),
+        ("http://server:4200/api", [], True),
+        ("http://server:4200/api", ["--no-prefect"], False),
+    ],
+)
+def test_a_command_is_a_flow_if_an_api_is_configured(
+    api: str | None, words: list[str], flow: bool, made: Made, call: Any, monkeypatch: Any
+) -> None:
+    flows: list[str] = []
+    locally = ConfigError("planned here")
+
+    def run_flow(name: str, *_: object, **__: object) -> RunReport:
+        flows.append(name)
+        return made.report
+
+    def plan_here(*_: object, **__: object) -> None:
+        raise locally
+
+    monkeypatch.setattr("prefect_raybatch.cli.drive.run_flow", run_flow)
+    monkeypatch.setattr("prefect_raybatch.cli.drive.plan_run", plan_here)
+    with temporary_settings({PREFECT_API_URL: api}):
+        code, _, err = call("run", made.path, "--run-key", "other", *words)
+    assert (flows, code) == ((["batch_inference"], 0) if flow else ([], 2)), err
 
 
 @pytest.mark.parametrize(
