@@ -721,9 +721,9 @@ def test_the_cluster_starts_beside_prefect_and_only_for_a_job_that_may_run(
     monkeypatch.setattr("prefect_raybatch.cluster.connect.started_early", early)
     monkeypatch.setattr("prefect_raybatch.flow.flows.batch_inference", flow)
     monkeypatch.setattr("prefect_raybatch.doctor.services.check_api", lambda: None)
-    code, _, err = call("run", path, "--set", "source.uri=nowhere.parquet")
+    code, _, err = call("run", path, "--prefect", "--set", "source.uri=nowhere.parquet")
     assert code == 1 and not done, err
-    code, _, err = call("run", path)
+    code, _, err = call("run", path, "--prefect")
     assert code == 75 and "as if the flow had run" in err
     assert done == ["Ray for nightly", "the flow"]
 

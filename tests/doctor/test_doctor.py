@@ -360,7 +360,6 @@ PROFILE = 'active = "here"\n[profiles.here]\nPREFECT_API_URL = "http://server/ap
         (".env", "prefect_api_url=http://server/api\n", "http://server/api"),
         (".env", "HF_TOKEN=x\n", None),
         ("PREFECT_API_URL", "http://server/api", "http://server/api"),
-        ("PREFECT_PROFILE", "local", "http://127.0.0.1:4200/api"),  # of Prefect's own profiles
     ],
 )
 def test_prefect_is_imported_only_where_its_settings_may_name_an_api(
