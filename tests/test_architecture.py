@@ -38,6 +38,7 @@ FLOORS = [
     "stages",
     "report",
     "cluster",
+    "standby",
     "driver",
     "kuberay",
     "plan",

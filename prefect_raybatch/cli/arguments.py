@@ -6,7 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
+from prefect_raybatch.cli.terminal import err
+from prefect_raybatch.cluster.warm import IDLE_SECONDS
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.checks import seconds_of
 
 JobFile = Annotated[str, typer.Argument(metavar="JOB", help="Job file in YAML")]
 RunDir = Annotated[str, typer.Argument(metavar="RUN_DIR", help="Run directory, local or s3://")]
@@ -35,8 +38,27 @@ UsePrefect = Annotated[
         show_default=False,
     ),
 ]
+KeepEngines = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TIME",
+        envvar="RAYBATCH_KEEP_ENGINES",
+        show_envvar=False,
+        help="Keep local engines for the next command. Default: 10m at a terminal, else 0s",
+    ),
+]
 DryRunOnly = Annotated[bool, typer.Option("--dry-run", help="Only show what would be done")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object only")]
+
+
+def kept_seconds(text: str | None) -> float:
+    """Return for how long engines wait for the next command.
+
+    Only for a person at a terminal by default: a job of a batch system should leave nothing behind.
+    """
+    if text is not None:
+        return seconds_of(text)
+    return IDLE_SECONDS if err.is_terminal else 0.0
 
 
 def field_changes(overrides: list[str] | None) -> dict[str, Any]:

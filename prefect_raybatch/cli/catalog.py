@@ -12,7 +12,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Fix": ("retry-failed", "repair", "drain", "finalize", "publish", "backfill"),
     "Check": ("verify", "doctor", "schema"),
     "Tune": ("tune",),
-    "Clean up": ("prune", "reap", "reconcile"),
+    "Clean up": ("engines", "prune", "reap", "reconcile"),
 }
 
 COMMAND_EXAMPLES: dict[str, tuple[str, str]] = {
@@ -68,6 +68,7 @@ COMMAND_EXAMPLES: dict[str, tuple[str, str]] = {
         "raybatch tune job.yaml --minutes 10",
         "raybatch tune job.yaml --deadline 6h --write tuned.yaml",
     ),
+    "engines": ("raybatch engines", "raybatch engines stop"),
     "prune": (
         "raybatch prune out --keep 14 --dry-run",
         "raybatch prune out --keep 14 --older-than 30d --yes",

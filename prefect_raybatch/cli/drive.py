@@ -35,10 +35,12 @@ from prefect_raybatch.job.run_words import (
     with_run_words,
 )
 from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.report.report import duration
 from prefect_raybatch.runs.attempts import FINALIZING, INFERENCE, PLANNING
 from prefect_raybatch.runs.plan_run import check_places
 from prefect_raybatch.runs.run import Run, run_store
 from prefect_raybatch.runs.typed import name_typed_run, without_secrets
+from prefect_raybatch.standby.claim import engines_outlast
 from prefect_raybatch.storage import open_store
 
 if TYPE_CHECKING:
@@ -56,11 +58,13 @@ def run_job(
     quiet: bool,
     run_date: date | None = None,
     accept: Sequence[str] = (),
+    keep_seconds: float = 0.0,
 ) -> tuple[RunReport, bool]:
     """Run a job, or resume it; return the report, and whether this call did any work.
 
     `prefect` None makes it a flow if a Prefect API is configured. A complete run starts neither
-    Prefect nor an engine.
+    Prefect nor an engine. Without Prefect, the engines of a local cluster wait `keep_seconds` for
+    the next command.
     """
     from prefect_raybatch.ledger.ledger import Ledger
 
@@ -89,25 +93,37 @@ def run_job(
             options = {"accept": list(accept)} if accept else {}
             return run_flow("batch_inference", (job, key), show, known, **options), True
         plan = partial(plan_run, resolved, key, accept=accept)
-        return _run_here(job, known, plan, show), True
+        return _run_here(job, known, plan, show, keep_seconds), True
 
 
 def _run_here(
-    job: BatchJob, known: BatchJob, plan: Callable[[], Run], show: TerminalProgress
+    job: BatchJob,
+    known: BatchJob,
+    plan: Callable[[], Run],
+    show: TerminalProgress,
+    keep_seconds: float = 0.0,
 ) -> RunReport:
     """Plan and drive a run without Prefect; return its report.
 
-    `known` is the job with its credentials.
+    `known` is the job with its credentials. Engines of a local cluster outlast the command if it
+    keeps them.
     """
     from prefect_raybatch.api.submission import infer_in_place
 
-    with engines_early():
+    spec = cluster_spec(known)
+    starts_cluster = not (spec.access.remote or cluster.address_of(spec))
+    kept = keep_seconds if starts_cluster else 0.0
+    with engines_outlast(cluster.local_cpus(spec), kept) as outlast, engines_early():
         planned = plan()
         show.begin(planned.uri)
         store = open_store(planned.uri, known.output.options or None)
         with recorded_attempt(store, known, planned.run_key, INFERENCE, begin=False):
             progress = infer_in_place(job, known, planned, show)
     show.close()
+    if outlast:
+        show.say(
+            f"engines wait {duration(kept)} for the next command; raybatch engines stop ends them"
+        )
     with recorded_attempt(store, known, planned.run_key, FINALIZING, begin=False):
         report = finalize_run(known, planned, progress)
     return _published(known, report)
@@ -133,7 +149,11 @@ def _published(known: BatchJob, report: RunReport) -> RunReport:
 
 
 def retry_rows(
-    asked: RetryRequest, arguments: RetryArguments, prefect: bool | None, quiet: bool
+    asked: RetryRequest,
+    arguments: RetryArguments,
+    prefect: bool | None,
+    quiet: bool,
+    keep_seconds: float = 0.0,
 ) -> RunReport | Nothing:
     """Retry failed rows in a child run; return its report.
 
@@ -150,7 +170,8 @@ def retry_rows(
         child = retry.begin(asked)
         if isinstance(child, Nothing):
             return child
-        return _run_here(child.job, with_keys(child.job), lambda: child.run, show)
+        known = with_keys(child.job)
+        return _run_here(child.job, known, lambda: child.run, show, keep_seconds)
 
 
 def with_keys(job: BatchJob) -> BatchJob:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.runs.dry_run import DryRun
     from prefect_raybatch.runs.repair import Repaired
     from prefect_raybatch.runs.status import Status
+    from prefect_raybatch.standby.claim import Standing
 
 TEXT_SHOWN = 2000  # characters of a prompt
 LINE_EVERY = 5.0  # seconds between progress lines where there is no terminal
@@ -523,6 +524,23 @@ def show_reaped(reaped: Reaped, older_than: str, dry_run: bool) -> None:
         out.print(f"nothing to remove: no unused file is older than {older_than}")
     if reaped.kept:
         out.print(f"kept {counted(reaped.kept, 'piece')} that an active driver may still commit")
+
+
+def show_engines(clusters: Sequence[Standing]) -> None:
+    """Print the engines that wait for the next command, and until when."""
+    rows = []
+    for one in clusters:
+        until = f"ends in {duration(one.seconds_left)}"
+        use = f"used by process {one.used_by}" if one.used_by is not None else until
+        for engine in one.engines or [None]:
+            takes = engine.resources if engine is not None else {}
+            held = ", ".join(f"{amount:g} {name}" for name, amount in takes.items() if amount)
+            model = engine.model if engine is not None else "no engine yet"
+            rows.append({"model": model, "resources": held, "state": use})
+    if rows:
+        show_rows(rows)
+    else:
+        out.print("no engine waits on this machine")
 
 
 def show_actions(actions: Sequence[Action]) -> None:
