@@ -34,7 +34,7 @@ UsePrefect = Annotated[
     bool | None,
     typer.Option(
         "--prefect/--no-prefect",
-        help="Run as a Prefect flow. Default: if a Prefect API is configured",
+        help="Run as a Prefect flow; default if an API is configured",
         show_default=False,
     ),
 ]
@@ -44,7 +44,7 @@ KeepEngines = Annotated[
         metavar="TIME",
         envvar="RAYBATCH_KEEP_ENGINES",
         show_envvar=False,
-        help="Keep local engines for the next command. Default: 10m at a terminal, else 0s",
+        help="Keep local engines that long for the next command",
     ),
 ]
 DryRunOnly = Annotated[bool, typer.Option("--dry-run", help="Only show what would be done")]

@@ -119,8 +119,9 @@ def _run_here(
         store = open_store(planned.uri, known.output.options or None)
         with recorded_attempt(store, known, planned.run_key, INFERENCE, begin=False):
             progress = infer_in_place(job, known, planned, show)
+        waiting = outlast and bool(cluster.SHARED.warm.kinds)
     show.close()
-    if outlast:
+    if waiting:
         show.say(
             f"engines wait {duration(kept)} for the next command; raybatch engines stop ends them"
         )
