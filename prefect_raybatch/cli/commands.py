@@ -502,7 +502,7 @@ def doctor(
 
 
 @app.command(**in_catalog("engines"))
-def engines(
+def list_or_stop_engines(
     action: Annotated[
         Literal["list", "stop"], typer.Argument(metavar="ACTION", help="list or stop")
     ] = "list",

