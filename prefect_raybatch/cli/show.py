@@ -26,6 +26,7 @@ from prefect_raybatch.ledger.records import JsonObject
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import duration, failure_table
 from prefect_raybatch.runs.listing import COMPLETED
+from prefect_raybatch.runs.starts import starts_of
 from prefect_raybatch.words import are, counted, money
 
 if TYPE_CHECKING:
@@ -424,6 +425,10 @@ def _status_facts(state: Status) -> list[tuple[str, str]]:
     if state.pending:
         facts.append(("time left", duration(state.seconds_left)))
     facts.append(("attempts", f"{len(state.attempts)}"))
+    if starts := starts_of(state.attempts):
+        phases = {name: seconds for name, seconds in starts[-1].seconds.items() if seconds}
+        parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in phases.items())
+        facts.append(("last start", f"{duration(sum(phases.values()))}: {parts}"))
     if state.gpu_hours:
         facts.append(("GPU-hours", money(state.gpu_hours)))
     if state.cost is not None:

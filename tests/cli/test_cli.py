@@ -313,6 +313,18 @@ def test_status_of_a_run_on_its_way(tmp_path, call):
     assert code == 0 and "time left" in out
 
 
+def test_a_status_says_what_the_last_start_took(tmp_path, call):
+    run = small_run(tmp_path)
+    seconds = {"cluster": 3.0, "workers": 0.0, "imports": 61.0}
+    for at, more in (("1", {"engines": 1, "seconds": {"cluster": 9.0}}), ("2", {"engines": "x"})):
+        run.ledger.note_attempt(at, {"started": f"2026-11-2{at}", "start": more})
+    assert "9 s: cluster 9 s" in call("status", tmp_path)[1], "a damaged note is left out"
+    start = {"engines": 1, "seconds": seconds}
+    run.ledger.note_attempt("3", {"started": "2026-11-23", "start": start})
+    out = call("status", tmp_path)[1]
+    assert "last start" in out and "1 min 04 s: cluster 3 s, imports 1 min 01 s" in out
+
+
 @pytest.mark.parametrize("command", ["status", "verify"])
 def test_a_copy_among_the_commits_is_named(tmp_path, call, command):
     run = small_run(tmp_path)
