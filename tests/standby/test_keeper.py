@@ -15,8 +15,10 @@ import pytest
 from helpers.command_line import called
 from helpers.hosts import FakeHosts
 
+from prefect_raybatch.cluster.ray_process import RayProcess
 from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.cluster.warm import WarmEngines, WarmKind
+from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.stages.engine import EngineStage
 from prefect_raybatch.standby import claim
 from prefect_raybatch.standby.claim import (
@@ -181,6 +183,20 @@ def test_the_commands_list_and_stop_them(start: Start, capsys: pytest.CaptureFix
     assert "ends in" in called(capsys, "engines")[1]
     assert called(capsys, "engines", "stop")[0] == 0
     assert called(capsys, "engines", "--json")[1].strip() == "[]"
+
+
+def test_a_cluster_that_is_gone_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: list[dict[str, Any]] = []
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setattr("ray.init", lambda **given: options.append(given))
+    process = RayProcess()
+    process.standing = lambda: closed
+    with socket.socket() as unheard:  # bound, and nobody listens
+        unheard.bind(("127.0.0.1", 0))
+        closed = f"127.0.0.1:{unheard.getsockname()[1]}"
+        process.start(None, 2, ClusterAccess())
+    assert (options[0]["address"], options[0]["num_cpus"]) == ("local", 2)
+    assert not process.is_standing
 
 
 # --- engines of earlier commands ------------------------------------------------------------------
