@@ -1,11 +1,16 @@
-"""Where the time of a short run goes: the demo's phases from the start of its process to its end.
+"""Where the time of short commands goes, from the start of their process to its end.
 
-    python benchmarks/start.py [--rows 200] [--runs 2] [--no-prefect]
+    python benchmarks/start.py [--rows 200] [--runs 3] [--kinds new waiting preview prefect]
 
-Prints Markdown: seconds of each phase, CPU-seconds of the driver, of Prefect's server and of Ray's
-processes, and the load of the machine, since on a busy one the seconds say little. Of the runs each
-second one is as users have it; those before it start Ray only after Prefect. The environment is
-that of `make demo`; the first run of a new environment also compiles what it imports.
+Kinds: `new`, the demo without an engine from before; `waiting`, the demo with the engine that an
+unmeasured demo left; `preview` of five rows of the demo's job; `prefect`, the demo as a flow with
+Prefect's temporary server. Each kind runs in turn, `--runs` times, and the last column is the
+median.
+
+Prints Markdown: seconds of each phase, CPU-seconds by kind of process, and the load of the machine,
+since on a busy one the seconds say little. The processes of an engine that waits are not below the
+command, so their CPU-seconds do not count. The first run of a new environment also compiles what it
+imports.
 """
 
 from __future__ import annotations
@@ -13,27 +18,29 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 
-MARKS = "RAYBATCH_BENCH_MARKS"  # environment: the file that the measured process writes
-LATE = "RAYBATCH_BENCH_LATE"  # environment: Ray is not started beside Prefect
+KINDS_OF_RUN = ["new", "waiting", "preview", "prefect"]
+Measured = tuple[dict[str, float], dict[str, float], float]  # phases, CPU-seconds, load before
 KINDS = ("driver", "Prefect's server", "Ray", "Ray's workers", "other")
 
 
 def measured() -> None:
     """The run, in a process of its own that notes when its phases begin and end."""
-    file = Path(os.environ[MARKS])
+    file = Path("marks")
     began = psutil.Process().create_time()
 
     def mark(name: str) -> None:
@@ -47,7 +54,7 @@ def measured() -> None:
     flow = drive.run_flow
 
     @wraps(flow)
-    def run_flow(*given: Any) -> Any:
+    def run_flow(*given: Any, **named: Any) -> Any:
         mark("job checked")
         from prefect_raybatch.flow import tasks
 
@@ -55,7 +62,7 @@ def measured() -> None:
         for module, name, phase in ((tasks, "plan_run", "plan"), (tasks, "finalize", "finalize")):
             setattr(module, name, timed(getattr(module, name), phase))
         try:
-            return flow(*given)
+            return flow(*given, **named)
         finally:
             mark("flow ended")
 
@@ -71,8 +78,6 @@ def measured() -> None:
         return inner
 
     drive.run_flow = run_flow
-    if LATE in os.environ:
-        drive.cluster.started_early = nullcontext
     for name, phase in (("plan_run", "plan"), ("finalize_run", "finalize")):
         setattr(drive, name, timed(getattr(drive, name), phase))
     try:
@@ -134,29 +139,55 @@ def watched(root: int) -> Iterator[Cpu]:
         thread.join()
 
 
-def one(rows: int, more: list[str], late: bool) -> tuple[dict[str, float], dict[str, float]]:
-    """(seconds of each phase in order, CPU-seconds by kind) of a run."""
-    with tempfile.TemporaryDirectory() as folder:
-        marks = Path(folder) / "marks"
-        command = [sys.executable, __file__, "demo", "--rows", str(rows), *more]
-        env = {**os.environ, MARKS: str(marks), "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
-        env.pop("PYTHONDONTWRITEBYTECODE", None)
-        env |= {LATE: "1"} if late else {}
-        began = time.time()
-        run = subprocess.Popen(
-            [*command, "--folder", f"{folder}/demo"],
-            env=env,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        with watched(run.pid) as cpu:
-            code = run.wait()
-        whole = time.time() - began
-        if code:
-            raise SystemExit(f"the run ended with {code}")
-        (report,) = Path(folder).rglob("report.json")
-        (start,) = json.loads(report.read_text())["starts"]
-        at = dict(json.loads(line) for line in marks.read_text().splitlines())
+def one(kind: str, rows: int, folder: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """(seconds of each phase in order, CPU-seconds by kind) of a command in an empty folder."""
+    if kind == "preview":
+        command(["init", "--example"], folder)
+        return watch_command(["preview", str(folder / "companies.yaml")], folder)
+    words = ["demo", "--rows", str(rows), "--keep-engines"]
+    if kind == "waiting":
+        command([*words, "10m", "--folder", str(folder / "before")], folder)
+        return watch_command([*words, "10m", "--folder", str(folder / "demo")], folder)
+    command(["engines", "stop"], folder)
+    words += ["0s", "--folder", str(folder / "demo")]
+    return watch_command([*words, *(["--prefect"] if kind == "prefect" else [])], folder)
+
+
+def command(words: list[str], folder: Path) -> None:
+    """Run a command that is not measured."""
+    run = [sys.executable, "-m", "prefect_raybatch.cli", *words]
+    subprocess.run(run, check=True, cwd=folder, env=environment(), stdout=subprocess.DEVNULL)
+
+
+def environment() -> dict[str, str]:
+    env = {**os.environ, "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    return env
+
+
+def watch_command(words: list[str], folder: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """Run a command, of a run with its phases; return as `one` does."""
+    marks = folder / "marks"
+    began = time.time()
+    run = subprocess.Popen(
+        [sys.executable, __file__, *words],
+        # Without marks in the environment, which must be that of the command before it.
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=folder,
+    )
+    with watched(run.pid) as cpu:
+        code = run.wait()
+    whole = time.time() - began
+    if code:
+        raise SystemExit(f"{words} ended with {code}")
+    at = dict(json.loads(line) for line in marks.read_text().splitlines())
+    reports = list((folder / "demo").rglob("report.json"))
+    if not reports:
+        return {"imports of the CLI": at["CLI imported"], "in all": whole}, cpu.seconds()
+    (start,) = json.loads(reports[0].read_text())["starts"]
     return phases(at, start["seconds"], whole), cpu.seconds()
 
 
@@ -187,27 +218,47 @@ def phases(at: dict[str, float], start: dict[str, float], whole: float) -> dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=200)
-    parser.add_argument("--runs", type=int, default=2)
-    parser.add_argument("--no-prefect", action="store_true")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS_OF_RUN, default=KINDS_OF_RUN)
     asked = parser.parse_args()
-    more = ["--no-prefect"] if asked.no_prefect else []
-    runs, heads = [], []
-    for number in range(asked.runs):
-        load, late = os.getloadavg()[0], number % 2 == 0 and not asked.no_prefect
-        runs.append((*one(asked.rows, more, late), load))
-        heads.append("one by one" if late else "side by side")
-        print(heads[-1], "done", file=sys.stderr, flush=True)
-    print("| s | " + " | ".join(heads) + " |\n| --- |" + " --- |" * len(runs))
-    for name in runs[0][0]:
-        print(f"| {name} | " + " | ".join(f"{run[0].get(name, 0):.1f}" for run in runs) + " |")
-    for kind in KINDS:
-        print(f"| CPU: {kind} | " + " | ".join(f"{run[1][kind]:.1f}" for run in runs) + " |")
-    print("| CPU in all | " + " | ".join(f"{sum(run[1].values()):.1f}" for run in runs) + " |")
-    print("| load before | " + " | ".join(f"{run[2]:.1f}" for run in runs) + " |")
+    # All commands run in one folder, because an engine waits for commands of its folder only.
+    runs: dict[str, list[Measured]] = {kind: [] for kind in asked.kinds}
+    with TemporaryDirectory(prefix="rb", dir="/tmp") as folder:
+        try:
+            for number in range(asked.runs):
+                for kind in asked.kinds:
+                    empty(Path(folder))
+                    load = os.getloadavg()[0]
+                    runs[kind].append((*one(kind, asked.rows, Path(folder)), load))
+                    print(number + 1, kind, "done", file=sys.stderr, flush=True)
+        finally:
+            command(["engines", "stop"], Path(folder))
+    for kind, measured_runs in runs.items():
+        show(kind, measured_runs)
+
+
+def empty(folder: Path) -> None:
+    """Remove everything in the folder."""
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def show(kind: str, runs: list[Measured]) -> None:
+    """Print a table of the runs of a kind, with the medians."""
+    rows = {name: [seconds.get(name, 0.0) for seconds, _, _ in runs] for name in runs[0][0]}
+    rows |= {f"CPU: {name}": [cpu[name] for _, cpu, _ in runs] for name in KINDS}
+    rows["CPU in all"] = [sum(cpu.values()) for _, cpu, _ in runs]
+    rows["load before"] = [load for _, _, load in runs]
+    heads = [*map(str, range(1, len(runs) + 1)), "median"]
+    print(f"\n| {kind}: s | " + " | ".join(heads) + " |\n| --- |" + " --- |" * len(heads))
+    for name, values in rows.items():
+        cells = [f"{value:.1f}" for value in [*values, median(values)]]
+        print(f"| {name} | " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":
-    if MARKS in os.environ:
+    # Its options begin with a dash, a command does not.
+    if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
         measured()
     else:
         main()

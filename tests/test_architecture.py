@@ -39,6 +39,7 @@ FLOORS = [
     "stages",
     "report",
     "cluster",
+    "standby",
     "driver",
     "kuberay",
     "plan",

@@ -34,7 +34,7 @@ SMALLEST = {
     "--models {tmp} --out {tmp}/out.jsonl",
     "size.py": "--rows 500 --data {tmp}",
     "snapshot.py": "--rows 2000 --files 20 --trials 1 --data {tmp}",
-    "start.py": "--rows 16 --runs 1 --no-prefect",
+    "start.py": "--rows 16 --runs 1 --kinds new waiting preview",
     "sweep.py": "--device cpu --seconds 1 --minutes 20 --start-seconds 600 --most-warm 60 "
     "--kinds tiny-record,tiny-mixed --arrangements 1x8 --out {tmp}/out.jsonl",
     "watching.py": "--shards 200 --seconds 1",

@@ -236,16 +236,17 @@ def test_the_demo_runs_from_the_wheel_and_is_done_the_second_time(far: Path) -> 
     home["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = "120"
     with TemporaryDirectory(prefix="rb", dir="/tmp") as ray:  # short: sockets lie in it
         env = {**home, "RAY_TMPDIR": ray}
-        first = run(raybatch, "demo", "--rows", "600", cwd=far, timeout=540, **env)
+        demo = (raybatch, "demo", "--rows", "600")
+        first = run(*demo, "--prefect", cwd=far, timeout=540, **env)
         assert first.returncode == 0, first.stdout + first.stderr
         assert "600 = 600 answered" in first.stdout
         assert "First rows" in first.stdout and "prefect server start" in first.stderr
         assert "rows/s" in first.stderr and "left" in first.stderr
         sessions = set(Path(ray).glob("ray/session_2*"))
         assert sessions
-        report = json.loads(must(raybatch, "demo", "--rows", "600", "--json", cwd=far, **env))
+        report = json.loads(must(*demo, "--json", cwd=far, **env))
         assert (report["rows"], report["good"], report["failed"]) == (600, 600, 0)
-        again = run(raybatch, "demo", "--rows", "600", cwd=far, **env)
+        again = run(*demo, cwd=far, **env)
         assert again.returncode == 0, again.stderr
         assert "was complete before" in again.stdout and "starting" not in again.stderr
         assert set(Path(ray).glob("ray/session_2*")) == sessions, "Ray was started for nothing"

@@ -6,8 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from prefect_raybatch.cli.terminal import HelpfulCommand, VisibleGroup
+from prefect_raybatch.cli.terminal import HelpfulCommand, VisibleGroup, err
+from prefect_raybatch.cluster.warm import IDLE_SECONDS
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.checks import seconds_of
 
 JobFile = Annotated[str, typer.Argument(metavar="JOB", help="Job file in YAML")]
 RunDir = Annotated[str, typer.Argument(metavar="RUN_DIR", help="Run directory, local or s3://")]
@@ -28,9 +30,35 @@ FieldChanges = Annotated[
 TargetsFromPlan = Annotated[
     bool, typer.Option("--targets-from-plan", help="Publish to the run's own targets")
 ]
-UsePrefect = Annotated[bool, typer.Option(help="Run as a Prefect flow")]
+UsePrefect = Annotated[
+    bool | None,
+    typer.Option(
+        "--prefect/--no-prefect",
+        help="Run as a Prefect flow; default if an API is configured",
+        show_default=False,
+    ),
+]
+KeepEngines = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TIME",
+        envvar="RAYBATCH_KEEP_ENGINES",
+        show_envvar=False,
+        help="Keep local engines that long for the next command",
+    ),
+]
 DryRunOnly = Annotated[bool, typer.Option("--dry-run", help="Only show what would be done")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object only")]
+
+
+def kept_seconds(text: str | None) -> float:
+    """Return for how long engines wait for the next command.
+
+    Only for a person at a terminal by default: a job of a batch system should leave nothing behind.
+    """
+    if text is not None:
+        return seconds_of(text)
+    return IDLE_SECONDS if err.is_terminal else 0.0
 
 
 def field_changes(overrides: list[str] | None) -> dict[str, Any]:
@@ -57,7 +85,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Fix": ("retry-failed", "repair", "drain", "finalize", "publish", "backfill"),
     "Check": ("verify", "doctor", "schema"),
     "Tune": ("tune",),
-    "Clean up": ("prune", "reap", "reconcile"),
+    "Clean up": ("engines", "prune", "reap", "reconcile"),
 }
 
 COMMAND_EXAMPLES: dict[str, tuple[str, str]] = {
@@ -113,6 +141,7 @@ COMMAND_EXAMPLES: dict[str, tuple[str, str]] = {
         "raybatch tune job.yaml --minutes 10",
         "raybatch tune job.yaml --deadline 6h --write tuned.yaml",
     ),
+    "engines": ("raybatch engines", "raybatch engines stop"),
     "prune": (
         "raybatch prune out --keep 14 --dry-run",
         "raybatch prune out --keep 14 --older-than 30d --yes",

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -24,6 +24,7 @@ from prefect_raybatch.cli.arguments import (
     FieldChanges,
     JobFile,
     Json,
+    KeepEngines,
     RunDate,
     RunDir,
     RunKeyOption,
@@ -31,6 +32,7 @@ from prefect_raybatch.cli.arguments import (
     UsePrefect,
     field_changes,
     in_catalog,
+    kept_seconds,
 )
 from prefect_raybatch.cli.drive import (
     is_readable,
@@ -48,6 +50,7 @@ from prefect_raybatch.cli.show import (
     print_json,
     show_actions,
     show_chain,
+    show_engines,
     show_findings,
     show_plan,
     show_reaped,
@@ -88,6 +91,7 @@ from prefect_raybatch.runs.status import report_of
 from prefect_raybatch.runs.status import status as status_of
 from prefect_raybatch.runs.typed import typed_command, without_secrets
 from prefect_raybatch.storage.private import write_private
+from prefect_raybatch.words import counted
 
 INTERRUPTED = 130  # exit status after Ctrl-C: 128 plus the number of the signal
 DRIVING = ("run", "demo", "retry-failed", "backfill")  # commands that commit shards
@@ -140,7 +144,8 @@ def demo(
         Path, typer.Option(metavar="FOLDER", help="Folder of data and result")
     ] = Path("raybatch-demo"),
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the companies")] = 7,
-    prefect: UsePrefect = True,
+    prefect: UsePrefect = None,
+    keep_engines: KeepEngines = None,
     as_json: Json = False,
 ) -> None:
     """Classify generated companies with vLLM and the bundled model."""
@@ -155,7 +160,8 @@ def demo(
         folder.mkdir(parents=True, exist_ok=True)
         write_customers(data, rows, seed)
     tag = "" if model == "demo" else "-" + model.strip("./").replace("/", "-")
-    report, fresh = run_job(job, f"demo-{rows}-{seed}{tag}", prefect, quiet=as_json)
+    key, kept = f"demo-{rows}-{seed}{tag}", kept_seconds(keep_engines)
+    report, fresh = run_job(job, key, prefect, quiet=as_json, keep_seconds=kept)
     if as_json:
         print_json(report.to_dict())
         return
@@ -263,7 +269,8 @@ def run(
         list[str] | None,
         typer.Option(metavar="FIELD", help="Accept a changed field; repeatable"),
     ] = None,
-    prefect: UsePrefect = True,
+    prefect: UsePrefect = None,
+    keep_engines: KeepEngines = None,
     as_json: Json = False,
 ) -> None:
     """Run a job; the same command resumes it after a failure."""
@@ -276,7 +283,8 @@ def run(
     if accept and run_key is None:
         raise ConfigError("--accept needs a run to resume. Name it with --run-key.")
     report, fresh = run_job(
-        loaded, run_key, prefect, quiet=as_json, run_date=when, accept=accept or ()
+        *(loaded, run_key, prefect, as_json, when, accept or ()),
+        keep_seconds=kept_seconds(keep_engines),
     )
     if as_json:
         print_json(report.to_dict())
@@ -334,7 +342,8 @@ def retry_failed(
     targets_from_plan: TargetsFromPlan = False,
     run_date: RunDate = None,
     set_: FieldChanges = None,
-    prefect: UsePrefect = True,
+    prefect: UsePrefect = None,
+    keep_engines: KeepEngines = None,
     as_json: Json = False,
 ) -> None:
     """Retry the failed rows of a finished run in a child run."""
@@ -357,7 +366,8 @@ def retry_failed(
     if isinstance(request, Nothing):
         outcome = request
     else:
-        outcome = retry_rows(request, arguments, prefect, as_json)
+        kept = kept_seconds(keep_engines)
+        outcome = retry_rows(request, arguments, prefect, as_json, kept)
     if as_json:
         print_json(outcome)
     elif isinstance(outcome, Nothing):
@@ -481,6 +491,34 @@ def doctor(
         show_findings(found)
     if wrong:
         raise typer.Exit(1)
+
+
+@app.command(**in_catalog("engines"))
+def list_or_stop_engines(
+    action: Annotated[
+        Literal["list", "stop"], typer.Argument(metavar="ACTION", help="list or stop")
+    ] = "list",
+    as_json: Json = False,
+) -> None:
+    """List or stop waiting engines."""
+    from prefect_raybatch.standby.claim import standing_clusters, stop_clusters
+
+    if action == "stop":
+        ended, used = stop_clusters()
+        if as_json:
+            print_json({"ended": ended, "used_by": used})
+        for pid in used:
+            err.print(f"Process {pid} uses the engines. Stop it, then run the command again.")
+        if not as_json:
+            out.print(f"{counted(ended, 'cluster')} ended with its engines")
+        if used:
+            raise typer.Exit(1)
+        return
+    found = standing_clusters()
+    if as_json:
+        print_json([asdict(one) for one in found])
+        return
+    show_engines(found)
 
 
 @app.command(**in_catalog("reap"))

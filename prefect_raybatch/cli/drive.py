@@ -33,10 +33,12 @@ from prefect_raybatch.job.edits import edited, run_words, targets_are_dated, wit
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.run_words import date_of_key
 from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.report.report import duration
 from prefect_raybatch.runs.attempts import FINALIZING, INFERENCE, PLANNING
 from prefect_raybatch.runs.plan_run import check_places
 from prefect_raybatch.runs.run import Run, run_store
 from prefect_raybatch.runs.typed import name_typed_run, without_secrets
+from prefect_raybatch.standby.claim import engines_outlast
 from prefect_raybatch.storage import open_store
 
 if TYPE_CHECKING:
@@ -50,14 +52,17 @@ RetryArguments = tuple[str, list[str] | None, dict[str, Any], BatchJob | None]
 def run_job(
     job: BatchJob,
     key: str | None,
-    prefect: bool,
+    prefect: bool | None,
     quiet: bool,
     run_date: date | None = None,
     accept: Sequence[str] = (),
+    keep_seconds: float = 0.0,
 ) -> tuple[RunReport, bool]:
     """Run a job, or resume it; return the report, and whether this call did any work.
 
-    A complete run starts neither Prefect nor an engine.
+    `prefect` None makes it a flow if a Prefect API is configured. A complete run starts neither
+    Prefect nor an engine. Without Prefect, the engines of a local cluster wait `keep_seconds` for
+    the next command.
     """
     from prefect_raybatch.ledger.ledger import Ledger
 
@@ -81,33 +86,56 @@ def run_job(
     with recorded_attempt(store, known, key, PLANNING, begin=False):
         resolved = precheck(resolved, store, accept)
     with closing(TerminalProgress(quiet)) as show:
-        if prefect:
+        if _as_flow(prefect):
             show.begin(store.uri)
             options = {"accept": list(accept)} if accept else {}
             return run_flow("batch_inference", (job, key), show, known, **options), True
         plan = partial(plan_run, resolved, key, accept=accept)
-        return _run_here(job, known, plan, show), True
+        return _run_here(job, known, plan, show, keep_seconds), True
 
 
 def _run_here(
-    job: BatchJob, known: BatchJob, plan: Callable[[], Run], show: TerminalProgress
+    job: BatchJob,
+    known: BatchJob,
+    plan: Callable[[], Run],
+    show: TerminalProgress,
+    keep_seconds: float = 0.0,
 ) -> RunReport:
     """Plan and drive a run without Prefect; return its report.
 
-    `known` is the job with its credentials.
+    `known` is the job with its credentials. Engines of a local cluster outlast the command if it
+    keeps them.
     """
     from prefect_raybatch.api.submission import infer_in_place
 
-    with engines_early():
+    spec = cluster_spec(known)
+    starts_cluster = not (spec.access.remote or cluster.address_of(spec))
+    kept = keep_seconds if starts_cluster else 0.0
+    with engines_outlast(cluster.local_cpus(spec), kept) as outlast, engines_early():
         planned = plan()
         show.begin(planned.uri)
         store = open_store(planned.uri, known.output.options or None)
         with recorded_attempt(store, known, planned.run_key, INFERENCE, begin=False):
             progress = infer_in_place(job, known, planned, show)
+        waiting = outlast and bool(cluster.SHARED.warm.kinds)
     show.close()
+    if waiting:
+        show.say(
+            f"engines wait {duration(kept)} for the next command; raybatch engines stop ends them"
+        )
     with recorded_attempt(store, known, planned.run_key, FINALIZING, begin=False):
         report = finalize_run(known, planned, progress)
     return _published(known, report)
+
+
+def _as_flow(prefect: bool | None) -> bool:
+    """Return whether a command runs as a Prefect flow: as asked, else if an API is configured.
+
+    Without an API, a flow would start a server that ends with it and that nobody sees.
+    """
+    from prefect_raybatch.doctor.services import prefect_api
+
+    return prefect_api() is not None if prefect is None else prefect
 
 
 def _published(known: BatchJob, report: RunReport) -> RunReport:
@@ -120,7 +148,11 @@ def _published(known: BatchJob, report: RunReport) -> RunReport:
 
 
 def retry_rows(
-    asked: RetryRequest, arguments: RetryArguments, prefect: bool, quiet: bool
+    asked: RetryRequest,
+    arguments: RetryArguments,
+    prefect: bool | None,
+    quiet: bool,
+    keep_seconds: float = 0.0,
 ) -> RunReport | Nothing:
     """Retry failed rows in a child run; return its report.
 
@@ -130,14 +162,15 @@ def retry_rows(
     from prefect_raybatch.runs.retry import Nothing
 
     with closing(TerminalProgress(quiet)) as show:
-        if prefect:
+        if _as_flow(prefect):
             report = run_flow("retry_failed", arguments, show, asked.known.job)
             message = "Other runs have retried all of these rows; none is left that failed"
             return report or Nothing(arguments[0], message)
         child = retry.begin(asked)
         if isinstance(child, Nothing):
             return child
-        return _run_here(child.job, with_keys(child.job), lambda: child.run, show)
+        known = with_keys(child.job)
+        return _run_here(child.job, known, lambda: child.run, show, keep_seconds)
 
 
 def job_of_file(path: str, overrides: list[str] | None = None) -> BatchJob:

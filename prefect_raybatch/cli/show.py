@@ -26,6 +26,7 @@ from prefect_raybatch.ledger.records import JsonObject
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import duration, failure_table
 from prefect_raybatch.runs.listing import COMPLETED
+from prefect_raybatch.runs.starts import starts_of
 from prefect_raybatch.words import are, counted, money
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.runs.repair import Repaired
     from prefect_raybatch.runs.status import Status
     from prefect_raybatch.sizing.sizes import Sizing
+    from prefect_raybatch.standby.claim import StandingCluster
 
 TEXT_SHOWN = 2000  # characters of a prompt
 LINE_EVERY = 5.0  # seconds between progress lines where there is no terminal
@@ -428,6 +430,10 @@ def _status_facts(state: Status) -> list[tuple[str, str]]:
     if state.pending:
         facts.append(("time left", duration(state.seconds_left)))
     facts.append(("attempts", f"{len(state.attempts)}"))
+    if starts := starts_of(state.attempts):
+        phases = {name: seconds for name, seconds in starts[-1].seconds.items() if seconds}
+        parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in phases.items())
+        facts.append(("last start", f"{duration(sum(phases.values()))}: {parts}"))
     if state.gpu_hours:
         facts.append(("GPU-hours", money(state.gpu_hours)))
     if state.cost is not None:
@@ -528,6 +534,23 @@ def show_reaped(reaped: Reaped, older_than: str, dry_run: bool) -> None:
         out.print(f"nothing to remove: no unused file is older than {older_than}")
     if reaped.kept:
         out.print(f"kept {counted(reaped.kept, 'piece')} that an active driver may still commit")
+
+
+def show_engines(clusters: Sequence[StandingCluster]) -> None:
+    """Print the engines that wait for the next command, and until when."""
+    rows = []
+    for one in clusters:
+        until = f"ends in {duration(one.seconds_left)}"
+        use = f"used by process {one.used_by}" if one.used_by is not None else until
+        for engine in one.engines or [None]:
+            takes = engine.resources if engine is not None else {}
+            held = ", ".join(f"{amount:g} {name}" for name, amount in takes.items() if amount)
+            model = engine.model if engine is not None else "no engine yet"
+            rows.append({"model": model, "resources": held, "state": use})
+    if rows:
+        show_rows(rows)
+    else:
+        out.print("no engine waits on this machine")
 
 
 def show_actions(actions: Sequence[Action]) -> None:

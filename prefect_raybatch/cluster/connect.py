@@ -52,7 +52,8 @@ def address_of(cluster: ClusterSpec) -> str | None:
     return None if address in ("", LOCAL) else address
 
 
-SHARED = Shared(RayProcess(), WarmEngines(RayHosts()))
+RAY, HOSTS = RayProcess(), RayHosts()
+SHARED = Shared(RAY, WarmEngines(HOSTS))
 
 
 @contextmanager
@@ -79,6 +80,23 @@ def warm_engines(idle_seconds: float = IDLE_SECONDS) -> Iterator[None]:
         )
     with SHARED.kept_warm(idle_seconds):
         yield
+
+
+@contextmanager
+def outlasting(standing: Callable[[], str | None], idle_seconds: float) -> Iterator[None]:
+    """Join a standing cluster for the runs of the block that would start a local one.
+
+    They use the engines that wait there, and the block leaves its engines there. `standing` returns
+    the cluster's address; with None the runs start a cluster, which ends with the block.
+    """
+    RAY.standing, HOSTS.outlast = standing, True
+    with SHARED.kept_warm(idle_seconds):
+        try:
+            yield
+        finally:
+            if RAY.is_standing:
+                SHARED.warm.forget()
+            RAY.standing, HOSTS.outlast = lambda: None, False
 
 
 @contextmanager
@@ -280,7 +298,7 @@ def actor_states(kind: str) -> dict[str, int]:
         return {}
     names = (
         actor["State"]
-        for actor in actors_of_this_job()
+        for actor in actors_of_this_job(detached=RAY.is_standing)
         if kind in f"{actor.get('ActorClassName')} {actor.get('Name')}"
     )
     return dict(Counter(name for name in names if name != "DEAD"))
@@ -299,7 +317,7 @@ def actor_deaths(kind: str) -> dict[str, tuple[int, str]]:
     if not ray.is_initialized():
         return {}
     found, names = {}, dict[str, str]()
-    for actor in actors_of_this_job():
+    for actor in actors_of_this_job(detached=RAY.is_standing):
         if kind not in f"{actor.get('ActorClassName')} {actor.get('Name')}":
             continue
         place, host = actor["Address"], actor["Address"]["IPAddress"]

@@ -19,9 +19,9 @@ from contextvars import copy_context
 from typing import Any
 
 from prefect_raybatch.bounded import Question
-from prefect_raybatch.cluster.reach import check_reachable, check_temp_folder
+from prefect_raybatch.cluster.reach import check_reachable, check_temp_folder, silent
 from prefect_raybatch.cluster.sharing import END_SECONDS
-from prefect_raybatch.cluster.tokens import check_token_file, keep_token_private
+from prefect_raybatch.cluster.tokens import check_token_file, keep_token_private, token_sent
 from prefect_raybatch.errors import ClusterUnavailable, ConfigError, InsufficientResources
 from prefect_raybatch.job.cluster import ClusterAccess
 
@@ -38,6 +38,9 @@ class RayProcess:
         self._over = threading.Event()  # ends the thread that started Ray
         self._leaving = Question(END_SECONDS)  # a head that hangs would block ray.shutdown
         self._auth: dict[str, str | None] = {}  # Ray's token variables before the start
+        # Address of a cluster to join instead of starting a local one; None to start one.
+        self.standing: Callable[[], str | None] = lambda: None
+        self.is_standing = False  # whether the latest start joined one
 
     def joined(self) -> bool:
         # None as well while another thread imports it.
@@ -56,18 +59,23 @@ class RayProcess:
             check_reachable(address, access)
         else:
             check_temp_folder()
+        head = None if address else self.standing()
+        if head is not None and (trouble := silent(head)):
+            log.warning("the engines of earlier commands cannot be reached: %s", trouble)
+            head = None
+        self.is_standing = head is not None
 
         # Ray Data sets the levels of its loggers when it is imported, so set ours afterwards.
         from prefect_raybatch.stages.ray_internals import PROGRESS_LOG, put_back_auth, use_token
 
-        self._auth = use_token(access.token)
+        self._auth = use_token(token_sent(access) if head else access.token)
         logging.getLogger("ray.data").setLevel(logging.WARNING)  # no plans and timings
         PROGRESS_LOG.setLevel(logging.ERROR)
         # Ray's C++ code logs an error for each actor that may be restarted, as engines may.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         quiet: dict[str, object] = {"logging_level": "error", "log_to_driver": False}
         quiet |= _worker_python(local=not address)
-        if not address:
+        if not (address or head):
             quiet |= {"num_cpus": cpus, "include_dashboard": False}
             if access.token is None:
                 keep_token_private()
@@ -75,7 +83,7 @@ class RayProcess:
             check_token_file()
         try:
             with _sigterm_kept(), _quiet_start(not address):
-                self._lasting(lambda: _init(address, quiet))
+                self._lasting(lambda: _init(address or head, quiet))
         except BaseException:
             put_back_auth(self._auth)
             raise
@@ -118,6 +126,12 @@ class RayProcess:
         run = copy_context().run
         threading.Thread(target=run, args=(work,), name="raybatch-ray", daemon=True).start()
         outcome.result()
+
+    def address(self) -> str:
+        """Return the address at which other processes join this cluster."""
+        import ray
+
+        return str(ray.get_runtime_context().gcs_address)
 
     def free(self) -> dict[str, float]:
         import ray

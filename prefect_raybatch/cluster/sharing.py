@@ -341,7 +341,8 @@ class Shared:
                     self.ray.end()
                 raise
         self.warm.forget()  # engines of a former cluster
-        self._ours, self._address, self._cpus, self._worked = True, address, cpus, False
+        self._ours, self._address, self._cpus = True, address, cpus
+        self._worked = self.warm.adopt()
 
     def _leave(self, user: User) -> None:
         with self._changed:

@@ -86,6 +86,9 @@ class HostAccess(Protocol):
     def leaving(self, hosts: Sequence[object]) -> list[bool]:
         """Return for each whether its node is being drained."""
 
+    def found(self) -> Sequence[tuple[WarmKind, object]]:
+        """Return the actors that earlier commands left for this process."""
+
     def end(self, hosts: Sequence[object], kindly: bool) -> None:
         """End the actors; `kindly`: let each close its engine first."""
 
@@ -261,9 +264,16 @@ class WarmEngines:
         self._end(gone, "no further run is expected")
 
     def forget(self) -> None:
-        """Forget everything, because the cluster is gone."""
+        """Forget everything, because the cluster is gone or other commands use its engines."""
         with self._lock:
             self._idle.clear()
+
+    def adopt(self) -> bool:
+        """Add the engines that earlier commands left in this cluster; return whether any was."""
+        found = [_Kept(kind, host, self.clock()) for kind, host in self.access.found()]
+        with self._lock:
+            self._idle += found
+        return bool(found)
 
     def _end(self, gone: Sequence[_Kept], why: str) -> None:
         if gone:

@@ -73,11 +73,16 @@ class EngineHost:
 
     A `token` identifies one pass of a run, and `by` the Forwarder of that pass, which sends it
     blocks. `leaving` returns, in the actor, whether its node is being drained: then it accepts no
-    more blocks and no run.
+    more blocks and no run. `kind` is that of an engine that outlasts its command.
     """
 
-    def __init__(self, engine: type, leaving: Callable[[], bool] = lambda: False):
-        self.engine, self._leaving = engine, leaving
+    def __init__(
+        self,
+        engine: type,
+        leaving: Callable[[], bool] = lambda: False,
+        kind: WarmKind | None = None,
+    ):
+        self.engine, self._leaving, self.kind = engine, leaving, kind
         self.stage: Any = None
         self._lock, self._begins = threading.Lock(), threading.Lock()
         self._token, self._by = "", ""
@@ -129,6 +134,11 @@ class EngineHost:
         finally:
             with self._lock:
                 self._inside -= 1
+
+    def described(self) -> tuple[WarmKind | None, str]:
+        """Return its kind and the name of its model, "" before the first run."""
+        spec: EngineLaunch | None = getattr(self.stage, "spec", None)
+        return self.kind, str(spec.model.get("source")) if spec is not None else ""
 
     def is_idle(self) -> bool:
         """Return whether another run can use it: it is empty, and its node is not being drained."""

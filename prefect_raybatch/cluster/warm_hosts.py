@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,38 @@ if TYPE_CHECKING:
 IDLE_WAIT = 10.0  # seconds in which an engine's actor says whether it is idle
 EARLY = "early"  # the token of a prewarmed start
 ENDING = 30.0  # seconds that engines may take to end by themselves
+NAMESPACE = "raybatch"  # of the actors that outlast their command
 
 
 class RayHosts:
-    """The actors in the cluster that this process has joined."""
+    """The actors in the cluster that this process has joined.
+
+    With `outlast`, those that it starts are found by later processes.
+    """
+
+    def __init__(self) -> None:
+        self.outlast = False
+
+    def standing(self) -> list[tuple[WarmKind, Host, str]]:
+        """Return (kind, actor, model) of the engines that outlasted their command.
+
+        Ends those that do not answer.
+        """
+        import ray
+
+        names = [
+            found["name"]
+            for found in ray.util.list_named_actors(all_namespaces=True)
+            if found["namespace"] == NAMESPACE
+        ]
+        hosts = [ray.get_actor(name, namespace=NAMESPACE) for name in names]
+        answers = self._asked([(host, "described") for host in hosts], IDLE_WAIT)
+        pairs = list(zip(hosts, answers, strict=True))
+        self.end([host for host, answer in pairs if not isinstance(answer, tuple)], kindly=False)
+        return [(a[0], host, a[1]) for host, a in pairs if isinstance(a, tuple)]
+
+    def found(self) -> list[tuple[WarmKind, Host]]:
+        return [(kind, host) for kind, host, _ in self.standing()] if self.outlast else []
 
     def make(self, kind: WarmKind) -> Host:
         import ray
@@ -30,8 +59,11 @@ class RayHosts:
 
         made: Any = ray.remote(EngineHost)
         options = {name: v for name, v in kind.options.items() if name != "max_task_retries"}
+        if self.outlast:
+            name = f"engine-{uuid.uuid4().hex}"
+            options |= {"lifetime": "detached", "name": name, "namespace": NAMESPACE}
         actor = made.options(**options, max_concurrency=kind.calls)
-        return actor.remote(kind.engine, node_is_leaving)
+        return actor.remote(kind.engine, node_is_leaving, kind if self.outlast else None)
 
     def begin(self, host: Host, spec: EngineLaunch) -> object:
         return host.begin.remote(EARLY, spec)

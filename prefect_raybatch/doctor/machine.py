@@ -172,7 +172,8 @@ def check_gpus(context: CheckContext) -> Iterator[Finding]:
                 yield warned(
                     f"GPU {gpu.index}",
                     f"{text}; {gpu.used_mib / 1024:.1f} GiB in use",
-                    "end the processes that use it (nvidia-smi lists them) before a run",
+                    "end the processes that use it (nvidia-smi lists them; for waiting engines "
+                    "run raybatch engines stop) before a run",
                 )
             else:
                 yield passed(f"GPU {gpu.index}", text)

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from prefect_raybatch.bounded import within
+from prefect_raybatch.bounded import read_regular_file, within
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.reach import silent, token_refusal
 from prefect_raybatch.cluster.tokens import token_missing, token_sent, token_wrong
@@ -38,6 +39,10 @@ API = 4.0  # seconds for Prefect's API, including the client's retries
 CLUSTER_SECONDS = 60.0  # to start a process and join; a busy machine takes half a minute to start
 START_PREFECT = "run prefect server start, or correct PREFECT_API_URL (see prefect config view)"
 SKEW_WARN, SKEW_FAIL = 30.0, 300.0  # seconds; S3 refuses signatures from 900 s on
+# Where Prefect's settings may come from: variables, files of the working directory and their texts.
+API_VARIABLES = {"PREFECT_API_URL", "PREFECT_PROFILE", "PREFECT_PROFILES_PATH"}
+API_FILES = ((".env", b"prefect"), ("prefect.toml", b""), ("pyproject.toml", b"tool.prefect"))
+MOST_SETTINGS_BYTES = 1 << 20
 # In its own process: joining a cluster can hang, and ends the process if versions differ.
 JOIN_CLUSTER = """
 import json, pickle, sys
@@ -62,7 +67,8 @@ def check_prefect(context: CheckContext) -> Iterator[Finding]:
     if url is None:
         yield warned(
             "Prefect API",
-            f"PREFECT_API_URL is not set: Prefect {here} starts a temporary server for each run",
+            f"PREFECT_API_URL is not set: commands run without Prefect {here}, and flows start a "
+            "temporary server",
             "for schedules and a lasting page, run prefect server start and prefect config set "
             "PREFECT_API_URL=http://127.0.0.1:4200/api",
         )
@@ -111,9 +117,36 @@ def _api_trouble() -> str:
 
 def prefect_api() -> str | None:
     """Return Prefect's API URL from environment or profile; None if flows start a server."""
+    # Importing Prefect's settings takes a second.
+    if "prefect.settings" not in sys.modules and not _may_name_api():
+        return None
     from prefect.settings import get_current_settings
 
     return get_current_settings().api.url
+
+
+def _may_name_api() -> bool:
+    """Return whether a variable or file that Prefect reads may name its API.
+
+    Prefect itself decides then, because a file may also name another profile or file.
+    """
+    if any(name.upper() in API_VARIABLES for name in os.environ):
+        return True
+    home = Path(os.environ.get("PREFECT_HOME") or Path("~/.prefect").expanduser())
+    return any(
+        _mentions(Path(file), text)
+        for file, text in (*API_FILES, (home / "profiles.toml", b"prefect_api_url"))
+    )
+
+
+def _mentions(file: Path, text: bytes) -> bool:
+    """Return whether a settings file has this text in any case, or cannot be read."""
+    try:
+        return text in read_regular_file(file, MOST_SETTINGS_BYTES).lower()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
 
 
 # --- Ray ----------------------------------------------------------------------------------------

@@ -95,9 +95,9 @@ def show_history(
 ) -> None:
     """Show the history of the job `name` whose run has just ended.
 
-    `output` has the credentials; `uri` is its URI as written in the job. `tell` emits an event if the run has far fewer
-    rows than usual, unless `limited`, or if its answers drifted. An error here is only logged and
-    never fails the run.
+    `output` has the credentials; `uri` is its URI as written in the job. `tell` emits an event if
+    the run has far fewer rows than usual, unless `limited`, or if its answers drifted. An error
+    here is only logged and never fails the run.
     """
     try:
         page = read_history(name, uri or output.uri, output.options or None)

@@ -395,13 +395,19 @@ def raylet_socket() -> str | None:
     return None if node is None else str(node.raylet_socket_name)
 
 
-def actors_of_this_job() -> list[dict[str, Any]]:
-    """Return Ray's table of this driver's actors; its public form needs the dashboard."""
+def actors_of_this_job(detached: bool = False) -> list[dict[str, Any]]:
+    """Return Ray's table of this driver's actors; its public form needs the dashboard.
+
+    `detached` adds the detached actors of other drivers.
+    """
     import ray
     from ray._private import state
 
-    job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
-    return list(state.actors(job_id=job).values())
+    own = ray.get_runtime_context().get_job_id()
+    if not detached:
+        return list(state.actors(job_id=ray.JobID.from_hex(own)).values())
+    table = state.actors().values()
+    return [actor for actor in table if actor["JobID"] == own or actor["IsDetached"]]
 
 
 def restarts_of(actor: ActorHandle[object]) -> int:

@@ -37,7 +37,13 @@ from prefect_raybatch.cli.commands import exit_status
 from prefect_raybatch.cli.drive import page_hint, retry_options
 from prefect_raybatch.cli.ending import show_ending
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.errors import ErrorBudgetExceeded, IncompleteRun, PlanMismatch, RayBatchError
+from prefect_raybatch.errors import (
+    ConfigError,
+    ErrorBudgetExceeded,
+    IncompleteRun,
+    PlanMismatch,
+    RayBatchError,
+)
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.report.records import RunReport
@@ -305,6 +311,18 @@ def test_status_of_a_run_on_its_way(tmp_path, call):
     assert (found["state"], found["done"], found["pending"]) == ("unfinished", 5, 3)
     code, out, _ = call("status", tmp_path)
     assert code == 0 and "time left" in out
+
+
+def test_a_status_says_what_the_last_start_took(tmp_path, call):
+    run = small_run(tmp_path)
+    seconds = {"cluster": 3.0, "workers": 0.0, "imports": 61.0}
+    for at, more in (("1", {"engines": 1, "seconds": {"cluster": 9.0}}), ("2", {"engines": "x"})):
+        run.ledger.note_attempt(at, {"started": f"2026-11-2{at}", "start": more})
+    assert "9 s: cluster 9 s" in call("status", tmp_path)[1], "a damaged note is left out"
+    start = {"engines": 1, "seconds": seconds}
+    run.ledger.note_attempt("3", {"started": "2026-11-23", "start": start})
+    out = call("status", tmp_path)[1]
+    assert "last start" in out and "1 min 04 s: cluster 3 s, imports 1 min 01 s" in out
 
 
 @pytest.mark.parametrize("command", ["status", "verify"])
@@ -583,6 +601,35 @@ def test_running_a_finished_run_starts_nothing_and_reports(made, call, monkeypat
 
 
 @pytest.mark.parametrize(
+    ("api", "words", "flow"),
+    [
+        (None, [], False),
+        (None, ["--prefect"], True),
+        ("http://server:4200/api", [], True),
+        ("http://server:4200/api", ["--no-prefect"], False),
+    ],
+)
+def test_a_command_is_a_flow_if_an_api_is_configured(
+    api: str | None, words: list[str], flow: bool, made: Made, call: Any, monkeypatch: Any
+) -> None:
+    flows: list[str] = []
+    locally = ConfigError("planned here")
+
+    def run_flow(name: str, *_: object, **__: object) -> RunReport:
+        flows.append(name)
+        return made.report
+
+    def plan_here(*_: object, **__: object) -> None:
+        raise locally
+
+    monkeypatch.setattr("prefect_raybatch.cli.drive.run_flow", run_flow)
+    monkeypatch.setattr("prefect_raybatch.cli.drive.plan_run", plan_here)
+    with temporary_settings({PREFECT_API_URL: api}):
+        code, _, err = call("run", made.path, "--run-key", "other", *words)
+    assert (flows, code) == ((["batch_inference"], 0) if flow else ([], 2)), err
+
+
+@pytest.mark.parametrize(
     ("url", "page"),
     [
         ("http://server:4200/api", "http://server:4200/runs"),
@@ -686,9 +733,9 @@ def test_the_cluster_starts_beside_prefect_and_only_for_a_job_that_may_run(
     monkeypatch.setattr("prefect_raybatch.cluster.connect.started_early", early)
     monkeypatch.setattr("prefect_raybatch.flow.flows.batch_inference", flow)
     monkeypatch.setattr("prefect_raybatch.doctor.services.check_api", lambda: None)
-    code, _, err = call("run", path, "--set", "source.uri=nowhere.parquet")
+    code, _, err = call("run", path, "--prefect", "--set", "source.uri=nowhere.parquet")
     assert code == 2 and not done, err
-    code, _, err = call("run", path)
+    code, _, err = call("run", path, "--prefect")
     assert code == 75 and "as if the flow had run" in err
     assert done == ["Ray for nightly", "the flow"]
 

@@ -334,7 +334,7 @@ from prefect_raybatch.cluster.warm import WarmEngines
 there, at_work, waits = [], threading.Event(), threading.Event()
 shared = Shared(SimpleNamespace(
     joined=lambda: bool(there), start=lambda *_: there.append(1), end=there.clear, free=dict
-), WarmEngines(None))
+), WarmEngines(SimpleNamespace(found=list)))
 
 def work(name):
     user = User(name, lambda text: waits.set())

@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import socketserver
+import subprocess
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from typing import Any
 import psutil
 import pynvml
 import pytest
+from helpers import environ
 from helpers.findings import found, one
 from helpers.nvidia import ABSENT, Card, show
 from helpers.ray_head import Head
@@ -345,6 +347,39 @@ def test_a_prefect_api_that_is_away_or_none() -> None:
     assert "prefect server start" in got.remedy
     with temporary_settings(restore_defaults={PREFECT_API_URL}):
         assert one(services.check_prefect).mark == "warn"
+
+
+PROFILE = 'active = "here"\n[profiles.here]\nPREFECT_API_URL = "http://server/api"\n'
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "url"),
+    [
+        ("home/profiles.toml", PROFILE, "http://server/api"),
+        ("home/profiles.toml", PROFILE.replace("URL", "KEY"), None),
+        ("prefect.toml", '[api]\nurl = "http://server/api"\n', "http://server/api"),
+        ("pyproject.toml", '[tool.prefect.api]\nurl = "http://server/api"\n', "http://server/api"),
+        (".env", "prefect_api_url=http://server/api\n", "http://server/api"),
+        (".env", "HF_TOKEN=x\n", None),
+        ("PREFECT_API_URL", "http://server/api", "http://server/api"),
+    ],
+)
+def test_prefect_is_imported_only_where_its_settings_may_name_an_api(
+    file: str, text: str, url: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "home").mkdir()
+    env = environ.clean() | {"PREFECT_HOME": str(tmp_path / "home")}
+    if file.startswith("PREFECT_"):
+        env[file] = text
+    else:
+        (tmp_path / file).write_text(text, encoding="utf-8")
+    program = (
+        "import sys; from prefect_raybatch.doctor.services import prefect_api; "
+        "print(prefect_api(), 'prefect' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program]
+    said = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert said.stdout.split() == [str(url), str(url is not None)], said.stderr
 
 
 @pytest.mark.parametrize(

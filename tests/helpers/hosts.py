@@ -14,11 +14,13 @@ from prefect_raybatch.cluster.warm import WarmKind
 class FakeHosts:
     """Hands out a number for each actor that is started, and notes those that are ended. `busy`
     have something in them, or are dead; the nodes of `going` leave; `free` is what is left of a
-    cluster of that size; `specs` are those of early starts, of which `starting` are not over."""
+    cluster of that size; `specs` are those of early starts, of which `starting` are not over;
+    earlier commands have `left` some."""
 
     def __init__(self, cpus: float = 4.0, gpus: float = 0.0) -> None:
         self.free = {"CPU": cpus, "GPU": gpus}
         self.made: list[int] = []
+        self.left: list[tuple[WarmKind, int]] = []
         self.kinds: dict[int, WarmKind] = {}
         self.ended: list[tuple[int, bool]] = []
         self.busy: set[int] = set()
@@ -44,6 +46,9 @@ class FakeHosts:
 
     def leaving(self, hosts: Sequence[Any]) -> list[bool]:
         return [host in self.going for host in hosts]
+
+    def found(self) -> list[tuple[WarmKind, int]]:
+        return list(self.left)
 
     def end(self, hosts: Sequence[Any], kindly: bool) -> None:
         for host in hosts:

