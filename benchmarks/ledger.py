@@ -237,13 +237,13 @@ def _piece(kind: str, positions: Any) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from prefect_raybatch.ledger.layout import POSITION
+    from prefect_raybatch.ledger.layout import POSITION_COLUMN
 
     def alike(value: Any) -> Any:
         return pa.repeat(value, len(positions))
 
     number = alike(pa.scalar(7, pa.int32()))
-    columns = {POSITION: pa.array(positions, pa.int64())}
+    columns = {POSITION_COLUMN: pa.array(positions, pa.int64())}
     if kind == "data":
         columns |= {"n": number, "answer": alike("seven")}
     else:
