@@ -489,7 +489,7 @@ def test_plan_says_what_it_assumes_of_a_cluster_that_cannot_be_asked(tmp_path, c
     monkeypatch.setattr("ray.init", nobody)
     code, out, _ = call("plan", path, "--set", "cluster.address=head:6379", "--json")
     found = json.loads(out)
-    assert code == 1 and found["have"]["assumed"] and found["sizing"]["pool"]["engines"] == 40
+    assert code == 1 and found["have"]["assumed"] and found["sizing"]["pool"]["engines"] == 32
     assert "no Ray cluster answers at head:6379" in found["problems"][0]
 
 

@@ -264,7 +264,7 @@ def test_a_pass_over_few_shards_starts_no_engine_that_would_have_none():
         ),
         (LLAMA_8B, {"have": imagined("L4", 1, 16)}, 1, "one engine keeps the GPU busy"),
         (LLAMA_70B, {"quantization": "fp8"}, 1, "one engine keeps the GPU busy"),
-        (LLAMA_8B, {"early_stop": "off"}, 3, "3 engines keep the GPU busy"),
+        (LLAMA_8B, {"early_stop": "off"}, 2, "2 engines keep the GPU busy"),
         (
             LLAMA_8B,
             {"sampling": {"max_tokens": 24}, "row_bytes": 240},
