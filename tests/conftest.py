@@ -34,7 +34,6 @@ os.environ["PYTHONPATH"] = environ.python_path()
 CACHE = tempfile.TemporaryDirectory(prefix="raybatch-cache-")
 os.environ["RAYBATCH_CACHE"] = CACHE.name
 os.environ["RAYBATCH_POLICY"] = environ.POLICY
-os.environ["RAYBATCH_KEEP_ENGINES"] = "0s"  # also where the tests run in a terminal
 # Processes that tests start keep what they compile: an engine start is half as dear.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from prefect_raybatch.cli.terminal import HelpfulCommand, VisibleGroup, err
-from prefect_raybatch.cluster.warm import IDLE_SECONDS
+from prefect_raybatch.cli.terminal import HelpfulCommand, VisibleGroup
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import seconds_of
 
@@ -52,13 +51,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object only")
 
 
 def kept_seconds(text: str | None) -> float:
-    """Return for how long engines wait for the next command.
+    """Return for how long engines wait for the next command; 0 unless somebody asks for it.
 
-    Only for a person at a terminal by default: a job of a batch system should leave nothing behind.
+    A waiting engine holds its GPU, so other commands would find no room there.
     """
-    if text is not None:
-        return seconds_of(text)
-    return IDLE_SECONDS if err.is_terminal else 0.0
+    return seconds_of(text) if text else 0.0
 
 
 def field_changes(overrides: list[str] | None) -> dict[str, Any]:

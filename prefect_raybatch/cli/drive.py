@@ -117,7 +117,7 @@ def _run_here(
         store = open_store(planned.uri, known.output.options or None)
         with recorded_attempt(store, known, planned.run_key, INFERENCE, begin=False):
             progress = infer_in_place(job, known, planned, show)
-        waiting = outlast and bool(cluster.SHARED.warm.kinds)
+        waiting = outlast and cluster.RAY.is_standing and bool(cluster.SHARED.warm.kinds)
     show.close()
     if waiting:
         show.say(

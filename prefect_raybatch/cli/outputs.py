@@ -60,11 +60,12 @@ def preview(
     quiet_engine()
     loaded = of_today(with_keys(job_of_file(job)))
     found = preview_rows(loaded, rows, not no_answers)
+    none_made = bool(found.prompts) and all(one.trouble for one in found.prompts)
     if as_json:
         print_json(found)
-        return
+        raise typer.Exit(1 if none_made else 0)
     _show_preview(found)
-    if found.prompts and all(one.trouble for one in found.prompts):
+    if none_made:
         out.print("[red]problem[/]: no row made a prompt; correct the job before it is planned")
         print_next("raybatch", "preview", job)
         raise typer.Exit(1)

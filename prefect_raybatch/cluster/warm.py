@@ -270,7 +270,11 @@ class WarmEngines:
 
     def adopt(self) -> bool:
         """Add the engines that earlier commands left in this cluster; return whether any was."""
-        found = [_Kept(kind, host, self.clock()) for kind, host in self.access.found()]
+        try:
+            found = [_Kept(kind, host, self.clock()) for kind, host in self.access.found()]
+        except Exception as error:
+            log.info("engines of earlier commands cannot be used: %s", error)
+            return False
         with self._lock:
             self._idle += found
         return bool(found)

@@ -29,22 +29,24 @@ class RayHosts:
     def __init__(self) -> None:
         self.outlast = False
 
-    def standing(self) -> list[tuple[WarmKind, Host, str]]:
+    def standing(self, end_silent: bool = True) -> list[tuple[WarmKind, Host, str]]:
         """Return (kind, actor, model) of the engines that outlasted their command.
 
-        Ends those that do not answer.
+        `end_silent` ends those that do not answer. While a command uses the cluster, they may be
+        starting.
         """
         import ray
 
-        names = [
-            found["name"]
-            for found in ray.util.list_named_actors(all_namespaces=True)
-            if found["namespace"] == NAMESPACE
-        ]
-        hosts = [ray.get_actor(name, namespace=NAMESPACE) for name in names]
+        hosts: list[Host] = []
+        for found in ray.util.list_named_actors(all_namespaces=True):
+            if found["namespace"] == NAMESPACE:
+                with contextlib.suppress(ValueError):  # it has ended meanwhile
+                    hosts.append(ray.get_actor(found["name"], namespace=NAMESPACE))
         answers = self._asked([(host, "described") for host in hosts], IDLE_WAIT)
         pairs = list(zip(hosts, answers, strict=True))
-        self.end([host for host, answer in pairs if not isinstance(answer, tuple)], kindly=False)
+        if end_silent:
+            silent = [host for host, answer in pairs if not isinstance(answer, tuple)]
+            self.end(silent, kindly=False)
         return [(a[0], host, a[1]) for host, a in pairs if isinstance(a, tuple)]
 
     def found(self) -> list[tuple[WarmKind, Host]]:

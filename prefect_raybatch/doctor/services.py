@@ -67,8 +67,8 @@ def check_prefect(context: CheckContext) -> Iterator[Finding]:
     if url is None:
         yield warned(
             "Prefect API",
-            f"PREFECT_API_URL is not set: commands run without Prefect {here}, and flows start a "
-            "temporary server",
+            f"PREFECT_API_URL is not set: commands run without Prefect ({here} is installed), and "
+            "flows start a temporary server",
             "for schedules and a lasting page, run prefect server start and prefect config set "
             "PREFECT_API_URL=http://127.0.0.1:4200/api",
         )

@@ -37,7 +37,7 @@ from prefect_raybatch.flow.away import NO_ANSWER, ApiWatch, said_once, watched
 from prefect_raybatch.flow.cancelling import CANCEL_LOOK, CancelWatch
 from prefect_raybatch.flow.continuing import root_run
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
-from prefect_raybatch.flow.run_history import put_history, read_history
+from prefect_raybatch.flow.run_history import put_history, read_history, with_all_nights
 from prefect_raybatch.harmless import link, markdown_text
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.limits import Limits
@@ -207,7 +207,7 @@ class Page(Listener):
             return
         self.events.usual = usual_time(page, self.run.run_key)
         with self.api.within():
-            put_history(page, self.run.run_key)
+            put_history(with_all_nights(page, self.uri), self.run.run_key)
 
     def _worked(self) -> float:
         """Return the seconds of earlier attempts."""

@@ -62,12 +62,17 @@ def written_uri(uri: str) -> str:
 
 
 def read_history(name: str, uri: str, options: StoreOptions | None) -> HistoryPage:
-    """Return the history of the job `name`, with the nights of which only Prefect knows.
+    """Return the history of the job `name` by its records.
 
     `uri` is the output URI as written in the job, which may contain {run_date}; `options` have its
     credentials.
     """
     (page,) = history_of(uri, options, name)
+    return page
+
+
+def with_all_nights(page: HistoryPage, uri: str) -> HistoryPage:
+    """Return a history with the nights of which only Prefect knows."""
     return with_nights(page, nights_of_deployment(), uri, RUNS_SHOWN)
 
 
@@ -100,7 +105,8 @@ def show_history(
     here is only logged and never fails the run.
     """
     try:
-        page = read_history(name, uri or output.uri, output.options or None)
+        written = uri or output.uri
+        page = with_all_nights(read_history(name, written, output.options or None), written)
         put_history(page, run_key)
         line = next((line for line in page.runs if line.run_key == run_key), None)
     except Exception as error:

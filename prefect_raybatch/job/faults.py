@@ -44,10 +44,10 @@ MUST_BE = {
     "literal_error": "{expected}",
     "multiple_of": "a multiple of {multiple_of}",
     "string_pattern_mismatch": "text that matches {pattern}",
-    "string_too_long": "at most {max_length} characters",
-    "string_too_short": "at least {min_length} characters",
-    "too_long": "a list of at most {max_length}",
-    "too_short": "a list of at least {min_length}",
+    "string_too_long": "at most {max_length} characters long",
+    "string_too_short": "at least {min_length} characters long",
+    "too_long": "a list of at most {max_length} values",
+    "too_short": "a list of at least {min_length} values",
     "tuple_type": "a list",
 }
 _MUST = "must be "
@@ -107,7 +107,7 @@ def _joined(messages: list[str]) -> Iterator[str]:
     value = messages[-1][messages[-1].find(" (value: ") :] if " (value: " in messages[-1] else ""
     plain = [message.removesuffix(value) for message in messages]
     first, *others = dict.fromkeys(plain)
-    if first.startswith(_MUST):
+    if first.startswith(_MUST) and not any(";" in message for message in plain):
         others = [other.removeprefix(_MUST) for other in others]
     yield from (" or ".join([first, *others]) + value).splitlines()
 
@@ -130,7 +130,8 @@ def _message(item: ErrorDetails, place: FieldPlace, kind: object, text: YamlText
     if hidden or isinstance(given, (dict, BaseModel)):
         return message
     shown = hide_users(_short(given))
-    return f"{message} (value: {repr(shown) if isinstance(given, str) else shown})"
+    shown = repr(shown) if isinstance(given, str) else " ".join(shown.split())
+    return f"{message} (value: {shown})"
 
 
 def _fault(item: ErrorDetails) -> str:
@@ -139,6 +140,8 @@ def _fault(item: ErrorDetails) -> str:
     if needed is None:
         text: str = item["msg"].removeprefix("Value error, ")
         return text
+    if item["type"] in ("string_too_short", "too_short") and item["ctx"]["min_length"] == 1:
+        return "is empty; set it, or remove it"
     limits = {
         name: f"{limit:,g}" if isinstance(limit, float) else limit
         for name, limit in item.get("ctx", {}).items()

@@ -45,9 +45,11 @@ def check_defined_in(
 
 def check_call(function: Callable[..., Any], name: str, field: str) -> None:
     """Raise `ConfigError` if a function cannot be called with one argument, the row."""
-    if inspect.iscoroutinefunction(function):
+    called = (function, type(function).__call__)  # the method of an object that can be called
+    if any(map(inspect.iscoroutinefunction, called)):
         raise ConfigError(f"{field}: {name} is async{defined_at(function)}; write it with `def`")
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+    generates = (inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    if any(is_one(one) for is_one in generates for one in called):
         raise ConfigError(
             f"{field}: {name} is a generator{defined_at(function)}; write `return`, not `yield`"
         )

@@ -37,9 +37,10 @@ def field(default: Any = ..., *, title: str, text: str, **kwargs: Any) -> Any:
 def field_check(
     *fields: str, by: Callable[[Any], object], mode: Literal["before", "after"] = "after"
 ) -> Any:
-    """Return a validator that calls `by` with values of the fields; after pydantic, not with None.
+    """Return a validator that calls `by` with the value of each field.
 
-    The field gets what `by` returns, and keeps its value if that is None.
+    With mode "after", None is not checked. The field gets what `by` returns; if that is None, it
+    keeps its value.
     """
 
     def check(value: object) -> object:

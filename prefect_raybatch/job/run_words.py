@@ -9,13 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from datetime import UTC, date, datetime
-from typing import TYPE_CHECKING
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import nearest
-
-if TYPE_CHECKING:
-    pass
 
 _WORD = re.compile(r"\{(run_[a-z_]*)(?::([^{}]*))?\}")
 # At the end of a default run key; a retry (.r1) and a repaired run (.m1) add a number to the key.

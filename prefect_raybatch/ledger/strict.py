@@ -35,7 +35,7 @@ _KEY = re.compile(rb'"([^"]*)"\s*:')
 
 
 class StrictRecord:
-    """Base of the dataclasses that records are read as: only with their fields and types."""
+    """Base class of records: reading one rejects unknown fields and wrong types."""
 
     __pydantic_config__: ClassVar = STRICT
 

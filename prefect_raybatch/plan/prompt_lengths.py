@@ -39,6 +39,11 @@ HISTOGRAM_BARS = 10
 EXAMPLES = 3  # prompts that are kept as texts
 HEADS = 16  # files looked into where a sample cannot be spread within them
 
+
+class NoPromptMade(ConfigError):
+    """No row of a sample made a prompt."""
+
+
 Block = tuple[str, int, "pa.Table"]  # file, row of it that the first row is, rows
 
 
@@ -211,11 +216,16 @@ def measure(
         looked = time.monotonic() if looked is None else looked
         if len(seen.sizes) + len(seen.failures) >= sample or time.monotonic() - looked >= seconds:
             break
-    if not seen.sizes:
-        first = f": {seen.failures[0].kind}: {seen.failures[0].message}" if seen.failures else ""
+    if not seen.sizes and not seen.failures:
         raise ConfigError(
-            f"none of {counted(len(seen.failures), 'sampled row')} made a prompt{first}. Correct "
-            "the prompt, then run `raybatch preview` on the job"
+            "no row was found in the part of the input that was sampled, so prompts cannot be "
+            "measured. Set engine.max_model_len"
+        )
+    if not seen.sizes:
+        first = seen.failures[0]
+        raise NoPromptMade(
+            f"none of {counted(len(seen.failures), 'sampled row')} made a prompt: {first.kind}: "
+            f"{first.message}. Correct the prompt, then run `raybatch preview` on the job"
         )
     share, quarantines = spec.engine.model.context_share, spec.prompt.on_too_long == "quarantine"
     lengths = _summary(share, quarantines, pinned, seen, time.monotonic() - began)

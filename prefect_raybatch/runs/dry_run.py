@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -33,9 +34,12 @@ from prefect_raybatch.sizing.sizes import Capacity, Sizing
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.result_columns import result_columns
 from prefect_raybatch.storage import join, open_store
+from prefect_raybatch.storage.uri import is_remote
 
 if TYPE_CHECKING:
     from prefect_raybatch.source import Inventory
+
+log = logging.getLogger(__name__)
 
 TRIED_ROWS = 3  # given to a prompt function
 
@@ -144,13 +148,19 @@ def dry_run_resolved(
 def _function_problem(
     spec: RunSpec, model: PinnedModel, found: Inventory, copied: bool
 ) -> list[str]:
-    """Return why the prompt function makes no prompt of any of a few rows; empty if it does."""
-    if not spec.prompt.function or not found.files:
+    """Return why the prompt function makes no prompt of any of a few rows.
+
+    Empty if it does, and where it cannot be tried: the run says why.
+    """
+    remote = is_remote(str(model["source"]))  # its tokenizer comes with the weights
+    if not spec.prompt.function or not found.files or remote:
         return []
     try:
         _prompt_lengths(spec, model, found, copied, None, TRIED_ROWS)
-    except ConfigError as error:
+    except counting.NoPromptMade as error:
         return [f"prompt.function: {error}"]
+    except ConfigError as error:
+        log.debug("could not try prompt.function: %s", error)
     return []
 
 

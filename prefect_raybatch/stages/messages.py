@@ -125,8 +125,9 @@ def from_function(
                 f"prompt.function returned unknown keys {', '.join(unknown)}; return messages "
                 "and sampling only"
             )
-        return ChatRequest(_messages(made["messages"]), _sampling(made.get("sampling"), check))
-    return ChatRequest(_messages(made))
+        messages = _messages(made["messages"], "its 'messages' are")
+        return ChatRequest(messages, _sampling(made.get("sampling"), check))
+    return ChatRequest(_messages(made, "it returned"))
 
 
 def _sampling(value: object, check: Callable[[SamplingFields], None]) -> SamplingFields | None:
@@ -142,7 +143,7 @@ def _sampling(value: object, check: Callable[[SamplingFields], None]) -> Samplin
     return made
 
 
-def _messages(value: object) -> Messages:
+def _messages(value: object, what: str) -> Messages:
     if (
         not isinstance(value, Sequence)
         or isinstance(value, str)
@@ -151,7 +152,7 @@ def _messages(value: object) -> Messages:
     ):
         raise TypeError(
             "prompt.function must return text, a list of {'role', 'content'} messages, or "
-            f"{{'messages': ..., 'sampling': ...}}; it returned {_kind(value)}"
+            f"{{'messages': ..., 'sampling': ...}}; {what} {_kind(value)}"
         )
     for message in value:
         # a chat template would print a value of any type
@@ -164,11 +165,11 @@ def _messages(value: object) -> Messages:
 
 
 def _kind(value: object) -> str:
-    """Return what a function returned, in words; of a dict also its keys."""
+    """Return the type of a value in words; of a dict also its keys."""
     if isinstance(value, dict):
         keys = ", ".join(repr(str(key))[:40] for key in list(value)[:5]) or "none"
-        return f"a dict without 'messages' (its keys: {keys})"
-    return "an empty list" if value == [] else type(value).__name__
+        return f"a dict with the keys {keys}"
+    return "an empty list" if isinstance(value, list) and not value else type(value).__name__
 
 
 def guarded(make: Callable[..., ChatRequest], *args: Any) -> ChatRequest | Failure:

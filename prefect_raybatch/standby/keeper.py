@@ -35,8 +35,8 @@ class KeptCluster(Protocol):
     def start(self, cpus: int) -> str:
         """Start the cluster; return its address."""
 
-    def engines(self) -> Sequence[StandingEngine]:
-        """Return the engines that outlasted their commands."""
+    def engines(self, in_use: bool) -> Sequence[StandingEngine]:
+        """Return its engines; without a command that uses them, end those that do not answer."""
 
     def end(self) -> None:
         """End the engines and the cluster."""
@@ -52,8 +52,8 @@ class OwnedCluster:
         self.ray.start(None, cpus, ClusterAccess())
         return self.ray.address()
 
-    def engines(self) -> list[StandingEngine]:
-        found = self.hosts.standing()
+    def engines(self, in_use: bool) -> list[StandingEngine]:
+        found = self.hosts.standing(end_silent=not in_use)
         idle = self.hosts.idle([host for _, host, _ in found])
         return [
             StandingEngine(model, dict(kind.takes), empty)
@@ -138,7 +138,7 @@ class Keeper:
         if self.user is not None:
             self.user.close()
         self.user, self.user_pid, self.since = None, None, self.clock()
-        self.over = not self.kept.engines()
+        self.over = not self._engines()
 
     def _answer(self, connection: KeeperConnection) -> None:
         """Answer the request of a new connection."""
@@ -162,15 +162,24 @@ class Keeper:
                 self.over = kept_open = True
         except (OSError, KeyError, TypeError):  # the command is gone, or runs other code
             kept_open = False
+            if "use" in request and self.user is None:
+                self.over = not self._engines()
         finally:
             if not kept_open:
                 connection.close()
+
+    def _engines(self) -> tuple[StandingEngine, ...]:
+        """Return the engines of the cluster; none if Ray does not list them."""
+        try:
+            return tuple(self.kept.engines(self.user is not None))
+        except Exception:  # an error of Ray must not end the cluster of a command that works
+            return ()
 
     def _suits(self, use: JsonObject) -> bool:
         return bool(use["digest"] == self.digest and use["cpus"] <= self.cpus)
 
     def _state(self) -> JsonObject:
-        engines = tuple(self.kept.engines())
+        engines = self._engines()
         left = self.idle_seconds if self.user is not None else self.seconds_left
         return asdict(StandingCluster(os.getpid(), engines, self.user_pid, left))
 

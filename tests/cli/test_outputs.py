@@ -258,8 +258,10 @@ def test_init_takes_a_function_of_a_file(table, capsys):
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ("{'sampling': {}}", "a dict without 'messages' (its keys: 'sampling')"),
+        ("{'sampling': {}}", "a dict with the keys 'sampling'"),
         ("[]", "an empty list"),
+        ("{'messages': {'role': 'user', 'content': 'a'}}", "its 'messages' are a dict"),
+        ("__import__('numpy').array(['a', 'b'])", "it returned ndarray"),
         ("row['Compny']", "KeyError: 'Compny'"),
     ],
 )
@@ -272,6 +274,15 @@ def test_a_function_that_makes_no_prompt_is_a_problem_of_the_plan(table, answer,
     code, out, err = said(capsys, "preview", "job.yaml", "--no-answers")
     assert code == 1 and "no row made a prompt" in out, err
     assert words in out and out.endswith("next    raybatch preview job.yaml\n")
+    assert said(capsys, "preview", "job.yaml", "--no-answers", "--json")[0] == 1
+
+
+def test_a_function_for_which_no_row_is_found_is_no_problem_of_the_plan(table, capsys):
+    """The first block of a filtered input may have none, though others have."""
+    Path("prompts.py").write_text("def ask(row):\n    return row['Company']\n")
+    assert said(capsys, "init", "firms.parquet", "--function", "prompts.py:ask")[0] == 0
+    _, out, err = said(capsys, "plan", "job.yaml", "--set", "source.filter=Company = 'none'")
+    assert "columns" in out and "prompt.function" not in out, err
 
 
 def test_init_asks_again_in_a_terminal(table, monkeypatch, capsys):

@@ -333,7 +333,7 @@ def test_what_a_union_takes_is_told_on_one_line() -> None:
         ("output", "compact", "maybe", "true or false"),
         ("output", "on_cut_off", "drop", "'auto', 'keep' or 'fail'"),
         ("engine", "env", [1], "a mapping"),
-        ("source", "columns", [], "a list of at least 1"),
+        ("output", "columns", "a", "a list"),
     ],
 )
 def test_a_wrong_value_is_told_in_our_words(

@@ -147,7 +147,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("sampling.choice", ["a", " "], ["label 2 of 2 is empty"]),
         ("sampling.choice", ["b", "a", "b"], ["'b'", "duplicate", "remove one"]),
         ("sampling.temperature", -1, ["sampling.temperature", "at least 0", "-1"]),
-        ("sampling.max_tokens", 0, ["sampling.max_tokens", "greater than 0", "0"]),
+        ("sampling.max_tokens", 0, ["sampling.max_tokens", "greater than 0", "(value: 0)"]),
         (
             "sampling.logprobs",
             -1,
@@ -169,7 +169,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("source.limit", 0, ["source.limit", "greater than 0"]),
         ("source.limit", "many", ["source.limit", "whole number", "'many'"]),
         ("source.rows_per_shard", 1_000_001, ["source.rows_per_shard", "1000000"]),
-        ("source.columns", [], ["source.columns", "at least 1"]),
+        ("source.columns", [], ["source.columns", "is empty"]),
         ("engine.replicas", 0, ["engine.replicas", "greater than 0"]),
         ("engine.replicas", 1.5, ["engine.replicas", "1.5"]),
         ("engine.device", "tpu", ["engine.device", "'gpu'", "'tpu'"]),

@@ -119,6 +119,7 @@ def test_the_files_text_counts_in_the_fingerprint_and_its_folder_does_not(
         ("async def ask(row): pass\n", ["is async", "line 1"]),
         ("def ask(row):\n    yield 'a'\n", ["is a generator", "line 1", "`return`"]),
         ("async def ask(row):\n    yield 'a'\n", ["is a generator", "line 1"]),
+        ("class Ask:\n    def __call__(self, row): yield 'a'\nask = Ask()\n", ["is a generator"]),
         ("ask = 7\n", ["is no function or class, but of type int"]),
         ("from json import dumps as ask\n", ["is defined in json, not in"]),
         (

@@ -37,7 +37,8 @@ class FakeCluster:
     """A cluster with `left` engines; `fails` to start with that message, if any."""
 
     def __init__(self) -> None:
-        self.left, self.fails = [ENGINE], ""
+        self.left, self.fails, self.breaks = [ENGINE], "", False
+        self.asked: list[bool] = []  # whether a command used it
         self.up = threading.Event()
         self.ended = threading.Event()
 
@@ -47,7 +48,10 @@ class FakeCluster:
         self.up.set()
         return "here:1"
 
-    def engines(self) -> list[StandingEngine]:
+    def engines(self, in_use: bool) -> list[StandingEngine]:
+        self.asked.append(in_use)
+        if self.breaks:
+            raise ValueError("the engine has ended")
         return self.left
 
     def end(self) -> None:
@@ -112,6 +116,16 @@ def test_a_cluster_serves_one_command_at_a_time(start: Start) -> None:
     assert standing_clusters()[0].used_by is None and not kept.ended.is_set()
     assert stop_clusters() == (1, [])
     assert kept.ended.is_set() and standing_clusters() == []
+
+
+def test_listing_engines_does_not_disturb_the_command_that_uses_them(start: Start) -> None:
+    kept = start(breaks=True)
+    held = claimed()
+    (found,) = standing_clusters()
+    assert found.used_by == os.getpid() and found.engines == ()
+    assert kept.asked == [True] and not kept.ended.is_set(), "a silent one may be starting"
+    held.close()
+    assert kept.ended.wait(WAIT)
 
 
 @pytest.mark.parametrize("change", ["environment", "folder", "cpus"])
