@@ -33,16 +33,18 @@ def check_same(
     own: Identity,
     where: str,
     left_out: Collection[str] = (),
+    accepts: bool = False,
 ) -> None:
     """Raise `PlanMismatch` with the differences if the run belongs to another job.
 
-    A person has accepted the differences in the fields `left_out`.
+    A person has accepted the differences in the fields `left_out`; `accepts`: the command takes
+    further ones with --accept.
     """
     if plan.fingerprint == own.fingerprint:
         return
     differences = differing(plan.parts, own.parts)
     lines = [
-        _changed_code(key, plan, own) or f"{key}: {before} -> {after}"
+        _changed_code(key, plan, own, accepts) or f"{key}: {before} -> {after}"
         for key, (before, after) in differences.items()
         if key not in left_out
     ]
@@ -59,7 +61,7 @@ def check_same(
     )
 
 
-def _changed_code(key: str, plan: Plan, own: Identity) -> str:
+def _changed_code(key: str, plan: Plan, own: Identity, accepts: bool) -> str:
     """Return the line about a function whose code alone differs, "" for any other difference."""
     field, _, last = key.rpartition(".")
     function = own.parts.get(field)
@@ -67,7 +69,8 @@ def _changed_code(key: str, plan: Plan, own: Identity) -> str:
         return ""
     place, _, name = function.rpartition(":")
     where = "the notebook or script" if place == "__main__" else place
-    remedy = f" (--accept {key} continues with the new code)" if plan.increment is None else ""
+    may = accepts and plan.increment is None
+    remedy = f" (--accept {key} continues with the new code)" if may else ""
     return f"{key}: the code of {name} in {where} changed{remedy}"
 
 

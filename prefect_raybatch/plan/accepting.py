@@ -56,9 +56,9 @@ def check_acceptable(
         if name in differences:
             _check_field(plan, name, differences[name])
     if not fields or plan.fingerprint == own.fingerprint:
-        check_same(plan, own, where)
+        check_same(plan, own, where, accepts=True)
         return ()
-    check_same(plan, own, where, left_out=fields)
+    check_same(plan, own, where, left_out=fields, accepts=True)
     now = round(time.time(), 3)
     wanted = [name for name in dict.fromkeys(fields) if name in differences]
     return tuple(Accepted(name, *differences[name], by, now) for name in wanted)
