@@ -455,18 +455,18 @@ def test_plan_for_a_cluster_that_is_not_there(tmp_path, call):
     path = write_job(tmp_path, engine={"model": str(tmp_path / "model")}, sampling=choice)
     asked = ("plan", path, "--gpu", "H200", "--gpus", "2", "--cpus", "32")
     code, out, err = call(*asked)
-    assert code == 1 and err == ""  # 4 shards for 4 engines: fewer than two each
+    assert code == 1 and err == ""  # 4 shards for 6 engines: fewer than two each
     for words in (
         "2 GPUs H200",
-        "2 engines keep the GPU busy",
+        "3 engines keep the GPU busy",
         "16384",
         "replicas * engines a GPU",
     ):
         assert words in " ".join(out.split())
     found = json.loads(call(*asked, "--json")[1])
-    assert found["sizing"]["pool"]["engines"] == 4 and found["needs"]["gpus"] == 2
+    assert found["sizing"]["pool"]["engines"] == 6 and found["needs"]["gpus"] == 2
     figures = {figure["name"]: figure for figure in found["figures"]}
-    assert figures["engines a GPU"]["value"] == "2" and figures["engines a GPU"]["why"]
+    assert figures["engines a GPU"]["value"] == "3" and figures["engines a GPU"]["why"]
     assert not (tmp_path / "out").exists()
     code, out, _ = call("plan", path, "--gpu", "T4", "--json")
     (wrong,) = [text for text in json.loads(out)["problems"] if "does not fit on T4" in text]
