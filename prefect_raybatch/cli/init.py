@@ -123,7 +123,7 @@ def _source(table: str, changes: dict[str, str | None], set_: list[str] | None) 
 
 
 def _refuse_database_file(table: str, query: str | None) -> None:
-    """Raise `ConfigError` with the command to write if a path is that of a database."""
+    """Raise `ConfigError` with the command to write if `table` is a database file."""
     from prefect_raybatch.source.find import database_of_file
 
     if "://" not in table and (dialect := database_of_file(table)) is not None:

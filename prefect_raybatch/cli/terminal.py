@@ -39,9 +39,9 @@ class Terminal(Console):
 
     @property
     def options(self) -> ConsoleOptions:
-        """The options of printing. A file or pipe takes lines of any length.
+        """Return how wide to print: as the terminal, or without a limit into a file or pipe.
 
-        There no table may fold, because other programs read it.
+        Other programs read those, so no table may fold there.
         """
         options = super().options
         folds = self.is_terminal or "COLUMNS" in self._environ

@@ -269,7 +269,7 @@ def _asked(data: object, name: str, fields: dict[str, Any], options: CallOptions
     try:
         report = run_call(job, keep, progress, options.get("engine"))
     except KeyboardInterrupt:
-        # From None: sixty lines of a waiting loop would hide the only one that helps.
+        # `from None`: the traceback of the waiting loop would hide the line that helps.
         raise KeyboardInterrupt(
             f"{name}() was stopped. The same call continues with the answers that it has"
         ) from None

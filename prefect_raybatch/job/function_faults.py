@@ -45,11 +45,10 @@ def check_defined_in(
 
 def check_call(function: Callable[..., Any], name: str, field: str) -> None:
     """Raise `ConfigError` if a function cannot be called with one argument, the row."""
-    called = (function, type(function).__call__)  # the method of an object that can be called
-    if any(map(inspect.iscoroutinefunction, called)):
+    called = (function, type(function).__call__)  # the latter counts if it is an object
+    if any(inspect.iscoroutinefunction(one) for one in called):
         raise ConfigError(f"{field}: {name} is async{defined_at(function)}; write it with `def`")
-    generates = (inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-    if any(is_one(one) for is_one in generates for one in called):
+    if any(inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in called):
         raise ConfigError(
             f"{field}: {name} is a generator{defined_at(function)}; write `return`, not `yield`"
         )
