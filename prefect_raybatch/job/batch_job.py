@@ -60,15 +60,15 @@ class BatchJob(Group):
         title="Limits",
         text="How many failed rows, how much time and what cost are acceptable.",
     )
-    cluster: Cluster = field(
-        Cluster(),
-        title="Cluster",
-        text="The Ray cluster to run on and the resources of the CPU stages.",
-    )
     quality: Quality = field(
         Quality(),
         title="Quality",
         text="Rows with right answers, and the accuracy that publishing needs.",
+    )
+    cluster: Cluster = field(
+        Cluster(),
+        title="Cluster",
+        text="The Ray cluster to run on and the resources of the CPU stages.",
     )
     reuse: str | None = field(
         None,

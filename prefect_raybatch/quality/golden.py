@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.dataset
 
-MOST_BYTES = 64 << 20  # of a golden file
+MOST_GOLDEN_BYTES = 64 << 20  # of a golden file
 WRONG_SHOWN = 10
 LONGEST_TEXT = 200  # characters of a shown value
-Key = tuple[str, ...]
-Row = Mapping[str, object]
+GoldenKey = tuple[str, ...]
+GoldenRow = Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Golden:
     uri: str
     columns: tuple[str, ...]
     answer: str
-    answers: Mapping[Key, str]
+    answers: Mapping[GoldenKey, str]
 
 
 def read_golden(uri: str, options: Mapping[str, object], key: Sequence[str], answer: str) -> Golden:
@@ -59,7 +59,7 @@ def read_golden(uri: str, options: Mapping[str, object], key: Sequence[str], ans
             f"quality.golden: {uri} has only the column {answer!r}. Add the columns of the input "
             "by which its rows are found"
         )
-    answers: dict[Key, str] = {}
+    answers: dict[GoldenKey, str] = {}
     for number, row in enumerate(rows, 1):
         value, of_row = row.get(answer), tuple(as_text(row.get(name)) for name in columns)
         if value is None or value == "":
@@ -85,7 +85,7 @@ def as_text(value: object) -> str:
     return "" if value is None else str(value).strip()
 
 
-def score(golden: Golden, result: pyarrow.dataset.Dataset, plan: str) -> Accuracy:
+def accuracy_on(golden: Golden, result: pyarrow.dataset.Dataset, plan: str) -> Accuracy:
     """Return the accuracy of a result on the golden rows.
 
     If several rows of the result have the key of a golden row, the first one counts, since equal
@@ -98,7 +98,7 @@ def score(golden: Golden, result: pyarrow.dataset.Dataset, plan: str) -> Accurac
                 f"{', '.join(result.schema.names)}). Add it to output.columns, or set quality.key "
                 "and quality.answer to columns of the result"
             )
-    answers: dict[Key, str] = {}
+    answers: dict[GoldenKey, str] = {}
     first = {key[0] for key in golden.answers}
     for batch in result.to_batches(columns=[*golden.columns, golden.answer]):
         for row in _candidates(batch, golden.columns[0], first).to_pylist():
@@ -134,18 +134,20 @@ def _bytes(uri: str, options: Mapping[str, object]) -> bytes:
     folder, _, name = uri.rpartition("/")
     folder = folder or ("/" if uri.startswith("/") else ".")
     try:
-        return open_store(folder, dict(options) or None).read(name, MOST_BYTES)
+        return open_store(folder, dict(options) or None).read(name, MOST_GOLDEN_BYTES)
     except FileNotFoundError:
         raise ConfigError(f"quality.golden: no file {uri}. Correct the path") from None
 
 
-def _rows(uri: str, data: bytes) -> list[Row]:
+def _rows(uri: str, data: bytes) -> list[GoldenRow]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         if uri.endswith(".parquet"):
-            rows: list[Row] = pq.read_table(pa.BufferReader(data)).to_pylist()
+            rows: list[GoldenRow] = pq.read_table(
+                pa.BufferReader(data), pre_buffer=False
+            ).to_pylist()
             return rows
         text = data.decode("utf-8-sig")
         if uri.endswith(".csv"):
@@ -157,7 +159,7 @@ def _rows(uri: str, data: bytes) -> list[Row]:
         ) from None
 
 
-def _json_rows(uri: str, text: str) -> Iterator[Row]:
+def _json_rows(uri: str, text: str) -> Iterator[GoldenRow]:
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             row = json.loads(line)

@@ -7,13 +7,13 @@ from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.quality import Quality
 from prefect_raybatch.ledger.family import Member
 from prefect_raybatch.quality.accuracy import Accuracy, put_accuracy, read_accuracy
-from prefect_raybatch.quality.golden import Golden, read_golden, score
+from prefect_raybatch.quality.golden import Golden, accuracy_on, read_golden
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.finalize_run import load_report, put_pages
 
 
 def golden_of(quality: Quality, output: Output) -> Golden | None:
-    """Return the golden rows of a job, None if it names none; raise `ConfigError` like `read`."""
+    """Return the golden rows of a job, None if it names none; raise like `read_golden`."""
     if quality.golden is None:
         return None
     return read_golden(quality.golden, output.options, quality.key, quality.answer or output.column)
@@ -36,7 +36,7 @@ def measured(
     golden = golden_of(quality, output)
     if golden is None:
         return report
-    accuracy = score(golden, report.dataset(output.options or None), plan.hash)
+    accuracy = accuracy_on(golden, report.dataset(output.options or None), plan.hash)
     if accuracy != before:
         put_accuracy(store, accuracy)
         report = load_report(store)

@@ -20,7 +20,7 @@ from prefect_raybatch.api import finalize_run, infer_run, plan_run, publish_run
 from prefect_raybatch.errors import ConfigError, QualityTooLow
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.quality.accuracy import interval
-from prefect_raybatch.quality.golden import read_golden, score
+from prefect_raybatch.quality.golden import accuracy_on, read_golden
 from prefect_raybatch.report.html import html
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import markdown
@@ -120,12 +120,12 @@ def test_all_formats_give_the_same_rows(tmp_path: Path) -> None:
 def test_rows_are_found_by_key_and_equal_rows_count_once(tmp_path: Path) -> None:
     golden = read_golden(golden_file(tmp_path, "id,answer\n1,a\n2,b\n9,c\n"), {}, [], "answer")
     table = pa.table({"id": [1, 2, 2, 3, None], "answer": ["a", "x", "b", "a", "a"]})
-    accuracy = score(golden, ds.dataset(table), "plan")
+    accuracy = accuracy_on(golden, ds.dataset(table), "plan")
     assert (accuracy.right, accuracy.rows, accuracy.unanswered) == (1, 2, 1)
     (wrong,) = accuracy.wrong
     assert (wrong.row, wrong.expected, wrong.answer) == ("2", "b", "x")
     with pytest.raises(ConfigError, match=r"no column 'id'.*output\.columns"):
-        score(golden, ds.dataset(table.drop_columns(["id"])), "plan")
+        accuracy_on(golden, ds.dataset(table.drop_columns(["id"])), "plan")
 
 
 # --- a run --------------------------------------------------------------------------------------
@@ -172,10 +172,10 @@ def test_planted_errors_are_measured_shown_and_withhold_publishing(tmp_path: Pat
     report = completed(job, "second")
     accuracy = report.accuracy
     assert accuracy is not None
-    assert (accuracy.right, accuracy.rows, accuracy.unanswered) == (ROWS - 6, ROWS, 0)
+    assert (accuracy.right, accuracy.rows, accuracy.unanswered) == (first.good - 6, first.good, 0)
     assert len(accuracy.wrong) == 6 and {one.expected for one in accuracy.wrong} == {"planted"}
     for page in (markdown(report), html(report)):
-        assert "54 of 60 golden rows right" in page and "planted" in page
+        assert f"{first.good - 6} of {first.good} golden rows right" in page and "planted" in page
     (history,) = history_of(str(tmp_path / "out"), job=job.name)
     assert accuracy.short().replace("%", "") in history_markdown(history, plots=False).replace(
         "%", ""
@@ -187,11 +187,11 @@ def test_planted_errors_are_measured_shown_and_withhold_publishing(tmp_path: Pat
 
     golden_of_run(first, tmp_path, planted=0)  # the file was wrong, and is corrected
     published = publish_run(job, report.run)
-    assert [one.rows for one in published.published] == [ROWS]
-    assert published.accuracy is not None and published.accuracy.right == ROWS
-    assert "60 of 60 golden rows right" in (Path(report.run) / "_raybatch" / "report.md").read_text(
-        encoding="utf-8"
-    )
+    assert [one.rows for one in published.published] == [first.good]
+    assert published.accuracy is not None and published.accuracy.right == first.good
+    assert f"{first.good} of {first.good} golden rows right" in (
+        Path(report.run) / "_raybatch" / "report.md"
+    ).read_text(encoding="utf-8")
 
 
 @pytest.mark.usefixtures("without_ray")
