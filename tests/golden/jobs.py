@@ -441,8 +441,8 @@ def _engines() -> Iterator[GoldenJob]:
         limits={"min_agreement": 0.8},
     )
     yield made(
-        "refused-golden-file",
-        "Golden rows of a file that is not there.",
+        "quality",
+        "Golden rows, and the accuracy that publishing needs.",
         quality={"golden": "golden.csv", "key": ["id"], "answer": "right", "at_least": 0.9},
     )
     yield made(
