@@ -192,6 +192,15 @@ class PublishFailed(RayBatchError):
     transient = True
 
 
+class QualityTooLow(RayBatchError):
+    """The golden rows do not show the accuracy that `quality.at_least` asks for before publishing.
+
+    The result in data/ is complete.
+    """
+
+    remedy = "Do what the message says, then publish again. The result in data/ is complete."
+
+
 def is_transient(error: BaseException) -> bool:
     """Return whether a retry can help; unknown errors (network, Ray) count as transient."""
     if isinstance(error, RayBatchError):

@@ -37,6 +37,7 @@ FLOORS = [
     "model",
     "sizing",
     "stages",
+    "quality",
     "report",
     "cluster",
     "standby",

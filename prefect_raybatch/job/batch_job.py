@@ -26,6 +26,7 @@ from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.own_code.loading import is_own_code
 from prefect_raybatch.job.prompt import Prompt
+from prefect_raybatch.job.quality import Quality
 from prefect_raybatch.job.sampling import Sampling
 from prefect_raybatch.job.secrets import CLEAR
 from prefect_raybatch.job.source import Source
@@ -58,6 +59,11 @@ class BatchJob(Group):
         Limits(),
         title="Limits",
         text="How many failed rows, how much time and what cost are acceptable.",
+    )
+    quality: Quality = field(
+        Quality(),
+        title="Quality",
+        text="Rows with right answers, and the accuracy that publishing needs.",
     )
     cluster: Cluster = field(
         Cluster(),
@@ -293,6 +299,28 @@ def check_precision(job: BatchJob) -> None:
         )
 
 
+def check_quality(job: BatchJob) -> None:
+    """Raise ValueError for golden rows that cannot be compared with the result."""
+    quality, output = job.quality, job.output
+    if quality.golden is None:
+        for name in _set(quality):
+            raise ValueError(f"quality.{name} needs quality.golden; set it, or remove {name}")
+        return
+    if job.engine.task in ("embed", "score"):
+        raise ValueError(
+            f"quality.golden: answers of engine.task {job.engine.task} are never exactly equal; "
+            "remove it"
+        )
+    if not output.compact:
+        raise ValueError("quality.golden needs output.compact: true; set it, or remove golden")
+    columns = output.columns
+    for name in quality.key:
+        if columns is not None and name not in columns:
+            raise ValueError(
+                f"quality.key: the result has no column {name!r}; add it to output.columns"
+            )
+
+
 def check_price(job: BatchJob) -> None:
     """Raise ValueError for a limit on cost without the price of a GPU."""
     if job.limits.max_cost is not None and not job.cluster.priced:
@@ -399,6 +427,7 @@ COMBINATIONS = (
     check_with_images,
     check_precision,
     check_price,
+    check_quality,
     check_reasoning_parser,
     check_logprobs,
     check_probabilities,

@@ -98,6 +98,7 @@ FREE = {
     "output.credentials_block": "how to reach the output",
     "output.keep_answers": "how long raw answers stay, beside the result",
     "reuse": "the same requests have the same answers; the plan of a run keeps its own",
+    "quality": "what is measured once the answers are there",
     "limits": "when to give up; may be raised to finish a run",
     "cluster": "where it runs",
 }

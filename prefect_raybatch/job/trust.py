@@ -80,6 +80,8 @@ def check_reach(job: BatchJob, policy: JobPolicy) -> None:
     reach.options("output.options", output.options)
     if job.reuse is not None and job.reuse not in ("latest", "all"):
         reach.read("reuse", job.reuse)
+    if job.quality.golden is not None:
+        reach.read("quality.golden", job.quality.golden)
     for target in output.publish:
         _check_target(reach, target)
     _check_cluster(reach, job.cluster)

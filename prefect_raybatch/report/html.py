@@ -47,6 +47,7 @@ def _parts(report: RunReport) -> dict[str, object]:
         "stages": reports.stage_table(report),
         "precision": reports.precision_text(report),
         "tries": reports.precision_table(report),
+        "wrong": reports.wrong_table(report),
         "disagreements": reports.disagreement_table(report),
         "engines": [tuple(row.values()) for row in reports.engine_table(report)],
         "starts": reports.start_table(report),
@@ -116,6 +117,7 @@ def _tiles(report: RunReport) -> dict[str, str]:
     tiles = {
         "rows answered": f"{report.good:,}",
         "in quarantine": f"{report.failed:,}",
+        **({"accuracy": f"{report.accuracy.share:.1%}"} if report.accuracy else {}),
         "working time": reports.duration(report.seconds),
         "rows/s": reports.number(report.rows_per_s or None, 0),
         "tokens/s": reports.number(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from prefect_raybatch.harmless import code_span, markdown_text
+from prefect_raybatch.quality.accuracy import Accuracy
 from prefect_raybatch.report.answers import LEAST_ANSWERS, Shift
 from prefect_raybatch.report.plots import data_uri, of_history
 from prefect_raybatch.report.report import DASH, duration, number, table_lines
@@ -48,6 +49,7 @@ class HistoryLine:
     elapsed: float | None = None  # seconds of all attempts, start-up and waits included
     is_late: bool = False  # missed its deadline
     currency: str = ""  # of the cost
+    accuracy: Accuracy | None = None  # on golden rows
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,12 @@ class HistoryPage:
 
 def history_rows(page: HistoryPage) -> list[dict[str, str]]:
     """Return one row for each run."""
-    return [_row(line, any(n.cost is not None for n in page.runs)) for line in page.runs]
+    costs = any(line.cost is not None for line in page.runs)
+    accuracies = any(line.accuracy is not None for line in page.runs)
+    return [_row(line, costs, accuracies) for line in page.runs]
 
 
-def _row(run: HistoryLine, with_cost: bool) -> dict[str, str]:
+def _row(run: HistoryLine, with_cost: bool, with_accuracy: bool) -> dict[str, str]:
     began = DASH
     if run.began is not None:
         began = datetime.fromtimestamp(run.began, UTC).strftime("%Y-%m-%d %H:%M")
@@ -82,6 +86,7 @@ def _row(run: HistoryLine, with_cost: bool) -> dict[str, str]:
     cost = (
         {"cost": DASH if run.cost is None else money(run.cost, run.currency)} if with_cost else {}
     )
+    accuracy = {"accuracy": run.accuracy.short() if run.accuracy else DASH} if with_accuracy else {}
     return {
         "run": run.run_key,
         "started (UTC)": began,
@@ -92,6 +97,7 @@ def _row(run: HistoryLine, with_cost: bool) -> dict[str, str]:
         "time": duration(run.elapsed),
         "work": duration(run.seconds),
         **cost,
+        **accuracy,
         "answers": _shift_text(run),
     }
 

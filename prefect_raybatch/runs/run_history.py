@@ -180,5 +180,6 @@ def _history_line(line: RunLine, options: StoreOptions | None) -> HistoryLine:
         is_late=missed_deadline(report),
         cost=report.cost.get("total"),
         currency=report.currency,
+        accuracy=report.accuracy,
         answers={kind: dict(counts) for kind, counts in report.answers.items()},
     )

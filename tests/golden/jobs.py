@@ -441,6 +441,11 @@ def _engines() -> Iterator[GoldenJob]:
         limits={"min_agreement": 0.8},
     )
     yield made(
+        "quality",
+        "Golden rows, and the accuracy that publishing needs.",
+        quality={"golden": "golden.csv", "key": ["id"], "answer": "right", "at_least": 0.9},
+    )
+    yield made(
         "engine-input-order",
         "Rows are asked as they stand, each of them; another tokenizer.",
         engine={"order": "input", "deduplicate": False, "tokenizer": "models/llama-8b"},

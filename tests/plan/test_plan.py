@@ -301,6 +301,10 @@ CHANGED: dict[str, Any] = {
     "limits.function_seconds": 30.0,
     "limits.max_cost": 9.0,
     "limits.min_agreement": 0.9,
+    "quality.golden": "golden.csv",
+    "quality.key": ["Company"],
+    "quality.answer": "right",
+    "quality.at_least": 0.9,
     "cluster.address": "auto",
     "cluster.block": "ray-cluster/gpus",
     "cluster.prepare.num_cpus": 2,
@@ -321,6 +325,10 @@ WITH_IMAGES = {"prompt.images.columns": ["image"]}
 NEEDS: dict[str, dict[str, Any]] = {
     "source.sample_seed": {"source.sample": 5},
     "source.media_root": WITH_IMAGES,
+    **{
+        f"quality.{name}": {"quality.golden": "golden.csv"}
+        for name in ("key", "answer", "at_least")
+    },
     "limits.max_cost": {"cluster.price_per_gpu_hour": 2.0},
     **{
         f"cluster.kubernetes.{name}": {"cluster.kubernetes.image": "a"}
