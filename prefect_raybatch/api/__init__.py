@@ -340,7 +340,7 @@ def publish_run(
             )
     job = with_dated_targets(job, member.key, run_date)
     check_trust(job)
-    check_accuracy(report, job.quality)
+    check_accuracy(report, member, job.quality)
     return publish_member(member, job.output.publish, options, observe)
 
 

@@ -44,10 +44,20 @@ def measured(
     return report
 
 
-def check_accuracy(report: RunReport, quality: Quality) -> None:
-    """Raise `QualityTooLow` unless the golden rows show the accuracy that publishing needs."""
+def check_accuracy(report: RunReport, member: Member, quality: Quality) -> None:
+    """Raise `QualityTooLow` unless the golden rows show the accuracy that publishing needs.
+
+    A retry of failed rows is published with its run, so it needs none of its own.
+    """
     accuracy, least = report.accuracy, quality.at_least
-    if least is None or accuracy is None or accuracy.low >= least:
+    if least is None or member.plan.parent is not None:
+        return
+    if accuracy is None:
+        raise QualityTooLow(
+            f"{report.run} was not published: its accuracy was not measured, and quality.at_least "
+            f"is {least:g}. Run: raybatch publish {report.run} --job JOB"
+        )
+    if accuracy.low >= least:
         return
     raise QualityTooLow(
         f"{report.run} was not published: its accuracy is {accuracy.text()}, and quality.at_least "

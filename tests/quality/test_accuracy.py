@@ -16,7 +16,13 @@ import pytest
 from helpers.engines import FakeEngine
 from helpers.small import make_job
 
-from prefect_raybatch.api import finalize_run, infer_run, plan_run, publish_run
+from prefect_raybatch.api import (
+    finalize_run,
+    finalize_whole,
+    infer_run,
+    plan_run,
+    publish_run,
+)
 from prefect_raybatch.errors import ConfigError, QualityTooLow
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.quality.accuracy import interval
@@ -192,6 +198,33 @@ def test_planted_errors_are_measured_shown_and_withhold_publishing(tmp_path: Pat
     assert f"{first.good} of {first.good} golden rows right" in (
         Path(report.run) / "_raybatch" / "report.md"
     ).read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_a_run_that_was_not_measured_is_not_published(tmp_path: Path) -> None:
+    first = completed(job_of(tmp_path), "first")
+    job = job_of(tmp_path, golden=golden_of_run(first, tmp_path, planted=0), at_least=0.5)
+    run = plan_run(job, "second")
+    infer_run(job, run, engine=FakeEngine)
+    assert finalize_whole(run.uri).accuracy is None  # without the job, nobody trusts the file
+    with pytest.raises(QualityTooLow, match=r"not measured.*raybatch publish .*second --job"):
+        publish_run(None, run.uri, targets_from_plan=True)
+    assert publish_run(job, run.uri).published
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_a_golden_file_that_vanishes_leaves_the_run_to_be_measured_later(tmp_path: Path) -> None:
+    first = completed(job_of(tmp_path), "first")
+    golden = Path(golden_of_run(first, tmp_path, planted=0))
+    job = job_of(tmp_path, golden=str(golden))
+    run = plan_run(job, "second")
+    progress = infer_run(job, run, engine=FakeEngine)
+    aside = golden.rename(tmp_path / "aside.jsonl")
+    with pytest.raises(ConfigError, match=r"quality\.golden: no file .*Correct the path"):
+        finalize_run(job, run, progress)
+    aside.rename(golden)
+    report = finalize_run(job, run)
+    assert report.accuracy is not None and report.accuracy.right == first.good
 
 
 @pytest.mark.usefixtures("without_ray")
