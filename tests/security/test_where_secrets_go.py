@@ -129,7 +129,7 @@ NO_SECRET = {
         *("source.csv.escape", "prompt.adapter_column", "prompt.images.columns"),
         *("output.column", "output.columns", "output.schema", "output.row_number"),
         *("output.reasoning_column", "output.tool_calls_column", "output.publish.key"),
-        "output.publish.partition_by",
+        *("output.publish.partition_by", "quality.key", "quality.answer"),
     ],
     "a name of something else, or a number": [
         *("name", "source.version", "source.config", "source.split", "source.credentials_block"),
