@@ -16,6 +16,7 @@ from pydantic import ValidationError, field_validator, model_validator
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import check_name, check_uri, class_name, run_checks
 from prefect_raybatch.job.cluster import Cluster
+from prefect_raybatch.job.endpoint import check_endpoint
 from prefect_raybatch.job.engine import TRY_FP8, Engine, precision_tries
 from prefect_raybatch.job.expansion import anchored, expanded
 from prefect_raybatch.job.faults import FieldPlace, explain
@@ -295,6 +296,9 @@ def check_precision(job: BatchJob) -> None:
 
 def check_price(job: BatchJob) -> None:
     """Raise ValueError for a limit on cost without the price of a GPU."""
+    endpoint = job.engine.endpoint
+    if endpoint is not None and endpoint.priced:
+        return
     if job.limits.max_cost is not None and not job.cluster.priced:
         raise ValueError(
             "limits.max_cost needs the price of a GPU; set cluster.price_per_gpu_hour or "
@@ -393,6 +397,7 @@ def check_own_code(job: BatchJob) -> None:
 
 COMBINATIONS = (
     check_own_code,
+    check_endpoint,
     check_task,
     check_adapters,
     check_without_images,
