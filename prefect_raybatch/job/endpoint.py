@@ -154,10 +154,16 @@ def check_endpoint(job: BatchJob) -> None:
                     f"{group}.{name} needs the model's tokenizer, and engine.endpoint has none; "
                     "remove it"
                 )
-    if job.engine.task not in ("generate", "embed"):
+    if job.engine.task != "generate":
         raise ValueError(
-            f"engine.task {job.engine.task} is not supported with engine.endpoint; use generate or "
-            "embed"
+            f"engine.task {job.engine.task} is not supported with engine.endpoint; use generate"
+        )
+    if job.prompt.images.used:
+        raise ValueError("prompt.images is not supported with engine.endpoint; remove one of them")
+    if job.keeps_answers or job.engine.order == "run":
+        raise ValueError(
+            "reuse, output.keep_answers and engine.order: run are not supported with "
+            "engine.endpoint; remove them"
         )
     if job.prompt.on_too_long != "quarantine":
         raise ValueError(

@@ -45,6 +45,7 @@ BY_ROW_RECORD = f"{RECORDS}/by_row.json"  # which of these files are whole
 ANSWERS_RECORD = f"{RECORDS}/answers.json"  # which files hold the raw answers of a finished run
 SUPERSEDED_BY = f"{RECORDS}/superseded.json"  # by which run that goes on in this one's place
 PRECISION = f"{RECORDS}/precision.json"  # in which precision the rows are asked
+JOURNAL = f"{RECORDS}/journal"  # answers of a hosted model until their shards are committed
 PRUNED = f"{RECORDS}/pruned.json"  # this run directory is being removed
 DRAIN = f"{RECORDS}/drain.json"  # attempts that are to end
 REPORT = f"{RECORDS}/report.json"

@@ -313,11 +313,10 @@ class Attempt:
         """
         from prefect_raybatch.cluster import connect as cluster
         from prefect_raybatch.cluster.early import engines_begun
-        from prefect_raybatch.cluster.pipeline import Pipeline
-        from prefect_raybatch.stages.engine import EngineStage
+        from prefect_raybatch.cluster.pipeline import Pipeline, stage_of
 
         phase, spec, capacity = self.phase, self.phase.spec, joined.capacity
-        engine = self.engine or EngineStage
+        engine = self.engine or stage_of(spec)
         size, kind = self._sizes(capacity, engine)
         cluster.check_fit(phase.sizes, capacity, size.pool)
         early = engines_begun(kind, size.pool.engines_for(phase.plan.shards - self.committed)[0])

@@ -92,6 +92,8 @@ ENGINE_BEGAN = HiddenColumn("times_began", pa.float64(), "engine lookup", "shard
 """Always: when the block reached the engine (seconds since 1970)."""
 TOKENS = HiddenColumn("tokens", TOKENS_TYPE, "prepare texts", "engine runs.preview")
 """Always: the prompt, empty for a failed row."""
+REQUEST = HiddenColumn("request", pa.string(), "endpoint.prepare", "endpoint.stage")
+"""JSON of the row's chat messages, for a hosted model."""
 SECOND = HiddenColumn("second", TOKENS_TYPE, "texts", "engine")
 """The other prompt of a row that compares two."""
 PARAMS = HiddenColumn("params", pa.string(), "prepare texts trial", "engine trial")
