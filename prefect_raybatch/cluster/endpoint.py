@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import fields
+from typing import Any
 
 import ray
 
@@ -19,12 +20,12 @@ from prefect_raybatch.storage import Store
 class ActorLimiter:
     """Reaches the run's limiter from any worker of the cluster."""
 
-    def __init__(self, actor: ray.actor.ActorHandle):
+    def __init__(self, actor: Any):
         self._actor = actor
 
     def ask(self, tokens: int) -> tuple[float, int]:
-        answer: tuple[float, int] = ray.get(self._actor.ask.remote(tokens))
-        return answer
+        wait, number = ray.get(self._actor.ask.remote(tokens))
+        return wait, number
 
     def settle(
         self,
@@ -40,8 +41,8 @@ class ActorLimiter:
         self._actor.lower.remote(requests, tokens)
 
     def usage(self) -> Usage:
-        usage: Usage = ray.get(self._actor.usage.remote())
-        return usage
+        (usage,) = ray.get([self._actor.usage.remote()])
+        return usage  # type: ignore[no-any-return]
 
 
 def limiter_of(spec: EndpointSpec, store: Store) -> SharedLimiter:

@@ -330,6 +330,15 @@ class Pipeline:
         kept = {k: v for k, v in resources.items() if k not in ("num_gpus", "accelerator_type")}
         return {**kept, "ray_remote_args_fn": self._spanning}
 
+    def tokens_cost(self) -> float:
+        """Return what the tokens of a hosted model have cost in this attempt."""
+        endpoint = self.spec.engine.model.endpoint
+        if endpoint is None or self._limiter is None:
+            return 0.0
+        usage = self._limiter.usage()
+        prompt = usage.prompt_tokens * (endpoint.price_in or 0.0)
+        return (prompt + usage.output_tokens * (endpoint.price_out or 0.0)) / 1e6
+
     def engines(self) -> dict[str, int]:
         """Return how many engine actors are in which Ray state."""
         return cluster.actor_states(self._actors())

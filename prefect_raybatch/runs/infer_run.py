@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.driver.cost import Spent, check_cost, spent_on
-from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.accepted import accepted_note
 from prefect_raybatch.ledger.drains import Draining
@@ -239,6 +239,12 @@ class Attempt:
     def check(self) -> None:
         """Run preflight checks, then record the attempt."""
         phase = self.phase
+        endpoint = phase.spec.engine.model.endpoint
+        if endpoint is not None and endpoint.batch:
+            raise ConfigError(
+                "engine.endpoint.batch: the server's batch API is not supported yet; remove it to "
+                "send single requests"
+            )
         self.spent = spent_on(phase.ledger, phase.plan)
         self._check_cost(self.spent.at(None))
         self.monitor(self.driver.progress)
@@ -342,6 +348,7 @@ class Attempt:
             warm=warm,
             early=early.name,
         )
+        self.monitor.meter.tokens_cost = pipeline.tokens_cost
         self.monitor.watch(pipeline)
         stack.callback(pipeline.forget)
         stack.callback(self.monitor.note_start)

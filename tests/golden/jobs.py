@@ -480,7 +480,7 @@ def _endpoints() -> Iterator[GoldenJob]:
             "endpoint": {
                 "url": "https://api.example.com/v1",
                 "model": "large",
-                "key": "${EXAMPLE_KEY}",
+                "key": "example-key",
                 "requests_per_minute": 500,
                 "tokens_per_minute": 200_000,
                 "max_in_flight": 32,

@@ -181,3 +181,15 @@ def test_a_key_whose_variable_is_not_set_is_named(server, tmp_path, monkeypatch)
 def test_a_field_that_cannot_work_is_refused_by_name(groups, field, server, tmp_path):
     with pytest.raises(ConfigError, match=field):
         job_of(server, tmp_path, **groups)
+
+
+def test_tokens_cost_what_the_job_says(server, tmp_path):
+    prices = {"price_in": 1e6, "price_out": 2e6, "max_in_flight": 1}
+    report, _ = run_of(job_of(server, tmp_path, endpoint=prices), "priced")
+    assert report.cost["total"] == pytest.approx(ROWS * (11 + 2 * 7))
+
+
+def test_the_batch_api_is_refused_before_a_row_is_sent(server, tmp_path):
+    with pytest.raises(ConfigError, match=r"engine\.endpoint\.batch"):
+        run_of(job_of(server, tmp_path, endpoint={"batch": True}))
+    assert not server.bodies

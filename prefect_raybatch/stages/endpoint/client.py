@@ -107,7 +107,8 @@ class EndpointEngine:
 
     def ask(self, requests: Sequence[HostedRequest]) -> list[HostedAnswer]:
         """Return the answers in the order of the requests. Raises `EndpointRefused`."""
-        return self._do(self._all(requests))
+        answers: list[HostedAnswer] = self._do(self._all(requests))
+        return answers
 
     def stats(self) -> dict[str, Any]:
         return {**self._counts, "died": None}
@@ -335,4 +336,5 @@ def _model_names(response: httpx.Response) -> set[str]:
 
 def _backoff(attempt: int) -> float:
     """Return the seconds to wait after that many failures, spread so that workers do not agree."""
-    return min(LONGEST_WAIT, FIRST_WAIT * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.0)
+    wait = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(attempt, 10))
+    return wait * random.uniform(0.5, 1.0)

@@ -140,7 +140,7 @@ class Limiter:
                     sent.tokens = sum(used)
             if signal == "answered":
                 self._allowed = min(self.most, self._allowed + FASTER / self._allowed)
-            elif sent is None or sent.at >= self._cut:  # else it left before the last cut
+            elif sent is None or sent.at > self._cut:  # else it left before the last cut
                 self._allowed, self._cut = max(1.0, self._allowed * SLOWER), now
             if pause > 0 and now + pause > self._paused:
                 self._paused, self._why = now + pause, why
@@ -161,7 +161,8 @@ class Limiter:
                 "" if self.requests is None else f", limit {self.requests:g} requests per minute"
             )
             waits = f"waiting {left:.0f} s: {self._why}{limit}" if left >= 1 else ""
-            return Usage(*self._usage, waits)
+            requests, prompt, output = self._usage
+            return Usage(requests, prompt, output, waits)
 
     def _wait(self, now: float, tokens: int) -> float:
         waits = [self._paused - now]
