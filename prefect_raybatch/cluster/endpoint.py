@@ -6,8 +6,6 @@ import hashlib
 from dataclasses import fields
 from typing import Any
 
-import ray
-
 from prefect_raybatch.job.variables import fill_variables
 from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.stages.endpoint.client import SharedLimiter
@@ -24,6 +22,8 @@ class ActorLimiter:
         self._actor = actor
 
     def ask(self, tokens: int) -> tuple[float, int]:
+        import ray
+
         wait, number = ray.get(self._actor.ask.remote(tokens))
         return wait, number
 
@@ -41,12 +41,16 @@ class ActorLimiter:
         self._actor.lower.remote(requests, tokens)
 
     def usage(self) -> Usage:
+        import ray
+
         (usage,) = ray.get([self._actor.usage.remote()])
         return usage  # type: ignore[no-any-return]
 
 
 def limiter_of(spec: EndpointSpec, store: Store) -> SharedLimiter:
     """Return the limiter of a run: an actor, or an object of this process outside of Ray."""
+    import ray
+
     limits = (spec.requests_per_minute, spec.tokens_per_minute, spec.max_in_flight, spec.timeout)
     if not ray.is_initialized():
         return Limiter(*limits)

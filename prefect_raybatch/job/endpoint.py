@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from prefect_raybatch.job.checks import without_user
@@ -11,24 +11,21 @@ from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.secrets import MASK
 from prefect_raybatch.job.variables import VARIABLE
 
-if TYPE_CHECKING:
-    from prefect_raybatch.job.batch_job import BatchJob
-
 # Fields of `engine` and of `sampling` that have a meaning for a hosted model.
-OF_ENGINE = (
+HOSTED_ENGINE = (
     *("endpoint", "task", "order", "deduplicate", "replicas", "batch_size"),
     *("max_concurrent_batches", "num_cpus"),
 )
-OF_SAMPLING = (
+HOSTED_SAMPLING = (
     *("temperature", "max_tokens", "choice", "top_p", "stop", "seed", "frequency_penalty"),
     *("presence_penalty", "logit_bias", "structured_outputs"),
 )
 # Fields that need the model's tokenizer, its chat template or its raw answer.
-NOT_OF_PROMPT = (
+TOKENIZER_PROMPT = (
     *("chat_template", "chat_template_kwargs", "prefill", "continue_final_message", "documents"),
     *("adapter_column", "tools", "second"),
 )
-NOT_OF_OUTPUT = ("probabilities", "reasoning_parser", "tool_parser")
+TOKENIZER_OUTPUT = ("probabilities", "reasoning_parser", "tool_parser")
 
 HEADER_TEXT = re.compile(r"[\x21-\x7e]+")  # what an HTTP header takes
 
@@ -134,51 +131,3 @@ def check_key(key: str) -> str:
             "variable that holds the key"
         )
     return key
-
-
-def check_endpoint(job: BatchJob) -> None:
-    """Raise ValueError for a field that has no meaning, or is not supported, with an endpoint."""
-    if job.engine.endpoint is None:
-        return
-    for group, allowed in (("engine", OF_ENGINE), ("sampling", OF_SAMPLING)):
-        for name in _set(getattr(job, group)):
-            if name not in allowed:
-                raise ValueError(
-                    f"{group}.{name} does not apply to engine.endpoint; remove it, or remove "
-                    "engine.endpoint"
-                )
-    for group, refused in (("prompt", NOT_OF_PROMPT), ("output", NOT_OF_OUTPUT)):
-        for name in _set(getattr(job, group)):
-            if name in refused:
-                raise ValueError(
-                    f"{group}.{name} needs the model's tokenizer, and engine.endpoint has none; "
-                    "remove it"
-                )
-    if job.engine.task != "generate":
-        raise ValueError(
-            f"engine.task {job.engine.task} is not supported with engine.endpoint; use generate"
-        )
-    if job.prompt.images.used:
-        raise ValueError("prompt.images is not supported with engine.endpoint; remove one of them")
-    if job.keeps_answers or job.engine.order == "run":
-        raise ValueError(
-            "reuse, output.keep_answers and engine.order: run are not supported with "
-            "engine.endpoint; remove them"
-        )
-    if job.prompt.on_too_long != "quarantine":
-        raise ValueError(
-            f"prompt.on_too_long: {job.prompt.on_too_long} needs the model's tokenizer, and "
-            "engine.endpoint has none; remove it"
-        )
-    form = job.sampling.extra.get("structured_outputs")
-    if form and set(form) - {"json", "choice"}:
-        raise ValueError(
-            "sampling.structured_outputs: a hosted model takes only json and choice; write one of "
-            "them, or use output.schema_model"
-        )
-
-
-def _set(group: Group) -> list[str]:
-    """Return the fields of a group that are set to something other than their default."""
-    given = group.model_dump(exclude_defaults=True)
-    return [name for name, value in given.items() if value is not None]

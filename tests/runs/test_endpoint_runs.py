@@ -32,8 +32,8 @@ def server() -> Iterator[OpenAIServer]:
 
 @pytest.fixture(autouse=True)
 def prompt_retries(monkeypatch: pytest.MonkeyPatch, without_ray: None) -> None:
-    monkeypatch.setattr(client, "FIRST_WAIT", 0.001)
-    monkeypatch.setattr(client, "LONGEST_WAIT", 0.01)
+    monkeypatch.setattr(client, "FIRST_BACKOFF", 0.001)
+    monkeypatch.setattr(client, "MOST_BACKOFF", 0.01)
 
 
 def job_of(server: OpenAIServer, folder: Path, **groups: Any) -> BatchJob:
@@ -130,7 +130,9 @@ def test_a_row_that_always_fails_while_others_are_answered_is_quarantined(server
     _, folder = run_of(job)
     (row,) = quarantined(folder)
     assert row["error"] == "ServerError" and "500" in row["message"]
-    assert sum(b["messages"][-1]["content"] == "Company 3" for b in server.bodies) >= client.TRIES
+    assert (
+        sum(b["messages"][-1]["content"] == "Company 3" for b in server.bodies) >= client.ROW_TRIES
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefect_raybatch.stages.endpoint.limiter import TRAVEL, WINDOW, Limiter
+from prefect_raybatch.stages.endpoint.limiter import LIMIT_WINDOW, TRAVEL, Limiter
 
 
 class Clock:
@@ -70,15 +70,15 @@ def test_no_minute_of_the_server_is_over_a_limit(requests, tokens, most, seed):
     arrivals = sent_by(limiter, clock, seed, 150.0)
     assert arrivals
     if requests is not None:
-        assert most_in([(at, 1) for at, _ in arrivals], WINDOW) <= requests
+        assert most_in([(at, 1) for at, _ in arrivals], LIMIT_WINDOW) <= requests
     if tokens is not None:
-        assert most_in(arrivals, WINDOW) <= tokens
+        assert most_in(arrivals, LIMIT_WINDOW) <= tokens
 
 
 def test_at_most_a_second_of_requests_leaves_at_once():
     clock = Clock()
     limiter = Limiter(600, None, 1000, 600.0, clock)
-    limiter._allowed = 1000
+    limiter.allowed = 1000
     sent = 0
     while limiter.ask(1)[1]:
         sent += 1
@@ -91,11 +91,11 @@ def test_fewer_are_in_flight_after_a_429_and_more_after_answers():
     assert limiter.ask(1)[0] > 0
     for number in numbers:
         limiter.settle(number, "limited")
-    halved = limiter._allowed
+    halved = limiter.allowed
     assert halved == 4  # once for all that had left before
     for _ in range(40):
         limiter.settle(limiter.ask(1)[1], "answered")
-    assert limiter._allowed > 8
+    assert limiter.allowed > 8
 
 
 def test_a_pause_is_told_with_its_reason_and_the_limit():

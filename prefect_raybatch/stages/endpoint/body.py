@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from prefect_raybatch.job.endpoint import OF_SAMPLING
+from prefect_raybatch.job.endpoint import HOSTED_SAMPLING
 from prefect_raybatch.spec.request import SamplingFields
 
-CHARACTERS_A_TOKEN = 3  # a careful guess; the server's usage corrects it
+CAREFUL_CHARACTERS = 3  # a careful guess; the server's usage corrects it
 MESSAGE_TOKENS = 8  # that a chat template puts around a message
-LABEL = "label"
+LABEL_FIELD = "label"
 
 
 def body_of(model: str, messages: list[dict[str, Any]], params: SamplingFields) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def body_of(model: str, messages: list[dict[str, Any]], params: SamplingFields) 
     Raises ValueError for a sampling field that no hosted model takes.
     """
     given = {name: value for name, value in params.items() if value is not None}
-    odd = sorted(set(given) - set(OF_SAMPLING))
+    odd = sorted(set(given) - set(HOSTED_SAMPLING))
     if odd:
         raise ValueError(
             f"sampling.{odd[0]} does not apply to engine.endpoint; leave it out of what "
@@ -43,7 +43,7 @@ def text_of(content: str, params: SamplingFields) -> str:
     if not (params.get("choice") or form.get("choice")):
         return content
     try:
-        label = json.loads(content)[LABEL]
+        label = json.loads(content)[LABEL_FIELD]
     except (ValueError, TypeError, KeyError):
         return content
     return label if isinstance(label, str) else content
@@ -52,7 +52,7 @@ def text_of(content: str, params: SamplingFields) -> str:
 def prompt_estimate(messages: list[dict[str, Any]]) -> int:
     """Return about how many tokens the messages have, rather too many."""
     characters = sum(len(str(message.get("content", ""))) for message in messages)
-    return characters // CHARACTERS_A_TOKEN + MESSAGE_TOKENS * len(messages)
+    return characters // CAREFUL_CHARACTERS + MESSAGE_TOKENS * len(messages)
 
 
 def _json_schema(name: str, schema: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def _json_schema(name: str, schema: dict[str, Any]) -> dict[str, Any]:
 def _label_schema(labels: list[str]) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {LABEL: {"type": "string", "enum": list(labels)}},
-        "required": [LABEL],
+        "properties": {LABEL_FIELD: {"type": "string", "enum": list(labels)}},
+        "required": [LABEL_FIELD],
         "additionalProperties": False,
     }

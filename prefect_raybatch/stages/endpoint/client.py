@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     import httpx
 
 log = logging.getLogger(__name__)
-MOST_BYTES = 64 << 20  # of an answer
-MOST_TEXT = 300  # characters of a server's message that are quoted
-TRIES = 6  # of a request that fails while others are answered
-TRIES_ALONE = 12  # of one that fails while the server answers nothing but its list of models
-PROBE_TRIES = 3
-OUTAGE = 600.0  # seconds without any answer after which the run ends
-FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between tries
+MOST_ANSWER_BYTES = 64 << 20  # of an answer
+QUOTED_TEXT = 300  # characters of a server's message that are quoted
+ROW_TRIES = 6  # of a request that fails while others are answered
+ROW_TRIES_ALONE = 12  # of one that fails while the server answers nothing but its list of models
+MODEL_LIST_TRIES = 3
+SERVER_OUTAGE = 600.0  # seconds without any answer after which the run ends
+FIRST_BACKOFF, MOST_BACKOFF = 0.5, 30.0  # seconds between tries
 ENDS_RUN = {401: "check engine.endpoint.key", 402: "check the account's credit"}
 OF_PROBE = {
     403: "the key may not use this server; check engine.endpoint.key",
@@ -137,12 +137,12 @@ class EndpointEngine:
         """Raise `EndpointRefused` unless the server lists its models, with this one among them."""
         import httpx
 
-        for attempt in range(1, PROBE_TRIES + 1):
+        for attempt in range(1, MODEL_LIST_TRIES + 1):
             try:
                 response = await self._client.get(f"{self.spec.url}/models")
                 break
             except (httpx.HTTPError, httpx.InvalidURL) as error:
-                if attempt == PROBE_TRIES:
+                if attempt == MODEL_LIST_TRIES:
                     raise EndpointRefused(
                         f"engine.endpoint.url: {self.spec.url} cannot be reached "
                         f"({type(error).__name__}: {error}). Check the URL, and that the server "
@@ -231,9 +231,9 @@ class EndpointEngine:
         """Return whether a request fails because of its row, and not because of the server."""
         import httpx
 
-        if failures >= TRIES and self._answered_at > first_failure:
+        if failures >= ROW_TRIES and self._answered_at > first_failure:
             return True
-        if failures < TRIES_ALONE:
+        if failures < ROW_TRIES_ALONE:
             return False
         try:
             return (await self._client.get(f"{self.spec.url}/models")).is_success
@@ -285,7 +285,7 @@ class EndpointEngine:
 
     def _check_outage(self, problem: str) -> None:
         silent = self._loop.time() - self._answered_at
-        if silent > OUTAGE:
+        if silent > SERVER_OUTAGE:
             raise EndpointRefused(
                 f"engine.endpoint: {self.spec.url} has answered nothing for {silent / 60:.0f} "
                 f"minutes ({problem}). Check the server; the same command continues the run"
@@ -294,8 +294,8 @@ class EndpointEngine:
 
 def _parsed(response: httpx.Response) -> HostedAnswer | str:
     """Return the answer in a response, or what is wrong with it."""
-    if len(response.content) > MOST_BYTES:
-        return f"the answer has over {MOST_BYTES >> 20} MiB"
+    if len(response.content) > MOST_ANSWER_BYTES:
+        return f"the answer has over {MOST_ANSWER_BYTES >> 20} MiB"
     try:
         value = response.json()
         choice, usage = value["choices"][0], value.get("usage") or {}
@@ -323,7 +323,7 @@ def _said(response: httpx.Response) -> str:
         text = str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, TypeError, KeyError):
         text = response.text
-    return " ".join(text.split())[:MOST_TEXT] or "no text"
+    return " ".join(text.split())[:QUOTED_TEXT] or "no text"
 
 
 def _model_names(response: httpx.Response) -> set[str]:
@@ -336,5 +336,5 @@ def _model_names(response: httpx.Response) -> set[str]:
 
 def _backoff(attempt: int) -> float:
     """Return the seconds to wait after that many failures, spread so that workers do not agree."""
-    wait = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(attempt, 10))
+    wait = min(MOST_BACKOFF, FIRST_BACKOFF * 2.0 ** min(attempt, 10))
     return wait * random.uniform(0.5, 1.0)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
-UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-LONGEST = 3600.0  # seconds that a server may make a run wait at once
+SECONDS_OF = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+MOST_PAUSE = 3600.0  # seconds that a server may make a run wait at once
 _PARTS = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 
 
@@ -21,7 +21,7 @@ def pause_of(headers: Mapping[str, str], now: datetime) -> float | None:
             if _number(headers.get(family.format("remaining"))) == 0:
                 waits.append(_reset(headers.get(family.format("reset")), now))
     known = [wait for wait in waits if wait is not None and wait > 0]
-    return min(max(known), LONGEST) if known else None
+    return min(max(known), MOST_PAUSE) if known else None
 
 
 def limits_of(headers: Mapping[str, str]) -> tuple[float | None, float | None]:
@@ -62,7 +62,7 @@ def _reset(text: str | None, now: datetime) -> float | None:
         return seconds
     parts = _PARTS.findall(text)
     if parts and "".join(number + unit for number, unit in parts) == text:
-        return sum(float(number) * UNITS[unit] for number, unit in parts)
+        return sum(float(number) * SECONDS_OF[unit] for number, unit in parts)
     try:
         until = datetime.fromisoformat(text)
     except ValueError:

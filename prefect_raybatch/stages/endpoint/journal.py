@@ -19,9 +19,9 @@ from prefect_raybatch.ledger.layout import JOURNAL
 from prefect_raybatch.storage import Store
 
 log = logging.getLogger(__name__)
-EVERY = 0.5  # seconds between two writes
-MOST_BYTES = 256 << 20  # of one file
-FIELDS = {"key": str, "content": str, "finish": str, "prompt": int, "output": int}
+WRITE_EVERY = 0.5  # seconds between two writes
+MOST_JOURNAL_BYTES = 256 << 20  # of one file
+ENTRY_FIELDS = {"key": str, "content": str, "finish": str, "prompt": int, "output": int}
 
 
 class Journal:
@@ -53,7 +53,7 @@ class Journal:
             self._wake.wait()
             self._wake.clear()
             if not self._closed:
-                pause.wait(EVERY)
+                pause.wait(WRITE_EVERY)
             self.write()
 
     def write(self) -> None:
@@ -73,7 +73,9 @@ def read_journal(store: Store, shards: Iterable[int]) -> dict[str, dict[str, Any
     found: dict[str, dict[str, Any]] = {}
     for shard in shards:
         for info in store.list(f"{JOURNAL}/{shard:08d}"):
-            for line in store.read(info.path, MOST_BYTES).decode("utf-8", "replace").splitlines():
+            for line in (
+                store.read(info.path, MOST_JOURNAL_BYTES).decode("utf-8", "replace").splitlines()
+            ):
                 entry = _entry(line)
                 if entry is None:
                     log.warning("%s: a line cannot be read; its row is asked again", info.path)
@@ -92,6 +94,6 @@ def _entry(line: str) -> dict[str, Any] | None:
         entry = json.loads(line)
     except ValueError:
         return None
-    if not isinstance(entry, dict) or set(entry) != set(FIELDS):
+    if not isinstance(entry, dict) or set(entry) != set(ENTRY_FIELDS):
         return None
-    return entry if all(type(entry[name]) is kind for name, kind in FIELDS.items()) else None
+    return entry if all(type(entry[name]) is kind for name, kind in ENTRY_FIELDS.items()) else None

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal
 
-WINDOW = 60.0  # seconds
+LIMIT_WINDOW = 60.0  # seconds
 BURST = 1.0  # seconds' worth that may leave at once
 TRAVEL = 2.0  # seconds that a request may take to the server
-ROUNDING = 1e-6  # seconds
+CLOCK_ROUNDING = 1e-6  # seconds
 FIRST_IN_FLIGHT = 8.0
 SLOWER, FASTER = 0.5, 1.0  # factor of requests in flight after 429, and steps per round of answers
 Signal = Literal["answered", "limited", "failed"]
@@ -45,7 +45,7 @@ class _Sent:
     def expires(self) -> float:
         """Return when it stops counting."""
         late = self.at + TRAVEL
-        return WINDOW + (late if self.settled is None else min(self.settled, late))
+        return LIMIT_WINDOW + (late if self.settled is None else min(self.settled, late))
 
 
 @dataclass
@@ -55,12 +55,12 @@ class _Pace:
     free: float = 0.0  # when everything sent so far would have left at an even pace
 
     def wait(self, now: float, amount: float, per_minute: float) -> float:
-        spare = max(0.0, BURST - amount * WINDOW / per_minute)
+        spare = max(0.0, BURST - amount * LIMIT_WINDOW / per_minute)
         wait = self.free - now - spare
-        return wait if wait > ROUNDING else 0.0
+        return wait if wait > CLOCK_ROUNDING else 0.0
 
     def take(self, now: float, amount: float, per_minute: float) -> None:
-        self.free = max(self.free, now) + amount * WINDOW / per_minute
+        self.free = max(self.free, now) + amount * LIMIT_WINDOW / per_minute
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Limiter:
     _sent: deque[_Sent] = field(default_factory=deque)
     _flying: dict[int, _Sent] = field(default_factory=dict)
     _numbers: count[int] = field(default_factory=lambda: count(1))
-    _allowed: float = 0.0
+    allowed: float = 0.0
     _request_pace: _Pace = field(default_factory=_Pace)
     _token_pace: _Pace = field(default_factory=_Pace)
     _paused: float = 0.0
@@ -89,7 +89,7 @@ class Limiter:
     _usage: list[int] = field(default_factory=lambda: [0, 0, 0])
 
     def __post_init__(self) -> None:
-        self._allowed = min(FIRST_IN_FLIGHT, self.most)
+        self.allowed = min(FIRST_IN_FLIGHT, self.most)
 
     def ask(self, tokens: int) -> tuple[float, int]:
         """Return (0, number) if a request of `tokens` may leave now, else (seconds to wait, 0).
@@ -136,12 +136,12 @@ class Limiter:
                 if sent is not None:
                     if self.tokens:
                         spared = sent.tokens - sum(used)
-                        self._token_pace.free -= spared * WINDOW / self.tokens
+                        self._token_pace.free -= spared * LIMIT_WINDOW / self.tokens
                     sent.tokens = sum(used)
             if signal == "answered":
-                self._allowed = min(self.most, self._allowed + FASTER / self._allowed)
+                self.allowed = min(self.most, self.allowed + FASTER / self.allowed)
             elif sent is None or sent.at > self._cut:  # else it left before the last cut
-                self._allowed, self._cut = max(1.0, self._allowed * SLOWER), now
+                self.allowed, self._cut = max(1.0, self.allowed * SLOWER), now
             if pause > 0 and now + pause > self._paused:
                 self._paused, self._why = now + pause, why
 
@@ -166,7 +166,7 @@ class Limiter:
 
     def _wait(self, now: float, tokens: int) -> float:
         waits = [self._paused - now]
-        if len(self._flying) >= int(self._allowed):
+        if len(self._flying) >= int(self.allowed):
             waits.append(0.05)
         if self.requests:
             waits.append(self._request_pace.wait(now, 1, self.requests))
