@@ -19,7 +19,7 @@ from prefect_raybatch.job.early_stop import (
     may_ask_rest,
     may_stop_early,
 )
-from prefect_raybatch.job.endpoint import Endpoint
+from prefect_raybatch.job.endpoint import ModelEndpoint
 from prefect_raybatch.job.engine import Engine, precision_tries, without_tries
 from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.output import Output
@@ -241,7 +241,7 @@ def model_request(engine: Engine) -> ModelRequest:
     )
 
 
-def endpoint_spec(endpoint: Endpoint) -> EndpointSpec:
+def endpoint_spec(endpoint: ModelEndpoint) -> EndpointSpec:
     return EndpointSpec(
         url=endpoint.url,
         model=endpoint.model,

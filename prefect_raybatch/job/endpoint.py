@@ -30,7 +30,7 @@ TOKENIZER_OUTPUT = ("probabilities", "reasoning_parser", "tool_parser")
 HEADER_TEXT = re.compile(r"[\x21-\x7e]+")  # what an HTTP header takes
 
 
-class Endpoint(Group):
+class ModelEndpoint(Group):
     """An HTTP server with the OpenAI API that answers the rows, and its limits."""
 
     url: str = field(

@@ -51,6 +51,7 @@ from prefect_raybatch.stages.columns import (
     ANSWERS,
     CACHED_TOKENS,
     CHANCES,
+    CHAT,
     ENDS,
     ENGINE_BEGAN,
     FINISH,
@@ -58,7 +59,6 @@ from prefect_raybatch.stages.columns import (
     MM,
     PARAMS,
     PROMPT_TOKENS,
-    REQUEST,
     SECOND,
     STEPS,
     TEXTS,
@@ -625,7 +625,7 @@ def answered(
                 columns[CACHED_TOKENS][i] = completion.cached_tokens
     if any(completion.vector is not None for _, _, completion in answers):
         table = table.append_column(VECTOR, pooling.column(table.num_rows, answers))
-    used = [name for name in (TOKENS, REQUEST, SECOND, MM, PARAMS) if name in table.column_names]
+    used = [name for name in (TOKENS, CHAT, SECOND, MM, PARAMS) if name in table.column_names]
     table = with_failures(table.drop_columns(used), failures)
     for column, values in columns.items():
         table = column.add_to(table, values)

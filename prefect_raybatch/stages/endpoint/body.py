@@ -37,7 +37,7 @@ def body_of(model: str, messages: list[dict[str, Any]], params: SamplingFields) 
     return body
 
 
-def text_of(content: str, params: SamplingFields) -> str:
+def answer_text(content: str, params: SamplingFields) -> str:
     """Return the answer's text: of a choice, the label in its JSON object."""
     form = params.get("structured_outputs") or {}
     if not (params.get("choice") or form.get("choice")):

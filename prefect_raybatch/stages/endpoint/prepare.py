@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from prefect_raybatch.stages.block import Failure, timed, with_failures
-from prefect_raybatch.stages.columns import FORMED, PARAMS, REQUEST, TOKENS
+from prefect_raybatch.stages.columns import CHAT, FORMED, PARAMS, TOKENS
 from prefect_raybatch.stages.messages import ChatRequest
 from prefect_raybatch.stages.prepare import Prepare, with_own_forms
 from prefect_raybatch.stages.row_sampling import has_form
@@ -24,7 +24,7 @@ class PrepareHosted(Prepare):
         made = [_encoded(request) for request in self._requests(table)]
         requests = [pair[0] for pair in made]
         own = [r.sampling if isinstance(r, ChatRequest) else None for r in requests]
-        table = REQUEST.add_to(table, [pair[1] for pair in made])
+        table = CHAT.add_to(table, [pair[1] for pair in made])
         table = TOKENS.add_to(table, [[] for _ in made])
         table = PARAMS.add_to(table, [json.dumps(fields) if fields else None for fields in own])
         if self.prompt.function or has_form(self.sampling.fields):

@@ -15,8 +15,8 @@ from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.stages.block import failures_of, lost_all
-from prefect_raybatch.stages.columns import PARAMS, POSITION, REQUEST, SHARD
-from prefect_raybatch.stages.endpoint.body import body_of, prompt_estimate, text_of
+from prefect_raybatch.stages.columns import CHAT, PARAMS, POSITION, SHARD
+from prefect_raybatch.stages.endpoint.body import answer_text, body_of, prompt_estimate
 from prefect_raybatch.stages.endpoint.client import (
     EndpointEngine,
     EndpointRefused,
@@ -85,7 +85,7 @@ class EndpointStage(EngineStage):
 
     def _ask(self, engine: SteppedEngine, table: pa.Table) -> list[RowAnswer]:
         params = [fields_of(self.spec.sampling, own) for own in table[PARAMS].to_pylist()]
-        texts = table[REQUEST].to_pylist()
+        texts = table[CHAT].to_pylist()
         well = [i for i, failure in enumerate(failures_of(table)) if failure is None]
         keys = [(text or "").encode() for text in texts]
         asked = arrange(keys, params, well, sort=False, merge=self.spec.merge)
@@ -136,7 +136,7 @@ def _completion(answer: HostedAnswer, params: SamplingFields) -> Completion:
 
     if answer.error is not None:
         return Completion([], error=answer.error)
-    text = text_of(answer.content, params)
+    text = answer_text(answer.content, params)
     return Completion(
         [[0] * answer.output_tokens], [text], answer.finish, prompt_tokens=answer.prompt_tokens
     )
