@@ -244,10 +244,19 @@ class EndpointEngine:
         """Return the number of a request once the limits let it leave."""
         async with self._turn:
             while True:
-                wait, number = await asyncio.to_thread(self.limiter.ask, tokens)
+                asked = asyncio.ensure_future(asyncio.to_thread(self.limiter.ask, tokens))
+                try:
+                    wait, number = await asyncio.shield(asked)
+                except asyncio.CancelledError:  # else the request would stay in flight
+                    asked.add_done_callback(self._give_back)
+                    raise
                 if number:
                     return number
                 await asyncio.sleep(min(wait, 1.0))
+
+    def _give_back(self, asked: asyncio.Future[tuple[float, int]]) -> None:
+        if not asked.cancelled() and asked.exception() is None and asked.result()[1]:
+            self.limiter.settle(asked.result()[1], "failed")
 
     async def _tell(self, number: int, signal: Signal, *more: Any) -> None:
         await asyncio.to_thread(self.limiter.settle, number, signal, *more)

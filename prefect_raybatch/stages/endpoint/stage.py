@@ -81,6 +81,10 @@ class EndpointStage(EngineStage):
         except EndpointRefused as error:
             why = Loss(EndpointRefused.__name__, str(error), fatal=True)
             self._refused = why
+            with self._lock:
+                engine, self.engine = self.engine, None
+            if engine is not None:  # so that blocks that come later are given back at once
+                engine.close()
             return lost_all(table, why)
 
     def _ask(self, engine: SteppedEngine, table: pa.Table) -> list[RowAnswer]:
