@@ -248,7 +248,7 @@ def test_only_the_engine_stages_know_the_stepper():
     }
     assert users <= {
         *("stages.engine", "stages.decided", "stages.pooling", "stages.meter"),
-        "stages.vllm.forward",
+        *("stages.vllm.forward", "stages.endpoint.stage"),
     }
 
 

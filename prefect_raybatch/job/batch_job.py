@@ -16,6 +16,12 @@ from pydantic import ValidationError, field_validator, model_validator
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import check_name, check_uri, class_name, run_checks
 from prefect_raybatch.job.cluster import Cluster
+from prefect_raybatch.job.endpoint import (
+    HOSTED_ENGINE,
+    HOSTED_SAMPLING,
+    TOKENIZER_OUTPUT,
+    TOKENIZER_PROMPT,
+)
 from prefect_raybatch.job.engine import TRY_FP8, Engine, precision_tries
 from prefect_raybatch.job.expansion import anchored, expanded
 from prefect_raybatch.job.faults import FieldPlace, explain
@@ -241,8 +247,8 @@ def check_adapters(job: BatchJob) -> None:
 
 def _set(group: Group) -> list[str]:
     """Return the fields of a group that differ from their defaults."""
-    usual = type(group)().model_dump()
-    return [name for name, value in group.model_dump().items() if value != usual.get(name)]
+    given = group.model_dump(exclude_defaults=True)
+    return [name for name, value in given.items() if value is not None]
 
 
 def check_without_images(job: BatchJob) -> None:
@@ -323,6 +329,9 @@ def check_quality(job: BatchJob) -> None:
 
 def check_price(job: BatchJob) -> None:
     """Raise ValueError for a limit on cost without the price of a GPU."""
+    endpoint = job.engine.endpoint
+    if endpoint is not None and endpoint.priced:
+        return
     if job.limits.max_cost is not None and not job.cluster.priced:
         raise ValueError(
             "limits.max_cost needs the price of a GPU; set cluster.price_per_gpu_hour or "
@@ -419,8 +428,51 @@ def check_own_code(job: BatchJob) -> None:
         )
 
 
+def check_endpoint(job: BatchJob) -> None:
+    """Raise ValueError for a field that has no meaning, or is not supported, with an endpoint."""
+    if job.engine.endpoint is None:
+        return
+    for group, allowed in (("engine", HOSTED_ENGINE), ("sampling", HOSTED_SAMPLING)):
+        for name in _set(getattr(job, group)):
+            if name not in allowed:
+                raise ValueError(
+                    f"{group}.{name} does not apply to engine.endpoint; remove it, or remove "
+                    "engine.endpoint"
+                )
+    for group, refused in (("prompt", TOKENIZER_PROMPT), ("output", TOKENIZER_OUTPUT)):
+        for name in _set(getattr(job, group)):
+            if name in refused:
+                raise ValueError(
+                    f"{group}.{name} needs the model's tokenizer, and engine.endpoint has none; "
+                    "remove it"
+                )
+    if job.engine.task != "generate":
+        raise ValueError(
+            f"engine.task {job.engine.task} is not supported with engine.endpoint; use generate"
+        )
+    if job.prompt.images.used:
+        raise ValueError("prompt.images is not supported with engine.endpoint; remove one of them")
+    if job.keeps_answers or job.engine.order == "run":
+        raise ValueError(
+            "reuse, output.keep_answers and engine.order: run are not supported with "
+            "engine.endpoint; remove them"
+        )
+    if job.prompt.on_too_long != "quarantine":
+        raise ValueError(
+            f"prompt.on_too_long: {job.prompt.on_too_long} needs the model's tokenizer, and "
+            "engine.endpoint has none; remove it"
+        )
+    form = job.sampling.extra.get("structured_outputs")
+    if form and set(form) - {"json", "choice"}:
+        raise ValueError(
+            "sampling.structured_outputs: a hosted model takes only json and choice; write one of "
+            "them, or use output.schema_model"
+        )
+
+
 COMBINATIONS = (
     check_own_code,
+    check_endpoint,
     check_task,
     check_adapters,
     check_without_images,

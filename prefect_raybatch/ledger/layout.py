@@ -46,6 +46,7 @@ ANSWERS_RECORD = f"{RECORDS}/answers.json"  # which files hold the raw answers o
 SUPERSEDED_BY = f"{RECORDS}/superseded.json"  # by which run that goes on in this one's place
 PRECISION = f"{RECORDS}/precision.json"  # in which precision the rows are asked
 QUALITY = f"{RECORDS}/quality.json"  # accuracy on golden rows
+JOURNAL = f"{RECORDS}/journal"  # answers of a hosted model until their shards are committed
 PRUNED = f"{RECORDS}/pruned.json"  # this run directory is being removed
 DRAIN = f"{RECORDS}/drain.json"  # attempts that are to end
 REPORT = f"{RECORDS}/report.json"

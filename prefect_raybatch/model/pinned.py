@@ -12,6 +12,7 @@ from prefect_raybatch import demo
 from prefect_raybatch.bounded import read_regular_file, within
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import missing_path
+from prefect_raybatch.job.secrets import recorded
 from prefect_raybatch.ledger.records import JsonObject, digest, dump
 from prefect_raybatch.model.context import ModelConfig, own_context
 from prefect_raybatch.spec.engine import ModelRequest
@@ -24,6 +25,7 @@ PinnedModel = JsonObject
 """A model as a plan keeps it: source, revision, identity and, if it has any, its adapters."""
 
 DEMO = "demo"
+ENDPOINT = "endpoint"  # source of a hosted model
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 MAX_CONFIG_BYTES = 4 << 20
 HUB = 3.0  # seconds for an answer of Hugging Face
@@ -38,6 +40,9 @@ def pin(request: ModelRequest) -> dict[str, Any]:
     model.
     """
     source = request.name
+    if (endpoint := request.endpoint) is not None:  # what a server runs cannot be pinned
+        name = f"{endpoint.model}@{recorded(endpoint.url)}"
+        return {"source": ENDPOINT, "revision": None, "identity": name}
     if source == DEMO:
         return {"source": DEMO, "revision": None, "identity": _folder(Path(demo.demo_model_path()))}
     if is_remote(source):

@@ -26,6 +26,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.published import all_published
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
+from prefect_raybatch.model.pinned import ENDPOINT
 from prefect_raybatch.quality.accuracy import read_accuracy
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.advice import advise
@@ -275,7 +276,10 @@ def _end(ledger: Ledger, plan: Plan, tidy: bool) -> RunReport:
     `orphans` checks again whose `_SUCCESS` it is and whether the parts exist.
     """
     from prefect_raybatch.result.reap import answers_by_row, ended_notes, orphans
+    from prefect_raybatch.stages.endpoint.journal import remove_journal
 
+    if tidy and plan.model["source"] == ENDPOINT:
+        remove_journal(ledger.store)
     if tidy:
         ledger.store.delete(info.path for info in orphans(ledger, plan))
         ledger.store.delete(info.path for info in answers_by_row(ledger, plan))

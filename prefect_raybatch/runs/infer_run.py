@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.driver.cost import Spent, check_cost, spent_on
-from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.accepted import accepted_note
 from prefect_raybatch.ledger.drains import Draining
@@ -239,6 +239,12 @@ class Attempt:
     def check(self) -> None:
         """Run preflight checks, then record the attempt."""
         phase = self.phase
+        endpoint = phase.spec.engine.model.endpoint
+        if endpoint is not None and endpoint.batch:
+            raise ConfigError(
+                "engine.endpoint.batch: the server's batch API is not supported yet; remove it to "
+                "send single requests"
+            )
         self.spent = spent_on(phase.ledger, phase.plan)
         self._check_cost(self.spent.at(None))
         self.monitor(self.driver.progress)
@@ -313,11 +319,10 @@ class Attempt:
         """
         from prefect_raybatch.cluster import connect as cluster
         from prefect_raybatch.cluster.early import engines_begun
-        from prefect_raybatch.cluster.pipeline import Pipeline
-        from prefect_raybatch.stages.engine import EngineStage
+        from prefect_raybatch.cluster.pipeline import Pipeline, stage_of
 
         phase, spec, capacity = self.phase, self.phase.spec, joined.capacity
-        engine = self.engine or EngineStage
+        engine = self.engine or stage_of(spec)
         size, kind = self._sizes(capacity, engine)
         cluster.check_fit(phase.sizes, capacity, size.pool)
         early = engines_begun(kind, size.pool.engines_for(phase.plan.shards - self.committed)[0])
@@ -343,6 +348,7 @@ class Attempt:
             warm=warm,
             early=early.name,
         )
+        self.monitor.meter.tokens_cost = pipeline.tokens_cost
         self.monitor.watch(pipeline)
         stack.callback(pipeline.forget)
         stack.callback(self.monitor.note_start)
