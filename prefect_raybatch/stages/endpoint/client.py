@@ -11,6 +11,7 @@ import json
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -93,6 +94,7 @@ class EndpointEngine:
         self.spec, self.limiter = spec, limiter
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._counts = {"rows": 0, "refused": 0, "waiting": 0}
+        self._first_answer = 0.0  # seconds since 1970
         self._answered_at = 0.0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -111,13 +113,27 @@ class EndpointEngine:
         return answers
 
     def stats(self) -> dict[str, Any]:
-        return {**self._counts, "died": None}
+        return {**self._counts, "died": None, "stepped_at": self._first_answer}
 
     def load(self) -> dict[str, float]:
         return {"running": self._counts["waiting"]}
 
     def close(self) -> None:
+        """Close all connections, and end the thread. A second call has no effect."""
+        if not self._thread.is_alive():
+            return
+        self._do(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+        await self._client.aclose()
+        await self._loop.shutdown_default_executor()
 
     def _do(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -181,6 +197,7 @@ class EndpointEngine:
         finally:
             self._counts["waiting"] -= 1
         self._counts["rows"] += 1
+        self._first_answer = self._first_answer or time.time()
         if answer.error is not None:
             self._counts["refused"] += 1
         else:
