@@ -97,8 +97,9 @@ def _time(report: RunReport) -> str:
         f"({report.rows_per_s:,.0f} rows/s)"
     )
     if "total" in report.cost:
-        hours = money(report.cost.get("gpu_hours", 0.0))
-        text = f"{text}; cost {money(report.cost['total'], report.currency)} for {hours} GPU-hours"
+        text = f"{text}; cost {money(report.cost['total'], report.currency)}"
+        if "gpu_hours" in report.cost:
+            text = f"{text} for {money(report.cost['gpu_hours'])} GPU-hours"
     return text
 
 

@@ -6,7 +6,6 @@ import hashlib
 from dataclasses import fields
 from typing import Any
 
-from prefect_raybatch.job.variables import fill_variables
 from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.stages.endpoint.client import SharedLimiter
 from prefect_raybatch.stages.endpoint.limiter import Limiter, Signal, Usage
@@ -35,7 +34,9 @@ class ActorLimiter:
         pause: float = 0.0,
         why: str = "",
     ) -> None:
-        self._actor.settle.remote(number, signal, used, pause, why)
+        import ray
+
+        ray.get(self._actor.settle.remote(number, signal, used, pause, why))
 
     def lower(self, requests: float | None, tokens: float | None) -> None:
         self._actor.lower.remote(requests, tokens)
@@ -47,16 +48,20 @@ class ActorLimiter:
         return usage  # type: ignore[no-any-return]
 
 
-def limiter_of(spec: EndpointSpec, store: Store) -> SharedLimiter:
-    """Return the limiter of a run: an actor, or an object of this process outside of Ray."""
+def limiter_of(spec: EndpointSpec, store: Store, others: float) -> SharedLimiter:
+    """Return the limiter of a run: an actor, or an object of this process outside of Ray.
+
+    `others` is as in `Limiter`.
+    """
     import ray
 
-    limits = (spec.requests_per_minute, spec.tokens_per_minute, spec.max_in_flight, spec.timeout)
+    per_minute = (spec.requests_per_minute, spec.tokens_per_minute)
+    limits = (*per_minute, spec.max_in_flight, spec.timeout)
     if not ray.is_initialized():
-        return Limiter(*limits)
+        return Limiter(*limits, others=others)
     name = "raybatch-limiter-" + hashlib.sha256(store.uri.encode()).hexdigest()[:16]
     options = {"num_cpus": 0, "max_concurrency": 1, "name": name, "get_if_exists": True}
-    return ActorLimiter(ray.remote(Limiter).options(**options).remote(*limits))
+    return ActorLimiter(ray.remote(Limiter).options(**options).remote(*limits, others=others))
 
 
 def endpoint_launch(
@@ -67,11 +72,10 @@ def endpoint_launch(
     Raises `ConfigError` if the variable is not set.
     """
     given = {one.name: getattr(launch, one.name) for one in fields(EngineLaunch)}
-    key = str(fill_variables(spec.secret.get("key", ""), "engine.endpoint.key"))
     return EndpointLaunch(
         **{**given, "arguments": {}, "env": {}, "early_stop": "off"},
         endpoint=spec,
-        key=key,
+        key=spec.api_key(),
         limiter=limiter,
         store=store,
         run=run,

@@ -20,6 +20,8 @@ from prefect_raybatch.driver.stops import Stop, failed_rows
 from prefect_raybatch.errors import (
     ConfigError,
     CorruptRun,
+    EndpointRefused,
+    EndpointUnavailable,
     EngineFailure,
     EngineStartError,
     ErrorBudgetExceeded,
@@ -482,7 +484,10 @@ def cut(unit: Unit) -> list[Unit]:
 
 
 FATAL: dict[str, type[RayBatchError]] = {
-    kind.__name__: kind for kind in (SourceError, StoreError, CorruptRun, ConfigError)
+    kind.__name__: kind
+    for kind in (
+        *(SourceError, StoreError, CorruptRun, ConfigError, EndpointRefused, EndpointUnavailable),
+    )
 }
 
 

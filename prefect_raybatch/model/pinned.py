@@ -81,6 +81,13 @@ def store_of(model: PinnedModel) -> Store:
     return open_store(demo.demo_model_path() if source == DEMO else source)
 
 
+def model_name(model: PinnedModel) -> str:
+    """Return a model as people know it: `NAME REVISION`, or `NAME@URL` for a hosted one."""
+    if model["source"] == ENDPOINT:
+        return str(model["identity"])
+    return f"{model['source']} {model.get('revision') or ''}".rstrip()
+
+
 def tokenizer_place(model: PinnedModel) -> tuple[str, str | None, bool]:
     """Return (path or name, revision, trust_remote_code) of the engine's tokenizer."""
     trust = bool(model.get("trust_remote_code"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -34,6 +35,7 @@ from prefect_raybatch.runs.attempts import AttemptLog, about_process, compare_co
 from prefect_raybatch.runs.costs import meter_for
 from prefect_raybatch.runs.precision import decided_precision
 from prefect_raybatch.runs.run import Run, run_of
+from prefect_raybatch.runs.starts import seconds_of_others
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 
@@ -347,10 +349,11 @@ class Attempt:
             on_pass=self.monitor.pass_began,
             warm=warm,
             early=early.name,
+            others=seconds_of_others(phase.ledger, self.name, time.time()),
         )
         self.monitor.meter.tokens_cost = pipeline.tokens_cost
         self.monitor.watch(pipeline)
-        stack.callback(pipeline.forget)
+        stack.callback(pipeline.leave)
         stack.callback(self.monitor.note_start)
         stack.callback(self.monitor.look_at_deaths)
         return pipeline

@@ -174,7 +174,9 @@ def check_pinned_model(spec: RunSpec, model: PinnedModel, files: bool = True) ->
 
     As far as its files tell; without `files`, by its config.json and its chat template only.
     """
-    if spec.engine.model.endpoint is not None:  # its server is asked when an engine starts
+    endpoint = spec.engine.model.endpoint
+    if endpoint is not None:  # its server is asked when an engine starts
+        endpoint.api_key()
         return
     model_check.check(spec.engine.model, spec.prompt, spec.sampling, model, files)
     chat_template.check_template(spec.prompt, spec.engine.model, model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -76,14 +77,15 @@ def preview_spec(
     `clock` has run since before the plan was made.
     """
     from prefect_raybatch.cluster import sizes as sized
-    from prefect_raybatch.cluster.pipeline import Pipeline
+    from prefect_raybatch.cluster.pipeline import Pipeline, stage_of
     from prefect_raybatch.ledger.plan_tables import decode_schema
     from prefect_raybatch.ledger.records import Unit
     from prefect_raybatch.stages.block import is_lost, losses
 
     schema = decode_schema(plan.input_schema)
     size = sized.for_attempt(spec.sizes, plan, capacity)
-    pipeline = Pipeline(spec, plan, shards, ledger.store, uuid.uuid4().hex, size)
+    attempt, stage = uuid.uuid4().hex, engine or stage_of(spec)
+    pipeline = Pipeline(spec, plan, shards, ledger.store, attempt, size, engine=stage)
     clock.took("plan")
     units = [Unit(shard, 0, shards[shard].rows) for shard in range(plan.shards)]
     read = [t for task in pipeline.read_tasks(units, False) for t in pipeline.reader.read(task)]
@@ -105,7 +107,7 @@ def preview_spec(
     )
     if not answers or launch is None:
         return preview
-    tables = _answered(prepared, launch, engine or pipeline.engine, clock)
+    tables = _answered(prepared, launch, stage, clock)
     rows: dict[str, list[Row]] = {"data": [], "quarantine": []}
     for table in tables:
         for kind, finished in _finished(ledger, plan, shards, finish(table)):
@@ -165,10 +167,12 @@ def _prompts(model: PinnedModel, table: pa.Table) -> list[PreviewedPrompt]:
     from prefect_raybatch.ledger.layout import POSITION_COLUMN
     from prefect_raybatch.model import pinned as models
     from prefect_raybatch.stages.block import load_tokenizer, passes_by
-    from prefect_raybatch.stages.columns import ERROR, TOKENS
+    from prefect_raybatch.stages.columns import CHAT, ERROR, TOKENS
 
     if passes_by(table):
         return []
+    if CHAT in table.column_names:
+        return _hosted_prompts(table)
     tokenizer = load_tokenizer(*models.tokenizer_place(model))
     prompts = []
     columns = (table[name].to_pylist() for name in (POSITION_COLUMN, TOKENS, ERROR))
@@ -176,6 +180,23 @@ def _prompts(model: PinnedModel, table: pa.Table) -> list[PreviewedPrompt]:
         trouble = f"{error['kind']}: {error['message']}" if error else ""
         text = "" if error else tokenizer.decode(ids)
         prompts.append(PreviewedPrompt(at, text, 0 if error else len(ids), trouble))
+    return prompts
+
+
+def _hosted_prompts(table: pa.Table) -> list[PreviewedPrompt]:
+    """Return the messages for a hosted model, whose tokens are estimated."""
+    from prefect_raybatch.ledger.layout import POSITION_COLUMN
+    from prefect_raybatch.stages.columns import CHAT, ERROR
+    from prefect_raybatch.stages.endpoint.body import prompt_estimate
+
+    prompts = []
+    columns = (table[name].to_pylist() for name in (POSITION_COLUMN, CHAT, ERROR))
+    for at, text, error in zip(*columns, strict=True):
+        messages = json.loads(text or "[]")
+        trouble = f"{error['kind']}: {error['message']}" if error else ""
+        lines = "\n".join(f"{one['role']}: {one['content']}" for one in messages)
+        tokens = 0 if error else prompt_estimate(messages)
+        prompts.append(PreviewedPrompt(at, lines, tokens, trouble))
     return prompts
 
 

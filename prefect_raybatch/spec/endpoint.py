@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from prefect_raybatch.job.variables import fill_variables
 from prefect_raybatch.spec.options import HiddenOptions
 
 
@@ -27,3 +28,10 @@ class EndpointSpec:
     price_in: float | None
     price_out: float | None
     batch: bool
+
+    def api_key(self) -> str:
+        """Return the API key, "" for none, from its environment variable if it names one.
+
+        Raises `ConfigError` if that variable is not set.
+        """
+        return str(fill_variables(self.secret.get("key", ""), "engine.endpoint.key"))

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -84,8 +84,9 @@ def openai_server(models: tuple[str, ...] = ("large",)) -> Iterator[OpenAIServer
             for name, value in headers.items():
                 self.send_header(name, value)
             self.send_header("Content-Length", headers.get("x-length", str(len(body))))
-            self.end_headers()
-            self.wfile.write(body)
+            with suppress(ConnectionError):  # the client was killed
+                self.end_headers()
+                self.wfile.write(body)
             self.close_connection = "x-length" in headers
 
         def log_message(self, *_: Any) -> None:

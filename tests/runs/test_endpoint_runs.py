@@ -11,13 +11,21 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
+from helpers.findings import one
 from helpers.openai_server import OpenAIServer, completion, failing, openai_server
 
-from prefect_raybatch.api import finalize_run, infer_run, plan_run
-from prefect_raybatch.errors import ConfigError, EngineStartError
+from prefect_raybatch.api import finalize_run, infer_run, plan_run, preview_rows
+from prefect_raybatch.api.tune import tune
+from prefect_raybatch.doctor import places
+from prefect_raybatch.driver.heartbeat import read_beats
+from prefect_raybatch.errors import ConfigError, EndpointRefused, EndpointUnavailable, is_transient
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.runs.starts import seconds_of_others
 from prefect_raybatch.stages.endpoint import client
+from prefect_raybatch.stages.endpoint.limiter import LIMIT_WINDOW, TRAVEL
+from prefect_raybatch.storage import open_store
 
 ROWS = 20
 KEY = "sk-very-secret-0123456789"
@@ -144,7 +152,7 @@ def test_what_no_retry_helps_ends_the_run_and_keeps_what_was_paid(
 ):
     server.fault = lambda number, body: failing(status, message) if number >= 10 else None
     job = job_of(server, tmp_path, endpoint={"max_in_flight": 1})
-    with pytest.raises(EngineStartError, match=remedy):
+    with pytest.raises(EndpointRefused, match=remedy):
         run_of(job)
     server.fault = lambda number, body: None
     _, folder = run_of(job)
@@ -153,9 +161,9 @@ def test_what_no_retry_helps_ends_the_run_and_keeps_what_was_paid(
 
 
 def test_an_unknown_model_or_a_server_that_is_not_there_ends_the_run_before_a_row(server, tmp_path):
-    with pytest.raises(EngineStartError, match=r"engine\.endpoint\.model.*use one of large"):
+    with pytest.raises(EndpointRefused, match=r"engine\.endpoint\.model.*use one of large"):
         run_of(job_of(server, tmp_path, endpoint={"model": "larger"}), "unknown")
-    with pytest.raises(EngineStartError, match=r"engine\.endpoint\.url.*cannot be reached"):
+    with pytest.raises(EndpointUnavailable, match=r"engine\.endpoint\.url.*cannot be reached"):
         run_of(job_of(server, tmp_path, endpoint={"url": "http://127.0.0.1:9/v1"}), "away")
     assert not server.bodies
 
@@ -163,7 +171,7 @@ def test_an_unknown_model_or_a_server_that_is_not_there_ends_the_run_before_a_ro
 def test_a_key_whose_variable_is_not_set_is_named(server, tmp_path, monkeypatch):
     monkeypatch.delenv("RAYBATCH_SECRET_LARGE", raising=False)
     with pytest.raises(ConfigError, match=r"engine\.endpoint\.key.*RAYBATCH_SECRET_LARGE"):
-        run_of(job_of(server, tmp_path, endpoint={"key": "${RAYBATCH_SECRET_LARGE}"}))
+        plan_run(job_of(server, tmp_path, endpoint={"key": "${RAYBATCH_SECRET_LARGE}"}), "night")
     assert not server.bodies
 
 
@@ -189,6 +197,45 @@ def test_tokens_cost_what_the_job_says(server, tmp_path):
     prices = {"price_in": 1e6, "price_out": 2e6, "max_in_flight": 1}
     report, _ = run_of(job_of(server, tmp_path, endpoint=prices), "priced")
     assert report.cost["total"] == pytest.approx(ROWS * (11 + 2 * 7))
+
+
+def test_a_server_that_answers_nothing_more_is_worth_a_retry(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "SERVER_OUTAGE", 0.2)
+    server.fault = lambda number, body: failing(503, "overloaded") if number >= 5 else None
+    with pytest.raises(EndpointUnavailable, match=r"answered nothing.*503") as error:
+        run_of(job_of(server, tmp_path, endpoint={"max_in_flight": 1}))
+    assert is_transient(error.value)
+    server.fault = lambda number, body: None
+    assert len(answers(run_of(job_of(server, tmp_path))[1])) == ROWS
+
+
+def test_a_new_attempt_waits_until_requests_of_others_count_no_longer(server, tmp_path):
+    server.fault = lambda number, body: failing(401, "bad key")
+    job = job_of(server, tmp_path)
+    with pytest.raises(EndpointRefused):
+        run_of(job)
+    ledger = Ledger(open_store(str(tmp_path / "out" / "night")))
+    (beat,) = read_beats(ledger.store, ledger.attempts()).values()
+    assert seconds_of_others(ledger, "ours", beat.at) >= LIMIT_WINDOW + TRAVEL
+    assert seconds_of_others(ledger, "ours", beat.at + 3600) == 0
+    alone = next(iter(read_beats(ledger.store, ledger.attempts())))
+    assert seconds_of_others(ledger, alone, beat.at) == 0  # its own requests are known
+
+
+def test_a_preview_shows_messages_and_answers_and_tune_has_nothing_to_try(server, tmp_path):
+    job = job_of(server, tmp_path, source={"uri": str(tmp_path / "in.parquet")})
+    shown = preview_rows(job, 3)
+    assert [prompt.text for prompt in shown.prompts] == [f"user: Company {n}" for n in range(3)]
+    assert [row["response"] for row in shown.answers] == [f"about Company {n}" for n in range(3)]
+    with pytest.raises(ConfigError, match=r"engine\.endpoint"):
+        tune(job)
+
+
+def test_doctor_asks_the_server_for_the_model(server, tmp_path):
+    there = one(places.check_model, job_of(server, tmp_path))
+    assert there.mark == "pass" and "large is at http" in there.found
+    with pytest.raises(EndpointRefused, match="use one of large"):  # doctor shows it as a failure
+        one(places.check_model, job_of(server, tmp_path, endpoint={"model": "larger"}))
 
 
 def test_the_batch_api_is_refused_before_a_row_is_sent(server, tmp_path):

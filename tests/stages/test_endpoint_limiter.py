@@ -123,3 +123,14 @@ def test_limits_that_the_server_reports_count_where_they_are_lower():
     assert (limiter.requests, limiter.tokens) == (60, 9000)
     limiter.lower(30, None)
     assert limiter.requests == 30
+
+
+@pytest.mark.parametrize(("limits", "waits"), [((60, None), 40), ((None, None), 0)])
+def test_requests_of_earlier_attempts_count_against_a_limit(limits, waits):
+    clock = Clock()
+    limiter = Limiter(*limits, 4, 600.0, clock, others=40.0)
+    assert limiter.ask(1)[0] == waits
+    if waits:
+        assert "an earlier attempt" in limiter.usage().waits
+        clock.now += 40
+        assert limiter.ask(1)[1]

@@ -1,7 +1,7 @@
 """Sends requests to a hosted model: one thread with an event loop, many requests in flight.
 
 Every end of a request is one of: an answer, a row's own error, a retry after a wait, or an error
-that ends the run (`EndpointRefused`).
+that ends the attempt (`EndpointRefused`, `EndpointUnavailable`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
+from prefect_raybatch.errors import EndpointRefused, EndpointUnavailable
 from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.stages.endpoint.headers import limits_of, may_retry, pause_of
-from prefect_raybatch.stages.endpoint.limiter import Signal, Usage
+from prefect_raybatch.stages.endpoint.limiter import Limiter, Signal, Usage
 
 if TYPE_CHECKING:
     import httpx
@@ -30,6 +31,8 @@ QUOTED_TEXT = 300  # characters of a server's message that are quoted
 ROW_TRIES = 6  # of a request that fails while others are answered
 ROW_TRIES_ALONE = 12  # of one that fails while the server answers nothing but its list of models
 MODEL_LIST_TRIES = 3
+CONNECT_SECONDS = 10.0  # to a server
+PROBE_SECONDS = 60.0  # for its list of models
 SERVER_OUTAGE = 600.0  # seconds without any answer after which the run ends
 FIRST_BACKOFF, MOST_BACKOFF = 0.5, 30.0  # seconds between tries
 ENDS_RUN = {401: "check engine.endpoint.key", 402: "check the account's credit"}
@@ -38,10 +41,6 @@ OF_PROBE = {
     404: "check engine.endpoint.url",
 }
 QUOTA = "insufficient_quota"
-
-
-class EndpointRefused(Exception):
-    """The server will answer no request of this run; the message says why and what to do."""
 
 
 class SharedLimiter(Protocol):
@@ -88,7 +87,11 @@ class HostedAnswer:
 
 
 class EndpointEngine:
-    """Takes the place of a vLLM engine; one per actor. Thread-safe."""
+    """Takes the place of a vLLM engine; one per actor. Thread-safe.
+
+    Raises `EndpointRefused` if the server refuses or does not have the model, and
+    `EndpointUnavailable` if it cannot be reached.
+    """
 
     def __init__(self, spec: EndpointSpec, key: str, limiter: SharedLimiter):
         self.spec, self.limiter = spec, limiter
@@ -108,7 +111,10 @@ class EndpointEngine:
             raise
 
     def ask(self, requests: Sequence[HostedRequest]) -> list[HostedAnswer]:
-        """Return the answers in the order of the requests. Raises `EndpointRefused`."""
+        """Return the answers in the order of the requests.
+
+        Raises `EndpointRefused` and `EndpointUnavailable`.
+        """
         answers: list[HostedAnswer] = self._do(self._all(requests))
         return answers
 
@@ -143,26 +149,35 @@ class EndpointEngine:
 
         self._turn = asyncio.Lock()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        connect = min(CONNECT_SECONDS, self.spec.timeout)
+        timeout = httpx.Timeout(self.spec.timeout, connect=connect)
         self._client = httpx.AsyncClient(
-            headers=self._headers, timeout=self.spec.timeout, limits=limits, follow_redirects=False
+            headers=self._headers, timeout=timeout, limits=limits, follow_redirects=False
         )
         self._answered_at = self._loop.time()
         await self._probe()
 
     async def _probe(self) -> None:
-        """Raise `EndpointRefused` unless the server lists its models, with this one among them."""
+        """Ask for the list of models.
+
+        Raises `EndpointUnavailable` if there is no server, `EndpointRefused` if it refuses, or if
+        this model is not in the list.
+        """
         import httpx
 
         for attempt in range(1, MODEL_LIST_TRIES + 1):
             try:
-                response = await self._client.get(f"{self.spec.url}/models")
+                response = await self._client.get(
+                    f"{self.spec.url}/models", timeout=min(PROBE_SECONDS, self.spec.timeout)
+                )
                 break
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
+            except httpx.InvalidURL as error:
+                raise EndpointRefused(f"engine.endpoint.url: {error}. Correct it") from None
+            except httpx.HTTPError as error:
                 if attempt == MODEL_LIST_TRIES:
-                    raise EndpointRefused(
+                    raise EndpointUnavailable(
                         f"engine.endpoint.url: {self.spec.url} cannot be reached "
-                        f"({type(error).__name__}: {error}). Check the URL, and that the server "
-                        "is up"
+                        f"({type(error).__name__}: {error})"
                     ) from None
                 await asyncio.sleep(_backoff(attempt))
         status = response.status_code
@@ -312,10 +327,15 @@ class EndpointEngine:
     def _check_outage(self, problem: str) -> None:
         silent = self._loop.time() - self._answered_at
         if silent > SERVER_OUTAGE:
-            raise EndpointRefused(
+            raise EndpointUnavailable(
                 f"engine.endpoint: {self.spec.url} has answered nothing for {silent / 60:.0f} "
-                f"minutes ({problem}). Check the server; the same command continues the run"
+                f"minutes ({problem})"
             )
+
+
+def probe(spec: EndpointSpec) -> None:
+    """Ask a server whether it has the model. Raises as `EndpointEngine` does, and `ConfigError`."""
+    EndpointEngine(spec, spec.api_key(), Limiter(None, None, 1, spec.timeout)).close()
 
 
 def _parsed(response: httpx.Response) -> HostedAnswer | str:

@@ -68,7 +68,8 @@ class Limiter:
     """The limits of one run, shared by all its workers. Thread-safe.
 
     `requests` and `tokens` are per minute, None for no limit. `most` is the maximum number of
-    requests in flight; fewer are allowed after a 429 or a failure, and more after answers.
+    requests in flight; fewer are allowed after a 429 or a failure, and more after answers. With a
+    limit, nothing leaves for the first `others` seconds, because earlier attempts may have used it.
     """
 
     requests: float | None
@@ -76,6 +77,7 @@ class Limiter:
     most: int
     timeout: float
     clock: Callable[[], float] = time.monotonic
+    others: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _sent: deque[_Sent] = field(default_factory=deque)
     _flying: dict[int, _Sent] = field(default_factory=dict)
@@ -90,6 +92,9 @@ class Limiter:
 
     def __post_init__(self) -> None:
         self.allowed = min(FIRST_IN_FLIGHT, self.most)
+        if self.others and (self.requests or self.tokens):
+            self._paused = self.clock() + self.others
+            self._why = "an earlier attempt may have used up the limit"
 
     def ask(self, tokens: int) -> tuple[float, int]:
         """Return (0, number) if a request of `tokens` may leave now, else (seconds to wait, 0).

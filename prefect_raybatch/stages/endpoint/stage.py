@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 
+from prefect_raybatch.errors import EndpointRefused, EndpointUnavailable
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.spec.request import SamplingFields
@@ -19,7 +20,6 @@ from prefect_raybatch.stages.columns import CHAT, PARAMS, POSITION, SHARD
 from prefect_raybatch.stages.endpoint.body import answer_text, body_of, prompt_estimate
 from prefect_raybatch.stages.endpoint.client import (
     EndpointEngine,
-    EndpointRefused,
     HostedAnswer,
     HostedRequest,
     SharedLimiter,
@@ -62,8 +62,8 @@ class EndpointStage(EngineStage):
         spec = self.spec
         try:
             engine = EndpointEngine(spec.endpoint, spec.key, spec.limiter)
-        except EndpointRefused as error:
-            self._refused = Loss(EndpointRefused.__name__, str(error), fatal=True)
+        except (EndpointRefused, EndpointUnavailable) as error:
+            self._refused = Loss(type(error).__name__, str(error), fatal=True)
             return
         if self._journal is None:
             self._journal = Journal(spec.store)
@@ -78,8 +78,8 @@ class EndpointStage(EngineStage):
         """Answer the valid rows of a block, as `EngineStage` does."""
         try:
             return super().__call__(table)
-        except EndpointRefused as error:
-            why = Loss(EndpointRefused.__name__, str(error), fatal=True)
+        except (EndpointRefused, EndpointUnavailable) as error:
+            why = Loss(type(error).__name__, str(error), fatal=True)
             self._refused = why
             with self._lock:
                 engine, self.engine = self.engine, None
