@@ -14,7 +14,6 @@ import pyarrow as pa
 from prefect_raybatch.errors import (
     CorruptRun,
     EngineFailure,
-    EngineStartError,
     InsufficientResources,
     SourceError,
 )
@@ -119,6 +118,7 @@ def _answered(
     prepared: Sequence[pa.Table], launch: EngineLaunch, engine: type, clock: PhaseClock
 ) -> list[pa.Table]:
     """Start an engine and return the blocks with its answers."""
+    from prefect_raybatch.driver.driver import error_of
     from prefect_raybatch.stages.block import is_lost, losses
 
     quiet = {"use_tqdm_on_load": False}  # progress bars would be printed between the tables
@@ -129,7 +129,7 @@ def _answered(
     for table in tables:
         if is_lost(table):
             loss = losses(table)[0]
-            raise (EngineStartError if loss.fatal else EngineFailure)(loss.message)
+            raise error_of(loss) if loss.fatal else EngineFailure(loss.message)
     return tables
 
 

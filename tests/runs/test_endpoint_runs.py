@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
@@ -16,13 +17,19 @@ from helpers.openai_server import OpenAIServer, completion, failing, openai_serv
 
 from prefect_raybatch.api import finalize_run, infer_run, plan_run, preview_rows
 from prefect_raybatch.api.tune import tune
+from prefect_raybatch.cluster import pipeline as pipeline_module
+from prefect_raybatch.cluster.pipeline import Pipeline
+from prefect_raybatch.cluster.sizes import for_attempt
+from prefect_raybatch.compile.job import compile_planned
 from prefect_raybatch.doctor import places
 from prefect_raybatch.driver.heartbeat import read_beats
 from prefect_raybatch.errors import ConfigError, EndpointRefused, EndpointUnavailable, is_transient
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.runs.run import load_run
 from prefect_raybatch.runs.starts import seconds_of_others
+from prefect_raybatch.sizing.sizes import assumed
 from prefect_raybatch.stages.endpoint import client
 from prefect_raybatch.stages.endpoint.limiter import LIMIT_WINDOW, TRAVEL
 from prefect_raybatch.storage import open_store
@@ -89,6 +96,22 @@ def test_each_row_is_asked_once_and_its_answer_is_in_the_result(server, tmp_path
     assert not (folder / "_raybatch" / "journal").exists()
     written = [file for file in folder.rglob("*") if file.is_file()]
     assert written and not any(KEY.encode() in file.read_bytes() for file in written)
+
+
+def test_the_key_goes_to_the_engines_alone(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYBATCH_SECRET_LARGE", KEY)
+    monkeypatch.setattr(pipeline_module, "limiter_of", lambda *_: None)  # an actor, on Ray
+    job = job_of(server, tmp_path, endpoint={"key": "${RAYBATCH_SECRET_LARGE}"})
+    run = plan_run(job, "night")
+    ledger = Ledger(open_store(run.uri))
+    plan, shards = load_run(ledger, run)
+    spec = compile_planned(job, plan)
+    size = for_attempt(spec.sizes, plan, assumed(spec.sizes))
+    pipeline = Pipeline(spec, plan, shards, ledger.store, "attempt", size)
+    prepare, launch, finish = pipeline.stages(False)
+    assert KEY.encode() in cloudpickle.dumps(launch) and KEY not in repr(launch)
+    for other in (prepare, finish, pipeline.reader, spec):
+        assert KEY.encode() not in cloudpickle.dumps(other)
 
 
 def test_sampling_fields_and_labels_go_to_the_server(server, tmp_path):

@@ -31,8 +31,8 @@ QUOTED_TEXT = 300  # characters of a server's message that are quoted
 ROW_TRIES = 6  # of a request that fails while others are answered
 ROW_TRIES_ALONE = 12  # of one that fails while the server answers nothing but its list of models
 MODEL_LIST_TRIES = 3
-CONNECT_SECONDS = 10.0  # to a server
-PROBE_SECONDS = 60.0  # for its list of models
+SERVER_CONNECT = 10.0  # to a server
+MODEL_LIST_SECONDS = 60.0  # for its list of models
 SERVER_OUTAGE = 600.0  # seconds without any answer after which the run ends
 FIRST_BACKOFF, MOST_BACKOFF = 0.5, 30.0  # seconds between tries
 ENDS_RUN = {401: "check engine.endpoint.key", 402: "check the account's credit"}
@@ -149,7 +149,7 @@ class EndpointEngine:
 
         self._turn = asyncio.Lock()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        connect = min(CONNECT_SECONDS, self.spec.timeout)
+        connect = min(SERVER_CONNECT, self.spec.timeout)
         timeout = httpx.Timeout(self.spec.timeout, connect=connect)
         self._client = httpx.AsyncClient(
             headers=self._headers, timeout=timeout, limits=limits, follow_redirects=False
@@ -168,7 +168,7 @@ class EndpointEngine:
         for attempt in range(1, MODEL_LIST_TRIES + 1):
             try:
                 response = await self._client.get(
-                    f"{self.spec.url}/models", timeout=min(PROBE_SECONDS, self.spec.timeout)
+                    f"{self.spec.url}/models", timeout=min(MODEL_LIST_SECONDS, self.spec.timeout)
                 )
                 break
             except httpx.InvalidURL as error:
@@ -333,7 +333,7 @@ class EndpointEngine:
             )
 
 
-def probe(spec: EndpointSpec) -> None:
+def ask_for_model(spec: EndpointSpec) -> None:
     """Ask a server whether it has the model. Raises as `EndpointEngine` does, and `ConfigError`."""
     EndpointEngine(spec, spec.api_key(), Limiter(None, None, 1, spec.timeout)).close()
 
